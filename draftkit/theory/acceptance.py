@@ -1,0 +1,260 @@
+"""What acceptance means, how it is counted, and how certain a counted number is.
+
+Three modes, for the three ways engines verify (q = the law proposals are sampled from):
+
+    sampled        sum_x min(p, q) = beta    p/q acceptance; its mean over contexts is alpha
+    greedy draft   p(argmax q)               the draft proposes its argmax
+    exact match    sum_x p q                 a sampled proposal must equal the target's sample
+
+Counted quantities follow from one histogram: rounds by number of accepted proposals, n = 0..gamma.
+Servers call accepted/drafted the acceptance rate; it is below alpha, because its denominator holds
+proposals that were never tested. The translators convert under the i.i.d. model of Leviathan et
+al. (arXiv 2211.17192, section 3.1: every context has the same alpha); where contexts differ,
+the true acceptance length is larger than the one at the mean alpha.
+
+Estimates are ratios of totals over positions, with percentile intervals from a bootstrap over
+prompts, since positions of one text are not independent. Resampling uses `noise`, so the same data
+give the same interval. This module knows no models and no decoder.
+Shapes: V vocabulary, P prompts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftkit.theory.noise import RESAMPLE, uniform
+from draftkit.theory.warping import promote
+
+
+def sampled_acceptance(*, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """sum_x min(p, q): the acceptance probability of a sampled proposal; [..., V] to [...]."""
+    return torch.minimum(promote(target_probs), promote(draft_probs)).sum(-1)
+
+
+def greedy_draft_acceptance(*, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """p(argmax q): the acceptance probability where the draft proposes its most likely token."""
+    proposed = draft_probs.argmax(-1, keepdim=True)
+    return promote(target_probs).gather(-1, proposed)[..., 0]
+
+
+def exact_match_acceptance(*, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """sum_x p q: the probability that independent samples of target and draft agree."""
+    return (promote(target_probs) * promote(draft_probs)).sum(-1)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its 95 % interval, positions `n` and prompts behind it."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+    prompts: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The form in which every `summary.json` holds an estimate."""
+        return {
+            "mean": self.mean,
+            "ci95": [self.low, self.high],
+            "n": self.n,
+            "prompts": self.prompts,
+        }
+
+    def excludes(self, value: float) -> bool:
+        """Whether `value` lies outside the interval."""
+        return value < self.low or value > self.high
+
+
+def _resampled_sums(columns: Tensor, *, seed: int, resamples: int) -> Tensor:
+    """Sums of [P, C] over prompts drawn with replacement: [resamples, C].
+
+    In blocks, so that memory does not grow with prompts times resamples.
+    """
+    prompts = len(columns)
+    block = max(1, 2**20 // prompts)
+    sums = []
+    for start in range(0, resamples, block):
+        row = torch.arange(start, min(start + block, resamples))
+        drawn = uniform(
+            seed=torch.full_like(row, seed),
+            row=row,
+            length=torch.zeros_like(row),
+            count=prompts,
+            purpose=RESAMPLE,
+        )
+        sums.append(columns[(drawn * prompts).long()].sum(1))
+    return torch.cat(sums)
+
+
+def _bootstrap(
+    columns: list[Tensor],
+    statistic: Callable[[Tensor], Tensor],
+    *,
+    seed: int,
+    resamples: int,
+) -> Estimate:
+    """`statistic` of the column sums with its percentile interval over resampled prompts.
+
+    columns: [P] each; the odd ones are counts. A prompt without any position is no observation.
+    """
+    table = torch.stack([column.detach().cpu().double() for column in columns], dim=-1)  # [P, C]
+    counts = table[:, 1::2]
+    table = table[counts.sum(-1) > 0]
+    prompts = len(table)
+    if prompts < 2:
+        raise ValueError(f"an interval needs at least 2 prompts with positions, got {prompts}")
+    if not (table[:, 1::2] > 0).all():
+        raise ValueError("paired estimates need positions on both sides of every prompt")
+    drawn = statistic(_resampled_sums(table, seed=seed, resamples=resamples))
+    low, high = torch.quantile(drawn, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    totals = table.sum(0)
+    return Estimate(float(statistic(totals)), low, high, int(totals[1]), prompts)
+
+
+def estimate_ratio(
+    totals: Tensor, counts: Tensor, *, seed: int = 0, resamples: int = 2000
+) -> Estimate:
+    """Sum of `totals` over sum of `counts` ([P] each): a rate over positions, by prompt.
+
+    Raises ValueError with fewer than 2 prompts that have positions.
+    """
+    return _bootstrap(
+        [totals, counts], lambda sums: sums[..., 0] / sums[..., 1], seed=seed, resamples=resamples
+    )
+
+
+def estimate_gain(
+    *,
+    totals: Tensor,
+    counts: Tensor,
+    baseline_totals: Tensor,
+    baseline_counts: Tensor,
+    seed: int = 0,
+    resamples: int = 2000,
+) -> Estimate:
+    """The ratio minus the baseline's ratio on the same prompts, resampled together: paired."""
+    return _bootstrap(
+        [totals, counts, baseline_totals, baseline_counts],
+        lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3],
+        seed=seed,
+        resamples=resamples,
+    )
+
+
+def estimate_quotient(
+    *,
+    totals: Tensor,
+    counts: Tensor,
+    baseline_totals: Tensor,
+    baseline_counts: Tensor,
+    seed: int = 0,
+    resamples: int = 2000,
+) -> Estimate:
+    """The ratio divided by the baseline's ratio on the same prompts: a speed-up, paired."""
+    return _bootstrap(
+        [totals, counts, baseline_totals, baseline_counts],
+        lambda sums: (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3]),
+        seed=seed,
+        resamples=resamples,
+    )
+
+
+def accepted(accept_counts: Tensor) -> Tensor:
+    """Accepted proposals in a histogram [..., gamma + 1] of rounds by n; float64 [...].
+
+    So do the functions below: leading dimensions (prompts, routes) are kept.
+    """
+    places = torch.arange(accept_counts.shape[-1], device=accept_counts.device)
+    return (accept_counts * places).sum(-1).double()
+
+
+def drafted(accept_counts: Tensor, gamma: int) -> Tensor:
+    """Proposals made by the rounds of the histogram, gamma each."""
+    return accept_counts.sum(-1).double() * gamma
+
+
+def acceptance_rate(accept_counts: Tensor) -> Tensor:
+    """accepted / drafted, as servers count it; below alpha."""
+    return accepted(accept_counts) / drafted(accept_counts, accept_counts.shape[-1] - 1)
+
+
+def acceptance_length(accept_counts: Tensor) -> Tensor:
+    """tau = 1 + E[n]: tokens per target pass, correction or bonus token included."""
+    return 1 + accepted(accept_counts) / accept_counts.sum(-1)
+
+
+def unconditional_rates(accept_counts: Tensor) -> Tensor:
+    """A_i = P(first i proposals all accepted), i = 1..gamma; tau = 1 + sum_i A_i, exactly."""
+    at_least = accept_counts.flip(-1).cumsum(-1).flip(-1).double()  # [..., gamma + 1] n >= i
+    return at_least[..., 1:] / at_least[..., :1]
+
+
+def conditional_rates(accept_counts: Tensor) -> Tensor:
+    """a_i = A_i / A_(i-1): acceptance of proposal i where it was tested; nan where never."""
+    at_least = accept_counts.flip(-1).cumsum(-1).flip(-1).double()
+    return at_least[..., 1:] / at_least[..., :-1]
+
+
+def empirical_alpha(accept_counts: Tensor) -> Tensor:
+    """accepted / tests made: the maximum-likelihood alpha of the i.i.d. model.
+
+    Every accepted proposal and every first rejection is a test. Not for block verification, whose
+    positions are not tested one by one.
+    """
+    passed = accepted(accept_counts)
+    return passed / (passed + accept_counts[..., :-1].sum(-1))
+
+
+def expected_accepted(alpha: float, gamma: int) -> float:
+    """E[n] = alpha (1 - alpha^gamma) / (1 - alpha) of the i.i.d. model, written as its sum."""
+    return sum(alpha**i for i in range(1, gamma + 1))
+
+
+def increasing_root(function: Callable[[float], float], value: float) -> float:
+    """Where an increasing `function` takes `value` on [0, 1], by bisection to the last bit."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if function(middle) < value:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def alpha_from_acceptance_rate(rate: float, gamma: int) -> float:
+    """The i.i.d. alpha behind a server's accepted/drafted. Raises ValueError outside [0, 1]."""
+    if not 0 <= rate <= 1:
+        raise ValueError(f"an acceptance rate (accepted / drafted) lies in [0, 1], got {rate}")
+    if gamma < 1:
+        raise ValueError(f"an acceptance rate needs gamma of at least 1, got {gamma}")
+    return increasing_root(lambda alpha: expected_accepted(alpha, gamma), rate * gamma)
+
+
+def alpha_from_acceptance_length(acceptance_length: float, gamma: int) -> float:
+    """The i.i.d. alpha behind tokens per target pass. Raises ValueError outside [1, gamma + 1]."""
+    if not 1 <= acceptance_length <= gamma + 1:
+        raise ValueError(
+            f"an acceptance length (correction or bonus included) lies in [1, gamma + 1 = "
+            f"{gamma + 1}], got {acceptance_length}"
+        )
+    return alpha_from_acceptance_rate((acceptance_length - 1) / gamma, gamma)
+
+
+def acceptance_length_from_rate(rate: float, gamma: int) -> float:
+    """tau = 1 + gamma (accepted / drafted): exact, no model needed."""
+    return 1 + rate * gamma
+
+
+def tail_bound(
+    *, kept_overlap: Tensor, target_tail: Tensor, draft_tail: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Bounds of alpha from stored ids: A <= alpha <= A + min(tail_p, tail_q).
+
+    kept_overlap: A = sum of min(p, q) over the kept ids; the tails are the masses outside them.
+    """
+    return kept_overlap, kept_overlap + torch.minimum(target_tail, draft_tail)

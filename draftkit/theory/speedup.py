@@ -1,0 +1,106 @@
+"""What acceptance is worth in wall time: the factor, its ceiling, and the gamma to choose.
+
+The model of Leviathan et al. (arXiv 2211.17192, section 3) with measured costs, all in units of
+one plain target step: a round of gamma proposals takes gamma c + v + o and commits tau tokens, so
+
+    speed-up = tau / (gamma c + v + o)
+
+    c  cost_ratio      one draft step
+    v  verify_ratio    the target pass over gamma + 1 tokens; 1 only while memory-bound
+    o  overhead_ratio  the rest of the round
+
+With v = 1 and o = 0 this is the improvement factor of theorem 3.8. Functions of alpha assume
+the i.i.d. model; with a measured tau use `speedup_from_length`. Plain floats: this module knows no
+tensors and measures nothing.
+"""
+
+from collections.abc import Callable
+
+from draftkit.theory.acceptance import expected_accepted, increasing_root
+
+
+def expected_tokens(alpha: float, gamma: int) -> float:
+    """tau = (1 - alpha^(gamma+1)) / (1 - alpha): tokens per round, equation 1."""
+    return 1 + expected_accepted(alpha, gamma)
+
+
+def _round_cost(gamma: int, cost_ratio: float, verify_ratio: float, overhead_ratio: float) -> float:
+    return gamma * cost_ratio + verify_ratio + overhead_ratio
+
+
+def speedup_from_length(
+    acceptance_length: float,
+    gamma: int,
+    cost_ratio: float,
+    verify_ratio: float = 1.0,
+    overhead_ratio: float = 0.0,
+) -> float:
+    """tau / (gamma c + v + o) for a measured tau."""
+    return acceptance_length / _round_cost(gamma, cost_ratio, verify_ratio, overhead_ratio)
+
+
+def improvement_factor(
+    alpha: float,
+    gamma: int,
+    cost_ratio: float,
+    verify_ratio: float = 1.0,
+    overhead_ratio: float = 0.0,
+) -> float:
+    """The speed-up at alpha; (1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)) at v = 1, o = 0."""
+    tokens = expected_tokens(alpha, gamma)
+    return speedup_from_length(tokens, gamma, cost_ratio, verify_ratio, overhead_ratio)
+
+
+def worthwhile(alpha: float, cost_ratio: float) -> bool:
+    """Whether any gamma helps at v = 1, o = 0: alpha > c, and then gamma = 1 does (cor. 3.9)."""
+    return alpha > cost_ratio
+
+
+def ceiling(
+    gamma: int, cost_ratio: float, verify_ratio: float = 1.0, overhead_ratio: float = 0.0
+) -> float:
+    """The factor of a perfect draft, alpha = 1: (gamma + 1) / (gamma c + v + o)."""
+    return improvement_factor(1.0, gamma, cost_ratio, verify_ratio, overhead_ratio)
+
+
+def break_even_alpha(
+    gamma: int, cost_ratio: float, verify_ratio: float = 1.0, overhead_ratio: float = 0.0
+) -> float | None:
+    """The alpha at which speculation neither gains nor loses; None if even alpha = 1 loses."""
+    cost = _round_cost(gamma, cost_ratio, verify_ratio, overhead_ratio)
+    if gamma + 1 < cost:
+        return None
+    return increasing_root(lambda alpha: expected_tokens(alpha, gamma), cost)
+
+
+def best_gamma(
+    alpha: float,
+    cost_ratio: float,
+    verify_ratio: Callable[[int], float],
+    overhead_ratio: float,
+    max_gamma: int,
+) -> tuple[int, float]:
+    """The gamma in 0..max_gamma with the largest factor, and that factor.
+
+    verify_ratio: v as a function of gamma, from a measured table. Gamma 0 is plain decoding, factor
+    1: "do not speculate" is an answer. Of equal factors the smaller gamma wins.
+    """
+    best, best_factor = 0, 1.0
+    for gamma in range(1, max_gamma + 1):
+        factor = improvement_factor(alpha, gamma, cost_ratio, verify_ratio(gamma), overhead_ratio)
+        if factor > best_factor:
+            best, best_factor = gamma, factor
+    return best, best_factor
+
+
+def memory_bound_speedup(acceptance_length: float, gamma: int, parameter_ratio: float) -> float:
+    """tau / (gamma c_par + 1), c_par = draft bytes / target bytes: a hypothetical, label it so."""
+    return speedup_from_length(acceptance_length, gamma, parameter_ratio)
+
+
+def expected_experts(tokens: int, experts: int, active: int) -> float:
+    """Experts touched by `tokens` tokens, E (1 - (1 - k/E)^n), under independent uniform routing.
+
+    Why v exceeds 1 for mixtures of experts; real routing is correlated and touches fewer.
+    """
+    return experts * (1 - (1 - active / experts) ** tokens)

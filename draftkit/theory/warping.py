@@ -1,0 +1,172 @@
+"""From logits to the distribution that is served: penalty, temperature, top-k, top-p, softmax.
+
+The one warp of draftkit. Target and draft go through it alike, in training, evaluation and
+decoding, because q must be the distribution that the draft token was really sampled from. Order
+and semantics are those of the logits processors of Hugging Face transformers: top-k keeps ties at
+the k-th logit, top-p keeps the token that crosses the threshold, and here its ties (there the sort
+picks among them).
+
+Sampling parameters are tensors, one entry a row, so that one batch serves requests with different
+settings without waiting for the host. The `uses_*` flags and `largest_top_k` are what the host
+knows: they only spare work that no row needs, never change a result.
+
+This module knows nothing of models or of where the token history comes from.
+Shapes: B rows, T positions, K proposed tokens, L stored tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def promote(values: Tensor) -> Tensor:
+    """At least float32: half precision is raised, float64 stays float64."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The served sampling of each row. Neutral values: 1.0, 0, 1.0, 1.0."""
+
+    temperature: Tensor  # [B] float; 0 is greedy
+    top_k: Tensor  # [B] int64; 0 keeps all
+    top_p: Tensor  # [B] float in (0, 1]
+    repetition_penalty: Tensor  # [B] float, positive
+    uses_top_k: bool
+    uses_top_p: bool
+    uses_penalty: bool
+    largest_top_k: int | None = None  # no row keeps more; None where a row keeps all
+
+    @staticmethod
+    def uniform(
+        rows: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        repetition_penalty: float = 1.0,
+        device: torch.device | str | None = None,
+    ) -> "SamplingParams":
+        """The same settings for `rows` rows."""
+
+        def fill(value: float) -> Tensor:
+            return torch.full((rows,), value, dtype=torch.float64, device=device)
+
+        return SamplingParams(
+            temperature=fill(temperature),
+            top_k=torch.full((rows,), top_k, dtype=torch.int64, device=device),
+            top_p=fill(top_p),
+            repetition_penalty=fill(repetition_penalty),
+            uses_top_k=top_k > 0,
+            uses_top_p=top_p < 1,
+            uses_penalty=repetition_penalty != 1,
+            largest_top_k=top_k or None,
+        )
+
+    def select(self, index: Tensor) -> "SamplingParams":
+        """The rows named by `index` [N] (ids or a mask), in its order."""
+        return SamplingParams(
+            temperature=self.temperature[index],
+            top_k=self.top_k[index],
+            top_p=self.top_p[index],
+            repetition_penalty=self.repetition_penalty[index],
+            uses_top_k=self.uses_top_k,
+            uses_top_p=self.uses_top_p,
+            uses_penalty=self.uses_penalty,
+            largest_top_k=self.largest_top_k,
+        )
+
+    @staticmethod
+    def concatenate(parts: Sequence["SamplingParams"]) -> "SamplingParams":
+        """The rows of all `parts`, one after the other."""
+        bounds = [part.largest_top_k for part in parts if part.largest_top_k is not None]
+        return SamplingParams(
+            temperature=torch.cat([part.temperature for part in parts]),
+            top_k=torch.cat([part.top_k for part in parts]),
+            top_p=torch.cat([part.top_p for part in parts]),
+            repetition_penalty=torch.cat([part.repetition_penalty for part in parts]),
+            uses_top_k=any(part.uses_top_k for part in parts),
+            uses_top_p=any(part.uses_top_p for part in parts),
+            uses_penalty=any(part.uses_penalty for part in parts),
+            largest_top_k=max(bounds) if len(bounds) == len(parts) else None,
+        )
+
+
+def _penalised(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
+    """Logits of tokens seen before, moved towards less likely (CTRL, arXiv 1909.05858)."""
+    lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return torch.where(seen, lowered, logits)
+
+
+def _truncated(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Logits with -inf outside the top k and outside the nucleus of mass top-p.
+
+    Both cut at a value: that of the k-th logit, and that of the last one with less than top-p of
+    the mass above it.
+    """
+    count = min(params.largest_top_k or logits.shape[-1], logits.shape[-1])
+    largest = logits.topk(count).values  # [B, T, count] descending: where needed, the vocabulary
+    if params.uses_top_k:
+        kept = torch.where(params.top_k > 0, params.top_k, count).clamp(max=count)
+        last = (kept - 1)[:, None, None].expand(*logits.shape[:-1], 1)
+        smallest = largest.gather(-1, last)  # [B, T, 1]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+        largest = largest.masked_fill(largest < smallest, -torch.inf)
+    if params.uses_top_p:
+        top_p = params.top_p.to(logits.dtype)[:, None, None]
+        probs = (largest - logits.logsumexp(-1, keepdim=True)).exp()
+        mass_above = probs.cumsum(-1) - probs
+        outside = (mass_above >= top_p) & (top_p < 1)  # 1 keeps all, however the sum rounds
+        smallest = largest.masked_fill(outside, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    return logits
+
+
+def warped_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
+    """Logits [B, T, V] as served: -inf outside the support, at least float32.
+
+    seen: [B, T, V] bool, the tokens in the history of each position; needed where any row has a
+    repetition penalty. Temperature 0 gives 0 at the (first) largest logit and -inf elsewhere.
+    """
+    logits = promote(logits)
+    if params.uses_penalty:
+        assert seen is not None, "a repetition penalty needs the tokens seen before each position"
+        penalty = params.repetition_penalty.to(logits.dtype)[:, None, None]
+        logits = _penalised(logits, penalty, seen)
+    temperature = params.temperature.to(logits.dtype)[:, None, None]
+    is_greedy = temperature == 0
+    best = logits.argmax(-1, keepdim=True)  # [B, T, 1]
+    logits = logits / torch.where(is_greedy, 1.0, temperature)
+    if params.uses_top_k or params.uses_top_p:
+        logits = _truncated(logits, params)
+    one_hot = torch.full_like(logits, -torch.inf).scatter(-1, best, 0.0)
+    return torch.where(is_greedy, one_hot, logits)
+
+
+def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
+    """The served probabilities [B, T, V] of `logits`; arguments as in `warped_logits`."""
+    return warped_logits(logits, params, seen).softmax(-1)
+
+
+def seen_tokens(tokens: Tensor, length: Tensor, vocab_size: int) -> Tensor:
+    """Which ids occur among the first `length` [B] of `tokens` [B, L]; returns [B, V] bool."""
+    is_stored = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
+    ids = torch.where(is_stored, tokens, vocab_size)  # the rest goes to a column that is cut off
+    seen = torch.zeros(len(tokens), vocab_size + 1, dtype=torch.bool, device=tokens.device)
+    return seen.scatter(-1, ids, True)[:, :vocab_size]
+
+
+def seen_along(seen: Tensor, draft_tokens: Tensor) -> Tensor:
+    """The history before each position of a round: position i has seen the first i proposals.
+
+    seen: [B, V] bool before the round; draft_tokens: [B, K]. Returns [B, K + 1, V] bool.
+    """
+    rows, gamma = draft_tokens.shape
+    vocab_size = seen.shape[-1]
+    index = torch.arange(gamma + 1, device=seen.device)
+    is_earlier = index[:gamma] < index[:, None]  # [K + 1, K]
+    ids = torch.where(is_earlier, draft_tokens[:, None], vocab_size)  # [B, K + 1, K]
+    along = torch.zeros(rows, gamma + 1, vocab_size + 1, dtype=torch.bool, device=seen.device)
+    return along.scatter(-1, ids, True)[..., :vocab_size] | seen[:, None]

@@ -1,0 +1,53 @@
+"""No network, no account, one thread, fixed seeds: what holds in every test."""
+
+import os
+
+# Before any import of the libraries that read them.
+os.environ["WANDB_MODE"] = "disabled"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MPLBACKEND"] = "agg"
+for _key in ("WANDB_API_KEY", "HYDRA_FULL_ERROR", "RANK", "WORLD_SIZE"):
+    os.environ.pop(_key, None)
+
+import socket  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from typing import Any  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _loopback_only() -> Iterator[None]:
+    """Refuse every connection that leaves this machine."""
+    patch = pytest.MonkeyPatch()
+
+    def guarded(name: str) -> None:
+        original = getattr(socket.socket, name)
+
+        def connect(self: socket.socket, address: Any) -> Any:
+            inside = self.family not in (socket.AF_INET, socket.AF_INET6)
+            if not inside and not str(address[0]).startswith(_LOOPBACK):
+                raise AssertionError(f"a test reached for the network: {address}")
+            return original(self, address)
+
+        patch.setattr(socket.socket, name, connect)
+
+    guarded("connect")
+    guarded("connect_ex")
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

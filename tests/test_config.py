@@ -1,0 +1,144 @@
+"""Ranges are checked where the value is made, and refused by the key that the user typed."""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import pytest
+
+from draftkit import config as settings
+from draftkit.config import (
+    Config,
+    DataConfig,
+    DecodeConfig,
+    DivergenceConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    HardwareConfig,
+    ModelConfig,
+    OptimConfig,
+    PretrainConfig,
+    SamplingConfig,
+    SourceConfig,
+    TrackerConfig,
+    flatten,
+)
+
+Make = Callable[[], Any]
+
+REFUSED: list[tuple[str, Make]] = [
+    ("data.name", lambda: DataConfig(name="web")),
+    ("data.domains", lambda: DataConfig(domains=["poetry"])),
+    ("data.domains", lambda: DataConfig(domains=[])),
+    ("data.max_megabytes", lambda: DataConfig(max_megabytes=0)),
+    ("data.max_rows", lambda: DataConfig(max_rows=0)),
+    ("data.vocab_size", lambda: DataConfig(vocab_size=255)),
+    ("data.prompt_tokens", lambda: DataConfig(prompt_tokens=0)),
+    ("data.max_length", lambda: DataConfig(prompt_tokens=32, max_length=32)),
+    ("data.test_fraction", lambda: DataConfig(test_fraction=0.5)),
+    ("data.validation_fraction", lambda: DataConfig(validation_fraction=0)),
+    ("sampling.temperature", lambda: SamplingConfig(temperature=-1)),
+    ("sampling.top_k", lambda: SamplingConfig(top_k=-1)),
+    ("sampling.top_p", lambda: SamplingConfig(top_p=0)),
+    ("sampling.top_p", lambda: SamplingConfig(top_p=1.5)),
+    ("sampling.repetition_penalty", lambda: SamplingConfig(repetition_penalty=0)),
+    ("divergence.name", lambda: DivergenceConfig(name="kl")),
+    ("divergence.beta", lambda: DivergenceConfig(beta=0)),
+    ("divergence.beta", lambda: DivergenceConfig(beta=1)),
+    ("divergence.eta", lambda: DivergenceConfig(eta=-1)),
+    ("divergence.temperature", lambda: DivergenceConfig(temperature=0)),
+    ("source.name", lambda: SourceConfig(name="student")),
+    ("generate.rollouts", lambda: GenerateConfig(rollouts=0)),
+    ("generate.batch_size", lambda: GenerateConfig(batch_size=0)),
+    ("decode.gamma", lambda: DecodeConfig(gamma=-1)),
+    ("decode.verification", lambda: DecodeConfig(verification="typical")),
+    ("optim.learning_rate", lambda: OptimConfig(learning_rate=0)),
+    ("optim.max_steps", lambda: OptimConfig(max_steps=0)),
+    ("optim.warmup_steps", lambda: OptimConfig(warmup_steps=-1)),
+    ("optim.adam_beta2", lambda: OptimConfig(adam_beta2=1)),
+    ("optim.lr_scheduler_type", lambda: OptimConfig(lr_scheduler_type="linear")),
+    ("evaluate.prompts", lambda: EvaluateConfig(prompts=1)),
+    ("evaluate.bootstrap", lambda: EvaluateConfig(bootstrap=0)),
+    ("evaluate.temperatures", lambda: EvaluateConfig(temperatures=[1.0, -1.0])),
+    ("evaluate.draft", lambda: EvaluateConfig(draft="new")),
+    ("hardware.device", lambda: HardwareConfig(device="tpu")),
+    ("hardware.dtype", lambda: HardwareConfig(dtype="float16")),
+    ("hardware.threads", lambda: HardwareConfig(threads=0)),
+    ("tracker.mode", lambda: TrackerConfig(mode="quiet")),
+    ("name", lambda: Config(name="../elsewhere")),
+    ("name", lambda: Config(name="")),
+    ("seed", lambda: Config(seed=-1)),
+    ("data.path", lambda: Config(data=DataConfig(name="local"))),
+    (
+        "target.pretrain.max_steps",
+        lambda: Config(target=ModelConfig(pretrain=PretrainConfig(max_steps=0))),
+    ),
+    (
+        "draft.pretrain.hidden_size",
+        lambda: Config(draft=ModelConfig(pretrain=PretrainConfig(hidden_size=100))),
+    ),
+    ("divergence", lambda: Config(sampling=SamplingConfig(temperature=0)).training_temperature),
+]
+
+
+@pytest.mark.parametrize(("key", "make"), REFUSED, ids=[key for key, _ in REFUSED])
+def test_a_value_out_of_range_is_refused_by_its_key_in_one_line(key: str, make: Make) -> None:
+    with pytest.raises(ValueError, match="must") as error:
+        make()
+    assert str(error.value).startswith(f"{key} must ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_refused_choice_is_answered_with_all_choices() -> None:
+    with pytest.raises(ValueError, match="forward_kl, reverse_kl, jsd, tvd") as error:
+        DivergenceConfig(name="kl")
+    assert "got 'kl'" in str(error.value)
+
+
+def test_the_ends_of_jsd_name_the_divergences_that_they_are() -> None:
+    with pytest.raises(ValueError, match=r"forward_kl \(0\) or reverse_kl \(1\)"):
+        DivergenceConfig(beta=1.0)
+
+
+def test_greedy_serving_trains_by_argmax_or_at_a_stated_temperature() -> None:
+    greedy = SamplingConfig(temperature=0)
+    assert Config(sampling=greedy, divergence=DivergenceConfig(name="ce_argmax"))
+    assert Config(sampling=greedy, divergence=DivergenceConfig(temperature=1.0))
+
+
+def test_the_loss_is_taken_at_the_served_temperature_unless_told_otherwise() -> None:
+    served = SamplingConfig(temperature=0.7)
+    assert Config(sampling=served).training_temperature == 0.7
+    told = DivergenceConfig(temperature=2.0)
+    assert Config(sampling=served, divergence=told).training_temperature == 2.0
+    greedy = Config(
+        sampling=SamplingConfig(temperature=0), divergence=DivergenceConfig(name="ce_argmax")
+    )
+    assert greedy.training_temperature == 1.0
+
+
+def test_flatten_names_every_setting_as_the_user_types_it() -> None:
+    flat = flatten(Config())
+    assert flat["draft.pretrain.hidden_size"] == 128
+    assert flat["data.domains"] == ["python", "prose", "cpp"]
+    assert flat["seed"] == 0
+
+    def leaves(node: object) -> int:
+        found = [getattr(node, field.name) for field in fields(node)]  # type: ignore[arg-type]
+        return sum(leaves(value) if is_dataclass(value) else 1 for value in found)
+
+    assert len(flat) == leaves(Config())
+
+
+def test_a_section_can_be_flattened_under_its_name() -> None:
+    assert flatten(DecodeConfig(gamma=3), "decode.") == {
+        "decode.gamma": 3,
+        "decode.verification": "speculative",
+    }
+
+
+def test_names_of_choices_are_not_repeated() -> None:
+    for name in vars(settings):
+        if name.endswith("_NAMES"):
+            choices = getattr(settings, name)
+            assert len(choices) == len(set(choices)) >= 2, name

@@ -1,0 +1,210 @@
+"""The named checks of a verification rule. Each raises LawBroken when its property fails.
+
+`test_verification.py` demands them of the shipped rules over all settings; `test_mutants.py` shows
+that each broken rule fails one of them.
+"""
+
+import torch
+from torch import Tensor
+
+from draftkit.theory import noise
+from draftkit.theory.verification import Verifier
+from tests.theory.laws import (
+    LARGEST,
+    Draw,
+    Law,
+    LawBroken,
+    check_round,
+    check_sample,
+    decode,
+    markov,
+    pair_laws,
+    random_logits,
+    warped_table,
+)
+
+VOCAB_SIZE = 5
+# name: how target and draft are served; the supports differ wherever something is cut off
+WARPS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+    "full support": ({}, {}),
+    "cold": ({"temperature": 0.3}, {"temperature": 0.3}),
+    "top-k": ({"top_k": 3}, {"top_k": 2}),
+    "top-p": ({"top_p": 0.8}, {"top_p": 0.7}),
+    "only the draft cut": ({}, {"top_k": 2, "top_p": 0.9}),
+    "greedy target": ({"temperature": 0.0}, {"temperature": 0.7}),
+    "greedy both": ({"temperature": 0.0}, {"temperature": 0.0}),
+}
+
+
+def laws_of(warp: str, seed: int = 22) -> tuple[Law, Law]:
+    """A random target and a related draft at VOCAB_SIZE under the named warp."""
+    of_target, of_draft = WARPS[warp]
+    target = random_logits(VOCAB_SIZE, seed)
+    draft = (target + random_logits(VOCAB_SIZE, seed + 100)) / 2**0.5
+    return markov(warped_table(target, **of_target)), markov(warped_table(draft, **of_draft))
+
+
+def check_joint_law(verify: Verifier) -> None:
+    """The joint law is the target's at gamma 2 and 3, with and without cut supports."""
+    for gamma, warp in ((2, "full support"), (3, "full support"), (2, "top-p")):
+        target, draft = laws_of(warp)
+        check_round(verify, target=target, draft=draft, vocab_size=VOCAB_SIZE, gamma=gamma)
+
+
+def check_one_hot_law(verify: Verifier) -> None:
+    """The joint law is the target's for proposals that were not sampled."""
+    target, draft = laws_of("full support")
+
+    def argmax(history: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(draft(history).argmax(-1), VOCAB_SIZE).double()
+
+    check_round(verify, target=target, draft=argmax, vocab_size=VOCAB_SIZE, gamma=3, one_hot=True)
+
+
+def stops_after_token_one(blocks: Tensor) -> Tensor:
+    """A ragged number of proposals: nothing follows the first token 1; half the blocks are short.
+
+    It looks at drafted tokens only, as a lossless stop rule must.
+    """
+    before = (blocks == 1).long().cumsum(-1) - (blocks == 1).long()
+    return (before == 0).sum(-1)
+
+
+def check_ragged_law(verify: Verifier) -> None:
+    """The joint law is the target's for every number of proposals, fixed or chosen on the way."""
+    target, draft = laws_of("full support")
+    gamma = 3
+    rules = [stops_after_token_one]
+    rules += [lambda blocks, n=n: torch.full((len(blocks),), n) for n in range(gamma + 1)]
+    for lengths in rules:
+        check_round(
+            verify,
+            target=target,
+            draft=draft,
+            vocab_size=VOCAB_SIZE,
+            gamma=gamma,
+            lengths=lengths,
+        )
+
+
+def check_told_law(verify: Verifier) -> None:
+    """A control of the instrument: told raw q while proposals come from warped q, it must fail."""
+    target, raw = laws_of("full support")
+    _, warped = laws_of("only the draft cut")
+    check_round(
+        verify, target=target, draft=warped, stated_draft=raw, vocab_size=VOCAB_SIZE, gamma=2
+    )
+
+
+def check_accepts_nothing_impossible(verify: Verifier) -> None:
+    """u = 0 accepts no token with p(x) = 0, and the smallest and largest noise emits none."""
+    target_probs = torch.tensor([0.0, 0.5, 0.5, 0.0]).expand(3, 3, 4)
+    draft_probs = torch.tensor([0.3, 0.3, 0.2, 0.2]).expand(3, 2, 4)
+    for value in (0.0, LARGEST):
+        result = verify(
+            target_probs=target_probs,
+            draft_probs=draft_probs,
+            draft_tokens=torch.tensor([[0, 1], [3, 0], [1, 3]]),
+            lengths=None,
+            accept_uniform=torch.zeros(3, 2, dtype=torch.float64),
+            next_uniform=torch.full((3,), value, dtype=torch.float64),
+        )
+        if result.accepted.tolist() != [0, 0, 1]:
+            raise LawBroken(f"impossible tokens accepted: {result.accepted.tolist()}")
+        if not set(result.next_token.tolist()) <= {1, 2}:
+            raise LawBroken(f"impossible tokens emitted: {result.next_token.tolist()}")
+
+
+def check_rounding(verify: Verifier) -> None:
+    """Equal laws accept everything; where only rounding rejects, the correction comes from p."""
+    law = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4])
+    tokens = torch.tensor([[1, 4], [3, 2]])
+
+    def outcome(target: Tensor, draft: Tensor, accept: float, then: float) -> tuple[Tensor, Tensor]:
+        return verify(
+            target_probs=target.expand(2, 3, 5),
+            draft_probs=draft.expand(2, 2, 5),
+            draft_tokens=tokens,
+            lengths=None,
+            accept_uniform=torch.full((2, 2), accept, dtype=torch.float64),
+            next_uniform=torch.full((2,), then, dtype=torch.float64),
+        )
+
+    for then in (0.0, 0.05, 0.25, 0.55, LARGEST):
+        expected = noise.sample(probs=law[None], uniform=torch.tensor([then], dtype=torch.float64))
+        accepted, _ = outcome(law, law, LARGEST, then)
+        if accepted.tolist() != [2, 2]:
+            raise LawBroken("a draft equal to the target is rejected")
+        # p one ulp below q everywhere: rejected by u = LARGEST, with nothing left in p - q.
+        below = torch.nextafter(law, torch.zeros_like(law))
+        _, token = outcome(below, law, LARGEST, then)
+        if token.tolist() != expected.expand(2).tolist():
+            raise LawBroken(f"no fall back to p where p - q is empty: {token.tolist()}")
+        above = torch.nextafter(law, torch.ones_like(law))
+        above[0] = 0.0
+        for target, draft in ((above, law), (law, above), (law, below)):
+            for accept in (0.0, 0.5, LARGEST):
+                _, token = outcome(target, draft, accept, then)
+                if (token == 0).any():
+                    raise LawBroken("one ulp of difference emits an impossible token")
+
+
+def adversarial_tables(vocab_size: int = 16) -> tuple[Tensor, Tensor]:
+    """Target and draft [V, V, V] float32 whose contexts range from near-disjoint to near-equal.
+
+    By the sum of the last two tokens: the draft is close, nearly equal, cut to 3 tokens, an
+    unrelated law, or the reversed target.
+    """
+    target = random_logits(vocab_size, 21, spread=1.5)
+    unrelated = random_logits(vocab_size, 22, spread=1.5)
+    kinds = [
+        (target + 0.4 * unrelated).softmax(-1),
+        (target + 0.1 * unrelated).softmax(-1),
+        warped_table(unrelated, top_k=3),
+        unrelated.softmax(-1),
+        (-target).softmax(-1),
+    ]
+    token = torch.arange(vocab_size)
+    kind = (token[:, None] + token) % len(kinds)
+    draft = torch.stack(kinds).gather(0, kind[None, :, :, None].expand(1, *target.shape))[0]
+    return target.softmax(-1).float(), draft.float()
+
+
+def small_tables() -> tuple[Tensor, Tensor]:
+    """Target and draft over 4 tokens: small cells are where reused noise shows."""
+    return random_logits(4, 31, spread=1.0).softmax(-1), random_logits(4, 32, spread=1.0).softmax(
+        -1
+    )
+
+
+def check_decoding(
+    verify: Verifier,
+    tables: tuple[Tensor, Tensor],
+    *,
+    rows: int,
+    draw: Draw = noise.uniform,
+    tokens: int = 6,
+    gamma: int = 3,
+) -> None:
+    """Real noise over several rounds: positions and pairs of tokens have the target's law."""
+    target, draft = tables
+    sample = decode(
+        verify, target=target, draft=draft, rows=rows, tokens=tokens, gamma=gamma, draw=draw
+    )
+    check_sample(sample, pair_laws(target.double(), tokens))
+
+
+def check_told_decoding(verify: Verifier, *, rows: int) -> None:
+    """The sampled control: told raw q while proposals come from top-k q, it must fail."""
+    target, draft = adversarial_tables()
+    cut = torch.where(draft >= draft.topk(8).values[..., -1:], draft, 0.0)
+    sample = decode(
+        verify,
+        target=target,
+        draft=cut / cut.sum(-1, keepdim=True),
+        stated_draft=draft,
+        rows=rows,
+        tokens=6,
+        gamma=3,
+    )
+    check_sample(sample, pair_laws(target.double(), 6))

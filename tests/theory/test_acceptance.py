@@ -1,0 +1,333 @@
+"""Acceptance in its three modes, counted quantities by hand, intervals by simulated coverage."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftkit.theory import acceptance, noise
+from draftkit.theory.acceptance import (
+    Estimate,
+    estimate_gain,
+    estimate_quotient,
+    estimate_ratio,
+    exact_match_acceptance,
+    greedy_draft_acceptance,
+    sampled_acceptance,
+    tail_bound,
+)
+from draftkit.theory.verification import VERIFIERS
+from tests.theory.laws import measure_round
+
+# The three modes
+
+
+def test_the_three_modes_of_a_small_pair_are_computed_by_hand() -> None:
+    pair = {
+        "target_probs": torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.9, 0.0]]),
+        "draft_probs": torch.tensor([[0.2, 0.7, 0.1], [0.0, 1.0, 0.0]]),
+    }
+    torch.testing.assert_close(sampled_acceptance(**pair), torch.tensor([0.6, 0.9]))
+    torch.testing.assert_close(greedy_draft_acceptance(**pair), torch.tensor([0.3, 0.9]))
+    torch.testing.assert_close(exact_match_acceptance(**pair), torch.tensor([0.33, 0.9]))
+
+
+def test_a_pair_that_overlaps_by_seventy_percent_pays_seventeen_to_a_greedy_draft() -> None:
+    pair = {
+        "target_probs": torch.tensor([0.17, 0.50, 0.33]),
+        "draft_probs": torch.tensor([0.47, 0.30, 0.23]),
+    }
+    assert sampled_acceptance(**pair).item() == pytest.approx(0.70)
+    assert greedy_draft_acceptance(**pair).item() == pytest.approx(0.17)
+    assert exact_match_acceptance(**pair).item() == pytest.approx(0.3058)
+
+
+def test_the_modes_bound_one_another() -> None:
+    generator = torch.Generator().manual_seed(1)
+    target_probs, draft_probs = (
+        (2 * torch.randn(500, 20, generator=generator)).softmax(-1) for _ in range(2)
+    )
+    pair = {"target_probs": target_probs, "draft_probs": draft_probs}
+    assert (exact_match_acceptance(**pair) <= sampled_acceptance(**pair) + 1e-6).all()
+    best = target_probs.argmax(-1, keepdim=True)
+    one_hot = torch.zeros_like(draft_probs).scatter(-1, best, 1.0)
+    same_argmax = greedy_draft_acceptance(target_probs=target_probs, draft_probs=one_hot)
+    assert torch.equal(same_argmax, target_probs.amax(-1))
+
+
+@pytest.mark.parametrize(
+    "mode", [sampled_acceptance, greedy_draft_acceptance, exact_match_acceptance]
+)
+def test_modes_compute_in_float32_at_least(mode: object) -> None:
+    assert callable(mode)
+    probs = torch.rand(3, 9, generator=torch.Generator().manual_seed(0))
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        pair = {"target_probs": probs.to(dtype), "draft_probs": probs.flip(-1).to(dtype)}
+        assert mode(**pair).dtype == expected
+
+
+# Estimates
+
+
+def correlated_prompts(generator: torch.Generator, prompts: int = 80) -> tuple[Tensor, Tensor]:
+    """Accepted and tested positions by prompt: easy prompts are long, hard ones short."""
+    is_easy = torch.rand(prompts, generator=generator) < 0.5
+    spread = torch.rand(prompts, generator=generator)
+    rate = torch.where(is_easy, 0.7 + 0.25 * spread, 0.3 + 0.3 * spread)
+    counts = torch.where(is_easy, 50.0, 10.0)
+    return torch.binomial(counts, rate, generator=generator), counts
+
+
+TRUE_RATIO = (50 * 0.825 + 10 * 0.45) / 60
+
+
+def test_the_interval_covers_the_truth_at_its_level_where_positions_of_a_prompt_agree() -> None:
+    generator = torch.Generator().manual_seed(3)
+    repetitions, covered, covered_by_positions = 1000, 0, 0
+    for repetition in range(repetitions):
+        totals, counts = correlated_prompts(generator)
+        estimate = estimate_ratio(totals, counts, seed=repetition, resamples=400)
+        covered += not estimate.excludes(TRUE_RATIO)
+        # An interval that takes positions for independent is too narrow: the reason for prompts.
+        error = math.sqrt(estimate.mean * (1 - estimate.mean) / estimate.n)
+        covered_by_positions += abs(estimate.mean - TRUE_RATIO) < 1.96 * error
+    assert 0.92 <= covered / repetitions <= 0.97
+    assert covered_by_positions / repetitions < 0.85
+
+
+def test_an_estimate_is_a_ratio_of_totals_not_a_mean_of_ratios() -> None:
+    estimate = estimate_ratio(torch.tensor([1, 90]), torch.tensor([10, 100]))
+    assert estimate.mean == pytest.approx(91 / 110)
+    assert (estimate.n, estimate.prompts) == (110, 2)
+    assert estimate.low == pytest.approx(0.1)
+    assert estimate.high == pytest.approx(0.9)
+
+
+def test_the_same_data_and_seed_give_the_same_interval_whatever_the_global_state() -> None:
+    totals, counts = correlated_prompts(torch.Generator().manual_seed(4))
+    torch.manual_seed(1)
+    first = estimate_ratio(totals, counts)
+    torch.manual_seed(2)
+    assert estimate_ratio(totals, counts) == first
+    assert estimate_ratio(totals, counts, seed=1).low != first.low
+
+
+def test_a_resample_is_the_same_whichever_block_of_resamples_it_falls_into() -> None:
+    totals, counts = correlated_prompts(torch.Generator().manual_seed(4), prompts=700)
+    table = torch.stack([totals, counts], dim=-1).double()
+    sums = acceptance._resampled_sums(table, seed=0, resamples=2000)
+    assert sums.shape == (2000, 2)
+    for resample in (0, 1400, 1497, 1498, 1999):  # 2^20 // 700 = 1497 resamples fill a block
+        key = {"seed": 0, "row": resample, "length": 0}
+        keys = {name: torch.tensor([value]) for name, value in key.items()}
+        drawn = noise.uniform(**keys, count=700, purpose=noise.RESAMPLE)[0]
+        assert torch.equal(sums[resample], table[(drawn * 700).long()].sum(0))
+
+
+def test_a_paired_gain_has_a_narrower_interval_than_the_unpaired_difference() -> None:
+    generator = torch.Generator().manual_seed(5)
+    baseline, counts = correlated_prompts(generator)
+    totals = baseline + torch.binomial(counts - baseline, torch.full_like(counts, 0.2))
+    gain = estimate_gain(
+        totals=totals, counts=counts, baseline_totals=baseline, baseline_counts=counts
+    )
+    after, before = estimate_ratio(totals, counts), estimate_ratio(baseline, counts)
+    assert gain.mean == pytest.approx(after.mean - before.mean)
+    unpaired = math.hypot(after.high - after.low, before.high - before.low)
+    assert gain.high - gain.low < 0.6 * unpaired
+    assert gain.excludes(0.0)
+    assert after.low < before.high  # the paired interval sees what these two do not
+
+
+def test_a_drafter_compared_with_itself_gains_exactly_nothing() -> None:
+    totals, counts = correlated_prompts(torch.Generator().manual_seed(6))
+    same = {
+        "totals": totals,
+        "counts": counts,
+        "baseline_totals": totals,
+        "baseline_counts": counts,
+    }
+    assert estimate_gain(**same) == Estimate(0.0, 0.0, 0.0, int(counts.sum()), 80)
+    assert estimate_quotient(**same) == Estimate(1.0, 1.0, 1.0, int(counts.sum()), 80)
+
+
+def test_a_quotient_is_the_speedup_of_total_time_on_the_same_prompts() -> None:
+    tokens = torch.tensor([64.0, 32.0, 64.0, 16.0])
+    plain, speculative = torch.tensor([8.0, 4.0, 8.0, 2.0]), torch.tensor([3.0, 2.0, 5.0, 1.0])
+    speedup = estimate_quotient(
+        totals=tokens, counts=speculative, baseline_totals=tokens, baseline_counts=plain
+    )
+    assert speedup.mean == pytest.approx(22 / 11)
+    assert 8 / 5 <= speedup.low < 2 < speedup.high <= 8 / 3
+
+
+def test_an_interval_from_fewer_than_two_prompts_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 prompts"):
+        estimate_ratio(torch.tensor([3.0]), torch.tensor([4.0]))
+    with pytest.raises(ValueError, match="at least 2 prompts"):
+        estimate_ratio(torch.tensor([3.0, 0.0]), torch.tensor([4.0, 0.0]))
+
+
+def test_a_prompt_without_positions_is_no_observation() -> None:
+    totals, counts = torch.tensor([3.0, 0.0, 2.0]), torch.tensor([4.0, 0.0, 5.0])
+    with_empty = estimate_ratio(totals, counts)
+    assert with_empty == estimate_ratio(totals[[0, 2]], counts[[0, 2]])
+    assert with_empty.prompts == 2
+    with pytest.raises(ValueError, match="both sides"):
+        estimate_gain(
+            totals=totals, counts=counts, baseline_totals=totals, baseline_counts=counts + 1
+        )
+
+
+def test_an_estimate_serialises_in_the_form_of_every_summary() -> None:
+    estimate = estimate_ratio(torch.tensor([1, 2]), torch.tensor([4, 4]))
+    read_back = json.loads(json.dumps(estimate.as_dict()))
+    assert read_back == {
+        "mean": estimate.mean,
+        "ci95": [estimate.low, estimate.high],
+        "n": 8,
+        "prompts": 2,
+    }
+
+
+# Counts
+
+
+HISTOGRAM = torch.tensor([4, 1, 2, 3])  # rounds with 0, 1, 2, 3 of gamma = 3 accepted
+
+
+def test_every_counted_quantity_of_a_histogram_is_computed_by_hand() -> None:
+    assert acceptance.accepted(HISTOGRAM) == 14
+    assert acceptance.drafted(HISTOGRAM, 3) == 30
+    assert acceptance.acceptance_rate(HISTOGRAM).item() == pytest.approx(14 / 30)
+    assert acceptance.acceptance_length(HISTOGRAM).item() == pytest.approx(2.4)
+    assert acceptance.unconditional_rates(HISTOGRAM).tolist() == pytest.approx([0.6, 0.5, 0.3])
+    assert acceptance.conditional_rates(HISTOGRAM).tolist() == pytest.approx([0.6, 5 / 6, 0.6])
+    # 14 passed, and 7 rounds ended in a rejection.
+    assert acceptance.empirical_alpha(HISTOGRAM).item() == pytest.approx(14 / 21)
+
+
+def test_the_acceptance_length_is_one_plus_the_unconditional_rates_whatever_the_histogram() -> None:
+    histograms = torch.randint(1, 50, (20, 6), generator=torch.Generator().manual_seed(0))
+    lengths = acceptance.acceptance_length(histograms)
+    torch.testing.assert_close(lengths, 1 + acceptance.unconditional_rates(histograms).sum(-1))
+    rate = acceptance.acceptance_rate(histograms)
+    for length, one in zip(lengths.tolist(), rate.tolist(), strict=True):
+        assert acceptance.acceptance_length_from_rate(one, 5) == pytest.approx(length)
+
+
+def test_histograms_of_many_prompts_give_totals_and_counts_for_an_estimate() -> None:
+    histograms = torch.stack([HISTOGRAM, torch.tensor([0, 0, 0, 5])])
+    estimate = estimate_ratio(acceptance.accepted(histograms), acceptance.drafted(histograms, 3))
+    assert estimate.mean == pytest.approx(29 / 45)
+
+
+def test_a_proposal_that_was_never_tested_has_no_conditional_rate() -> None:
+    rates = acceptance.conditional_rates(torch.tensor([5, 0, 0])).tolist()
+    assert rates[0] == 0
+    assert math.isnan(rates[1])
+
+
+def iid_histogram(alpha: float, gamma: int) -> Tensor:
+    """P(n) of the i.i.d. model."""
+    shares = [alpha**n * (1 - alpha) for n in range(gamma)] + [alpha**gamma]
+    return torch.tensor(shares, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("gamma", [1, 3, 8])
+@pytest.mark.parametrize("alpha", [0.1, 0.8, 0.99])
+def test_under_the_iid_model_every_estimator_recovers_alpha(alpha: float, gamma: int) -> None:
+    histogram = iid_histogram(alpha, gamma)
+    rate = acceptance.acceptance_rate(histogram).item()
+    length = acceptance.acceptance_length(histogram).item()
+    assert acceptance.empirical_alpha(histogram).item() == pytest.approx(alpha)
+    assert acceptance.conditional_rates(histogram).tolist() == pytest.approx([alpha] * gamma)
+    assert acceptance.expected_accepted(alpha, gamma) == pytest.approx(rate * gamma)
+    assert acceptance.alpha_from_acceptance_rate(rate, gamma) == pytest.approx(alpha, abs=1e-12)
+    assert acceptance.alpha_from_acceptance_length(length, gamma) == pytest.approx(alpha, abs=1e-12)
+
+
+# Translators
+
+
+@pytest.mark.parametrize(
+    ("gamma", "rate", "length"), [(3, 0.651, 2.952), (5, 0.538, 3.689), (8, 0.416, 4.329)]
+)
+def test_what_servers_report_at_alpha_eight_tenths_is_translated_both_ways(
+    gamma: int, rate: float, length: float
+) -> None:
+    exact = acceptance.expected_accepted(0.8, gamma) / gamma
+    assert exact == pytest.approx(rate, abs=5e-4)
+    assert acceptance.acceptance_length_from_rate(exact, gamma) == pytest.approx(length, abs=5e-4)
+    assert acceptance.alpha_from_acceptance_rate(rate, gamma) == pytest.approx(0.8, abs=1e-3)
+    assert acceptance.alpha_from_acceptance_length(length, gamma) == pytest.approx(0.8, abs=1e-3)
+
+
+def test_translators_reach_their_ends_and_refuse_what_lies_beyond() -> None:
+    for gamma in (1, 5):
+        assert acceptance.alpha_from_acceptance_rate(0.0, gamma) == pytest.approx(0, abs=1e-12)
+        assert acceptance.alpha_from_acceptance_rate(1.0, gamma) == 1
+        assert acceptance.alpha_from_acceptance_length(gamma + 1, gamma) == 1
+    for rate, gamma in ((-0.1, 3), (1.1, 3), (0.5, 0)):
+        with pytest.raises(ValueError, match="acceptance rate"):
+            acceptance.alpha_from_acceptance_rate(rate, gamma)
+    for length in (0.9, 4.1):
+        with pytest.raises(ValueError, match=r"acceptance length .* lies in \[1, gamma \+ 1 = 4\]"):
+            acceptance.alpha_from_acceptance_length(length, 3)
+
+
+def test_where_contexts_differ_the_acceptance_length_exceeds_that_of_the_mean_alpha() -> None:
+    mixed = (iid_histogram(0.6, 5) + iid_histogram(1.0, 5)) / 2
+    assert acceptance.acceptance_length(mixed).item() == pytest.approx(4.19, abs=5e-3)
+    assert 1 + acceptance.expected_accepted(0.8, 5) == pytest.approx(3.69, abs=5e-3)
+
+
+# Exactness
+
+
+def test_alpha_is_the_acceptance_that_speculative_sampling_realises() -> None:
+    generator = torch.Generator().manual_seed(8)
+    target_probs, draft_probs = (
+        torch.randn(5, generator=generator, dtype=torch.float64).softmax(-1) for _ in range(2)
+    )
+    measured = measure_round(
+        VERIFIERS["speculative"],
+        target=lambda history: target_probs.expand(len(history), 5),
+        draft=lambda history: draft_probs.expand(len(history), 5),
+        vocab_size=5,
+        gamma=4,
+    )
+    alpha = sampled_acceptance(target_probs=target_probs, draft_probs=draft_probs).item()
+    assert measured.expected_accepted() == pytest.approx(
+        acceptance.expected_accepted(alpha, 4), abs=1e-12
+    )
+    histogram = torch.stack([measured.mass[measured.accepted == n].sum() for n in range(5)])
+    torch.testing.assert_close(histogram, iid_histogram(alpha, 4), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kept", [1, 5, 30])
+def test_alpha_lies_within_the_bounds_of_a_truncated_support(kept: int) -> None:
+    generator = torch.Generator().manual_seed(9)
+    target_probs, draft_probs = (
+        (2 * torch.randn(1000, 40, generator=generator, dtype=torch.float64)).softmax(-1)
+        for _ in range(2)
+    )
+    ids = target_probs.topk(kept).indices
+    target_kept, draft_kept = target_probs.gather(-1, ids), draft_probs.gather(-1, ids)
+    low, high = tail_bound(
+        kept_overlap=sampled_acceptance(target_probs=target_kept, draft_probs=draft_kept),
+        target_tail=1 - target_kept.sum(-1),
+        draft_tail=1 - draft_kept.sum(-1),
+    )
+    alpha = sampled_acceptance(target_probs=target_probs, draft_probs=draft_probs)
+    assert (low <= alpha + 1e-12).all()
+    assert (alpha <= high + 1e-12).all()
+    assert (high - low).max() <= 1
+    # Neither end could be tightened: some pairs nearly attain each of them.
+    assert (alpha - low).min() < 0.1 * (high - low).max()
+    disjoint = target_kept[..., :1] * 0
+    assert torch.equal(
+        tail_bound(kept_overlap=disjoint, target_tail=disjoint, draft_tail=disjoint)[1], disjoint
+    )

@@ -1,0 +1,146 @@
+"""The walltime model reproduces the published table, examples and its own algebra."""
+
+import pytest
+
+from draftkit.theory.speedup import (
+    best_gamma,
+    break_even_alpha,
+    ceiling,
+    expected_experts,
+    expected_tokens,
+    improvement_factor,
+    memory_bound_speedup,
+    speedup_from_length,
+    worthwhile,
+)
+
+ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+# Best gamma and factor for v = 1, o = 0: rows of the cost ratio c, columns of alpha.
+BEST = {
+    0.01: "3: 1.38 | 4: 1.59 | 5: 1.88 | 7: 2.30 | 9: 2.97 | 14: 4.23 | 24: 7.49",
+    0.02: "3: 1.34 | 3: 1.53 | 4: 1.79 | 6: 2.17 | 8: 2.76 | 11: 3.82 | 19: 6.37",
+    0.05: "2: 1.26 | 2: 1.42 | 3: 1.63 | 4: 1.92 | 6: 2.35 | 8: 3.09 | 13: 4.67",
+    0.10: "1: 1.18 | 2: 1.30 | 2: 1.46 | 3: 1.67 | 4: 1.98 | 6: 2.47 | 10: 3.43",
+    0.12: "1: 1.16 | 2: 1.26 | 2: 1.41 | 3: 1.60 | 4: 1.87 | 5: 2.31 | 9: 3.13",
+    0.20: "1: 1.08 | 1: 1.17 | 1: 1.25 | 2: 1.40 | 3: 1.58 | 4: 1.87 | 7: 2.37",
+    0.35: "0: 1 | 1: 1.04 | 1: 1.11 | 1: 1.19 | 2: 1.29 | 3: 1.44 | 4: 1.71",
+    0.50: "0: 1 | 0: 1 | 0: 1 | 1: 1.07 | 1: 1.13 | 2: 1.22 | 3: 1.38",
+}
+CELLS = [
+    (alpha, cost_ratio, *cell.split(":"))
+    for cost_ratio, line in BEST.items()
+    for alpha, cell in zip(ALPHAS, line.split("|"), strict=True)
+]
+
+
+def constant(gamma: int) -> float:
+    """Verification that stays memory-bound: v = 1."""
+    return 1.0
+
+
+@pytest.mark.parametrize(("alpha", "cost_ratio", "gamma", "factor"), CELLS)
+def test_the_best_gamma_and_its_factor_are_those_of_the_published_table(
+    alpha: float, cost_ratio: float, gamma: str, factor: str
+) -> None:
+    found, value = best_gamma(alpha, cost_ratio, constant, 0.0, max_gamma=40)
+    assert found == int(gamma)
+    # Halves of the last printed digit may have been rounded either way.
+    assert value == pytest.approx(float(factor), abs=0.00501)
+
+
+@pytest.mark.parametrize(("alpha", "cost_ratio", "gamma", "factor"), CELLS)
+def test_one_more_proposal_pays_exactly_while_its_survival_exceeds_its_share_of_the_factor(
+    alpha: float, cost_ratio: float, gamma: str, factor: str
+) -> None:
+    for g in range(12):
+        now = improvement_factor(alpha, g, cost_ratio)
+        then = improvement_factor(alpha, g + 1, cost_ratio)
+        assert (then > now) == (alpha ** (g + 1) > cost_ratio * now)
+
+
+def test_a_large_draft_for_an_eight_billion_target_is_advised_against() -> None:
+    # c = .596, alpha .813 measured on Llama 3.1 8B with 3.2 1B.
+    assert ceiling(5, 0.596) == pytest.approx(1.507, abs=1e-3)
+    assert max(ceiling(gamma, 0.596) for gamma in range(1, 5000)) == pytest.approx(1.68, abs=5e-3)
+    assert break_even_alpha(5, 0.596) == pytest.approx(0.832, abs=5e-4)
+    assert improvement_factor(0.813, 5, 0.596) == pytest.approx(0.955, abs=1e-3)
+    assert best_gamma(0.813, 0.596, constant, 0.0, max_gamma=10)[0] == 1
+    assert improvement_factor(0.813, 1, 0.596) == pytest.approx(1.136, abs=5e-4)
+
+
+def test_the_factor_is_the_closed_form_of_theorem_3_8() -> None:
+    for alpha in (0.0, 0.3, 0.9):
+        for gamma in (0, 1, 7):
+            closed = (1 - alpha ** (gamma + 1)) / ((1 - alpha) * (gamma * 0.07 + 1))
+            assert improvement_factor(alpha, gamma, 0.07) == pytest.approx(closed, rel=1e-12)
+            assert expected_tokens(alpha, gamma) == pytest.approx(
+                (1 - alpha ** (gamma + 1)) / (1 - alpha), rel=1e-12
+            )
+    assert expected_tokens(1.0, 7) == 8
+
+
+def test_measured_verification_and_overhead_enter_the_cost_of_a_round() -> None:
+    assert speedup_from_length(3.0, 4, 0.1, 1.3, 0.3) == pytest.approx(3.0 / 2.0)
+    assert improvement_factor(0.5, 2, 0.1, 1.2, 0.1) == pytest.approx(1.75 / 1.5)
+    assert ceiling(4, 0.1, 1.3, 0.3) == pytest.approx(2.5)
+
+
+def test_corollary_3_9_some_gamma_helps_exactly_when_alpha_exceeds_the_cost_ratio() -> None:
+    for cost_ratio in (0.01, 0.2, 0.5, 0.9):
+        for alpha in (0.0, 0.009, 0.1, 0.2, 0.21, 0.5, 0.6, 0.95):
+            helps = max(improvement_factor(alpha, g, cost_ratio) for g in range(1, 60)) > 1 + 1e-12
+            assert worthwhile(alpha, cost_ratio) == helps
+            if helps:
+                at_one = improvement_factor(alpha, 1, cost_ratio)
+                assert at_one == pytest.approx((1 + alpha) / (1 + cost_ratio))
+                assert at_one > 1
+
+
+@pytest.mark.parametrize("costs", [(0.1, 1.0, 0.0), (0.3, 1.4, 0.2), (0.596, 1.0, 0.0)])
+@pytest.mark.parametrize("gamma", [1, 4, 9])
+def test_at_the_break_even_alpha_the_factor_is_one(
+    gamma: int, costs: tuple[float, float, float]
+) -> None:
+    alpha = break_even_alpha(gamma, *costs)
+    assert alpha is not None
+    assert improvement_factor(alpha, gamma, *costs) == pytest.approx(1.0, abs=1e-12)
+    assert improvement_factor(alpha + 0.01, gamma, *costs) > 1
+
+
+def test_a_round_dearer_than_all_its_tokens_has_no_break_even_alpha() -> None:
+    assert break_even_alpha(3, 1.2) is None
+    assert ceiling(3, 1.2) < 1
+    assert break_even_alpha(3, 1.0) == 1.0  # costs exactly what a perfect draft returns
+    assert break_even_alpha(3, 0.0) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_best_gamma_reads_verification_from_a_table_and_may_be_zero() -> None:
+    steep = {gamma: 1 + 0.6 * gamma for gamma in range(1, 9)}
+    assert best_gamma(0.8, 0.05, constant, 0.0, max_gamma=8)[0] == 8
+    found, factor = best_gamma(0.8, 0.05, steep.__getitem__, 0.0, max_gamma=8)
+    assert found == 1
+    assert factor == pytest.approx(1.8 / 1.65)
+    assert best_gamma(0.8, 0.05, steep.__getitem__, 1.0, max_gamma=8) == (0, 1.0)
+    assert best_gamma(0.9, 0.0, constant, 0.0, max_gamma=0) == (0, 1.0)
+
+
+def test_of_equal_factors_the_smaller_gamma_is_chosen() -> None:
+    assert best_gamma(0.5, 0.5, constant, 0.0, max_gamma=5) == (0, 1.0)  # gamma 1 gives 1 too
+
+
+def test_the_memory_bound_speedup_counts_bytes_instead_of_time() -> None:
+    assert memory_bound_speedup(3.0, 5, 0.1) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("experts", "active", "expected"),
+    [
+        (128, 8, {1: 8, 2: 15.5, 4: 29.1, 6: 41.1, 8: 51.6, 16: 82.4}),
+        (8, 2, {1: 2, 2: 3.5, 4: 5.5, 6: 6.6, 8: 7.2, 16: 7.9}),
+    ],
+)
+def test_verification_of_more_tokens_touches_more_experts(
+    experts: int, active: int, expected: dict[int, float]
+) -> None:
+    for tokens, touched in expected.items():
+        assert expected_experts(tokens, experts, active) == pytest.approx(touched, abs=0.051)

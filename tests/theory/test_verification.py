@@ -1,0 +1,365 @@
+"""Verification keeps the target's law: by exact enumeration, and by chi-square on real samples.
+
+The counterpart is test_mutants.py, where broken rules must fail these checks.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from draftkit.theory import noise
+from draftkit.theory.verification import (
+    VERIFIERS,
+    Verification,
+    Verifier,
+    greedy_verification,
+    residual,
+)
+from tests.theory import checks
+from tests.theory.laws import (
+    check_round,
+    check_sample,
+    conditionals,
+    decode,
+    markov,
+    measure_round,
+    pair_laws,
+    sequences,
+)
+
+Tables = Callable[[], tuple[Tensor, Tensor]]
+rules = pytest.mark.parametrize("rule", VERIFIERS)
+
+
+def as_verifier(**inputs: Tensor | None) -> Verification:
+    """greedy_verification behind the face of the exact rules: it has no use for noise or q."""
+    return greedy_verification(
+        target_probs=inputs["target_probs"],
+        draft_tokens=inputs["draft_tokens"],
+        lengths=inputs["lengths"],
+    )
+
+
+# Exact enumeration
+
+
+@pytest.mark.parametrize("warp", checks.WARPS)
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+@rules
+def test_a_round_continued_by_the_target_has_exactly_the_targets_joint_law(
+    rule: str, gamma: int, warp: str
+) -> None:
+    for seed in (5, 22):
+        target, draft = checks.laws_of(warp, seed)
+        check_round(VERIFIERS[rule], target=target, draft=draft, vocab_size=5, gamma=gamma)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("warp", checks.WARPS)
+@rules
+def test_the_joint_law_holds_over_many_random_tables(rule: str, warp: str) -> None:
+    for seed in range(100, 140):
+        target, draft = checks.laws_of(warp, seed)
+        check_round(VERIFIERS[rule], target=target, draft=draft, vocab_size=5, gamma=3)
+
+
+@rules
+def test_proposals_that_were_not_sampled_keep_the_law(rule: str) -> None:
+    checks.check_one_hot_law(VERIFIERS[rule])
+
+
+@rules
+def test_any_number_of_proposals_keeps_the_law_even_chosen_by_the_drafted_tokens(rule: str) -> None:
+    checks.check_ragged_law(VERIFIERS[rule])
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+@pytest.mark.parametrize("warp", ["greedy target", "greedy both"])
+def test_greedy_verification_commits_exactly_the_greedy_targets_tokens(
+    gamma: int, warp: str
+) -> None:
+    for seed in (4, 5, 10, 11):  # "greedy both" accepts 0, 3, 2 and 1 of 3 proposals
+        target, draft = checks.laws_of(warp, seed)
+        for lengths in (None, checks.stops_after_token_one):
+            check_round(
+                as_verifier,
+                target=target,
+                draft=draft,
+                vocab_size=5,
+                gamma=gamma,
+                lengths=lengths,
+            )
+
+
+@rules
+def test_at_temperature_zero_every_rule_is_greedy_verification(rule: str) -> None:
+    target, _ = checks.laws_of("greedy both")
+    blocks = sequences(5, 3)
+    target_probs = conditionals(target, blocks)
+    generator = torch.Generator().manual_seed(0)
+    exact = VERIFIERS[rule](
+        target_probs=target_probs,
+        draft_probs=None,
+        draft_tokens=blocks,
+        lengths=None,
+        accept_uniform=torch.rand(125, 3, generator=generator, dtype=torch.float64),
+        next_uniform=torch.rand(125, generator=generator, dtype=torch.float64),
+    )
+    greedy = greedy_verification(target_probs=target_probs, draft_tokens=blocks, lengths=None)
+    assert torch.equal(exact.accepted, greedy.accepted)
+    assert torch.equal(exact.next_token, greedy.next_token)
+    assert greedy.accepted.unique().tolist() == [0, 1, 2, 3]
+
+
+def test_greedy_verification_serves_logits_as_well() -> None:
+    logits = torch.randn(50, 4, 9, generator=torch.Generator().manual_seed(0))
+    tokens = logits.argmax(-1)[:, :3].clone()
+    tokens[::3, 1] = 0
+    by_logits = greedy_verification(target_probs=logits, draft_tokens=tokens, lengths=None)
+    by_probs = greedy_verification(
+        target_probs=logits.softmax(-1), draft_tokens=tokens, lengths=None
+    )
+    assert torch.equal(by_logits.accepted, by_probs.accepted)
+    assert torch.equal(by_logits.next_token, by_probs.next_token)
+
+
+# How many proposals are kept
+
+
+def test_the_expected_number_accepted_is_the_overlap_of_every_reached_context() -> None:
+    target, draft = checks.laws_of("top-p")
+    measured = measure_round(
+        VERIFIERS["speculative"], target=target, draft=draft, vocab_size=5, gamma=1
+    )
+    root = torch.zeros(1, 0, dtype=torch.int64)
+    overlap = torch.minimum(conditionals(target, root), conditionals(draft, root)).sum()
+    assert measured.expected_accepted() == pytest.approx(float(overlap), abs=1e-12)
+
+
+def test_the_example_of_block_verification_accepts_eleven_ninths_against_ten_ninths() -> None:
+    # arXiv 2403.10444, section 3: two tokens, gamma 2, the same laws in every context.
+    target = markov(torch.tensor([1 / 3, 2 / 3], dtype=torch.float64).expand(2, 2, 2))
+    draft = markov(torch.tensor([2 / 3, 1 / 3], dtype=torch.float64).expand(2, 2, 2))
+    found = {
+        rule: check_round(
+            verify, target=target, draft=draft, vocab_size=2, gamma=2
+        ).expected_accepted()
+        for rule, verify in VERIFIERS.items()
+    }
+    assert found["speculative"] == pytest.approx(10 / 9, abs=1e-12)
+    assert found["block"] == pytest.approx(11 / 9, abs=1e-12)
+
+
+@pytest.mark.parametrize("warp", ["full support", "top-p", "only the draft cut"])
+def test_block_verification_never_accepts_fewer_than_speculative_sampling(warp: str) -> None:
+    gains = []
+    for seed in range(22, 26):
+        target, draft = checks.laws_of(warp, seed)
+        expected = {
+            rule: measure_round(
+                verify, target=target, draft=draft, vocab_size=5, gamma=3
+            ).expected_accepted()
+            for rule, verify in VERIFIERS.items()
+        }
+        gains.append(expected["block"] - expected["speculative"])
+    assert min(gains) > -1e-12
+    assert max(gains) > 0.005
+
+
+def test_at_gamma_one_both_rules_are_the_same() -> None:
+    target, draft = checks.laws_of("full support")
+    laws = [
+        measure_round(verify, target=target, draft=draft, vocab_size=5, gamma=1)
+        for verify in VERIFIERS.values()
+    ]
+    torch.testing.assert_close(laws[0].mass, laws[1].mass, rtol=0, atol=1e-12)
+    committed = [measured.mass[..., None] * measured.next_law for measured in laws]
+    torch.testing.assert_close(committed[0], committed[1], rtol=0, atol=1e-12)
+
+
+# Edges
+
+
+@rules
+def test_a_token_of_probability_zero_is_never_accepted_even_by_a_uniform_of_zero(rule: str) -> None:
+    checks.check_accepts_nothing_impossible(VERIFIERS[rule])
+
+
+@rules
+def test_equal_laws_and_laws_one_ulp_apart_give_no_nan_and_fall_back_to_the_target(
+    rule: str,
+) -> None:
+    checks.check_rounding(VERIFIERS[rule])
+
+
+def test_the_residual_is_the_normalised_excess_and_the_target_where_there_is_none() -> None:
+    target_probs = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.1, 0.1, 0.8]])
+    draft_probs = torch.tensor([[0.1, 0.2, 0.7], [0.2, 0.2, 0.6], [0.0, 0.0, 0.0]])
+    expected = torch.tensor([[0.8, 0.2, 0.0], [0.2, 0.2, 0.6], [0.1, 0.1, 0.8]])
+    torch.testing.assert_close(
+        residual(target_probs=target_probs, draft_probs=draft_probs), expected
+    )
+
+
+def inputs_of(
+    gamma: int, rows: int = 64, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor | None]:
+    """A batch of random rounds over 6 tokens, with its noise."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (rows, gamma + 1, 6)
+    target_probs = torch.randn(shape, generator=generator, dtype=torch.float64).softmax(-1)
+    draft_probs = torch.randn(shape, generator=generator, dtype=torch.float64).softmax(-1)
+    return {
+        "target_probs": target_probs.to(dtype),
+        "draft_probs": draft_probs[:, :gamma].to(dtype),
+        "draft_tokens": torch.randint(6, (rows, gamma), generator=generator),
+        "lengths": torch.randint(gamma + 1, (rows,), generator=generator),
+        "accept_uniform": torch.rand(rows, gamma, generator=generator, dtype=torch.float64),
+        "next_uniform": torch.rand(rows, generator=generator, dtype=torch.float64),
+    }
+
+
+def same(first: Verification, second: Verification) -> bool:
+    return torch.equal(first.accepted, second.accepted) and torch.equal(
+        first.next_token, second.next_token
+    )
+
+
+@rules
+def test_gamma_zero_samples_the_target(rule: str) -> None:
+    inputs = inputs_of(gamma=0)
+    result = VERIFIERS[rule](**inputs)
+    target_probs, next_uniform = inputs["target_probs"], inputs["next_uniform"]
+    assert target_probs is not None
+    assert next_uniform is not None
+    assert result.accepted.tolist() == [0] * 64
+    expected = noise.sample(probs=target_probs[:, 0], uniform=next_uniform)
+    assert torch.equal(result.next_token, expected)
+
+
+@rules
+def test_a_missing_draft_law_means_one_hot_and_missing_lengths_mean_all(rule: str) -> None:
+    inputs = inputs_of(gamma=3)
+    tokens = inputs["draft_tokens"]
+    assert tokens is not None
+    one_hot = torch.nn.functional.one_hot(tokens, 6).double()
+    without = VERIFIERS[rule](**inputs | {"draft_probs": None, "lengths": None})
+    spelled = {"draft_probs": one_hot, "lengths": torch.full((64,), 3)}
+    assert same(without, VERIFIERS[rule](**inputs | spelled))
+
+
+@rules
+def test_what_lies_beyond_the_proposals_of_a_row_is_never_read(rule: str) -> None:
+    inputs = inputs_of(gamma=4)
+    lengths = inputs["lengths"]
+    assert lengths is not None
+    beyond = torch.arange(4) >= lengths[:, None]
+    garbage = {
+        "draft_probs": inputs["draft_probs"].masked_fill(beyond[..., None], torch.nan),
+        "draft_tokens": inputs["draft_tokens"].masked_fill(beyond, 5),
+        "accept_uniform": inputs["accept_uniform"].masked_fill(beyond, 0.0),
+        "target_probs": inputs["target_probs"].masked_fill(
+            (torch.arange(5) > lengths[:, None])[..., None], torch.nan
+        ),
+    }
+    assert same(VERIFIERS[rule](**inputs), VERIFIERS[rule](**inputs | garbage))
+    assert (VERIFIERS[rule](**inputs).accepted <= lengths).all()
+
+
+@rules
+def test_a_row_does_not_depend_on_the_batch_it_sits_in(rule: str) -> None:
+    inputs = inputs_of(gamma=3)
+    together = VERIFIERS[rule](**inputs)
+    for row in range(0, 64, 9):
+        alone = {name: value[row : row + 1] for name, value in inputs.items()}
+        result = VERIFIERS[rule](**alone)
+        assert result.accepted.item() == together.accepted[row].item()
+        assert result.next_token.item() == together.next_token[row].item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@rules
+def test_half_precision_probabilities_are_raised_to_float32(rule: str, dtype: torch.dtype) -> None:
+    inputs = inputs_of(gamma=3, dtype=dtype)
+    raised = {name: inputs[name].float() for name in ("target_probs", "draft_probs")}
+    assert same(VERIFIERS[rule](**inputs), VERIFIERS[rule](**inputs | raised))
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("gamma", [0, 4])
+@rules
+def test_verification_compiles_without_a_break(rule: str, gamma: int, one_hot: bool) -> None:
+    inputs = inputs_of(gamma) | ({"draft_probs": None} if one_hot else {})
+    verify: Verifier = torch.compile(VERIFIERS[rule], backend="eager", fullgraph=True)
+    assert same(verify(**inputs), VERIFIERS[rule](**inputs))
+
+
+def test_greedy_verification_compiles_without_a_break() -> None:
+    inputs = inputs_of(gamma=4)
+    inputs = {name: inputs[name] for name in ("target_probs", "draft_tokens", "lengths")}
+    verify = torch.compile(greedy_verification, backend="eager", fullgraph=True)
+    assert same(verify(**inputs), greedy_verification(**inputs))
+
+
+# Real randomness
+
+
+@rules
+def test_two_hundred_thousand_decoded_rows_have_the_targets_law_under_an_adversarial_draft(
+    rule: str,
+) -> None:
+    checks.check_decoding(VERIFIERS[rule], checks.adversarial_tables(), rows=200_000)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("gamma", [1, 2, 4, 6])
+@pytest.mark.parametrize("tables", [checks.adversarial_tables, checks.small_tables])
+@rules
+def test_the_p_values_of_repetitions_are_uniform(rule: str, tables: Tables, gamma: int) -> None:
+    target, draft = tables()
+    p_values = []
+    for seed in range(40):
+        sample = decode(
+            VERIFIERS[rule],
+            target=target,
+            draft=draft,
+            rows=50_000,
+            tokens=5,
+            gamma=gamma,
+            seed=seed,
+        )
+        p_values.append(check_sample(sample, pair_laws(target.double(), 5), level=1e-5)[3, 4])
+    assert stats.kstest(p_values, "uniform").pvalue > 1e-4
+
+
+def test_acceptance_in_real_rounds_is_the_exact_expectation() -> None:
+    target, draft = checks.adversarial_tables()
+    rows = 100_000
+    row = torch.arange(rows)
+    keys = {"seed": torch.zeros_like(row), "row": row, "length": torch.full_like(row, 2)}
+    proposal = noise.uniform(**keys, count=2, purpose=noise.DRAFT)
+    first = noise.sample(probs=draft[0, 0].expand(rows, 16), uniform=proposal[:, 0])
+    second = noise.sample(probs=draft[0, first], uniform=proposal[:, 1])
+    exact = measure_round(
+        VERIFIERS["block"],
+        target=markov(target.double()),
+        draft=markov(draft.double()),
+        vocab_size=16,
+        gamma=2,
+    )
+    result = VERIFIERS["block"](
+        target_probs=torch.stack(
+            [target[0, 0].expand(rows, 16), target[0, first], target[first, second]], dim=1
+        ),
+        draft_probs=torch.stack([draft[0, 0].expand(rows, 16), draft[0, first]], dim=1),
+        draft_tokens=torch.stack([first, second], dim=1),
+        lengths=None,
+        accept_uniform=noise.uniform(**keys, count=2, purpose=noise.ACCEPT),
+        next_uniform=noise.uniform(**keys, count=1, purpose=noise.NEXT)[:, 0],
+    )
+    accepted = result.accepted.double()
+    error = abs(float(accepted.mean()) - exact.expected_accepted())
+    assert error < 4 * float(accepted.std()) / rows**0.5

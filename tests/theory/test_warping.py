@@ -1,0 +1,296 @@
+"""The served distribution equals that of Hugging Face's logits processors, row by row."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from draftkit.theory.acceptance import sampled_acceptance
+from draftkit.theory.verification import VERIFIERS
+from draftkit.theory.warping import (
+    SamplingParams,
+    promote,
+    seen_along,
+    seen_tokens,
+    warp,
+    warped_logits,
+)
+from tests.theory.laws import check_round, conditionals, random_logits
+
+VOCAB_SIZE = 40
+SETTINGS = [
+    {"temperature": temperature, "top_k": top_k, "top_p": top_p, "repetition_penalty": penalty}
+    for temperature, top_k, top_p, penalty in itertools.product(
+        (0.3, 1.0, 1.7), (0, 1, 5, 100), (1.0, 0.9, 0.05), (1.0, 1.3, 0.8)
+    )
+]
+
+
+def random_batch(rows: int, positions: int, dtype: torch.dtype, ties: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    shape = (rows, positions, VOCAB_SIZE)
+    logits = 3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    return (logits.round() if ties else logits).to(dtype)
+
+
+def hugging_face(
+    logits: Tensor,
+    history: Tensor,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    repetition_penalty: float,
+) -> Tensor:
+    """Scores [1, V] of one position through transformers' processors, in its order."""
+    processors = LogitsProcessorList()
+    if repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
+    if temperature != 1:
+        processors.append(TemperatureLogitsWarper(temperature))
+    if top_k:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        processors.append(TopPLogitsWarper(top_p))
+    return processors(history, logits)
+
+
+def params_of(settings: list[dict[str, float]]) -> SamplingParams:
+    """One row per setting."""
+    return SamplingParams.concatenate([SamplingParams.uniform(1, **one) for one in settings])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_batch_of_mixed_settings_equals_hugging_face_row_by_row(
+    dtype: torch.dtype, ties: bool
+) -> None:
+    logits = random_batch(len(SETTINGS), 2, dtype, ties)
+    history = torch.randint(
+        VOCAB_SIZE, (len(SETTINGS), 6), generator=torch.Generator().manual_seed(1)
+    )
+    seen = seen_tokens(history, torch.full((len(SETTINGS),), 6), VOCAB_SIZE)
+    ours = warped_logits(logits, params_of(SETTINGS), seen[:, None].expand_as(logits))
+    for row, settings in enumerate(SETTINGS):
+        for position in range(2):
+            theirs = hugging_face(
+                logits[row : row + 1, position], history[row : row + 1], **settings
+            )
+            mine, theirs = ours[row, position], theirs[0]
+            if ties and settings["top_p"] < 1:
+                # Their nucleus keeps some of the tokens that tie for its last place, ours all.
+                smallest = theirs[theirs > -torch.inf].min()
+                tied = (theirs == -torch.inf) & (mine == smallest)
+                theirs = torch.where(tied, smallest, theirs)
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=0)
+
+
+def test_rows_do_not_see_each_others_settings() -> None:
+    logits = random_batch(len(SETTINGS), 1, torch.float64)
+    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    seen[..., ::3] = True
+    params = params_of(SETTINGS)
+    together = warp(logits, params, seen)
+    for row in range(0, len(SETTINGS), 7):
+        index = torch.tensor([row])
+        alone = SamplingParams.uniform(1, **SETTINGS[row])
+        assert torch.equal(warp(logits[index], alone, seen[index]), together[index])
+        assert torch.equal(warp(logits[index], params.select(index), seen[index]), together[index])
+
+
+def test_the_flags_spare_work_but_never_change_a_result() -> None:
+    neutral = SamplingParams.uniform(3)
+    assert [neutral.uses_top_k, neutral.uses_top_p, neutral.uses_penalty] == [False] * 3
+    everything = SamplingParams(
+        temperature=neutral.temperature,
+        top_k=neutral.top_k,
+        top_p=neutral.top_p,
+        repetition_penalty=neutral.repetition_penalty,
+        uses_top_k=True,
+        uses_top_p=True,
+        uses_penalty=True,
+    )
+    logits = random_batch(3, 2, torch.float32)
+    logits[0, 0, 0] = 200.0  # all other probabilities round away, but none may be cut
+    seen = torch.ones(logits.shape, dtype=torch.bool)
+    assert torch.equal(warped_logits(logits, everything, seen), logits)
+    assert torch.equal(warped_logits(logits, neutral), logits)
+
+
+def test_sorting_only_as_many_logits_as_rows_can_keep_changes_nothing() -> None:
+    settings = [one for one in SETTINGS if one["top_k"] in (1, 5)]
+    params = params_of(settings)
+    assert params.largest_top_k == 5
+    logits = random_batch(len(settings), 2, torch.float64, ties=True)
+    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    assert torch.equal(
+        warped_logits(logits, params, seen),
+        warped_logits(logits, replace(params, largest_top_k=None), seen),
+    )
+
+
+def test_the_bound_on_top_k_is_lifted_by_a_single_row_that_keeps_all() -> None:
+    bounded = SamplingParams.uniform(2, top_k=7)
+    assert SamplingParams.concatenate([bounded, bounded]).largest_top_k == 7
+    assert SamplingParams.concatenate([bounded, SamplingParams.uniform(1)]).largest_top_k is None
+    assert bounded.select(torch.tensor([1])).largest_top_k == 7
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "repetition_penalty"])
+def test_a_flag_is_set_exactly_when_a_row_needs_it(name: str) -> None:
+    active = {"top_k": 3, "top_p": 0.5, "repetition_penalty": 1.2}
+    flag = {"top_k": "uses_top_k", "top_p": "uses_top_p", "repetition_penalty": "uses_penalty"}
+    one = SamplingParams.uniform(1, **{name: active[name]})
+    both = SamplingParams.concatenate([SamplingParams.uniform(1), one])
+    for params in (one, both):
+        assert [getattr(params, each) for each in flag.values()] == [each == name for each in flag]
+
+
+def test_a_repetition_penalty_without_a_history_is_refused() -> None:
+    params = SamplingParams.uniform(1, repetition_penalty=1.2)
+    with pytest.raises(AssertionError, match="seen"):
+        warp(random_batch(1, 1, torch.float32), params)
+
+
+def test_temperature_zero_is_one_hot_at_the_first_largest_penalised_logit() -> None:
+    logits = torch.tensor([[[5.0, 4.9, 4.9, -1.0]], [[1.0, 3.0, 3.0, -torch.inf]]])
+    params = SamplingParams.uniform(2, temperature=0.0, top_k=2, top_p=0.5, repetition_penalty=1.1)
+    seen = torch.zeros(2, 1, 4, dtype=torch.bool)
+    seen[0, 0, 0] = True  # 5 / 1.1 falls below 4.9
+    ours = warped_logits(logits, params, seen)
+    one_hot = torch.tensor([[[0.0, 1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0, 0.0]]])
+    assert torch.equal(ours, torch.where(one_hot == 1, 0.0, -torch.inf))
+    assert torch.equal(warp(logits, params, seen), one_hot)
+
+
+def test_a_small_temperature_tends_to_temperature_zero() -> None:
+    logits = random_batch(4, 3, torch.float64)
+    cold = warp(logits, SamplingParams.uniform(4, temperature=1e-4))
+    torch.testing.assert_close(cold, warp(logits, SamplingParams.uniform(4, temperature=0.0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_raised_to_float32_before_any_arithmetic(dtype: torch.dtype) -> None:
+    logits = random_batch(2, 2, dtype)
+    params = SamplingParams.uniform(2, temperature=0.7, top_k=9, top_p=0.9)
+    assert promote(logits).dtype == torch.float32
+    assert torch.equal(warp(logits, params), warp(logits.float(), params))
+
+
+def test_seen_tokens_are_those_before_the_length_of_each_row() -> None:
+    tokens = torch.tensor([[3, 1, 3, 0], [2, 2, 0, 4], [4, 4, 4, 4]])
+    seen = seen_tokens(tokens, torch.tensor([3, 1, 0]), 5)
+    assert [row.nonzero().flatten().tolist() for row in seen] == [[1, 3], [2], []]
+
+
+def test_seen_along_holds_the_history_before_each_position_of_a_round() -> None:
+    seen = torch.tensor([[True, False, False, False], [False, False, False, True]])
+    along = seen_along(seen, torch.tensor([[2, 2, 1], [3, 0, 1]]))
+    found = [[position.nonzero().flatten().tolist() for position in row] for row in along]
+    assert found == [
+        [[0], [0, 2], [0, 2], [0, 1, 2]],
+        [[3], [3], [0, 3], [0, 1, 3]],
+    ]
+    assert seen_along(seen, torch.zeros(2, 0, dtype=torch.int64)).equal(seen[:, None])
+
+
+def test_a_whole_round_under_a_penalty_equals_hugging_face_position_by_position() -> None:
+    settings = {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "repetition_penalty": 1.4}
+    generator = torch.Generator().manual_seed(5)
+    prefix = torch.randint(VOCAB_SIZE, (6, 9), generator=generator)
+    length = torch.tensor([9, 1, 5, 4, 9, 2])
+    block = torch.randint(VOCAB_SIZE, (6, 4), generator=generator)
+    logits = random_batch(6, 5, torch.float64)
+    along = seen_along(seen_tokens(prefix, length, VOCAB_SIZE), block)
+    ours = warp(logits, SamplingParams.uniform(6, **settings), along)
+    for row in range(6):
+        for position in range(5):
+            history = torch.cat([prefix[row, : length[row]], block[row, :position]])[None]
+            theirs = hugging_face(logits[row : row + 1, position], history, **settings)
+            torch.testing.assert_close(ours[row, position], theirs.softmax(-1)[0])
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block"])
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_a_penalty_keeps_the_law_only_if_drafted_tokens_count_as_history(
+    rule: str, is_tracked: bool
+) -> None:
+    penalty = {"repetition_penalty": 3.0, "temperature": 0.8}
+    size, gamma = 4, 3
+
+    def penalised(logits: Tensor, history: Tensor) -> Tensor:
+        length = torch.full((len(history),), history.shape[1])
+        seen = seen_tokens(history, length, size)[:, None]
+        params = SamplingParams.uniform(len(history), **penalty)
+        return warp(logits[history[:, -2], history[:, -1]][:, None], params, seen)[:, 0]
+
+    target_logits, draft_logits = random_logits(size, 8), random_logits(size, 9)
+
+    def target(history: Tensor) -> Tensor:
+        return penalised(target_logits, history)
+
+    def in_one_pass(**round_inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The rule, with the target warped for the whole round at once as a decoder would."""
+        tokens = round_inputs["draft_tokens"]
+        assert tokens is not None
+        raw = conditionals(lambda past: target_logits[past[:, -2], past[:, -1]], tokens)
+        seen = torch.zeros(len(tokens), size, dtype=torch.bool)
+        seen[:, 0] = True  # the tokens of START
+        along = seen_along(seen, tokens)
+        along = along if is_tracked else seen[:, None].expand_as(along)
+        params = SamplingParams.uniform(len(tokens), **penalty)
+        round_inputs["target_probs"] = warp(raw, params, along)
+        return VERIFIERS[rule](**round_inputs)
+
+    def judge() -> None:
+        check_round(
+            in_one_pass,
+            target=target,
+            draft=lambda history: penalised(draft_logits, history),
+            vocab_size=size,
+            gamma=gamma,
+        )
+
+    if is_tracked:
+        judge()
+    else:
+        with pytest.raises(AssertionError, match="joint law is off"):
+            judge()
+
+
+def test_warping_the_draft_too_raises_acceptance() -> None:
+    generator = torch.Generator().manual_seed(2)
+    target_logits = 2 * torch.randn(500, 1, 200, generator=generator)
+    draft_logits = target_logits + 0.5 * torch.randn(500, 1, 200, generator=generator)
+    for sampling in ({"top_p": 0.8}, {"top_k": 10}, {"temperature": 0.5}):
+        params = SamplingParams.uniform(500, **sampling)
+        target_probs = warp(target_logits, params)
+        alphas = [
+            sampled_acceptance(target_probs=target_probs, draft_probs=draft_probs).mean()
+            for draft_probs in (warp(draft_logits, params), draft_logits.softmax(-1))
+        ]
+        assert alphas[0] > alphas[1] + 0.03
+
+
+def test_warping_compiles_without_a_break() -> None:
+    logits = random_batch(5, 3, torch.float32)
+    params = SamplingParams.uniform(5, temperature=0.7, top_k=9, top_p=0.9, repetition_penalty=1.2)
+    tokens = torch.randint(VOCAB_SIZE, (5, 2), generator=torch.Generator().manual_seed(0))
+
+    def served(logits: Tensor, params: SamplingParams, tokens: Tensor, length: Tensor) -> Tensor:
+        seen = seen_along(seen_tokens(tokens, length, VOCAB_SIZE), tokens)
+        return warp(logits, params, seen)
+
+    length = torch.tensor([2, 1, 0, 2, 1])
+    compiled = torch.compile(served, backend="eager", fullgraph=True)
+    expected = served(logits, params, tokens, length)
+    assert torch.equal(compiled(logits, params, tokens, length), expected)

@@ -1,0 +1,115 @@
+"""Rollouts: what was sampled after which prompt, by whom and how, as Parquet.
+
+`generate` stores target rollouts here; the online buffer keeps the same `Record`. Storage only:
+this module does not sample, and does not know which model a sampler's name stands for.
+
+A file is written whole or not at all, and comes back exactly: ids, None, and every bit of a float.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from draftkit.artifacts import atomic_path
+
+FORMAT = "rollouts-1"
+_FORMAT_KEY = b"draftkit.format"
+
+_IDS = pa.list_(pa.int32())
+_FLOATS = pa.list_(pa.float64())
+_TYPES = {
+    "prompt_ids": _IDS,
+    "output_ids": _IDS,
+    "sampler": pa.string(),
+    "sampler_version": pa.string(),
+    "sampling": pa.map_(pa.string(), pa.float64()),
+    "seed": pa.int64(),
+    "row": pa.int64(),
+    "document": pa.string(),
+    "domain": pa.string(),
+    "proposals": _IDS,
+    "rejected": pa.list_(pa.bool_()),
+    "topk_ids": pa.list_(_IDS),
+    "topk_log_probs": pa.list_(_FLOATS),
+    "tail_mass": _FLOATS,
+}
+OPTIONAL = ("proposals", "rejected", "topk_ids", "topk_log_probs", "tail_mass")
+SCHEMA = pa.schema(
+    [pa.field(name, kind, nullable=name in OPTIONAL) for name, kind in _TYPES.items()],
+    metadata={_FORMAT_KEY: FORMAT},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One sampled continuation. The optional lists have one entry for each output token.
+
+    Raises ValueError where an optional list has another length than `output_ids`.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]  # up to and including the first EOS
+    sampler: str  # who sampled: `target`, `draft`, or the name of an engine
+    sampler_version: str
+    sampling: dict[str, float]  # temperature, top_k, top_p, repetition_penalty
+    seed: int
+    row: int  # with the seed, the key of the noise
+    document: str = ""
+    domain: str = ""
+    proposals: list[int] | None = None  # what the draft proposed there; -1 for nothing
+    rejected: list[bool] | None = None  # whether that proposal was refused
+    topk_ids: list[list[int]] | None = None  # the target's k most likely tokens there
+    topk_log_probs: list[list[float]] | None = None  # nats, natural temperature 1
+    tail_mass: list[float] | None = None  # the target's probability of all other tokens
+
+    def __post_init__(self) -> None:
+        for name in OPTIONAL:
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.output_ids):
+                raise ValueError(
+                    f"{name} has {len(values)} entries for {len(self.output_ids)} output tokens"
+                )
+
+
+def write_records(path: str | Path, records: Sequence[Record]) -> None:
+    """Replace `path` by a Parquet file of `records`, atomically."""
+    columns = {name: [getattr(record, name) for record in records] for name in _TYPES}
+    columns["sampling"] = [list(record.sampling.items()) for record in records]
+    with atomic_path(path) as temporary:
+        table = pa.Table.from_pydict(columns, schema=SCHEMA)
+        pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """The records of a file, in order. Raises ValueError, one line that names the file."""
+    advice = "remove it and make the rollouts again"
+    if not Path(path).is_file():
+        raise ValueError(f"{path} is not a file: make the rollouts first")
+    try:
+        # Not `read_table`, which would take columns from the names of folders.
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            found = (file.schema_arrow.metadata or {}).get(_FORMAT_KEY, b"none").decode()
+            if found != FORMAT:
+                raise ValueError(f"format {found} instead of {FORMAT}")
+            if not file.schema_arrow.equals(SCHEMA):
+                raise ValueError("other columns or types")
+            rows = file.read().to_pylist(maps_as_pydicts="strict")
+        return [Record(**row) for row in rows]
+    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
+        reason = str(error).strip().partition("\n")[0][:200]
+        raise ValueError(f"{path} is not a whole rollout file ({reason}): {advice}") from error
+
+
+def records_sha256(records: Iterable[Record]) -> str:
+    """Hex SHA-256 of the content, in order, whatever the library that wrote the file."""
+    digest = hashlib.sha256()
+    for record in records:
+        content = asdict(record)
+        content["sampling"] = {key: float(value) for key, value in record.sampling.items()}
+        digest.update(json.dumps(content, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,243 @@
+"""Metrics of one stage: `metrics.jsonl` always, Weights & Biases as a second listener.
+
+`metrics.jsonl` holds one JSON object a line: `section`, `step`, `time` (seconds since 1970) and
+the metrics. It is the truth; W&B gets the same numbers and may be absent. wandb is imported only
+when a mode needs it, never asks for an account, and writes below the stage folder.
+
+A resumed run repeats the steps after its checkpoint. The first line that a section logs after the
+file was reopened therefore drops the older lines of that section at or beyond its step, so that
+the file of an interrupted run equals that of an uninterrupted one, times excluded.
+"""
+
+import json
+import math
+import os
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "metrics.jsonl"
+STEP_NAMES = {"online": "update"}  # the step axis of a section, where it is not `step`
+_RESERVED = ("section", "step", "time")
+
+
+def _number(value: Any) -> float | int | bool:
+    """A Python number of a number or of a one-element tensor."""
+    return value if isinstance(value, bool | int) else float(value)
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, without the torn one that a kill may have left."""
+    path = Path(path)
+    lines = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
+        if line.endswith(b"\n"):  # written in one piece, so only the last can lack it
+            lines.append(json.loads(line))
+    return lines
+
+
+def scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Flatten a summary for listeners that know scalars only.
+
+    An estimate `{mean, ci95: [low, high], ...}` becomes its mean and `<name>/low`, `<name>/high`;
+    other dicts are joined by `/`, lists of numbers by position; null and non-finite are left out.
+    """
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and "mean" in value and "ci95" in value:
+            low, high = value["ci95"]
+            yield from scalars({name: value["mean"], f"{name}/low": low, f"{name}/high": high})
+        elif isinstance(value, Mapping):
+            yield from scalars(value, f"{name}/")
+        elif isinstance(value, list | tuple):
+            yield from scalars({str(index): item for index, item in enumerate(value)}, f"{name}/")
+        elif isinstance(value, str | int | float | bool) and _is_finite(value):
+            yield name, value
+
+
+def _start_wandb(
+    folder: Path, *, mode: str, config: Mapping[str, Any], labels: dict[str, Any]
+) -> Any:
+    """One W&B run below `folder`, held by the caller. No prompt, no console, no error reports.
+
+    Raises ValueError when `online` has no API key: W&B itself would ask for one on a terminal.
+    """
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb  # light import of this module; `none` never comes here
+
+    settings = wandb.Settings(console="off", silent=True, quiet=True, disable_code=True)
+    wandb.setup(settings=settings)  # artifacts print by the process's settings, not the run's
+    if mode == "online":
+        if not wandb.api.api_key:
+            raise ValueError(
+                "tracker.mode=online needs a Weights & Biases key: run `wandb login`, set"
+                " WANDB_API_KEY, or use tracker.mode=offline"
+            )
+        # A relaunch goes on with the same online run; offline runs cannot be resumed.
+        stored = folder / "wandb" / "run-id"
+        if not stored.is_file():
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            stored.write_text(secrets.token_hex(4))
+        labels |= {"id": stored.read_text().strip(), "resume": "allow"}
+    try:
+        return wandb.init(
+            dir=str(folder),
+            mode=mode,  # type: ignore[arg-type]
+            config=dict(config),
+            settings=settings,
+            reinit="create_new",  # a stage may run inside another one's run
+            **labels,
+        )
+    except wandb.Error as error:
+        raise ValueError(
+            f"Weights & Biases did not start ({error}): use tracker.mode=offline, or"
+            " tracker=none to do without"
+        ) from error
+
+
+class Tracker:
+    """Both listeners of one stage. `folder` null records nothing (ranks other than the first)."""
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        *,
+        mode: str = "none",
+        project: str = "draftkit",
+        entity: str | None = None,
+        group: str = "",
+        job_type: str = "",
+        name: str = "",
+        tags: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Reopen `folder/metrics.jsonl` and start W&B in `mode` (`none` does not import it).
+
+        Raises ValueError when `online` is asked for and no key is configured.
+        """
+        self._path = None if folder is None else Path(folder) / FILE_NAME
+        self._begun: set[str] = set()  # sections that have logged since the file was opened
+        self._axes: set[str] = set()
+        self._run: Any = None
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.is_file():
+            self._replace(read_metrics(self._path))
+        if mode != "none":
+            labels: dict[str, Any] = {"project": project, "entity": entity, "group": group or None}
+            labels |= {"job_type": job_type or None, "name": name or None, "tags": list(tags)}
+            self._run = _start_wandb(
+                self._path.parent, mode=mode, config=config or {}, labels=labels
+            )
+
+    def _replace(self, lines: list[dict[str, Any]]) -> None:
+        assert self._path is not None
+        temporary = self._path.with_name(f".{FILE_NAME}.tmp-{os.getpid()}")
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def log(self, section: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line and forward `section/key` to W&B. Steps of a section must not fall.
+
+        Non-finite values are null in the file, so that it stays JSON, and NaN in W&B.
+        """
+        clash = [key for key in metrics if key in _RESERVED]
+        assert not clash, f"metrics may not be called {clash}"
+        numbers = {key: _number(value) for key, value in metrics.items()}
+        if self._path is None:
+            return
+        if section not in self._begun:
+            self._begun.add(section)
+            lines = read_metrics(self._path)
+            kept = [line for line in lines if line["section"] != section or line["step"] < step]
+            if len(kept) < len(lines):
+                self._replace(kept)
+        line: dict[str, Any] = {"section": section, "step": step, "time": round(time.time(), 3)}
+        line |= {key: value if _is_finite(value) else None for key, value in numbers.items()}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        axis = f"{section}/{STEP_NAMES.get(section, 'step')}"
+
+        def send(run: Any) -> None:
+            if section not in self._axes:
+                self._axes.add(section)
+                run.define_metric(axis)
+                run.define_metric(f"{section}/*", step_metric=axis)
+            run.log({axis: step} | {f"{section}/{key}": value for key, value in numbers.items()})
+
+        self._tell(send)
+
+    def _tell(self, send: Callable[[Any], None]) -> None:
+        """Let W&B hear something. A listener that fails is dropped, aloud; the stage goes on."""
+        if self._run is None:
+            return
+        try:
+            send(self._run)
+        except Exception as error:
+            self._run = None
+            warnings.warn(
+                f"Weights & Biases stopped listening ({error}); metrics.jsonl goes on", stacklevel=3
+            )
+
+    def summary(self, values: Mapping[str, Any]) -> None:
+        """Final numbers for W&B, as scalars; `summary.json` is the stage's to write."""
+        self._tell(lambda run: run.summary.update(dict(scalars(values))))
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table in W&B, one list a row."""
+
+        def send(run: Any) -> None:
+            import wandb
+
+            cells: list[Any] = [list(row) for row in rows]
+            table = wandb.Table(columns=list(columns), data=cells, allow_mixed_types=True)
+            run.log({name: table})
+
+        self._tell(send)
+
+    def figure(self, name: str, path: str | Path) -> None:
+        """An image file as a W&B picture."""
+
+        def send(run: Any) -> None:
+            import wandb
+
+            run.log({name: wandb.Image(str(path))})
+
+        self._tell(send)
+
+    def artifact(
+        self, name: str, type: str, folder: str | Path, metadata: Mapping[str, Any]
+    ) -> None:
+        """A W&B artifact (`model`, `dataset`) that refers to `folder` with checksums.
+
+        Files are referred to, not copied or uploaded: weights leave the machine only by hand.
+        """
+
+        def send(run: Any) -> None:
+            import wandb
+
+            allowed = "".join(char if char.isalnum() or char in "-_." else "-" for char in name)
+            artifact = wandb.Artifact(allowed[:128], type=type, metadata=dict(scalars(metadata)))
+            root = Path(folder).resolve()
+            for file in sorted(path for path in root.rglob("*") if path.is_file()):
+                artifact.add_reference(file.as_uri(), name=file.relative_to(root).as_posix())
+            run.log_artifact(artifact)
+
+        self._tell(send)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Close the W&B run; call it in a `finally`. Calling it again does nothing."""
+        self._tell(lambda run: run.finish(exit_code=exit_code))
+        self._run = None

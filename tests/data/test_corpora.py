@@ -1,0 +1,398 @@
+"""Documents from every kind of source, what is refused, and splits that leak nothing."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftkit.config import DOMAIN_NAMES, DataConfig
+from draftkit.data import corpora
+from draftkit.data.corpora import Document, corpus_sha256, load_documents, split_documents
+
+ROWS = [{"text": f"A story about number {number}."} for number in range(5)]
+
+
+def jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(path: Path | str, **options: Any) -> list[Document]:
+    return load_documents(DataConfig(**{"name": "local", "path": str(path)} | options))
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """The one line that a person sees."""
+    with pytest.raises(ValueError, match=r"data\b") as caught:
+        act()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Installed text
+
+
+@pytest.fixture(scope="module")
+def installed() -> list[Document]:
+    return load_documents(DataConfig(max_megabytes=0.6))
+
+
+def test_domains_share_the_megabytes_equally_and_stay_below_them(installed: list[Document]) -> None:
+    sizes: Counter[str] = Counter()
+    last = {}
+    for document in installed:
+        sizes[document.domain] += len(document.row["text"].encode())
+        last[document.domain] = document.row["text"]
+    assert set(sizes) == set(DOMAIN_NAMES)
+    assert all(text.endswith("\n") for text in last.values())  # cut to fit, at the end of a line
+    assert all(199_000 < size <= 200_000 for size in sizes.values())
+
+
+def test_one_domain_takes_all_the_room() -> None:
+    documents = load_documents(DataConfig(max_megabytes=0.1, domains=["cpp", "cpp"]))
+    assert {document.id.partition(":")[0] for document in documents} == {"cpp"}
+    assert len({document.id for document in documents}) == len(documents)
+    assert 99_000 < sum(len(document.row["text"].encode()) for document in documents) <= 100_000
+
+
+def test_the_same_installation_gives_the_same_corpus(installed: list[Document]) -> None:
+    assert load_documents(DataConfig(max_megabytes=0.6)) == installed
+
+
+def test_files_come_from_everywhere_and_out_of_order(installed: list[Document]) -> None:
+    names = [document.id for document in installed if document.domain == "python"]
+    assert len(names) >= 20
+    assert names != sorted(names)
+    assert len({name.split("/")[0] for name in names}) >= 4
+
+
+def test_documents_are_named_after_the_file_that_holds_them(installed: list[Document]) -> None:
+    from pydoc_data.topics import topics
+
+    assert len({document.id for document in installed}) == len(installed)
+    kinds: Counter[str] = Counter()
+    for document in installed:
+        domain, _, name = document.id.partition(":")
+        name, _, topic = name.partition("#")
+        kinds[f"{domain} topic" if topic else domain] += 1
+        assert domain == document.domain
+        assert not name.startswith(("/", "."))
+        assert "site-packages" not in name
+        path = next(Path(root, name) for root in sys.path if Path(root, name).is_file())
+        held = topics[topic] if topic else path.read_text(encoding="utf-8")
+        assert document.row["text"].strip().splitlines()[-1].strip() in held
+    assert set(kinds) == {"python", "cpp", "prose", "prose topic"}
+    assert min(kinds.values()) > 5
+
+
+def test_licences_and_generated_files_are_left_out(installed: list[Document]) -> None:
+    for document in installed:
+        assert "Licensed under the Apache License" not in document.row["text"][:700]
+        assert "@generated" not in document.row["text"][:700]
+
+
+def test_a_licence_comment_goes_and_other_comments_stay(tmp_path: Path) -> None:
+    body = "import os\n" * 250 + "# Copyright is a word here, far down\n" + "x = 1\n" * 100
+    (tmp_path / "a.py").write_text("# coding: utf-8\n\n# Copyright 2020 Nobody\n# MIT\n\n" + body)
+    licence = "#pragma once\n\n/* Copyright\n * Nobody\n */\n"
+    (tmp_path / "b.h").write_text(licence + "int x;\n" * 99)
+    sources = corpora._listed({"p": str(tmp_path)}, (".py", ".h"))
+    texts = dict(corpora._read_sources(sources))
+    assert texts["p/b.h"].startswith("#pragma once\n\nint x;")
+    assert "Nobody" not in texts["p/a.py"]
+    assert "# Copyright is a word here" in texts["p/a.py"]
+    assert texts["p/a.py"].startswith("# coding: utf-8\n")
+
+
+def test_giant_tiny_generated_repeated_and_undecodable_files_are_skipped(tmp_path: Path) -> None:
+    good = "def f():\n    return 1\n" * 30
+    (tmp_path / "good.py").write_text(good)
+    (tmp_path / "same.py").write_text(good)
+    (tmp_path / "giant.py").write_text("x = 1\n" * 50_000)
+    (tmp_path / "tiny.py").write_text("x = 1\n")
+    (tmp_path / "made.py").write_text("# @generated by a tool\n" + good)
+    (tmp_path / "latin.py").write_bytes(good.encode() + b"# caf\xe9\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "case.py").write_text(good + "y = 2\n")
+    found = dict(corpora._read_sources(corpora._listed({"p": str(tmp_path)}, (".py",))))
+    assert list(found) in (["p/good.py"], ["p/same.py"])
+
+
+def test_only_substantial_docstrings_are_taken_and_each_once(tmp_path: Path) -> None:
+    long = "This explains at length. " * 20
+    code = f'"""{long}"""\nx = "\\d"\n\ndef f():\n    """Short."""\n\nclass C:\n    def g(self):\n'
+    (tmp_path / "a.py").write_text(f'{code}        """G. {long}"""\n')
+    (tmp_path / "b.py").write_text(f'x = 1\n\ndef f():\n    """{long}"""\n    return """ """\n')
+    (tmp_path / "c.py").write_text('def f(:\n    """ """\n' + f'"""{long}"""\n')
+    found = dict(corpora._docstrings([(n, str(tmp_path / n)) for n in ("a.py", "b.py", "c.py")]))
+    assert found == {"a.py": f"{long.strip()}\n\nG. {long.strip()}\n"}
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpora, "PACKAGES", ("no_such_package_here",))
+    message = refusal(lambda: load_documents(DataConfig()))
+    assert message.startswith("data=installed reads the package no_such_package_here, which is")
+
+
+def test_too_few_megabytes_are_named() -> None:
+    data = DataConfig(max_megabytes=0.0001)
+    message = refusal(lambda: split_documents(load_documents(data), data))
+    assert message.startswith("data.max_megabytes 0.0001 gives 0 different documents")
+
+
+# Files
+
+
+def test_json_lines_and_parquet_hold_the_same_documents(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "x"}
+    rows = [{"messages": [{"role": "user", "content": f"Say {n}"}, answer]} for n in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "same.parquet")
+    one = load(jsonl(tmp_path / "same.jsonl", rows))
+    assert [document.row for document in one] == rows
+    assert load(jsonl(tmp_path / "same.json", rows)) == one
+    assert load(tmp_path / "same.parquet") == one
+    assert {document.domain for document in one} == {"same"}
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n   \n{"text": "two"}')
+    assert [document.row["text"] for document in load(path)] == ["one", "two"]
+
+
+def test_max_rows_reads_no_further(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    with path.open("a") as file:
+        file.write("{broken\n")
+    assert [document.row for document in load(path, max_rows=5)] == ROWS
+    assert "line 6: not valid JSON" in refusal(lambda: load(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "a"', "not valid JSON (Expecting ',' delimiter at column 13); each line"),
+        (b"[1, 2]", "a JSON list; each line is one object"),
+        (b'{"text": "caf\xe9"}', "not UTF-8 text (invalid continuation byte)"),
+        (b'{"text": 5}', "text must be text, got int"),
+        (b'{"text": "\\ud800"}', "text holds half a character"),
+        (b'{"text": null}', "nothing under messages, prompt or text; columns found: text"),
+        (b'{"question": "a", "answer": "b"}', "columns found: question, answer; name yours by"),
+        (b'{"messages": []}', "messages must be a list of at least one message"),
+        (b'{"messages": [{"role": "bot", "content": "a"}]}', "messages[0] must have a role, one"),
+        (b'{"messages": [{"role": "user"}]}', "messages[0].content must be text, got NoneType"),
+        (b'{"messages": [["user", "a"]]}', "messages[0] must have a role"),
+        (b'{"prompt": "a", "completion": 3}', "the completion must be text, got int"),
+        (b'{"prompt": [], "completion": "a"}', "the prompt must be text, got list"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_one_line_with_its_place(
+    tmp_path: Path, line: bytes, reason: str
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n' + line + b"\n")
+    message = refusal(lambda: load(path))
+    assert message.startswith(f"data.path {path}, line 2: ")
+    assert reason in message
+
+
+def test_paths_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    jsonl(tmp_path / "rows.jsonl", ROWS)
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and no more")
+    for suffix in ("jsonl", "txt", "parquet"):
+        (tmp_path / f"empty.{suffix}").write_text("" if suffix == "parquet" else "\n \n\n")
+    pq.write_table(pa.table({"text": ["fine", None]}), tmp_path / "null.parquet")
+    for name, reason in (
+        ("no.jsonl", "does not exist: name a file (.jsonl, "),
+        ("", "is a folder: name one file in it (it holds cut.parquet, empty.jsonl, "),
+        ("rows.csv", "rows.csv has none of the known suffixes: .jsonl"),
+        ("latin.txt", "latin.txt: not UTF-8 text"),
+        ("null.parquet", ", row 2: nothing under messages, prompt or text"),
+        ("cut.parquet", "cut.parquet: not readable (ArrowInvalid"),
+        ("empty.parquet", "empty.parquet: not readable (ArrowInvalid"),
+        ("empty.jsonl", "empty.jsonl is empty"),
+        ("empty.txt", "empty.txt is empty"),
+    ):
+        assert reason in refusal(lambda name=name: load(tmp_path / name))
+
+
+def test_short_paragraphs_of_a_text_are_joined_and_long_ones_stay_whole(tmp_path: Path) -> None:
+    speeches = [f"SPEAKER {number}:\nA line\nand another." for number in range(300)]
+    (tmp_path / "play.txt").write_bytes("\r\n\r\n \r\n".join(speeches).encode())
+    documents = load(tmp_path / "play.txt")
+    texts = [document.row["text"] for document in documents]
+    assert "\n\n".join(texts) == "\n\n".join(speeches)
+    assert all(1900 < len(text) <= 2002 for text in texts[:-1])
+    assert len(load(tmp_path / "play.txt", max_rows=2)) == 2
+    kept = ["short", "long " * 2000, "last"]
+    (tmp_path / "long.txt").write_text("\n\n".join(kept))
+    assert [document.row["text"] for document in load(tmp_path / "long.txt")] == kept
+
+
+def test_columns_of_other_names_are_renamed(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "gsm.jsonl", [{"question": "2+2?", "answer": "4", "level": 1}])
+    columns = {"prompt_column": "question", "completion_column": "answer"}
+    assert load(path, **columns)[0].row == {"prompt": "2+2?", "completion": "4"}
+    assert load(path, prompt_column="question")[0].row == {"prompt": "2+2?"}
+
+
+@pytest.mark.parametrize("key", ["prompt_column", "completion_column"])
+def test_an_unknown_column_is_answered_with_those_found(tmp_path: Path, key: str) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b", "text": "c"}])
+    message = refusal(lambda: load(path, **{key: "qestion"}))
+    assert message == (
+        f"data.{key} 'qestion' is not in data.path {path}, line 1; "
+        "columns found: prompt, completion, text"
+    )
+
+
+def test_a_chat_wins_over_a_prompt_and_a_prompt_over_a_text(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    row = {"text": "t", "prompt": "p", "messages": chat}
+    assert load(jsonl(tmp_path / "a.jsonl", [row]))[0].row == {"messages": chat}
+    assert load(jsonl(tmp_path / "a.jsonl", [row | {"messages": None}]))[0].row == {"prompt": "p"}
+
+
+def test_a_prompt_may_be_a_chat_and_of_plain_turns_the_first_is_taken(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    answer = {"role": "assistant", "content": "b"}
+    for row, form in (
+        ({"prompt": chat, "completion": "b"}, {"messages": [*chat, answer]}),
+        ({"prompt": chat, "completion": [answer]}, {"messages": [*chat, answer]}),
+        ({"prompt": chat}, {"messages": chat}),
+        ({"prompt": ["first", "second"]}, {"prompt": "first"}),
+    ):
+        assert load(jsonl(tmp_path / "a.jsonl", [row]))[0].row == form
+
+
+def test_null_keys_of_messages_are_absent_and_tool_calls_need_no_text(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    rows = [{"messages": [{"role": "user", "content": "a", "tool_calls": None}, call]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert load(tmp_path / "a.parquet")[0].row["messages"] == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": [{"name": "f"}]},
+    ]
+
+
+# Hub data sets
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_a_hub_data_set_gives_the_documents_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "stories").mkdir()
+    path = jsonl(tmp_path / "stories" / "train.jsonl", ROWS)
+    jsonl(tmp_path / "stories" / "test.jsonl", [{"text": "held out"}])
+    found = load(path.parent, name="hub", max_rows=4)
+    assert [document.id for document in found] == [document.id for document in load(path)][:4]
+    assert load(path.parent, name="hub", split="test")[0].row == {"text": "held out"}
+    message = refusal(lambda: load(path.parent, name="hub", split="dev"))
+    assert message.startswith(f"data.path {path.parent} could not be loaded (ValueError: Unknown")
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_a_hub_data_set_out_of_reach_is_one_line() -> None:
+    message = refusal(lambda: load("nobody/nothing", name="hub"))
+    assert message.startswith("data.path nobody/nothing could not be loaded (ConnectionError: ")
+    assert message.endswith("be online the first time, or use data=local with a file")
+
+
+# Splits
+
+
+def documents_of(sizes: dict[str, int]) -> list[Document]:
+    return [
+        Document(f"{domain}:{number}", domain, {"text": f"{domain} {number}"})
+        for domain, size in sizes.items()
+        for number in range(size)
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(3, 80), st.floats(0.001, 0.499), st.floats(0.001, 0.499))
+def test_no_split_is_empty_or_too_large(count: int, validation: float, test: float) -> None:
+    data = DataConfig(validation_fraction=validation, test_fraction=test)
+    parts = split_documents(documents_of({"a": count}), data)
+    sizes = {name: len(part) for name, part in parts.items()}
+    assert sum(sizes.values()) == count
+    assert min(sizes.values()) >= 1
+    assert sizes["test"] <= max(1, count * test)
+    assert sizes["validation"] <= max(1, count * validation)
+
+
+def test_fewer_than_three_documents_are_refused(tmp_path: Path) -> None:
+    data = DataConfig(name="local", path=str(tmp_path / "a.jsonl"))
+    jsonl(tmp_path / "a.jsonl", [*ROWS[:2], ROWS[0]])
+    message = refusal(lambda: split_documents(load_documents(data), data))
+    assert message.startswith(f"data.path {tmp_path / 'a.jsonl'} gives 2 different documents")
+
+
+def test_the_split_does_not_depend_on_the_order_of_rows() -> None:
+    documents = documents_of({"a": 40, "b": 25})
+    parts = split_documents(documents, DataConfig())
+    assert split_documents(documents[::-1], DataConfig()) == parts
+
+
+def test_every_domain_is_in_every_split_in_proportion() -> None:
+    documents = documents_of({"a": 300, "b": 20, "c": 40})
+    documents = [replace(document, id=f"{document.id}{document.domain}") for document in documents]
+    parts = split_documents(documents, DataConfig(validation_fraction=0.1, test_fraction=0.1))
+    for name in ("validation", "test"):
+        assert Counter(document.domain for document in parts[name]) == {"a": 30, "b": 2, "c": 4}
+
+
+def test_a_file_and_its_docstrings_share_a_split() -> None:
+    documents = documents_of({"python": 60, "prose": 60})  # the same names in both
+    for part in split_documents(documents, DataConfig(test_fraction=0.2)).values():
+        names = Counter(document.id.partition(":")[2] for document in part)
+        assert set(names.values()) == {2}
+
+
+def test_repeated_rows_and_other_answers_to_a_question_share_a_split(tmp_path: Path) -> None:
+    asked = [f"What is {number} + {number}?" for number in range(50)]
+    rows = [
+        {"index": copy * 100 + number, "prompt": question, "completion": f"answer {copy}"}
+        for copy in range(3)
+        for number, question in enumerate(asked)
+    ]
+    keys = {"prompt": "user", "completion": "assistant"}
+    chats = [
+        {"messages": [{"role": role, "content": row[key]} for key, role in keys.items()]}
+        for row in rows
+    ]
+    for form in (rows, chats):
+        path = jsonl(tmp_path / "a.jsonl", form)
+        data = DataConfig(name="local", path=str(path), test_fraction=0.3)
+        for part in split_documents(load_documents(data), data).values():
+            asked = Counter(str(document.row).partition("answer")[0] for document in part)
+            assert set(asked.values()) == {3}
+
+
+@pytest.mark.parametrize("field", ["id", "domain", "row"])
+def test_the_corpus_checksum_sees_every_part_of_a_document(field: str) -> None:
+    documents = documents_of({"a": 3})
+    parts = {"id": "a:0", "domain": "a", "row": {"text": "a 0"}}
+    assert corpus_sha256([Document(**parts), *documents[1:]]) == corpus_sha256(documents)
+    parts[field] = {"text": "a 1"} if field == "row" else "other"
+    assert corpus_sha256([Document(**parts), *documents[1:]]) != corpus_sha256(documents)

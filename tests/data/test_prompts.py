@@ -1,0 +1,395 @@
+"""From rows to token ids: what is prompt, what carries loss, what is cut, counted or refused."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast as Fast
+
+from draftkit.config import DataConfig
+from draftkit.data.corpora import Document
+from draftkit.data.prompts import Example, Splits, load_splits, to_examples
+
+WORDS = "the draft proposes a few tokens and the target keeps those that it would have said "
+
+
+def chat_template(answer: str) -> str:
+    """ChatML, with `answer` for the text of an assistant turn."""
+    return (
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+        "{% if message['role'] == 'assistant' %}" + answer + "{% else %}{{ message['content'] }}"
+        "<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+CHAT = chat_template("{{ message['content'] }}<|im_end|>")
+MARKED = chat_template("{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}")
+# Answers of earlier turns lose their first word, as reasoning is dropped from history.
+REST = "{{ message['content'] if loop.last else message['content'].split(' ', 1)[1] }}<|im_end|>"
+FORGETFUL = chat_template(REST)
+FORGETFUL_MARKED = chat_template("{% generation %}" + REST + "{% endgeneration %}")
+
+
+def byte_bpe(*, bos: bool = True, template: str | None = None) -> Fast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<s>", "<|im_end|>", "<|im_start|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([WORDS, "end\n\n\nstart"] * 3, trainer)
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    tokenizer = Fast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>", model_max_length=16
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Fast:
+    return byte_bpe()
+
+
+def settings(**options: Any) -> DataConfig:
+    return DataConfig(**{"name": "local", "path": "a.jsonl", "prompt_tokens": 8} | options)
+
+
+def examples_of(row: dict[str, Any], tokenizer: Fast, **options: Any) -> list[Example]:
+    return to_examples(Document("id", "domain", row), tokenizer, settings(**options))
+
+
+def splits_of(folder: Path, rows: Sequence[object], tokenizer: Fast, **options: Any) -> Splits:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_splits(settings(path=str(path), **options), tokenizer)
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """The one line that a person sees."""
+    with pytest.raises(ValueError, match=r"data\.|target\.") as caught:
+        act()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def repr_without_id(example: Example) -> str:
+    return f"{example.token_ids} {example.loss_mask}"
+
+
+def learned(example: Example, tokenizer: Fast) -> str:
+    marked = zip(example.token_ids, example.loss_mask, strict=True)
+    return str(tokenizer.decode([token for token, loss in marked if loss]))
+
+
+def chat(*turns: str) -> list[dict[str, str]]:
+    """User and assistant in turn."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+# Prompt and completion
+
+
+def test_prompt_and_completion_are_tokenised_apart_and_end_with_eos(tokenizer: Fast) -> None:
+    (example,) = examples_of({"prompt": "the dra", "completion": "ft keeps"}, tokenizer)
+    prompt = tokenizer("the dra")["input_ids"]
+    completion = tokenizer("ft keeps", add_special_tokens=False)["input_ids"]
+    assert prompt[0] == tokenizer.bos_token_id
+    assert example.prompt_ids == prompt
+    assert example.token_ids == [*prompt, *completion, tokenizer.eos_token_id]
+    assert example.loss_mask == [False] * len(prompt) + [True] * (len(completion) + 1)
+    assert example.has_completion
+    (empty,) = examples_of({"prompt": "the", "completion": ""}, tokenizer)
+    assert empty.token_ids == [*empty.prompt_ids, tokenizer.eos_token_id]
+    assert (example.document, example.domain) == ("id", "domain")
+
+
+def test_a_prompt_alone_has_no_completion(tokenizer: Fast) -> None:
+    (example,) = examples_of({"prompt": "the draft"}, tokenizer)
+    assert not example.has_completion
+    assert example.prompt_ids == example.token_ids == tokenizer("the draft")["input_ids"]
+    assert example.loss_mask == [False] * len(example.token_ids)
+
+
+def test_a_long_prompt_keeps_its_end_and_is_counted(tmp_path: Path, tokenizer: Fast) -> None:
+    rows = [{"prompt": WORDS * n, "completion": WORDS} for n in (1, 2, 30, 40)]
+    splits = splits_of(tmp_path, rows, tokenizer, max_length=50)
+    examples = splits.train + splits.validation + splits.test
+    cut = [example for example in examples if len(example.prompt_ids) == 49]
+    assert splits.counts["prompts_cut"] == len(cut) == 2
+    for example in cut:
+        assert example.prompt_ids == tokenizer(WORDS * 40)["input_ids"][-49:]
+        assert len(example.token_ids) == 50
+        assert example.loss_mask[-1]
+
+
+def test_a_long_completion_loses_its_end_and_is_counted(tmp_path: Path, tokenizer: Fast) -> None:
+    rows = [{"prompt": f"{n}", "completion": "the " * n} for n in (1, 46, 47, 60)]
+    splits = splits_of(tmp_path, rows, tokenizer, max_length=50)
+    examples = splits.train + splits.validation + splits.test
+    whole = [e for e in examples if e.token_ids[-1] == tokenizer.eos_token_id]
+    assert all(len(example.token_ids) <= 50 for example in examples)
+    assert splits.counts["completions_cut"] == 4 - len(whole)
+    assert 1 <= len(whole) <= 3
+
+
+def test_rows_without_a_token_are_dropped_and_counted(tmp_path: Path) -> None:
+    plain = byte_bpe(bos=False)
+    rows = [{"prompt": f"row {n}", "completion": "x"} for n in range(30)]
+    rows.append({"prompt": "", "completion": "x"})
+    splits = splits_of(tmp_path, rows, plain)
+    assert splits.counts["documents"] == 31
+    assert splits.counts["documents_dropped"] == 1
+    assert sum(splits.counts[name] for name in ("train", "validation", "test")) == 30
+
+
+def test_a_split_without_a_usable_row_names_the_file(tmp_path: Path) -> None:
+    rows = [{"text": "a" * n} for n in (1, 2, 3)]
+    message = refusal(lambda: splits_of(tmp_path, rows, byte_bpe()))
+    assert message.startswith(f"data.path {tmp_path / 'rows.jsonl'}: no row of the train split is")
+
+
+def test_questions_with_answers_work_by_their_column_names(tmp_path: Path, tokenizer: Fast) -> None:
+    rows = [{"question": f"{n} + 1 ?", "answer": f"#### {n + 1}"} for n in range(20)]
+    columns = {"prompt_column": "question", "completion_column": "answer"}
+    splits = splits_of(tmp_path, rows, tokenizer, **columns)
+    for example in splits.train:
+        question = tokenizer.decode(example.prompt_ids, skip_special_tokens=True)
+        number = int(question.split()[0])
+        assert learned(example, tokenizer) == f"#### {number + 1}<|im_end|>"
+
+
+def test_a_tokenizer_without_eos_is_refused() -> None:
+    endless = byte_bpe()
+    endless.eos_token = None
+    for row in ({"text": WORDS}, {"prompt": "a", "completion": "b"}):
+        assert "has no EOS token" in refusal(lambda row=row: examples_of(row, endless))
+    assert examples_of({"prompt": "a"}, endless)
+
+
+# Text
+
+
+@pytest.mark.parametrize("length", range(17, 100))
+def test_windows_of_a_text_join_to_the_text_and_its_end(tokenizer: Fast, length: int) -> None:
+    ids = tokenizer(WORDS * 10)["input_ids"][:length]
+    text = str(tokenizer.decode(ids[1:]))
+    assert tokenizer(text)["input_ids"] == ids  # the words are chosen so that this holds
+    examples = examples_of({"text": text}, tokenizer, max_length=32)
+    joined = [token for example in examples for token in example.token_ids]
+    rest = length % 32
+    if rest == 0:  # no room for EOS
+        assert joined == ids
+    elif length > 32 and rest + 1 < 16:  # too short to keep
+        assert joined == ids[: length - rest]
+    else:
+        assert joined == [*ids, tokenizer.eos_token_id]
+    for number, example in enumerate(examples):
+        assert len(example.prompt_ids) == 8
+        assert example.loss_mask == [False] * 8 + [True] * (len(example.token_ids) - 8)
+        assert (tokenizer.bos_token_id in example.token_ids) == (number == 0)
+
+
+@pytest.mark.parametrize(("length", "kept"), [(1, False), (7, False), (8, True), (9, True)])
+def test_a_short_text_stays_if_one_token_follows_its_prompt(
+    tokenizer: Fast, length: int, kept: bool
+) -> None:
+    text = str(tokenizer.decode(tokenizer(WORDS)["input_ids"][1:length]))
+    examples = examples_of({"text": text}, tokenizer)
+    assert [len(example.token_ids) for example in examples] == ([length + 1] if kept else [])
+
+
+def test_a_full_window_stays_however_short_windows_are(tokenizer: Fast) -> None:
+    text = str(tokenizer.decode(tokenizer(WORDS * 5)["input_ids"][1:30]))
+    examples = examples_of({"text": text}, tokenizer, max_length=10)
+    assert [len(example.token_ids) for example in examples] == [10, 10, 10]
+
+
+def test_an_end_that_the_tokenizer_writes_itself_is_not_doubled() -> None:
+    ending = byte_bpe(bos=False)
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <|im_end|>", special_tokens=[("<|im_end|>", 1)]
+    )
+    (example,) = examples_of({"text": WORDS}, ending)
+    assert example.token_ids.count(1) == 1
+    assert example.token_ids[-1] == 1
+
+
+def test_special_tokens_in_installed_source_are_words_and_in_a_file_they_are_control(
+    tokenizer: Fast,
+) -> None:
+    row = {"text": f"eos = '<|im_end|>'  # {WORDS}"}
+    document = Document("python:a.py", "python", row)
+    (literal,) = to_examples(document, tokenizer, DataConfig(prompt_tokens=8))
+    (control,) = examples_of(row, tokenizer)
+    assert literal.token_ids.count(1) == 1  # the end of the text
+    assert control.token_ids.count(1) == 2
+    assert tokenizer.decode(literal.token_ids[1:-1]) == row["text"]
+    assert 1 in tokenizer("a <|im_end|>")["input_ids"]  # nothing stays switched
+
+
+def test_long_texts_do_not_trip_the_length_warning() -> None:
+    short = byte_bpe()
+    key = "sequence-length-is-longer-than-the-specified-maximum"
+    examples_of({"text": WORDS * 9}, short)
+    examples_of({"prompt": WORDS * 9, "completion": WORDS * 9}, short)
+    short.chat_template = CHAT
+    examples_of({"messages": chat(WORDS * 9, WORDS * 9)}, short)
+    assert key not in short.deprecation_warnings
+    short(WORDS * 9)
+    assert key in short.deprecation_warnings
+
+
+# Chats
+
+
+@pytest.mark.parametrize("template", [CHAT, MARKED])
+def test_all_answers_of_a_chat_carry_loss_and_nothing_else_does(template: str) -> None:
+    tokenizer = byte_bpe(template=template)
+    (example,) = examples_of({"messages": chat("hi", "a draft", "and?", "the end")}, tokenizer)
+    assert learned(example, tokenizer) == "a draft<|im_end|>the end<|im_end|>"
+    assert tokenizer.decode(example.prompt_ids) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert example.token_ids[-1] == tokenizer.eos_token_id  # not the line end of the template
+
+
+@pytest.mark.parametrize("answers", [["fine"], ["a", "b c", "the target"], ["", "x"], ["\n\nodd"]])
+def test_marked_templates_and_the_prefix_difference_agree(answers: list[str]) -> None:
+    turns = [part for answer in answers for part in ("the question", answer)]
+    row = {"messages": [{"role": "system", "content": "Keep short."}, *chat(*turns)]}
+    assert examples_of(row, byte_bpe(template=MARKED)) == examples_of(row, byte_bpe(template=CHAT))
+
+
+def test_a_chat_that_awaits_an_answer_is_a_prompt_alone() -> None:
+    tokenizer = byte_bpe(template=CHAT)
+    (example,) = examples_of({"messages": chat("hi", "yes", "and?")}, tokenizer)
+    assert not example.has_completion
+    assert str(tokenizer.decode(example.prompt_ids)).endswith(
+        "and?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_answer_whose_start_merges_with_the_text_before_it_is_found() -> None:
+    """The template ends its prompt with a line end, and the answer begins with one."""
+    tokenizer = byte_bpe(template=CHAT)
+    assert len(tokenizer("\n\n", add_special_tokens=False)["input_ids"]) == 1
+    (example,) = examples_of({"messages": chat("hi", "\n\nyes")}, tokenizer)
+    assert learned(example, tokenizer) == "\n\n\nyes<|im_end|>"
+
+
+def test_a_template_that_rewrites_history_trains_the_last_answer_and_counts_the_rest(
+    tmp_path: Path,
+) -> None:
+    tokenizer = byte_bpe(template=FORGETFUL)
+    rows = [{"messages": chat(f"hi {n}", "think yes", "and?", "think no")} for n in range(3)]
+    splits = splits_of(tmp_path, rows, tokenizer, max_length=200)
+    for example in splits.train + splits.validation + splits.test:
+        assert learned(example, tokenizer) == "think no<|im_end|>"
+        assert "think yes" not in str(tokenizer.decode(example.token_ids))
+    assert splits.counts["turns_without_loss"] == 3
+    marked = byte_bpe(template=FORGETFUL_MARKED)
+    (example,) = examples_of(rows[0], marked, max_length=200)
+    assert learned(example, marked) == "yes<|im_end|>think no<|im_end|>"
+
+
+def test_an_answer_that_cannot_be_found_is_refused() -> None:
+    template = "{% if add_generation_prompt %}asked{% else %}answered{% endif %}" + CHAT
+    row = {"messages": chat("a", "b")}
+    message = refusal(lambda: examples_of(row, byte_bpe(template=template)))
+    assert "an answer cannot be found" in message
+
+
+def test_a_chat_needs_a_template() -> None:
+    message = refusal(lambda: examples_of({"messages": chat("a", "b")}, byte_bpe()))
+    assert message.startswith(
+        "data.path a.jsonl holds `messages`, but the tokenizer of target.path"
+    )
+
+
+def test_a_chat_that_the_template_refuses_is_named() -> None:
+    template = "{{ raise_exception('Roles must\nalternate') }}"
+    row = {"messages": chat("first\nwords", "b")}
+    message = refusal(lambda: examples_of(row, byte_bpe(template=template)))
+    assert message.endswith("refuses the chat that begins 'first\\nwords' (Roles must)")
+
+
+def test_a_template_that_prints_the_date_gives_the_same_tokens_every_day() -> None:
+    tokenizer = byte_bpe(template="{{ strftime_now('%d %B %Y') }} " + CHAT)
+    (example,) = examples_of({"messages": chat("a", "b")}, tokenizer)
+    assert str(tokenizer.decode(example.prompt_ids)).startswith("01 Jan 2026 <|im_start|>user")
+
+
+def test_a_long_chat_keeps_the_end_of_its_prompt() -> None:
+    tokenizer = byte_bpe(template=CHAT)
+    (example,) = examples_of({"messages": chat(WORDS * 9, "yes")}, tokenizer, max_length=20)
+    assert len(example.prompt_ids) == 19
+    assert str(tokenizer.decode(example.prompt_ids)).endswith("<|im_start|>assistant\n")
+    assert example.loss_mask == [False] * 19 + [True]
+
+
+# Splits
+
+
+def test_the_same_rows_give_the_same_splits_in_any_order(tmp_path: Path, tokenizer: Fast) -> None:
+    rows = [{"text": f"{WORDS * (n % 5 + 1)} {n}"} for n in range(60)]
+    first = splits_of(tmp_path, rows, tokenizer)
+    assert splits_of(tmp_path, rows, tokenizer) == first
+    assert splits_of(tmp_path, rows[::-1], tokenizer) == first
+
+
+def test_no_document_is_in_two_splits(tmp_path: Path, tokenizer: Fast) -> None:
+    rows = [{"text": f"{n} {WORDS * 20}"} for n in range(40)]
+    splits = splits_of(tmp_path, rows * 2, tokenizer, test_fraction=0.3)
+    parts = [{e.document for e in part} for part in (splits.train, splits.validation, splits.test)]
+    assert [len(part) for part in parts] == [26, 2, 12]
+    assert len(set.union(*parts)) == 40
+
+
+def test_the_first_examples_come_from_many_documents(tmp_path: Path, tokenizer: Fast) -> None:
+    rows = [{"text": f"{n} {WORDS * 40}"} for n in range(40)]
+    train = splits_of(tmp_path, rows, tokenizer).train
+    assert len(train) > 36 * 4
+    assert len({example.document for example in train[:40]}) > 15
+
+
+def test_documents_tokenised_together_and_alone_agree(tmp_path: Path, tokenizer: Fast) -> None:
+    rows = [
+        {"text": WORDS * 3},
+        {"prompt": "the", "completion": "target"},
+        {"prompt": "a draft"},
+        {"text": WORDS * 50},
+    ]
+    splits = splits_of(tmp_path, rows, tokenizer)
+    together = splits.train + splits.validation + splits.test
+    alone = [example for row in rows for example in examples_of(row, tokenizer)]
+    assert sorted(map(repr_without_id, together)) == sorted(map(repr_without_id, alone))
+
+
+def test_the_checksum_sees_tokens_and_masks(tmp_path: Path, tokenizer: Fast) -> None:
+    rows = [{"text": WORDS + str(n)} for n in range(10)]
+    plain = splits_of(tmp_path, rows, tokenizer)
+    masks = splits_of(tmp_path, rows, tokenizer, prompt_tokens=9)
+    assert [e.token_ids for e in masks.train] == [e.token_ids for e in plain.train]
+    tokens = splits_of(tmp_path, [*rows[:-1], {"text": WORDS + "x"}], tokenizer)
+    assert len({plain.sha256, masks.sha256, tokens.sha256}) == 3
+
+
+def test_installed_text_becomes_full_windows_of_every_domain(tokenizer: Fast) -> None:
+    splits = load_splits(DataConfig(max_megabytes=0.1), tokenizer)
+    assert {example.domain for example in splits.train} == {"python", "prose", "cpp"}
+    assert {example.domain for example in splits.test} == {"python", "prose", "cpp"}
+    assert all(32 < len(e.token_ids) <= 128 for e in splits.train)
+    assert sum(len(e.token_ids) == 128 for e in splits.train) > 0.8 * len(splits.train)

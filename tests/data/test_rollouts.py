@@ -1,0 +1,158 @@
+"""Rollouts come back exactly, and a damaged file is named."""
+
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from draftkit.data.rollouts import OPTIONAL, SCHEMA, Record, read_records, records_sha256
+from draftkit.data.rollouts import write_records as write
+
+PLAIN = Record(
+    prompt_ids=[1, 70_000],
+    output_ids=[5, 6, 2],
+    sampler="target",
+    sampler_version="main@3",
+    sampling={"temperature": 0.7, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.1},
+    seed=2**62 + 1,
+    row=2**40,
+)
+FULL = replace(
+    PLAIN,
+    document="python:json/decoder.py",
+    domain="python",
+    proposals=[5, 9, -1],
+    rejected=[False, True, False],
+    topk_ids=[[5, 1], [6, 9], [2, 5]],
+    topk_log_probs=[[-0.1, -math.pi], [-1e-17, -math.inf], [-5e-324, -1 / 3]],
+    tail_mass=[0.1, 1e-300, 1.0 - 2**-53],
+)
+EMPTY = replace(PLAIN, output_ids=[], topk_ids=[], topk_log_probs=[], tail_mass=[])
+
+
+def test_records_come_back_exactly(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rollouts.parquet"
+    write(path, [PLAIN, FULL, EMPTY])
+    assert read_records(path) == [PLAIN, FULL, EMPTY]
+
+
+def test_absent_values_come_back_as_none_and_not_as_empty_lists(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [PLAIN, FULL, EMPTY])
+    plain, _, empty = read_records(tmp_path / "a.parquet")
+    assert all(getattr(plain, name) is None for name in OPTIONAL)
+    assert empty.tail_mass == []
+    assert empty.proposals is None
+
+
+def test_a_nan_stays_a_nan(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [replace(FULL, tail_mass=[math.nan, 0.0, -0.0])])
+    tail = read_records(tmp_path / "a.parquet")[0].tail_mass
+    assert tail is not None
+    assert math.isnan(tail[0])
+    assert math.copysign(1, tail[2]) == -1
+
+
+def test_no_records_make_a_readable_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [])
+    assert read_records(tmp_path / "a.parquet") == []
+
+
+def test_every_field_has_its_column() -> None:
+    assert SCHEMA.names == [field.name for field in fields(Record)]
+    assert {field.name for field in SCHEMA if field.nullable} == set(OPTIONAL)
+
+
+def test_the_file_is_zstd_and_carries_its_format(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [FULL])
+    with pq.ParquetFile(tmp_path / "a.parquet") as file:
+        assert file.metadata.row_group(0).column(0).compression == "ZSTD"
+        assert file.schema_arrow.metadata[b"draftkit.format"] == b"rollouts-1"
+
+
+def test_folder_names_that_look_like_columns_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "seed=7" / "extra=1" / "a.parquet"
+    write(path, [PLAIN])
+    assert read_records(path) == [PLAIN]
+
+
+def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "old.parquet"
+    write(path, [PLAIN])
+    table = pq.read_table(path).replace_schema_metadata({"draftkit.format": "rollouts-0"})
+    pq.write_table(table, path)
+    with pytest.raises(ValueError, match=r"old\.parquet .*format rollouts-0 instead of") as caught:
+        read_records(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_parquet_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.parquet"
+    write(path, [PLAIN])
+    pq.write_table(pq.read_table(path).drop_columns(["seed"]), path)
+    with pytest.raises(ValueError, match=r"other\.parquet is not a whole rollout file \(other col"):
+        read_records(path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "empty"])
+def test_a_damaged_file_is_one_line_that_names_it(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "bad.parquet"
+    write(path, [replace(FULL, row=row) for row in range(50)])
+    content = {"cut": path.read_bytes()[:-100], "text": b"no\nparquet\n", "empty": b""}
+    path.write_bytes(content[damage])
+    with pytest.raises(ValueError, match=r"bad\.parquet is not a whole rollout file") as caught:
+        read_records(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_flipped_bit_gives_other_records(tmp_path: Path) -> None:
+    path = tmp_path / "bad.parquet"
+    records = [replace(FULL, row=row, seed=row * 7919 % 1009) for row in range(50)]
+    write(path, records)
+    whole = path.read_bytes()
+    refused = 0
+    for offset in range(4, len(whole), 37):
+        path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 4]) + whole[offset + 1 :])
+        try:
+            assert read_records(path) == records
+        except ValueError:
+            refused += 1
+    assert refused > 10
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.parquet is not a file: make the rollouts first"):
+        read_records(tmp_path / "none.parquet")
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write(path, [PLAIN])
+    with pytest.raises(OverflowError):
+        write(path, [FULL, replace(PLAIN, seed=2**70)])
+    assert read_records(path) == [PLAIN]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.parquet"]
+
+
+@pytest.mark.parametrize("name", OPTIONAL)
+def test_lists_per_token_must_match_the_output(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} has 2 entries for 3 output tokens"):
+        replace(FULL, **{name: getattr(FULL, name)[:2]})
+
+
+def test_the_checksum_survives_storage(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", [PLAIN, FULL])
+    assert records_sha256(read_records(tmp_path / "a.parquet")) == records_sha256([PLAIN, FULL])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"output_ids": [5, 6, 3]}, {"tail_mass": [0.1, 2e-300, 1.0]}, {"rejected": None}, {"seed": 1}],
+)
+def test_the_checksum_sees_every_change(changes: dict[str, object]) -> None:
+    assert records_sha256([replace(FULL, **changes)]) != records_sha256([FULL])
+
+
+def test_the_checksum_sees_the_order() -> None:
+    assert records_sha256([PLAIN, FULL]) != records_sha256([FULL, PLAIN])

@@ -54,8 +54,8 @@ class PretrainConfig:
     intermediate_size: int = 1024
     num_attention_heads: int = 6
     max_position_embeddings: int = 512
-    max_steps: int = 185
-    per_device_train_batch_size: int = 16
+    max_steps: int = 330
+    per_device_train_batch_size: int = 8
     learning_rate: float = 2e-3
 
     def check(self, section: str) -> None:
@@ -315,7 +315,7 @@ def _embedded_draft() -> ModelConfig:
             hidden_size=128,
             intermediate_size=384,
             num_attention_heads=4,
-            max_steps=300,
+            max_steps=400,
         )
     )
 

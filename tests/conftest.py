@@ -7,6 +7,7 @@ os.environ["WANDB_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 os.environ["MPLBACKEND"] = "agg"
 for _key in ("WANDB_API_KEY", "HYDRA_FULL_ERROR", "RANK", "WORLD_SIZE"):
     os.environ.pop(_key, None)

@@ -1,0 +1,225 @@
+"""One face for models: feed tokens at positions, score a text, hidden states and head.
+
+Decoder, trainer and evaluation see models only through `Adapter`; tests put a float64 tabular
+model behind the same face. Rows are always padded on the right and every token carries its
+position. With a cache, the token at position t lives in slot t and sees the slots 0..t: rolling
+back is using smaller positions again, and what lies in later slots is never seen. The adapter
+knows no sampling, no loss and no schedule. Logits are cut to the real vocabulary here, once.
+
+Shapes: B rows, N new tokens, T tokens, C slots attended to, V real vocabulary, H hidden size.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
+SHAPE_BOUND_TYPES = {"bloom", "gpt_neo"}  # they read positions off the shape of the cache
+
+
+class KeyValueCache(Protocol):
+    """What a model needs of a cache: slots by position, as many as are worth attending to."""
+
+    visible: int
+
+    def at(self, positions: Tensor) -> Cache:
+        """The cache, ready to take keys and values at `positions` [B, N]."""
+        ...
+
+
+class Adapter(Protocol):
+    """A causal language model, seen by decoder, trainer and evaluation."""
+
+    vocab_size: int
+    max_positions: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens must be."""
+        ...
+
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> Tensor:
+        """Feed `tokens` [B, N] at `positions` [B, N]; return logits [B, N, V]."""
+        ...
+
+    def prefill(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> None:
+        """`step` for its effect on the cache alone."""
+        ...
+
+    def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
+        """Return the logits [M, V] at the M true positions of `keep` [B, T], without a cache."""
+        ...
+
+    def load_weights(self, state_dict: dict[str, Tensor]) -> None:
+        """Copy weights in place."""
+        ...
+
+
+def check_cache(model: PreTrainedModel) -> None:
+    """Raise ValueError unless `model` attends through masks and positions to slots of a cache."""
+    config = model.config.get_text_config()
+    name = model.config.model_type
+    stateful = sorted(set(getattr(config, "layer_types", None) or ()) - ROLLBACK_LAYERS)
+    if stateful or model._is_stateful:
+        kind = f" of type {', '.join(stateful)}" if stateful else ""
+        raise ValueError(
+            f"{name}: layers{kind} keep a state that cannot be rolled back after a rejection; "
+            "use an attention-only model"
+        )
+    if config.model_type in SHAPE_BOUND_TYPES or getattr(config, "alibi", False):
+        raise ValueError(
+            f"{name}: it takes positions from the length of its cache, which is fixed here; "
+            "use a model with rotary or learned positions"
+        )
+
+
+class CausalAdapter(nn.Module):
+    """`Adapter` for a Hugging Face decoder-only model. `forward` is `score`.
+
+    A module, so that data-parallel wrappers see the forward pass of training.
+    Raises ValueError for models whose cache cannot roll back (recurrent or convolution state) or
+    cannot be used slot by slot.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int) -> None:
+        super().__init__()
+        check_cache(model)
+        self.model = model
+        self.vocab_size = vocab_size
+        config = model.config.get_text_config()
+        self.max_positions = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+        self._window: int | None = getattr(config, "sliding_window", None)
+        self._layer_types = set(getattr(config, "layer_types", None) or ())
+        self._plain_head: bool | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's weights."""
+        return next(self.model.parameters()).device
+
+    @property
+    def width(self) -> int:
+        """The hidden size H."""
+        return self.model.config.get_text_config().hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model's weights."""
+        return next(self.model.parameters()).dtype
+
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: KeyValueCache) -> Tensor:
+        """Feed `tokens` [B, N] at `positions` [B, N] through the cache; return logits [B, N, V]."""
+        output = self.model(**self._cached_inputs(tokens, positions, cache))
+        return output.logits[..., : self.vocab_size]
+
+    def prefill(self, tokens: Tensor, *, positions: Tensor, cache: KeyValueCache) -> None:
+        """Fill slots `positions` [B, N] of the cache; the head is not run."""
+        self.model.base_model(**self._cached_inputs(tokens, positions, cache))
+
+    def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
+        """Return logits [M, V] at the M true positions of `keep` [B, T] of `tokens` [B, T].
+
+        The head runs on the kept positions only. Rows are padded on the right, so padding is
+        never seen by a kept position and needs no mask.
+        """
+        hidden, head = self.hidden_and_head(tokens)
+        if head is None:
+            return hidden[keep][:, : self.vocab_size]
+        return head(hidden[keep])[:, : self.vocab_size]
+
+    forward = score
+
+    def hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, nn.Module | None]:
+        """Return the last hidden states [B, T, H] and the output head that makes logits of them.
+
+        A model that does more than its head (soft-capped or scaled logits) gives its logits
+        [B, T, padded V] and None.
+        """
+        if self._head_is_plain():
+            hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            return hidden, self.model.get_output_embeddings()
+        return self.model(input_ids=tokens, use_cache=False).logits, None
+
+    def load_weights(self, state_dict: dict[str, Tensor]) -> None:
+        """Copy `state_dict` of the same model in place, so that compiled code keeps its buffers.
+
+        Raises ValueError naming the first tensor that is missing, of another shape or unknown.
+        """
+        own = self.model.state_dict()
+        if unknown := sorted(state_dict.keys() - own.keys()):
+            raise ValueError(f"new weights do not fit the draft: it has no {unknown[0]}")
+        for name, weight in own.items():
+            if name not in state_dict or state_dict[name].shape != weight.shape:
+                raise ValueError(f"new weights do not fit the draft: {name} is missing or reshaped")
+        with torch.no_grad():
+            for name, weight in own.items():
+                weight.copy_(state_dict[name])
+
+    def _head_is_plain(self) -> bool:
+        """Whether logits are head(hidden), found once.
+
+        The head must be given the last hidden states, and loud numbers in place of what it puts
+        out must come through the model unchanged. (Comparing logits would miss a cap or a scale
+        where they are small or 0, as after the zero embedding of a padding id.)
+        """
+        if self._plain_head is None:
+            head = self.model.get_output_embeddings()
+            training = self.model.training
+            self.model.eval()
+            self._plain_head = head is not None and self._comes_through(head)
+            self.model.train(training)
+        return self._plain_head
+
+    @torch.no_grad()
+    def _comes_through(self, head: nn.Module) -> bool:
+        given: list[Tensor] = []
+        loud: list[Tensor] = []
+
+        def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            given.append(inputs[0])
+            ramp = torch.linspace(-1000, 1000, output.numel(), device=output.device)
+            loud.append(ramp.to(output.dtype).view_as(output))
+            return loud[0]
+
+        tokens = torch.arange(min(8, self.vocab_size), device=self.device)[None]
+        handle = head.register_forward_hook(replace)
+        try:
+            logits = self.model(input_ids=tokens, use_cache=False).logits
+        finally:
+            handle.remove()
+        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+        return torch.equal(given[0], hidden) and torch.equal(loud[0].to(logits.dtype), logits)
+
+    def _cached_inputs(
+        self, tokens: Tensor, positions: Tensor, cache: KeyValueCache
+    ) -> dict[str, Any]:
+        """Arguments of a cached forward pass; garbage beyond the context keeps a legal position."""
+        positions = positions.clamp(max=self.max_positions - 1)
+        return {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "attention_mask": self._masks(positions, cache.visible),
+            "past_key_values": cache.at(positions),
+            "use_cache": True,
+        }
+
+    def _masks(self, positions: Tensor, visible: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B, 1, N, C]: the token at position t sees the slots 0..t."""
+        slots = torch.arange(visible, device=positions.device)
+        seen = slots <= positions[:, None, :, None]  # [B, 1, N, C]
+        if self._window is None:
+            return self._additive(seen)
+        near = seen & (slots > positions[:, None, :, None] - self._window)
+        if len(self._layer_types) < 2:
+            return self._additive(near if self._layer_types != {"full_attention"} else seen)
+        return {
+            "full_attention": self._additive(seen),
+            "sliding_attention": self._additive(near),
+        }
+
+    def _additive(self, allowed: Tensor) -> Tensor:
+        """0 where allowed, else the lowest finite number, in the dtype of the model."""
+        zero = torch.zeros((), dtype=self.dtype, device=allowed.device)
+        return torch.where(allowed, zero, torch.finfo(self.dtype).min)

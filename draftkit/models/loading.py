@@ -1,0 +1,223 @@
+"""From a configuration to models in memory: device, precision, weights, tokenizer, the pair.
+
+Loads what `save_pretrained` wrote, safetensors only, and refuses with one line what it cannot
+load whole (Hugging Face would fill missing weights with random numbers). It knows no prompts, no
+losses, no decoding.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from draftkit.artifacts import atomic_path
+from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
+
+LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target with its tokenizer and the ids that end its texts."""
+
+    adapter: CausalAdapter
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: tuple[int, ...]
+
+
+def resolve_device(hardware: HardwareConfig) -> torch.device:
+    """Return the device; `auto` is CUDA where there is one. Raises ValueError for absent CUDA."""
+    available = torch.cuda.is_available()
+    if hardware.device == "cuda" and not available:
+        raise ValueError("hardware.device=cuda: no CUDA device is visible; use hardware=cpu")
+    return torch.device("cuda" if available and hardware.device in ("auto", "cuda") else "cpu")
+
+
+def resolve_dtype(hardware: HardwareConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of inference; `auto` is bfloat16 only where the hardware computes in it."""
+    if hardware.dtype != "auto":
+        return getattr(torch, hardware.dtype)
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    native = torch.cpu.get_capabilities()
+    return torch.bfloat16 if native.get("avx512_bf16") or native.get("amx_bf16") else torch.float32
+
+
+def load_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of `model`; `key` (`target` or `draft`) names it in a ValueError."""
+    check_folder(model, key)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except LOADING_ERRORS as error:
+        raise ValueError(
+            f"{key}.path {model.path}: no usable tokenizer ({first_line(error)}): "
+            "save the tokenizer into the folder with save_pretrained"
+        ) from error
+    assert tokenizer is not None
+    return tokenizer
+
+
+def load_model(
+    model: ModelConfig, key: str, *, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """Load a causal language model for inference, in `dtype` on `device`, dropout off.
+
+    Raises ValueError naming `key` for a missing, corrupt, incomplete or encoder-decoder model.
+    """
+    check_folder(model, key)
+    transformers_logging.disable_progress_bar()
+    options: dict[str, Any] = {
+        "revision": model.revision,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    try:
+        config = AutoConfig.from_pretrained(str(model.path), **options)
+        if config.is_encoder_decoder:
+            raise ValueError("it is an encoder-decoder model, and only decoder-only ones decode")
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            str(model.path),
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    except LOADING_ERRORS as error:
+        raise ValueError(
+            f"{key}.path {model.path}: cannot load the model ({first_line(error)}): "
+            "give a complete folder written by save_pretrained"
+        ) from error
+    absent = sorted([*report["missing_keys"], *report["mismatched_keys"]], key=str)
+    if absent:
+        raise ValueError(
+            f"{key}.path {model.path}: {len(absent)} weights are missing or of another shape "
+            f"(first: {absent[0]}): give a complete folder written by save_pretrained"
+        )
+    return loaded.to(device).eval()
+
+
+def check_folder(model: ModelConfig, key: str) -> None:
+    """Raise ValueError if `model.path` reads as a local path and is no model folder."""
+    assert model.path is not None
+    path = Path(model.path)
+    looks_local = path.is_absolute() or model.path.startswith((".", "~")) or path.exists()
+    if not looks_local and model.path.count("/") == 1:
+        return  # a hub name
+    if not path.is_dir():
+        raise ValueError(f"{key}.path {model.path}: no such folder")
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"{key}.path {model.path}: holds no config.json: "
+            "give a folder written by save_pretrained"
+        )
+    try:
+        json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{key}.path {model.path}: config.json is corrupt ({error})") from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, shortened: dependencies explain themselves at length."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
+
+
+def new_llama(
+    pretrain: PretrainConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    device: torch.device,
+) -> PreTrainedModel:
+    """Return a randomly initialised Llama-type model, the same for the same `seed`."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=pretrain.hidden_size,
+        intermediate_size=pretrain.intermediate_size,
+        num_hidden_layers=pretrain.num_hidden_layers,
+        num_attention_heads=pretrain.num_attention_heads,
+        num_key_value_heads=pretrain.num_attention_heads,
+        max_position_embeddings=pretrain.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(device)
+
+
+def end_of_text_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids that end a text: those of the generation config (one or a list) and the tokenizer's."""
+    declared = model.generation_config.eos_token_id if model.generation_config else None
+    ids = set(declared if isinstance(declared, list) else [declared])
+    ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(i for i in ids if i is not None))
+
+
+def load_target(
+    model: ModelConfig, hardware: HardwareConfig, *, dtype: torch.dtype | None = None
+) -> Target:
+    """Load the target in `dtype` (default: the hardware's), logits cut to the real vocabulary.
+
+    Raises ValueError naming `target.path` for a model that cannot be loaded.
+    """
+    device = resolve_device(hardware)
+    tokenizer = load_tokenizer(model, "target")
+    loaded = load_model(
+        model, "target", dtype=dtype or resolve_dtype(hardware, device), device=device
+    )
+    size = real_vocab_size(tokenizer, loaded.config, "target")
+    return Target(
+        adapter=CausalAdapter(loaded, vocab_size=size),
+        tokenizer=tokenizer,
+        eos_token_ids=end_of_text_ids(loaded, tokenizer),
+    )
+
+
+def load_draft(
+    model: ModelConfig, target: Target, *, dtype: torch.dtype | None = None
+) -> CausalAdapter:
+    """Load a draft for `target`, in its dtype unless another is given.
+
+    Raises ValueError for a draft that cannot be loaded or does not share the vocabulary.
+    """
+    check_same_tokenizer(
+        target_tokenizer=target.tokenizer, draft_tokenizer=load_tokenizer(model, "draft")
+    )
+    loaded = load_model(
+        model, "draft", dtype=dtype or target.adapter.dtype, device=target.adapter.device
+    )
+    size = real_vocab_size(target.tokenizer, loaded.config, "draft")
+    return CausalAdapter(loaded, vocab_size=size)
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write weights, configuration and tokenizer to `folder`, whole or not at all."""
+    transformers_logging.disable_progress_bar()
+    with atomic_path(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+
+
+def with_path(model: ModelConfig, path: Path) -> ModelConfig:
+    """`model` read from `path`: how a stage passes on what another stage has made."""
+    return replace(model, path=str(path), revision=None)

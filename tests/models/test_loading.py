@@ -1,0 +1,170 @@
+"""What cannot be loaded whole is refused in one line that names the key and the way out."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import T5Config, T5ForConditionalGeneration
+
+from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
+from draftkit.models.loading import (
+    end_of_text_ids,
+    load_draft,
+    load_target,
+    new_llama,
+    resolve_device,
+    resolve_dtype,
+    save_model,
+)
+from draftkit.models.vocabulary import train_byte_bpe
+
+SHAPE = PretrainConfig(
+    num_hidden_layers=1, hidden_size=16, intermediate_size=32, num_attention_heads=2
+)
+CPU32 = HardwareConfig(device="cpu", dtype="float32")
+CPU = torch.device("cpu")
+TEXT = ["def add(a, b):\n    return a + b\n" * 30]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_byte_bpe(TEXT, 300)
+
+
+@pytest.fixture
+def folder(tmp_path, tokenizer):
+    path = tmp_path / "model"
+    save_model(new_llama(SHAPE, tokenizer, seed=0, device=CPU), tokenizer, path)
+    return path
+
+
+def target_of(path):
+    return load_target(ModelConfig(path=str(path)), CPU32)
+
+
+def test_what_was_saved_is_loaded(folder, tokenizer):
+    target = target_of(folder)
+    fresh = new_llama(SHAPE, tokenizer, seed=0, device=CPU)
+    for name, weight in fresh.state_dict().items():
+        assert torch.equal(target.adapter.model.state_dict()[name], weight)
+    assert target.eos_token_ids == (tokenizer.eos_token_id,)
+    assert target.adapter.vocab_size == len(tokenizer)
+    assert not target.adapter.model.training
+
+
+def test_new_models_repeat_for_a_seed_and_differ_between_seeds(tokenizer):
+    def weights(seed):
+        return new_llama(SHAPE, tokenizer, seed=seed, device=CPU).get_input_embeddings().weight
+
+    torch.manual_seed(9)
+    before = torch.rand(1)
+    torch.manual_seed(9)
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+    assert torch.equal(torch.rand(1), before)  # the caller's random state is left alone
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"^target\.path .*nowhere: no such folder"):
+        target_of(tmp_path / "nowhere")
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"target\.path .* holds no config\.json"):
+        target_of(tmp_path)
+
+
+def test_a_corrupt_configuration_is_named(folder):
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is corrupt"):
+        target_of(folder)
+
+
+def test_corrupt_weights_are_named(folder):
+    (folder / "model.safetensors").write_bytes(b"\x10\x00\x00\x00garbage")
+    with pytest.raises(ValueError, match=r"target\.path .* cannot load the model"):
+        target_of(folder)
+
+
+def test_truncated_weights_are_named(folder):
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"target\.path .* cannot load the model"):
+        target_of(folder)
+
+
+def test_a_missing_tensor_is_not_replaced_by_random_numbers(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 weights are missing.*model\.norm\.weight"):
+        target_of(folder)
+
+
+def test_pickled_weights_are_refused(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"cannot load the model"):
+        target_of(folder)
+
+
+def test_an_encoder_decoder_model_is_refused_by_name(tmp_path, tokenizer):
+    config = T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    save_model(T5ForConditionalGeneration(config), tokenizer, tmp_path / "t5")
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        target_of(tmp_path / "t5")
+
+
+def test_a_draft_with_another_vocabulary_is_refused_with_the_first_difference(folder, tmp_path):
+    other = train_byte_bpe(["class Zebra:\n    zoo = 'zzz'\n" * 30], 300)
+    save_model(new_llama(SHAPE, other, seed=0, device=CPU), other, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"^draft\.path: target and draft have different vocab"):
+        load_draft(ModelConfig(path=str(tmp_path / "other")), target_of(folder))
+
+
+def test_a_draft_without_a_tokenizer_is_told_how_to_get_one(folder, tmp_path, tokenizer):
+    new_llama(SHAPE, tokenizer, seed=0, device=CPU).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"draft\.path .*no usable tokenizer.*save_pretrained"):
+        load_draft(ModelConfig(path=str(tmp_path / "bare")), target_of(folder))
+
+
+def test_padded_embeddings_are_cut_to_the_real_vocabulary(folder, tmp_path, tokenizer):
+    model = new_llama(SHAPE, tokenizer, seed=0, device=CPU)
+    model.resize_token_embeddings(len(tokenizer) + 20)
+    save_model(model, tokenizer, tmp_path / "padded")
+    tokens = torch.tensor([[5, 6, 7]])
+    keep = torch.tensor([[True, True, True]])
+    padded = target_of(tmp_path / "padded").adapter.score(tokens, keep)
+    assert padded.shape == (3, len(tokenizer))
+    torch.testing.assert_close(padded, target_of(folder).adapter.score(tokens, keep))
+
+
+def test_a_model_with_fewer_rows_than_ids_is_refused(folder, tokenizer):
+    grown = train_byte_bpe(TEXT, 300)
+    grown.add_tokens(["<one>", "<two>"])
+    grown.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"target\.path: the model has \d+ embedding rows"):
+        target_of(folder)
+
+
+def test_all_ids_that_end_a_text_are_known(folder, tokenizer):
+    stored = json.loads((folder / "generation_config.json").read_text())
+    stored["eos_token_id"] = [7, 9]
+    (folder / "generation_config.json").write_text(json.dumps(stored))
+    assert target_of(folder).eos_token_ids == (tokenizer.eos_token_id, 7, 9)
+    assert end_of_text_ids(target_of(folder).adapter.model, tokenizer) == (0, 7, 9)
+
+
+def test_precision_is_as_asked_and_automatic_where_the_hardware_has_it():
+    assert resolve_dtype(CPU32, CPU) == torch.float32
+    native = torch.cpu.get_capabilities()
+    has_bfloat16 = bool(native.get("avx512_bf16") or native.get("amx_bf16"))
+    expected = torch.bfloat16 if has_bfloat16 else torch.float32
+    assert resolve_dtype(HardwareConfig(device="cpu"), CPU) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is present")
+def test_absent_cuda_is_refused():
+    with pytest.raises(ValueError, match=r"hardware\.device=cuda: no CUDA device"):
+        resolve_device(HardwareConfig(device="cuda"))

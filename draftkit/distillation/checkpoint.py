@@ -1,0 +1,82 @@
+"""A training state in one safetensors file: weights, AdamW moments, counters. No pickle.
+
+Written atomically, so a kill at any moment leaves the previous checkpoint. Data order, noise and
+learning rate are functions of the step, so this file is all that resuming needs to give the same
+tokens, losses and weights as an uninterrupted run.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from draftkit.artifacts import atomic_path
+from draftkit.distillation.trainer import Trainer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save_checkpoint(path: Path, trainer: Trainer, notes: dict[str, Any]) -> None:
+    """Write the state of `trainer` to `path`, with `notes` (JSON) beside its counters."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, parameter in trainer.draft.named_parameters():
+        tensors[f"weight.{name}"] = parameter.detach().cpu().contiguous()
+        for moment in MOMENTS:
+            if parameter in trainer.optimizer.state:
+                state = trainer.optimizer.state[parameter][moment]
+                tensors[f"{moment}.{name}"] = state.cpu().contiguous()
+    record = {"steps": trainer.steps, "tokens": trainer.tokens, "notes": notes}
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary, metadata={"training": json.dumps(record)})
+
+
+def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
+    """Restore `trainer` from `path` and return the notes.
+
+    Raises ValueError for a damaged file or one of another model.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            record = json.loads(file.metadata()["training"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError, OSError) as error:
+        raise ValueError(
+            f"{path}: not a readable checkpoint ({error}): delete it to train from the start"
+        ) from error
+    steps = torch.tensor(float(record["steps"]))
+    with torch.no_grad():
+        for name, parameter in trainer.draft.named_parameters():
+            weight = tensors.get(f"weight.{name}")
+            if weight is None or weight.shape != parameter.shape:
+                raise ValueError(
+                    f"{path}: {name} does not fit this model: delete it to train from the start"
+                )
+            parameter.copy_(weight)
+            if f"{MOMENTS[0]}.{name}" in tensors:
+                moments = {m: tensors[f"{m}.{name}"].to(parameter.device) for m in MOMENTS}
+                trainer.optimizer.state[parameter] = {
+                    "step": steps.to(parameter.device, copy=True),
+                    **moments,
+                }
+    trainer.steps, trainer.tokens = record["steps"], record["tokens"]
+    return record["notes"]
+
+
+def save_weights(path: Path, trainer: Trainer) -> None:
+    """Write the weights alone: a candidate for export."""
+    tensors = {
+        name: parameter.detach().cpu().contiguous()
+        for name, parameter in trainer.draft.named_parameters()
+    }
+    with atomic_path(path) as temporary:
+        save_file(tensors, temporary)
+
+
+def load_weights(path: Path, trainer: Trainer) -> None:
+    """Put weights of `save_weights` into the draft."""
+    with safe_open(path, framework="pt") as file, torch.no_grad():
+        for name, parameter in trainer.draft.named_parameters():
+            parameter.copy_(file.get_tensor(name))

@@ -1,0 +1,58 @@
+"""The smallest model that can learn: logits looked up by the last token, in float64."""
+
+import torch
+from torch import nn
+
+from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.distillation.batch import TokenSequence, collate
+from draftkit.distillation.teacher import Teacher
+from draftkit.distillation.trainer import Trainer
+
+VOCAB = 8
+CPU = torch.device("cpu")
+
+
+class Bigram(nn.Module):
+    """An adapter whose next-token logits are a row of a table."""
+
+    vocab_size = VOCAB
+    max_positions = 64
+    width = VOCAB
+    device = CPU
+
+    def __init__(self, seed, spread=1.0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        table = spread * torch.randn(VOCAB, VOCAB, generator=generator, dtype=torch.float64)
+        self.table = nn.Parameter(table)
+
+    def forward(self, tokens, keep):
+        return self.table[tokens[keep]]
+
+    score = forward
+
+    def step(self, tokens, *, positions, cache):
+        return self.table[tokens]
+
+    def prefill(self, tokens, *, positions, cache):
+        """Nothing to remember: the last token says all."""
+
+
+def trainer(draft=None, target=None, divergence="forward_kl", **optim):
+    """A trainer of `draft` towards `target`, both bigrams."""
+    options = {"learning_rate": 0.05, "warmup_steps": 0, "max_steps": 12, "logging_steps": 1}
+    return Trainer(
+        draft or Bigram(0),
+        Teacher(target or Bigram(1, spread=2.0)),
+        optim=OptimConfig(**{**options, **optim}),
+        divergence=DivergenceConfig(name=divergence),
+        sampling=SamplingConfig(),
+    )
+
+
+def batch_of(*rows):
+    """Rows of (token ids, number of prompt tokens) as a batch."""
+    return collate(
+        [TokenSequence(ids, [i >= prompt for i in range(len(ids))]) for ids, prompt in rows],
+        device=CPU,
+    )

@@ -1,0 +1,157 @@
+"""One step: which tokens carry loss, how it is normalised, and that it learns."""
+
+import pytest
+import torch
+
+from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig
+from draftkit.distillation.trainer import learning_rate_for, schedule
+from draftkit.theory.acceptance import greedy_draft_acceptance
+from draftkit.theory.divergences import forward_kl
+from tests.distillation.bigram import CPU, VOCAB, Bigram, batch_of, trainer
+
+ROWS = [([1, 2, 3, 4, 5], 2), ([7, 6], 1), ([0, 1, 0, 1, 0, 3, 2], 3), ([5, 5, 5], 1)]
+
+
+def successor():
+    """A model that knows that token t is followed by t + 1."""
+    model = Bigram(0)
+    with torch.no_grad():
+        model.table.fill_(-40.0)
+        for token in range(VOCAB):
+            model.table[token, (token + 1) % VOCAB] = 40.0
+    return model
+
+
+def test_the_logits_before_a_token_are_scored_against_it():
+    learner = trainer(successor(), divergence="next_token", learning_rate=1e-9)
+    counting = learner.step(batch_of(([0, 1, 2, 3, 4], 1)))
+    assert counting.loss == pytest.approx(0, abs=1e-12)
+    shifted = learner.step(batch_of(([0, 2, 4, 6, 0], 1)))
+    assert shifted.loss > 70
+
+
+def test_the_first_token_is_never_a_prediction():
+    batch = batch_of(([3, 4, 5], 0))
+    assert batch.predicting.tolist() == [[True, True, False]]
+    assert batch.token_ids.tolist() == [4, 5]
+
+
+def test_the_loss_is_the_mean_over_generated_tokens_by_hand():
+    draft, target = Bigram(0), Bigram(1)
+    values = []
+    for ids, prompt in ROWS:
+        for place in range(prompt, len(ids)):
+            last = ids[place - 1]
+            values.append(
+                forward_kl(
+                    target_logits=target.table[last],
+                    draft_logits=draft.table[last],
+                    token_ids=torch.tensor(ids[place]),
+                    settings=DivergenceConfig(),
+                )
+            )
+    metrics = trainer(draft, target).step(batch_of(*ROWS))
+    assert metrics.loss == pytest.approx(float(torch.stack(values).detach().mean()), rel=1e-12)
+    assert metrics.tokens == len(values)
+
+
+def test_eight_rows_at_once_and_in_pieces_take_the_same_step():
+    def weights_after(pieces):
+        learner = trainer(gradient_accumulation_steps=pieces, max_grad_norm=0.01)
+        learner.step(batch_of(*ROWS, *ROWS))
+        return learner.draft.table
+
+    whole = weights_after(1)
+    for pieces in (2, 3, 8):
+        torch.testing.assert_close(weights_after(pieces), whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_row_has_the_same_gradient_alone_and_beside_a_longer_row():
+    def gradient_rows(*rows):
+        learner = trainer(learning_rate=1e-9, max_grad_norm=1e9)
+        values, _ = learner._losses(batch_of(*rows), measure=False)
+        values.sum().backward()
+        return learner.draft.table.grad
+
+    alone = gradient_rows(ROWS[0]) + gradient_rows(ROWS[2])
+    torch.testing.assert_close(gradient_rows(ROWS[0], ROWS[2]), alone, rtol=1e-12, atol=1e-12)
+
+
+def test_alpha_of_a_step_is_that_of_its_tokens_before_it():
+    draft, target = Bigram(0), Bigram(1)
+    lasts = [last for ids, prompt in ROWS for last in ids[prompt - 1 : -1]]
+    p, q = target.table[lasts].softmax(-1), draft.table[lasts].softmax(-1)
+    expected = float(torch.minimum(p, q).detach().sum(-1).mean())
+    assert trainer(draft, target).step(batch_of(*ROWS), measure=True).alpha == pytest.approx(
+        expected, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in DIVERGENCE_NAMES if n not in ("next_token", "ce_argmax")]
+)
+def test_every_divergence_raises_alpha_from_a_cold_start(name):
+    learner = trainer(divergence=name, max_steps=200)
+    batch = batch_of(([*range(VOCAB)] * 2, 1))
+    before = learner.step(batch, measure=True).alpha
+    for _ in range(198):
+        learner.step(batch)
+    after = learner.step(batch, measure=True).alpha
+    assert after > before + 0.2
+
+
+def test_argmax_cross_entropy_raises_what_greedy_drafting_engines_accept():
+    learner = trainer(divergence="ce_argmax", max_steps=200)
+
+    def accepted():
+        q = learner.draft.table.detach()
+        p = Bigram(1, spread=2.0).table.detach().softmax(-1)
+        return float(greedy_draft_acceptance(target_probs=p, draft_probs=q).mean())
+
+    before = accepted()
+    for _ in range(200):
+        learner.step(batch_of(([*range(VOCAB)] * 2, 1)))
+    assert accepted() > before + 0.2
+
+
+def test_weights_are_kept_when_a_loss_is_not_finite():
+    learner = trainer()
+    learner.step(batch_of(*ROWS))
+    weights = learner.draft.table.detach().clone()
+    with torch.no_grad():
+        learner.draft.table[1, 0] = float("nan")
+        weights[1, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"lower optim\.learning_rate"):
+        learner.step(batch_of(([1, 2, 3], 1)))
+    torch.testing.assert_close(learner.draft.table.detach(), weights, equal_nan=True)
+
+
+def test_a_batch_without_generated_tokens_is_refused():
+    with pytest.raises(ValueError, match="no generated token"):
+        batch_of(([1, 2, 3], 3))
+
+
+def test_padding_is_on_the_right_and_carries_no_loss():
+    batch = batch_of(([1, 2, 3], 1), ([4, 5], 1))
+    assert batch.input_ids.tolist() == [[1, 2, 3], [4, 5, 0]]
+    assert batch.loss_mask.tolist() == [[False, True, True], [False, True, False]]
+    assert batch.input_ids.device == CPU
+
+
+def test_the_schedule_warms_up_linearly_and_falls_to_a_tenth():
+    optim = OptimConfig(warmup_steps=4, max_steps=104)
+    rates = [schedule(step, optim) for step in range(105)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0
+    assert rates[54] == pytest.approx(0.55)
+    assert rates[104] == pytest.approx(0.1)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    flat = OptimConfig(warmup_steps=1, lr_scheduler_type="constant")
+    assert schedule(77, flat) == 1.0
+
+
+def test_the_rate_is_the_one_asked_for_or_falls_with_the_width():
+    assert learning_rate_for(1024) == learning_rate_for(64) / 16
+    asked = trainer(learning_rate=0.3, warmup_steps=3).step(batch_of(*ROWS))
+    assert asked.learning_rate == pytest.approx(0.1)
+    assert trainer(learning_rate=None).peak_rate == learning_rate_for(VOCAB)

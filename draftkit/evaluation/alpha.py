@@ -1,0 +1,135 @@
+"""Alpha on shared contexts: continuations that the target sampled, scored by target and draft.
+
+The target continues held-out prompts once under the served sampling; every draft that is compared
+is scored on those same positions, so gains are paired. At each position p and q are warped by the
+very function that serves (P1), and the three acceptance modes are summed by prompt.
+
+Shapes: M generated positions, V vocabulary, P prompts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftkit.config import SamplingConfig
+from draftkit.data.rollouts import Record
+from draftkit.models.adapter import Adapter
+from draftkit.theory.acceptance import (
+    Estimate,
+    estimate_gain,
+    estimate_ratio,
+    exact_match_acceptance,
+    greedy_draft_acceptance,
+    sampled_acceptance,
+)
+from draftkit.theory.warping import SamplingParams, seen_along, seen_tokens, warp
+
+MODES = {
+    "alpha": sampled_acceptance,
+    "alpha_greedy_draft": greedy_draft_acceptance,
+    "alpha_exact_match": exact_match_acceptance,
+}
+
+
+@dataclass(frozen=True)
+class PromptTotals:
+    """Sums over the positions of each prompt [P], by mode, and the number of positions [P]."""
+
+    totals: dict[str, Tensor]
+    counts: Tensor
+
+
+@torch.inference_mode()
+def score_contexts(
+    target: Adapter,
+    draft: Adapter,
+    contexts: Sequence[Record],
+    *,
+    sampling: SamplingConfig,
+    batch_size: int,
+) -> PromptTotals:
+    """Return the three acceptance modes of `draft` on `contexts`, summed by prompt in float64."""
+    totals: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for first in range(0, len(contexts), batch_size):
+        chunk = contexts[first : first + batch_size]
+        tokens, keep = padded(chunk, target.device)
+        target_rows = target.score(tokens, keep)
+        draft_rows = draft.score(tokens, keep)
+        lengths = [len(context.output_ids) for context in chunk]
+        for context, target_logits, draft_logits in zip(
+            chunk, target_rows.split(lengths), draft_rows.split(lengths), strict=True
+        ):
+            seen = history(context, sampling, target.vocab_size, target.device)
+            params = sampling_params(sampling, target.device)
+            target_probs = warp(target_logits[None], params, seen)[0]
+            draft_probs = warp(draft_logits[None], params, seen)[0]
+            for mode, acceptance in MODES.items():
+                values = acceptance(target_probs=target_probs, draft_probs=draft_probs)
+                totals[mode].append(float(values.double().sum()))
+    counts = [len(context.output_ids) for context in contexts]
+    return PromptTotals(
+        totals={mode: torch.tensor(sums, dtype=torch.float64) for mode, sums in totals.items()},
+        counts=torch.tensor(counts, dtype=torch.float64),
+    )
+
+
+def estimates(scored: PromptTotals, *, seed: int, resamples: int) -> dict[str, Estimate]:
+    """Mean and interval of each mode: ratio of totals, bootstrap over prompts."""
+    return {
+        mode: estimate_ratio(totals, scored.counts, seed=seed, resamples=resamples)
+        for mode, totals in scored.totals.items()
+    }
+
+
+def gains(
+    *, after: PromptTotals, before: PromptTotals, seed: int, resamples: int
+) -> dict[str, Estimate]:
+    """Paired gain of each mode on the same prompts and contexts."""
+    return {
+        mode: estimate_gain(
+            totals=after.totals[mode],
+            counts=after.counts,
+            baseline_totals=before.totals[mode],
+            baseline_counts=before.counts,
+            seed=seed,
+            resamples=resamples,
+        )
+        for mode in after.totals
+    }
+
+
+def sampling_params(sampling: SamplingConfig, device: torch.device) -> SamplingParams:
+    """The served sampling as parameters of one row."""
+    return SamplingParams.uniform(
+        1,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
+        device=device,
+    )
+
+
+def padded(contexts: Sequence[Record], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids [B, T], padded on the right, and the positions [B, T] that predict outputs."""
+    rows = [[*context.prompt_ids, *context.output_ids] for context in contexts]
+    width = max(map(len, rows))
+    tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+    keep = torch.zeros(tokens.shape, dtype=torch.bool, device=device)
+    for index, (context, row) in enumerate(zip(contexts, rows, strict=True)):
+        keep[index, len(context.prompt_ids) - 1 : len(row) - 1] = True
+    return tokens, keep
+
+
+def history(
+    context: Record, sampling: SamplingConfig, vocab_size: int, device: torch.device
+) -> Tensor | None:
+    """Ids seen before each output position [1, M, V], where a penalty needs them."""
+    if sampling.repetition_penalty == 1:
+        return None
+    prompt = torch.tensor([context.prompt_ids], device=device)
+    length = torch.tensor([len(context.prompt_ids)], device=device)
+    outputs = torch.tensor([context.output_ids], device=device)
+    return seen_along(seen_tokens(prompt, length, vocab_size), outputs)[:, :-1]

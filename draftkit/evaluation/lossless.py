@@ -1,0 +1,93 @@
+"""Losslessness on the evaluation prompts: greedy speculative output equals greedy plain output.
+
+In float32, token for token. Passes over one token and over several use different kernels, so a
+near-tie may fall the other way: a mismatch is tolerated, and counted, only where the target's two
+best logits differ by less than 1e-5 at the first difference.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding.generation import Completion, decode, make_requests
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.models.adapter import Adapter
+
+MARGIN = 1e-5
+
+
+@dataclass(frozen=True)
+class Losslessness:
+    """How many outputs were compared, differed, and differed only by a near-tie."""
+
+    compared: int
+    mismatches: int
+    near_ties: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether every difference is a near-tie."""
+        return self.mismatches == self.near_ties
+
+    def as_dict(self) -> dict[str, Any]:
+        """The `lossless` object of a summary."""
+        return {
+            "method": "greedy identity in float32",
+            "statistic": self.mismatches,
+            "p_value": None,
+            "passed": self.passed,
+            "compared": self.compared,
+            "near_ties": self.near_ties,
+        }
+
+
+def greedy_identity(
+    target: Adapter,
+    draft: Adapter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    gamma: int,
+    batch_size: int,
+    eos_token_ids: Sequence[int],
+) -> Losslessness:
+    """Decode `prompts` greedily with and without `draft` (both in float32) and compare."""
+
+    def outputs(with_gamma: int) -> list[Completion]:
+        requests = make_requests(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=SamplingConfig(temperature=0.0),
+            gamma=with_gamma,
+        )
+        return decode(
+            target,
+            list(requests),
+            eos_token_ids=eos_token_ids,
+            batch_size=batch_size,
+            proposer=DraftModelProposer(draft) if with_gamma else None,
+        )
+
+    mismatches, near_ties = 0, 0
+    for plain, speculative in zip(outputs(0), outputs(gamma), strict=True):
+        if plain.output_ids != speculative.output_ids:
+            mismatches += 1
+            near_ties += is_near_tie(target, plain, speculative)
+    return Losslessness(len(prompts), mismatches, near_ties)
+
+
+@torch.inference_mode()
+def is_near_tie(target: Adapter, plain: Completion, speculative: Completion) -> bool:
+    """Whether the target's two best logits are within `MARGIN` at the first difference."""
+    pairs = zip(plain.output_ids, speculative.output_ids, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if place is None:  # one is a prefix of the other: no tie explains that
+        return False
+    tokens = torch.tensor([plain.prompt_ids + plain.output_ids[:place]], device=target.device)
+    keep = torch.zeros_like(tokens, dtype=torch.bool)
+    keep[:, -1] = True
+    best = target.score(tokens, keep)[0].topk(2).values
+    return float(best[0] - best[1]) < MARGIN

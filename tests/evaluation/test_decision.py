@@ -1,0 +1,42 @@
+"""The verdict follows the interval, and exactness comes first."""
+
+import pytest
+
+from draftkit.evaluation.decision import verdict
+from draftkit.evaluation.lossless import Losslessness
+from draftkit.theory.acceptance import Estimate
+
+EXACT = Losslessness(compared=32, mismatches=0, near_ties=0)
+
+
+def decide(low, high, lossless=EXACT, break_even=0.7):
+    speedup = Estimate(mean=(low + high) / 2, low=low, high=high, n=100, prompts=10)
+    return verdict(speedup=speedup, lossless=lossless, ceiling=0.95, break_even_alpha=break_even)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (1.01, 1.4, "deploy"),
+        (0.8, 0.99, "do_not_deploy"),
+        (0.9, 1.1, "inconclusive"),
+        (1.0, 1.2, "inconclusive"),
+    ],
+)
+def test_the_interval_against_one_decides(low, high, expected):
+    assert decide(low, high)[0] == expected
+
+
+def test_a_draft_that_changes_outputs_is_never_deployed_however_fast():
+    decision, reason = decide(2.0, 3.0, Losslessness(compared=32, mismatches=3, near_ties=1))
+    assert decision == "do_not_deploy"
+    assert "2 of 32" in reason
+
+
+def test_near_ties_do_not_stop_a_deployment():
+    assert decide(2.0, 3.0, Losslessness(compared=32, mismatches=2, near_ties=2))[0] == "deploy"
+
+
+def test_a_hopeless_pair_is_told_its_ceiling():
+    assert "even a perfect draft would reach 0.95" in decide(0.5, 0.6, break_even=None)[1]
+    assert "alpha of 0.70" in decide(0.5, 0.6)[1]

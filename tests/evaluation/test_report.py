@@ -1,0 +1,87 @@
+"""Tables fit 80 columns and say what the summary says."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from draftkit.evaluation.report import evaluation_table, training_figure
+
+
+def estimate(mean):
+    return {"mean": mean, "ci95": [mean - 0.0123, mean + 0.0123], "n": 6144, "prompts": 96}
+
+
+def summary(alpha):
+    return {
+        "alpha": estimate(alpha),
+        "alpha_greedy_draft": estimate(alpha - 0.2),
+        "alpha_exact_match": estimate(alpha - 0.4),
+        "acceptance_length": estimate(3.456),
+        "acceptance_rate": estimate(0.614),
+        "gamma": 4,
+        "temperature": 1.0,
+        "batch_size": 1,
+        "cost_ratio": 0.181,
+        "verify_ratio": 1.07,
+        "overhead_ratio": 0.12,
+        "speedup": {"measured": 1.712, "ci95": [1.65, 1.78], "predicted": 1.69}
+        | {"ceiling": 2.6, "prediction_error": 0.013},
+        "best_gamma": 5,
+        "tokens_per_second": {"autoregressive": 1130.4, "speculative": 1935.2},
+        "lossless": {"passed": True, "compared": 32, "statistic": 0, "near_ties": 0},
+        "verdict": "deploy",
+        "reason": "measured speedup 1.71 [1.65, 1.78] lies above 1",
+    }
+
+
+def printed(table):
+    console = Console(width=80, file=io.StringIO(), force_terminal=False)
+    console.print(table)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def pair():
+    return summary(0.789) | {
+        "before": summary(0.654),
+        **{f"{k}_gain": estimate(0.135) for k in ("alpha", "alpha_greedy_draft")},
+    }
+
+
+def test_the_table_fits_eighty_columns_one_line_a_row(pair):
+    lines = printed(evaluation_table(pair)).splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line for line in lines if line.startswith("greedy draft, p(argmax q)")]
+    assert len(rows) == 1
+    assert "0.454 [0.442, 0.466]" in rows[0]
+
+
+def test_the_table_names_verdict_gain_and_both_drafts(pair):
+    text = printed(evaluation_table(pair))
+    for part in ("before", "after", "DEPLOY", "+0.135 [+0.123, +0.147]", "1.71 [1.65, 1.78]"):
+        assert part in text
+
+
+def test_a_gap_between_theory_and_clock_is_pointed_out(pair):
+    assert "off predicted" not in printed(evaluation_table(pair))
+    pair["speedup"]["prediction_error"] = -0.31
+    assert "-31% off predicted" in " ".join(printed(evaluation_table(pair)).split())
+
+
+def test_a_single_draft_gets_a_single_column():
+    text = printed(evaluation_table(summary(0.6)))
+    assert "before" not in text
+    assert "gain" not in text
+
+
+def test_the_training_figure_is_a_png(tmp_path):
+    lines = [{"section": "validation", "step": 0, "alpha": 0.5, "low": 0.4, "high": 0.6}]
+    for step in (5, 10):
+        lines.append(
+            {"section": "train", "step": step, "total_tokens": 100 * step, "loss": 1 / step}
+            | {"alpha": 0.5}
+        )
+    lines.append({"section": "validation", "step": 10, "alpha": 0.55, "low": 0.5, "high": 0.6})
+    training_figure(lines, tmp_path / "training.png")
+    assert (tmp_path / "training.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

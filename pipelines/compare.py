@@ -1,0 +1,252 @@
+"""Experiments side by side: `python -m pipelines.compare 'runs=[outputs/a,outputs/b]'`.
+
+Reads finished folders (an experiment's, a sweep's or one stage's) and, for `wandb:PROJECT/GROUP`,
+runs uploaded to Weights & Biases. Shows acceptance, speedup, verdict and the settings that differ.
+It measures nothing, and says that one run is better only where the 95 % intervals do not overlap
+and target, text and sampling are the same.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from draftkit.artifacts import fingerprint, read_json, write_json
+from draftkit.config import Config
+from pipelines.folder import CONFIG, MANIFEST, SUMMARY
+from pipelines.stage import StageFolder, stage
+
+STAGES = ("evaluate", "distill")  # the first that is there gives the numbers
+PRODUCT = "compare.json"
+REMOTE = "wandb:"
+_NOT_SHOWN = ("name", "root", "overwrite", "runs", "tracker")
+_SAME_QUESTION = ("target", "data", "sampling", "evaluate.temperatures")
+_SAME_MACHINE = (*_SAME_QUESTION, "hardware", "machine")
+
+Row = dict[str, Any]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _is_stage(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def expand(run: str) -> list[Path]:
+    """The folders that `run` stands for: itself, or the jobs of the sweep that it holds.
+
+    Raises ValueError when there is no such folder or nothing in it was made by a stage.
+    """
+    folder = Path(run)
+    if not folder.is_dir():
+        raise ValueError(f"runs: there is no folder {run}; give experiment folders, outputs/NAME")
+    if _is_stage(folder) or any(_is_stage(folder / name) for name in STAGES):
+        return [folder]
+    jobs = sorted({path.parent.parent for path in folder.glob(f"*/*/{MANIFEST}")})
+    jobs = [job for job in jobs if any(_is_stage(job / name) for name in STAGES)]
+    if not jobs:
+        raise ValueError(f"runs: {run} holds no evaluate or distill folder: run one of them first")
+    return jobs
+
+
+def _numbers(summary: Mapping[str, Any]) -> Row:
+    return {
+        "alpha": summary.get("alpha", summary.get("alpha_after")),
+        "acceptance_length": summary.get("acceptance_length"),
+        "speedup": summary.get("speedup"),
+        "verdict": summary.get("verdict"),
+        "seconds": summary.get("seconds"),
+    }
+
+
+def read_run(folder: Path) -> Row:
+    """One row: label, whether it is finished, its numbers and its settings."""
+    stages = [folder] if _is_stage(folder) else [folder / name for name in STAGES]
+    stages = [path for path in stages if _is_stage(path)]
+    finished = [path for path in stages if (path / SUMMARY).is_file()]
+    numbers = _numbers({})
+    for path in reversed(finished):  # the more telling stage speaks last
+        found = _numbers(read_json(path / SUMMARY))
+        seconds = (numbers["seconds"] or 0) + (found["seconds"] or 0)
+        numbers |= {key: value for key, value in found.items() if value is not None}
+        numbers["seconds"] = seconds
+    settings: dict[str, Any] = {}
+    for path in reversed(stages):
+        if (path / CONFIG).is_file():
+            settings |= _flat(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
+    machine = read_json(stages[0] / MANIFEST).get("provenance", {}).get("hardware", {})
+    shown = {key: value for key, value in settings.items() if key.split(".")[0] not in _NOT_SHOWN}
+    unfinished = [path.name for path in stages if path not in finished]
+    return {"run": str(folder), "unfinished": unfinished, **numbers} | {
+        "settings": shown | {f"machine.{key}": value for key, value in machine.items()}
+    }
+
+
+def read_remote(name: str) -> list[Row]:
+    """Evaluations of the W&B group `[ENTITY/]PROJECT/GROUP`, from its scalars.
+
+    Raises ValueError when W&B cannot be asked or the group has none.
+    """
+    import wandb
+
+    project, _, group = name.rpartition("/")
+    try:
+        filters = {"group": group, "jobType": STAGES[0]}
+        found = list(wandb.Api().runs(project, filters=filters, lazy=False))
+    except (wandb.Error, ValueError) as error:
+        raise ValueError(f"runs: W&B does not answer for {name} ({error})") from error
+    if not found:
+        raise ValueError(f"runs: W&B has no evaluation in the group {name}")
+    rows = []
+    for run in found:
+        flat = dict(run.summary)
+
+        def estimate(key: str, flat: dict[str, Any] = flat) -> Row | None:
+            if key not in flat:
+                return None
+            return {"mean": flat[key], "ci95": [flat.get(f"{key}/low"), flat.get(f"{key}/high")]}
+
+        speedup = {"ci95": [flat.get("speedup/ci95/0"), flat.get("speedup/ci95/1")]}
+        speedup |= {key: flat.get(f"speedup/{key}") for key in ("measured", "predicted")}
+        numbers = {key: estimate(key) for key in ("alpha", "acceptance_length")}
+        numbers |= {"speedup": speedup, "verdict": flat.get("verdict")}
+        settings = {
+            key: value
+            for key, value in _flat(run.config).items()
+            if key.split(".")[0] not in (*_NOT_SHOWN, "provenance", "inputs")
+        }
+        unfinished = [] if run.state == "finished" else [STAGES[0]]
+        row = {"run": f"{REMOTE}{project}/{run.name}", "unfinished": unfinished}
+        rows.append(row | _numbers(flat | numbers) | {"settings": settings})
+    return rows
+
+
+def read_runs(runs: list[str]) -> list[Row]:
+    """The rows of all `runs`. Raises ValueError naming the one that cannot be read."""
+    if not runs:
+        raise ValueError("runs must name what to compare: 'runs=[outputs/a,outputs/b]'")
+    rows = []
+    for run in runs:
+        if run.startswith(REMOTE):
+            rows += read_remote(run.removeprefix(REMOTE))
+        else:
+            rows += [read_run(folder) for folder in expand(run)]
+    return rows
+
+
+def differing(rows: list[Row]) -> list[str]:
+    """Settings that are not the same in all rows, in order of appearance."""
+    keys = dict.fromkeys(key for row in rows for key in row["settings"])
+    return [key for key in keys if len({repr(row["settings"].get(key)) for row in rows}) > 1]
+
+
+def _interval(row: Row, key: str) -> tuple[float, float] | None:
+    value = row[key]
+    low, high = (value or {}).get("ci95") or (None, None)
+    return None if low is None or high is None else (low, high)
+
+
+def finding(rows: list[Row], key: str, title: str, same: tuple[str, ...]) -> str:
+    """One sentence: which run is above all others, or why that cannot be said. Empty for one."""
+    known = [(row["run"], limits) for row in rows if (limits := _interval(row, key))]
+    if len(known) < 2:
+        return ""
+    other = [setting for setting in differing(rows) if setting.startswith(same)]
+    if other:
+        return f"{title}: not comparable, {', '.join(other)} differ"
+    best, (low, _) = max(known, key=lambda item: item[1][0])
+    if all(low > high for run, (_, high) in known if run != best):
+        return f"{title}: {best} is above the others (intervals do not overlap)"
+    return f"{title}: intervals overlap, no run is above all others"
+
+
+def _shown(row: Row, key: str, mean: str, unit: str = "") -> str:
+    value = (row[key] or {}).get(mean)
+    if value is None:
+        return "-"
+    limits = _interval(row, key)
+    interval = f"\n{limits[0]:.2f}-{limits[1]:.2f}" if limits else "\n(no interval)"
+    return f"{value:.3f}{unit}{interval}"
+
+
+def render(rows: list[Row], findings: list[str], console: Console) -> None:
+    """Print the numbers, the settings that differ, and the findings."""
+    table = Table(box=box.SIMPLE_HEAD, caption="means over 95 % intervals", pad_edge=False)
+    table.add_column("run", overflow="fold")
+    for title in ("alpha", "tau", "speedup", "verdict", "seconds"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        verdict = (row["verdict"] or "-").replace("_", " ")
+        if row["unfinished"]:
+            verdict += f"\n({', '.join(row['unfinished'])} unfinished)"
+        seconds = "-" if row["seconds"] is None else f"{row['seconds']:.0f}"
+        table.add_row(
+            row["run"],
+            _shown(row, "alpha", "mean"),
+            _shown(row, "acceptance_length", "mean"),
+            _shown(row, "speedup", "measured", "x"),
+            verdict,
+            seconds,
+        )
+    console.print(table)
+    keys = differing(rows)
+    if keys:
+        settings = Table("run", "settings that differ", box=box.SIMPLE_HEAD, pad_edge=False)
+        for row in rows:
+            values = [f"{key}={row['settings'].get(key, '(unknown)')}" for key in keys]
+            settings.add_row(row["run"], "\n".join(values))
+        console.print(settings)
+    for line in findings:
+        console.print(line, highlight=False)
+
+
+def _inputs(config: Config) -> dict[str, str]:
+    return {row["run"]: fingerprint(repr(row)) for row in read_runs(config.runs)}
+
+
+def _show(config: Config, path: Path) -> None:
+    product = read_json(path / PRODUCT)
+    render(product["runs"], product["findings"], Console())
+
+
+@stage(sections=(), inputs=_inputs, after=_show)
+def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Write `compare.json`: the rows, the settings that differ and the findings."""
+    rows = read_runs(config.runs)
+    findings = [
+        finding(rows, "alpha", "alpha", _SAME_QUESTION),
+        finding(rows, "acceptance_length", "tau", (*_SAME_QUESTION, "decode.gamma")),
+        finding(rows, "speedup", "speedup", _SAME_MACHINE),
+    ]
+    findings = [line for line in findings if line]
+    product = {"runs": rows, "differing": differing(rows), "findings": findings}
+    if folder.is_main:
+        write_json(folder.path / PRODUCT, product)
+    columns = ["run", "alpha", "acceptance_length", "speedup", "verdict"]
+    cells = [
+        [
+            row["run"],
+            *((row[key] or {}).get("mean") for key in columns[1:3]),
+            (row["speedup"] or {}).get("measured"),
+            row["verdict"],
+        ]
+        for row in rows
+    ]
+    folder.tracker.table("compare", columns, cells)
+    return {"runs": [row["run"] for row in rows], "findings": findings}
+
+
+if __name__ == "__main__":
+    compare.main()

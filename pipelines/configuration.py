@@ -1,0 +1,184 @@
+"""From `conf/` and the command line to a `Config`, or to one line that says what is wrong.
+
+Hydra composes, the dataclasses of `draftkit/config.py` are the schema. This module knows no stage
+and no folder. A composed configuration that has an unknown key (Hydra lets `+section.key=value`
+add one), a value still to be given or a value out of range never leaves it. A choice marks a value
+that must be given by an empty text: Hydra drops `???` in a group that has a schema.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from draftkit.artifacts import fingerprint
+from draftkit.config import Config, flatten
+
+CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
+_CHOOSE_THE_FOLDER = ("name", "root", "experiment")  # no need to repeat them in a job's folder
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+
+
+def register_schema() -> None:
+    """Store `Config` where the defaults list of `conf/config.yaml` looks for `schema`."""
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def dotted_keys() -> list[str]:
+    """Every key that can be set, as the user types it."""
+    return list(flatten(Config()))
+
+
+def groups() -> list[str]:
+    """The groups of `conf/`."""
+    return sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
+
+
+def _items(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name in node:
+        key = f"{prefix}{name}"
+        value = "" if OmegaConf.is_missing(node, name) else node[str(name)]
+        if isinstance(value, DictConfig):
+            yield from _items(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _did_you_mean(wrong: str, known: list[str]) -> str:
+    """`: did you mean X?`, comparing whole names first and their last parts next; or nothing."""
+    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
+    if not close:
+        leaf = wrong.rpartition(".")[2]
+        leaves = [key.rpartition(".")[2] for key in known]
+        best = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
+        close = [key for key, last in zip(known, leaves, strict=True) if last in best]
+    return f": did you mean {close[0]}?" if close else ""
+
+
+def _unknown_key(key: str) -> str:
+    hint = _did_you_mean(key, [*groups(), *dotted_keys()])
+    return f"there is no setting {key}{hint or ': `--cfg job` lists all settings'}"
+
+
+def to_config(composed: DictConfig) -> Config:
+    """The typed, validated `Config` of a composed configuration.
+
+    Raises ValueError, one line, naming the key that is unknown, not given or out of range.
+    """
+    known = set(dotted_keys())
+    values = dict(_items(composed))
+    for key in values:
+        if key not in known:
+            raise ValueError(_unknown_key(key))
+    missing = [key for key, value in values.items() if value == ""]
+    if missing:
+        wanted = " ".join(f"{key}=..." for key in missing)
+        raise ValueError(f"{', '.join(missing)} must be given: add {wanted}")
+    config = OmegaConf.to_object(composed)
+    assert isinstance(config, Config)
+    return config
+
+
+def compose_config(overrides: list[str] | None = None) -> Config:
+    """The `Config` of a command line without starting Hydra's application: tests, notebooks.
+
+    Raises ValueError, one line, for whatever the command line would be refused for.
+    """
+    register_schema()
+    try:
+        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            return to_config(compose("config", overrides=overrides or []))
+    except COMPOSITION_ERRORS as error:
+        raise ValueError(explain(error)) from error
+
+
+def _explain_missing_file(text: str) -> str | None:
+    """An unknown choice of a group, with the near match and all choices."""
+    found = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
+    if not found:
+        return None
+    group, option = found.groups()
+    listed = re.search(r"Available options in '.*':\n((?:\t.*\n?)*)", text)
+    options = listed.group(1).split() if listed else []
+    choices = f" (choices: {', '.join(options)})" if options else ""
+    return f"{group}={option} does not exist{_did_you_mean(option, options)}{choices}"
+
+
+def _full_key(text: str) -> str:
+    found = re.search(r"full_key: (\S+)", text)
+    return found.group(1) if found else ""
+
+
+def explain(error: BaseException) -> str:
+    """Boil a composition error of Hydra, OmegaConf or YAML down to one line."""
+    text = str(error)
+    detail = f"{text}\n{error.__cause__ or ''}"
+    if isinstance(error, MissingConfigException) and (line := _explain_missing_file(text)):
+        return line
+    if isinstance(error, YAMLError):
+        return " ".join(text.split())
+    group = re.search(r"Could not override '([^']+)'\. No match in the defaults list", text)
+    if group:
+        name = group.group(1)
+        if name == "experiment":
+            return "an experiment is added with a plus: +experiment=<name>"
+        return f"there is no group {name}{_did_you_mean(name, groups())}"
+    twice = re.match(r"Multiple values for (\w+)\.", text)
+    if twice:
+        plus = "+" if twice.group(1) == "experiment" else ""
+        return f"{twice.group(1)} is given twice: use one {plus}{twice.group(1)}=<choice>"
+    place = re.match(r"In '([^']+)': .* raised while composing config:", text)
+    where = f"conf/{place.group(1)}.yaml: " if place else ""
+    if re.search(r"Key '.+' (?:is )?not in", detail):
+        typed = re.search(r"Could not override '([^']+)'", text)
+        key = _full_key(detail)
+        if typed and typed.group(1).startswith(f"{key}."):  # a wrong section: show it whole
+            key = typed.group(1)
+        return where + _unknown_key(key)
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    if place and cause is error:
+        lines = lines[1:]
+    key = _full_key(detail)
+    lines = lines[:2] if "override" in lines[0] and not key else lines[:1]
+    return where + (f"{key}: " if key else "") + ": ".join(lines)
+
+
+def fixed_overrides(arguments: Sequence[str]) -> set[str]:
+    """Keys with one value on the command line: they are the same in all jobs of a sweep."""
+    parser = OverridesParser.create()
+    fixed = set(_CHOOSE_THE_FOLDER)
+    for argument in arguments:
+        with suppress(HydraException):  # an option such as --multirun
+            override = parser.parse_override(argument)
+            if not override.is_sweep_override():
+                fixed.add(override.key_or_group)
+    return fixed
+
+
+def swept_label(fixed: set[str]) -> str:
+    """`divergence=jsd,source=draft`: the overrides of this job that others have otherwise.
+
+    Empty outside a sweep. Asked inside a Hydra job.
+    """
+    active = HydraConfig.get()
+    if active.mode != RunMode.MULTIRUN:
+        return ""
+    parser = OverridesParser.create()
+    swept = []
+    for argument in active.overrides.task:
+        if parser.parse_override(argument).key_or_group not in fixed:
+            swept.append(str(argument).lstrip("+~"))
+    label = re.sub(r"[^\w.,=+-]", "_", ",".join(swept))
+    return label if len(label) <= 120 else f"{label[:100]}-{fingerprint(swept)}"

@@ -1,0 +1,55 @@
+"""Evaluation contexts: held-out prompts that the target has continued, once, for every draft.
+
+Sampled under the served distribution and shared by all experiments with the same target, text and
+sampling, so that drafts are compared on the same positions. Validation contexts choose the
+weights in `distill`; test contexts are for the tables alone.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from draftkit.config import Config
+from draftkit.data.rollouts import Record, read_records, write_records
+from draftkit.distillation.sources import rollouts
+from pipelines.generate import target_sampler
+from pipelines.inputs import prompts_of, splits_of, target_hashes
+from pipelines.stage import StageFolder, stage
+
+
+@stage(
+    sections=(
+        "seed",
+        "data",
+        "sampling",
+        "evaluate.prompts",
+        "evaluate.validation_prompts",
+        "evaluate.max_new_tokens",
+    ),
+    shared=True,
+    inputs=target_hashes,
+)
+def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Continue the held-out prompts of both splits."""
+    options, splits = config.evaluate, splits_of(config)
+    sampler = target_sampler(
+        config, max_new_tokens=options.max_new_tokens, batch_size=options.batch_size
+    )
+    version = target_hashes(config)["target"]
+    summary = {}
+    for name, examples, count in (
+        ("validation", splits.validation, options.validation_prompts),
+        ("test", splits.test, options.prompts),
+    ):
+        prompts = prompts_of(examples, count)
+        records = rollouts(sampler, prompts, first_row=0, name="target", version=version)
+        write_records(folder.path / f"{name}.parquet", records)
+        summary[name] = {
+            "prompts": len(records),
+            "tokens": sum(len(record.output_ids) for record in records),
+        }
+    return summary
+
+
+def read_contexts(folder: Path, split: str) -> list[Record]:
+    """The contexts of `split` (`validation` or `test`) in a complete folder."""
+    return read_records(folder / f"{split}.parquet")

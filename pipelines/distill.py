@@ -1,0 +1,196 @@
+"""`python -m pipelines.distill`: train a drafter towards its target, judge it, print one table.
+
+Starts from `draft.path` (or the base drafter of `prepare`), learns by `divergence` on the
+sequences of `source`, keeps the weights with the best validation alpha, and ends with `evaluate`.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from draftkit.artifacts import read_json
+from draftkit.config import Config
+from draftkit.distillation.loop import Outcome, Progress, train
+from draftkit.distillation.sources import (
+    DecoderSampler,
+    DraftSource,
+    Source,
+    TextSource,
+    sequence_of_example,
+    sequence_of_record,
+)
+from draftkit.distillation.teacher import Teacher
+from draftkit.distillation.trainer import Trainer
+from draftkit.evaluation.alpha import MODES, estimates, score_contexts
+from draftkit.evaluation.report import evaluation_table, training_figure
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import Target, load_draft, load_target, save_model
+from draftkit.tracking import FILE_NAME, read_metrics
+from pipelines.contexts import contexts, read_contexts
+from pipelines.evaluate import evaluate
+from pipelines.generate import generate, read_rollouts
+from pipelines.inputs import models, pair_hashes, splits_of
+from pipelines.memory import peak_memory_bytes
+from pipelines.progress import progress
+from pipelines.stage import StageFolder, stage
+
+DRAFT = "draft"
+
+
+def inputs(config: Config) -> dict[str, str]:
+    """Checksums of the pair and the text, after a look at what no single section can check."""
+    temperature, served = config.training_temperature, config.sampling.temperature
+    if temperature != served and config.divergence.name != "ce_argmax":
+        print(f"distill: the loss is taken at temperature {temperature:g}, served is {served:g}")
+    return pair_hashes(config)
+
+
+def make_source(config: Config, target: Target, draft: CausalAdapter) -> Source:
+    """The sequences that `source` names."""
+    options = {
+        "batch_size": config.optim.per_device_train_batch_size,
+        "seed": config.seed,
+        "device": draft.device,
+    }
+    if config.source.name == "target":
+        records = read_rollouts(generate.ensure(config))
+        return TextSource([sequence_of_record(r) for r in records], **options, version="target")
+    examples = splits_of(config).train
+    if config.source.name == "fixed":
+        texts = [sequence_of_example(e) for e in examples if e.has_completion]
+        if not texts:
+            raise ValueError("source=fixed: the data hold prompts only; use source=target or draft")
+        return TextSource(texts, **options)
+    sampler = DecoderSampler(
+        draft,
+        sampling=config.sampling,
+        eos_token_ids=target.eos_token_ids,
+        max_new_tokens=config.data.max_length,
+        max_length=config.data.max_length,
+        batch_size=config.optim.per_device_train_batch_size,
+        seed=config.seed,
+    )
+    return DraftSource([example.prompt_ids for example in examples], sampler, **options)
+
+
+def validation_alpha(
+    config: Config, target: Target, draft: CausalAdapter, folder: StageFolder
+) -> Callable[[int], float]:
+    """A function that measures, and logs, alpha on the validation contexts."""
+    records = read_contexts(contexts.ensure(config), "validation")
+
+    def measure(step: int) -> float:
+        scored = score_contexts(
+            target.adapter,
+            draft,
+            records,
+            sampling=config.sampling,
+            batch_size=config.evaluate.batch_size,
+        )
+        alpha = estimates(scored, seed=config.seed, resamples=config.evaluate.bootstrap)["alpha"]
+        folder.tracker.log(
+            "validation", step, {"alpha": alpha.mean, "low": alpha.low, "high": alpha.high}
+        )
+        return alpha.mean
+
+    return measure
+
+
+def fit(config: Config, folder: StageFolder) -> Outcome:
+    """Train, leave the best drafter in `<folder>/draft`, and draw the curves."""
+    target_config, draft_config = models(config)
+    target = load_target(target_config, config.hardware)
+    draft = load_draft(draft_config, target, dtype=torch.float32)
+    low = target.adapter.dtype != torch.float32
+    trainer = Trainer(
+        draft,
+        Teacher(target.adapter) if config.divergence.name != "next_token" else None,
+        optim=config.optim,
+        divergence=config.divergence,
+        sampling=config.sampling,
+        temperature=config.training_temperature,
+        autocast=target.adapter.dtype if low else None,
+    )
+    source = make_source(config, target, draft)
+    with progress("distilling", config.optim.max_steps) as show:
+
+        def log(step: Progress) -> None:
+            show(step)
+            metrics = {name: v for name, v in vars(step.metrics).items() if v is not None}
+            metrics |= {"total_tokens": step.tokens, "tokens_per_second": step.tokens_per_second}
+            folder.tracker.log("train", step.steps, metrics)
+
+        measure = validation_alpha(config, target, draft, folder)
+        outcome = train(trainer, source, folder.path, evaluate=measure, log=log)
+    save_model(draft.model, target.tokenizer, folder.path / DRAFT)
+    training_figure(read_metrics(folder.path / FILE_NAME), folder.path / "training.png")
+    folder.tracker.figure("train/curves", folder.path / "training.png")
+    return outcome
+
+
+def judge(config: Config) -> dict[str, Any]:
+    """Evaluate what was trained beside what it started from; the keys of `distill`'s summary."""
+    judged = read_json(evaluate.ensure(config) / "summary.json")
+    summary: dict[str, Any] = {"verdict": judged["verdict"]}
+    for mode in MODES:
+        summary[f"{mode}_before"] = judged["before"][mode]
+        summary[f"{mode}_after"] = judged[mode]
+        summary[f"{mode}_gain"] = judged[f"{mode}_gain"]
+    return summary
+
+
+def show(config: Config, folder: Path) -> None:
+    """Print the table of the evaluation that ended the run."""
+    Console(width=80).print(evaluation_table(read_json(evaluate.ensure(config) / "summary.json")))
+
+
+@stage(
+    sections=(
+        "seed",
+        "data",
+        "sampling",
+        "divergence",
+        "source",
+        "generate",
+        "optim",
+        "evaluate.validation_prompts",
+        "evaluate.max_new_tokens",
+    ),
+    inputs=inputs,
+    after=show,
+)
+def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Train, then judge against the starting drafter on the test split."""
+    outcome = fit(config, folder)
+    if outcome.best_step == 0:
+        folder.note("no step beat the starting drafter on validation: it is kept as it was")
+    summary = {
+        **judge(config),
+        "steps": outcome.steps,
+        "tokens": outcome.tokens,
+        "best_step": outcome.best_step,
+        "tokens_per_second": mean_pace(read_metrics(folder.path / FILE_NAME)),
+        "peak_memory_bytes": peak_memory_bytes(),
+        "divergence": config.divergence.name,
+        "source": config.source.name,
+    }
+    folder.tracker.artifact(f"{config.name}-draft", "model", folder.path / DRAFT, summary)
+    return summary
+
+
+def mean_pace(lines: list[dict[str, Any]]) -> float:
+    """Generated tokens trained on per second, sampling included, over all logged steps."""
+    steps = [line for line in lines if line["section"] == "train"]
+    tokens = [
+        b["total_tokens"] - a["total_tokens"] for a, b in pairwise([{"total_tokens": 0}, *steps])
+    ]
+    seconds = [count / line["tokens_per_second"] for count, line in zip(tokens, steps, strict=True)]
+    return sum(tokens) / sum(seconds)
+
+
+if __name__ == "__main__":
+    distill.main()

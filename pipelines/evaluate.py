@@ -1,0 +1,126 @@
+"""`python -m pipelines.evaluate`: is the draft worth deploying? Numbers with intervals, a verdict.
+
+Judges the drafter that `distill` made beside the one it started from (`evaluate.draft=trained`),
+or `draft.path` alone (`evaluate.draft=given`), on held-out prompts: alpha in three acceptance
+modes, real speculative decoding timed in turns with its baseline, losslessness, a verdict.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from draftkit.artifacts import read_json
+from draftkit.config import Config, ModelConfig
+from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, compare, gather
+from draftkit.evaluation.report import evaluation_table
+from draftkit.models.adapter import Adapter
+from draftkit.models.loading import Target, load_draft, load_target, with_path
+from pipelines.checksums import model_sha256
+from pipelines.contexts import contexts, read_contexts
+from pipelines.inputs import models, pair_hashes
+from pipelines.stage import StageFolder, stage
+
+
+def trained_draft(config: Config) -> Path:
+    """The folder of the drafter that `distill` made, which runs first where there is none.
+
+    `distill` calls this stage before its own summary exists: its product is then taken as it is.
+    """
+    from pipelines.distill import DRAFT, distill
+
+    folder = distill.path(config)
+    if (folder / "summary.json").exists() or not (folder / DRAFT).exists():
+        folder = distill.ensure(config)
+    return folder / DRAFT
+
+
+def drafts_of(config: Config) -> dict[str, ModelConfig]:
+    """The drafts to judge by name, the one that the summary is about last."""
+    _, given = models(config)
+    if config.evaluate.draft == "given":
+        return {"given": given}
+    return {"before": given, "after": with_path(given, trained_draft(config))}
+
+
+def inputs(config: Config) -> dict[str, str]:
+    """Checksums of the pair, the text and the judged drafts."""
+    judged = {name: model_sha256(draft, "draft") for name, draft in drafts_of(config).items()}
+    return {**pair_hashes(config), **judged}
+
+
+def load_all(
+    config: Config, configs: dict[str, ModelConfig], dtype: torch.dtype | None = None
+) -> tuple[Target, dict[str, Adapter]]:
+    """The target and the judged drafts, in `dtype` or the hardware's."""
+    target = load_target(models(config)[0], config.hardware, dtype=dtype)
+    return target, {name: load_draft(draft, target) for name, draft in configs.items()}
+
+
+def log(folder: StageFolder, temperature: float, summary: dict[str, Any], main: Evidence) -> None:
+    """One line of metrics, and for W&B a row for each timed prompt."""
+    folder.tracker.log(
+        "eval",
+        round(1000 * temperature),
+        {
+            "temperature": temperature,
+            "alpha": summary["alpha"]["mean"],
+            "acceptance_length": summary["acceptance_length"]["mean"],
+            "speedup": summary["speedup"]["measured"],
+        },
+    )
+    columns = ["prompt", "tokens", "rounds", "accepted", "acceptance"]
+    rows = [
+        [i, len(c.output_ids), c.rounds, c.accepted, c.acceptance_total / max(1, c.tested)]
+        for i, c in enumerate(main.timed.completions)
+    ]
+    folder.tracker.table(f"eval/prompts_at_{temperature:g}", columns, rows)
+
+
+def show(config: Config, folder: Path) -> None:
+    """Print the table of a complete evaluation."""
+    Console(width=80).print(evaluation_table(read_json(folder / "summary.json")))
+
+
+@stage(
+    sections=("seed", "data", "sampling", "decode", "evaluate"),
+    inputs=inputs,
+    after=show,
+)
+def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Judge the drafts under every temperature of `evaluate.temperatures`."""
+    configs = drafts_of(config)
+    main = list(configs)[-1]
+    found = contexts.ensure(config)
+    prompts = Prompts(
+        test=[record.prompt_ids for record in read_contexts(found, "test")],
+        calibration=[record.prompt_ids for record in read_contexts(found, "validation")],
+    )
+    folder.note("losslessness: greedy decoding with and without the draft, in float32")
+    target, drafts = load_all(config, configs, dtype=torch.float32)
+    lossless = check_lossless(target, drafts, prompts, config)
+    target, drafts = load_all(config, configs)
+    by_temperature: dict[str, dict[str, Any]] = {}
+    for temperature in config.evaluate.temperatures or [config.sampling.temperature]:
+        sampling = replace(config.sampling, temperature=temperature)
+        served = replace(config, sampling=sampling)
+        evidence = gather(
+            target,
+            drafts,
+            contexts=read_contexts(contexts.ensure(served), "test"),
+            prompts=prompts,
+            sampling=sampling,
+            lossless=lossless,
+            config=config,
+            note=folder.note,
+        )
+        by_temperature[f"{temperature:g}"] = compare(evidence, main, sampling, config)
+        log(folder, temperature, by_temperature[f"{temperature:g}"], evidence[main])
+    first = next(iter(by_temperature.values()))
+    return {**first, "by_temperature": by_temperature}
+
+
+if __name__ == "__main__":
+    evaluate.main()

@@ -1,0 +1,67 @@
+"""What several stages read: the models, the text under their tokenizer, and their checksums.
+
+A model that the configuration names is read where it lies; one that it leaves null comes from
+`prepare`. Text is tokenised once a process.
+"""
+
+from transformers import PreTrainedTokenizerBase
+
+from draftkit.artifacts import fingerprint
+from draftkit.config import Config, ModelConfig
+from draftkit.data.prompts import Example, Splits, load_splits
+from draftkit.models.loading import load_tokenizer, with_path
+from pipelines.checksums import data_sha256, model_sha256
+from pipelines.prepare import prepare
+
+_latest: dict[str, Splits] = {}
+
+
+def models(config: Config) -> tuple[ModelConfig, ModelConfig]:
+    """Target and starting draft, from where they lie or from `prepare`."""
+    target, draft = config.target, config.draft
+    if target.path is not None and draft.path is not None:
+        return target, draft
+    made = prepare.ensure(config)
+    return (
+        target if target.path is not None else with_path(target, made / "target"),
+        draft if draft.path is not None else with_path(draft, made / "draft"),
+    )
+
+
+def target_hashes(config: Config) -> dict[str, str]:
+    """Checksums of what the target's own text depends on."""
+    target, _ = models(config)
+    return {"target": model_sha256(target, "target"), "data": data_sha256(config.data)}
+
+
+def pair_hashes(config: Config) -> dict[str, str]:
+    """Checksums of target, starting draft and text."""
+    _, draft = models(config)
+    return {**target_hashes(config), "draft": model_sha256(draft, "draft")}
+
+
+def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
+    """The target's tokenizer."""
+    return load_tokenizer(models(config)[0], "target")
+
+
+def splits_of(config: Config) -> Splits:
+    """Train, validation and test examples under the target's tokenizer."""
+    key = fingerprint([vars(config.data), target_hashes(config)])
+    if key not in _latest:
+        _latest.clear()
+        _latest[key] = load_splits(config.data, tokenizer_of(config))
+    return _latest[key]
+
+
+def prompts_of(examples: list[Example], count: int) -> list[list[int]]:
+    """The first `count` prompts of a held-out split, fewer where there are fewer.
+
+    Raises ValueError for under 2: no interval could be given.
+    """
+    if len(examples) < 2:
+        raise ValueError(
+            f"data: {len(examples)} held-out prompts are too few for an interval: give more rows, "
+            "or raise data.test_fraction and data.validation_fraction"
+        )
+    return [example.prompt_ids for example in examples[:count]]

@@ -1,0 +1,126 @@
+"""`python -m pipelines.prepare`: a tokenizer, a target and a base drafter where none is given.
+
+A byte-level BPE tokenizer is trained on the text, then a small Llama-type target, then a smaller
+drafter on the same text, by plain next-token prediction. Shared by every experiment with the same
+data and shapes; a kill at any moment costs the steps since the last checkpoint.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from draftkit.artifacts import atomic_path, remove
+from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.data.corpora import load_documents, split_documents
+from draftkit.data.prompts import Splits, load_splits
+from draftkit.distillation.loop import Progress, train
+from draftkit.distillation.sources import TextSource, whole_text
+from draftkit.distillation.trainer import Trainer
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import (
+    load_tokenizer,
+    new_llama,
+    resolve_device,
+    resolve_dtype,
+    save_model,
+)
+from draftkit.models.vocabulary import train_byte_bpe
+from pipelines.checksums import data_sha256, model_sha256
+from pipelines.progress import progress
+from pipelines.stage import StageFolder, stage
+
+
+def inputs(config: Config) -> dict[str, str]:
+    """The text, and the target where one is given and only the drafter is to be made."""
+    hashes = {"data": data_sha256(config.data)}
+    if config.target.path is not None:
+        hashes["target"] = model_sha256(config.target, "target")
+    return hashes
+
+
+def make_tokenizer(config: Config, path: Path) -> PreTrainedTokenizerBase:
+    """The given target's tokenizer, or one trained on the training split."""
+    if config.target.path is not None:
+        return load_tokenizer(config.target, "target")
+    if not path.exists():
+        documents = split_documents(load_documents(config.data), config.data)["train"]
+        texts = (str(text) for d in documents for text in d.row.values())
+        with atomic_path(path) as temporary:
+            train_byte_bpe(texts, config.data.vocab_size).save_pretrained(temporary)
+    return AutoTokenizer.from_pretrained(path)
+
+
+def pretrain(
+    key: str,
+    config: Config,
+    folder: StageFolder,
+    tokenizer: PreTrainedTokenizerBase,
+    splits: Splits,
+) -> None:
+    """Train the model of section `key` from scratch and save it to `<folder>/<key>`."""
+    shape = getattr(config, key).pretrain
+    device = resolve_device(config.hardware)
+    dtype = resolve_dtype(config.hardware, device)
+    model = new_llama(shape, tokenizer, seed=config.seed, device=device)
+    trainer = Trainer(
+        CausalAdapter(model, vocab_size=len(tokenizer)),
+        None,
+        optim=OptimConfig(
+            learning_rate=shape.learning_rate,
+            max_steps=shape.max_steps,
+            per_device_train_batch_size=shape.per_device_train_batch_size,
+            warmup_steps=max(1, shape.max_steps // 20),
+            weight_decay=0.1,
+            save_steps=config.optim.save_steps,
+        ),
+        divergence=DivergenceConfig(name="next_token"),
+        sampling=SamplingConfig(),
+        autocast=dtype if dtype != torch.float32 else None,
+    )
+    source = TextSource(
+        [whole_text(example) for example in splits.train],
+        batch_size=shape.per_device_train_batch_size,
+        seed=config.seed,
+        device=device,
+    )
+    with progress(f"training the {key}", shape.max_steps) as show:
+
+        def log(step: Progress) -> None:
+            show(step)
+            folder.tracker.log(f"prepare_{key}", step.steps, {"loss": step.metrics.loss})
+
+        training = folder.path / f"{key}-training"
+        training.mkdir(exist_ok=True)
+        train(trainer, source, training, evaluate=None, log=log)
+    save_model(model, tokenizer, folder.path / key)
+    remove(training)  # the model is whole: nothing resumes from here
+
+
+@stage(
+    sections=("seed", "data", "target.pretrain", "draft.pretrain", "target.path"),
+    shared=True,
+    inputs=inputs,
+)
+def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Make what the configuration leaves null."""
+    tokenizer = make_tokenizer(config, folder.path / "tokenizer")
+    splits = load_splits(config.data, tokenizer)
+    folder.note(
+        f"{len(splits.train)} training windows of {config.data.max_length} tokens, "
+        f"vocabulary {len(tokenizer)}"
+    )
+    # A drafter is made even where one is given: the folder is the same for both.
+    for key in ("target", "draft") if config.target.path is None else ("draft",):
+        if not (folder.path / key).exists():
+            pretrain(key, config, folder, tokenizer, splits)
+    return {
+        "vocab_size": len(tokenizer),
+        "text_sha256": splits.sha256,
+        "windows": {"train": len(splits.train), **splits.counts},
+    }
+
+
+if __name__ == "__main__":
+    prepare.main()

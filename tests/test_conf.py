@@ -1,0 +1,239 @@
+"""Every file under conf/ composes, is reachable, holds choices only, and says how it is used."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftkit import config as settings
+from draftkit.config import Config, flatten
+from pipelines import configuration
+from pipelines.configuration import CONF_DIR, compose_config, groups
+
+GIVEN = {"target": "some/target", "draft": "some/draft", "data": "some/rows.jsonl"}
+FILES = sorted(path.relative_to(CONF_DIR) for path in CONF_DIR.rglob("*.yaml"))
+CHOICES = [path for path in FILES if len(path.parts) == 2]
+EXPERIMENTS = [path for path in CHOICES if path.parts[0] == "experiment"]
+GROUPS = ["target", "draft", "data", "divergence", "source", "decode"]
+GROUPS += ["optim", "hardware", "tracker"]
+
+
+def selected(content: dict[str, Any]) -> dict[str, str]:
+    """The groups that an experiment overrides."""
+    pairs = [pair for entry in content.get("defaults", []) for pair in entry.items()]
+    return {key.removeprefix("override /"): option for key, option in pairs}
+
+
+def overrides(path: Path) -> list[str]:
+    """What selects the file, and the paths that it leaves to the user."""
+    group, option = path.parts[0], path.stem
+    chosen = [f"+experiment={option}"] if group == "experiment" else [f"{group}={option}"]
+    content = read(path)
+    local = [group] if content.get("path") == "" else []
+    local += [name for name, option in selected(content).items() if option == "local"]
+    return chosen + [f"{name}.path={GIVEN[name]}" for name in local]
+
+
+def read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load((CONF_DIR / path).read_text(encoding="utf-8")) or {}
+
+
+def leaves(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings of a file by dotted key, without its defaults list."""
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        if isinstance(value, dict):
+            found |= leaves(value, f"{prefix}{key}.")
+        elif key != "defaults":
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def header(path: Path) -> str:
+    lines = (CONF_DIR / path).read_text(encoding="utf-8").splitlines()
+    comments = []
+    for line in lines:
+        if not line.startswith("#"):
+            break
+        comments.append(line)
+    return "\n".join(comments)
+
+
+@pytest.mark.parametrize("path", CHOICES, ids=str)
+def test_every_file_composes_to_a_config(path: Path) -> None:
+    assert isinstance(compose_config(overrides(path)), Config)
+
+
+@pytest.mark.parametrize("path", CHOICES, ids=str)
+def test_every_value_of_a_file_arrives_in_the_config(path: Path) -> None:
+    """A file that nothing selects, or a key that something else overrides, is dead."""
+    group = path.parts[0]
+    flat = flatten(compose_config(overrides(path)))
+
+    for key, value in leaves(read(path), "" if group == "experiment" else f"{group}.").items():
+        if value == "":
+            assert flat[key] == GIVEN[group]
+        elif not str(value).startswith("${"):
+            assert flat[key] == (float(value) if isinstance(flat[key], float) else value)
+
+
+def test_the_files_are_one_primary_config_and_choices_of_known_groups() -> None:
+    assert [path for path in FILES if path not in CHOICES] == [Path("config.yaml")]
+    assert sorted([*GROUPS, "experiment"]) == groups()
+    assert all(path.suffix == ".yaml" for path in CONF_DIR.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_is_a_section_with_at_least_two_members(group: str) -> None:
+    assert hasattr(Config(), group)
+    members = [path for path in CHOICES if path.parts[0] == group]
+    assert len(members) >= 2
+
+
+def test_the_defaults_list_has_the_schema_first_and_no_experiment() -> None:
+    entries = read(Path("config.yaml"))["defaults"]
+    assert entries[0] == "schema"
+    plain = [entry for entry in entries if isinstance(entry, str)]
+    assert plain == ["schema", "_self_"]
+    chosen = [next(iter(entry)) for entry in entries if isinstance(entry, dict)]
+    assert [name for name in chosen if "hydra" not in name] == GROUPS
+    assert entries.index("_self_") == 1 + len(GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "names"),
+    [
+        ("divergence", "name", settings.DIVERGENCE_NAMES),
+        ("source", "name", settings.SOURCE_NAMES),
+        ("decode", "verification", settings.VERIFICATION_NAMES),
+    ],
+)
+def test_a_group_offers_exactly_the_choices_of_the_code(
+    group: str, key: str, names: tuple[str, ...]
+) -> None:
+    members = {path.stem: read(path)[key] for path in CHOICES if path.parts[0] == group}
+    assert members == {name: name for name in names}
+
+
+def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
+    from draftkit.theory.divergences import DIVERGENCES
+    from draftkit.theory.verification import VERIFIERS
+
+    assert tuple(DIVERGENCES) == settings.DIVERGENCE_NAMES
+    assert tuple(VERIFIERS) == settings.VERIFICATION_NAMES
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=str)
+def test_an_experiment_opens_with_purpose_command_time_and_result(path: Path) -> None:
+    text = header(path)
+    assert text.startswith("# @package _global_\n# ")
+    commands = re.findall(r"^#     (python -m pipelines\.(\w+) \+experiment=(\S+).*)$", text, re.M)
+    assert len(commands) == 1
+    command, stage, name = commands[0]
+    assert name == path.stem == read(path)["name"]
+    assert stage in ("distill", "evaluate")
+    given = [word for word in overrides(path) if ".path=" in word]
+    assert [word.split("=")[0] for word in command.split()[4:]] == [
+        word.split("=")[0] for word in given
+    ]
+    assert "\n# Expected: " in text
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=str)
+def test_an_experiment_holds_deltas_only(path: Path) -> None:
+    content = read(path)
+    chosen = [f"{group}={option}" for group, option in selected(content).items()]
+    given = [word for word in overrides(path) if ".path=" in word]
+    before = flatten(compose_config([*chosen, *given]))
+    after = flatten(compose_config(overrides(path)))
+    changed = {key for key in after if after[key] != before[key]}
+
+    assert set(leaves(content)) == changed
+
+
+def test_smoke_goes_through_every_stage_and_is_small() -> None:
+    smoke = compose_config(["+experiment=smoke"])
+    assert smoke.source.name == "target", "only then does generate run"
+    assert smoke.evaluate.draft == "trained"
+    assert smoke.target.path is None
+    assert smoke.draft.path is None
+    assert smoke.target.pretrain.max_steps <= 30
+    assert smoke.optim.max_steps <= 20
+
+
+def test_pair_says_in_one_line_all_that_must_be_given() -> None:
+    with pytest.raises(ValueError, match="must be given") as error:
+        compose_config(["+experiment=pair", "draft.path=some/draft"])
+    assert str(error.value) == (
+        "target.path, data.path must be given: add target.path=... data.path=..."
+    )
+
+
+def test_the_tracker_is_offline_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("WANDB_MODE")
+    assert compose_config().tracker.mode == "offline"
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert compose_config().tracker.mode == "online"
+    assert compose_config(["tracker=none"]).tracker.mode == "none"
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_no_file_names_a_class_or_a_resolver_of_its_own(path: Path) -> None:
+    text = (CONF_DIR / path).read_text(encoding="utf-8")
+    assert "_target_" not in text
+    called = re.findall(r"\$\{([\w.]+):", text)
+    assert set(called) <= {"oc.env"}
+    if path.name != "config.yaml":
+        assert "hydra" not in text
+
+
+REFUSALS = [
+    ("+experiment=quikstart", "did you mean quickstart"),
+    ("experiment=quickstart", "+experiment="),
+    ("divergence=jds", "did you mean jsd"),
+    ("+divergence=jsd", "divergence is given twice"),
+    ("divergense=jsd", "did you mean divergence"),
+    ("optim.lerning_rate=1", "did you mean optim.learning_rate"),
+    ("+optim.lerning_rate=1", "did you mean optim.learning_rate"),
+    ("optm.learning_rate=1", "did you mean optim.learning_rate"),
+    ("gama=3", "did you mean decode.gamma"),
+    ("temperature=1", "did you mean sampling.temperature"),
+    ("+zzz=1", "--cfg job"),
+    ("optim.max_steps=many", "optim.max_steps: Value 'many'"),
+    ("decode.gamma=null", "decode.gamma"),
+    ("data.domains=python", "data.domains"),
+    ("decode.gamma=-1", "decode.gamma must lie in 0..32, got -1"),
+    ("target=local", "target.path must be given"),
+    ("decode={gamma: 3, gam: 4}", "did you mean decode.gamma"),
+    ("decode.gamma=[3", "'[3'"),
+    ("seed=${oc.env:NOT_SET_ANYWHERE}", "NOT_SET_ANYWHERE"),
+]
+
+
+@pytest.mark.parametrize(("override", "told"), REFUSALS, ids=[word for word, _ in REFUSALS])
+def test_a_wrong_override_is_refused_in_one_line_with_the_near_match(
+    override: str, told: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)) as error:
+        compose_config([override])
+    assert "\n" not in str(error.value)
+
+
+def test_a_typo_in_a_file_is_refused_by_file_and_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(CONF_DIR, tmp_path / "conf")
+    monkeypatch.setattr(configuration, "CONF_DIR", tmp_path / "conf")
+    experiment = tmp_path / "conf" / "experiment"
+    (experiment / "mine.yaml").write_text("# @package _global_\nname: mine\ndecode:\n  gama: 3\n")
+    with pytest.raises(ValueError, match=r"^conf/experiment/mine.yaml: .*did you mean decode"):
+        compose_config(["+experiment=mine"])
+    (experiment / "mine.yaml").write_text("# @package _global_\nname: [mine\n")
+    with pytest.raises(ValueError, match=r"mine\.yaml.*line 2") as error:
+        compose_config(["+experiment=mine"])
+    assert "\n" not in str(error.value)

@@ -1,0 +1,311 @@
+"""The commands on tiny models: the chain, interruption by `kill -9`, repetition, bad input."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftkit.artifacts import read_json
+from draftkit.config import Config
+from draftkit.models.loading import new_llama, save_model
+from draftkit.models.vocabulary import train_byte_bpe
+from draftkit.tracking import read_metrics
+from pipelines.configuration import compose_config
+from pipelines.contexts import read_contexts
+from pipelines.distill import distill
+from pipelines.evaluate import evaluate
+from pipelines.generate import generate, read_rollouts
+from pipelines.prepare import prepare
+from pipelines.stage import Stage
+
+TIMES = ("time", "seconds", "tokens_per_second")
+TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
+
+
+def smoke(root: Path, *overrides: str) -> Config:
+    """The smallest experiment, in `root`."""
+    return compose_config(["+experiment=smoke", f"root={root}", "tracker=none", *overrides])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """One folder of outputs for the tests that may share what `prepare` makes."""
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(scope="module")
+def finished(root) -> Path:
+    """A finished smoke experiment."""
+    distill.launch(smoke(root))
+    return root / "smoke"
+
+
+def numbers(path: Path) -> list[dict[str, Any]]:
+    """What a metrics file says, times excluded."""
+    return [
+        {key: value for key, value in line.items() if key not in TIMES}
+        for line in read_metrics(path / "metrics.jsonl")
+    ]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def same_weights(*, first: Path, second: Path) -> bool:
+    a, b = weights(first), weights(second)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def kill_when(ready: Callable[[], bool], stage: Stage, config: Config) -> None:
+    """Launch `stage` in a process of its own and kill it as soon as `ready()`."""
+
+    def child() -> None:
+        stage.launch(config)
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    assert process.pid is not None
+    deadline = time.monotonic() + 60
+    while not ready():
+        assert process.is_alive(), "the stage ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+# The chain
+
+
+def test_one_command_runs_every_stage_and_answers_the_question(finished, root, capsys):
+    summary = read_json(finished / "distill" / "summary.json")
+    judged = read_json(finished / "evaluate" / "summary.json")
+    for mode in ("alpha", "alpha_greedy_draft", "alpha_exact_match"):
+        assert summary[f"{mode}_before"] == judged["before"][mode]
+        assert summary[f"{mode}_after"] == judged[mode]
+        low, high = summary[f"{mode}_gain"]["ci95"]
+        assert low <= summary[f"{mode}_gain"]["mean"] <= high
+    assert summary["alpha_gain"]["mean"] > 0
+    assert summary["steps"] == smoke(root).optim.max_steps
+    assert summary["peak_memory_bytes"] > 1e7
+    assert (finished / "distill" / "training.png").stat().st_size > 1000
+    distill.launch(smoke(root))
+    shown = capsys.readouterr().out
+    assert "nothing to do" in shown
+    assert "tau, tokens a target pass" in shown
+
+
+def test_the_evaluation_holds_every_key_that_others_rely_on(finished):
+    judged = read_json(finished / "evaluate" / "summary.json")
+    for summary in (judged, judged["before"], judged["by_temperature"]["1"]):
+        for key in (
+            *("alpha", "alpha_decoding", "alpha_greedy_draft", "alpha_exact_match"),
+            *("acceptance_rate", "acceptance_length"),
+        ):
+            assert set(summary[key]) == {"mean", "ci95", "n", "prompts"}
+        assert 0 < summary["alpha_exact_match"]["mean"] <= summary["alpha"]["mean"] <= 1
+        assert len(summary["acceptance_per_position"]) == summary["gamma"]
+        assert set(summary["speedup"]) >= {"measured", "ci95", "predicted", "ceiling"}
+        assert summary["lossless"]["passed"] is True
+        assert summary["verdict"] in ("deploy", "do_not_deploy", "inconclusive")
+        for key in ("cost_ratio", "verify_ratio", "overhead_ratio"):
+            assert summary[key] > 0
+        assert set(summary["tokens_per_second"]) == {"autoregressive", "speculative"}
+
+
+def test_tau_and_the_per_position_rates_come_from_one_histogram(finished):
+    judged = read_json(finished / "evaluate" / "summary.json")
+    rates = judged["acceptance_per_position"]
+    assert judged["acceptance_length"]["mean"] == pytest.approx(1 + sum(rates))
+    assert judged["acceptance_rate"]["mean"] == pytest.approx(sum(rates) / judged["gamma"])
+    histogram = judged["accept_counts"]
+    assert judged["acceptance_length"]["n"] == sum(histogram)
+
+
+def test_evaluation_prompts_are_held_out_of_training(finished, root):
+    config = smoke(root)
+    contexts = next((root / "shared" / "contexts").iterdir())
+    rollouts = next((root / "shared" / "generate").iterdir())
+    seen = {tuple(record.prompt_ids) for record in read_rollouts(rollouts)}
+    for split in ("validation", "test"):
+        held_out = {tuple(record.prompt_ids) for record in read_contexts(contexts, split)}
+        assert held_out
+        assert not held_out & seen
+    assert len(read_rollouts(rollouts)) == config.generate.rollouts
+
+
+def test_the_trained_drafter_is_a_plain_model_folder_with_the_targets_tokenizer(finished, root):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = finished / "distill" / "draft"
+    made = next((root / "shared" / "prepare").iterdir())
+    AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(made / "target").get_vocab()
+    assert not same_weights(first=folder, second=made / "draft")
+
+
+@pytest.fixture
+def unjudged(monkeypatch) -> None:
+    """Leave out the evaluation at the end of `distill`."""
+    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
+
+
+@pytest.mark.usefixtures("unjudged")
+@pytest.mark.parametrize("source", ["fixed", "draft"])
+def test_every_source_trains(root, source):
+    config = smoke(root, f"source={source}", f"name=by_{source}")
+    distill.ensure(config)
+    lines = [line for line in numbers(root / f"by_{source}" / "distill") if "loss" in line]
+    assert lines[-1]["step"] == config.optim.max_steps
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_several_temperatures_are_evaluated_in_one_go(finished, root):
+    config = smoke(
+        root,
+        "name=temperatures",
+        "evaluate.draft=given",
+        "evaluate.temperatures=[0,0.7]",
+        f"draft.path={finished / 'distill' / 'draft'}",
+    )
+    summary = evaluate.launch(config)
+    assert list(summary["by_temperature"]) == ["0", "0.7"]
+    assert summary["temperature"] == 0
+    assert "before" not in summary
+    greedy = summary["by_temperature"]["0"]
+    assert greedy["alpha"]["mean"] == greedy["alpha_exact_match"]["mean"]
+    assert greedy["alpha"]["mean"] != summary["by_temperature"]["0.7"]["alpha"]["mean"]
+
+
+# The same run again, interrupted or not
+
+
+def run_distill(root: Path, name: str) -> Config:
+    options = ["optim.max_steps=12", "optim.save_steps=3", "optim.logging_steps=1"]
+    return smoke(root, f"name={name}", "source=draft", "optim.eval_steps=6", *options)
+
+
+@pytest.mark.usefixtures("unjudged", "finished")
+def test_a_killed_distillation_ends_like_an_uninterrupted_one(root):
+    distill.ensure(run_distill(root, "whole"))
+    distill.ensure(run_distill(root, "again"))
+    checkpoint = root / "killed" / "distill" / "checkpoint.safetensors"
+    kill_when(checkpoint.exists, distill, run_distill(root, "killed"))
+    assert not (root / "killed" / "distill" / "summary.json").exists()
+    distill.ensure(run_distill(root, "killed"))
+    for other in ("again", "killed"):
+        whole, run = root / "whole" / "distill", root / other / "distill"
+        assert numbers(run) == numbers(whole)
+        assert same_weights(first=run / "draft", second=whole / "draft")
+        first, second = (read_json(path / "summary.json") for path in (whole, run))
+        assert first["tokens"] == second["tokens"]
+
+
+def test_a_killed_preparation_ends_like_an_uninterrupted_one(finished, root, tmp_path):
+    whole = next((root / "shared" / "prepare").iterdir())
+    config = smoke(tmp_path, "optim.save_steps=5")
+    folder = prepare.path(config)
+    kill_when((folder / "target-training" / "checkpoint.safetensors").exists, prepare, config)
+    kill_when((folder / "target" / "config.json").exists, prepare, config)
+    prepare.launch(config)
+    for model in ("target", "draft"):
+        assert same_weights(first=folder / model, second=whole / model)
+    assert numbers(folder) == numbers(whole)
+
+
+def test_killed_rollouts_go_on_with_the_next_part(finished, root, tmp_path):
+    made = next((root / "shared" / "prepare").iterdir())
+    models = [f"target.path={made / 'target'}", f"draft.path={made / 'draft'}"]
+    config = smoke(tmp_path, *models, "generate.batch_size=4")
+    first = generate.path(config) / "part-00000000.parquet"
+    kill_when(first.exists, generate, config)
+    before = first.stat().st_mtime_ns
+    generate.launch(config)
+    assert first.stat().st_mtime_ns == before
+    whole = read_rollouts(next((root / "shared" / "generate").iterdir()))
+    resumed = read_rollouts(generate.path(config))
+    assert [r.output_ids for r in resumed] == [r.output_ids for r in whole]
+
+
+# Any two folders and any file
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> Path:
+    """A user's own folder: two models, a file of prompts and completions, bad ones beside them."""
+    folder = tmp_path_factory.mktemp("own")
+    rows = [TEXT.format(i, i * 7, i * 13) for i in range(60)]
+    tokenizer = train_byte_bpe(rows, 300)
+    config = smoke(folder)
+    cpu = torch.device("cpu")
+    for name, shape, seed in (
+        ("target", config.target.pretrain, 1),
+        ("draft", config.draft.pretrain, 2),
+    ):
+        save_model(new_llama(shape, tokenizer, seed=seed, device=cpu), tokenizer, folder / name)
+    other = train_byte_bpe([row.upper() for row in rows], 300)
+    save_model(new_llama(config.draft.pretrain, other, seed=3, device=cpu), other, folder / "other")
+    with (folder / "rows.jsonl").open("w") as file:
+        for i, row in enumerate(rows):
+            pair = {"prompt": row[: 20 + i % 9], "completion": row[20 + i % 9 :]}
+            file.write(json.dumps(pair) + "\n")
+    good = (folder / "rows.jsonl").read_text()
+    (folder / "broken.jsonl").write_text(good + '{"prompt": "half\n')
+    (folder / "empty.jsonl").write_text("")
+    (folder / "hollow").mkdir()
+    return folder
+
+
+def pair_config(own: Path, root: Path, *overrides: str) -> Config:
+    given = [f"target.path={own / 'target'}", f"draft.path={own / 'draft'}"]
+    small = ["data=local", f"data.path={own / 'rows.jsonl'}", "name=pair", "source=draft"]
+    return smoke(root, *small, *given, "optim.max_steps=4", *overrides)
+
+
+def test_two_folders_and_a_file_are_enough(own, tmp_path):
+    distill.launch(pair_config(own, tmp_path))
+    summary = read_json(tmp_path / "pair" / "evaluate" / "summary.json")
+    assert summary["lossless"]["passed"]
+    assert summary["before"]["alpha"]["prompts"] == summary["alpha"]["prompts"]
+    assert not (tmp_path / "shared" / "prepare").exists()
+
+
+def test_a_run_that_makes_the_drafter_worse_says_so_and_keeps_the_start(own, tmp_path, capsys):
+    config = pair_config(own, tmp_path, "optim.learning_rate=3", "optim.warmup_steps=0")
+    distill.launch(config)
+    summary = read_json(tmp_path / "pair" / "distill" / "summary.json")
+    assert "no step beat the starting drafter" in capsys.readouterr().out
+    assert summary["best_step"] == 0
+    assert summary["alpha_gain"]["mean"] == 0
+    assert same_weights(first=tmp_path / "pair" / "distill" / "draft", second=own / "draft")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("target.path=/no/such/folder", r"^target\.path /no/such/folder: no such folder"),
+        ("draft.path={own}/other", r"^draft\.path: target and draft have different vocabularies"),
+        ("draft.path={own}/hollow", r"^draft\.path .*hollow: holds no config\.json"),
+        ("data.path={own}/missing.jsonl", r"^data\.path .*missing\.jsonl: no such file"),
+        ("data.path={own}/empty.jsonl", r"data\.path .*empty\.jsonl"),
+        ("data.path={own}/broken.jsonl", r"data\.path .*broken\.jsonl, line 61"),
+        ("data.prompt_column=question", r"question.*completion, prompt|question.*prompt"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_no_stage_folder(own, tmp_path, override, line):
+    with pytest.raises(ValueError, match=line) as error:
+        distill.launch(pair_config(own, tmp_path, override.format(own=own)))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.rglob("manifest.json"))

@@ -1,0 +1,379 @@
+"""The stage folder: complete, resumed, refused, redone, stale, locked, cleared of refused runs."""
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pipelines.stage
+from draftkit.artifacts import read_json
+from draftkit.config import Config, HardwareConfig, TrackerConfig
+from pipelines.folder import LOCK, locked
+from pipelines.stage import Stage, StageFolder, stage
+from tests.toy import CHECKPOINT, Toy, metrics, result, with_steps
+
+RECORDS = [LOCK, "config.yaml", "manifest.json", "metrics.jsonl", "summary.json"]
+
+
+@pytest.fixture(autouse=True)
+def _quick_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelines.stage, "provenance", lambda: {"git_commit": None})
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(root=str(tmp_path / "outputs"), name="toy", tracker=TrackerConfig(mode="none"))
+
+
+@pytest.fixture
+def toy() -> Toy:
+    return Toy()
+
+
+def test_a_fresh_run_leaves_records_product_and_summary(toy: Toy, config: Config) -> None:
+    summary = toy.down.launch(with_steps(config, 3))
+    path = Path(config.root) / "toy" / "down"
+    assert path == toy.down.path(with_steps(config, 3))
+    assert sorted(child.name for child in path.iterdir()) == sorted([*RECORDS, "model"])
+    assert summary == read_json(path / "summary.json") == {"weight": 4.25, "seconds": 1.0}
+    manifest = read_json(path / "manifest.json")
+    assert manifest["settings"]["optim.max_steps"] == 3
+    assert manifest["settings"]["seed"] == 0
+    assert set(manifest["inputs"]) == {"up"}
+    assert manifest["provenance"] == {"git_commit": None}
+    assert "max_steps: 3" in (path / "config.yaml").read_text()
+    assert [line["step"] for line in metrics(path)] == [1, 2, 3]
+
+
+def test_the_summary_is_written_last(
+    toy: Toy, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    original = pipelines.stage.write_json
+
+    def note(path: Path, value: Any) -> None:
+        written.append(Path(path).name)
+        original(path, value)
+
+    monkeypatch.setattr(pipelines.stage, "write_json", note)
+    toy.up.launch(config)
+    assert written == ["manifest.json", "manifest.json", "summary.json"]
+
+
+def test_a_complete_stage_is_not_redone(
+    toy: Toy, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = toy.down.launch(config)
+    capsys.readouterr()
+    assert toy.down.launch(config) == first
+    assert toy.runs == ["up", "down"]
+    assert "complete, nothing to do" in capsys.readouterr().out
+
+
+def test_what_a_stage_does_not_declare_does_not_count(toy: Toy, config: Config) -> None:
+    toy.down.launch(config)
+    toy.down.launch(
+        replace(
+            config,
+            hardware=HardwareConfig(device="cpu", threads=1),
+            tracker=TrackerConfig(mode="disabled"),
+            runs=["elsewhere"],
+            sampling=replace(config.sampling, top_k=5),
+        )
+    )
+    assert toy.runs == ["up", "down"]
+
+
+@pytest.mark.parametrize("section", ["hardware.dtype", "tracker", "root", "optim.lr"])
+def test_a_stage_cannot_declare_what_never_counts_or_is_unknown(section: str) -> None:
+    with pytest.raises(AssertionError):
+        stage(sections=(section,), name="x")(lambda config, folder: {})
+
+
+def test_another_configuration_is_refused_with_key_values_and_both_ways_out(
+    toy: Toy, config: Config
+) -> None:
+    toy.down.launch(config)
+    before = result(toy.down.path(config))
+    with pytest.raises(ValueError, match="was made with other settings") as error:
+        toy.down.launch(replace(with_steps(config, 7), seed=5))
+    text = str(error.value)
+    for part in ("seed was 0, now 5", "optim.max_steps was 100, now 7", "name=", "overwrite=true"):
+        assert part in text
+    assert "\n" not in text
+    assert result(toy.down.path(config)) == before
+    with pytest.raises(ValueError, match="seed was 0, now 5"):
+        toy.down.ensure(replace(config, seed=5))
+
+
+def test_overwrite_redoes_the_launched_stage_and_no_other(
+    toy: Toy, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.down.launch(config)
+    (toy.down.path(config) / "model" / "stray").write_text("old")
+    toy.down.launch(replace(with_steps(config, 2), overwrite=True))
+    assert toy.runs == ["up", "down", "down"]
+    assert "overwrite=true" in capsys.readouterr().out
+    path = toy.down.path(config)
+    assert read_json(path / "summary.json")["weight"] == 2.5
+    assert not (path / "model" / "stray").exists()
+    assert len(metrics(path)) == 2
+
+
+def test_a_changed_input_makes_the_stage_stale_and_it_says_so(
+    toy: Toy, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.down.launch(config)
+    toy.content = "other text"
+    toy.up.launch(replace(config, overwrite=True))
+    capsys.readouterr()
+    toy.down.launch(config)
+    assert toy.runs == ["up", "down", "up", "down"]
+    assert "stale, redoing it (changed: up)" in capsys.readouterr().out
+
+
+def test_a_redone_but_equal_input_keeps_what_was_made_of_it(toy: Toy, config: Config) -> None:
+    toy.down.launch(config)
+    toy.up.launch(replace(config, overwrite=True))
+    toy.down.launch(config)
+    assert toy.runs == ["up", "down", "up"]
+
+
+def test_a_missing_stage_is_run_aloud_and_a_complete_one_used_in_silence(
+    toy: Toy, config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy.down.launch(config)
+    assert capsys.readouterr().out.startswith("down needs up: running it first\n")
+    assert toy.up.ensure(config) == toy.up.path(config)
+    assert capsys.readouterr().out == ""
+
+
+def test_experiments_share_a_shared_stage(toy: Toy, config: Config) -> None:
+    toy.down.launch(config)
+    toy.down.launch(replace(config, name="other", seed=3))
+    assert toy.runs == ["up", "down", "down"]
+    longer = replace(config, name="third", data=replace(config.data, max_length=99))
+    toy.down.launch(longer)
+    assert toy.runs[3:] == ["up", "down"]
+    folders = list((Path(config.root) / "shared" / "up").iterdir())
+    assert len(folders) == 2
+    assert {len(folder.name) for folder in folders} == {16}
+
+
+def test_an_interrupted_stage_goes_on_and_equals_an_uninterrupted_one(
+    toy: Toy, config: Config
+) -> None:
+    config = with_steps(config, 9)
+    toy.down.launch(config)
+
+    def interrupt(step: int) -> None:
+        if step == 7:
+            raise KeyboardInterrupt
+
+    toy.trouble = interrupt
+    other = replace(config, name="interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        toy.down.launch(other)
+    assert len(metrics(toy.down.path(other))) == 7
+    toy.trouble = lambda step: None
+    toy.down.launch(other)
+    assert toy.runs == ["up", "down", "down", "resumed down"]
+    assert result(toy.down.path(other)) == result(toy.down.path(config))
+    manifest = read_json(toy.down.path(other) / "manifest.json")
+    assert len(manifest["resumed"]) == 1
+
+
+def test_a_second_launch_on_a_folder_in_use_is_refused_in_one_line(
+    toy: Toy, config: Config
+) -> None:
+    toy.up.launch(config)
+    with (
+        locked(toy.down.path(config), wait=False),
+        pytest.raises(ValueError, match="in use by another run") as error,
+    ):
+        toy.down.launch(config)
+    assert "name=" in str(error.value)
+    assert toy.runs == ["up"]
+    toy.down.launch(config)
+
+
+def test_a_needed_stage_that_another_run_is_making_is_waited_for(toy: Toy, config: Config) -> None:
+    path = toy.up.path(config)
+    with locked(path, wait=False):
+        waiting = threading.Thread(target=toy.up.ensure, args=(config,))
+        waiting.start()
+        other = Toy()
+        elsewhere = replace(config, root=config.root + "-other")
+        other.up.launch(elsewhere)
+        made = other.up.path(elsewhere)
+        shutil.copytree(made, path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(LOCK))
+    waiting.join(timeout=60)
+    assert not waiting.is_alive()
+    assert toy.runs == []
+
+
+def test_a_refused_run_leaves_no_folder_and_a_checkpoint_is_never_thrown_away(
+    toy: Toy, config: Config
+) -> None:
+    def refuse_at(when: int) -> Callable[[int], None]:
+        def refuse(step: int) -> None:
+            if step == when:
+                raise ValueError("data.path: no such file")
+
+        return refuse
+
+    toy.trouble = refuse_at(1)
+    with pytest.raises(ValueError, match=r"data\.path"):
+        toy.down.launch(config)
+    assert not (Path(config.root) / "toy").exists()
+    toy.trouble = refuse_at(5)
+    with pytest.raises(ValueError, match=r"data\.path"):
+        toy.down.launch(config)
+    assert read_json(toy.down.path(config) / CHECKPOINT / "step") == 4
+
+
+def test_a_killed_removal_of_a_refused_run_does_not_stand_in_the_way(
+    toy: Toy, config: Config
+) -> None:
+    path = toy.down.path(config)
+    left = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    for folder in (path, left):
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text("name: toy\n")
+    toy.down.launch(config)
+    assert not left.exists()
+
+
+def test_files_of_somebody_else_are_not_touched(toy: Toy, config: Config) -> None:
+    path = toy.down.path(config)
+    path.mkdir(parents=True)
+    (path / "thesis.txt").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=r"thesis\.txt"):
+            toy.down.launch(replace(config, overwrite=overwrite))
+    assert (path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on_later(
+    toy: Toy, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_steps(config, 9)
+    real = os.fsync
+
+    def fill(step: int) -> None:
+        if step == 5:
+
+            def full(descriptor: int) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            monkeypatch.setattr(os, "fsync", full)
+
+    toy.trouble = fill
+    with pytest.raises(ValueError, match="no space left") as error:
+        toy.down.launch(config)
+    monkeypatch.setattr(os, "fsync", real)
+    toy.trouble = lambda step: None
+    path = toy.down.path(config)
+    assert str(path) in str(error.value)
+    assert "root=" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert read_json(path / CHECKPOINT / "step") == 4
+    assert not list(path.glob(".*.tmp-*"))
+    assert toy.down.launch(config)["weight"] > 0
+    assert toy.runs == ["up", "down", "resumed down"]
+
+
+def test_results_do_not_depend_on_whether_an_input_had_to_be_made(config: Config) -> None:
+    drawn: list[float] = []
+
+    def up_run(config: Config, folder: StageFolder) -> dict[str, Any]:
+        torch.rand(7)
+        return {}
+
+    up = stage(sections=("seed",), name="up")(up_run)
+
+    def down_run(config: Config, folder: StageFolder) -> dict[str, Any]:
+        first = torch.rand(()).item()
+        up.ensure(config)
+        drawn.extend([first, torch.rand(()).item()])
+        return {}
+
+    down: Stage = stage(sections=("seed",), name="down")(down_run)
+    state = torch.get_rng_state()
+    down.launch(config)
+    down.launch(replace(config, overwrite=True))
+    assert drawn[:2] == drawn[2:]
+    assert torch.equal(state, torch.get_rng_state())
+    down.launch(replace(config, name="other", seed=1))
+    assert drawn[4] != drawn[0]
+
+
+def test_seconds_are_those_of_the_stage_alone(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(pipelines.stage.time, "perf_counter", lambda: now[0])
+
+    def take(seconds: float) -> None:
+        now[0] += seconds
+
+    up = stage(sections=("seed",), name="up")(lambda config, folder: take(100) or {})
+
+    def run(config: Config, folder: StageFolder) -> dict[str, Any]:
+        take(1)
+        up.ensure(config)
+        take(2)
+        return {}
+
+    assert stage(sections=("seed",), name="down")(run).launch(config)["seconds"] == 3
+    assert read_json(up.path(config) / "summary.json")["seconds"] == 100
+
+
+def test_after_follows_every_launch_and_no_ensure(config: Config) -> None:
+    told: list[Path] = []
+
+    def after(config: Config, path: Path) -> None:
+        assert (path / "summary.json").is_file()
+        told.append(path)
+
+    toy = stage(sections=("seed",), after=after, name="toy")(lambda config, folder: {})
+    path = toy.ensure(config)
+    assert told == []
+    toy.launch(config)
+    toy.launch(replace(config, overwrite=True))
+    assert told == [path, path]
+
+
+@pytest.fixture
+def _ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    return None
+
+
+@pytest.mark.usefixtures("_ranks")
+def test_another_rank_computes_and_writes_nothing(
+    config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pipelines.stage, "_agree", lambda value: value)
+    seen: list[StageFolder] = []
+
+    def run(config: Config, folder: StageFolder) -> dict[str, Any]:
+        seen.append(folder)
+        folder.note("silent")
+        folder.tracker.log("train", 1, {"loss": 1.0})
+        return {"loss": 1.0}
+
+    summary = stage(sections=("seed",), name="toy")(run).launch(config)
+    assert summary["loss"] == 1.0
+    assert not seen[0].is_main
+    assert not Path(config.root).exists()
+    assert capsys.readouterr().out == ""

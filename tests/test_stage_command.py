@@ -1,0 +1,287 @@
+"""A stage as a command: one clear line and exit code 2 for bad input, sweeps, ranks, Hydra."""
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+import pipelines.stage
+from draftkit.artifacts import read_json
+from draftkit.config import Config
+from pipelines.stage import StageFolder, stage
+from tests.toy import CHECKPOINT, Toy, metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def toy() -> Toy:
+    return Toy()
+
+
+@pytest.fixture
+def command(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """`python -m pipelines.down <arguments>` in `tmp_path`: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(pipelines.stage, "provenance", lambda: {"git_commit": None})
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["down", "tracker=none", *arguments])
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+        code = 0
+        try:
+            toy.down.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def one_line(text: str) -> str:
+    """The only non-empty line."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    assert len(lines) == 1, text
+    return lines[0]
+
+
+def test_a_command_composes_runs_and_then_has_nothing_to_do(command: Command, toy: Toy) -> None:
+    code, out, err = command("+experiment=smoke", "optim.max_steps=3")
+    assert (code, err) == (0, "")
+    assert out == "down needs up: running it first\n"
+    path = Path("outputs/smoke/down")
+    assert read_json(path / "summary.json")["weight"] == 4.25
+    stored = yaml.safe_load((path / "config.yaml").read_text())
+    assert stored["optim"]["max_steps"] == 3
+    assert stored["data"]["vocab_size"] == 512
+    code, out, err = command("+experiment=smoke", "optim.max_steps=3")
+    assert (code, err) == (0, "")
+    assert "nothing to do" in one_line(out)
+    assert sorted(child.name for child in Path("outputs").iterdir()) == [
+        ".hydra",
+        "shared",
+        "smoke",
+    ]
+    assert Path("outputs/.hydra/smoke/down/overrides.yaml").is_file()
+    assert [child.name for child in Path().iterdir()] == ["outputs"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("+experiment=quikstart", "did you mean quickstart"),
+        ("optim.lerning_rate=1", "did you mean optim.learning_rate"),
+        ("+optim.lerning_rate=1", "did you mean optim.learning_rate"),
+        ("decode.gamma=-1", "decode.gamma must lie in 0..32, got -1"),
+        ("sampling.temperature=-1", "sampling.temperature must be at least 0, got -1.0"),
+        ("optim.max_steps=many", "optim.max_steps"),
+        ("divergence=kl", "forward_kl"),
+        ("target=local", "target.path must be given"),
+        ("decode.gamma=[3", "[3"),
+    ],
+)
+def test_bad_input_is_one_line_exit_code_2_and_no_stage_folder(
+    command: Command, toy: Toy, argument: str, told: str
+) -> None:
+    code, out, err = command(argument)
+    assert code == 2
+    assert out == ""
+    assert told in one_line(err)
+    assert err.startswith("down: ")
+    assert toy.runs == []
+    assert not Path("outputs/default").exists()
+
+
+def test_a_folder_of_another_configuration_is_one_line(command: Command) -> None:
+    assert command("optim.max_steps=3")[0] == 0
+    code, out, err = command("optim.max_steps=4")
+    assert (code, out) == (2, "")
+    line = one_line(err)
+    assert "optim.max_steps was 3, now 4" in line
+    assert "name=" in line
+    assert "overwrite=true" in line
+    assert command("optim.max_steps=4", "overwrite=true")[0] == 0
+
+
+def test_a_full_disk_is_one_line_and_keeps_what_was_complete(
+    command: Command, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fsync
+
+    def fill(step: int) -> None:
+        if step == 5:
+
+            def full(descriptor: int) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            monkeypatch.setattr(os, "fsync", full)
+
+    toy.trouble = fill
+    code, _, err = command("optim.max_steps=9")
+    monkeypatch.setattr(os, "fsync", real)
+    assert code == 2
+    assert "outputs/default/down" in one_line(err)
+    assert read_json(Path("outputs/default/down") / CHECKPOINT / "step") == 4
+
+
+def test_an_error_of_the_stage_is_the_users_a_bug_keeps_its_traceback(
+    command: Command, toy: Toy
+) -> None:
+    def user_error(step: int) -> None:
+        raise ValueError("data.path: rows.jsonl\nis not a file")
+
+    def bug(step: int) -> None:
+        raise KeyError("weights")
+
+    def interrupt(step: int) -> None:
+        raise KeyboardInterrupt
+
+    toy.trouble = user_error
+    code, _, err = command()
+    assert (code, err) == (2, "down: data.path: rows.jsonl is not a file\n")
+    toy.trouble = bug
+    code, _, err = command()
+    assert code == 1
+    assert "Traceback" in err
+    assert err.endswith("KeyError: 'weights'\n")
+    toy.trouble = interrupt
+    code, _, err = command()
+    assert code == 130
+    assert "interrupted" in one_line(err)
+
+
+def test_who_asks_for_whole_errors_gets_them(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(sys, "argv", ["down", "decode.gamma=-1"])
+    with pytest.raises(ValueError, match=r"decode\.gamma must"):
+        toy.down.main()
+
+
+@pytest.mark.parametrize("flag_first", [True, False])
+def test_a_sweep_has_a_folder_a_seed_and_a_tracker_for_each_job(
+    command: Command, toy: Toy, flag_first: bool
+) -> None:
+    words = ["optim.max_steps=2,3", "seed=7", "divergence=jsd"]
+    code, out, err = command(*(["-m", *words] if flag_first else [*words, "-m"]))
+    assert (code, err) == (0, "")
+    root = Path("outputs/default")
+    assert sorted(child.name for child in root.iterdir()) == [
+        "optim.max_steps=2",
+        "optim.max_steps=3",
+    ]
+    for steps in (2, 3):
+        path = root / f"optim.max_steps={steps}" / "down"
+        assert len(metrics(path)) == steps
+        assert read_json(path / "manifest.json")["seed"] == 7
+        assert f"sweep job optim.max_steps={steps}" in out
+    assert toy.runs == ["up", "down", "down"]
+
+
+def test_a_sweep_over_experiments_needs_no_folder_of_its_own(command: Command) -> None:
+    code, _, err = command("+experiment=smoke,quickstart", "-m")
+    assert (code, err) == (0, "")
+    assert Path("outputs/smoke/down/summary.json").is_file()
+    assert Path("outputs/quickstart/down/summary.json").is_file()
+
+
+def test_a_bad_job_ends_a_sweep_with_one_line(command: Command) -> None:
+    code, _, err = command("decode.gamma=-1,2", "-m")
+    assert code == 2
+    assert "decode.gamma must" in one_line(err)
+
+
+def test_the_stage_sets_threads_and_seed(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    seen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seen.append(seed))
+
+    def run(config: Config, folder: StageFolder) -> dict[str, int]:
+        return {}
+
+    config = Config(root=str(tmp_path), seed=5)
+    config.hardware.threads = 3
+    config.tracker.mode = "none"
+    stage(sections=("seed",), name="toy")(run).launch(config)
+    assert seen == [3, 5]
+
+
+SCRIPT = """
+import os
+from pathlib import Path
+from tests.toy import Toy
+if __name__ == "__main__":
+    toy = Toy()
+    toy.trouble = lambda step: Path(f"rank-{os.environ.get('RANK', 'alone')}").touch()
+    toy.down.main()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "toy_command.py").write_text(SCRIPT)
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def test_python_m_from_another_folder_gives_exit_codes_and_help(
+    tmp_path: Path, script: dict[str, str]
+) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "toy_command", *arguments],
+            cwd=tmp_path,
+            env=script,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    refused = run("decode.gamma=-1")
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+    assert one_line(refused.stderr) == "down: decode.gamma must lie in 0..32, got -1"
+    shown = run("--help")
+    assert shown.returncode == 0
+    for part in ("python -m pipelines.down +experiment=NAME", "quickstart", "forward_kl", "-m"):
+        assert part in shown.stdout
+    done = run("optim.max_steps=3", "tracker=none")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "outputs/default/down/summary.json").is_file()
+
+
+def test_a_distributed_launch_runs_all_ranks_and_the_first_one_writes(
+    tmp_path: Path, script: dict[str, str]
+) -> None:
+    """The launcher behind `accelerate launch --multi_gpu`, here on the CPU."""
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command = ["-m", "toy_command", "optim.max_steps=3", "tracker=none"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *command],
+        cwd=tmp_path,
+        env={**script, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(file.name for file in tmp_path.glob("rank-*")) == ["rank-0", "rank-1"]
+    assert done.stdout.count("down needs up: running it first") == 1
+    path = tmp_path / "outputs/default/down"
+    assert [line["step"] for line in metrics(path)] == [1, 2, 3]
+    assert read_json(path / "summary.json")["weight"] == 4.25

@@ -1,0 +1,76 @@
+"""Two toy stages, one feeding the other, for the tests of what all stages share."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from draftkit.artifacts import atomic_path, read_json, remove, write_json
+from draftkit.config import Config, OptimConfig
+from draftkit.tracking import read_metrics
+from pipelines.folder import product_digest
+from pipelines.stage import StageFolder, stage
+
+CHECKPOINT = "checkpoint"
+
+
+def with_steps(config: Config, steps: int) -> Config:
+    return replace(config, optim=OptimConfig(max_steps=steps))
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint of two files: half of one is worth nothing."""
+    return {name: read_json(path / name) for name in ("step", "weight")}
+
+
+class Toy:
+    """A shared `up` and a `down` that trains on it with checkpoints, and how often they ran."""
+
+    def __init__(self) -> None:
+        self.runs: list[str] = []
+        self.content = "text"
+        self.trouble: Callable[[int], None] = lambda step: None
+        self.up = stage(sections=("data.max_length",), shared=True, name="up")(self._up)
+        self.down = stage(sections=("seed", "optim"), inputs=self._inputs, name="down")(self._down)
+
+    def _up(self, config: Config, folder: StageFolder) -> dict[str, Any]:
+        self.runs.append("up")
+        write_json(folder.path / "data.json", self.content)
+        return {"rows": 3}
+
+    def _inputs(self, config: Config) -> dict[str, str]:
+        return {"up": self.up.digest(config)}
+
+    def _down(self, config: Config, folder: StageFolder) -> dict[str, Any]:
+        self.runs.append("resumed down" if folder.resumed else "down")
+        path = folder.path / CHECKPOINT
+        state = read_checkpoint(path) if path.is_dir() else {"step": 0, "weight": 0.0}
+        steps = config.optim.max_steps
+        while state["step"] < steps:
+            self.trouble(state["step"])
+            step = state["step"] + 1
+            state = {"step": step, "weight": state["weight"] / 2 + step}
+            folder.tracker.log("train", step, {"weight": state["weight"]})
+            if step % 2 == 0 and step < steps and folder.is_main:
+                with atomic_path(path) as temporary:
+                    for name, value in state.items():
+                        write_json(temporary / name, value)
+        if folder.is_main:
+            with atomic_path(folder.path / "model") as temporary:
+                temporary.mkdir()
+                write_json(temporary / "weights.json", state["weight"])
+            remove(path)
+        return {"weight": state["weight"], "seconds": 1.0}
+
+
+def result(path: Path) -> tuple[Any, ...]:
+    """All that two equal runs share."""
+    lines = [{k: v for k, v in line.items() if k != "time"} for line in metrics(path)]
+    manifest = read_json(path / "manifest.json")
+    made = {key: manifest[key] for key in ("settings", "inputs", "product")}
+    names = sorted(child.name for child in path.iterdir())
+    return lines, read_json(path / "summary.json"), made, product_digest(path), names
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    return read_metrics(path / "metrics.jsonl")

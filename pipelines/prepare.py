@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftkit.artifacts import atomic_path, remove
 from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig
@@ -49,7 +49,7 @@ def make_tokenizer(config: Config, path: Path) -> PreTrainedTokenizerBase:
         texts = (str(text) for d in documents for text in d.row.values())
         with atomic_path(path) as temporary:
             train_byte_bpe(texts, config.data.vocab_size).save_pretrained(temporary)
-    return AutoTokenizer.from_pretrained(path)
+    return PreTrainedTokenizerFast.from_pretrained(path)
 
 
 def pretrain(

@@ -1,0 +1,128 @@
+"""Whole completions: requests in, token ids and counts out, by looping over the decoder's rounds.
+
+Knows no text and no clock; whoever wants times drives the decoder itself, as this module does.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding.decoder import Decoder, RoundResult, tokens_needed
+from draftkit.decoding.proposers import Proposer
+from draftkit.decoding.state import Request
+from draftkit.models.adapter import Adapter
+
+DRAFT_ID = "draft"
+
+
+@dataclass
+class Completion:
+    """One answer and what decoding it showed."""
+
+    prompt_ids: list[int]
+    output_ids: list[int] = field(default_factory=list)
+    ended: bool = False  # by an end-of-text id, else by the length limit
+    accept_counts: list[int] = field(default_factory=list)  # rounds with 0..gamma accepted
+    acceptance_total: float = 0.0  # sum over tested positions of sum_x min(p, q)
+    tested: int = 0  # proposals that were put to the test
+
+    @property
+    def rounds(self) -> int:
+        """Target passes."""
+        return sum(self.accept_counts)
+
+    @property
+    def accepted(self) -> int:
+        """Accepted proposals."""
+        return sum(n * count for n, count in enumerate(self.accept_counts))
+
+
+def record(completions: dict[int, Completion], result: RoundResult) -> list[int]:
+    """Add a round to `completions` (by slot); return the slots that are done.
+
+    A round counts with what it emitted up to an end of text; tokens cut by the length limit alone
+    were lawful, so they count too, though they are not part of the answer.
+    """
+    tokens = result.tokens.tolist()
+    acceptance = result.acceptance.tolist()
+    finished = []
+    for row, slot in enumerate(result.slots):
+        completion = completions[slot]
+        completion.output_ids += tokens[row][: result.committed[row]]
+        completion.accept_counts += [0] * (result.gamma + 1 - len(completion.accept_counts))
+        completion.accept_counts[result.emitted[row] - 1] += 1
+        tested = min(result.emitted[row], result.gamma)
+        completion.tested += tested
+        completion.acceptance_total += sum(acceptance[row][:tested])
+        if result.done[row]:
+            completion.ended = result.ended[row]
+            finished.append(slot)
+    return finished
+
+
+def finish(decoder: Decoder, requests: Sequence[Request]) -> list[Completion]:
+    """Decode `requests`, as many at once as `decoder` has free slots; answers in their order."""
+    waiting = list(enumerate(requests))
+    running: dict[int, Completion] = {}
+    order: dict[int, int] = {}
+    answers: dict[int, Completion] = {}
+    while waiting or running:
+        joining = [waiting.pop(0) for _ in range(min(len(waiting), decoder.free_slots))]
+        slots = decoder.join([request for _, request in joining])
+        for slot, (number, request) in zip(slots, joining, strict=True):
+            running[slot] = Completion(prompt_ids=list(request.prompt_ids))
+            order[slot] = number
+        for result in decoder.round():
+            done = record(running, result)
+            decoder.leave(done)
+            for slot in done:
+                answers[order[slot]] = running.pop(slot)
+    return [answers[number] for number in range(len(requests))]
+
+
+def decode(
+    target: Adapter,
+    requests: Sequence[Request],
+    *,
+    eos_token_ids: Sequence[int],
+    batch_size: int,
+    proposer: Proposer | None = None,
+    verification: str = "speculative",
+) -> list[Completion]:
+    """Decode all `requests` on a decoder made to their measure; `proposer` has id `DRAFT_ID`."""
+    if not requests:
+        return []
+    decoder = Decoder(
+        target,
+        slots=min(batch_size, len(requests)),
+        capacity=max(map(tokens_needed, requests)),
+        eos_token_ids=eos_token_ids,
+        verification=verification,
+    )
+    if proposer is not None:
+        decoder.attach(DRAFT_ID, proposer)
+    return finish(decoder, requests)
+
+
+def make_requests(
+    prompts: Iterable[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+    gamma: int = 0,
+    seed: int = 0,
+    first_row: int = 0,
+    max_length: int | None = None,
+) -> Iterator[Request]:
+    """One request a prompt, numbered from `first_row`; `max_length` bounds prompt and answer."""
+    for row, prompt in enumerate(prompts, start=first_row):
+        room = max_new_tokens if max_length is None else max_length - len(prompt)
+        yield Request(
+            prompt_ids=prompt,
+            max_new_tokens=min(max_new_tokens, room),
+            sampling=sampling,
+            gamma=gamma,
+            proposer_id=DRAFT_ID if gamma > 0 else None,
+            seed=seed,
+            row=row,
+        )

@@ -1,0 +1,266 @@
+"""Cached logits equal those of a fresh forward pass, after every round, whatever joins or leaves.
+
+The models are wrapped to record what they returned through the cache; the texts are kept here, and
+every recorded logit is compared with the bare model on the bare text.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding import cache as cache_module
+from draftkit.decoding import decoder as decoder_module
+from draftkit.decoding.cache import BUCKET, SlotCache
+from draftkit.decoding.decoder import Decoder, RoundResult
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.state import Request
+from draftkit.models.adapter import CausalAdapter
+from tests import tiny
+
+ATOL = 1e-5  # models compute norms and rotations in float32
+
+
+class Watched(CausalAdapter):
+    """An adapter that remembers the logits of every step."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, vocab_size=tiny.VOCAB_SIZE)
+        self.steps: list[Tensor] = []
+
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> Tensor:
+        logits = super().step(tokens, positions=positions, cache=cache)
+        self.steps.append(logits)
+        return logits
+
+    def fresh(self, text: list[int], last: int) -> Tensor:
+        """The logits [last, V] after the last tokens of `text`, by the bare model."""
+        with torch.no_grad():
+            return self.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -last:]
+
+
+class Session:
+    """A decoder with two drafts, driven row by row, and every logit of it checked."""
+
+    def __init__(self, architecture: str, slots: int = 6) -> None:
+        model = tiny.model(architecture, dtype=torch.float64)
+        self.target = Watched(model)
+        self.drafts = {
+            "close": Watched(tiny.related(model, noise=0.08)),
+            "far": Watched(tiny.related(model, noise=0.3)),
+        }
+        self.decoder = Decoder(self.target, slots=slots, capacity=tiny.MAX_POSITIONS)
+        for name, draft in self.drafts.items():
+            self.decoder.attach(name, DraftModelProposer(draft))
+        self.texts: dict[int, list[int]] = {}
+        self.requests: dict[int, Request] = {}
+        self.accepted: set[tuple[int, int]] = set()  # (gamma, number accepted) that occurred
+        self.compared = 0
+
+    def join(self, length: int, *, gamma: int, draft: str | None = None, new: int = 12) -> int:
+        request = Request(
+            prompt_ids=tiny.prompts([length], seed=length)[0],
+            max_new_tokens=new,
+            sampling=SamplingConfig(),
+            gamma=gamma,
+            proposer_id=draft,
+            row=length,
+        )
+        (slot,) = self.decoder.join([request])
+        self.texts[slot], self.requests[slot] = list(request.prompt_ids), request
+        return slot
+
+    def leave(self, slots: list[int]) -> None:
+        self.decoder.leave(slots)
+        for slot in slots:
+            del self.texts[slot], self.requests[slot]
+
+    def round(self) -> list[int]:
+        """One round; returns the slots that are done."""
+        for model in (self.target, *self.drafts.values()):
+            model.steps.clear()
+        done = []
+        for result in self.decoder.round():
+            self._check(result)
+            for row, slot in enumerate(result.slots):
+                self.texts[slot] += result.tokens[row, : result.committed[row]].tolist()
+                self.accepted.add((result.gamma, result.emitted[row] - 1))
+                if result.done[row]:
+                    done.append(slot)
+        return done
+
+    def _check(self, result: RoundResult) -> None:
+        """Compare the target's pass and the draft's steps of one group with fresh passes."""
+        gamma = result.gamma
+        (target_logits, *self.target.steps) = self.target.steps
+        name = self.requests[result.slots[0]].proposer_id
+        draft = self.drafts[name] if name is not None and gamma else None
+        steps = draft.steps[:gamma] if draft is not None else []
+        if draft is not None:
+            del draft.steps[:gamma]
+        for row, slot in enumerate(result.slots):
+            proposals = result.draft_tokens[row].tolist()
+            text = self.texts[slot] + proposals
+            expected = self.target.fresh(text, gamma + 1)
+            torch.testing.assert_close(target_logits[row], expected, atol=ATOL, rtol=0)
+            self.compared += gamma + 1
+            if draft is not None:
+                expected = draft.fresh(text[:-1], gamma)
+                found = torch.stack([logits[row, -1] for logits in steps])
+                torch.testing.assert_close(found, expected, atol=ATOL, rtol=0)
+                self.compared += gamma
+
+
+def play(session: Session) -> None:
+    """Rows of all gammas and both drafts join and leave between rounds."""
+    session.join(9, gamma=2, draft="close")
+    session.join(1, gamma=0)
+    session.round()
+    session.join(14, gamma=3, draft="far", new=20)
+    early = session.join(6, gamma=2, draft="close", new=30)
+    for _ in range(3):
+        session.leave(session.round())
+    session.leave([early])  # unfinished; its slot goes to a shorter text, over its traces
+    session.join(3, gamma=1, draft="far")
+    session.join(30, gamma=3, draft="close", new=40)
+    session.leave(session.round())  # the next prompt starts while that one is on its way
+    session.join(21, gamma=3, draft="close", new=40)
+    while session.texts:
+        session.leave(session.round())
+
+
+@pytest.mark.parametrize(("chunk", "bucket"), [(4, 1), (512, BUCKET)])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "gemma3"])
+def test_after_every_round_cached_logits_equal_a_fresh_pass(
+    architecture: str, chunk: int, bucket: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder_module, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(cache_module, "BUCKET", bucket)  # 1: no slot more than asked for
+    session = Session(architecture)
+    play(session)
+    assert session.compared > 150
+    assert {(3, n) for n in range(4)} <= session.accepted  # full acceptance and every rejection
+    assert session.decoder.free_slots == 6
+
+
+def test_rows_wait_for_their_prompt_while_others_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_module, "PREFILL_CHUNK", 4)
+    session = Session("llama")
+    short = session.join(2, gamma=1, draft="close", new=20)
+    long = session.join(14, gamma=1, draft="close", new=20)
+    advanced = []
+    for _ in range(5):
+        before = {slot: len(text) for slot, text in session.texts.items()}
+        session.round()
+        advanced.append({s for s, text in session.texts.items() if len(text) > before[s]})
+    # 13 tokens of the long prompt go in by four chunks of 4.
+    assert advanced == [{short}, {short}, {short}, {short, long}, {short, long}]
+
+
+def test_prefill_says_whether_any_prompt_still_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_module, "PREFILL_CHUNK", 4)
+    session = Session("llama")
+    assert session.decoder.prefill() is False
+    session.join(1, gamma=0)
+    assert session.decoder.prefill() is False  # its only token is fed by its first round
+    session.join(10, gamma=2, draft="far")
+    assert [session.decoder.prefill() for _ in range(4)] == [True, True, False, False]
+
+
+def test_new_weights_are_met_by_old_caches_and_a_fresh_row_gets_a_fresh_one() -> None:
+    session = Session("llama")
+    session.join(9, gamma=2, draft="close", new=40)
+    session.round()
+    state = session.drafts["far"].model.state_dict()
+    session.decoder.swap("close", {k: v.clone() for k, v in state.items()}, "v2")
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        session.round()  # the draft's old cache: its logits are those of neither draft
+    session.leave(list(session.texts))
+    session.join(9, gamma=2, draft="close")
+    session.round()
+
+
+# The cache itself
+
+
+def written(cache: SlotCache, positions: list[list[int]], value: float) -> Tensor:
+    rows, count = len(positions), len(positions[0])
+    states = torch.full((rows, 2, count, 3), value)
+    keys, values = cache.at(torch.tensor(positions)).update(states, -states, 0)
+    assert torch.equal(keys, -values)
+    return keys[:, 0, :, 0]
+
+
+def test_tokens_lie_in_the_slots_of_their_positions_and_rows() -> None:
+    cache = SlotCache(3, 6)
+    everything = written(cache, [[0, 1], [2, 3], [4, 5]], 1.0)
+    assert everything.tolist() == [[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]
+    cache.select(torch.tensor([2, 0]), longest=6)
+    assert written(cache, [[4], [1]], 2.0).tolist() == [[0, 0, 0, 0, 2, 1], [1, 2, 0, 0, 0, 0]]
+    cache.select(None, longest=6)
+    rows = written(cache, [[5]] * 3, 3.0)
+    assert rows.tolist() == [[1, 2, 0, 0, 0, 3], [0, 0, 1, 1, 0, 3], [0, 0, 0, 0, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("longest", "visible"), [(1, BUCKET), (BUCKET, BUCKET), (BUCKET + 1, 2 * BUCKET), (150, 150)]
+)
+def test_few_numbers_of_slots_are_visible_and_never_more_than_there_are(
+    longest: int, visible: int
+) -> None:
+    cache = SlotCache(2, 150).select(None, longest=longest)
+    assert cache.visible == visible
+    assert written(cache, [[0], [1]], 1.0).shape == (2, visible)
+
+
+def test_layers_keep_their_own_buffers() -> None:
+    cache = SlotCache(1, 4).at(torch.tensor([[0]]))
+    first = cache.update(torch.ones(1, 2, 1, 3), torch.ones(1, 2, 1, 5), 0)
+    second = cache.update(torch.zeros(1, 1, 1, 3), torch.zeros(1, 1, 1, 3), 1)
+    assert [part.shape for part in (*first, *second)] == [
+        (1, 2, 4, 3),
+        (1, 2, 4, 5),
+        (1, 1, 4, 3),
+        (1, 1, 4, 3),
+    ]
+    assert first[0].sum() == 6
+    assert second[0].sum() == 0
+
+
+# A wrong cache is seen
+
+
+BROKEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "a constant slot": torch.zeros_like,
+    "slots that come round again": lambda positions: positions % 16,
+}
+
+
+@pytest.mark.parametrize("place", BROKEN.values(), ids=BROKEN)
+def test_a_cache_that_writes_elsewhere_is_rejected(
+    place: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = SlotCache.at
+    monkeypatch.setattr(SlotCache, "at", lambda self, positions: real(self, place(positions)))
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        play(Session("llama"))
+
+
+def test_a_draft_that_feeds_the_last_token_alone_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = Watched.step
+
+    def step(self: Watched, tokens: Tensor, *, positions: Tensor, cache: Any) -> Tensor:
+        if self in drafts and tokens.shape[1] == 2:
+            tokens, positions = tokens[:, 1:], positions[:, 1:]
+        return real(self, tokens, positions=positions, cache=cache)
+
+    session = Session("llama")
+    drafts = list(session.drafts.values())
+    monkeypatch.setattr(Watched, "step", step)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        play(session)

@@ -1,0 +1,391 @@
+"""The decoder's face: what a round reports, who may join, leave, attach, detach and swap.
+
+That its tokens have the target's law is `test_exactness.py`'s business.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding.decoder import Decoder, RoundResult, RoundSeconds, tokens_needed
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.state import Request
+from draftkit.models.adapter import CausalAdapter
+from draftkit.theory.warping import SamplingParams, seen_tokens, warp
+from tests import tiny
+from tests.decoding.mutants import PointingProposer
+from tests.tabular import TabularAdapter, random_adapter, relative
+
+PLAIN = SamplingConfig()
+SERVED = [
+    PLAIN,
+    SamplingConfig(temperature=0.7, top_k=20, top_p=0.9),
+    SamplingConfig(temperature=0.0),
+    SamplingConfig(repetition_penalty=1.4),
+]
+
+
+def request_of(prompt: list[int], new: int = 8, gamma: int = 2, **changes: Any) -> Request:
+    request = Request(
+        prompt_ids=prompt,
+        max_new_tokens=new,
+        sampling=PLAIN,
+        gamma=gamma,
+        proposer_id="draft" if gamma else None,
+    )
+    return replace(request, **changes)
+
+
+def tabular_decoder(
+    *, slots: int = 4, capacity: int = 64, context: int = 1 << 20, draft_context: int = 1 << 20
+) -> Decoder:
+    target = random_adapter(8, 1, max_positions=context)
+    draft = relative(target, 2)
+    draft.max_positions = draft_context
+    decoder = Decoder(target, slots=slots, capacity=capacity)
+    decoder.attach("draft", DraftModelProposer(draft, version="v1"))
+    return decoder
+
+
+# What a round reports
+
+
+def fresh(adapter: CausalAdapter, text: list[int], last: int) -> Tensor:
+    with torch.no_grad():
+        return adapter.model(input_ids=torch.tensor([text])).logits[0, -last:]
+
+
+def warped(logits: Tensor, texts: list[list[int]], sampling: SamplingConfig) -> Tensor:
+    """The served law [N, V] of `logits` [N, V] after each of `texts`."""
+    params = SamplingParams.uniform(
+        1,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
+    )
+    seen = [
+        seen_tokens(torch.tensor([text]), torch.tensor([len(text)]), logits.shape[-1])
+        for text in texts
+    ]
+    return warp(logits[None], params, torch.stack(seen, dim=1))[0]
+
+
+@pytest.fixture(scope="module")
+def rounds() -> list[tuple[RoundResult, list[list[int]], list[Request]]]:
+    """Rounds of gamma 3 over rows of every sampling, with the texts before each."""
+    target, draft = tiny.pair("qwen3", dtype=torch.float64)
+    decoder = Decoder(target, slots=4, capacity=64)
+    decoder.attach("draft", DraftModelProposer(draft, version="v7"))
+    prompts = tiny.prompts([6, 1, 9, 12])
+    requests = [
+        request_of(prompt, new=18, gamma=3, sampling=sampling, row=row)
+        for row, (prompt, sampling) in enumerate(zip(prompts, SERVED, strict=True))
+    ]
+    decoder.join(requests)
+    texts = [list(prompt) for prompt in prompts]
+    played = []
+    while results := decoder.round():
+        (result,) = results
+        played.append((result, [list(texts[slot]) for slot in result.slots], requests))
+        for row, slot in enumerate(result.slots):
+            texts[slot] += result.tokens[row, : result.committed[row]].tolist()
+    assert all(len(text) == len(p) + 18 for text, p in zip(texts, prompts, strict=True))
+    return played
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[CausalAdapter, CausalAdapter]:
+    return tiny.pair("qwen3", dtype=torch.float64)
+
+
+Played = list[tuple[RoundResult, list[list[int]], list[Request]]]
+
+
+def test_reported_log_probs_are_the_raw_targets(
+    rounds: Played, models: tuple[CausalAdapter, CausalAdapter]
+) -> None:
+    for result, texts, requests in rounds:
+        for row, slot in enumerate(result.slots):
+            count = result.emitted[row]
+            tokens = result.tokens[row, :count].tolist()
+            logits = fresh(models[0], texts[row] + tokens[:-1], count)
+            expected = logits.log_softmax(-1)[torch.arange(count), tokens]
+            temperature = requests[slot].sampling.temperature or 1.0
+            for found, own in (
+                (result.target_log_probs, expected),
+                (result.log_sum_exp, logits.logsumexp(-1)),
+                (result.served_log_sum_exp, (logits / temperature).logsumexp(-1)),
+            ):
+                torch.testing.assert_close(found[row, :count], own, atol=1e-5, rtol=0)
+
+
+def test_reported_acceptance_is_the_overlap_of_the_served_laws(
+    rounds: Played, models: tuple[CausalAdapter, CausalAdapter]
+) -> None:
+    for result, texts, requests in rounds:
+        for row, slot in enumerate(result.slots):
+            proposals = result.draft_tokens[row].tolist()
+            before = [texts[row] + proposals[:i] for i in range(3)]
+            target_probs, draft_probs = (
+                warped(fresh(model, before[-1], 3), before, requests[slot].sampling)
+                for model in models
+            )
+            overlap = torch.minimum(target_probs, draft_probs).sum(-1)
+            torch.testing.assert_close(result.acceptance[row], overlap, atol=1e-5, rtol=0)
+
+
+def test_acceptance_of_one_hot_proposals_is_the_targets_probability_of_them() -> None:
+    target = random_adapter(8, 1)
+    decoder = Decoder(target, slots=1, capacity=32)
+    decoder.attach("draft", PointingProposer(relative(target, 2)))
+    decoder.join([request_of([3, 1], gamma=2)])
+    (result,) = decoder.round()
+    text = torch.tensor([[3, 1, *result.draft_tokens[0].tolist()]])
+    law = target.logits(text)[0, 1:3].softmax(-1)
+    own = law.gather(1, result.draft_tokens[0][:, None])[:, 0]
+    torch.testing.assert_close(result.acceptance[0], own)
+
+
+def test_accepted_tokens_are_the_proposals_and_rounds_carry_version_and_gamma(
+    rounds: Played,
+) -> None:
+    accepted = set()
+    for result, _, _ in rounds:
+        assert (result.gamma, result.proposer_version) == (3, "v7")
+        for row, emitted in enumerate(result.emitted):
+            n = emitted - 1
+            accepted.add(n)
+            assert result.tokens[row, :n].tolist() == result.draft_tokens[row, :n].tolist()
+    assert accepted == {0, 1, 2, 3}
+
+
+def test_a_clock_tells_where_the_time_of_a_round_went() -> None:
+    ticks = iter([0.0, 2.0, 5.0, 9.0])
+    target = random_adapter(8, 1)
+    decoder = Decoder(target, slots=1, capacity=32, clock=lambda: next(ticks))
+    decoder.join([request_of([1], gamma=0)])
+    (result,) = decoder.round()
+    assert result.seconds == RoundSeconds(propose=2.0, verify=3.0, rest=4.0)
+    assert result.proposer_version == ""
+
+
+def test_without_a_clock_no_time_is_told() -> None:
+    decoder = tabular_decoder()
+    decoder.join([request_of([1])])
+    assert decoder.round()[0].seconds == RoundSeconds(0.0, 0.0, 0.0)
+
+
+# Groups
+
+
+def test_rows_run_by_gamma_and_proposer() -> None:
+    decoder = tabular_decoder(slots=6)
+    decoder.attach("other", DraftModelProposer(relative(random_adapter(8, 1), 3), version="w"))
+    decoder.join(
+        [
+            request_of([1], gamma=2),
+            request_of([2], gamma=0),
+            request_of([3], gamma=2, proposer_id="other"),
+            request_of([4], gamma=1),
+            request_of([5], gamma=2),
+        ]
+    )
+    results = decoder.round()
+    found = {(r.gamma, r.proposer_version): r.slots for r in results}
+    assert found == {(2, "v1"): [0, 4], (0, ""): [1], (2, "w"): [2], (1, "v1"): [3]}
+    assert [r.tokens.shape for r in results] == [(len(r.slots), r.gamma + 1) for r in results]
+
+
+def test_finished_rows_stand_still_until_they_leave() -> None:
+    decoder = tabular_decoder(slots=2)
+    short, long = decoder.join([request_of([1, 2], new=1), request_of([3], new=40)])
+    (result,) = decoder.round()
+    assert result.done == [True, False]
+    assert all(result.slots == [long] for result in decoder.round())
+    assert decoder.free_slots == 0
+    decoder.leave([short])
+    assert decoder.free_slots == 1
+    assert decoder.join([request_of([4])]) == [short]
+    assert decoder.round()[0].slots == [short, long]
+
+
+def test_a_decoder_without_rows_does_nothing() -> None:
+    decoder = tabular_decoder()
+    assert decoder.round() == []
+    assert decoder.prefill() is False
+    assert decoder.join([]) == []
+
+
+# Who may join
+
+
+def test_a_request_that_exceeds_the_context_is_refused_before_any_has_joined() -> None:
+    decoder = tabular_decoder(context=12)
+    fits, too_long = request_of([1] * 4, new=8), request_of([1] * 5, new=8)
+    with pytest.raises(ValueError, match=r"5 prompt tokens and 8 new ones exceed .* 12 "):
+        decoder.join([fits, too_long])
+    assert decoder.free_slots == 4
+    assert decoder.round() == []
+    assert decoder.join([fits]) == [0]
+
+
+def test_the_context_is_the_smaller_of_both_models() -> None:
+    decoder = tabular_decoder(context=12, draft_context=10)
+    with pytest.raises(ValueError, match="context of 10 "):
+        decoder.join([request_of([1] * 3, new=8)])
+    decoder.join([request_of([1] * 2, new=8)])
+    decoder.join([request_of([1] * 4, new=8, gamma=0)])  # the draft is not asked
+
+
+def test_a_request_that_exceeds_the_cache_is_refused() -> None:
+    decoder = tabular_decoder(capacity=20)
+    request = request_of([1] * 6, new=8, gamma=2)  # 14 tokens and twice gamma + 1
+    assert tokens_needed(request) == 20
+    decoder.join([request])
+    with pytest.raises(ValueError, match="needs 21 cache slots, the decoder has 20"):
+        decoder.join([replace(request, max_new_tokens=9)])
+
+
+def test_more_requests_than_free_slots_are_refused() -> None:
+    decoder = tabular_decoder(slots=2)
+    with pytest.raises(ValueError, match="3 requests, 2 free slots"):
+        decoder.join([request_of([1])] * 3)
+    assert decoder.free_slots == 2
+
+
+def test_a_request_for_an_unknown_proposer_is_refused() -> None:
+    with pytest.raises(ValueError, match="no proposer 'nobody' is attached"):
+        tabular_decoder().join([request_of([1], proposer_id="nobody")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt_ids": []}, "at least one token"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"proposer_id": None}, "gamma=2 needs a proposer"),
+    ],
+)
+def test_requests_without_sense_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        request_of([1], **changes)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 4])
+def test_a_row_may_fill_cache_and_context_to_the_last_slot(gamma: int) -> None:
+    request = request_of([1, 2, 3], new=9, gamma=gamma)
+    decoder = tabular_decoder(slots=1, capacity=tokens_needed(request), context=12)
+    decoder.join([request])
+    emitted = 0
+    while results := decoder.round():
+        emitted += results[0].committed[0]
+    assert emitted == 9
+
+
+# Proposers
+
+
+def test_a_proposer_in_use_can_be_neither_detached_nor_replaced() -> None:
+    decoder = tabular_decoder()
+    (slot,) = decoder.join([request_of([1])])
+    with pytest.raises(ValueError, match="proposer draft still serves rows"):
+        decoder.detach("draft")
+    with pytest.raises(ValueError, match="proposer draft still serves rows"):
+        decoder.attach("draft", DraftModelProposer(random_adapter(8, 9)))
+    decoder.round()
+    decoder.leave([slot])
+    decoder.detach("draft")
+    with pytest.raises(ValueError, match="no proposer 'draft' is attached"):
+        decoder.join([request_of([1])])
+    decoder.attach("draft", DraftModelProposer(random_adapter(8, 9), version="new"))
+    decoder.join([request_of([1])])
+    assert decoder.round()[0].proposer_version == "new"
+
+
+def proposals(decoder: Decoder) -> list[list[int]]:
+    """Proposals of many equal first rounds that differ in their noise alone."""
+    slots = decoder.join([request_of([1, 2], row=row) for row in range(decoder.free_slots)])
+    (result,) = decoder.round()
+    decoder.leave(slots)
+    return result.draft_tokens.tolist()
+
+
+def test_swapped_weights_change_proposals_and_version_and_swapping_back_restores_them() -> None:
+    decoder = tabular_decoder(slots=16)
+    old = {k: v.clone() for k, v in relative(random_adapter(8, 1), 2).state_dict().items()}
+    first = proposals(decoder)
+    decoder.swap("draft", relative(random_adapter(8, 1), 5).state_dict(), "v2")
+    second = proposals(decoder)
+    assert second != first
+    assert decoder.join([request_of([1])]) == [0]
+    assert decoder.round()[0].proposer_version == "v2"
+    decoder.leave([0])
+    decoder.swap("draft", old, "v1")
+    assert proposals(decoder) == first
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on() -> None:
+    target, draft = tiny.pair("qwen2")
+    decoder = Decoder(target, slots=8, capacity=64)
+    decoder.attach("draft", DraftModelProposer(draft, version="v1"))
+    first = proposals(decoder)
+    with pytest.raises(ValueError, match="new weights do not fit the draft"):
+        decoder.swap("draft", tiny.model("qwen2", seed=3, hidden_size=32).state_dict(), "v2")
+    assert proposals(decoder) == first
+    decoder.join([request_of([1])])
+    assert decoder.round()[0].proposer_version == "v1"
+
+
+def test_equal_decoders_with_other_eos_ids_share_the_text_up_to_the_end() -> None:
+    texts = []
+    for eos in ([], [5], (5, 0)):
+        target = random_adapter(8, 1)
+        decoder = Decoder(target, slots=1, capacity=64, eos_token_ids=eos)
+        decoder.attach("draft", DraftModelProposer(relative(target, 2)))
+        decoder.join([request_of([1, 2], new=40)])
+        text: list[int] = []
+        ended = False
+        while results := decoder.round():
+            text += results[0].tokens[0, : results[0].committed[0]].tolist()
+            ended = results[0].ended[0]
+        assert ended == bool(eos)
+        texts.append(text)
+    whole, one, two = texts
+    assert len(whole) == 40
+    assert one == whole[: whole.index(5) + 1]
+    assert two == whole[: min(whole.index(5), whole.index(0)) + 1]
+
+
+def test_the_table_reads_its_context_out_of_the_cache() -> None:
+    """A check of the test model: a stale slot changes its law, so the laws above see one."""
+    model = random_adapter(4, 0)
+    decoder = Decoder(model, slots=1, capacity=32)
+    decoder.join([request_of([1, 2, 3], gamma=0)])
+    decoder.prefill()
+    good = decoder.round()[0].log_sum_exp.item()
+    own = model.logits(torch.tensor([[1, 2, 3]]))[0, -1].logsumexp(-1).item()
+    assert good == pytest.approx(own, abs=1e-12)
+    for slot in (0, 1):
+        stale = Decoder(model, slots=1, capacity=32)
+        stale.join([request_of([1, 2, 3], gamma=0)])
+        stale.prefill()
+        with torch.inference_mode():
+            stale._cache._keys[0][0, slot] = 1.0  # token 0
+            stale._cache._values[0][0, slot] = model.memory[0]
+        assert stale.round()[0].log_sum_exp.item() != pytest.approx(own, abs=1e-6)
+
+
+def test_the_table_scores_as_it_steps() -> None:
+    model: TabularAdapter = random_adapter(5, 3)
+    tokens = torch.tensor([[1, 4, 0, 2], [3, 3, 1, 0]])
+    keep = torch.tensor([[True, False, True, True], [False, True, True, False]])
+    decoder = Decoder(model, slots=2, capacity=16)
+    positions = torch.arange(4).expand(2, 4)
+    stepped = model.step(tokens, positions=positions, cache=decoder._cache)
+    assert torch.equal(stepped, model.logits(tokens))
+    assert torch.equal(model.score(tokens, keep), stepped[keep])

@@ -1,0 +1,203 @@
+"""The decoder has the target's law: by enumeration to 1e-10, and by chi-square with real noise.
+
+The decoder is a black box here: `enumeration.measure` finds every breakpoint of every uniform by
+bisection. `test_mutants.py` shows what these checks reject.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding.state import Request
+from draftkit.theory import noise
+from tests.decoding import mutants
+from tests.decoding.checks import (
+    Parts,
+    Setting,
+    TextLaw,
+    build,
+    check_joint_law,
+    check_proposal_law,
+    check_sampled,
+    check_swapped,
+    check_text_alone,
+    measured,
+)
+from tests.tabular import random_adapter, relative
+from tests.theory import checks as theory_checks
+
+PLAIN = SamplingConfig()
+CUT = SamplingConfig(temperature=0.7, top_k=2)
+NUCLEUS = SamplingConfig(top_p=0.8)
+PENALTY = SamplingConfig(repetition_penalty=1.5)
+ALL = SamplingConfig(temperature=0.9, top_k=2, top_p=0.95, repetition_penalty=1.3)
+GREEDY = SamplingConfig(temperature=0.0)
+EVERY = (PLAIN, CUT, NUCLEUS, PENALTY, ALL, GREEDY)
+
+SETTINGS = {
+    "plain decoding": Setting(gamma=0, samplings=EVERY, eos=(2,)),
+    "gamma 1, mixed": Setting(gamma=1, samplings=EVERY),
+    "gamma 2": Setting(gamma=2),
+    "gamma 2, mixed": Setting(gamma=2, samplings=EVERY),
+    "gamma 2, all greedy": Setting(gamma=2, samplings=(GREEDY,)),
+    "gamma 2, penalty to the end": Setting(gamma=2, samplings=(PENALTY,), eos=(0,)),
+    "gamma 2, two ends": Setting(gamma=2, eos=(1, 2)),
+    "gamma 3": Setting(gamma=3),
+    "gamma 3, top-k and top-p to the end": Setting(gamma=3, samplings=(CUT, NUCLEUS), eos=(2,)),
+}
+rules = pytest.mark.parametrize("rule", ["speculative", "block"])
+
+
+def check_everything(setting: Setting) -> int:
+    """All that enumeration can say; returns how many later rounds were tried."""
+    result = measured(Parts(), setting)
+    check_joint_law(result)
+    check_proposal_law(result)
+    return check_text_alone(result)
+
+
+@rules
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_the_joint_law_of_four_tokens_is_the_targets_and_rounds_know_the_text_alone(
+    setting: Setting, rule: str
+) -> None:
+    assert check_everything(replace(setting, verification=rule)) > 0
+
+
+@pytest.mark.soak
+@rules
+@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize("eos", [(), (0,), (1, 2)])
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_the_joint_law_is_the_targets_everywhere(
+    gamma: int, eos: tuple[int, ...], seed: int, rule: str
+) -> None:
+    setting = Setting(gamma=gamma, verification=rule, samplings=EVERY, eos=eos, seed=seed)
+    assert check_everything(replace(setting, tokens=4 if gamma == 3 else 5)) > 0
+
+
+@rules
+def test_enumeration_reaches_rounds_after_every_kind_of_round(rule: str) -> None:
+    """Full acceptance with its bonus, and rejection at each position, precede measured rounds."""
+    result = measured(Parts(), Setting(verification=rule))
+    outcome = result.cells.outcome
+    first = result.cells.state == result.number(())
+    assert set(outcome.accepted[first].tolist()) == {0, 1, 2}
+    assert not outcome.done[first].any()  # so each of them is followed by another round
+    assert check_text_alone(result, levels=2) > 1000
+    starts = result.cells.mass[first]
+    assert starts.sum().item() == pytest.approx(1, abs=1e-12)
+
+
+@rules
+@pytest.mark.parametrize("proposer", [mutants.CautiousProposer, mutants.PointingProposer])
+@pytest.mark.parametrize("samplings", [(PLAIN, CUT), (PENALTY, GREEDY)], ids=["plain", "penalty"])
+def test_ragged_and_one_hot_proposals_keep_the_joint_law(
+    proposer: type, samplings: tuple[SamplingConfig, ...], rule: str
+) -> None:
+    setting = Setting(gamma=2, verification=rule, samplings=samplings)
+    result = measured(Parts(proposer=proposer), setting)
+    check_joint_law(result)
+    check_text_alone(result)
+
+
+@rules
+@pytest.mark.parametrize("sampling", [PLAIN, ALL], ids=["plain", "all"])
+def test_new_draft_weights_between_rounds_keep_the_law(sampling: SamplingConfig, rule: str) -> None:
+    check_swapped(Parts(), Setting(verification=rule, samplings=(sampling,), eos=(2,)))
+
+
+def test_new_draft_weights_change_the_proposals_and_meet_the_cache_of_the_old_ones() -> None:
+    setting = Setting(gamma=2)
+    cells, texts = check_swapped(Parts(), setting)
+    old, new = (TextLaw(setting.draft(seed), PLAIN, setting.tokens) for seed in (100, 200))
+    from_old, from_new = [], []
+    for row, text in texts.items():
+        mine = (cells.state == row) & (cells.outcome.draft_tokens[:, 0] == 0)
+        proposed = float(cells.mass[mine].sum())
+        from_old.append(abs(proposed - old((*text, 0), before=text)))
+        from_new.append(abs(proposed - new((*text, 0), before=text)))
+    assert max(from_old) > 0.05
+    assert max(from_new) > 0.05  # older tokens were fed to the old weights
+
+
+def test_block_verification_commits_more_of_the_same_text() -> None:
+    expected = {}
+    for rule in ("speculative", "block"):
+        cells = measured(Parts(), Setting(gamma=3, tokens=1, verification=rule)).cells
+        expected[rule] = float((cells.mass * cells.outcome.accepted).sum())
+    assert expected["block"] > expected["speculative"] + 0.01
+
+
+# Real noise
+
+Tables = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+ROWS = 20_000
+TABLES = {"adversarial": theory_checks.adversarial_tables, "small": theory_checks.small_tables}
+SAMPLED = {"plain": PLAIN, "cut": SamplingConfig(temperature=0.8, top_k=6, top_p=0.9)}
+
+
+@rules
+@pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED)
+def test_decoded_rows_have_the_targets_law_under_an_adversarial_draft(
+    sampling: SamplingConfig, rule: str
+) -> None:
+    tables = theory_checks.adversarial_tables()
+    check_sampled(Parts(), tables, rows=ROWS, verification=rule, sampling=sampling)
+
+
+@pytest.mark.soak
+@rules
+@pytest.mark.parametrize("gamma", [1, 2, 4, 6])
+@pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED)
+@pytest.mark.parametrize("tables", TABLES.values(), ids=TABLES)
+def test_two_hundred_thousand_rows_have_the_targets_law(
+    tables: Tables, sampling: SamplingConfig, gamma: int, rule: str
+) -> None:
+    check_sampled(
+        Parts(),
+        tables(),
+        rows=200_000,
+        verification=rule,
+        sampling=sampling,
+        gamma=gamma,
+        tokens=8,
+        seed=gamma,
+    )
+
+
+def test_no_number_is_drawn_twice() -> None:
+    """Every draw of every round has a key of its own: row, committed length, purpose."""
+    keys: list[tuple[int, ...]] = []
+
+    def listening(**key: torch.Tensor | int) -> torch.Tensor:
+        columns = (key["seed"], key["row"], key["length"])
+        rows = torch.stack([torch.as_tensor(column) for column in columns], dim=1)
+        assert key.get("first", 0) == 0
+        keys.extend((*row, int(key["purpose"])) for row in rows.tolist())
+        return noise.uniform(**key)  # pyrefly: ignore[bad-argument-type]
+
+    target = random_adapter(8, 1)
+    requests = [
+        Request(
+            prompt_ids=[row],
+            max_new_tokens=20,
+            sampling=PLAIN,
+            gamma=3,
+            proposer_id="draft",
+            seed=row % 2,
+            row=row,
+        )
+        for row in range(4)
+    ]
+    decoder = build(
+        Parts(), requests, target=target, draft=relative(target, 2), noise_function=listening
+    )
+    rounds = 0
+    while decoder.round():
+        rounds += 1
+    assert rounds > 5
+    assert len(keys) == len(set(keys)) >= 4 * 3 * 5

@@ -1,0 +1,334 @@
+"""Whole completions: the target's greedy text, the same text in every batch, and honest counts."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding import decoder as decoder_module
+from draftkit.decoding.decoder import Decoder, tokens_needed
+from draftkit.decoding.generation import (
+    DRAFT_ID,
+    Completion,
+    decode,
+    finish,
+    make_requests,
+)
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.state import Request
+from draftkit.models.adapter import CausalAdapter
+from draftkit.theory.noise import NEXT, sample, uniform
+from draftkit.theory.warping import SamplingParams, warp
+from tests import tiny
+
+GREEDY, SAMPLED = SamplingConfig(temperature=0.0), SamplingConfig(temperature=1.0)
+LENGTHS = [7, 1, 19, 4]
+NEW = 24
+Pair = tuple[CausalAdapter, CausalAdapter]
+architectures = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+
+
+def generated(
+    adapter: CausalAdapter, prompt: Sequence[int], eos: list[int] | None = None
+) -> list[int]:
+    """The greedy answer by the `generate` of transformers."""
+    tokens = torch.tensor([list(prompt)])
+    model: Any = adapter.model
+    output = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=257,
+    )
+    return output[0, tokens.shape[1] :].tolist()
+
+
+def requests_of(
+    prompts: list[list[int]], sampling: SamplingConfig = GREEDY, gamma: int = 4, new: int = NEW
+) -> list[Request]:
+    return list(make_requests(prompts, max_new_tokens=new, sampling=sampling, gamma=gamma, seed=3))
+
+
+def run(
+    pair: Pair,
+    requests: list[Request],
+    *,
+    eos: Sequence[int] = (),
+    batch_size: int = 8,
+    verification: str = "speculative",
+) -> list[Completion]:
+    target, draft = pair
+    return decode(
+        target,
+        requests,
+        eos_token_ids=eos,
+        batch_size=batch_size,
+        proposer=DraftModelProposer(draft),
+        verification=verification,
+    )
+
+
+def distinct_answer(target: CausalAdapter) -> tuple[list[int], list[int]]:
+    """A prompt and its greedy answer whose first 8 tokens differ: each can be an end of text."""
+    for seed in range(100):
+        (prompt,) = tiny.prompts([6], seed=seed)
+        answer = generated(target, prompt)
+        if len(set(answer[:8])) == 8:
+            return prompt, answer
+    raise AssertionError("no prompt has an answer of distinct tokens")
+
+
+# Greedy
+
+
+@architectures
+def test_greedy_speculative_text_is_what_the_target_generates(architecture: str) -> None:
+    pair = tiny.pair(architecture)
+    prompts = tiny.prompts(LENGTHS)
+    expected = [generated(pair[0], prompt) for prompt in prompts]
+    for gamma in (1, 4):
+        ragged = run(pair, requests_of(prompts, gamma=gamma))
+        assert [answer.output_ids for answer in ragged] == expected
+        proposed = sum(answer.tested for answer in ragged)
+        assert 0 < sum(answer.accepted for answer in ragged) < proposed
+        alone = run(pair, requests_of(prompts[2:3], gamma=gamma))
+        assert alone[0].output_ids == expected[2]
+    plain = run(pair, requests_of(prompts, gamma=0))
+    assert [answer.output_ids for answer in plain] == expected
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 3])
+def test_several_ends_of_text_end_where_the_target_would(gamma: int) -> None:
+    pair = tiny.pair("mistral")
+    prompts = tiny.prompts(LENGTHS)
+    whole = [generated(pair[0], prompt) for prompt in prompts]
+    eos = [whole[0][5], whole[2][11], 257]
+    answers = run(pair, requests_of(prompts, gamma=gamma), eos=eos)
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert answer.output_ids == generated(pair[0], prompt, eos)
+        assert answer.ended == (answer.output_ids[-1] in eos)
+    assert {answer.ended for answer in answers} == {True, False}
+
+
+@pytest.mark.parametrize("verification", ["speculative", "block"])
+def test_greedy_rows_are_greedy_beside_sampled_ones(verification: str) -> None:
+    pair = tiny.pair("qwen2")
+    prompts = tiny.prompts([5, 8, 3, 11])
+    requests = requests_of(prompts)
+    requests[1] = replace(requests[1], sampling=SAMPLED)
+    requests[3] = replace(requests[3], sampling=replace(SAMPLED, top_p=0.9))
+    answers = run(pair, requests, verification=verification)
+    for row in (0, 2):
+        assert answers[row].output_ids == generated(pair[0], prompts[row])
+    assert answers[1].output_ids != generated(pair[0], prompts[1])
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_an_end_of_text_at_any_place_of_a_block_is_kept_and_nothing_after_it(place: int) -> None:
+    target = tiny.adapter("qwen2")
+    prompt, whole = distinct_answer(target)
+    (answer,) = run((target, target), requests_of([prompt], gamma=3), eos=[whole[place]])
+    assert answer.output_ids == whole[: place + 1]
+    assert answer.ended
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 3])
+@pytest.mark.parametrize("agreement", ["good", "perfect", "none"])
+def test_answers_have_exactly_the_length_asked_for(gamma: int, agreement: str) -> None:
+    target, good = tiny.pair("qwen2")
+    draft = {"good": good, "perfect": target, "none": tiny.adapter("qwen2", seed=9)}[agreement]
+    prompt = tiny.prompts([1])[0]
+    whole = generated(target, prompt)
+    for new in range(1, gamma + 3):
+        (answer,) = run((target, draft), requests_of([prompt], gamma=gamma, new=new))
+        assert answer.output_ids == whole[:new]
+        assert not answer.ended
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+@pytest.mark.parametrize("gamma", [0, 4])
+def test_a_text_may_fill_the_context_to_its_last_position(architecture: str, gamma: int) -> None:
+    pair = tiny.pair(architecture)
+    prompts = tiny.prompts([tiny.MAX_POSITIONS - NEW, tiny.MAX_POSITIONS - NEW - 5])
+    answers = run(pair, requests_of(prompts, gamma=gamma))
+    assert [answer.output_ids for answer in answers] == [generated(pair[0], p) for p in prompts]
+
+
+# Sampled
+
+
+def pair_in_double() -> Pair:
+    return tiny.pair("qwen3", dtype=torch.float64)
+
+
+@pytest.mark.parametrize("verification", ["speculative", "block"])
+@pytest.mark.parametrize("gamma", [0, 2, 4])
+def test_a_row_has_the_same_tokens_alone_and_in_any_batch(gamma: int, verification: str) -> None:
+    pair = pair_in_double()
+    requests = requests_of(tiny.prompts([9, 2, 17, 5, 1]), SAMPLED, gamma=gamma)
+    together = [a.output_ids for a in run(pair, requests, verification=verification)]
+    for request, expected in zip(requests, together, strict=True):
+        assert run(pair, [request], verification=verification)[0].output_ids == expected
+    mixed = [replace(requests[0], gamma=0, row=99), *reversed(requests)]
+    for batch_size in (2, 6):
+        answers = run(pair, mixed, batch_size=batch_size, verification=verification)
+        assert [a.output_ids for a in answers[:0:-1]] == together
+
+
+def test_seed_and_row_make_the_text_and_nothing_else_does() -> None:
+    pair = pair_in_double()
+    request = requests_of(tiny.prompts([6]), SAMPLED)[0]
+    first, again, other_row, other_seed = (
+        answer.output_ids
+        for answer in run(
+            pair, [request, request, replace(request, row=1), replace(request, seed=4)]
+        )
+    )
+    assert first == again
+    assert first != other_row
+    assert first != other_seed
+    assert other_row != other_seed
+    torch.manual_seed(1)
+    assert run(pair, [request])[0].output_ids == first
+
+
+def test_gamma_zero_is_plain_sampling_of_the_target() -> None:
+    target, _ = pair_in_double()
+    sampling = SamplingConfig(temperature=0.8, top_k=20, top_p=0.95)
+    prompt = tiny.prompts([5])[0]
+    requests = list(make_requests([prompt], max_new_tokens=12, sampling=sampling, seed=3))
+    (answer,) = decode(target, requests, eos_token_ids=(), batch_size=1)
+    params = SamplingParams.uniform(1, temperature=0.8, top_k=20, top_p=0.95)
+    text = list(prompt)
+    for _ in range(12):
+        with torch.no_grad():
+            logits = target.model(input_ids=torch.tensor([text])).logits[:, -1:]
+        key = {"seed": torch.tensor([3]), "row": torch.tensor([0])}
+        drawn = uniform(**key, length=torch.tensor([len(text)]), count=1, purpose=NEXT)
+        text += sample(probs=warp(logits, params)[:, 0], uniform=drawn[:, 0]).tolist()
+    assert answer.output_ids == text[5:]
+
+
+# Counts
+
+
+@pytest.mark.parametrize(
+    ("new", "counts", "tested"),
+    [(8, [0, 0, 0, 2], 6), (6, [0, 0, 0, 2], 6), (1, [0, 0, 0, 1], 3), (9, [0, 0, 0, 3], 9)],
+)
+def test_rounds_cut_by_the_length_limit_count_whole(
+    new: int, counts: list[int], tested: int
+) -> None:
+    target = tiny.adapter("qwen2")
+    (answer,) = run((target, target), requests_of(tiny.prompts([6]), gamma=3, new=new))
+    assert len(answer.output_ids) == new
+    assert (answer.accept_counts, answer.tested) == (counts, tested)
+    assert (answer.rounds, answer.accepted) == (sum(counts), tested)
+    assert answer.acceptance_total == pytest.approx(tested)
+
+
+@pytest.mark.parametrize(
+    ("place", "counts", "tested"),
+    # The last round counts with the tokens that it emitted: 1 to 4.
+    [
+        (4, [1, 0, 0, 1], 3 + 1),
+        (5, [0, 1, 0, 1], 3 + 2),
+        (6, [0, 0, 1, 1], 3 + 3),
+        (7, [0, 0, 0, 2], 3 + 3),
+    ],
+)
+def test_rounds_cut_by_an_end_of_text_count_what_they_emitted(
+    place: int, counts: list[int], tested: int
+) -> None:
+    target = tiny.adapter("qwen2")
+    prompt, whole = distinct_answer(target)
+    (answer,) = run((target, target), requests_of([prompt], gamma=3), eos=[whole[place]])
+    assert (answer.accept_counts, answer.tested) == (counts, tested)
+    assert answer.acceptance_total == pytest.approx(tested)
+    emitted = sum((accepted + 1) * count for accepted, count in enumerate(counts))
+    assert emitted == len(answer.output_ids)  # one more than accepted, per target pass
+
+
+def test_counts_of_a_useless_draft_are_of_rejections() -> None:
+    target = tiny.adapter("qwen2")
+    (answer,) = run((target, tiny.adapter("qwen2", seed=9)), requests_of(tiny.prompts([6])))
+    assert answer.accept_counts == [NEW, 0, 0, 0, 0]
+    assert (answer.rounds, answer.accepted, answer.tested) == (NEW, 0, NEW)
+    assert answer.acceptance_total == 0
+
+
+def test_plain_decoding_counts_one_round_a_token_and_tests_nothing() -> None:
+    target = tiny.adapter("qwen2")
+    requests = requests_of(tiny.prompts([6]), gamma=0)
+    (answer,) = decode(target, requests, eos_token_ids=(), batch_size=1)
+    assert answer.accept_counts == [NEW]
+    assert (answer.accepted, answer.tested, answer.acceptance_total) == (0, 0, 0.0)
+
+
+def test_acceptance_is_summed_over_tested_proposals_alone() -> None:
+    """Emitted tokens of a round and its tests: rejected at n means n + 1 tests, but K at most."""
+    pair = pair_in_double()
+    answers = run(pair, requests_of(tiny.prompts(LENGTHS), SAMPLED, gamma=3))
+    for answer in answers:
+        tests = sum(min(n + 1, 3) * count for n, count in enumerate(answer.accept_counts))
+        assert answer.tested == tests
+        assert 0 < answer.acceptance_total < answer.tested
+
+
+# The loop
+
+
+def test_answers_come_in_the_order_of_requests_through_few_slots() -> None:
+    pair = tiny.pair("qwen2")
+    prompts = tiny.prompts([3, 12, 1, 8, 5])
+    requests = requests_of(prompts)
+    for row, request in enumerate(requests):
+        requests[row] = replace(request, max_new_tokens=[20, 2, 9, 1, 15][row])
+    answers = run(pair, requests, batch_size=2)
+    assert [answer.prompt_ids for answer in answers] == prompts
+    assert [len(answer.output_ids) for answer in answers] == [20, 2, 9, 1, 15]
+
+
+def test_no_request_no_answer() -> None:
+    assert decode(tiny.adapter(), [], eos_token_ids=(), batch_size=4) == []
+
+
+def test_rows_are_grouped_anew_only_when_one_joins_or_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+    real = decoder_module.make_group
+    monkeypatch.setattr(decoder_module, "make_group", lambda *args: made.append(1) or real(*args))
+    target, draft = tiny.pair("qwen2")
+    requests = [replace(r, row=0) for r in requests_of([tiny.prompts([1])[0]] * 3)]
+    decoder = Decoder(target, slots=3, capacity=max(map(tokens_needed, requests)))
+    decoder.attach(DRAFT_ID, DraftModelProposer(draft))
+    answers = finish(decoder, requests)
+    assert answers[0].rounds > 3
+    assert len(made) == 1  # equal rows join and end together
+
+
+def test_requests_are_numbered_and_bounded() -> None:
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    made = list(
+        make_requests(
+            prompts,
+            max_new_tokens=6,
+            sampling=SAMPLED,
+            gamma=2,
+            seed=7,
+            first_row=10,
+            max_length=8,
+        )
+    )
+    assert [request.prompt_ids for request in made] == prompts
+    assert [request.row for request in made] == [10, 11, 12]
+    assert [request.max_new_tokens for request in made] == [5, 6, 6]
+    assert {(r.seed, r.gamma, r.proposer_id) for r in made} == {(7, 2, DRAFT_ID)}
+    (plain,) = make_requests([[1]], max_new_tokens=3, sampling=SAMPLED)
+    assert (plain.gamma, plain.proposer_id, plain.max_new_tokens) == (0, None, 3)

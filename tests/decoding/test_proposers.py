@@ -1,0 +1,169 @@
+"""A proposer returns the law that it drew from, of the text that the rows really have."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding.cache import SlotCache
+from draftkit.decoding.proposers import DraftModelProposer, Proposal
+from draftkit.decoding.state import DecodeState, Request, RoundView, make_group
+from draftkit.models.adapter import CausalAdapter
+from draftkit.theory.noise import DRAFT, sample, uniform
+from draftkit.theory.warping import seen_tokens
+from tests import tiny
+from tests.decoding.checks import served
+from tests.tabular import TabularAdapter, random_adapter
+
+SAMPLINGS = [
+    SamplingConfig(),
+    SamplingConfig(temperature=0.6, top_k=3),
+    SamplingConfig(temperature=0.0),
+    SamplingConfig(top_p=0.7, repetition_penalty=1.3),
+]
+TEXTS = [[3, 1, 4, 1], [5], [2, 6, 5, 3, 5, 0], [0, 7]]
+VOCAB_SIZE = 8
+
+
+def view_of(texts: list[list[int]], samplings: list[SamplingConfig], gamma: int) -> RoundView:
+    """What a decoder would show of rows with those texts."""
+    state = DecodeState.empty(len(texts), 32, torch.device("cpu"))
+    for slot, (text, sampling) in enumerate(zip(texts, samplings, strict=True)):
+        request = Request(
+            prompt_ids=text,
+            max_new_tokens=8,
+            sampling=sampling,
+            gamma=gamma,
+            proposer_id="draft",
+            seed=11,
+            row=slot,
+        )
+        state.admit(slot, request)
+    group = make_group(state, list(range(len(texts))), gamma, "draft")
+    last = (state.length[:, None] + torch.tensor([-2, -1])).clamp(min=0)
+    return RoundView(
+        group=group,
+        length=state.length,
+        last_two=state.tokens.gather(1, last),
+        seen=seen_tokens(state.tokens, state.length, VOCAB_SIZE),
+        longest=max(map(len, texts)),
+        seed=state.seed,
+        row=state.row,
+    )
+
+
+def proposer_with(model: TabularAdapter, texts: list[list[int]]) -> DraftModelProposer:
+    """A proposer whose cache holds all of each text but its last token."""
+    proposer = DraftModelProposer(model, version="v1")
+    proposer.allocate(len(texts), 32)
+    for row, text in enumerate(texts):
+        if len(text) > 1:
+            proposer.prefill(
+                torch.tensor([text[:-1]]),
+                positions=torch.arange(len(text) - 1)[None],
+                rows=torch.tensor([row]),
+                longest=len(text),
+            )
+    return proposer
+
+
+def own_probs(model: TabularAdapter, proposal: Proposal) -> Tensor:
+    """The served law of `model` before each proposal, by the processors of transformers."""
+    rows = []
+    for text, sampling, tokens in zip(TEXTS, SAMPLINGS, proposal.tokens.tolist(), strict=True):
+        texts = [torch.tensor([text + tokens[:i]]) for i in range(len(tokens))]
+        rows.append(torch.cat([served(model, before, sampling) for before in texts]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 5])
+def test_the_law_returned_is_the_served_law_of_the_text_and_the_tokens_are_drawn_from_it(
+    gamma: int,
+) -> None:
+    model = random_adapter(VOCAB_SIZE, 1)
+    view = view_of(TEXTS, SAMPLINGS, gamma)
+    proposal = proposer_with(model, TEXTS).propose(view, gamma)
+    assert proposal.draft_probs is not None
+    assert proposal.tokens.shape == (4, gamma)
+    assert proposal.lengths.tolist() == [gamma] * 4
+    torch.testing.assert_close(proposal.draft_probs, own_probs(model, proposal))
+    drawn = uniform(
+        seed=torch.full((4,), 11),
+        row=torch.arange(4),
+        length=torch.tensor([len(text) for text in TEXTS]),
+        count=gamma,
+        purpose=DRAFT,
+    )
+    for i in range(gamma):
+        token = sample(probs=proposal.draft_probs[:, i], uniform=drawn[:, i])
+        assert torch.equal(proposal.tokens[:, i], token)
+
+
+def test_a_slot_that_lacks_the_last_proposal_is_filled_by_the_next_round() -> None:
+    """After full acceptance the cache ends two tokens before the text."""
+    model = random_adapter(VOCAB_SIZE, 1)
+    short = [text[:-1] if len(text) > 1 else text for text in TEXTS]
+    view = view_of(TEXTS, SAMPLINGS, 2)
+    proposal = proposer_with(model, short).propose(view, 2)
+    torch.testing.assert_close(proposal.draft_probs, own_probs(model, proposal))
+
+
+def test_what_lies_behind_the_text_in_the_cache_is_not_seen() -> None:
+    model = random_adapter(VOCAB_SIZE, 1)
+    longer = [[*text, 6, 2, 7, 7] for text in TEXTS]
+    proposer = proposer_with(model, longer)
+    proposal = proposer.propose(view_of(TEXTS, SAMPLINGS, 3), 3)
+    torch.testing.assert_close(proposal.draft_probs, own_probs(model, proposal))
+
+
+def test_new_weights_and_their_version_come_into_force_together() -> None:
+    model, new = random_adapter(VOCAB_SIZE, 1), random_adapter(VOCAB_SIZE, 2)
+    proposer = proposer_with(model, TEXTS)
+    view = view_of(TEXTS, SAMPLINGS, 1)
+    before = proposer.propose(view, 1)
+    proposer.swap(new.state_dict(), "v2")
+    after = proposer.propose(view, 1)
+    assert proposer.version == "v2"
+    assert before.draft_probs is not None
+    assert after.draft_probs is not None
+    assert (after.draft_probs - before.draft_probs).abs().amax() > 0.1
+    fresh = proposer_with(model, TEXTS).propose(view, 1)
+    torch.testing.assert_close(fresh.draft_probs, own_probs(new, fresh))
+
+
+@pytest.mark.parametrize("name", ["table", "memory"])
+def test_a_version_whose_weights_do_not_fit_never_comes_into_force(name: str) -> None:
+    proposer = proposer_with(random_adapter(VOCAB_SIZE, 1), TEXTS)
+    view = view_of(TEXTS, SAMPLINGS, 2)
+    before = proposer.propose(view, 2)
+    weights = random_adapter(VOCAB_SIZE, 2).state_dict()
+    weights[name] = weights[name][:-1]
+    with pytest.raises(ValueError, match=name):
+        proposer.swap(weights, "v2")
+    assert proposer.version == "v1"
+    after = proposer.propose(view, 2)
+    torch.testing.assert_close(after.draft_probs, before.draft_probs, rtol=0, atol=0)
+
+
+def test_a_draft_in_half_precision_is_sampled_from_a_law_in_single_precision() -> None:
+    adapter = tiny.adapter(dtype=torch.bfloat16)
+    view = replace(view_of(TEXTS, SAMPLINGS[:1] * 4, 1), seen=None)
+    proposer = DraftModelProposer(adapter)
+    proposer.allocate(4, 32)
+    with torch.no_grad():
+        (law,) = proposer.propose(view, 1).draft_probs.unbind(1)  # pyrefly: ignore
+        logits = adapter.step(
+            torch.tensor([TEXTS[1]]), positions=torch.tensor([[0]]), cache=SlotCache(1, 8)
+        )
+    assert law.dtype == torch.float32
+    # A softmax in bfloat16 would be off by more than 1e-3 at the largest probabilities.
+    torch.testing.assert_close(
+        law[1].double(), logits[0, 0].double().softmax(-1), atol=1e-6, rtol=0
+    )
+
+
+def test_the_context_of_a_proposer_is_its_models() -> None:
+    adapter: CausalAdapter = tiny.adapter(max_position_embeddings=48)
+    assert DraftModelProposer(adapter).max_positions == 48

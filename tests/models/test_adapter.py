@@ -1,0 +1,332 @@
+"""The adapter against the model itself: cached steps, scores, heads, padding, and refusals."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Cohere2Config,
+    FalconConfig,
+    GPTNeoConfig,
+    GraniteConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RwkvConfig,
+)
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding.cache import SlotCache
+from draftkit.decoding.generation import DRAFT_ID, Completion, decode
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.state import Request
+from draftkit.models.adapter import CausalAdapter
+from tests import tiny
+
+# Weights and attention are float64, but models compute norms and rotations in float32.
+ATOL = 1e-5
+architectures = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+
+
+def full_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """The model's own logits [B, T, V], with nothing of ours."""
+    with torch.no_grad():
+        return model(input_ids=tokens, use_cache=False).logits
+
+
+def random_tokens(rows: int, length: int) -> Tensor:
+    return torch.tensor(tiny.prompts([length] * rows))
+
+
+@architectures
+@torch.no_grad()
+def test_ragged_steps_with_rollback_equal_the_model_without_a_cache(architecture: str) -> None:
+    adapter = tiny.adapter(architecture, dtype=torch.float64)
+    tokens = random_tokens(3, 30)
+    expected = full_logits(adapter.model, tokens)
+    cache = SlotCache(5, 40)
+    rows = torch.tensor([4, 0, 2])
+    start = torch.tensor([3, 12, 9])  # rows are at different positions all the way
+
+    def at(first: Tensor, width: int) -> Tensor:
+        return first[:, None] + torch.arange(width)
+
+    for row, first in enumerate(start.tolist()):
+        positions = torch.arange(first)[None]
+        adapter.prefill(
+            tokens[row : row + 1, :first],
+            positions=positions,
+            cache=cache.select(rows[row : row + 1], longest=first),
+        )
+    for width in (4, 1, 2, 5, 1, 3):
+        positions = at(start, width)
+        used = cache.select(rows, longest=int(start.max()) + width + 2)
+        garbage = (tokens.gather(1, at(start, width + 2)) + 7) % 256
+        adapter.step(garbage, positions=at(start, width + 2), cache=used)  # a rejected proposal
+        logits = adapter.step(tokens.gather(1, positions), positions=positions, cache=used)
+        index = positions[..., None].expand(-1, -1, logits.shape[-1])
+        torch.testing.assert_close(logits, expected.gather(1, index), atol=ATOL, rtol=0)
+        start = start + width
+
+
+@architectures
+@torch.no_grad()
+def test_scores_of_kept_positions_equal_the_model_whatever_lies_to_the_right(
+    architecture: str,
+) -> None:
+    adapter = tiny.adapter(architecture, dtype=torch.float64)
+    tokens = random_tokens(3, 24)
+    lengths = torch.tensor([24, 5, 13])
+    inside = torch.arange(24) < lengths[:, None]
+    keep = inside & (torch.arange(24) % 3 != 1)
+    padded = tokens.masked_fill(~inside, 257)
+    scores = adapter.score(padded, keep)
+    expected = [
+        full_logits(adapter.model, tokens[row : row + 1, :n])[0][keep[row, :n]]
+        for row, n in enumerate(lengths.tolist())
+    ]
+    torch.testing.assert_close(scores, torch.cat(expected), atol=ATOL, rtol=0)
+    assert torch.equal(adapter(padded, keep), scores)  # what data-parallel wrappers call
+
+
+def cohere2() -> PreTrainedConfig:
+    return Cohere2Config(logit_scale=0.25, **SHAPE)
+
+
+def granite() -> PreTrainedConfig:
+    return GraniteConfig(logits_scaling=4.0, **SHAPE)
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,  # whose embedding is zero, and so are its logits
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@architectures
+@torch.no_grad()
+def test_the_head_is_run_apart_only_where_that_gives_the_models_logits(architecture: str) -> None:
+    adapter = tiny.adapter(architecture, dtype=torch.float64)
+    tokens = random_tokens(2, 9)
+    hidden, head = adapter.hidden_and_head(tokens)
+    assert (head is None) == (architecture == "gemma2")  # its logits are soft-capped
+    logits = hidden if head is None else head(hidden)
+    torch.testing.assert_close(logits, full_logits(adapter.model, tokens), atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("config", [cohere2, granite])
+@torch.no_grad()
+def test_scaled_logits_are_scored_and_stepped_whole(config: Callable[[], PreTrainedConfig]) -> None:
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32).eval().double()
+    adapter = CausalAdapter(model, vocab_size=32)
+    tokens = random_tokens(2, 9) % 32
+    expected = full_logits(model, tokens)
+    assert adapter.hidden_and_head(tokens)[1] is None
+    scores = adapter.score(tokens, torch.ones(2, 9, dtype=torch.bool))
+    torch.testing.assert_close(scores, expected.flatten(0, 1), atol=ATOL, rtol=0)
+    positions = torch.arange(9).expand(2, 9)
+    stepped = adapter.step(tokens, positions=positions, cache=SlotCache(2, 16))
+    torch.testing.assert_close(stepped, expected, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3])
+@torch.no_grad()
+def test_a_soft_cap_is_found_however_small_the_logits_are(scale: float) -> None:
+    adapter = tiny.adapter("gemma2", dtype=torch.bfloat16)
+    for weight in adapter.parameters():
+        weight.mul_(scale)
+    assert adapter.hidden_and_head(random_tokens(1, 3))[1] is None
+
+
+def test_looking_at_the_head_leaves_the_mode_of_the_model_alone() -> None:
+    for training in (True, False):
+        adapter = tiny.adapter()
+        adapter.train(training)
+        adapter.hidden_and_head(random_tokens(1, 3))
+        assert adapter.model.training is training
+
+
+def test_scores_carry_gradients_to_every_weight() -> None:
+    adapter = tiny.adapter()
+    adapter.score(random_tokens(2, 6), torch.ones(2, 6, dtype=torch.bool)).square().sum().backward()
+    assert all(weight.grad is not None for weight in adapter.parameters())
+
+
+# Vocabulary padding
+
+
+@torch.no_grad()
+def padded_copy(adapter: CausalAdapter, rows: int) -> CausalAdapter:
+    """The same model with `rows` embedding rows; the padding is loud."""
+    copied = tiny.model(vocab_size=rows, dtype=torch.float64)
+    weights = adapter.model.state_dict()
+    for name, weight in copied.state_dict().items():
+        if weight.shape != weights[name].shape:
+            weight.normal_(std=20.0)
+        weight[: len(weights[name])] = weights[name]
+    return CausalAdapter(copied, vocab_size=adapter.vocab_size)
+
+
+def decoded(target: CausalAdapter, draft: CausalAdapter, temperature: float) -> list[Completion]:
+    requests = [
+        Request(
+            prompt_ids=prompt,
+            max_new_tokens=20,
+            sampling=SamplingConfig(temperature=temperature),
+            gamma=3,
+            proposer_id=DRAFT_ID,
+            row=row,
+        )
+        for row, prompt in enumerate(tiny.prompts([4, 9]))
+    ]
+    return decode(
+        target, requests, eos_token_ids=(), batch_size=2, proposer=DraftModelProposer(draft)
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padded_embeddings_change_no_token_and_no_acceptance(temperature: float) -> None:
+    target, draft = tiny.pair(dtype=torch.float64)
+    plain = decoded(target, draft, temperature)
+    for first, second in ((320, 258), (258, 300), (320, 300)):
+        found = decoded(padded_copy(target, first), padded_copy(draft, second), temperature)
+        for one, other in zip(found, plain, strict=True):
+            assert one.output_ids == other.output_ids
+            assert one.accept_counts == other.accept_counts
+            assert one.acceptance_total == pytest.approx(other.acceptance_total, abs=1e-6)
+
+
+@torch.no_grad()
+def test_scores_and_steps_are_cut_to_the_real_vocabulary() -> None:
+    adapter = padded_copy(tiny.adapter(dtype=torch.float64), 320)
+    tokens = random_tokens(2, 5)
+    keep = torch.ones(2, 5, dtype=torch.bool)
+    assert adapter.score(tokens, keep).shape == (10, tiny.VOCAB_SIZE)
+    positions = torch.arange(5).expand(2, 5)
+    stepped = adapter.step(tokens, positions=positions, cache=SlotCache(2, 8))
+    assert stepped.shape == (2, 5, tiny.VOCAB_SIZE)
+    soft_capped = CausalAdapter(tiny.model("gemma2", vocab_size=300), vocab_size=258)
+    assert soft_capped.score(tokens, keep).shape == (10, 258)
+
+
+# Weights
+
+
+def test_loaded_weights_are_the_new_ones_in_the_old_tensors() -> None:
+    adapter = tiny.adapter()
+    places = [weight.data_ptr() for weight in adapter.parameters()]
+    new = tiny.model(seed=5)
+    adapter.load_weights(new.state_dict())
+    assert [weight.data_ptr() for weight in adapter.parameters()] == places
+    tokens = random_tokens(1, 6)
+    assert torch.equal(full_logits(adapter.model, tokens), full_logits(new, tokens))
+
+
+def with_tensor(name: str, tensor: Tensor | None) -> Callable[[dict[str, Tensor]], str]:
+    def change(weights: dict[str, Tensor]) -> str:
+        del weights[name]
+        if tensor is not None:
+            weights[name] = tensor
+        return name
+
+    return change
+
+
+def with_a_third_layer(weights: dict[str, Tensor]) -> str:
+    weights["model.layers.2.mlp.up_proj.weight"] = torch.zeros(128, 64)
+    return "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_tensor("lm_head.weight", None),
+        with_tensor("model.norm.weight", torch.ones(65)),
+        with_a_third_layer,
+    ],
+    ids=["missing", "reshaped", "unknown"],
+)
+def test_weights_that_do_not_fit_are_refused_and_nothing_changes(
+    change: Callable[[dict[str, Tensor]], str],
+) -> None:
+    adapter = tiny.adapter()
+    before = {name: weight.clone() for name, weight in adapter.model.state_dict().items()}
+    weights = dict(tiny.model(seed=5).state_dict())
+    name = change(weights)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")):
+        adapter.load_weights(weights)
+    after = adapter.model.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+# Refusals
+
+CHUNKED: dict[str, Any] = {"layer_types": ["full_attention", "chunked_attention"]}
+REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "convolution": (
+        lambda: Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
+        "lfm2: layers of type conv keep a state",
+    ),
+    "recurrent": (
+        lambda: MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4),
+        "mamba: layers of type linear_attention keep a state",
+    ),
+    "recurrent without named layers": (
+        lambda: RwkvConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2),
+        "rwkv: layers keep a state",
+    ),
+    "chunked attention": (
+        lambda: LlamaConfig(**SHAPE | CHUNKED),
+        "llama: layers of type chunked_attention keep a state",
+    ),
+    "windows at the end of the cache": (
+        lambda: GPTNeoConfig(
+            vocab_size=32,
+            hidden_size=32,
+            num_layers=2,
+            num_heads=2,
+            attention_types=[[["global", "local"], 1]],
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        "gpt_neo: it takes positions from the length of its cache",
+    ),
+    "biases by cache length": (
+        lambda: BloomConfig(vocab_size=32, hidden_size=32, n_layer=1, n_head=2),
+        "bloom: it takes positions from the length of its cache",
+    ),
+    "chosen biases by cache length": (
+        lambda: FalconConfig(
+            vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, alibi=True
+        ),
+        "falcon: it takes positions from the length of its cache",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
+def test_models_without_a_cache_of_slots_are_refused_by_name(
+    config: Callable[[], PreTrainedConfig], message: str
+) -> None:
+    model = AutoModelForCausalLM.from_config(config(), dtype=torch.float32)
+    with pytest.raises(ValueError, match=message):
+        CausalAdapter(model, vocab_size=32)
+
+
+def test_the_context_is_the_models() -> None:
+    assert tiny.adapter().max_positions == tiny.MAX_POSITIONS
+    assert tiny.adapter("gpt2").max_positions == tiny.MAX_POSITIONS
+    assert tiny.adapter(max_position_embeddings=40).max_positions == 40

@@ -1,0 +1,100 @@
+"""A float64 language model that is a table, behind the face that the decoder sees.
+
+The law of the next token depends on the last two tokens, which the model reads out of the cache,
+from the slots of its position and of the one before: a slot that is stale, off by one or of another
+row changes the law. The token before those two has left a row of weights in its slot, which is
+added: rows that outlive a change of weights keep traces of the old ones, as in real models.
+
+Shapes: B rows, N new tokens, T tokens, C slots, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+UNBOUNDED = 1 << 30
+
+
+class TabularAdapter:
+    """An `Adapter` with logits table[last but one, last] + memory[last but two].
+
+    table: [V + 1, V, V], row V for the first token of a text; memory: [V, V], none by default.
+    """
+
+    def __init__(
+        self, table: Tensor, memory: Tensor | None = None, *, max_positions: int = UNBOUNDED
+    ) -> None:
+        self.vocab_size = table.shape[-1]
+        self.max_positions = max_positions
+        self.table = table.double().clone()
+        self.memory = torch.zeros_like(self.table[0]) if memory is None else memory.double().clone()
+        assert self.table.shape == (self.vocab_size + 1, self.vocab_size, self.vocab_size)
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> Tensor:
+        """Write tokens and what they leave behind to the cache, then look both up there."""
+        positions = positions.clamp(max=self.max_positions - 1)
+        marks = (tokens + 1).to(self.table.dtype)  # 0 is a slot that nobody has written
+        keys, values = cache.at(positions).update(
+            marks[:, None, :, None], self.memory[tokens][:, None], 0
+        )
+        keys, values = keys[:, 0, :, 0].long() - 1, values[:, 0]  # [B, C], [B, C, V]
+        last = keys.gather(1, positions)
+        previous = keys.gather(1, (positions - 1).clamp(min=0))
+        previous = previous.masked_fill((positions < 1) | (previous < 0), self.vocab_size)
+        older = (positions - 2).clamp(min=0)[..., None]
+        left = values.gather(1, older.expand(-1, -1, self.vocab_size))
+        return self.table[previous, last] + left.masked_fill((positions < 2)[..., None], 0.0)
+
+    def prefill(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> None:
+        self.step(tokens, positions=positions, cache=cache)
+
+    def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
+        """The logits [M, V] at the true positions of `keep` [B, T], without a cache."""
+        return self.logits(tokens)[keep]
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The logits after every token of `tokens` [B, T]: [B, T, V]."""
+        start = torch.full_like(tokens[:, :1], self.vocab_size)
+        shifted = torch.cat([start, start, tokens], dim=1)
+        older, previous = shifted[:, :-2], shifted[:, 1:-1]
+        memory = torch.cat([self.memory, torch.zeros_like(self.memory[:1])])
+        return self.table[previous, tokens] + memory[older]
+
+    def load_weights(self, state_dict: dict[str, Tensor]) -> None:
+        own = self.state_dict()
+        for name, weight in own.items():
+            if name not in state_dict or state_dict[name].shape != weight.shape:
+                raise ValueError(f"new weights do not fit the draft: {name}")
+        for name, weight in own.items():
+            weight.copy_(state_dict[name])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"table": self.table, "memory": self.memory}
+
+
+def random_adapter(
+    vocab_size: int, seed: int, *, spread: float = 1.5, max_positions: int = UNBOUNDED
+) -> TabularAdapter:
+    """A reproducible model with Gaussian logits."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def gaussian(*shape: int) -> Tensor:
+        return spread * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    table = gaussian(vocab_size + 1, vocab_size, vocab_size)
+    return TabularAdapter(table, gaussian(vocab_size, vocab_size), max_positions=max_positions)
+
+
+def relative(target: TabularAdapter, seed: int, *, spread: float = 1.5) -> TabularAdapter:
+    """A draft that agrees with `target` in part."""
+    other = random_adapter(target.vocab_size, seed, spread=spread)
+    return TabularAdapter(
+        (target.table + other.table) / 2**0.5,
+        (target.memory + other.memory) / 2**0.5,
+        max_positions=target.max_positions,
+    )

@@ -10,6 +10,7 @@ from draftkit.artifacts import fingerprint
 from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import Example, Splits, load_splits
 from draftkit.models.loading import load_tokenizer, with_path
+from draftkit.models.vocabulary import check_same_tokenizer
 from pipelines.checksums import data_sha256, model_sha256
 from pipelines.prepare import prepare
 
@@ -35,8 +36,15 @@ def target_hashes(config: Config) -> dict[str, str]:
 
 
 def pair_hashes(config: Config) -> dict[str, str]:
-    """Checksums of target, starting draft and text."""
-    _, draft = models(config)
+    """Checksums of target, starting draft and text.
+
+    Raises ValueError for a draft of another vocabulary, before anything is sampled for it.
+    """
+    target, draft = models(config)
+    check_same_tokenizer(
+        target_tokenizer=load_tokenizer(target, "target"),
+        draft_tokenizer=load_tokenizer(draft, "draft"),
+    )
     return {**target_hashes(config), "draft": model_sha256(draft, "draft")}
 
 

@@ -120,7 +120,10 @@ def check_folder(model: ModelConfig, key: str) -> None:
     if not looks_local and model.path.count("/") == 1:
         return  # a hub name
     if not path.is_dir():
-        raise ValueError(f"{key}.path {model.path}: no such folder")
+        raise ValueError(
+            f"{key}.path {model.path}: no such folder: "
+            "give one written by save_pretrained, or a hub name OWNER/MODEL"
+        )
     if not (path / "config.json").is_file():
         raise ValueError(
             f"{key}.path {model.path}: holds no config.json: "

@@ -106,16 +106,19 @@ def training_figure(lines: Sequence[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     train = [line for line in lines if line["section"] == "train"]
-    tokens_at = {0: 0} | {line["step"]: line["total_tokens"] for line in train}
+    tokens_at = {0: 0.0} | {line["step"]: line["total_tokens"] / 1000 for line in train}
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    tokens = [line["total_tokens"] for line in train]
-    left.plot(tokens, [line["loss"] for line in train], color="#1f4e79")
-    left.set(xlabel="generated tokens", ylabel="loss (nats per token)", title="loss")
+    left.plot(
+        [tokens_at[line["step"]] for line in train],
+        [line["loss"] for line in train],
+        color="#1f4e79",
+    )
+    left.set(xlabel="thousand generated tokens", ylabel="loss (nats per token)", title="loss")
     measured = [line for line in train if line.get("alpha") is not None]
     right.plot(
-        [line["total_tokens"] for line in measured],
+        [tokens_at[line["step"]] for line in measured],
         [line["alpha"] for line in measured],
         color="#9bbbd9",
         label="training batches",
@@ -135,7 +138,9 @@ def training_figure(lines: Sequence[dict[str, Any]], path: Path) -> None:
         capsize=3,
         label="validation, 95 % interval",
     )
-    right.set(xlabel="generated tokens", ylabel="alpha = sum min(p, q)", title="acceptance")
+    right.set(
+        xlabel="thousand generated tokens", ylabel="alpha = sum min(p, q)", title="acceptance"
+    )
     right.legend(frameon=False)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -17,7 +17,7 @@ test: $(READY)
 
 # The same suites at full counts: more draws, more cases, longer faults.
 soak: $(READY)
-	DRAFTKIT_SOAK=1 $(BIN)/python -m pytest -m "soak and not gpu"
+	$(BIN)/python -m pytest -m "soak and not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import decoder as decoder_module
+from draftkit.decoding import generation
 from draftkit.decoding.decoder import Decoder, tokens_needed
 from draftkit.decoding.generation import (
     DRAFT_ID,
@@ -283,7 +284,16 @@ def test_acceptance_is_summed_over_tested_proposals_alone() -> None:
 # The loop
 
 
-def test_answers_come_in_the_order_of_requests_through_few_slots() -> None:
+def test_answers_come_in_the_order_of_requests_through_few_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slots = []
+
+    def counted(*args: Any, **options: Any) -> Decoder:
+        slots.append(options["slots"])
+        return Decoder(*args, **options)
+
+    monkeypatch.setattr(generation, "Decoder", counted)
     pair = tiny.pair("qwen2")
     prompts = tiny.prompts([3, 12, 1, 8, 5])
     requests = requests_of(prompts)
@@ -292,6 +302,8 @@ def test_answers_come_in_the_order_of_requests_through_few_slots() -> None:
     answers = run(pair, requests, batch_size=2)
     assert [answer.prompt_ids for answer in answers] == prompts
     assert [len(answer.output_ids) for answer in answers] == [20, 2, 9, 1, 15]
+    run(pair, requests, batch_size=9)
+    assert slots == [2, 5]
 
 
 def test_no_request_no_answer() -> None:

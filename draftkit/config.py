@@ -24,7 +24,11 @@ DIVERGENCE_NAMES = (
     "next_token",
 )
 SOURCE_NAMES = ("fixed", "target", "draft")
-VERIFICATION_NAMES = ("speculative", "block")
+VERIFICATION_NAMES = ("speculative", "block", "match")
+PROPOSER_NAMES = ("draft", "unigram", "bigram", "lookup", "ngram", "hybrid", "staged")
+GAMMA_POLICY_NAMES = ("fixed", "best", "adaptive")
+DRAFT_TOKEN_NAMES = ("sampled", "argmax")
+COMPILE_NAMES = ("auto", "true", "false")
 DOMAIN_NAMES = ("python", "prose", "cpp")
 DATA_NAMES = ("installed", "local", "hub")
 DTYPE_NAMES = ("auto", "float32", "bfloat16")
@@ -198,14 +202,23 @@ class GenerateConfig:
 
 @dataclass(kw_only=True)
 class DecodeConfig:
-    """Speculative decoding: tokens proposed per round, and how they are verified."""
+    """Speculative decoding: who proposes, how many tokens a round, and how they are verified."""
 
     gamma: int = 4
+    gamma_policy: str = "fixed"  # of `gamma` at most: best by the theory, or adaptive
     verification: str = "speculative"
+    proposer: str = "draft"
+    draft_tokens: str = "sampled"  # argmax: as engines draft by default
+    compile: str = "auto"  # auto: on CUDA, and wherever decoding itself is what is measured
 
     def __post_init__(self) -> None:
+        self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
         require(0 <= self.gamma <= 32, "decode.gamma", "lie in 0..32", self.gamma)
+        require_choice("decode.gamma_policy", self.gamma_policy, GAMMA_POLICY_NAMES)
         require_choice("decode.verification", self.verification, VERIFICATION_NAMES)
+        require_choice("decode.proposer", self.proposer, PROPOSER_NAMES)
+        require_choice("decode.draft_tokens", self.draft_tokens, DRAFT_TOKEN_NAMES)
+        require_choice("decode.compile", self.compile, COMPILE_NAMES)
 
 
 @dataclass(kw_only=True)

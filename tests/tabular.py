@@ -32,6 +32,18 @@ class TabularAdapter:
         assert self.table.shape == (self.vocab_size + 1, self.vocab_size, self.vocab_size)
 
     @property
+    def signature(self) -> object:
+        return (type(self), self.vocab_size, self.max_positions)
+
+    @property
+    def is_constant(self) -> bool:
+        return False
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.table.nbytes + self.memory.nbytes
+
+    @property
     def device(self) -> torch.device:
         return self.table.device
 

@@ -12,6 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -19,14 +20,17 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MT5Config,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    T5Config,
 )
 
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.seq2seq import Seq2SeqAdapter
 
 END, PAD = "<|end|>", "<|pad|>"
 VOCAB_SIZE = 258  # bytes, end, padding
@@ -68,6 +72,23 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+}
+
+_T5: dict[str, Any] = {
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_heads": 4,
+    "num_layers": 3,  # of the encoder: one more, so that nothing may count the wrong ones
+    "num_decoder_layers": 2,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,  # shorter than the texts of the tests
+}
+START = VOCAB_SIZE - 1  # padding begins the decoder's text, as in T5
+SEQ2SEQ: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "t5": (T5Config, _T5 | {"feed_forward_proj": "relu"}),  # scaled, tied head
+    "t5 1.1": (T5Config, _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": (MT5Config, _T5),
 }
 
 
@@ -116,6 +137,36 @@ def _peaky(made: Any) -> Any:
     return made
 
 
+def seq2seq_model(
+    kind: str = "t5", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
+    """A random encoder-decoder model for inference; the head is its own but for "t5"."""
+    config_class: Any
+    config_class, settings = SEQ2SEQ[kind]
+    ids = {"eos_token_id": None, "pad_token_id": START, "decoder_start_token_id": START}
+    config = config_class(**settings | ids | {"vocab_size": VOCAB_SIZE} | changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made: Any = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float32)
+        if kind != "t5":
+            made.lm_head.weight = torch.nn.Parameter(made.lm_head.weight.detach().clone())
+        for name, weight in sorted(made.named_parameters()):
+            if weight.dim() > 1:
+                scale = 1.0
+                if name.endswith(".q.weight"):  # since T5 does not scale products of attention
+                    scale = config.d_kv**-0.5
+                elif name.endswith("relative_attention_bias.weight"):  # places matter
+                    scale = 4.0
+                elif name == "shared.weight":  # lest a tied head say the last token again
+                    scale = 0.1
+                torch.nn.init.normal_(weight, std=scale * weight.shape[-1] ** -0.5)
+        tokens = torch.randint(256, (8, 16))
+    with torch.no_grad():
+        spread = made.eval()(input_ids=tokens, decoder_input_ids=tokens).logits.std(-1).mean()
+        made.decoder.final_layer_norm.weight.mul_(LOGIT_SPREAD / spread)
+    return made.to(dtype)
+
+
 @torch.no_grad()
 def related(target: PreTrainedModel, *, noise: float = 0.12, seed: int = 1) -> PreTrainedModel:
     """A draft for `target`: its copy with every matrix disturbed by a share `noise` of itself."""
@@ -142,6 +193,18 @@ def pair(
     return (
         CausalAdapter(target, vocab_size=VOCAB_SIZE),
         CausalAdapter(draft, vocab_size=VOCAB_SIZE),
+    )
+
+
+def seq2seq_pair(
+    kind: str = "t5", *, noise: float = 0.12, **options: Any
+) -> tuple[Seq2SeqAdapter, Seq2SeqAdapter]:
+    """An encoder-decoder target and a draft that agrees with it in part."""
+    target = seq2seq_model(kind, **options)
+    draft = related(target, noise=noise)
+    return (
+        Seq2SeqAdapter(target, vocab_size=VOCAB_SIZE),
+        Seq2SeqAdapter(draft, vocab_size=VOCAB_SIZE),
     )
 
 

@@ -1,11 +1,16 @@
 """A key-value cache with one slot a position: static buffers, rollback by pointer.
 
 Row b of the decoder owns row b of every buffer; the token at position t is written to slot t.
-Rolling back is writing the same slots again, so nothing is ever cropped or copied. Buffers are
-made when a layer first writes, in the shape that layer uses (grouped-query attention included).
-This module knows no lengths: the decoder keeps them and says how many slots are `visible`.
+Rolling back is writing the same slots again, so nothing is ever cropped or copied; a request joins
+by writing over a row and leaves by being forgotten. Buffers are made when a layer first writes, in
+the shape that layer uses (grouped-query attention included). This module knows no lengths: the
+decoder keeps them and says how many slots are `visible`.
+
+For encoder-decoder models a row also holds the keys and values of its encoder's text, written once
+when a request joins and only read from then on.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,10 +20,22 @@ from transformers import Cache
 BUCKET = 64
 
 
-class SlotCache(Cache):
-    """Keys and values of `rows` rows x `capacity` slots, all layers."""
+def visible_slots(longest: int, capacity: int, bucket: int = BUCKET) -> int:
+    """Slots that texts of `longest` tokens attend to: a power of two from `bucket` on.
 
-    def __init__(self, rows: int, capacity: int) -> None:
+    Rounded up, so that few shapes occur; never more than `capacity`.
+    """
+    return min(capacity, max(bucket, 1 << (longest - 1).bit_length()))
+
+
+class SlotCache(Cache):
+    """Keys and values of `rows` rows x `capacity` slots, all layers.
+
+    `encoder_capacity` is the longest encoder text that a row can hold, `encoder_visible` how much
+    of it is attended to (at first all).
+    """
+
+    def __init__(self, rows: int, capacity: int, encoder_capacity: int = 0) -> None:
         super().__init__(layers=[])
         self.rows = rows
         self.capacity = capacity
@@ -27,14 +44,20 @@ class SlotCache(Cache):
         self._values: list[Tensor] = []
         self._selected: Tensor | None = None  # [B] rows in use, None = all of them in order
         self._positions: Tensor | None = None  # [B, N] slots that the next update writes
+        self.encoder_capacity = encoder_capacity
+        self.encoder_visible = encoder_capacity
+        self._encoder: list[tuple[Tensor, Tensor]] = []  # [rows, E, heads, D] of each layer
+        self._encoder_lengths: Tensor | None = None  # [rows], 0 for a row that has no text
 
-    def select(self, rows: Tensor | None, *, longest: int) -> "SlotCache":
-        """Use `rows` [B] (None: all, in order) and the slots that `longest` tokens can need.
+    @property
+    def is_made(self) -> bool:
+        """Whether a pass has made the buffers; until then nothing may be compiled over them."""
+        return bool(self._keys)
 
-        The number of visible slots is rounded up, so that few shapes occur.
-        """
+    def select(self, rows: Tensor | None, *, visible: int) -> "SlotCache":
+        """Use `rows` [B] (None: all, in order) and the first `visible` slots."""
         self._selected = rows
-        self.visible = min(self.capacity, -(-longest // BUCKET) * BUCKET)
+        self.visible = visible
         return self
 
     def at(self, positions: Tensor) -> "SlotCache":
@@ -62,6 +85,38 @@ class SlotCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions and masks are always given, no model needs to derive them."""
         return 0
+
+    def write_encoder(self, layers: Iterable[tuple[Tensor, Tensor]], lengths: Tensor) -> None:
+        """Keep the encoder texts of the selected rows: their `lengths` [B], and of every decoder
+        layer the keys and values [B, E, heads, D] of cross attention (padded on the right).
+        """
+        rows = slice(None) if self._selected is None else self._selected
+        if self._encoder_lengths is None:
+            self._encoder_lengths = lengths.new_zeros(self.rows)
+        self._encoder_lengths[rows] = lengths
+        for layer, (keys, values) in enumerate(layers):
+            if layer == len(self._encoder):
+                self._encoder.append((self._encoder_buffer(keys), self._encoder_buffer(values)))
+            for buffer, states in zip(self._encoder[layer], (keys, values), strict=True):
+                buffer[rows, : states.shape[1]] = states
+
+    def read_encoder(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the visible [B, heads, E, D] keys and values of every layer."""
+        return [(self._read(keys), self._read(values)) for keys, values in self._encoder]
+
+    @property
+    def encoder_lengths(self) -> Tensor:
+        """Lengths [B] of the encoder texts of the selected rows."""
+        lengths = self._encoder_lengths
+        assert lengths is not None
+        return lengths if self._selected is None else lengths[self._selected]
+
+    def _encoder_buffer(self, states: Tensor) -> Tensor:
+        return states.new_zeros(self.rows, self.encoder_capacity, *states.shape[2:])
+
+    def _read(self, buffer: Tensor) -> Tensor:
+        seen = buffer[:, : self.encoder_visible]
+        return (seen if self._selected is None else seen[self._selected]).transpose(1, 2)
 
     def _buffer(self, states: Tensor) -> Tensor:
         _, heads, _, size = states.shape

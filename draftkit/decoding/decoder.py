@@ -1,79 +1,53 @@
-"""The speculative decoder: propose, verify, commit, for a batch of independent rows.
+"""The speculative decoder: rows join, advance by rounds of propose and verify, and leave.
 
 Every round proposes K tokens a row, runs the target once over the last committed token and the
 proposals, and commits 1 to K + 1 tokens whose law is the target's (Leviathan et al. 2211.17192,
 Algorithm 1; the verifiers are `theory.verification`'s). With gamma 0 the same code is plain
-autoregressive decoding: the baseline that speculation is compared with. The decoder knows
-adapters and token ids; it knows no text, no configuration file and no statistics.
+autoregressive decoding: the baseline that speculation is compared with. What a round computes is
+in `round`; here stand the rows, their grouping, and the host's shadow of the device. The decoder
+knows adapters and token ids; it knows no text, no configuration file and no statistics.
 
 Shapes: B rows of a group, K proposed tokens, V vocabulary.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftkit.decoding.cache import SlotCache
+from draftkit.decoding import round as units
+from draftkit.decoding.cache import BUCKET, SlotCache, visible_slots
+from draftkit.decoding.gamma import GammaPolicy
+from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units, batch_size
 from draftkit.decoding.proposers import Proposal, Proposer
+from draftkit.decoding.results import Launched, RoundResult, RoundSeconds, full_tests, launch, read
+from draftkit.decoding.round import Outcome, RoundInputs
 from draftkit.decoding.state import (
     DecodeState,
+    Feeding,
     Group,
     NoiseFunction,
     Request,
-    RoundView,
     make_group,
 )
-from draftkit.decoding.stopping import cut_round
 from draftkit.models.adapter import Adapter
 from draftkit.theory import noise
-from draftkit.theory.acceptance import sampled_acceptance
-from draftkit.theory.noise import ACCEPT, NEXT
-from draftkit.theory.verification import VERIFIERS, Verification, greedy_verification
-from draftkit.theory.warping import seen_along, seen_tokens, warp
+from draftkit.theory.verification import VERIFIERS
 
 PREFILL_CHUNK = 512
-
-
-class RoundSeconds(NamedTuple):
-    """Where the time of a round went; zeros without a clock."""
-
-    propose: float
-    verify: float
-    rest: float
-
-
-NO_SECONDS = RoundSeconds(0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """What one group of rows did in one round."""
-
-    slots: list[int]
-    tokens: Tensor  # [B, K + 1] candidates; the first `committed` of a row count
-    committed: list[int]
-    emitted: list[int]  # tokens a target pass yielded, the length limit not applied
-    ended: list[bool]  # by an end-of-text id
-    done: list[bool]
-    gamma: int
-    draft_tokens: Tensor  # [B, K]
-    acceptance: Tensor  # [B, K] sum_x min(p, q) at each proposed position
-    target_log_probs: Tensor  # [B, K + 1] log p of the candidates, raw (temperature 1)
-    log_sum_exp: Tensor  # [B, K + 1] of the raw logits
-    served_log_sum_exp: Tensor  # [B, K + 1] of logits / temperature (1 where greedy)
-    proposer_version: str
-    seconds: RoundSeconds = NO_SECONDS
 
 
 class Decoder:
     """Rows join, advance by rounds, and leave; see the module's docstring.
 
     `slots` rows of at most `capacity` tokens, scratch space included: a request needs
-    `limit + 2 (gamma + 1)` of them. `clock` (seconds, synchronised) fills `RoundResult.seconds`.
+    `limit + 2 (gamma + 1)` of them. `compiled` runs rounds as compiled units (`graphs`), with the
+    same results for the same noise. `late` lets `round` return what the round before it did, so
+    that the device never waits for the host (default: on CUDA, without a clock). `clock` (seconds,
+    synchronised) fills `RoundResult.seconds`.
     """
 
     def __init__(
@@ -85,26 +59,38 @@ class Decoder:
         eos_token_ids: Sequence[int] = (),
         verification: str = "speculative",
         noise_function: NoiseFunction = noise.uniform,
+        gamma_policy: GammaPolicy | None = None,
+        compiled: bool = False,
+        late: bool | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.target = target
         self.capacity = capacity
         self.clock = clock
-        self._verify = VERIFIERS[verification]
-        self._noise = noise_function
-        self._eos = torch.tensor(list(eos_token_ids), dtype=torch.long, device=target.device)
-        self._cache = SlotCache(slots, capacity)
-        self._state = DecodeState.empty(slots, capacity, target.device)
+        self.verification = verification
+        self.verifier = VERIFIERS[verification]
+        self.noise = noise_function
+        self.gamma_policy = gamma_policy
+        self.eos_token_ids = torch.tensor(
+            list(eos_token_ids), dtype=torch.long, device=target.device
+        )
+        self.cache = SlotCache(slots, capacity)
+        self.state = DecodeState.empty(slots, capacity, target.device)
+        self.late = target.device.type == "cuda" and clock is None if late is None else late
+        self._units = Units(compiled=compiled, device=target.device)
+        self._freeze = is_frozen(target)
         self._free = list(range(slots))
         self._proposers: dict[str, Proposer] = {}
         self._running: list[Group] | None = None  # None: membership changed, group anew
+        self._pending: deque[Launched] = deque()
+        self._joined = 0
 
     # Proposers
 
     def attach(self, proposer_id: str, proposer: Proposer) -> None:
         """Let requests name `proposer` by `proposer_id`. ValueError while rows use that id."""
         self._check_unused(proposer_id)
-        proposer.allocate(self._cache.rows, self.capacity)
+        proposer.allocate(self.cache.rows, self.capacity)
         self._proposers[proposer_id] = proposer
 
     def detach(self, proposer_id: str) -> None:
@@ -113,7 +99,7 @@ class Decoder:
         del self._proposers[proposer_id]
 
     def _check_unused(self, proposer_id: str) -> None:
-        if any(r.proposer_id == proposer_id for r in self._state.requests.values()):
+        if any(r.proposer_id == proposer_id for r in self.state.requests.values()):
             raise ValueError(f"proposer {proposer_id} still serves rows; let them leave first")
 
     def swap(self, proposer_id: str, state_dict: dict[str, Tensor], version: str) -> None:
@@ -139,7 +125,8 @@ class Decoder:
         slots = []
         for request in requests:
             slot = self._free.pop(0)
-            self._state.admit(slot, request)
+            self._joined += 1
+            self.state.admit(slot, request, ticket=self._joined)
             slots.append(slot)
         if slots:
             self._running = None
@@ -148,7 +135,7 @@ class Decoder:
     def leave(self, slots: Sequence[int]) -> None:
         """Free `slots`, finished or not, between rounds."""
         for slot in slots:
-            self._state.free(slot)
+            self.state.free(slot)
             self._free.append(slot)
         self._free.sort()
         if slots:
@@ -168,7 +155,7 @@ class Decoder:
         if (need := tokens_needed(request)) > self.capacity:
             raise ValueError(f"a row needs {need} cache slots, the decoder has {self.capacity}")
 
-    # Rounds
+    # Prefill
 
     @torch.inference_mode()
     def prefill(self) -> bool:
@@ -176,12 +163,8 @@ class Decoder:
 
         A prompt's last token is fed by the round that first uses it.
         """
-        state = self._state
-        waiting = [
-            slot
-            for slot, request in state.requests.items()
-            if state.prefilled[slot] < len(request.prompt_ids) - 1
-        ]
+        state = self.state
+        waiting = [slot for slot in state.requests if not state.is_ready(slot)]
         by_proposer: dict[str | None, list[int]] = {}
         for slot in waiting:
             by_proposer.setdefault(state.requests[slot].proposer_id, []).append(slot)
@@ -189,161 +172,167 @@ class Decoder:
             self._prefill_chunk(slots, proposer_id)
         if waiting:
             self._running = None
-        return any(
-            state.prefilled[slot] < len(state.requests[slot].prompt_ids) - 1 for slot in waiting
-        )
+        return any(not state.is_ready(slot) for slot in waiting)
 
     def _prefill_chunk(self, slots: list[int], proposer_id: str | None) -> None:
-        state, device = self._state, self.target.device
-        rows = torch.tensor(slots, device=device)
-        first = torch.tensor([state.prefilled[slot] for slot in slots], device=device)
+        state = self.state
         left = [len(state.requests[s].prompt_ids) - 1 - state.prefilled[s] for s in slots]
         width = min(PREFILL_CHUNK, max(left))
-        # Shorter rows run on into slots that their own tokens overwrite before anything sees them.
-        positions = first[:, None] + torch.arange(width, device=device)
-        positions = positions.clamp(max=self.capacity - 1)
+        rows, positions, visible = self._stretch([state.prefilled[s] for s in slots], slots, width)
         tokens = state.tokens[rows].gather(1, positions)
-        longest = min(max(state.prefilled[s] for s in slots) + width, self.capacity)
-        self.target.prefill(
-            tokens, positions=positions, cache=self._cache.select(rows, longest=longest)
-        )
+        cache = self.cache.select(rows, visible=visible)
+        self.target.prefill(tokens, positions=positions, cache=cache)
         if proposer_id is not None:
             self._proposers[proposer_id].prefill(
-                tokens, positions=positions, rows=rows, longest=longest
+                tokens, positions=positions, rows=rows, visible=visible
             )
         for slot, count in zip(slots, left, strict=True):
             state.prefilled[slot] += min(width, count)
 
+    def _stretch(
+        self, starts: list[int], slots: list[int], width: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Rows [B], positions [B, width] from `starts` on, and the visible slots they need.
+
+        Shorter rows run on into slots that their own tokens overwrite before anything sees them.
+        """
+        device = self.target.device
+        first = torch.tensor(starts, device=device)
+        positions = first[:, None] + torch.arange(width, device=device)
+        visible = visible_slots(min(max(starts) + width, self.capacity), self.capacity)
+        rows = torch.tensor(slots, device=device)
+        return rows, positions.clamp(max=self.capacity - 1), visible
+
+    # Rounds
+
     @torch.inference_mode()
     def round(self) -> list[RoundResult]:
-        """Advance waiting prompts by a chunk and all ready rows by one round, group by group."""
+        """Advance waiting prompts by a chunk and all ready rows by one round, group by group.
+
+        Returns one result a group: of this round, or of the one before where results come late.
+        """
         self.prefill()
         if self._running is None:
             self._running = self._groups()
-        return [self._round(group) for group in list(self._running)]
+        unread = len(self._pending)
+        results = []
+        for group in list(self._running):
+            self._pending.append(self._launch(group))
+            if not self.late:
+                results.append(self._read(self._pending.popleft()))
+        results += [self._read(self._pending.popleft()) for _ in range(unread)]
+        return [result for result in results if result.slots]
 
     def _groups(self) -> list[Group]:
-        """Ready rows by proposer and gamma."""
-        state = self._state
-        members: dict[tuple[int, str | None], list[int]] = {}
+        """Ready rows by gamma and proposer."""
+        state = self.state
+        members: dict[tuple[int, str | None, bool], list[int]] = {}
         for slot, request in sorted(state.requests.items()):
-            ready = state.prefilled[slot] >= len(request.prompt_ids) - 1
-            if ready and slot not in state.finished:
-                members.setdefault((request.gamma, request.proposer_id), []).append(slot)
-        return [make_group(state, slots, *key) for key, slots in members.items()]
+            if state.is_ready(slot) and slot not in state.finished:
+                key = (request.gamma, request.proposer_id, request.adapts)
+                members.setdefault(key, []).append(slot)
+        return [self._make_group(slots, *key) for key, slots in members.items()]
 
-    def _round(self, group: Group) -> RoundResult:
+    def _make_group(
+        self, slots: list[int], gamma: int, proposer_id: str | None, adapts: bool
+    ) -> Group:
+        size = batch_size(len(slots), self.cache.rows) if self._units.compiled else None
+        return make_group(self.state, slots, gamma, proposer_id, adapts=adapts, size=size)
+
+    def _launch(self, group: Group) -> Launched:
+        """Set a round of `group` going; nothing here waits for the device."""
         ticks = [self._tick()]
-        view = self._view(group)
-        proposal = self._propose(view)
+        if group.adapts and self.gamma_policy is not None:
+            gamma = self.gamma_policy.choose(batch=len(group.slots), most=group.gamma)
+            group = replace(group, gamma=gamma)
+        inputs = RoundInputs(group, self._visible(group))
+        proposal, version = self._propose(inputs)
         ticks.append(self._tick())
-        logits = self._target_logits(view, proposal)
+        outcome = self._verify(inputs._replace(proposal=proposal))
         ticks.append(self._tick())
-        history = None if view.seen is None else seen_along(view.seen, proposal.tokens)
-        target_probs = warp(logits, group.params, history)  # [B, K + 1, V]
-        verdict = self._verify_round(view, proposal, target_probs)
-        result = self._commit(view, proposal, verdict, logits, target_probs)
-        ticks.append(self._tick())
-        propose, verify, rest = (b - a for a, b in pairwise(ticks))
-        return replace(result, seconds=RoundSeconds(propose, verify, rest))
+        for slot in group.slots:
+            self.state.rounds[slot] += 1
+        tickets = [self.state.tickets[slot] for slot in group.slots]
+        return launch(group, tickets, proposal, outcome, version, ticks)
 
     def _tick(self) -> float:
         return self.clock() if self.clock is not None else 0.0
 
-    def _view(self, group: Group) -> RoundView:
-        state = self._state
-        length = state.length[group.index]
-        last = length[:, None] + torch.arange(-2, 0, device=length.device)
-        tokens = state.tokens if group.rows is None else state.tokens[group.index]
-        seen = None
-        if group.params.uses_penalty:
-            seen = seen_tokens(tokens, length, self.target.vocab_size)
-        return RoundView(
-            group=group,
-            length=length,
-            last_two=tokens.gather(1, last.clamp(min=0)),
-            seen=seen,
-            longest=max(state.host_length[slot] for slot in group.slots),
-            seed=state.seed[group.index],
-            row=state.row[group.index],
-            noise=self._noise,
+    def _visible(self, group: Group) -> int:
+        """Cache slots of a round, by what the host knows of lengths."""
+        unread = sum(launched.group.gamma + 1 for launched in self._pending)
+        longest = max(self.state.host_length[slot] for slot in group.slots) + unread
+        bucket = COMPILED_BUCKET if self._units.compiled else BUCKET
+        return visible_slots(longest + group.gamma + 1, self.capacity, bucket)
+
+    def _propose(self, inputs: RoundInputs) -> tuple[Proposal, str]:
+        group = inputs.group
+        if group.proposer_id is None:
+            return units.no_proposal(inputs), ""
+        proposer = self._proposers[group.proposer_id]
+        if group.gamma == 0:
+            return units.no_proposal(inputs), proposer.version
+        self._catch_up(proposer, group)
+        proposal = self._units.run(
+            units.propose,
+            (proposer, self),
+            inputs,
+            key=(proposer.signature, self._shape_key(inputs)),
+        )
+        return proposal, proposer.version
+
+    def _verify(self, inputs: RoundInputs) -> Outcome:
+        proposal = inputs.proposal
+        assert proposal is not None
+        sampled = None if proposal.draft_probs is None else proposal.draft_probs.dtype
+        return self._units.run(
+            units.verify,
+            self,
+            inputs,
+            key=(self.verification, sampled, self._shape_key(inputs)),
+            owner=self.target,
+            freeze=self._freeze,
+            written=(self.state.length, self.state.done),
         )
 
-    def _propose(self, view: RoundView) -> Proposal:
-        if view.group.gamma == 0 or view.group.proposer_id is None:
-            return Proposal(view.last_two[:, :0], None, lengths=torch.zeros_like(view.length))
-        return self._proposers[view.group.proposer_id].propose(view, view.group.gamma)
+    def _shape_key(self, inputs: RoundInputs) -> tuple[object, ...]:
+        """What the code of a unit depends on beside its model."""
+        own = (self.cache.rows, self.capacity, len(self.eos_token_ids), self.noise)
+        return (inputs.visible, inputs.group.key, own)
 
-    def _target_logits(self, view: RoundView, proposal: Proposal) -> Tensor:
-        """One target pass over the last committed token and the proposals: [B, K + 1, V]."""
-        tokens = torch.cat([view.last_two[:, 1:], proposal.tokens], dim=1)
-        width = tokens.shape[1]
-        positions = view.length[:, None] - 1 + torch.arange(width, device=tokens.device)
-        cache = self._cache.select(view.group.rows, longest=view.longest + width)
-        return self.target.step(tokens, positions=positions, cache=cache)
-
-    def _verify_round(
-        self, view: RoundView, proposal: Proposal, target_probs: Tensor
-    ) -> Verification:
-        if view.group.greedy:
-            return greedy_verification(
-                target_probs=target_probs, draft_tokens=proposal.tokens, lengths=proposal.lengths
+    def _catch_up(self, proposer: Proposer, group: Group) -> None:
+        """Show `proposer` the text of rounds that went by without it."""
+        state = self.state
+        feedings = {slot: state.fed[slot] for slot in group.slots}
+        behind = {
+            slot: fed.length for slot, fed in feedings.items() if fed.round < state.rounds[slot]
+        }
+        if behind and proposer.has_cache:
+            unread = sum(launched.group.gamma + 1 for launched in self._pending)
+            width = max(state.host_length[s] - start for s, start in behind.items()) + unread
+            slots = list(behind)
+            rows, positions, visible = self._stretch(list(behind.values()), slots, width)
+            proposer.prefill(
+                state.tokens[rows].gather(1, positions),
+                positions=positions,
+                rows=rows,
+                visible=visible,
             )
-        return self._verify(
-            target_probs=target_probs,
-            draft_probs=proposal.draft_probs,
-            draft_tokens=proposal.tokens,
-            lengths=proposal.lengths,
-            accept_uniform=view.uniform(count=proposal.tokens.shape[1], purpose=ACCEPT),
-            next_uniform=view.uniform(count=1, purpose=NEXT)[:, 0],
-        )
+        for slot in group.slots:
+            state.fed[slot] = Feeding(state.rounds[slot] + 1, state.host_length[slot])
 
-    def _commit(
-        self,
-        view: RoundView,
-        proposal: Proposal,
-        verdict: Verification,
-        logits: Tensor,
-        target_probs: Tensor,
-    ) -> RoundResult:
-        """Write candidates behind the committed text and move the length pointers."""
-        state, group = self._state, view.group
-        candidates = torch.cat([proposal.tokens, verdict.next_token[:, None]], dim=1)
-        candidates = candidates.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
-        cut = cut_round(
-            candidates,
-            accepted=verdict.accepted,
-            remaining=state.limit[group.index] - view.length,
-            eos_token_ids=self._eos,
-        )
-        places = view.length[:, None] + torch.arange(candidates.shape[1], device=logits.device)
-        state.tokens[group.index[:, None], places] = candidates
-        state.length[group.index] = view.length + cut.committed
-        emitted, committed, ended, done = torch.stack([part.long() for part in cut]).tolist()
-        for slot, count, stop in zip(group.slots, committed, done, strict=True):
-            state.host_length[slot] += count
+    def _read(self, launched: Launched) -> RoundResult:
+        """Take in what a round did, as far as its requests are still there."""
+        result = read(launched, self.state.tickets)
+        for slot, count, stop in zip(result.slots, result.committed, result.done, strict=True):
+            self.state.host_length[slot] += count
             if stop:  # the row stays in its slot, out of every group, until it leaves
-                state.finished.add(slot)
+                self.state.finished.add(slot)
                 self._running = None
-        log_probs, log_sum_exp, served = target_log_probs(logits, candidates, group)
-        return RoundResult(
-            slots=group.slots,
-            tokens=candidates,
-            committed=committed,
-            emitted=emitted,
-            ended=[bool(flag) for flag in ended],
-            done=[bool(flag) for flag in done],
-            gamma=group.gamma,
-            draft_tokens=proposal.tokens,
-            acceptance=proposal_acceptance(target_probs, proposal),
-            target_log_probs=log_probs,
-            log_sum_exp=log_sum_exp,
-            served_log_sum_exp=served,
-            proposer_version=self._version(group),
-        )
-
-    def _version(self, group: Group) -> str:
-        return "" if group.proposer_id is None else self._proposers[group.proposer_id].version
+        if self.gamma_policy is not None and result.gamma > 0:
+            self.gamma_policy.observe(gamma=result.gamma, accepted=full_tests(result))
+        ticks = [*launched.ticks, self._tick()]
+        return replace(result, seconds=RoundSeconds(*(b - a for a, b in pairwise(ticks))))
 
 
 def tokens_needed(request: Request) -> int:
@@ -351,24 +340,6 @@ def tokens_needed(request: Request) -> int:
     return request.limit + 2 * (request.gamma + 1)
 
 
-def proposal_acceptance(target_probs: Tensor, proposal: Proposal) -> Tensor:
-    """Return sum_x min(p, q) [B, K] at each proposed position; p(x) where q is one-hot at x."""
-    target_probs = target_probs[:, : proposal.tokens.shape[1]]
-    if proposal.draft_probs is None:
-        return target_probs.gather(2, proposal.tokens[..., None])[..., 0]
-    return sampled_acceptance(target_probs=target_probs, draft_probs=proposal.draft_probs)
-
-
-def target_log_probs(
-    logits: Tensor, candidates: Tensor, group: Group
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p of `candidates` [B, K + 1] and the log-sum-exp at temperature 1 and served.
-
-    Raw: neither penalties nor top-k or top-p enter, as clients and distillation expect.
-    """
-    raw = logits if logits.dtype == torch.float64 else logits.float()
-    served = group.params.temperature.to(raw.dtype)
-    served = torch.where(served > 0, served, 1.0)[:, None, None]
-    log_sum_exp = raw.logsumexp(-1)
-    log_probs = raw.gather(2, candidates[..., None])[..., 0] - log_sum_exp
-    return log_probs, log_sum_exp, (raw / served).logsumexp(-1)
+def is_frozen(target: Adapter) -> bool:
+    """Whether `target`'s weights never change and are few enough to be held twice."""
+    return target.is_constant and target.weight_bytes <= FREEZE_BYTES

@@ -7,6 +7,7 @@ are swapped between rounds.
 Shapes: B rows, K proposed tokens, V vocabulary.
 """
 
+from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -32,12 +33,18 @@ class Proposer(Protocol):
 
     version: str
     max_positions: int
+    has_cache: bool  # whether it must be shown all text, by `prefill` or by taking part
+
+    @property
+    def signature(self) -> Hashable:
+        """Proposers of one signature differ in tensor contents only, so they share code."""
+        ...
 
     def allocate(self, slots: int, capacity: int) -> None:
         """Make room for `slots` rows of `capacity` tokens."""
         ...
 
-    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, longest: int) -> None:
+    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
         """Take in `tokens` [B, N] of a prompt at `positions` [B, N] of `rows` [B]."""
         ...
 
@@ -53,20 +60,27 @@ class Proposer(Protocol):
 class DraftModelProposer:
     """A small language model, with a cache of its own, sampled as the target is served."""
 
+    has_cache = True
+
     def __init__(self, draft: Adapter, *, version: str = "") -> None:
         self.draft = draft
         self.version = version
         self.max_positions = draft.max_positions
         self._cache: SlotCache | None = None
 
+    @property
+    def signature(self) -> Hashable:
+        """The architecture of the draft."""
+        return (type(self), self.draft.signature)
+
     def allocate(self, slots: int, capacity: int) -> None:
         """Make an empty cache; called when the proposer is attached to a decoder."""
         self._cache = SlotCache(slots, capacity)
 
-    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, longest: int) -> None:
+    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
         """Fill the draft's cache with a piece of the prompts."""
         assert self._cache is not None
-        cache = self._cache.select(rows, longest=longest)
+        cache = self._cache.select(rows, visible=visible)
         self.draft.prefill(tokens, positions=positions, cache=cache)
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
@@ -76,7 +90,7 @@ class DraftModelProposer:
         proposal, and otherwise writing its slot again is harmless, so no branch is needed.
         """
         assert self._cache is not None
-        cache = self._cache.select(view.group.rows, longest=view.longest + gamma)
+        cache = self._cache.select(view.group.rows, visible=view.visible)
         offsets = torch.arange(-2, 0, device=view.length.device)
         positions = (view.length[:, None] + offsets).clamp(min=0)  # [B, 2]
         logits = self.draft.step(view.last_two, positions=positions, cache=cache)[:, -1:]
@@ -92,9 +106,9 @@ class DraftModelProposer:
             if seen is not None:
                 seen = seen.scatter(1, token[:, None], True)
             if i + 1 < gamma:
-                logits = self.draft.step(
-                    token[:, None], positions=(view.length + i)[:, None], cache=cache
-                )
+                # A filler's text may end anywhere: it must not reach beyond the cache.
+                positions = (view.length + i).clamp(max=cache.capacity - 1)[:, None]
+                logits = self.draft.step(token[:, None], positions=positions, cache=cache)
         return Proposal(
             tokens=torch.stack(tokens, dim=1),
             draft_probs=torch.stack(draft_probs, dim=1),

@@ -9,6 +9,7 @@ knows no sampling, no loss and no schedule. Logits are cut to the real vocabular
 Shapes: B rows, N new tokens, T tokens, C slots attended to, V real vocabulary, H hidden size.
 """
 
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,21 @@ class Adapter(Protocol):
 
     vocab_size: int
     max_positions: int
+
+    @property
+    def signature(self) -> Hashable:
+        """Models of one signature differ in the values of their weights only."""
+        ...
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the weights never change."""
+        ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights."""
+        ...
 
     @property
     def device(self) -> torch.device:
@@ -75,6 +91,28 @@ def check_cache(model: PreTrainedModel) -> None:
         )
 
 
+def copy_weights(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
+    """Copy `state_dict` of the same model in place, so that compiled code keeps its buffers.
+
+    Raises ValueError naming the first tensor that is missing, of another shape or unknown.
+    """
+    own = model.state_dict()
+    if unknown := sorted(state_dict.keys() - own.keys()):
+        raise ValueError(f"new weights do not fit the draft: it has no {unknown[0]}")
+    for name, weight in own.items():
+        if name not in state_dict or state_dict[name].shape != weight.shape:
+            raise ValueError(f"new weights do not fit the draft: {name} is missing or reshaped")
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(state_dict[name])
+
+
+def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask to add to attention scores: 0 where allowed, else the lowest finite number."""
+    zero = torch.zeros((), dtype=dtype, device=allowed.device)
+    return torch.where(allowed, zero, torch.finfo(dtype).min)
+
+
 class CausalAdapter(nn.Module):
     """`Adapter` for a Hugging Face decoder-only model. `forward` is `score`.
 
@@ -98,6 +136,21 @@ class CausalAdapter(nn.Module):
     def device(self) -> torch.device:
         """The device of the model's weights."""
         return next(self.model.parameters()).device
+
+    @property
+    def signature(self) -> Hashable:
+        """Architecture, precision and real vocabulary."""
+        return (type(self), self.model.config.to_json_string(), self.dtype, self.vocab_size)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether no weight is open to training, as `load_target` leaves them."""
+        return not any(weight.requires_grad for weight in self.model.parameters())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights and buffers, tied ones once."""
+        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
     @property
     def width(self) -> int:
@@ -143,19 +196,8 @@ class CausalAdapter(nn.Module):
         return self.model(input_ids=tokens, use_cache=False).logits, None
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
-        """Copy `state_dict` of the same model in place, so that compiled code keeps its buffers.
-
-        Raises ValueError naming the first tensor that is missing, of another shape or unknown.
-        """
-        own = self.model.state_dict()
-        if unknown := sorted(state_dict.keys() - own.keys()):
-            raise ValueError(f"new weights do not fit the draft: it has no {unknown[0]}")
-        for name, weight in own.items():
-            if name not in state_dict or state_dict[name].shape != weight.shape:
-                raise ValueError(f"new weights do not fit the draft: {name} is missing or reshaped")
-        with torch.no_grad():
-            for name, weight in own.items():
-                weight.copy_(state_dict[name])
+        """`copy_weights` into the model."""
+        copy_weights(self.model, state_dict)
 
     def _head_is_plain(self) -> bool:
         """Whether logits are head(hidden), found once.
@@ -220,6 +262,4 @@ class CausalAdapter(nn.Module):
         }
 
     def _additive(self, allowed: Tensor) -> Tensor:
-        """0 where allowed, else the lowest finite number, in the dtype of the model."""
-        zero = torch.zeros((), dtype=self.dtype, device=allowed.device)
-        return torch.where(allowed, zero, torch.finfo(self.dtype).min)
+        return additive(allowed, self.dtype)

@@ -15,8 +15,10 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     LlamaConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -25,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from draftkit.artifacts import atomic_path
 from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.seq2seq import Seq2SeqAdapter
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
@@ -37,6 +40,16 @@ class Target:
     adapter: CausalAdapter
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Seq2SeqTarget:
+    """An encoder-decoder target; a decoder's text begins with `start_token_id`, its prompt."""
+
+    adapter: Seq2SeqAdapter
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: tuple[int, ...]
+    start_token_id: int
 
 
 def resolve_device(hardware: HardwareConfig) -> torch.device:
@@ -74,11 +87,17 @@ def load_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(
-    model: ModelConfig, key: str, *, dtype: torch.dtype, device: torch.device
+    model: ModelConfig,
+    key: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    encoder_decoder: bool = False,
 ) -> PreTrainedModel:
-    """Load a causal language model for inference, in `dtype` on `device`, dropout off.
+    """Load a language model for inference, in `dtype` on `device`, dropout off.
 
-    Raises ValueError naming `key` for a missing, corrupt, incomplete or encoder-decoder model.
+    Raises ValueError naming `key` for a missing, corrupt or incomplete model, and for one of the
+    other kind: decoder-only unless `encoder_decoder`.
     """
     check_folder(model, key)
     transformers_logging.disable_progress_bar()
@@ -88,9 +107,12 @@ def load_model(
     }
     try:
         config = AutoConfig.from_pretrained(str(model.path), **options)
-        if config.is_encoder_decoder:
-            raise ValueError("it is an encoder-decoder model, and only decoder-only ones decode")
-        loaded, report = AutoModelForCausalLM.from_pretrained(
+    except LOADING_ERRORS as error:
+        raise cannot_load(model, key, error) from error
+    check_kind(config, model, key, encoder_decoder=encoder_decoder)
+    kind: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
+    try:
+        loaded, report = kind.from_pretrained(
             str(model.path),
             config=config,
             dtype=dtype,
@@ -99,10 +121,7 @@ def load_model(
             **options,
         )
     except LOADING_ERRORS as error:
-        raise ValueError(
-            f"{key}.path {model.path}: cannot load the model ({first_line(error)}): "
-            "give a complete folder written by save_pretrained"
-        ) from error
+        raise cannot_load(model, key, error) from error
     absent = sorted([*report["missing_keys"], *report["mismatched_keys"]], key=str)
     if absent:
         raise ValueError(
@@ -110,6 +129,28 @@ def load_model(
             f"(first: {absent[0]}): give a complete folder written by save_pretrained"
         )
     return loaded.to(device).eval()
+
+
+def cannot_load(model: ModelConfig, key: str, error: BaseException) -> ValueError:
+    """What to raise when `model` cannot be read for `error`."""
+    return ValueError(
+        f"{key}.path {model.path}: cannot load the model ({first_line(error)}): "
+        "give a complete folder written by save_pretrained"
+    )
+
+
+def check_kind(
+    config: PreTrainedConfig, model: ModelConfig, key: str, *, encoder_decoder: bool
+) -> None:
+    """Raise ValueError unless `config` is of an encoder-decoder model exactly when wanted."""
+    name = f"{key}.path {model.path}: {config.model_type} is"
+    if config.is_encoder_decoder and not encoder_decoder:
+        raise ValueError(
+            f"{name} an encoder-decoder model, and the stages train and judge decoder-only ones: "
+            "give one of those (load_seq2seq_target loads an encoder-decoder target for decoding)"
+        )
+    if encoder_decoder and not config.is_encoder_decoder:
+        raise ValueError(f"{name} a decoder-only model: load it with load_target or load_draft")
 
 
 def check_folder(model: ModelConfig, key: str) -> None:
@@ -189,6 +230,7 @@ def load_target(
         model, "target", dtype=dtype or resolve_dtype(hardware, device), device=device
     )
     size = real_vocab_size(tokenizer, loaded.config, "target")
+    loaded.requires_grad_(False)  # a target never changes, so compiled code may pack its weights
     return Target(
         adapter=CausalAdapter(loaded, vocab_size=size),
         tokenizer=tokenizer,
@@ -196,21 +238,83 @@ def load_target(
     )
 
 
+def load_seq2seq_target(
+    model: ModelConfig, hardware: HardwareConfig, *, dtype: torch.dtype | None = None
+) -> Seq2SeqTarget:
+    """`load_target` for an encoder-decoder model of T5 type, which decodes but trains no draft.
+
+    Raises ValueError naming `target.path` for a model that cannot be loaded, the type of one that
+    cannot be decoded.
+    """
+    device = resolve_device(hardware)
+    tokenizer = load_tokenizer(model, "target")
+    loaded = load_model(
+        model,
+        "target",
+        dtype=dtype or resolve_dtype(hardware, device),
+        device=device,
+        encoder_decoder=True,
+    )
+    size = real_vocab_size(tokenizer, loaded.config, "target")
+    loaded.requires_grad_(False)
+    return Seq2SeqTarget(
+        adapter=Seq2SeqAdapter(loaded, vocab_size=size),
+        tokenizer=tokenizer,
+        eos_token_ids=end_of_text_ids(loaded, tokenizer),
+        start_token_id=start_of_text_id(loaded, model),
+    )
+
+
+def start_of_text_id(loaded: PreTrainedModel, model: ModelConfig) -> int:
+    """The id that a decoder's text begins with. Raises ValueError where none is declared."""
+    declared = [loaded.generation_config, loaded.config]
+    ids = [getattr(config, "decoder_start_token_id", None) for config in declared]
+    if (start := next((i for i in ids if i is not None), None)) is None:
+        raise ValueError(
+            f"target.path {model.path}: no decoder_start_token_id: "
+            "add the first id of decoder texts to generation_config.json (0 for T5)"
+        )
+    return start
+
+
 def load_draft(
-    model: ModelConfig, target: Target, *, dtype: torch.dtype | None = None
+    model: ModelConfig, target: Target | Seq2SeqTarget, *, dtype: torch.dtype | None = None
 ) -> CausalAdapter:
     """Load a draft for `target`, in its dtype unless another is given.
 
     Raises ValueError for a draft that cannot be loaded or does not share the vocabulary.
     """
+    loaded, size = _draft_model(model, target, dtype, encoder_decoder=False)
+    return CausalAdapter(loaded, vocab_size=size)
+
+
+def load_seq2seq_draft(
+    model: ModelConfig, target: Seq2SeqTarget, *, dtype: torch.dtype | None = None
+) -> Seq2SeqAdapter:
+    """`load_draft` for a draft that is an encoder-decoder model as its target is."""
+    loaded, size = _draft_model(model, target, dtype, encoder_decoder=True)
+    return Seq2SeqAdapter(loaded, vocab_size=size)
+
+
+def _draft_model(
+    model: ModelConfig,
+    target: Target | Seq2SeqTarget,
+    dtype: torch.dtype | None,
+    *,
+    encoder_decoder: bool,
+) -> tuple[PreTrainedModel, int]:
+    """A draft with the target's vocabulary, and the real size of it."""
     check_same_tokenizer(
         target_tokenizer=target.tokenizer, draft_tokenizer=load_tokenizer(model, "draft")
     )
     loaded = load_model(
-        model, "draft", dtype=dtype or target.adapter.dtype, device=target.adapter.device
+        model,
+        "draft",
+        dtype=dtype or target.adapter.dtype,
+        device=target.adapter.device,
+        encoder_decoder=encoder_decoder,
     )
-    size = real_vocab_size(target.tokenizer, loaded.config, "draft")
-    return CausalAdapter(loaded, vocab_size=size)
+    return loaded, real_vocab_size(target.tokenizer, loaded.config, "draft")
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -15,8 +15,37 @@ tensors and measures nothing.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from draftkit.theory.acceptance import expected_accepted, increasing_root
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The measured parts of a round in units of a plain step, which itself is in seconds.
+
+    verify_ratios: v by gamma, at least one of them; ValueError if there is none.
+    """
+
+    plain_seconds: float
+    cost_ratio: float  # c
+    verify_ratio: float  # v at the gamma in use
+    overhead_ratio: float  # o
+    verify_ratios: dict[int, float]
+
+    def __post_init__(self) -> None:
+        if not self.verify_ratios:
+            raise ValueError("verify_ratios is empty; measure verification at one gamma at least")
+
+    def verify_at(self, gamma: int) -> float:
+        """v(gamma), linear between the measured ones and beyond; constant if there is but one."""
+        known = sorted(self.verify_ratios)
+        if len(known) == 1:
+            return self.verify_ratios[known[0]]
+        right = next((g for g in known[1:] if g >= gamma), known[-1])
+        left = known[known.index(right) - 1]
+        slope = (self.verify_ratios[right] - self.verify_ratios[left]) / (right - left)
+        return self.verify_ratios[left] + slope * (gamma - left)
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -86,8 +115,11 @@ def best_gamma(
     1: "do not speculate" is an answer. Of equal factors the smaller gamma wins.
     """
     best, best_factor = 0, 1.0
+    tokens = 1.0  # expected_tokens(alpha, gamma), term by term: decoding asks before every round
     for gamma in range(1, max_gamma + 1):
-        factor = improvement_factor(alpha, gamma, cost_ratio, verify_ratio(gamma), overhead_ratio)
+        tokens += alpha**gamma
+        verify = verify_ratio(gamma)
+        factor = speedup_from_length(tokens, gamma, cost_ratio, verify, overhead_ratio)
         if factor > best_factor:
             best, best_factor = gamma, factor
     return best, best_factor

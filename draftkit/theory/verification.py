@@ -1,11 +1,12 @@
 """Which proposals of a round are kept, and which token follows them.
 
 Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1), block verification (Sun et
-al., arXiv 2403.10444, algorithm 2) and the greedy rule. The first two return tokens that have
-exactly the target's law whatever the draft; they differ in how many proposals they keep.
+al., arXiv 2403.10444, algorithm 2), exact match with the target's sample (llama.cpp, TensorRT-LLM)
+and the greedy rule. The first three return tokens that have exactly the target's law whatever the
+draft; they differ in how many proposals they keep.
 
-Noise enters as tensors, one uniform a test and one for the correction or bonus token, each
-independent of the others and of the noise that made the proposals. This module knows no models,
+Noise enters as tensors, one uniform a proposal and one more a round, each independent of the
+others and of the noise that made the proposals. This module knows no models,
 no caches, no EOS and no warping: it is given the served distributions p (target) and q (draft),
 where q is the law that each proposal was really sampled from.
 
@@ -168,19 +169,45 @@ def block_verification(
     return Verification(accepted, sample(probs=correction, uniform=next_uniform))
 
 
+def _agreement(*, choices: Tensor, draft_tokens: Tensor, lengths: Tensor | None) -> Verification:
+    """Keep proposals while they equal the target's `choices` [B, K + 1], then add its next one."""
+    gamma = draft_tokens.shape[1]
+    is_proposed = _up_to(_lengths(draft_tokens, lengths), gamma)
+    accepted = _leading((choices[:, :gamma] == draft_tokens) & is_proposed)
+    return Verification(accepted, choices.gather(1, accepted[:, None])[:, 0])
+
+
+def match_verification(
+    *,
+    target_probs: Tensor,
+    draft_probs: Tensor | None,
+    draft_tokens: Tensor,
+    lengths: Tensor | None,
+    accept_uniform: Tensor,
+    next_uniform: Tensor,
+) -> Verification:
+    """Sample the target at every position; keep proposals while they equal its samples.
+
+    Every token is the target's own sample, the first that differs being the correction, so the law
+    is exact and q has no part in it. A proposal is kept with probability p(x): sum_x p q if it was
+    sampled, p(argmax q) if it is the draft's argmax. Arguments as in `speculative_sampling`;
+    accept_uniform[:, i] samples position i and next_uniform position K, so a row with fewer than K
+    proposals takes its bonus token with accept_uniform[:, lengths].
+    """
+    uniform = torch.cat([accept_uniform, next_uniform[:, None]], dim=1)  # [B, K + 1]
+    choices = sample(probs=target_probs.flatten(0, 1), uniform=uniform.flatten()).view_as(uniform)
+    return _agreement(choices=choices, draft_tokens=draft_tokens, lengths=lengths)
+
+
 def greedy_verification(
     *, target_probs: Tensor, draft_tokens: Tensor, lengths: Tensor | None
 ) -> Verification:
     """Keep proposals while they are the target's most likely token, then add that token.
 
-    The limit of both rules at temperature 0: no noise. Shapes as in `speculative_sampling`; any
+    The limit of every rule at temperature 0: no noise. Shapes as in `speculative_sampling`; any
     monotone function of the probabilities, such as logits, serves as well.
     """
-    choices = target_probs.argmax(-1)  # [B, K + 1]
-    gamma = draft_tokens.shape[1]
-    is_proposed = _up_to(_lengths(draft_tokens, lengths), gamma)
-    accepted = _leading((choices[:, :gamma] == draft_tokens) & is_proposed)
-    return Verification(accepted, choices.gather(1, accepted[:, None])[:, 0])
+    return _agreement(choices=target_probs.argmax(-1), draft_tokens=draft_tokens, lengths=lengths)
 
 
 class Verifier(Protocol):
@@ -201,4 +228,5 @@ class Verifier(Protocol):
 VERIFIERS: dict[str, Verifier] = {
     "speculative": speculative_sampling,
     "block": block_verification,
+    "match": match_verification,
 }

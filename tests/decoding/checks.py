@@ -113,7 +113,7 @@ def build(
         noise_function=noise_function,
     )
     if parts.verifier is not None:
-        decoder._verify = parts.verifier
+        decoder.verifier = parts.verifier
     decoder.attach(DRAFT_ID, parts.proposer(draft))
     decoder.join(requests)
     while decoder.prefill():
@@ -287,7 +287,7 @@ def check_text_alone(result: Measured, *, levels: int = 3, most: int = 60_000) -
 
 def _new_states(decoder: Decoder, result: Measured, most: int = 1500) -> tuple[Tensor, Tensor]:
     """Rows of `decoder` that go on and differ in text or proposals, and the rows of their texts."""
-    state, samplings = decoder._state, result.setting.samplings
+    state, samplings = decoder.state, result.setting.samplings
     rows: dict[tuple[int, Text], int] = {}  # number and everything written, proposals included
     for row in sorted(set(state.requests) - state.finished):
         written = state.tokens[row].tolist()
@@ -318,7 +318,7 @@ def check_swapped(parts: Parts, setting: Setting) -> tuple[Cells, dict[int, Text
     before = measure(decoder, torch.tensor([0]), gamma=setting.gamma, vocab_size=VOCAB_SIZE)
     bench = Bench(decoder, before.state)
     before.play(bench, torch.arange(bench.rows), torch.full_like(before.low, 0.5))
-    left = bench.decoder._state
+    left = bench.decoder.state
     differing = {  # in text or proposals
         tuple(left.tokens[row].tolist()): row for row in set(left.requests) - left.finished
     }
@@ -380,4 +380,4 @@ def check_sampled(
         pass
     size = target.vocab_size
     law = served(target, sequences(size, 2), sampling).view(size, size, size)
-    check_sample(decoder._state.tokens[:, 2 : 2 + tokens], pair_laws(law, tokens))
+    check_sample(decoder.state.tokens[:, 2 : 2 + tokens], pair_laws(law, tokens))

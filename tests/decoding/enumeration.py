@@ -46,14 +46,14 @@ class Forced:
 
 def fork(decoder: Decoder, index: Tensor) -> Decoder:
     """A decoder whose row n is in the state of row index[n] of `decoder`; rows get new ids."""
-    twin, old, rows = copy.copy(decoder), decoder._state, index.tolist()
-    twin._cache = _gathered(decoder._cache, index)
+    twin, old, rows = copy.copy(decoder), decoder.state, index.tolist()
+    twin.cache = _gathered(decoder.cache, index)
     twin._proposers = {}
     for name, proposer in decoder._proposers.items():
         shadow: Any = copy.copy(proposer)
         shadow._cache = _gathered(shadow._cache, index)
         twin._proposers[name] = shadow
-    twin._state = type(old)(
+    twin.state = type(old)(
         tokens=old.tokens[index],
         length=old.length[index],
         limit=old.limit[index],
@@ -62,6 +62,10 @@ def fork(decoder: Decoder, index: Tensor) -> Decoder:
         requests={n: old.requests[row] for n, row in enumerate(rows)},
         prefilled={n: old.prefilled[row] for n, row in enumerate(rows)},
         host_length={n: old.host_length[row] for n, row in enumerate(rows)},
+        done=old.done[index],
+        tickets={n: old.tickets[row] for n, row in enumerate(rows)},
+        rounds={n: old.rounds[row] for n, row in enumerate(rows)},
+        fed={n: old.fed[row] for n, row in enumerate(rows)},
     )
     twin._free = []
     twin._running = twin._groups()
@@ -105,19 +109,21 @@ class Bench:
     def __init__(self, decoder: Decoder, index: Tensor) -> None:
         self.decoder = fork(decoder, index)
         self.rows = len(index)
-        state = self.decoder._state
+        state = self.decoder.state
         self._state = copy.copy(state)
         self._state.tokens, self._state.length = state.tokens.clone(), state.length.clone()
         self._state.host_length = dict(state.host_length)
+        self._state.done = state.done.clone()
+        self._state.rounds, self._state.fed = dict(state.rounds), dict(state.fed)
         self._running = self.decoder._running
         proposers: Any = self.decoder._proposers.values()
-        self._caches = [self.decoder._cache, *(proposer._cache for proposer in proposers)]
+        self._caches = [self.decoder.cache, *(proposer._cache for proposer in proposers)]
         self._buffers = [(list(c._keys), list(c._values)) for c in self._caches]
 
     def play(self, *, draft: Tensor, accept: Tensor, then: Tensor) -> Outcome:
         """One round from the same state with uniforms [N, K], [N, K] and [N]."""
         self._rewind()
-        noise = self.decoder._noise
+        noise = self.decoder.noise
         assert isinstance(noise, Forced)
         noise.values = {DRAFT: draft, ACCEPT: accept, NEXT: then[:, None]}
         (result,) = self.decoder.round()
@@ -134,10 +140,11 @@ class Bench:
         )
 
     def _rewind(self) -> None:
-        state, kept = self.decoder._state, self._state
+        state, kept = self.decoder.state, self._state
         state.tokens, state.length = kept.tokens.clone(), kept.length.clone()
         state.host_length = dict(kept.host_length)
-        state.finished = set()
+        state.done, state.finished = kept.done.clone(), set()
+        state.rounds, state.fed = dict(kept.rounds), dict(kept.fed)
         self.decoder._running = self._running
         for cache, (keys, values) in zip(self._caches, self._buffers, strict=True):
             cache._keys = [tensor.clone() for tensor in keys]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from draftkit.decoding import cache, decoder, proposers, state, stopping
+from draftkit.decoding import round as units
 from draftkit.decoding.proposers import DraftModelProposer, Proposal
 from draftkit.decoding.state import RoundView
 from draftkit.theory.warping import SamplingParams, warp
@@ -36,8 +37,8 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "draft positions shifted by one": (
         proposers,
-        "positions=(view.length + i)[:, None]",
-        "positions=(view.length + i + 1)[:, None]",
+        "positions = (view.length + i).clamp(",
+        "positions = (view.length + i + 1).clamp(",
     ),
     "penalty of proposals forgets proposals": (
         proposers,
@@ -45,40 +46,40 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
         "pass",
     ),
     "target positions shifted by one": (
-        decoder,
+        units,
         "positions = view.length[:, None] - 1 + torch",
         "positions = view.length[:, None] + torch",
     ),
     "target law unwarped": (
-        decoder,
-        "target_probs = warp(logits, group.params, history)",
+        units,
+        "target_probs = warp(logits, view.group.params, history)",
         "target_probs = logits.softmax(-1)",
     ),
     "penalty of the target forgets proposals": (
-        decoder,
+        units,
         "seen_along(view.seen, proposal.tokens)",
         "seen_along(view.seen, proposal.tokens[:, :1].expand_as(proposal.tokens))",
     ),
     "penalty sees what was rejected": (
-        decoder,
-        "seen = seen_tokens(tokens, length, ",
-        "seen = seen_tokens(tokens, length + 1, ",
+        state,
+        "seen=seen_tokens(tokens, length, ",
+        "seen=seen_tokens(tokens, length + 1, ",
     ),
-    "next token from the noise of the tests": (decoder, "purpose=NEXT)", "purpose=ACCEPT)"),
+    "next token from the noise of the tests": (units, "purpose=NEXT)", "purpose=ACCEPT)"),
     "next token in the place after": (
-        decoder,
+        units,
         "candidates.scatter(1, verdict.accepted[:, None], ",
         "candidates.scatter(1, (verdict.accepted[:, None] + 1).clamp(max=group.gamma), ",
     ),
     "one rejected proposal committed": (
-        decoder,
-        "accepted=verdict.accepted,\n            remaining",
-        "accepted=(verdict.accepted + 1).clamp(max=group.gamma),\n            remaining",
+        units,
+        "accepted=verdict.accepted,\n        remaining",
+        "accepted=(verdict.accepted + 1).clamp(max=group.gamma),\n        remaining",
     ),
     "number of proposals ignored": (
-        decoder,
-        "draft_tokens=proposal.tokens,\n            lengths=proposal.lengths,\n            accept",
-        "draft_tokens=proposal.tokens,\n            lengths=None,\n            accept",
+        units,
+        "draft_tokens=proposal.tokens,\n        lengths=proposal.lengths,\n        accept",
+        "draft_tokens=proposal.tokens,\n        lengths=None,\n        accept",
     ),
     "prompt fed one slot late": (
         decoder,
@@ -107,8 +108,8 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "sampling of the wrong rows": (
         state,
-        "[state.requests[slot].sampling for slot in slots]",
-        "[state.requests[slot].sampling for slot in reversed(slots)]",
+        "[sampling.get(slot, sampling[slots[0]]) for slot in index]",
+        "[sampling.get(slot, sampling[slots[0]]) for slot in reversed(index)]",
     ),
     "temperature in single precision": (
         state,
@@ -120,7 +121,11 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
         "self._positions = positions",
         "self._positions = positions + 1",
     ),
-    "cache of other rows": (cache, "seen[self._selected]", "seen[self._selected.flip(0)]"),
+    "cache of other rows": (
+        cache,
+        "buffer[:, : self.visible]\n        if self._selected is not None:\n            seen = seen[self._selected]",
+        "buffer[:, : self.visible]\n        if self._selected is not None:\n            seen = seen[self._selected.flip(0)]",
+    ),
 }
 
 
@@ -132,13 +137,16 @@ def mutant(name: str) -> Parts:
         return Parts(proposer=names["DraftModelProposer"])
     if module is decoder:
         return Parts(decoder=names["Decoder"])
-    own: dict[str, Any] = {
-        key: names[key]
-        for key in ("cut_round", "make_group", "SlotCache")
-        if key in names and inspect.getmodule(vars(decoder)[key]) is module
-    }
     copied = mutate(decoder, '"""The speculative decoder', '"""A speculative decoder')
-    vars(copied).update(own)
+    copied_units = mutate(units, '"""The two units', '"""Two units')
+    if module is units:
+        vars(copied_units).update(names)
+    for place in (copied, copied_units):
+        own = vars(place)
+        for key in ("cut_round", "make_group", "view_of", "SlotCache"):
+            if key in names and key in own and inspect.getmodule(own[key]) is module:
+                own[key] = names[key]
+    vars(copied)["units"] = copied_units
     return Parts(decoder=vars(copied)["Decoder"])
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding import cache as cache_module
 from draftkit.decoding import decoder as decoder_module
-from draftkit.decoding.cache import BUCKET, SlotCache
+from draftkit.decoding.cache import BUCKET, SlotCache, visible_slots
 from draftkit.decoding.decoder import Decoder, RoundResult
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
@@ -198,9 +198,9 @@ def test_tokens_lie_in_the_slots_of_their_positions_and_rows() -> None:
     cache = SlotCache(3, 6)
     everything = written(cache, [[0, 1], [2, 3], [4, 5]], 1.0)
     assert everything.tolist() == [[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]
-    cache.select(torch.tensor([2, 0]), longest=6)
+    cache.select(torch.tensor([2, 0]), visible=6)
     assert written(cache, [[4], [1]], 2.0).tolist() == [[0, 0, 0, 0, 2, 1], [1, 2, 0, 0, 0, 0]]
-    cache.select(None, longest=6)
+    cache.select(None, visible=6)
     rows = written(cache, [[5]] * 3, 3.0)
     assert rows.tolist() == [[1, 2, 0, 0, 0, 3], [0, 0, 1, 1, 0, 3], [0, 0, 0, 0, 2, 3]]
 
@@ -211,8 +211,8 @@ def test_tokens_lie_in_the_slots_of_their_positions_and_rows() -> None:
 def test_few_numbers_of_slots_are_visible_and_never_more_than_there_are(
     longest: int, visible: int
 ) -> None:
-    cache = SlotCache(2, 150).select(None, longest=longest)
-    assert cache.visible == visible
+    assert visible_slots(longest, 150) == visible
+    cache = SlotCache(2, 150).select(None, visible=visible)
     assert written(cache, [[0], [1]], 1.0).shape == (2, visible)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding.cache import SlotCache
+from draftkit.decoding.cache import SlotCache, visible_slots
 from draftkit.decoding.proposers import DraftModelProposer, Proposal
 from draftkit.decoding.state import DecodeState, Request, RoundView, make_group
 from draftkit.models.adapter import CausalAdapter
@@ -45,10 +45,11 @@ def view_of(texts: list[list[int]], samplings: list[SamplingConfig], gamma: int)
     last = (state.length[:, None] + torch.tensor([-2, -1])).clamp(min=0)
     return RoundView(
         group=group,
+        tokens=state.tokens,
         length=state.length,
         last_two=state.tokens.gather(1, last),
         seen=seen_tokens(state.tokens, state.length, VOCAB_SIZE),
-        longest=max(map(len, texts)),
+        visible=visible_slots(max(map(len, texts)) + gamma, 32),
         seed=state.seed,
         row=state.row,
     )
@@ -64,7 +65,7 @@ def proposer_with(model: TabularAdapter, texts: list[list[int]]) -> DraftModelPr
                 torch.tensor([text[:-1]]),
                 positions=torch.arange(len(text) - 1)[None],
                 rows=torch.tensor([row]),
-                longest=len(text),
+                visible=len(text),
             )
     return proposer
 

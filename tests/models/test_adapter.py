@@ -62,11 +62,11 @@ def test_ragged_steps_with_rollback_equal_the_model_without_a_cache(architecture
         adapter.prefill(
             tokens[row : row + 1, :first],
             positions=positions,
-            cache=cache.select(rows[row : row + 1], longest=first),
+            cache=cache.select(rows[row : row + 1], visible=first),
         )
     for width in (4, 1, 2, 5, 1, 3):
         positions = at(start, width)
-        used = cache.select(rows, longest=int(start.max()) + width + 2)
+        used = cache.select(rows, visible=int(start.max()) + width + 2)
         garbage = (tokens.gather(1, at(start, width + 2)) + 7) % 256
         adapter.step(garbage, positions=at(start, width + 2), cache=used)  # a rejected proposal
         logits = adapter.step(tokens.gather(1, positions), positions=positions, cache=used)

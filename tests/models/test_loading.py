@@ -11,6 +11,8 @@ from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.models.loading import (
     end_of_text_ids,
     load_draft,
+    load_seq2seq_draft,
+    load_seq2seq_target,
     load_target,
     new_llama,
     resolve_device,
@@ -109,11 +111,67 @@ def test_pickled_weights_are_refused(folder):
         target_of(folder)
 
 
-def test_an_encoder_decoder_model_is_refused_by_name(tmp_path, tokenizer):
-    config = T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    save_model(T5ForConditionalGeneration(config), tokenizer, tmp_path / "t5")
-    with pytest.raises(ValueError, match="encoder-decoder"):
+def t5_folder(path, tokenizer, **changes):
+    """A tiny T5 with the pad of `tokenizer` to begin with, saved; returns the model too."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    ids = {"vocab_size": 310, "decoder_start_token_id": 0, "eos_token_id": [0, 7]}
+    model = T5ForConditionalGeneration(T5Config(**sizes | ids | changes)).eval()
+    save_model(model, tokenizer, path)
+    return model
+
+
+def seq2seq_target_of(path):
+    return load_seq2seq_target(ModelConfig(path=str(path)), CPU32)
+
+
+def test_an_encoder_decoder_model_is_refused_by_name_where_drafts_are_trained(tmp_path, tokenizer):
+    t5_folder(tmp_path / "t5", tokenizer)
+    with pytest.raises(
+        ValueError, match=r"^target\.path .*t5 is an encoder-decoder model, .*give one of those"
+    ):
         target_of(tmp_path / "t5")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_encoder_decoder_target_is_loaded_with_its_first_and_last_ids(tmp_path, tokenizer, tied):
+    model = t5_folder(tmp_path / "t5", tokenizer, tie_word_embeddings=tied)
+    if not tied:
+        head = torch.randn_like(model.lm_head.weight)
+        model.lm_head.weight = torch.nn.Parameter(head)
+        save_model(model, tokenizer, tmp_path / "t5")
+    target = seq2seq_target_of(tmp_path / "t5")
+    assert target.start_token_id == 0
+    assert target.eos_token_ids == (0, 7)
+    assert target.adapter.is_constant
+    tokens, lengths = torch.tensor([[5, 6, 7]]), torch.tensor([3])
+    scores = target.adapter.score(tokens, tokens > 0, encoder=tokens, lengths=lengths)
+    expected = model(input_ids=tokens, decoder_input_ids=tokens).logits[0, :, : len(tokenizer)]
+    torch.testing.assert_close(scores, expected)
+
+
+def test_a_decoder_without_a_first_id_is_told_where_to_write_it(tmp_path, tokenizer):
+    t5_folder(tmp_path / "t5", tokenizer, decoder_start_token_id=None)
+    with pytest.raises(ValueError, match=r"t5: no decoder_start_token_id: add .*generation_config"):
+        seq2seq_target_of(tmp_path / "t5")
+
+
+def test_a_decoder_only_model_is_no_encoder_decoder_target(folder):
+    with pytest.raises(ValueError, match=r"^target\.path .*llama is a decoder-only model: load it"):
+        seq2seq_target_of(folder)
+
+
+def test_an_encoder_decoder_target_takes_drafts_of_both_kinds(folder, tmp_path, tokenizer):
+    t5_folder(tmp_path / "t5", tokenizer)
+    target = seq2seq_target_of(tmp_path / "t5")
+    both = ModelConfig(path=str(folder)), ModelConfig(path=str(tmp_path / "t5"))
+    decoder_only, encoder_decoder = both
+    assert load_draft(decoder_only, target).model.config.model_type == "llama"
+    assert load_seq2seq_draft(encoder_decoder, target).model.config.model_type == "t5"
+    assert load_seq2seq_draft(encoder_decoder, target).vocab_size == len(tokenizer)
+    with pytest.raises(ValueError, match=r"^draft\.path .*t5 is an encoder-decoder model"):
+        load_draft(encoder_decoder, target)
+    with pytest.raises(ValueError, match=r"^draft\.path .*llama is a decoder-only model"):
+        load_seq2seq_draft(decoder_only, target)
 
 
 def test_a_draft_with_another_vocabulary_is_refused_with_the_first_difference(folder, tmp_path):

@@ -4,11 +4,13 @@
 that each broken rule fails one of them.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from draftkit.theory import noise
-from draftkit.theory.verification import Verifier
+from draftkit.theory.verification import Verification, Verifier
 from tests.theory.laws import (
     LARGEST,
     Draw,
@@ -24,6 +26,7 @@ from tests.theory.laws import (
 )
 
 VOCAB_SIZE = 5
+RATIO_RULES = ("speculative", "block")  # weigh p against q; exact match never looks at q
 # name: how target and draft are served; the supports differ wherever something is cut off
 WARPS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
     "full support": ({}, {}),
@@ -44,6 +47,24 @@ def laws_of(warp: str, seed: int = 22) -> tuple[Law, Law]:
     return markov(warped_table(target, **of_target)), markov(warped_table(draft, **of_draft))
 
 
+def inputs_of(
+    gamma: int, rows: int = 64, dtype: torch.dtype = torch.float64
+) -> dict[str, Tensor | None]:
+    """A batch of random rounds over 6 tokens, with its noise."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (rows, gamma + 1, 6)
+    target_probs = torch.randn(shape, generator=generator, dtype=torch.float64).softmax(-1)
+    draft_probs = torch.randn(shape, generator=generator, dtype=torch.float64).softmax(-1)
+    return {
+        "target_probs": target_probs.to(dtype),
+        "draft_probs": draft_probs[:, :gamma].to(dtype),
+        "draft_tokens": torch.randint(6, (rows, gamma), generator=generator),
+        "lengths": torch.randint(gamma + 1, (rows,), generator=generator),
+        "accept_uniform": torch.rand(rows, gamma, generator=generator, dtype=torch.float64),
+        "next_uniform": torch.rand(rows, generator=generator, dtype=torch.float64),
+    }
+
+
 def check_joint_law(verify: Verifier) -> None:
     """The joint law is the target's at gamma 2 and 3, with and without cut supports."""
     for gamma, warp in ((2, "full support"), (3, "full support"), (2, "top-p")):
@@ -51,14 +72,26 @@ def check_joint_law(verify: Verifier) -> None:
         check_round(verify, target=target, draft=draft, vocab_size=VOCAB_SIZE, gamma=gamma)
 
 
+def argmax_of(law: Law) -> Law:
+    """All probability on the most likely token of `law`."""
+
+    def argmax(history: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(law(history).argmax(-1), VOCAB_SIZE).double()
+
+    return argmax
+
+
 def check_one_hot_law(verify: Verifier) -> None:
     """The joint law is the target's for proposals that were not sampled."""
     target, draft = laws_of("full support")
-
-    def argmax(history: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(draft(history).argmax(-1), VOCAB_SIZE).double()
-
-    check_round(verify, target=target, draft=argmax, vocab_size=VOCAB_SIZE, gamma=3, one_hot=True)
+    check_round(
+        verify,
+        target=target,
+        draft=argmax_of(draft),
+        vocab_size=VOCAB_SIZE,
+        gamma=3,
+        one_hot=True,
+    )
 
 
 def stops_after_token_one(blocks: Tensor) -> Tensor:
@@ -88,7 +121,7 @@ def check_ragged_law(verify: Verifier) -> None:
 
 
 def check_told_law(verify: Verifier) -> None:
-    """A control of the instrument: told raw q while proposals come from warped q, it must fail."""
+    """A control of the instrument: a ratio rule told raw q of warped proposals must fail it."""
     target, raw = laws_of("full support")
     _, warped = laws_of("only the draft cut")
     check_round(
@@ -115,38 +148,45 @@ def check_accepts_nothing_impossible(verify: Verifier) -> None:
             raise LawBroken(f"impossible tokens emitted: {result.next_token.tolist()}")
 
 
-def check_rounding(verify: Verifier) -> None:
+ROUNDED = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4])  # the law of the two checks below
+NOISE_TRIED = (0.0, 0.05, 0.25, 0.55, LARGEST)
+
+
+def one_round(
+    verify: Verifier, target: Tensor, draft: Tensor, *, accept: float, then: float
+) -> Verification:
+    """Two blocks of two tokens, none of them token 0, under one law a side and one test noise."""
+    return verify(
+        target_probs=target.expand(2, 3, 5),
+        draft_probs=draft.expand(2, 2, 5),
+        draft_tokens=torch.tensor([[1, 4], [3, 2]]),
+        lengths=None,
+        accept_uniform=torch.full((2, 2), accept, dtype=torch.float64),
+        next_uniform=torch.full((2,), then, dtype=torch.float64),
+    )
+
+
+def check_equal_laws(verify: Verifier) -> None:
     """Equal laws accept everything; where only rounding rejects, the correction comes from p."""
-    law = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4])
-    tokens = torch.tensor([[1, 4], [3, 2]])
-
-    def outcome(target: Tensor, draft: Tensor, accept: float, then: float) -> tuple[Tensor, Tensor]:
-        return verify(
-            target_probs=target.expand(2, 3, 5),
-            draft_probs=draft.expand(2, 2, 5),
-            draft_tokens=tokens,
-            lengths=None,
-            accept_uniform=torch.full((2, 2), accept, dtype=torch.float64),
-            next_uniform=torch.full((2,), then, dtype=torch.float64),
-        )
-
-    for then in (0.0, 0.05, 0.25, 0.55, LARGEST):
-        expected = noise.sample(probs=law[None], uniform=torch.tensor([then], dtype=torch.float64))
-        accepted, _ = outcome(law, law, LARGEST, then)
-        if accepted.tolist() != [2, 2]:
+    below = torch.nextafter(ROUNDED, torch.zeros(5))
+    for then in NOISE_TRIED:
+        if one_round(verify, ROUNDED, ROUNDED, accept=LARGEST, then=then).accepted.min() < 2:
             raise LawBroken("a draft equal to the target is rejected")
         # p one ulp below q everywhere: rejected by u = LARGEST, with nothing left in p - q.
-        below = torch.nextafter(law, torch.zeros_like(law))
-        _, token = outcome(below, law, LARGEST, then)
-        if token.tolist() != expected.expand(2).tolist():
+        token = one_round(verify, below, ROUNDED, accept=LARGEST, then=then).next_token
+        uniform = torch.tensor([then, then], dtype=torch.float64)
+        if not token.equal(noise.sample(probs=ROUNDED.expand(2, 5), uniform=uniform)):
             raise LawBroken(f"no fall back to p where p - q is empty: {token.tolist()}")
-        above = torch.nextafter(law, torch.ones_like(law))
-        above[0] = 0.0
-        for target, draft in ((above, law), (law, above), (law, below)):
-            for accept in (0.0, 0.5, LARGEST):
-                _, token = outcome(target, draft, accept, then)
-                if (token == 0).any():
-                    raise LawBroken("one ulp of difference emits an impossible token")
+
+
+def check_rounding(verify: Verifier) -> None:
+    """Laws one ulp apart emit no impossible token, whatever the noise."""
+    below, above = (torch.nextafter(ROUNDED, torch.full((5,), end)) for end in (0.0, 1.0))
+    above[0] = 0.0
+    for target, draft in ((above, ROUNDED), (ROUNDED, above), (ROUNDED, below), (ROUNDED, ROUNDED)):
+        for accept, then in itertools.product(NOISE_TRIED, NOISE_TRIED):
+            if (one_round(verify, target, draft, accept=accept, then=then).next_token == 0).any():
+                raise LawBroken("one ulp of difference emits an impossible token")
 
 
 def adversarial_tables(vocab_size: int = 16) -> tuple[Tensor, Tensor]:

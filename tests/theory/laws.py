@@ -4,16 +4,16 @@ A law is a function from histories [N, L] to the distribution of the next token 
 tables, penalties and models are all judged alike. Two instruments:
 
 `measure_round` takes a verification rule as a black box and measures its law without randomness.
-It finds by bisection where each acceptance uniform changes the outcome and where each next-token
-uniform moves to another token, checks that nothing else matters inside the cells so found, and
-returns the probability of every outcome. `check_round` assembles the joint law of the committed
-tokens, continued by the target, and compares it with the target's own.
+It finds by bisection where each uniform changes the outcome, checks that nothing else matters
+inside the cells so found, and returns the probability of every outcome. `check_round` assembles
+the joint law of the committed tokens, continued by the target, and compares it with the target's
+own.
 
 `decode` runs rounds with real noise, and `check_sample` compares positions and pairs of positions
 with their exact laws by chi-square tests under one Bonferroni level.
 
 A check raises LawBroken; everything here computes in float64 unless given something else.
-Shapes: N histories or rows, R blocks, K proposals, C = 2^K combinations of tests, V vocabulary.
+Shapes: N histories or rows, R blocks, K proposals, M places, C cells of noise, V vocabulary.
 """
 
 import itertools
@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import torch
 from scipy import stats
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.theory import noise
-from draftkit.theory.verification import Verification, Verifier
+from draftkit.theory.verification import Verifier
 from draftkit.theory.warping import SamplingParams, warp
 
 Law = Callable[[Tensor], Tensor]
@@ -74,97 +75,106 @@ def likelihoods(law: Law, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Round:
-    """Everything that one round can do: per proposed block and combination of tests."""
+    """Everything that one round can do: per proposed block and cell of its noise."""
 
     blocks: Tensor  # [R, K]
     mass: Tensor  # [R, C] probability
     accepted: Tensor  # [R, C]
-    next_law: Tensor  # [R, C, V]
+    next_token: Tensor  # [R, C]
 
     def expected_accepted(self) -> float:
         """E[n], exactly."""
         return float((self.mass * self.accepted).sum())
 
-
-def _bisect(is_past: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """Where each monotone `is_past` turns true on [0, 1]: 0 if always, 1 if never."""
-    low, high = torch.zeros_like(like), torch.ones_like(like)
-    for _ in range(55):
-        middle = (low + high) / 2
-        past = is_past(middle)
-        low, high = torch.where(past, low, middle), torch.where(past, middle, high)
-    return high
+    def outcomes(self, vocab_size: int) -> Tensor:
+        """The probability of every block, number accepted and next token: [R, K + 1, V]."""
+        rows, gamma = self.blocks.shape
+        law = torch.zeros(rows, (gamma + 1) * vocab_size, dtype=torch.float64)
+        law.scatter_add_(1, self.accepted * vocab_size + self.next_token, self.mass)
+        return law.view(rows, gamma + 1, vocab_size)
 
 
-Outcome = Callable[[Tensor, Tensor, Tensor], Verification]  # (block index, accept, next) uniforms
+Outcome = Callable[[Tensor, Tensor], Tensor]  # (block index [N], uniforms [N, K + 1]) to [N]
 
 
-def _threshold(outcome: Outcome, rows: int, gamma: int, place: int) -> Tensor:
-    """Where the acceptance uniform at `place` changes the number accepted: [R], 1 if nowhere.
+def _changes(outcome: Outcome, points: Tensor, place: int) -> list[Tensor]:
+    """Where the uniform at `place` changes the outcome of each block, for any of `points`.
 
-    Tried with the other uniforms at every combination of their extremes: the places must agree.
+    points: [R, N, K + 1], what the other uniforms are. Halves every interval whose ends differ, so
+    it misses what changes and changes back inside one; `_check_cells` is there to see that.
     """
-    every = list(itertools.product((0.0, LARGEST), repeat=gamma - 1))
-    extremes = torch.tensor(every, dtype=torch.float64).reshape(len(every), gamma - 1)
-    block = torch.arange(rows).repeat_interleave(len(extremes))
-    others = extremes.repeat(rows, 1)
-    blank = torch.zeros(len(block), dtype=torch.float64)
+    settings = points.flatten(0, 1)
+    column = torch.arange(points.shape[-1]) == place
 
-    def accepted_at(value: Tensor) -> Tensor:
-        accept = torch.cat([others[:, :place], value[:, None], others[:, place:]], dim=1)
-        return outcome(block, accept, blank).accepted
+    def outcome_at(index: Tensor, value: Tensor) -> Tensor:
+        uniforms = torch.where(column, value[:, None], settings[index])
+        return outcome(index // points.shape[1], uniforms)
 
-    at_zero = accepted_at(blank)
-    changes = at_zero != accepted_at(blank + LARGEST)
-    found = _bisect(lambda value: accepted_at(value) != at_zero, blank)
-    found = torch.where(changes, found, torch.nan).view(rows, -1)
-    lowest = found.nan_to_num(nan=2.0).amin(-1)
-    highest = found.nan_to_num(nan=-1.0).amax(-1)
-    if ((highest - lowest) > 1e-12).any():
-        raise LawBroken(f"test {place + 1} depends on the noise of other tests")
-    return torch.where(highest >= 0, highest, 1.0)
-
-
-def _next_law(outcome: Outcome, block: Tensor, accept: Tensor, vocab_size: int) -> Tensor:
-    """The length of the interval of next-token uniforms that gives each token: [cells, V]."""
-    cell = torch.arange(len(block)).repeat_interleave(vocab_size - 1)
-    token = torch.arange(vocab_size - 1).repeat(len(block))
-    bounds = _bisect(
-        lambda value: outcome(block[cell], accept[cell], value).next_token > token,
-        torch.zeros(len(cell), dtype=torch.float64),
-    ).view(len(block), vocab_size - 1)
-    zero, one = torch.zeros_like(bounds[:, :1]), torch.ones_like(bounds[:, :1])
-    return torch.cat([zero, bounds, one], dim=1).diff(dim=-1)
+    index = torch.arange(len(settings))
+    low = torch.zeros(len(settings), dtype=torch.float64)
+    high = torch.full_like(low, LARGEST)
+    at_low, at_high = outcome_at(index, low), outcome_at(index, high)
+    for _ in range(53):
+        odd = at_low != at_high
+        index, low, high, at_low, at_high = (x[odd] for x in (index, low, high, at_low, at_high))
+        middle = (low + high) / 2
+        at_middle = outcome_at(index, middle)
+        low, high = torch.cat([low, middle]), torch.cat([middle, high])
+        at_low, at_high = torch.cat([at_low, at_middle]), torch.cat([at_middle, at_high])
+        index = index.repeat(2)
+    odd = at_low != at_high
+    block = index[odd] // points.shape[1]
+    by_block = high[odd][block.argsort()]
+    return list(by_block.split(torch.bincount(block, minlength=len(points)).tolist()))
 
 
-def _check_cells(
-    outcome: Outcome,
-    *,
-    edge: Tensor,
-    flags: Tensor,
-    mass: Tensor,
-    accepted: Tensor,
-    next_law: Tensor,
-) -> None:
-    """Inside a cell nothing else may matter: other points give the same number and tokens."""
-    rows, combinations, vocab_size = next_law.shape
+def _edges(changes: list[Tensor]) -> Tensor:
+    """0, the distinct places of each block in order, then ones: [R, M]."""
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    rows = []
+    for places in changes:
+        places = places.sort().values
+        is_new = places.diff(prepend=ends[:1]) > 1e-12
+        rows.append(torch.cat([ends[:1], places[is_new], ends[1:]]))
+    return pad_sequence(rows, batch_first=True, padding_value=1.0)
+
+
+def _grid(columns: list[Tensor]) -> Tensor:
+    """All combinations of the values [R, M_j] of every block: [R, prod M_j, J]."""
+    sizes = [column.shape[1] for column in columns]
+    parts = []
+    for j, column in enumerate(columns):
+        shape = [len(column)] + [size if i == j else 1 for i, size in enumerate(sizes)]
+        parts.append(column.view(shape).expand(len(column), *sizes))
+    return torch.stack(parts, dim=-1).flatten(1, -2)
+
+
+def _cells(outcome: Outcome, rows: int, gamma: int) -> tuple[Tensor, Tensor]:
+    """The boxes of noise, each with one outcome, of every block: low and high [R, C, K + 1].
+
+    The places of a uniform are sought at every combination of the cells of the uniforms before it
+    and of the extremes of those after it.
+    """
+    extremes = torch.tensor([0.0, LARGEST], dtype=torch.float64).expand(rows, 2)
+    probes = [extremes] * (gamma + 1)
+    edges = []
+    for place in range(gamma + 1):
+        points = _grid([*probes[:place], extremes[:, :1], *probes[place + 1 :]])
+        edges.append(_edges(_changes(outcome, points, place)))
+        probes[place] = ((edges[-1][:, :-1] + edges[-1][:, 1:]) / 2).clamp(max=LARGEST)
+    return _grid([edge[:, :-1] for edge in edges]), _grid([edge[:, 1:] for edge in edges])
+
+
+def _check_cells(outcome: Outcome, low: Tensor, high: Tensor, expected: Tensor) -> None:
+    """Inside a cell nothing else may matter: other points give the same outcome."""
     generator = torch.Generator().manual_seed(0)
-    upper = next_law.cumsum(-1)
-    middle = upper - next_law / 2  # inside the interval of each token
+    block = torch.arange(len(low)).repeat_interleave(low.shape[1])
+    real = ((high - low) > 1e-9).all(-1).flatten()
     for _ in range(4):
-        shape = (rows, combinations, flags.shape[1])
-        inside = torch.rand(shape, generator=generator, dtype=torch.float64)
-        accept = torch.where(flags, edge * inside, edge + (LARGEST - edge) * inside)
-        index = torch.arange(rows * combinations * vocab_size)
-        cell = index // vocab_size
-        result = outcome(
-            cell // combinations, accept.flatten(0, 1)[cell], middle.reshape(-1).clamp(0, LARGEST)
-        )
-        real = (mass.reshape(-1)[cell] > 1e-12) & (next_law.reshape(-1) > 1e-9)
-        if (real & (result.accepted != accepted.reshape(-1)[cell])).any():
-            raise LawBroken("the number accepted depends on more than the tests")
-        if (real & (result.next_token != index % vocab_size)).any():
-            raise LawBroken("the next token depends on more than the tests and its own noise")
+        inside = low + (high - low) * torch.rand(low.shape, generator=generator, dtype=low.dtype)
+        found = outcome(block, inside.flatten(0, 1).clamp(max=LARGEST))
+        if (real & (found != expected)).any():
+            raise LawBroken("the outcome of a round depends on more than its uniforms in turn")
 
 
 def measure_round(
@@ -195,49 +205,41 @@ def measure_round(
     blocks, proposal, held = blocks[possible], proposal[possible], held[possible]
     target_probs, draft_probs = target_probs[possible], draft_probs[possible]
 
-    def outcome(block: Tensor, accept_uniform: Tensor, next_uniform: Tensor) -> Verification:
-        return verify(
+    def outcome(block: Tensor, uniforms: Tensor) -> Tensor:
+        result = verify(
             target_probs=target_probs[block],
             draft_probs=None if one_hot else draft_probs[block],
             draft_tokens=blocks[block],
             lengths=None if lengths is None else held[block],
-            accept_uniform=accept_uniform,
-            next_uniform=next_uniform,
+            accept_uniform=uniforms[:, :gamma],
+            next_uniform=uniforms[:, gamma],
         )
+        return result.accepted * vocab_size + result.next_token
 
-    thresholds = [_threshold(outcome, len(blocks), gamma, place) for place in range(gamma)]
-    edge = torch.stack(thresholds, dim=1)[:, None]  # [R, 1, K]
-    flags = torch.tensor(list(itertools.product((True, False), repeat=gamma)))  # [C, K]
-    mass = torch.where(flags, edge, 1 - edge).prod(-1) * proposal.prod(-1)[:, None]  # [R, C]
-    accept = torch.where(flags, edge / 2, (edge + LARGEST) / 2).flatten(0, 1)  # [R C, K]
-    block = torch.arange(len(blocks)).repeat_interleave(len(flags))
-    accepted = outcome(block, accept, torch.zeros_like(accept[:, 0])).accepted.view(mass.shape)
-    next_law = _next_law(outcome, block, accept, vocab_size).view(*mass.shape, vocab_size)
-    _check_cells(
-        outcome,
-        edge=edge,
-        flags=flags,
-        mass=mass,
-        accepted=accepted,
-        next_law=next_law,
-    )
-    return Round(blocks, mass, accepted, next_law)
+    low, high = _cells(outcome, len(blocks), gamma)
+    block = torch.arange(len(blocks)).repeat_interleave(low.shape[1])
+    middle = ((low + high) / 2).clamp(max=LARGEST)
+    found = outcome(block, middle.flatten(0, 1))
+    _check_cells(outcome, low, high, found)
+    mass = (high - low).prod(-1) * proposal.prod(-1)[:, None]
+    found = found.view(mass.shape)
+    return Round(blocks, mass, found // vocab_size, found % vocab_size)
 
 
-def committed_law(measured: Round, target: Law) -> tuple[Tensor, Tensor]:
+def committed_law(measured: Round, target: Law, vocab_size: int) -> tuple[Tensor, Tensor]:
     """The joint law of K + 1 tokens, committed by the round and continued by the target.
 
     Returns it with the target's own, both [V^(K + 1)].
     """
-    vocab_size, gamma = measured.next_law.shape[-1], measured.blocks.shape[1]
+    gamma = measured.blocks.shape[1]
+    outcomes = measured.outcomes(vocab_size)
     own = likelihoods(target, sequences(vocab_size, gamma + 1))  # [V^(K + 1), K + 1]
     law = torch.zeros(len(own), dtype=torch.float64)
     for count in range(gamma + 1):
         place = vocab_size ** torch.arange(count - 1, -1, -1)
         prefix = (measured.blocks[:, :count] * place).sum(-1)  # [R] index of the accepted tokens
-        mass = torch.where(measured.accepted == count, measured.mass, 0.0)[..., None]
         committed = torch.zeros(vocab_size**count, vocab_size, dtype=torch.float64)
-        committed.index_add_(0, prefix, (mass * measured.next_law).sum(1))
+        committed.index_add_(0, prefix, outcomes[:, count])
         tail = vocab_size ** (gamma - count)
         law += committed.flatten().repeat_interleave(tail) * own[:, count + 1 :].prod(-1)
     return law, own.prod(-1)
@@ -266,7 +268,7 @@ def check_round(
         stated_draft=stated_draft,
         lengths=lengths,
     )
-    law, own = committed_law(measured, target)
+    law, own = committed_law(measured, target, vocab_size)
     error = float((law - own).abs().max())
     if not error <= tolerance:
         raise LawBroken(f"joint law is off by {error:.3g} (tolerance {tolerance:.0e})")

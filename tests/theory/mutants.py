@@ -79,6 +79,28 @@ VERIFICATION_EDITS = {
         "residual(target_probs=_at(scaled, accepted)",
         "residual(target_probs=_at(target_probs, accepted)",
     ),
+    "match: correction drawn afresh": (
+        "return _agreement(choices=choices, draft_tokens=draft_tokens, lengths=lengths)",
+        "accepted = _agreement(\n"
+        "        choices=choices, draft_tokens=draft_tokens, lengths=lengths\n"
+        "    ).accepted\n"
+        "    return Verification(\n"
+        "        accepted, sample(probs=_at(target_probs, accepted), uniform=next_uniform)\n"
+        "    )",
+    ),
+    "match: compared with the position after": (
+        "(choices[:, :gamma] == draft_tokens)",
+        "(choices[:, 1:] == draft_tokens)",
+    ),
+    "match: next token from the position before": (
+        "choices.gather(1, accepted[:, None])",
+        "choices.gather(1, (accepted[:, None] - 1).clamp(min=0))",
+    ),
+    "match: every position from the same noise": (
+        "choices = sample(probs=target_probs.flatten(0, 1), uniform=uniform.flatten())",
+        "uniform = uniform[:, :1].expand_as(uniform)\n"
+        "    choices = sample(probs=target_probs.flatten(0, 1), uniform=uniform.flatten())",
+    ),
 }
 
 

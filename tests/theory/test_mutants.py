@@ -35,13 +35,24 @@ REJECTED_BY: list[tuple[str, str, Callable[[Verifier], None]]] = [
     ("block: stops at the first failure", "block", checks.check_joint_law),
     ("block: likelihood not capped", "block", checks.check_joint_law),
     ("block: residual of the unscaled target", "block", checks.check_joint_law),
+    ("acceptance after a rejection", "match", checks.check_joint_law),
+    ("match: correction drawn afresh", "match", checks.check_joint_law),
+    ("match: correction drawn afresh", "match", checks.check_one_hot_law),
+    ("match: correction drawn afresh", "match", checks.check_ragged_law),
+    ("match: compared with the position after", "match", checks.check_joint_law),
+    ("match: next token from the position before", "match", checks.check_joint_law),
+    ("match: every position from the same noise", "match", checks.check_joint_law),
 ]
 SAMPLED = [
-    "inverted ratio",
-    "correction drawn afresh from the target",
-    "correction drawn afresh from the draft",
-    "bonus from the wrong position",
-    "correction shares the noise of the tests",
+    ("inverted ratio", "speculative"),
+    ("correction drawn afresh from the target", "speculative"),
+    ("correction drawn afresh from the draft", "speculative"),
+    ("bonus from the wrong position", "speculative"),
+    ("correction shares the noise of the tests", "speculative"),
+    ("match: correction drawn afresh", "match"),
+    ("match: compared with the position after", "match"),
+    ("match: next token from the position before", "match"),
+    ("match: every position from the same noise", "match"),
 ]
 
 
@@ -72,21 +83,21 @@ def test_every_mutant_of_verification_has_a_check_that_rejects_it() -> None:
     assert {mutant for mutant, _, _ in REJECTED_BY} == set(mutants.VERIFICATION_EDITS)
 
 
-@pytest.mark.parametrize("rule", VERIFIERS)
+@pytest.mark.parametrize("rule", checks.RATIO_RULES)
 def test_being_told_raw_q_for_warped_proposals_breaks_the_joint_law(rule: str) -> None:
     with pytest.raises(LawBroken, match="joint law is off"):
         checks.check_told_law(VERIFIERS[rule])
 
 
-@pytest.mark.parametrize("rule", VERIFIERS)
+@pytest.mark.parametrize("rule", checks.RATIO_RULES)
 def test_being_told_raw_q_for_warped_proposals_fails_the_chi_square(rule: str) -> None:
     with pytest.raises(LawBroken, match="chi-square"):
         checks.check_told_decoding(VERIFIERS[rule], rows=ROWS)
 
 
-@pytest.mark.parametrize("mutant", SAMPLED)
-def test_a_broken_rule_fails_the_chi_square(mutant: str) -> None:
-    broken = mutants.verification_mutant(mutant).VERIFIERS["speculative"]
+@pytest.mark.parametrize(("mutant", "rule"), SAMPLED)
+def test_a_broken_rule_fails_the_chi_square(mutant: str, rule: str) -> None:
+    broken = mutants.verification_mutant(mutant).VERIFIERS[rule]
     with pytest.raises(LawBroken, match="chi-square"):
         checks.check_decoding(broken, checks.adversarial_tables(), rows=ROWS)
 
@@ -99,6 +110,7 @@ NOISE_MUTANTS: list[tuple[Draw, str]] = [
     (mutants.correction_shares_test_noise, "block"),
     (mutants.forgets_the_length, "speculative"),
     (mutants.forgets_the_length, "block"),
+    (mutants.forgets_the_length, "match"),
     (mutants.keyed_by_position, "block"),
 ]
 

@@ -3,6 +3,7 @@
 import pytest
 
 from draftkit.theory.speedup import (
+    Costs,
     best_gamma,
     break_even_alpha,
     ceiling,
@@ -126,6 +127,30 @@ def test_the_best_gamma_reads_verification_from_a_table_and_may_be_zero() -> Non
 
 def test_of_equal_factors_the_smaller_gamma_is_chosen() -> None:
     assert best_gamma(0.5, 0.5, constant, 0.0, max_gamma=5) == (0, 1.0)  # gamma 1 gives 1 too
+
+
+def test_verification_costs_between_measured_gammas_and_beyond_lie_on_the_line() -> None:
+    costs = Costs(0.01, 0.1, 1.2, 0.1, verify_ratios={8: 1.9, 1: 1.0, 2: 1.1, 4: 1.5})
+    assert [costs.verify_at(gamma) for gamma in (1, 2, 4, 8)] == pytest.approx([1.0, 1.1, 1.5, 1.9])
+    assert costs.verify_at(3) == pytest.approx(1.3)
+    assert costs.verify_at(6) == pytest.approx(1.7)
+    assert costs.verify_at(12) == pytest.approx(2.3)
+    assert costs.verify_at(0) == pytest.approx(0.9)
+
+
+def test_one_measured_gamma_gives_a_constant_cost_and_none_is_refused() -> None:
+    costs = Costs(0.01, 0.1, 1.2, 0.1, verify_ratios={4: 1.2})
+    assert [costs.verify_at(gamma) for gamma in (0, 1, 4, 9)] == [1.2] * 4
+    with pytest.raises(ValueError, match="verify_ratios is empty"):
+        Costs(0.01, 0.1, 1.2, 0.1, verify_ratios={})
+
+
+def test_the_best_gamma_follows_from_a_table_of_costs() -> None:
+    cheap = Costs(0.01, 0.05, 1.0, 0.0, verify_ratios={1: 1.0})
+    steep = Costs(0.01, 0.05, 1.6, 0.0, verify_ratios={1: 1.6, 2: 2.2})
+    for costs, gamma in ((cheap, 8), (steep, 1)):
+        found, _ = best_gamma(0.8, costs.cost_ratio, costs.verify_at, costs.overhead_ratio, 12)
+        assert found == gamma
 
 
 def test_the_memory_bound_speedup_counts_bytes_instead_of_time() -> None:

@@ -11,6 +11,11 @@ from scipy import stats
 from torch import Tensor
 
 from draftkit.theory import noise
+from draftkit.theory.acceptance import (
+    exact_match_acceptance,
+    greedy_draft_acceptance,
+    sampled_acceptance,
+)
 from draftkit.theory.verification import (
     VERIFIERS,
     Verification,
@@ -94,15 +99,16 @@ def test_greedy_verification_commits_exactly_the_greedy_targets_tokens(
             )
 
 
+@pytest.mark.parametrize("is_sampled", [False, True])
 @rules
-def test_at_temperature_zero_every_rule_is_greedy_verification(rule: str) -> None:
-    target, _ = checks.laws_of("greedy both")
+def test_at_temperature_zero_every_rule_is_greedy_verification(rule: str, is_sampled: bool) -> None:
+    target, draft = checks.laws_of("greedy target")
     blocks = sequences(5, 3)
     target_probs = conditionals(target, blocks)
     generator = torch.Generator().manual_seed(0)
     exact = VERIFIERS[rule](
         target_probs=target_probs,
-        draft_probs=None,
+        draft_probs=conditionals(draft, blocks)[:, :3] if is_sampled else None,
         draft_tokens=blocks,
         lengths=None,
         accept_uniform=torch.rand(125, 3, generator=generator, dtype=torch.float64),
@@ -129,14 +135,37 @@ def test_greedy_verification_serves_logits_as_well() -> None:
 # How many proposals are kept
 
 
-def test_the_expected_number_accepted_is_the_overlap_of_every_reached_context() -> None:
-    target, draft = checks.laws_of("top-p")
-    measured = measure_round(
-        VERIFIERS["speculative"], target=target, draft=draft, vocab_size=5, gamma=1
-    )
+# rule, whether the draft proposes its argmax, the probability of a proposal's acceptance
+MODES = [
+    ("speculative", False, sampled_acceptance),
+    ("speculative", True, greedy_draft_acceptance),
+    ("block", False, sampled_acceptance),
+    ("block", True, greedy_draft_acceptance),
+    ("match", False, exact_match_acceptance),
+    ("match", True, greedy_draft_acceptance),
+]
+
+
+@pytest.mark.parametrize("warp", ["full support", "top-p", "only the draft cut"])
+@pytest.mark.parametrize(("rule", "is_argmax", "acceptance"), MODES)
+def test_a_proposal_is_accepted_with_exactly_the_probability_of_its_mode(
+    rule: str, is_argmax: bool, acceptance: Callable[..., Tensor], warp: str
+) -> None:
     root = torch.zeros(1, 0, dtype=torch.int64)
-    overlap = torch.minimum(conditionals(target, root), conditionals(draft, root)).sum()
-    assert measured.expected_accepted() == pytest.approx(float(overlap), abs=1e-12)
+    for seed in (5, 22, 40):
+        target, draft = checks.laws_of(warp, seed)
+        measured = measure_round(
+            VERIFIERS[rule],
+            target=target,
+            draft=checks.argmax_of(draft) if is_argmax else draft,
+            vocab_size=5,
+            gamma=1,
+            one_hot=is_argmax,
+        )
+        exact = acceptance(
+            target_probs=conditionals(target, root), draft_probs=conditionals(draft, root)
+        )
+        assert measured.expected_accepted() == pytest.approx(exact.item(), abs=1e-12)
 
 
 def test_the_example_of_block_verification_accepts_eleven_ninths_against_ten_ninths() -> None:
@@ -160,24 +189,23 @@ def test_block_verification_never_accepts_fewer_than_speculative_sampling(warp: 
         target, draft = checks.laws_of(warp, seed)
         expected = {
             rule: measure_round(
-                verify, target=target, draft=draft, vocab_size=5, gamma=3
+                VERIFIERS[rule], target=target, draft=draft, vocab_size=5, gamma=3
             ).expected_accepted()
-            for rule, verify in VERIFIERS.items()
+            for rule in checks.RATIO_RULES
         }
         gains.append(expected["block"] - expected["speculative"])
     assert min(gains) > -1e-12
     assert max(gains) > 0.005
 
 
-def test_at_gamma_one_both_rules_are_the_same() -> None:
+def test_at_gamma_one_block_verification_is_speculative_sampling() -> None:
     target, draft = checks.laws_of("full support")
     laws = [
-        measure_round(verify, target=target, draft=draft, vocab_size=5, gamma=1)
-        for verify in VERIFIERS.values()
+        measure_round(VERIFIERS[rule], target=target, draft=draft, vocab_size=5, gamma=1)
+        for rule in checks.RATIO_RULES
     ]
-    torch.testing.assert_close(laws[0].mass, laws[1].mass, rtol=0, atol=1e-12)
-    committed = [measured.mass[..., None] * measured.next_law for measured in laws]
-    torch.testing.assert_close(committed[0], committed[1], rtol=0, atol=1e-12)
+    outcomes = [measured.outcomes(5) for measured in laws]
+    torch.testing.assert_close(outcomes[0], outcomes[1], rtol=0, atol=1e-12)
 
 
 # Edges
@@ -189,10 +217,15 @@ def test_a_token_of_probability_zero_is_never_accepted_even_by_a_uniform_of_zero
 
 
 @rules
-def test_equal_laws_and_laws_one_ulp_apart_give_no_nan_and_fall_back_to_the_target(
+def test_laws_one_ulp_apart_give_no_nan_and_no_impossible_token(rule: str) -> None:
+    checks.check_rounding(VERIFIERS[rule])
+
+
+@pytest.mark.parametrize("rule", checks.RATIO_RULES)
+def test_equal_laws_accept_everything_and_an_empty_residual_falls_back_to_the_target(
     rule: str,
 ) -> None:
-    checks.check_rounding(VERIFIERS[rule])
+    checks.check_equal_laws(VERIFIERS[rule])
 
 
 def test_the_residual_is_the_normalised_excess_and_the_target_where_there_is_none() -> None:
@@ -204,33 +237,27 @@ def test_the_residual_is_the_normalised_excess_and_the_target_where_there_is_non
     )
 
 
-def inputs_of(
-    gamma: int, rows: int = 64, dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor | None]:
-    """A batch of random rounds over 6 tokens, with its noise."""
-    generator = torch.Generator().manual_seed(11)
-    shape = (rows, gamma + 1, 6)
-    target_probs = torch.randn(shape, generator=generator, dtype=torch.float64).softmax(-1)
-    draft_probs = torch.randn(shape, generator=generator, dtype=torch.float64).softmax(-1)
-    return {
-        "target_probs": target_probs.to(dtype),
-        "draft_probs": draft_probs[:, :gamma].to(dtype),
-        "draft_tokens": torch.randint(6, (rows, gamma), generator=generator),
-        "lengths": torch.randint(gamma + 1, (rows,), generator=generator),
-        "accept_uniform": torch.rand(rows, gamma, generator=generator, dtype=torch.float64),
-        "next_uniform": torch.rand(rows, generator=generator, dtype=torch.float64),
-    }
-
-
 def same(first: Verification, second: Verification) -> bool:
     return torch.equal(first.accepted, second.accepted) and torch.equal(
         first.next_token, second.next_token
     )
 
 
+def test_exact_match_commits_the_targets_own_samples_up_to_the_first_that_differs() -> None:
+    inputs = checks.inputs_of(gamma=3)
+    uniform = torch.cat([inputs["accept_uniform"], inputs["next_uniform"][:, None]], dim=1)
+    samples = noise.sample(probs=inputs["target_probs"].flatten(0, 1), uniform=uniform.flatten())
+    samples = samples.view(64, 4)
+    wrong = (torch.arange(64) % 4)[:, None]  # 3: nowhere
+    tokens = torch.where(torch.arange(3) == wrong, (samples[:, :3] + 1) % 6, samples[:, :3])
+    result = VERIFIERS["match"](**inputs | {"draft_tokens": tokens})
+    assert torch.equal(result.accepted, torch.minimum(wrong[:, 0], inputs["lengths"]))
+    assert torch.equal(result.next_token, samples.gather(1, result.accepted[:, None])[:, 0])
+
+
 @rules
 def test_gamma_zero_samples_the_target(rule: str) -> None:
-    inputs = inputs_of(gamma=0)
+    inputs = checks.inputs_of(gamma=0)
     result = VERIFIERS[rule](**inputs)
     target_probs, next_uniform = inputs["target_probs"], inputs["next_uniform"]
     assert target_probs is not None
@@ -242,7 +269,7 @@ def test_gamma_zero_samples_the_target(rule: str) -> None:
 
 @rules
 def test_a_missing_draft_law_means_one_hot_and_missing_lengths_mean_all(rule: str) -> None:
-    inputs = inputs_of(gamma=3)
+    inputs = checks.inputs_of(gamma=3)
     tokens = inputs["draft_tokens"]
     assert tokens is not None
     one_hot = torch.nn.functional.one_hot(tokens, 6).double()
@@ -253,14 +280,16 @@ def test_a_missing_draft_law_means_one_hot_and_missing_lengths_mean_all(rule: st
 
 @rules
 def test_what_lies_beyond_the_proposals_of_a_row_is_never_read(rule: str) -> None:
-    inputs = inputs_of(gamma=4)
+    inputs = checks.inputs_of(gamma=4)
     lengths = inputs["lengths"]
     assert lengths is not None
     beyond = torch.arange(4) >= lengths[:, None]
+    # The bonus token of exact match has the noise of its own position.
+    unread = torch.arange(4) >= lengths[:, None] + (rule == "match")
     garbage = {
         "draft_probs": inputs["draft_probs"].masked_fill(beyond[..., None], torch.nan),
         "draft_tokens": inputs["draft_tokens"].masked_fill(beyond, 5),
-        "accept_uniform": inputs["accept_uniform"].masked_fill(beyond, 0.0),
+        "accept_uniform": inputs["accept_uniform"].masked_fill(unread, 0.0),
         "target_probs": inputs["target_probs"].masked_fill(
             (torch.arange(5) > lengths[:, None])[..., None], torch.nan
         ),
@@ -271,7 +300,7 @@ def test_what_lies_beyond_the_proposals_of_a_row_is_never_read(rule: str) -> Non
 
 @rules
 def test_a_row_does_not_depend_on_the_batch_it_sits_in(rule: str) -> None:
-    inputs = inputs_of(gamma=3)
+    inputs = checks.inputs_of(gamma=3)
     together = VERIFIERS[rule](**inputs)
     for row in range(0, 64, 9):
         alone = {name: value[row : row + 1] for name, value in inputs.items()}
@@ -283,7 +312,7 @@ def test_a_row_does_not_depend_on_the_batch_it_sits_in(rule: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @rules
 def test_half_precision_probabilities_are_raised_to_float32(rule: str, dtype: torch.dtype) -> None:
-    inputs = inputs_of(gamma=3, dtype=dtype)
+    inputs = checks.inputs_of(gamma=3, dtype=dtype)
     raised = {name: inputs[name].float() for name in ("target_probs", "draft_probs")}
     assert same(VERIFIERS[rule](**inputs), VERIFIERS[rule](**inputs | raised))
 
@@ -292,13 +321,13 @@ def test_half_precision_probabilities_are_raised_to_float32(rule: str, dtype: to
 @pytest.mark.parametrize("gamma", [0, 4])
 @rules
 def test_verification_compiles_without_a_break(rule: str, gamma: int, one_hot: bool) -> None:
-    inputs = inputs_of(gamma) | ({"draft_probs": None} if one_hot else {})
+    inputs = checks.inputs_of(gamma) | ({"draft_probs": None} if one_hot else {})
     verify: Verifier = torch.compile(VERIFIERS[rule], backend="eager", fullgraph=True)
     assert same(verify(**inputs), VERIFIERS[rule](**inputs))
 
 
 def test_greedy_verification_compiles_without_a_break() -> None:
-    inputs = inputs_of(gamma=4)
+    inputs = checks.inputs_of(gamma=4)
     inputs = {name: inputs[name] for name in ("target_probs", "draft_tokens", "lengths")}
     verify = torch.compile(greedy_verification, backend="eager", fullgraph=True)
     assert same(verify(**inputs), greedy_verification(**inputs))

@@ -1,0 +1,144 @@
+"""How many tokens to propose in the next round: a fixed number, or the one that pays best.
+
+The theory's choice maximises the speed-up tau(alpha, gamma) / (gamma c + v(gamma) + o) over gamma,
+0 included, with measured costs (Leviathan et al., arXiv 2211.17192, section 3; `theory.speedup`).
+Costs depend on the batch size, and so does the choice: a large batch leaves no idle arithmetic to
+verify with.
+
+Every choice is lossless: it depends only on rounds that are already committed, never on the
+noise, the proposals or the target's pass of the round that it is made for. Given the past, a round
+verifies a number of proposals that was fixed beforehand, and that is exact for each number. Only
+the law is kept, not the sample: another schedule reads other noise.
+
+Policies are deterministic. They know no models and no tensors, and measure nothing: rounds are
+reported to them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from draftkit.theory.speedup import Costs, best_gamma
+
+
+class GammaPolicy(Protocol):
+    """Asked before every round of a batch, told after it."""
+
+    def choose(self, *, batch: int, most: int) -> int:
+        """The number of tokens, 0..most, that each of `batch` rows proposes next. Changes nothing.
+
+        0 is a plain step.
+        """
+        ...
+
+    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
+        """Take in a finished round: proposals kept by each row that had `gamma` of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedGamma:
+    """Always the same number, as far as there is room."""
+
+    gamma: int
+
+    def choose(self, *, batch: int, most: int) -> int:
+        """`gamma`, or `most` if that is less."""
+        return min(self.gamma, most)
+
+    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
+        """Learn nothing."""
+
+
+@dataclass(frozen=True)
+class BestGamma:
+    """The theory's best for a known alpha. costs: by batch size; ValueError if there are none."""
+
+    alpha: float
+    costs: dict[int, Costs]
+
+    def __post_init__(self) -> None:
+        _check_measured(self.costs)
+
+    def choose(self, *, batch: int, most: int) -> int:
+        """The best of 0..most at this batch size."""
+        return _best(self.alpha, costs_at(self.costs, batch), most)
+
+    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
+        """Learn nothing."""
+
+
+class AdaptiveGamma:
+    """The theory's best for a running estimate of alpha, and plain decoding where nothing pays.
+
+    alpha is estimated by accepted / tests, the maximum likelihood of the i.i.d. model (a first
+    rejection is a test, what follows it is none), over rounds weighted by decay^age and with
+    Laplace's prior of one acceptance and one rejection. Under block verification, which does not
+    test positions one by one, it is the alpha that would give the same counts.
+
+    Plain rounds observe nothing but age the evidence. After `probe_after` of them gamma 1 is tried
+    for one round; while such probes find no acceptance that would pay, the wait doubles up to
+    `probe_at_most`. Nothing is tried where even alpha = 1 would not pay.
+    costs: by batch size; ValueError if there are none.
+    """
+
+    def __init__(
+        self,
+        costs: dict[int, Costs],
+        *,
+        decay: float = 0.98,
+        probe_after: int = 8,
+        probe_at_most: int = 128,
+    ) -> None:
+        _check_measured(costs)
+        self.costs = costs
+        self.decay = decay
+        self.probe_after = probe_after
+        self.probe_at_most = probe_at_most
+        self._accepted = 0.0  # decayed
+        self._tests = 0.0  # decayed
+        self._plain_rounds = 0  # since the last round that proposed
+        self._wait = probe_after
+
+    @property
+    def alpha(self) -> float:
+        """The present estimate; 1/2 before anything is observed."""
+        return (self._accepted + 1) / (self._tests + 2)
+
+    def choose(self, *, batch: int, most: int) -> int:
+        """The best of 0..most for the estimate at this batch size, or 1 where a probe is due."""
+        costs = costs_at(self.costs, batch)
+        gamma = _best(self.alpha, costs, most)
+        if gamma == 0 and self._plain_rounds >= self._wait and _best(1.0, costs, most) > 0:
+            return 1
+        return gamma
+
+    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
+        """Count the tests of a round, or one more plain round."""
+        if gamma == 0:
+            self._plain_rounds += 1
+        elif accepted:
+            passed = sum(accepted)
+            tests = passed + sum(count < gamma for count in accepted)
+            kept = self.decay ** (self._plain_rounds + 1)
+            self._accepted = kept * self._accepted + passed
+            self._tests = kept * self._tests + tests
+            if self._plain_rounds >= self._wait:
+                costs = costs_at(self.costs, len(accepted))
+                pays = _best(passed / tests, costs, max(costs.verify_ratios)) > 0
+                self._wait = self.probe_after if pays else min(2 * self._wait, self.probe_at_most)
+            self._plain_rounds = 0
+
+
+def costs_at(costs: dict[int, Costs], batch: int) -> Costs:
+    """The costs of the smallest measured batch size that holds `batch` rows, else the largest."""
+    return costs[min((size for size in costs if size >= batch), default=max(costs))]
+
+
+def _best(alpha: float, costs: Costs, most: int) -> int:
+    return best_gamma(alpha, costs.cost_ratio, costs.verify_at, costs.overhead_ratio, most)[0]
+
+
+def _check_measured(costs: dict[int, Costs]) -> None:
+    if not costs:
+        raise ValueError("costs is empty; measure one batch size at least")

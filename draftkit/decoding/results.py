@@ -1,0 +1,122 @@
+"""What a round did, brought from the device to the host without making the device wait.
+
+A round is *launched*, and its small report copied beside; it is *read* when the host needs it, at
+once or a round later. A request may have left in between: then its row is dropped.
+
+Shapes: B rows of a group, K proposed tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftkit.decoding.proposers import Proposal
+from draftkit.decoding.round import Outcome
+from draftkit.decoding.state import Group
+
+
+class RoundSeconds(NamedTuple):
+    """Where the time of a round went; zeros without a clock."""
+
+    propose: float
+    verify: float
+    rest: float
+
+
+NO_SECONDS = RoundSeconds(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What one group of rows did in one round."""
+
+    slots: list[int]
+    tokens: Tensor  # [B, K + 1] candidates; the first `committed` of a row count
+    committed: list[int]
+    emitted: list[int]  # tokens a target pass yielded, the length limit not applied
+    ended: list[bool]  # by an end-of-text id
+    done: list[bool]
+    gamma: int
+    lengths: list[int]  # valid proposals, at most K
+    draft_tokens: Tensor  # [B, K]
+    acceptance: Tensor  # [B, K] sum_x min(p, q) at each proposed position
+    target_log_probs: Tensor  # [B, K + 1] log p of the candidates, raw (temperature 1)
+    log_sum_exp: Tensor  # [B, K + 1] of the raw logits
+    served_log_sum_exp: Tensor  # [B, K + 1] of logits / temperature (1 where greedy)
+    proposer_version: str
+    seconds: RoundSeconds = NO_SECONDS
+
+
+class Launched(NamedTuple):
+    """A round whose results have not been read."""
+
+    group: Group
+    tickets: list[int]  # of the requests that held the slots
+    proposal: Proposal
+    outcome: Outcome
+    report: Tensor  # on the host, once `ready`
+    ready: torch.cuda.Event | None
+    proposer_version: str
+    ticks: list[float]
+
+
+def launch(
+    group: Group,
+    tickets: list[int],
+    proposal: Proposal,
+    outcome: Outcome,
+    proposer_version: str,
+    ticks: list[float],
+) -> Launched:
+    """A round whose kernels are queued, with its report on the way to the host."""
+    report, ready = outcome.report, None
+    if report.is_cuda:
+        report = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
+        report.copy_(outcome.report, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+    return Launched(group, tickets, proposal, outcome, report, ready, proposer_version, ticks)
+
+
+def read(launched: Launched, tickets: Mapping[int, int]) -> RoundResult:
+    """The rows of a launched round that `tickets` (slot -> request) still knows and that moved."""
+    group, outcome, draft_tokens = launched.group, launched.outcome, launched.proposal.tokens
+    if launched.ready is not None:
+        launched.ready.synchronize()
+    report = launched.report.tolist()
+    places = range(len(group.slots)) if group.places is None else group.places
+    kept = [
+        (slot, place)
+        for slot, ticket, place in zip(group.slots, launched.tickets, places, strict=True)
+        if tickets.get(slot) == ticket and report[place][0] > 0
+    ]
+    if len(kept) < len(report):
+        chosen = torch.tensor([place for _, place in kept], device=draft_tokens.device)
+        outcome, draft_tokens = outcome.select(chosen.long()), draft_tokens[chosen.long()]
+    rows = [report[place] for _, place in kept]
+    emitted, committed, ended, done, lengths = ([row[i] for row in rows] for i in range(5))
+    return RoundResult(
+        slots=[slot for slot, _ in kept],
+        tokens=outcome.tokens,
+        committed=committed,
+        emitted=emitted,
+        ended=[bool(flag) for flag in ended],
+        done=[bool(flag) for flag in done],
+        gamma=group.gamma,
+        lengths=lengths,
+        draft_tokens=draft_tokens,
+        acceptance=outcome.acceptance,
+        target_log_probs=outcome.log_probs,
+        log_sum_exp=outcome.log_sum_exp,
+        served_log_sum_exp=outcome.served_log_sum_exp,
+        proposer_version=launched.proposer_version,
+    )
+
+
+def full_tests(result: RoundResult) -> list[int]:
+    """Accepted proposals of the rows whose `gamma` proposals were all open to acceptance."""
+    rows = zip(result.emitted, result.ended, result.lengths, strict=True)
+    return [emitted - 1 for emitted, ended, n in rows if not ended and n == result.gamma]

@@ -1,0 +1,387 @@
+"""One generation shown round by round: what was proposed, accepted, rejected, corrected.
+
+After Figure 1 of Leviathan et al. 2211.17192: a line a round, accepted proposals in green, the
+rejected one in red and struck through, the target's own token in blue. Every kind also has a mark
+or a decoration of its own, so that colours may be missing. Knows no models; text comes from
+`decode`, any function from ids to text.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from io import StringIO
+from itertools import groupby
+from typing import NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from draftkit.decoding.streaming import REPLACEMENT, Decode, TextStream
+
+CONTEXT = 32  # ids decoded before a token: its text depends on those before it
+
+
+@dataclass(frozen=True)
+class TraceRound:
+    """One round of one row."""
+
+    proposed: list[int]
+    accepted: int  # of `proposed`, those that were emitted
+    next_token: int | None  # correction or bonus; None: an end of text came before
+    committed: int  # of the emitted tokens, those within the length limit
+
+    @property
+    def emitted(self) -> list[int]:
+        """What the target pass yielded."""
+        own = [] if self.next_token is None else [self.next_token]
+        return self.proposed[: self.accepted] + own
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of every emitted token, a key of KINDS."""
+        own = "bonus" if self.accepted == len(self.proposed) else "correction"
+        return (["accepted"] * self.accepted + [own])[: len(self.emitted)]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One generation."""
+
+    prompt_ids: list[int]
+    rounds: list[TraceRound]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer."""
+        return sum(step.committed for step in self.rounds)
+
+    @property
+    def proposed(self) -> int:
+        """Proposals of all rounds."""
+        return sum(len(step.proposed) for step in self.rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Accepted proposals."""
+        return sum(step.accepted for step in self.rounds)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Emitted tokens a target pass; 0 where there was no pass."""
+        return sum(len(step.emitted) for step in self.rounds) / max(1, len(self.rounds))
+
+
+class Part(NamedTuple):
+    """Tokens that are shown together: one, or those that share a character."""
+
+    kind: str  # a key of KINDS
+    ids: list[int]
+    text: str
+
+
+class Look(NamedTuple):
+    """How a kind of token is shown."""
+
+    marks: tuple[str, str]
+    style: str  # in a terminal
+    element: str  # in a page
+    css_class: str
+
+
+KINDS = {
+    "accepted": Look(("", ""), "green", "span", "a"),
+    "rejected": Look(("[-", "-]"), "red strike", "del", "r"),
+    "correction": Look(("{+", "+}"), "bold bright_blue", "ins", "n"),
+    "bonus": Look(("{+", "+}"), "bold bright_blue", "ins", "n"),
+    "unused": Look(("(~", "~)"), "dim", "span", "u"),
+}
+LEGEND = {
+    "accepted": "accepted",
+    "rejected": "rejected",
+    "correction": "the target's own token",
+    "unused": "not used",
+}
+
+
+def trace_round(
+    tokens: list[int], draft_tokens: list[int], emitted: int, committed: int, gamma: int
+) -> TraceRound:
+    """Read one row of a round: `tokens` [K + 1], `draft_tokens` [K], `gamma` real proposals.
+
+    The last emitted token is the target's own unless it is the proposal of its position: a
+    correction never is, so an end of text was proposed, accepted, and ended the row.
+    """
+    last = emitted - 1
+    proposed = draft_tokens[:gamma]
+    if last < gamma and tokens[last] == proposed[last]:
+        return TraceRound(proposed, emitted, None, committed)
+    return TraceRound(proposed, last, tokens[last], committed)
+
+
+def parts(step: TraceRound, context: list[int], decode: Decode) -> list[Part]:
+    """What to show of a round after the ids of `context`, in the order to show it.
+
+    `unused`: proposals behind the first rejected one, and what an end of text or the length limit
+    cut off.
+    """
+    accepted, rest = step.proposed[: step.accepted], step.proposed[step.accepted :]
+    before = context + accepted
+    runs = [
+        ("accepted", context, accepted[: step.committed]),
+        ("unused", context + accepted[: step.committed], accepted[step.committed :]),
+    ]
+    if step.next_token is None:
+        runs.append(("unused", before, rest))
+    else:
+        own = step.kinds[-1] if step.committed > step.accepted else "unused"
+        runs += [
+            ("rejected", before, rest[:1]),
+            (own, before, [step.next_token]),
+            ("unused", before + rest[:1], rest[1:]),
+        ]
+    return [
+        Part(kind, ids, text)
+        for kind, behind, run in runs
+        for ids, text in pieces(behind, run, decode)
+    ]
+
+
+def pieces(before: list[int], ids: list[int], decode: Decode) -> Iterator[tuple[list[int], str]]:
+    """Cut the text of `ids` behind `before` into tokens; those that share a character stay one.
+
+    What has no text, as an end of text, is shown by its ids.
+    """
+    stream = TextStream(decode)
+    stream.push(before[-CONTEXT:])
+    together: list[int] = []
+    for count, token_id in enumerate(ids, start=1):
+        together.append(token_id)
+        last = count == len(ids)
+        text = stream.push([token_id]) + (stream.flush() if last else "")
+        if text or last:
+            yield together, text or "".join(f"⟨{hidden}⟩" for hidden in together)
+            together = []
+
+
+def answer(trace: Trace, decode: Decode) -> Iterator[Part]:
+    """The whole answer; tokens that share a character are shown as the last of them."""
+    ids = [token for step in trace.rounds for token in step.emitted[: step.committed]]
+    kinds = [kind for step in trace.rounds for kind in step.kinds[: step.committed]]
+    end = 0
+    for together, text in pieces(trace.prompt_ids, ids, decode):
+        end += len(together)
+        yield Part(kinds[end - 1], together, text)
+
+
+LINE = "↵"
+JOINER = "\u200d"  # of emoji
+
+
+def _visible_signs() -> dict[int, str]:
+    controls = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\u2421"}
+    hidden = [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+    lines = dict.fromkeys([0x0A, 0x85, 0x2028, 0x2029], LINE)
+    return controls | dict.fromkeys(hidden, REPLACEMENT) | lines | {0x09: "⇥"}
+
+
+SIGNS = _visible_signs()
+
+
+def visible(text: str) -> str:
+    """`text` on one line, with signs for line ends, tabs, controls and changes of direction."""
+    return text.translate(SIGNS)
+
+
+def steps(trace: Trace, decode: Decode) -> Iterator[tuple[TraceRound, list[Part]]]:
+    """Every round with its parts."""
+    text = list(trace.prompt_ids)
+    for step in trace.rounds:
+        yield step, parts(step, text, decode)
+        text += step.emitted[: step.committed]
+
+
+def figures(trace: Trace) -> dict[str, str]:
+    """The counts of a trace, each under what it counts."""
+    return {
+        "tokens": f"{trace.tokens}",
+        "target passes": f"{len(trace.rounds)}",
+        "acceptance length": f"{trace.acceptance_length:.2f}",
+        "accepted": f"{trace.accepted} of {trace.proposed}",
+    }
+
+
+# Terminal
+
+
+def terminal(trace: Trace, decode: Decode, *, width: int, colour: bool) -> str:
+    """Return the trace as lines of at most `width` cells, with ANSI colours if `colour`."""
+    legend = [Part(kind, [], text) for kind, text in LEGEND.items()]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", style="dim")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for number, (step, shown) in enumerate(steps(trace, decode), start=1):
+        table.add_row(str(number), f"{step.accepted}/{len(step.proposed)}", marked(shown))
+    file = StringIO()
+    console = Console(
+        file=file,
+        width=width,
+        force_terminal=colour,
+        color_system="standard" if colour else None,
+        no_color=not colour,
+        highlight=False,
+        legacy_windows=False,
+    )
+    console.print(Text(", ".join(f"{label} {value}" for label, value in figures(trace).items())))
+    console.print(Text("  ").join(marked([part]) for part in legend))
+    console.print(Text(prompt_end(trace, decode, room=width), style="dim"))
+    console.print(table)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def marked(shown: Sequence[Part]) -> Text:
+    """Join parts to one text; neighbours of one kind share their marks."""
+    text = Text()
+    for kind, group in groupby(shown, key=lambda part: part.kind):
+        look = KINDS[kind]
+        body = visible("".join(part.text for part in group))
+        # What joins the sign before it must not join a mark.
+        base = "◌" if body and cell_len(body[0]) == 0 else ""
+        text.append(look.marks[0], "dim").append(base + body.removeprefix(JOINER), look.style)
+        text.append(look.marks[1], "dim")
+    return text
+
+
+def prompt_end(trace: Trace, decode: Decode, *, room: int) -> str:
+    """The end of the prompt, as much as fits into `room` cells."""
+    label = "prompt  "
+    text = visible(decode(trace.prompt_ids[-room:]))
+    cut = len(trace.prompt_ids) > room
+    while cell_len(label + text) + cut > room and text:
+        text, cut = text[1:], True
+    return label + "…" * cut + text
+
+
+# Page
+
+CSS = """
+:root { color-scheme: light dark; --page: #fbfbfa; --card: #fff; --ink: #1c1e21; --soft: #646b75;
+  --line: #e4e5e7; --pip: #b4bac2; --a: #12522b; --a-back: #dff3e4; --a-pip: #3f9d5f;
+  --r: #9f1d1d; --r-back: #fce3e1; --r-pip: #d9534a; --n: #1b4196; --n-back: #dfe9fc; }
+@media (prefers-color-scheme: dark) { :root { --page: #15171a; --card: #1c1f23; --ink: #e3e5e8;
+  --soft: #949ba6; --line: #2e3238; --pip: #565d67; --a: #a5dfb7; --a-back: #1c3726;
+  --a-pip: #4fae70; --r: #f3aaa4; --r-back: #45211f; --r-pip: #dc6058; --n: #adc8fb;
+  --n-back: #1f3156; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
+main { max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .75rem; }
+h2 { font-size: 1.05rem; margin: 0; }
+.legend { display: flex; flex-wrap: wrap; gap: .4rem 1.25rem; margin: 0 0 .75rem; padding: 0;
+  list-style: none; font-size: .87rem; }
+.legend > li > * { padding: .15em .4em; }
+.note { color: var(--soft); font-size: .87rem; margin: 0 0 1.75rem; max-width: 46rem; }
+section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+  padding: 1.25rem 1.5rem; margin: 0 0 1.5rem; }
+dl { display: flex; flex-wrap: wrap; gap: .5rem 2.5rem; margin: .75rem 0 1.25rem; }
+dl div { display: flex; flex-direction: column-reverse; }
+dt { color: var(--soft); font-size: .8rem; }
+dd { margin: 0; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.text { font: .87rem/1.7 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono",
+  monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
+p.text { padding: .4rem .9rem; border-left: 3px solid var(--line); }
+.prompt { color: var(--soft); max-height: 10rem; overflow: auto; }
+table { border-collapse: collapse; width: 100%; margin-top: 1.5rem; }
+th { text-align: left; font-weight: 500; font-size: .8rem; color: var(--soft); }
+th, td { padding: .15rem 1rem .15rem 0; border-bottom: 1px solid var(--line);
+  vertical-align: baseline; }
+tr:last-child td { border-bottom: 0; }
+th:last-child, td:last-child { padding-right: 0; width: 100%; }
+td.count { font-variant-numeric: tabular-nums; color: var(--soft); font-size: .87rem;
+  text-align: right; }
+.pips { white-space: nowrap; }
+.pips i { display: inline-block; width: .6rem; height: .6rem; margin-right: 3px;
+  border-radius: 2px; border: 1px solid var(--pip); }
+.pips .a { background: var(--a-pip); border-color: var(--a-pip); }
+.pips .r { border: 2px solid var(--r-pip); }
+.text span, .text del, .text ins, .legend > li > * { border-radius: 3px; margin-right: 1px; }
+.text .a, .legend .a { color: var(--a); background: var(--a-back); }
+.text .r, .legend .r { color: var(--r); background: var(--r-back);
+  text-decoration: line-through 1px; }
+.text .n, .legend .n { color: var(--n); background: var(--n-back); font-weight: 600;
+  text-decoration: underline 1px; text-underline-offset: .25em; }
+.text .u, .legend .u { color: var(--soft); font-style: italic; }
+"""
+
+
+NOTE = (
+    "A round is one pass of the target: it keeps the proposals up to the first rejected one and "
+    "adds a token of its own. The acceptance length is the mean number of tokens a pass."
+)
+
+
+def html(traces: Sequence[Trace], decode: Decode, *, title: str) -> str:
+    """Return one page that needs nothing else: a legend, and rounds and counts of every trace."""
+    legend = "".join(f"<li>{element(kind, text)}</li>" for kind, text in LEGEND.items())
+    sections = "".join(
+        section(trace, decode, name=f"Generation {number} of {len(traces)}")
+        for number, trace in enumerate(traces, start=1)
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n"
+        f'<body><main><h1>{escape(title)}</h1>\n<ul class="legend">{legend}</ul>\n'
+        f'<p class="note">{NOTE}</p>\n'
+        f"{sections}</main></body></html>\n"
+    )
+
+
+def section(trace: Trace, decode: Decode, *, name: str) -> str:
+    """One trace as a card: counts, prompt, answer, a table row a round."""
+    prompt = "\n".join(map(visible, decode(trace.prompt_ids).split("\n")))
+    text = "".join(token(part, lines=True) for part in answer(trace, decode))
+    rows = "".join(
+        f'<tr><td class="count">{number}</td>'
+        f'<td class="count">{step.accepted}/{len(step.proposed)}</td>'
+        f'<td class="pips" aria-hidden="true">{pips(step)}</td>'
+        f'<td class="text">{"".join(map(token, shown))}</td></tr>\n'
+        for number, (step, shown) in enumerate(steps(trace, decode), start=1)
+    )
+    counts = "".join(
+        f"<div><dt>{label}</dt><dd>{value}</dd></div>" for label, value in figures(trace).items()
+    )
+    return (
+        f"<section><h2>{name}</h2>\n<dl>{counts}</dl>\n"
+        f'<p class="text prompt">{escape(prompt)}</p>\n'
+        f'<p class="text">{text}</p>\n'
+        '<table><thead><tr><th>round</th><th colspan="2">accepted</th>'
+        f"<th>text</th></tr></thead>\n<tbody>{rows}</tbody></table></section>\n"
+    )
+
+
+def token(part: Part, *, lines: bool = False) -> str:
+    """A part with its ids on hover; `lines` breaks lines behind their sign."""
+    text = visible(part.text).replace(LINE, LINE + "\n" if lines else LINE)
+    ids = ", ".join(map(str, part.ids))
+    return element(part.kind, text, f"{part.kind}, id {ids}")
+
+
+def element(kind: str, text: str, hint: str = "") -> str:
+    """`text` as an element of its kind."""
+    look = KINDS[kind]
+    title = f' title="{escape(hint)}"' if hint else ""
+    return f'<{look.element} class="{look.css_class}"{title}>{escape(text)}</{look.element}>'
+
+
+def pips(step: TraceRound) -> str:
+    """The bar of a round: a full square an accepted proposal, a red frame the rejected one."""
+    rejected = step.accepted if step.next_token is not None else len(step.proposed)
+    kinds = [
+        "a" if n < step.accepted else "r" if n == rejected else "u"
+        for n in range(len(step.proposed))
+    ]
+    return "".join(f'<i class="{kind}"></i>' for kind in kinds)

@@ -1,0 +1,303 @@
+"""Gamma policies: the theory's choice, what rounds teach, when to probe, and the law they keep."""
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftkit.decoding.gamma import (
+    AdaptiveGamma,
+    BestGamma,
+    FixedGamma,
+    GammaPolicy,
+    costs_at,
+)
+from draftkit.theory.acceptance import empirical_alpha
+from draftkit.theory.speedup import Costs, best_gamma, break_even_alpha
+from draftkit.theory.verification import VERIFIERS
+from tests.theory.laws import (
+    Law,
+    Round,
+    likelihoods,
+    markov,
+    measure_round,
+    random_logits,
+    sequences,
+)
+
+MOST = 8
+PLAIN_MODEL = Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 8: 1.3})  # a draft at a fifth of the target
+HOPELESS = Costs(0.01, 1.5, 1.1, 0.1, {1: 1.1, 8: 1.4})  # even alpha = 1 loses
+
+
+def best(alpha: float, costs: Costs, most: int = MOST) -> tuple[int, float]:
+    return best_gamma(alpha, costs.cost_ratio, costs.verify_at, costs.overhead_ratio, most)
+
+
+def simulate(
+    policy: GammaPolicy,
+    alpha: Callable[[int], float],
+    *,
+    rounds: int,
+    batch: int = 1,
+    costs: Costs = PLAIN_MODEL,
+) -> tuple[list[int], list[float]]:
+    """Rounds of i.i.d. acceptance: the gammas chosen and the speed-up up to each round."""
+    generator = random.Random(0)
+    gammas, factors, tokens, time = [], [], 0.0, 0.0
+    for turn in range(rounds):
+        gamma = policy.choose(batch=batch, most=MOST)
+        accepted = []
+        for _ in range(batch):
+            passes = [generator.random() < alpha(turn) for _ in range(gamma)]
+            accepted.append([*passes, False].index(False))
+        policy.observe(gamma=gamma, accepted=accepted)
+        tokens += 1 + sum(accepted) / batch
+        parts = gamma * costs.cost_ratio + costs.verify_at(gamma) + costs.overhead_ratio
+        time += parts if gamma else 1.0
+        gammas.append(gamma)
+        factors.append(tokens / time)
+    return gammas, factors
+
+
+# Known costs
+
+
+def test_a_fixed_gamma_is_cut_to_the_room_there_is() -> None:
+    policy: GammaPolicy = FixedGamma(4)
+    assert [policy.choose(batch=1, most=most) for most in (0, 3, 4, 9)] == [0, 3, 4, 4]
+
+
+def test_costs_are_those_of_the_next_larger_measured_batch_or_of_the_largest() -> None:
+    table = {size: Costs(size, 0.1, 1.0, 0.0, {1: 1.0}) for size in (16, 1, 4)}
+    found = [costs_at(table, batch).plain_seconds for batch in (1, 2, 4, 5, 16, 99)]
+    assert found == [1, 4, 4, 16, 16, 16]
+
+
+@pytest.mark.parametrize("make", [AdaptiveGamma, functools.partial(BestGamma, 0.8)])
+def test_no_measured_costs_are_refused(make: Callable[..., GammaPolicy]) -> None:
+    with pytest.raises(ValueError, match="costs is empty"):
+        make({})
+
+
+def test_the_best_gamma_is_the_theorys_and_falls_as_the_batch_grows() -> None:
+    table = {1: PLAIN_MODEL, 32: Costs(0.02, 0.1, 2.2, 0.1, {1: 1.5, 2: 2.2}), 64: HOPELESS}
+    policy: GammaPolicy = BestGamma(0.8, table)
+    for batch, costs in table.items():
+        for most in (0, 2, 12):
+            assert policy.choose(batch=batch, most=most) == best(0.8, costs, most)[0]
+    assert [policy.choose(batch=batch, most=12) for batch in (1, 2, 65)] == [4, 1, 0]
+
+
+# Learning
+
+
+def test_the_estimate_is_accepted_over_tests_with_one_of_either_added() -> None:
+    policy = AdaptiveGamma({1: PLAIN_MODEL}, decay=1.0)
+    assert policy.alpha == 0.5
+    rounds = [[4, 0, 2], [4, 1, 3], [0, 0, 4]]
+    for accepted in rounds:
+        policy.observe(gamma=4, accepted=accepted)
+    histogram = torch.bincount(torch.tensor(rounds).flatten(), minlength=5)
+    assert float(empirical_alpha(histogram)) == pytest.approx(18 / 24)
+    assert policy.alpha == pytest.approx((18 + 1) / (24 + 2))
+
+
+def test_evidence_loses_weight_with_every_round_plain_ones_included() -> None:
+    policy = AdaptiveGamma({1: PLAIN_MODEL}, decay=0.5)
+    policy.observe(gamma=4, accepted=[4])
+    policy.observe(gamma=4, accepted=[0])
+    assert policy.alpha == pytest.approx((4 / 2 + 1) / (4 / 2 + 1 + 2))
+    policy.observe(gamma=4, accepted=[])  # a round without rows is none
+    policy.observe(gamma=0, accepted=[0])
+    assert policy.alpha == pytest.approx(3 / 5)
+    policy.observe(gamma=1, accepted=[0])
+    assert policy.alpha == pytest.approx((2 / 4 + 1) / (3 / 4 + 1 + 2))
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.62, 0.72, 0.8, 0.9, 0.99])
+def test_the_choice_converges_to_the_best_gamma_of_the_theory(alpha: float) -> None:
+    policy = AdaptiveGamma({8: PLAIN_MODEL})
+    gammas, factors = simulate(policy, lambda turn: alpha, rounds=800, batch=8)
+    gamma, factor = best(alpha, PLAIN_MODEL)
+    assert Counter(gammas[200:]).most_common(1)[0][0] == gamma
+    assert factors[-1] > 0.98 * factor
+
+
+@pytest.mark.parametrize("alpha", [0.5, 0.62, 0.72, 0.8, 0.9, 0.99])
+def test_a_single_row_teaches_enough_to_come_near_the_best_speedup(alpha: float) -> None:
+    policy = AdaptiveGamma({1: PLAIN_MODEL})
+    _, factors = simulate(policy, lambda turn: alpha, rounds=800)
+    assert factors[-1] > 0.96 * best(alpha, PLAIN_MODEL)[1]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.2, 0.3])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_below_break_even_it_decodes_plainly_and_loses_next_to_nothing(
+    alpha: float, batch: int
+) -> None:
+    even = break_even_alpha(1, 0.2, PLAIN_MODEL.verify_at(1), PLAIN_MODEL.overhead_ratio)
+    assert even is not None
+    assert alpha < even < 0.4
+    policy = AdaptiveGamma({8: PLAIN_MODEL})
+    gammas, factors = simulate(policy, lambda turn: alpha, rounds=800, batch=batch)
+    assert gammas.count(0) > 0.9 * len(gammas)
+    assert factors[-1] > 0.98
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_it_gives_up_after_a_fall_of_alpha_and_recovers_after_a_rise(batch: int) -> None:
+    def alpha(turn: int) -> float:
+        return 0.05 if 500 <= turn < 1500 else 0.8
+
+    policy = AdaptiveGamma({8: PLAIN_MODEL})
+    gammas, _ = simulate(policy, alpha, rounds=2500, batch=batch)
+    assert gammas[:500].count(0) < 10
+    assert gammas[600:1500].count(0) > 870
+    assert gammas[1800:].count(0) < 10
+    assert Counter(gammas[1800:]).most_common(1)[0][0] == best(0.8, PLAIN_MODEL)[0]
+
+
+# Probing
+
+
+def test_failing_probes_are_single_rounds_of_gamma_one_ever_further_apart() -> None:
+    policy = AdaptiveGamma({1: PLAIN_MODEL}, probe_after=8, probe_at_most=128)
+    gammas, _ = simulate(policy, lambda turn: 0.0, rounds=1000)
+    places = [turn for turn, gamma in enumerate(gammas) if gamma > 0]
+    assert places[0] == 0  # the prior would speculate
+    waits = [later - earlier - 1 for earlier, later in pairwise(places)]
+    assert waits[:6] == [8, 16, 32, 64, 128, 128]
+    assert set(waits[6:]) == {128}
+    assert {gammas[turn] for turn in places[1:]} == {1}
+
+
+def test_the_cost_of_probing_is_bounded_by_one_probe_in_the_longest_wait() -> None:
+    policy = AdaptiveGamma({1: PLAIN_MODEL}, probe_at_most=64)
+    simulate(policy, lambda turn: 0.0, rounds=500)
+    gammas, factors = simulate(policy, lambda turn: 0.0, rounds=2000)
+    probe = 0.2 + PLAIN_MODEL.verify_at(1) + 0.1 - 1  # lost where nothing is accepted
+    assert sum(gammas) <= 2000 / 64 + 1
+    assert 1 / factors[-1] - 1 <= probe / 64 * 1.05
+
+
+def probe_once(policy: AdaptiveGamma, accepted: list[int]) -> int:
+    """Plain rounds until a probe, which accepts as told; their number."""
+    waited = 0
+    while (gamma := policy.choose(batch=len(accepted), most=MOST)) == 0:
+        policy.observe(gamma=0, accepted=[0] * len(accepted))
+        waited += 1
+    policy.observe(gamma=gamma, accepted=accepted)
+    return waited
+
+
+def test_a_probe_that_would_pay_makes_the_next_one_come_soon() -> None:
+    policy = AdaptiveGamma({4: HOPELESS, 8: PLAIN_MODEL})
+    for _ in range(3):
+        policy.observe(gamma=8, accepted=[0] * 8)
+    nothing, one, half = [0] * 8, [1] + [0] * 7, [1, 0] * 4
+    told = [nothing, nothing, one, half, nothing, nothing]
+    waits = [probe_once(policy, accepted) for accepted in told]
+    assert waits == [8, 16, 32, 64, 8, 16]
+
+
+def test_nothing_is_tried_where_even_a_perfect_draft_would_not_pay() -> None:
+    policy = AdaptiveGamma({1: HOPELESS})
+    gammas, _ = simulate(policy, lambda turn: 1.0, rounds=500)
+    assert set(gammas) == {0}
+    assert AdaptiveGamma({1: PLAIN_MODEL}).choose(batch=1, most=0) == 0
+
+
+# Losslessness
+
+
+def test_the_choice_follows_from_earlier_rounds_alone_however_often_it_is_asked() -> None:
+    generator = random.Random(1)
+    policy = AdaptiveGamma({2: PLAIN_MODEL}, decay=0.8, probe_after=3)
+    past: list[tuple[int, list[int]]] = []
+    chosen = []
+    for _ in range(120):
+        replayed = AdaptiveGamma({2: PLAIN_MODEL}, decay=0.8, probe_after=3)
+        for gamma, accepted in past:
+            replayed.observe(gamma=gamma, accepted=accepted)
+        chosen.append(policy.choose(batch=2, most=MOST))
+        assert replayed.choose(batch=2, most=MOST) == chosen[-1]
+        accepted = [generator.randint(0, chosen[-1]) for _ in range(2)]
+        past.append((chosen[-1], accepted))
+        policy.observe(gamma=chosen[-1], accepted=accepted)
+    assert len(set(chosen)) >= 4
+
+
+VOCAB = 3
+Text = tuple[int, ...]
+
+
+def after(law: Law, text: Text) -> Law:
+    """`law` in the middle of a text: histories begin anew behind `text`."""
+
+    def shifted(history: Tensor) -> Tensor:
+        past = torch.tensor([[0, 0, *text]]).expand(len(history), -1)
+        return law(torch.cat([past, history[:, 2:]], dim=1))
+
+    return shifted
+
+
+def commits(measured: Round) -> Iterator[tuple[Text, int, float]]:
+    """What a round commits, the number accepted, and the probability."""
+    outcomes = measured.outcomes(VOCAB)
+    for row, count, token in outcomes.nonzero().tolist():
+        block = measured.blocks[row, :count].tolist()
+        yield (*block, token), count, float(outcomes[row, count, token])
+
+
+def error_of_two_rounds(second_gamma: Callable[[int], int], *, is_peeking: bool) -> float:
+    """How far a round of gamma 1 and one of `second_gamma(accepted)` are from the target's law.
+
+    is_peeking: the second round is made plain where it would accept nothing: a look ahead.
+    """
+    target, draft = (markov(random_logits(VOCAB, seed).softmax(-1)) for seed in (1, 2))
+
+    @functools.cache
+    def round_after(text: Text, gamma: int) -> Round:
+        laws = {"target": after(target, text), "draft": after(draft, text)}
+        return measure_round(VERIFIERS["speculative"], **laws, vocab_size=VOCAB, gamma=gamma)
+
+    law: Counter[Text] = Counter()
+    for text, accepted, mass in commits(round_after((), 1)):
+        for more, count, share in commits(round_after(text, second_gamma(accepted))):
+            if is_peeking and count == 0:
+                for token, _, again in commits(round_after(text, 0)):
+                    law[text + token] += mass * share * again
+            else:
+                law[text + more] += mass * share
+    length = max(map(len, law))
+    every = sequences(VOCAB, length)
+    steps = likelihoods(target, every)
+    joint = torch.zeros(len(every), dtype=torch.float64)
+    for text, mass in law.items():
+        begins = (every[:, : len(text)] == torch.tensor(text)).all(-1)
+        joint += torch.where(begins, mass * steps[:, len(text) :].prod(-1), 0.0)
+    return float((joint - steps.prod(-1)).abs().max())
+
+
+def test_two_rounds_with_a_learnt_gamma_have_exactly_the_targets_joint_law() -> None:
+    chosen = set()
+
+    def second_gamma(accepted: int) -> int:
+        policy = AdaptiveGamma({1: PLAIN_MODEL})
+        policy.observe(gamma=1, accepted=[accepted])
+        chosen.add(policy.choose(batch=1, most=2))
+        return policy.choose(batch=1, most=2)
+
+    assert error_of_two_rounds(second_gamma, is_peeking=False) < 1e-10
+    assert chosen == {0, 2}
+
+
+def test_a_gamma_that_looks_at_the_present_round_would_break_the_law() -> None:
+    assert error_of_two_rounds(lambda accepted: 1, is_peeking=False) < 1e-10
+    assert error_of_two_rounds(lambda accepted: 1, is_peeking=True) > 1e-3

@@ -1,0 +1,373 @@
+"""Pieces of text and stop strings: the same at any cut into rounds as for the whole text.
+
+The reference decodes all ids after every single token and looks for the stop strings in that.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from draftkit.decoding.streaming import (
+    REPLACEMENT,
+    WINDOW,
+    Decode,
+    Stop,
+    StopStrings,
+    TextStream,
+    final_text,
+)
+from draftkit.models.vocabulary import train_byte_bpe
+from tests import tiny
+
+TEXT = (
+    "The cat sat on the mat.\n\tdef f(x):  return 'ä' * 3\r\nGrüße, 日本語 und 👩‍👩‍👧 oder 🇩🇪!"
+    "\n\n  END of é́ text 😀😀😀😀 STOP here"
+)
+ALPHABET = "ab \n.ENDéä日語😀👧\u200d"
+BYTE = "<0x{:02X}>"
+
+
+@cache
+def byte_level() -> Tokenizer:
+    """One token a byte."""
+    return tiny.byte_tokenizer().backend_tokenizer
+
+
+@cache
+def byte_bpe() -> Tokenizer:
+    """Tokens across characters and words, merged bytes of characters among them."""
+    return train_byte_bpe([TEXT, "日本語 😀 " * 9, "the cat " * 9], 400).backend_tokenizer
+
+
+@cache
+def metaspace() -> Tokenizer:
+    """Words with their space in front, bytes for all that is no word; the first space drops."""
+    words = ["▁", "▁the", "▁The", "▁cat", "▁E", "ND", "▁sat", ".", "a", "é", "日", "t", "o", "\n"]
+    pieces = [("<unk>", -20.0), *((BYTE.format(byte), -15.0) for byte in range(256))]
+    pieces += [(word, -2.0) for word in words]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")]
+    )
+    return tokenizer
+
+
+@cache
+def llama() -> Tokenizer:
+    """The same words, spelt back as Llama 2 does: all fused, one space stripped."""
+    tokenizer = Tokenizer.from_str(metaspace().to_str())
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+TOKENIZERS: list[Callable[[], Tokenizer]] = [byte_level, byte_bpe, metaspace, llama]
+tokenizers = pytest.mark.parametrize("make", TOKENIZERS)
+sizes = st.lists(st.integers(1, 7), min_size=1, max_size=8)
+texts = st.text(st.sampled_from(ALPHABET), max_size=60)
+
+
+def in_rounds(ids: Sequence[int], sizes: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Cut `ids` into rounds of `sizes`, over and over."""
+    start = number = 0
+    while start < len(ids):
+        size = sizes[number % len(sizes)]
+        yield ids[start : start + size]
+        start, number = start + size, number + 1
+
+
+def pieces(stream: TextStream, rounds: Iterator[Sequence[int]]) -> list[str]:
+    return [*(stream.push(ids) for ids in rounds), stream.flush()]
+
+
+def first_stop(ids: Sequence[int], stops: Sequence[str], decode: Decode) -> Stop | None:
+    """By definition: all the text after each token, the earliest of the longest in it."""
+    for count in range(len(ids) + 1):
+        text = final_text(list(ids[:count]), decode)
+        places = [(text.find(stop), -len(stop), stop) for stop in stops if stop in text]
+        if places:
+            place, _, string = min(places)
+            needed = (n for n in range(count + 1) if decode(list(ids[:n]))[:place] == text[:place])
+            return Stop(string, next(needed), place)
+    return None
+
+
+def watched(rounds: Iterator[Sequence[int]], watch: StopStrings) -> Stop | None:
+    """What the first round that reports a stop says."""
+    return next((stop for ids in rounds if (stop := watch.push(ids)) is not None), None)
+
+
+# Pieces
+
+
+@tokenizers
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 1000])
+def test_pieces_together_are_the_text_of_all_ids(make: Callable[[], Tokenizer], size: int) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode(TEXT * 5).ids
+    whole = tokenizer.decode(ids)
+    assert REPLACEMENT not in whole
+    assert len(ids) > 4 * WINDOW
+    found = pieces(TextStream(tokenizer.decode), in_rounds(ids, [size]))
+    assert "".join(found) == whole
+    assert not any(REPLACEMENT in piece for piece in found)
+
+
+@tokenizers
+@settings(max_examples=60, deadline=None)
+@given(text=texts, sizes=sizes)
+def test_pieces_of_any_text_in_any_rounds_are_its_text(
+    make: Callable[[], Tokenizer], text: str, sizes: list[int]
+) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode(text).ids
+    found = pieces(TextStream(tokenizer.decode), in_rounds(ids, sizes))
+    assert "".join(found) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_bpe])
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), sizes=sizes)
+def test_pieces_of_ill_formed_bytes_are_their_text_too(
+    make: Callable[[], Tokenizer], data: st.DataObject, sizes: list[int]
+) -> None:
+    tokenizer = make()
+    size = tokenizer.get_vocab_size()
+    ids = data.draw(st.lists(st.integers(0, size - 1), min_size=30, max_size=120))
+    stream = TextStream(tokenizer.decode)
+    assert "".join(pieces(stream, in_rounds(ids, sizes))) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("make", [metaspace, llama])
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), sizes=sizes)
+def test_ill_formed_byte_tokens_cost_no_character_but_replacement_signs(
+    make: Callable[[], Tokenizer], data: st.DataObject, sizes: list[int]
+) -> None:
+    tokenizer = make()
+    broken = st.integers(1 + 0x80, 1 + 0xFF)
+    words = st.integers(257, tokenizer.get_vocab_size() - 1)
+    ids = data.draw(st.lists(broken | words, max_size=150))
+    found = "".join(pieces(TextStream(tokenizer.decode), in_rounds(ids, sizes)))
+    expected = tokenizer.decode(ids)
+    assert [c for c in found if c.isascii()] == [c for c in expected if c.isascii()]
+
+
+def test_text_behind_a_long_run_of_ill_formed_byte_tokens_is_not_lost() -> None:
+    tokenizer = llama()
+    emoji = tokenizer.encode("😀" * 40).ids[1:]
+    ids = [1 + 0x80, *emoji, *tokenizer.encode("cat").ids]
+    found = pieces(TextStream(tokenizer.decode), in_rounds(ids, [1]))
+    assert "".join(found) == tokenizer.decode(ids) == REPLACEMENT * 161 + " cat"
+
+
+@settings(max_examples=300, deadline=None)
+@given(words=st.lists(st.binary(min_size=1, max_size=6), min_size=1, max_size=5), data=st.data())
+def test_final_text_only_grows_for_tokens_of_any_bytes(
+    words: list[bytes], data: st.DataObject
+) -> None:
+    words += [b"a", b"\n", b"ab\xf0", *(bytes([byte]) for byte in "😀".encode())]
+
+    def decode(ids: list[int]) -> str:
+        return b"".join(words[i] for i in ids).decode(errors="replace")
+
+    check_final_text_grows(data.draw(st.lists(st.integers(0, len(words) - 1))), decode)
+
+
+@pytest.mark.parametrize("make", [metaspace, llama])
+@given(text=texts)
+def test_final_text_only_grows_with_byte_fallback(make: Callable[[], Tokenizer], text: str) -> None:
+    check_final_text_grows(make().encode(text).ids, make().decode)
+
+
+def check_final_text_grows(ids: list[int], decode: Decode) -> None:
+    """Each is the beginning of the next, and little is missing from the last."""
+    finals = [final_text(ids[:count], decode) for count in range(len(ids) + 1)] + [decode(ids)]
+    for shorter, longer in pairwise(finals):
+        assert longer.startswith(shorter)
+
+
+def test_a_character_waits_for_its_last_byte() -> None:
+    decode = byte_level().decode
+    stream = TextStream(decode)
+    emoji = byte_level().encode("😀").ids
+    assert [stream.push([i]) for i in emoji] == ["", "", "", "😀"]
+
+
+def test_byte_fallback_waits_for_the_whole_run_of_a_round() -> None:
+    """Its unfinished run shows a sign for every byte, finished characters included."""
+    tokenizer = llama()
+    ids = tokenizer.encode("😀😀").ids[1:]
+    assert tokenizer.decode(ids[:5]) == REPLACEMENT * 5
+    stream = TextStream(tokenizer.decode)
+    assert [stream.push(ids[:5]), stream.push(ids[5:])] == ["😀", "😀"]
+
+
+def test_a_text_that_ends_inside_a_character_is_flushed_with_a_replacement_sign() -> None:
+    decode = byte_level().decode
+    ids = byte_level().encode("ab😀").ids[:-1]
+    stream = TextStream(decode)
+    assert [stream.push(ids), stream.flush(), stream.flush()] == ["ab", REPLACEMENT, ""]
+
+
+def test_no_ids_are_no_text() -> None:
+    stream = TextStream(byte_level().decode, ["STOP"])
+    assert [stream.push([]), stream.flush(), stream.stop] == ["", "", None]
+
+
+# Stop strings
+
+
+@tokenizers
+@settings(max_examples=100, deadline=None)
+@given(
+    text=texts,
+    stops=st.lists(st.text(st.sampled_from(ALPHABET), min_size=1, max_size=4), max_size=3),
+    sizes=sizes,
+)
+def test_a_stop_is_found_where_the_definition_says_at_any_cut_into_rounds(
+    make: Callable[[], Tokenizer], text: str, stops: list[str], sizes: list[int]
+) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode("The cat " * 9 + text).ids
+    expected = first_stop(ids, stops, tokenizer.decode)
+    assert watched(in_rounds(ids, sizes), StopStrings(stops, tokenizer.decode)) == expected
+    stream = TextStream(tokenizer.decode, stops)
+    found = pieces(stream, in_rounds(ids, sizes))
+    whole = tokenizer.decode(ids)
+    assert "".join(found) == (whole if expected is None else whole[: expected.characters])
+    assert stream.stop == expected
+
+
+@tokenizers
+@pytest.mark.parametrize("stop", ["STOP", "END of", "\n\n  END", "語 und 👩", "😀😀😀😀 S", "T"])
+def test_a_stop_string_ends_a_text_many_windows_long(
+    make: Callable[[], Tokenizer], stop: str
+) -> None:
+    tokenizer = make()
+    text = "a long beginning. " * 30 + TEXT
+    ids = tokenizer.encode(text).ids
+    for size in (1, 4, 9):
+        found = watched(in_rounds(ids, [size]), StopStrings([stop], tokenizer.decode))
+        assert found is not None
+        assert found.characters == text.index(stop)
+        kept = tokenizer.decode(ids[: found.tokens])
+        assert kept.startswith(text[: found.characters])
+        assert len(tokenizer.decode(ids[: found.tokens - 1]).rstrip(REPLACEMENT)) < len(
+            text[: found.characters]
+        )
+
+
+def test_of_several_stop_strings_the_earliest_wins_and_then_the_longest() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("one two three").ids
+
+    def stop(*stops: str) -> str:
+        found = StopStrings(stops, tokenizer.decode).push(ids)
+        assert found is not None
+        return found.string
+
+    assert stop("three", "two") == "two"
+    assert stop("thr", "tw", "t") == "t"
+    bpe = byte_bpe()  # where one token brings both
+    (token,) = bpe.encode(" cat").ids
+    found = StopStrings(["a", "at", "t"], bpe.decode).push([token])
+    assert found == Stop("at", 1, 2)
+
+
+def test_the_round_that_a_stop_string_completes_in_does_not_decide_which_one_wins() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("xabcd").ids
+    for size in (1, 2, 5):
+        found = watched(in_rounds(ids, [size]), StopStrings(["abcd", "bc"], tokenizer.decode))
+        assert found == Stop("bc", 2, 2)
+
+
+def test_text_that_may_begin_a_stop_string_is_held_until_it_does_not() -> None:
+    tokenizer = byte_level()
+    stream = TextStream(tokenizer.decode, ["\n\nUser:", "\n\nSystem:"])
+    sent = [stream.push(tokenizer.encode(part).ids) for part in ("a\n", "\nUs", "ual", "\n\nUse")]
+    assert sent == ["a", "", "\n\nUsual", ""]
+    assert stream.push(tokenizer.encode("r: b").ids) == ""
+    assert stream.stop == Stop("\n\nUser:", 8, 8)
+    assert stream.push(tokenizer.encode("more").ids) + stream.flush() == ""
+
+
+def test_the_fewest_tokens_hold_the_answer_and_the_text_is_cut_inside_the_last() -> None:
+    tokenizer = byte_bpe()
+    ids = tokenizer.encode("the cat").ids
+    found = StopStrings(["at"], tokenizer.decode).push(ids)
+    assert found is not None
+    assert tokenizer.decode(ids[: found.tokens]) == "the cat"
+    assert tokenizer.decode(ids)[: found.characters] == "the c"
+
+
+def test_a_stop_string_at_the_very_beginning_leaves_no_token() -> None:
+    tokenizer = byte_level()
+    watch = StopStrings(["ab"], tokenizer.decode)
+    assert watch.push(tokenizer.encode("a").ids) is None
+    assert watch.push(tokenizer.encode("bc").ids) == Stop("ab", 0, 0)
+    assert watch.push(tokenizer.encode("d").ids) == Stop("ab", 0, 0)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="a stop string is empty"):
+        StopStrings(["a", ""], byte_level().decode)
+
+
+# Cost
+
+
+class Counting:
+    """A decoder that remembers how many ids it was given at once."""
+
+    def __init__(self, decode: Decode) -> None:
+        self.decode = decode
+        self.longest = 0
+        self.total = 0
+
+    def __call__(self, ids: list[int]) -> str:
+        self.longest = max(self.longest, len(ids))
+        self.total += len(ids)
+        return self.decode(ids)
+
+
+@tokenizers
+@pytest.mark.parametrize("text", [TEXT, "😀", "\x80"], ids=["text", "emoji", "ill-formed"])
+def test_a_round_costs_the_same_at_any_length(make: Callable[[], Tokenizer], text: str) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode(text).ids
+    if text == "\x80":
+        ids = ids[-1:]  # its second byte, alone
+        assert tokenizer.decode(ids) == REPLACEMENT
+    costs = []
+    for length in (1000, 4000):
+        decode = Counting(tokenizer.decode)
+        pieces(TextStream(decode, ["no such"]), in_rounds((ids * 4000)[:length], [4]))
+        assert decode.longest <= 2 * WINDOW + 4
+        costs.append(decode.total / length)
+    assert costs[1] < 1.1 * costs[0]
+
+
+def test_tokens_without_text_do_not_hide_the_space_behind_them() -> None:
+    tokenizer = metaspace()
+    (cat,) = tokenizer.encode("cat").ids
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode([i for i in ids if i != 0])  # as special tokens are skipped
+
+    ids = [cat, *[0] * (3 * WINDOW), cat]
+    assert decode(ids) == "cat cat"
+    assert "".join(pieces(TextStream(decode), in_rounds(ids, [3]))) == "cat cat"

@@ -1,0 +1,324 @@
+"""Traces: what a round did is read off its tokens, and shown completely, safely, within the width.
+
+Token ids below 256 are bytes, those above are words; END has no text.
+"""
+
+import re
+from html.parser import HTMLParser
+from itertools import product
+
+import pytest
+from rich.cells import cell_len
+
+from draftkit.decoding.streaming import REPLACEMENT
+from draftkit.decoding.trace import (
+    CONTEXT,
+    KINDS,
+    Part,
+    Trace,
+    TraceRound,
+    answer,
+    html,
+    parts,
+    pieces,
+    steps,
+    terminal,
+    trace_round,
+)
+
+WORDS = [
+    "",
+    " the",
+    " cat",
+    " sat",
+    " on",
+    " in",
+    " mat",
+    " <b>&",
+    ".\n",
+    " 日本語",
+    " a\x1b[2Jb\r\u202e",
+]
+END, THE, CAT, SAT, ON, IN, MAT, TAG, STOP, WIDE, EVIL = range(256, 256 + len(WORDS))
+
+
+def decode(ids: list[int]) -> str:
+    return b"".join(bytes([i]) if i < 256 else WORDS[i - 256].encode() for i in ids).decode(
+        errors="replace"
+    )
+
+
+def ids_of(text: str) -> list[int]:
+    return list(text.encode())
+
+
+FIRST = TraceRound([CAT, SAT, IN, MAT], 2, ON, 3)
+SECOND = TraceRound([THE, MAT], 2, STOP, 3)
+TRACE = Trace([ord("I"), THE], [FIRST, SECOND])
+
+
+# What a round did
+
+
+def decoded(
+    draft: list[int], target: list[int], *, end: int, remaining: int
+) -> tuple[list[int], int, int, int]:
+    """One round by its rules: candidates, accepted proposals up to an end, emitted, committed."""
+    accepted = 0
+    while accepted < len(draft) and draft[accepted] == target[accepted]:
+        accepted += 1
+    candidates = target[: accepted + 1]
+    emitted = candidates[: candidates.index(end) + 1] if end in candidates else candidates
+    padding = [end] * (len(draft) + 1 - len(candidates))  # unread: whatever verification left
+    return (
+        candidates + padding,
+        min(accepted, len(emitted)),
+        len(emitted),
+        min(len(emitted), remaining),
+    )
+
+
+def test_a_round_is_read_as_it_was_decoded_whatever_it_proposed_accepted_and_ended() -> None:
+    seen = set()
+    for gamma in range(4):
+        for draft in product(range(3), repeat=gamma):
+            for target in product(range(3), repeat=gamma + 1):
+                for remaining in (1, 2, 9):
+                    tokens, accepted, emitted, committed = decoded(
+                        list(draft), list(target), end=0, remaining=remaining
+                    )
+                    unreal = [0, 1, 2]  # behind the proposals of this row
+                    step = trace_round(tokens, [*draft, *unreal], emitted, committed, gamma)
+                    assert step.proposed == list(draft)
+                    assert step.accepted == accepted
+                    assert step.emitted == tokens[:emitted]
+                    assert step.committed == committed
+                    assert (step.next_token is None) == (accepted == emitted)
+                    assert len(step.kinds) == emitted
+                    seen.add((step.next_token is None, accepted == gamma, committed < emitted))
+    assert len(seen) == 8
+
+
+def test_the_counts_of_a_trace_are_those_of_its_rounds() -> None:
+    assert (TRACE.tokens, TRACE.accepted, TRACE.proposed) == (6, 4, 6)
+    assert TRACE.acceptance_length == 3.0
+    cut = Trace([THE], [TraceRound([CAT, SAT], 2, ON, 1)])
+    assert (cut.tokens, cut.acceptance_length) == (1, 3.0)
+    assert Trace([THE], []).acceptance_length == 0.0
+
+
+# Parts
+
+
+def test_parts_are_accepted_rejected_the_targets_own_and_unused_in_this_order() -> None:
+    assert parts(FIRST, [THE], decode) == [
+        Part("accepted", [CAT], " cat"),
+        Part("accepted", [SAT], " sat"),
+        Part("rejected", [IN], " in"),
+        Part("correction", [ON], " on"),
+        Part("unused", [MAT], " mat"),
+    ]
+    assert [part.kind for part in parts(SECOND, [THE], decode)] == ["accepted", "accepted", "bonus"]
+    assert parts(TraceRound([], 0, CAT, 1), [THE], decode) == [Part("bonus", [CAT], " cat")]
+
+
+@pytest.mark.parametrize(
+    ("step", "kinds"),
+    [
+        (TraceRound([CAT, SAT], 2, ON, 1), "accepted unused unused"),
+        (TraceRound([CAT, SAT], 1, ON, 1), "accepted rejected unused"),
+        (TraceRound([CAT, END, SAT], 2, None, 2), "accepted accepted unused"),
+        (TraceRound([CAT, END, SAT], 2, None, 1), "accepted unused unused"),
+    ],
+    ids=["length before the bonus", "length before the correction", "end of text", "both"],
+)
+def test_what_a_limit_or_an_end_of_text_cuts_off_is_unused(step: TraceRound, kinds: str) -> None:
+    shown = parts(step, [THE], decode)
+    assert " ".join(part.kind for part in shown) == kinds
+    committed = [i for part in shown if part.kind in ("accepted", "bonus") for i in part.ids]
+    assert committed == step.emitted[: step.committed]
+
+
+def test_tokens_that_share_a_character_are_one_part() -> None:
+    smile = ids_of("😀")
+    step = TraceRound([CAT, *smile, SAT], 6, ON, 7)
+    shown = [(part.ids, part.text) for part in parts(step, [THE], decode)]
+    assert shown == [([CAT], " cat"), (smile, "😀"), ([SAT], " sat"), ([ON], " on")]
+
+
+def test_a_character_that_two_rounds_share_is_whole_in_the_second_and_in_the_answer() -> None:
+    smile = ids_of("😀")
+    trace = Trace([THE], [TraceRound(smile[:2], 2, smile[2], 3), TraceRound([CAT], 0, smile[3], 1)])
+    assert [[part.text for part in shown] for _, shown in steps(trace, decode)] == [
+        [REPLACEMENT, REPLACEMENT],
+        [REPLACEMENT + " cat", "😀"],
+    ]
+    assert list(answer(trace, decode)) == [Part("correction", smile, "😀")]
+
+
+def test_a_word_keeps_the_space_that_a_decoder_drops_at_the_beginning() -> None:
+    def dropping(ids: list[int]) -> str:
+        return decode(ids).removeprefix(" ")
+
+    shown = parts(FIRST, [THE], dropping)
+    assert [part.text for part in shown] == [" cat", " sat", " in", " on", " mat"]
+
+
+def test_a_token_without_text_is_shown_by_its_id() -> None:
+    shown = parts(TraceRound([CAT, END], 2, None, 2), [THE], decode)
+    assert [part.text for part in shown] == [" cat", f"⟨{END}⟩"]
+
+
+def test_text_before_a_token_is_decoded_only_so_far() -> None:
+    lengths = []
+
+    def counting(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return decode(ids)
+
+    assert list(pieces([THE] * 1000, [CAT], counting)) == [([CAT], " cat")]
+    assert max(lengths) == CONTEXT + 1
+
+
+# Terminal
+
+
+def test_every_kind_is_marked_without_colour() -> None:
+    assert terminal(TRACE, decode, width=80, colour=False) == (
+        "tokens 6, target passes 2, acceptance length 3.00, accepted 4 of 6\n"
+        "accepted  [-rejected-]  {+the target's own token+}  (~not used~)\n"
+        "prompt  I the\n"
+        "1  2/4   cat sat[- in-]{+ on+}(~ mat~)\n"
+        "2  2/2   the mat{+.↵+}\n"
+    )
+
+
+def test_colour_adds_only_colour() -> None:
+    plain = terminal(TRACE, decode, width=80, colour=False)
+    coloured = terminal(TRACE, decode, width=80, colour=True)
+    bare = re.sub(r"\x1b\[[\d;]*m", "", coloured)
+    assert [line.rstrip() for line in bare.splitlines()] == plain.splitlines()
+    for text, codes in ((" cat sat", "32"), (" in", "9;31"), (" on", "1;94"), ("(~", "2")):
+        assert f"\x1b[{codes}m{text}" in coloured
+
+
+@pytest.mark.parametrize("width", [40, 80, 100])
+@pytest.mark.parametrize("colour", [False, True])
+def test_no_line_is_wider_than_asked_for(width: int, colour: bool) -> None:
+    smile, family = ids_of("😀"), ids_of("👩\u200d👧")
+    long = [*[WIDE, CAT, TAG] * 8, *smile * 9, *family, *ids_of("x" * 90)]
+    step = TraceRound([*long, IN, *long], len(long), ON, len(long) + 1)
+    joined = TraceRound(ids_of("\u200d👧"), 7, ON, 8)
+    trace = Trace([THE, WIDE] * 80, [step, joined] * 6)
+    text, whole = (
+        re.sub(r"\x1b\[[\d;]*m", "", terminal(trace, decode, width=cells, colour=colour))
+        for cells in (width, 100_000)
+    )
+    assert max(map(cell_len, text.splitlines())) in (width - 1, width)
+    rounds = text.index("\n 1  "), whole.index("\n 1  ")
+    assert "".join(text[rounds[0] :].split()) == "".join(whole[rounds[1] :].split())
+    assert re.search("prompt  ….*日本語\n", text)
+
+
+def test_control_characters_of_a_text_never_reach_the_terminal() -> None:
+    trace = Trace([THE, EVIL], [TraceRound([EVIL, CAT], 1, EVIL, 2)])
+    text = terminal(trace, decode, width=80, colour=False)
+    assert all(character.isprintable() or character == "\n" for character in text)
+    assert f" a␛[2Jb␍{REPLACEMENT}[- cat-]" in text
+    assert "\x1b[2J" not in terminal(trace, decode, width=80, colour=True)
+
+
+def test_a_joiner_at_the_beginning_of_a_part_joins_no_mark() -> None:
+    accent = ids_of("\u0301")
+    trace = Trace([THE], [TraceRound([CAT, *accent], 3, IN, 4), TraceRound(accent, 2, IN, 3)])
+    text = terminal(trace, decode, width=80, colour=False)
+    assert " cat\u0301{+ in+}" in text
+    assert "2/2  ◌\u0301{+ in+}" in text
+    joined = Trace([THE], [TraceRound(ids_of("\u200d👧"), 7, IN, 8)])
+    assert "7/7  ◌👧{+ in+}" in terminal(joined, decode, width=80, colour=False)
+
+
+def test_a_trace_without_rounds_has_its_head_and_prompt() -> None:
+    text = terminal(Trace([THE], []), decode, width=80, colour=False)
+    assert text.startswith("tokens 0, target passes 0, acceptance length 0.00, accepted 0 of 0\n")
+    assert text.endswith("prompt   the\n")
+
+
+# Page
+
+
+class Page(HTMLParser):
+    """The elements of a page with their attributes and the text directly inside."""
+
+    VOID = ("meta", "!doctype")
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self._open: list[int] = []
+        self.feed(page)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in self.VOID:
+            self._open.append(len(self.elements))
+        self.elements.append((tag, dict(attrs), []))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.elements[self._open.pop()][0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.elements[self._open[-1]][2].append(data)
+
+    def texts(self, tag: str, css_class: str | None = None) -> list[str]:
+        return [
+            "".join(data)
+            for name, attributes, data in self.elements
+            if name == tag and css_class in (None, attributes.get("class"))
+        ]
+
+
+def test_a_page_holds_every_round_with_its_ids_and_bars() -> None:
+    page = Page(html([TRACE], decode, title="One & only"))
+    assert page.texts("title") == page.texts("h1") == ["One & only"]
+    assert page.texts("dd") == ["6", "2", "3.00", "4 of 6"]
+    assert page.texts("td", "count") == ["1", "2/4", "2", "2/2"]
+    assert [a["class"] for tag, a, _ in page.elements if tag == "i"] == list("aaruaa")
+    hints = [a["title"] for _, a, _ in page.elements if "title" in a]
+    committed = [f"accepted, id {CAT}", f"accepted, id {SAT}", f"correction, id {ON}"]
+    assert hints[:3] == committed  # the answer
+    assert hints[6:11] == [*committed[:2], f"rejected, id {IN}", committed[2], f"unused, id {MAT}"]
+    assert page.texts("del") == ["rejected", " in"]
+    assert page.texts("p", "text prompt") == ["I the"]
+
+
+def test_a_page_breaks_the_lines_of_the_answer_and_not_those_of_its_rounds() -> None:
+    own = Page(html([TRACE], decode, title="")).texts("ins")
+    assert own == ["the target's own token", " on", ".↵\n", " on", ".↵"]
+
+
+def test_an_end_of_text_inside_the_proposals_rejects_none() -> None:
+    trace = Trace([THE], [TraceRound([CAT, END, SAT], 2, None, 2)])
+    page = Page(html([trace], decode, title=""))
+    assert [a["class"] for tag, a, _ in page.elements if tag == "i"] == list("aau")
+    assert page.texts("del") == ["rejected"]
+
+
+def test_a_page_needs_nothing_from_outside_and_no_script() -> None:
+    page = html([TRACE, TRACE], decode, title="t")
+    assert not re.search(r"<script|<link|<img|@import|url\(|https?:|\bsrc=|\bhref=", page)
+    assert "prefers-color-scheme: dark" in page
+    classes = {look.css_class for look in KINDS.values()}
+    assert all(f".text .{name}," in page for name in classes)
+    assert Page(page).texts("h2") == ["Generation 1 of 2", "Generation 2 of 2"]
+
+
+def test_text_of_a_model_is_escaped_and_its_controls_are_signs() -> None:
+    trace = Trace([TAG, STOP, EVIL], [TraceRound([TAG], 1, EVIL, 2)])
+    text = html([trace], decode, title='<b>"')
+    assert not re.search(r"<b>|\x1b|\u202e", text)
+    page = Page(text)
+    assert page.texts("h1") == ['<b>"']
+    assert page.texts("p", "text prompt") == [f" <b>&.\n a␛[2Jb␍{REPLACEMENT}"]
+    assert page.texts("ins")[-1] == f" a␛[2Jb␍{REPLACEMENT}"

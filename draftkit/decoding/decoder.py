@@ -34,6 +34,7 @@ from draftkit.decoding.state import (
     make_group,
 )
 from draftkit.models.adapter import Adapter
+from draftkit.models.seq2seq import EncodingAdapter
 from draftkit.theory import noise
 from draftkit.theory.verification import VERIFIERS
 
@@ -44,7 +45,8 @@ class Decoder:
     """Rows join, advance by rounds, and leave; see the module's docstring.
 
     `slots` rows of at most `capacity` tokens, scratch space included: a request needs
-    `limit + 2 (gamma + 1)` of them. `compiled` runs rounds as compiled units (`graphs`), with the
+    `limit + 2 (gamma + 1)` of them, and of `encoder_capacity` encoder tokens where the target has
+    an encoder. `compiled` runs rounds as compiled units (`graphs`), with the
     same results for the same noise. `late` lets `round` return what the round before it did, so
     that the device never waits for the host (default: on CUDA, without a clock). `clock` (seconds,
     synchronised) fills `RoundResult.seconds`.
@@ -56,6 +58,7 @@ class Decoder:
         *,
         slots: int,
         capacity: int,
+        encoder_capacity: int = 0,
         eos_token_ids: Sequence[int] = (),
         verification: str = "speculative",
         noise_function: NoiseFunction = noise.uniform,
@@ -74,13 +77,15 @@ class Decoder:
         self.eos_token_ids = torch.tensor(
             list(eos_token_ids), dtype=torch.long, device=target.device
         )
-        self.cache = SlotCache(slots, capacity)
+        self.cache = SlotCache(slots, capacity, encoder_capacity)
         self.state = DecodeState.empty(slots, capacity, target.device)
         self.late = target.device.type == "cuda" and clock is None if late is None else late
         self._units = Units(compiled=compiled, device=target.device)
         self._freeze = is_frozen(target)
+        self._encodes = isinstance(target, EncodingAdapter)
         self._free = list(range(slots))
         self._proposers: dict[str, Proposer] = {}
+        self._made: set[str] = set()  # proposers whose caches have taken their shape
         self._running: list[Group] | None = None  # None: membership changed, group anew
         self._pending: deque[Launched] = deque()
         self._joined = 0
@@ -90,8 +95,10 @@ class Decoder:
     def attach(self, proposer_id: str, proposer: Proposer) -> None:
         """Let requests name `proposer` by `proposer_id`. ValueError while rows use that id."""
         self._check_unused(proposer_id)
-        proposer.allocate(self.cache.rows, self.capacity)
+        encoder = (self.cache.encoder_capacity,) if self._encodes else ()
+        proposer.allocate(self.cache.rows, self.capacity, *encoder)
         self._proposers[proposer_id] = proposer
+        self._made.discard(proposer_id)
 
     def detach(self, proposer_id: str) -> None:
         """Remove a proposer. Raises ValueError while a row still uses it."""
@@ -154,6 +161,12 @@ class Decoder:
             )
         if (need := tokens_needed(request)) > self.capacity:
             raise ValueError(f"a row needs {need} cache slots, the decoder has {self.capacity}")
+        if bool(request.encoder_ids) != self._encodes:
+            raise ValueError("encoder_ids are for encoder-decoder targets, and these need them")
+        if len(request.encoder_ids) > (room := self.cache.encoder_capacity):
+            raise ValueError(
+                f"{len(request.encoder_ids)} encoder tokens, room for {room}"
+            )
 
     # Prefill
 
@@ -165,14 +178,36 @@ class Decoder:
         """
         state = self.state
         waiting = [slot for slot in state.requests if not state.is_ready(slot)]
+        self._read_encoder_texts()
         by_proposer: dict[str | None, list[int]] = {}
         for slot in waiting:
+            if state.is_ready(slot):  # it waited for its encoder alone
+                continue
             by_proposer.setdefault(state.requests[slot].proposer_id, []).append(slot)
         for proposer_id, slots in by_proposer.items():
             self._prefill_chunk(slots, proposer_id)
         if waiting:
             self._running = None
         return any(not state.is_ready(slot) for slot in waiting)
+
+    def _read_encoder_texts(self) -> None:
+        """Run the encoders over the texts of rows that have just joined."""
+        state, device = self.state, self.target.device
+        by_proposer: dict[str | None, list[int]] = {}
+        for slot in sorted(state.unread):
+            by_proposer.setdefault(state.requests[slot].proposer_id, []).append(slot)
+        for proposer_id, slots in by_proposer.items():
+            texts = [list(state.requests[slot].encoder_ids) for slot in slots]
+            longest = max(map(len, texts))
+            tokens = torch.tensor([t + [0] * (longest - len(t)) for t in texts], device=device)
+            lengths = torch.tensor([len(text) for text in texts], device=device)
+            rows = torch.tensor(slots, device=device)
+            cache = self.cache.select(rows, visible=self.capacity)
+            assert isinstance(self.target, EncodingAdapter)
+            self.target.encode(tokens, lengths=lengths, cache=cache)
+            if proposer_id is not None:
+                self._proposers[proposer_id].encode(tokens, lengths=lengths, rows=rows)
+        state.unread.clear()
 
     def _prefill_chunk(self, slots: list[int], proposer_id: str | None) -> None:
         state = self.state
@@ -245,6 +280,8 @@ class Decoder:
         if group.adapts and self.gamma_policy is not None:
             gamma = self.gamma_policy.choose(batch=len(group.slots), most=group.gamma)
             group = replace(group, gamma=gamma)
+        if self._units.compiled:
+            self._make_buffers(group)
         inputs = RoundInputs(group, self._visible(group))
         proposal, version = self._propose(inputs)
         ticks.append(self._tick())
@@ -264,6 +301,20 @@ class Decoder:
         longest = max(self.state.host_length[slot] for slot in group.slots) + unread
         bucket = COMPILED_BUCKET if self._units.compiled else BUCKET
         return visible_slots(longest + group.gamma + 1, self.capacity, bucket)
+
+    def _make_buffers(self, group: Group) -> None:
+        """Feed a first token again where no pass has made a cache yet: code needs it there."""
+        state, proposer_id = self.state, group.proposer_id
+        rows, positions, visible = self._stretch([0], group.slots[:1], 1)
+        tokens = state.tokens[rows, :1]
+        if not self.cache.is_made:
+            cache = self.cache.select(rows, visible=visible)
+            self.target.prefill(tokens, positions=positions, cache=cache)
+        if proposer_id is not None and proposer_id not in self._made:
+            self._proposers[proposer_id].prefill(
+                tokens, positions=positions, rows=rows, visible=visible
+            )
+            self._made.add(proposer_id)
 
     def _propose(self, inputs: RoundInputs) -> tuple[Proposal, str]:
         group = inputs.group
@@ -297,7 +348,8 @@ class Decoder:
 
     def _shape_key(self, inputs: RoundInputs) -> tuple[object, ...]:
         """What the code of a unit depends on beside its model."""
-        own = (self.cache.rows, self.capacity, len(self.eos_token_ids), self.noise)
+        places = (self.cache.rows, self.capacity, self.cache.encoder_capacity)
+        own = (*places, len(self.eos_token_ids), self.noise)
         return (inputs.visible, inputs.group.key, own)
 
     def _catch_up(self, proposer: Proposer, group: Group) -> None:

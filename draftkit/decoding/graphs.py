@@ -109,8 +109,13 @@ def _first_call(
     )
 
     def compile_and_call(places: Any, inputs: Any) -> Any:
-        # Calling kernels from C++ takes a third off a pass of a small model on a CPU.
-        settings = {"freezing": freeze, "cpp_wrapper": not torch.cuda.is_available()}
+        # On a CPU, calling kernels from C++ takes a fifth off a pass of a small model, and joining
+        # the projections that read the same states (frozen weights only) a tenth.
+        settings = {
+            "freezing": freeze,
+            "cpp.enable_concat_linear": freeze,
+            "cpp_wrapper": not torch.cuda.is_available(),
+        }
         with _timed(), inductor.patch(settings), torch._dynamo.config.patch(recompile_limit=1):
             result = graph(places, inputs)
         graphs[key] = graph
@@ -121,9 +126,9 @@ def _first_call(
 
 @contextmanager
 def _timed() -> Iterator[None]:
-    started = time.perf_counter()
+    started, before = time.perf_counter(), _clock["seconds"]
     yield
-    _clock["seconds"] += time.perf_counter() - started
+    _clock["seconds"] = before + time.perf_counter() - started  # what ran inside counts once
 
 
 class Captured:

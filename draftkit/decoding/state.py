@@ -25,6 +25,8 @@ NoiseFunction = Callable[..., Tensor]  # the signature of `theory.noise.uniform`
 class Request:
     """One prompt to be continued. The same `seed` and `row` give the same tokens in any batch.
 
+    Under an encoder-decoder model the text to read is `encoder_ids`, and the prompt is what the
+    decoder starts with, as a rule one token.
     `adapts` lets the decoder's gamma policy propose fewer than `gamma` tokens; the law of the
     answer stays, but the tokens that a seed gives then depend on the policy.
     """
@@ -37,6 +39,7 @@ class Request:
     seed: int = 0
     row: int = 0
     adapts: bool = False
+    encoder_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -76,6 +79,7 @@ class DecodeState:
     rounds: dict[int, int] = field(default_factory=dict)  # slot -> rounds begun
     fed: dict[int, Feeding] = field(default_factory=dict)  # slot -> what its proposer has seen
     finished: set[int] = field(default_factory=set)
+    unread: set[int] = field(default_factory=set)  # slots whose encoder text waits to be read
 
     @classmethod
     def empty(cls, slots: int, capacity: int, device: torch.device) -> "DecodeState":
@@ -103,6 +107,8 @@ class DecodeState:
         self.prefilled[slot] = 0
         self.host_length[slot] = len(prompt)
         self.rounds[slot] = 0
+        if request.encoder_ids:
+            self.unread.add(slot)
         self.fed[slot] = Feeding(0, len(prompt) - 1)
 
     def free(self, slot: int) -> None:
@@ -112,10 +118,12 @@ class DecodeState:
         del self.rounds[slot], self.fed[slot]
         self.done[slot] = True
         self.finished.discard(slot)
+        self.unread.discard(slot)
 
     def is_ready(self, slot: int) -> bool:
         """Whether all but the last token of the prompt have been fed: rounds feed that one."""
-        return self.prefilled[slot] >= len(self.requests[slot].prompt_ids) - 1
+        is_fed = self.prefilled[slot] >= len(self.requests[slot].prompt_ids) - 1
+        return is_fed and slot not in self.unread
 
 
 @dataclass(frozen=True)

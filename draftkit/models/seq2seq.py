@@ -15,7 +15,7 @@ V real vocabulary, H hidden size.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class EncoderCache(KeyValueCache, Protocol):
         ...
 
 
+@runtime_checkable
 class EncodingAdapter(Adapter, Protocol):
     """An `Adapter` that must be shown the encoder's text before the first decoder token."""
 

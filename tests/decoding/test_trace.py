@@ -156,6 +156,28 @@ def test_a_character_that_two_rounds_share_is_whole_in_the_second_and_in_the_ans
     assert list(answer(trace, decode)) == [Part("correction", smile, "😀")]
 
 
+def test_every_token_is_spelt_behind_those_that_it_was_proposed_behind() -> None:
+    smile = ids_of("😀")
+
+    def texts(step: TraceRound) -> list[str]:
+        return [part.text for part in parts(step, [THE], decode)]
+
+    assert texts(TraceRound([*smile[:3], smile[0]], 3, smile[3], 4))[-1] == "😀"
+    assert texts(TraceRound(smile, 0, CAT, 1)) == [REPLACEMENT, " cat", "😀"]
+
+
+def test_tokens_that_were_not_committed_are_no_part_of_the_text() -> None:
+    smile = ids_of("😀")
+    cut = TraceRound([CAT, smile[0], SAT], 3, ON, 2)
+    trace = Trace([THE], [cut, TraceRound(smile[1:], 3, IN, 4)])
+    assert [part.text for part in list(steps(trace, decode))[1][1]] == ["😀", " in"]
+    assert [(part.kind, part.text) for part in answer(trace, decode)] == [
+        ("accepted", " cat"),
+        ("accepted", "😀"),
+        ("bonus", " in"),
+    ]
+
+
 def test_a_word_keeps_the_space_that_a_decoder_drops_at_the_beginning() -> None:
     def dropping(ids: list[int]) -> str:
         return decode(ids).removeprefix(" ")
@@ -218,6 +240,12 @@ def test_no_line_is_wider_than_asked_for(width: int, colour: bool) -> None:
     rounds = text.index("\n 1  "), whole.index("\n 1  ")
     assert "".join(text[rounds[0] :].split()) == "".join(whole[rounds[1] :].split())
     assert re.search("prompt  ….*日本語\n", text)
+
+
+def test_a_prompt_is_cut_at_its_beginning_and_says_so() -> None:
+    for prompt in ([MAT] * 79 + [CAT], [CAT] + [END] * 80 + [CAT]):
+        line = terminal(Trace(prompt, []), decode, width=80, colour=False).splitlines()[2]
+        assert re.fullmatch("prompt  ….* cat", line)
 
 
 def test_control_characters_of_a_text_never_reach_the_terminal() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draftkit.decoding import round as units
 from draftkit.decoding.cache import BUCKET, SlotCache, visible_slots
+from draftkit.decoding.feeding import feed, feed_encoders
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units, batch_size
 from draftkit.decoding.proposers import Proposal, Proposer
@@ -85,7 +86,7 @@ class Decoder:
         self._encodes = isinstance(target, EncodingAdapter)
         self._free = list(range(slots))
         self._proposers: dict[str, Proposer] = {}
-        self._made: set[str] = set()  # proposers whose caches have taken their shape
+        self._made: set[str | None] = set()  # proposers whose caches have taken their shape
         self._running: list[Group] | None = None  # None: membership changed, group anew
         self._pending: deque[Launched] = deque()
         self._joined = 0
@@ -95,8 +96,7 @@ class Decoder:
     def attach(self, proposer_id: str, proposer: Proposer) -> None:
         """Let requests name `proposer` by `proposer_id`. ValueError while rows use that id."""
         self._check_unused(proposer_id)
-        encoder = (self.cache.encoder_capacity,) if self._encodes else ()
-        proposer.allocate(self.cache.rows, self.capacity, *encoder)
+        proposer.allocate(self.cache.rows, self.capacity, self.cache.encoder_capacity)
         self._proposers[proposer_id] = proposer
         self._made.discard(proposer_id)
 
@@ -164,9 +164,7 @@ class Decoder:
         if bool(request.encoder_ids) != self._encodes:
             raise ValueError("encoder_ids are for encoder-decoder targets, and these need them")
         if len(request.encoder_ids) > (room := self.cache.encoder_capacity):
-            raise ValueError(
-                f"{len(request.encoder_ids)} encoder tokens, room for {room}"
-            )
+            raise ValueError(f"{len(request.encoder_ids)} encoder tokens, room for {room}")
 
     # Prefill
 
@@ -177,66 +175,31 @@ class Decoder:
         A prompt's last token is fed by the round that first uses it.
         """
         state = self.state
+        for proposer_id, slots in self._by_proposer(sorted(state.unread)).items():
+            feed_encoders(self, slots, self._proposer(proposer_id))
+            self._running = None
+        state.unread.clear()
         waiting = [slot for slot in state.requests if not state.is_ready(slot)]
-        self._read_encoder_texts()
-        by_proposer: dict[str | None, list[int]] = {}
-        for slot in waiting:
-            if state.is_ready(slot):  # it waited for its encoder alone
-                continue
-            by_proposer.setdefault(state.requests[slot].proposer_id, []).append(slot)
-        for proposer_id, slots in by_proposer.items():
-            self._prefill_chunk(slots, proposer_id)
-        if waiting:
+        for proposer_id, slots in self._by_proposer(waiting).items():
+            starts = [state.prefilled[slot] for slot in slots]
+            ends = [len(state.requests[slot].prompt_ids) - 1 for slot in slots]
+            left = [end - start for start, end in zip(starts, ends, strict=True)]
+            width = min(PREFILL_CHUNK, max(left))
+            proposer = self._proposer(proposer_id)
+            feed(self, slots, starts, width, to_target=True, proposer=proposer)
+            for slot, count in zip(slots, left, strict=True):
+                state.prefilled[slot] += min(width, count)
             self._running = None
         return any(not state.is_ready(slot) for slot in waiting)
 
-    def _read_encoder_texts(self) -> None:
-        """Run the encoders over the texts of rows that have just joined."""
-        state, device = self.state, self.target.device
+    def _by_proposer(self, slots: Sequence[int]) -> dict[str | None, list[int]]:
         by_proposer: dict[str | None, list[int]] = {}
-        for slot in sorted(state.unread):
-            by_proposer.setdefault(state.requests[slot].proposer_id, []).append(slot)
-        for proposer_id, slots in by_proposer.items():
-            texts = [list(state.requests[slot].encoder_ids) for slot in slots]
-            longest = max(map(len, texts))
-            tokens = torch.tensor([t + [0] * (longest - len(t)) for t in texts], device=device)
-            lengths = torch.tensor([len(text) for text in texts], device=device)
-            rows = torch.tensor(slots, device=device)
-            cache = self.cache.select(rows, visible=self.capacity)
-            assert isinstance(self.target, EncodingAdapter)
-            self.target.encode(tokens, lengths=lengths, cache=cache)
-            if proposer_id is not None:
-                self._proposers[proposer_id].encode(tokens, lengths=lengths, rows=rows)
-        state.unread.clear()
+        for slot in slots:
+            by_proposer.setdefault(self.state.requests[slot].proposer_id, []).append(slot)
+        return by_proposer
 
-    def _prefill_chunk(self, slots: list[int], proposer_id: str | None) -> None:
-        state = self.state
-        left = [len(state.requests[s].prompt_ids) - 1 - state.prefilled[s] for s in slots]
-        width = min(PREFILL_CHUNK, max(left))
-        rows, positions, visible = self._stretch([state.prefilled[s] for s in slots], slots, width)
-        tokens = state.tokens[rows].gather(1, positions)
-        cache = self.cache.select(rows, visible=visible)
-        self.target.prefill(tokens, positions=positions, cache=cache)
-        if proposer_id is not None:
-            self._proposers[proposer_id].prefill(
-                tokens, positions=positions, rows=rows, visible=visible
-            )
-        for slot, count in zip(slots, left, strict=True):
-            state.prefilled[slot] += min(width, count)
-
-    def _stretch(
-        self, starts: list[int], slots: list[int], width: int
-    ) -> tuple[Tensor, Tensor, int]:
-        """Rows [B], positions [B, width] from `starts` on, and the visible slots they need.
-
-        Shorter rows run on into slots that their own tokens overwrite before anything sees them.
-        """
-        device = self.target.device
-        first = torch.tensor(starts, device=device)
-        positions = first[:, None] + torch.arange(width, device=device)
-        visible = visible_slots(min(max(starts) + width, self.capacity), self.capacity)
-        rows = torch.tensor(slots, device=device)
-        return rows, positions.clamp(max=self.capacity - 1), visible
+    def _proposer(self, proposer_id: str | None) -> Proposer | None:
+        return None if proposer_id is None else self._proposers[proposer_id]
 
     # Rounds
 
@@ -304,17 +267,12 @@ class Decoder:
 
     def _make_buffers(self, group: Group) -> None:
         """Feed a first token again where no pass has made a cache yet: code needs it there."""
-        state, proposer_id = self.state, group.proposer_id
-        rows, positions, visible = self._stretch([0], group.slots[:1], 1)
-        tokens = state.tokens[rows, :1]
-        if not self.cache.is_made:
-            cache = self.cache.select(rows, visible=visible)
-            self.target.prefill(tokens, positions=positions, cache=cache)
-        if proposer_id is not None and proposer_id not in self._made:
-            self._proposers[proposer_id].prefill(
-                tokens, positions=positions, rows=rows, visible=visible
-            )
-            self._made.add(proposer_id)
+        proposer_id = group.proposer_id
+        is_new = proposer_id is not None and proposer_id not in self._made
+        if is_new or not self.cache.is_made:
+            proposer = self._proposer(proposer_id)
+            feed(self, group.slots[:1], [0], 1, to_target=True, proposer=proposer)
+            self._made |= {proposer_id}
 
     def _propose(self, inputs: RoundInputs) -> tuple[Proposal, str]:
         group = inputs.group
@@ -362,14 +320,7 @@ class Decoder:
         if behind and proposer.has_cache:
             unread = sum(launched.group.gamma + 1 for launched in self._pending)
             width = max(state.host_length[s] - start for s, start in behind.items()) + unread
-            slots = list(behind)
-            rows, positions, visible = self._stretch(list(behind.values()), slots, width)
-            proposer.prefill(
-                state.tokens[rows].gather(1, positions),
-                positions=positions,
-                rows=rows,
-                visible=visible,
-            )
+            feed(self, [*behind], [*behind.values()], width, to_target=False, proposer=proposer)
         for slot in group.slots:
             state.fed[slot] = Feeding(state.rounds[slot] + 1, state.host_length[slot])
 

@@ -2,22 +2,31 @@
 
 A proposer sees committed text only (`RoundView`) and returns what it drew together with the q it
 drew from, so that verification is exact whatever the proposer is, and stays exact when weights
-are swapped between rounds.
+are swapped between rounds. Here stand a small language model and whatever guesses by the text
+alone (`ngrams`); `composite` makes proposers of both.
 
-Shapes: B rows, K proposed tokens, V vocabulary.
+`propose` runs compiled as one unit: it reads tensors where they are, waits for none of their
+values, and all else that it depends on is in `signature`.
+
+Shapes: B rows, N fed tokens, K proposed tokens, E encoder tokens, V vocabulary.
 """
 
-from collections.abc import Hashable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from draftkit.config import DRAFT_TOKEN_NAMES
 from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.state import RoundView
 from draftkit.models.adapter import Adapter
+from draftkit.models.seq2seq import EncodingAdapter
 from draftkit.theory.noise import DRAFT, sample
 from draftkit.theory.warping import warp
+
+UNBOUNDED = 1 << 30  # positions of a proposer that has no context to exceed
 
 
 class Proposal(NamedTuple):
@@ -31,17 +40,32 @@ class Proposal(NamedTuple):
 class Proposer(Protocol):
     """Anything that can guess the next tokens of rows of text."""
 
-    version: str
-    max_positions: int
-    has_cache: bool  # whether it must be shown all text, by `prefill` or by taking part
+    @property
+    def version(self) -> str:
+        """Which weights are in force."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """The longest text that it can go on."""
+        ...
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it must be shown all text, by `prefill` or by taking part."""
+        ...
 
     @property
     def signature(self) -> Hashable:
         """Proposers of one signature differ in tensor contents only, so they share code."""
         ...
 
-    def allocate(self, slots: int, capacity: int) -> None:
+    def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
         """Make room for `slots` rows of `capacity` tokens."""
+        ...
+
+    def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
+        """Take in the encoder texts `tokens` [B, E] of `lengths` [B] tokens of `rows` [B]."""
         ...
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
@@ -57,25 +81,85 @@ class Proposer(Protocol):
         ...
 
 
+@runtime_checkable
+class Picker(Protocol):
+    """A proposer made of several that can tell on the host which of them a round needs."""
+
+    def pick(self, view: RoundView) -> Proposer:
+        """Return who proposes in this round; the proposals of every row stay the same."""
+        ...
+
+
+def most_likely(view: RoundView) -> RoundView:
+    """`view` for proposals that are not sampled: the first token of the largest logit each."""
+    params = view.group.params
+    zeros = torch.zeros_like(params.temperature)
+    # What is cut off by top-k or top-p is never the largest.
+    params = replace(params, temperature=zeros, uses_top_k=False, uses_top_p=False)
+    return replace(view, group=replace(view.group, params=params, greedy=True))
+
+
+def draw(
+    view: RoundView, gamma: int, *, first: Tensor, after: Callable[[Tensor, int], Tensor]
+) -> Proposal:
+    """Draw `gamma` tokens one after the other from the served law of a model's logits.
+
+    first: [B, 1, V], for the first token; after(token, i): [B, 1, V], those that follow proposal
+    i, which is `token` [B]. Where all rows are greedy the proposals are one-hot.
+    """
+    params, seen, logits = view.group.params, view.seen, first
+    uniforms = view.uniform(count=gamma, purpose=DRAFT)  # [B, K]
+    tokens, draft_probs = [], []
+    for i in range(gamma):
+        probs = warp(logits, params, None if seen is None else seen[:, None])[:, 0]  # [B, V]
+        greedy = view.group.greedy
+        token = probs.argmax(-1) if greedy else sample(probs=probs, uniform=uniforms[:, i])
+        tokens.append(token)
+        draft_probs.append(probs)
+        if seen is not None:
+            seen = seen.scatter(1, token[:, None], True)
+        if i + 1 < gamma:
+            logits = after(token, i)
+    return Proposal(
+        tokens=torch.stack(tokens, dim=1),
+        draft_probs=None if view.group.greedy else torch.stack(draft_probs, dim=1),
+        lengths=torch.full_like(view.length, gamma),
+    )
+
+
 class DraftModelProposer:
-    """A small language model, with a cache of its own, sampled as the target is served."""
+    """A small language model with a cache of its own.
+
+    `tokens` are sampled as the target is served, or the draft's argmax, which engines propose by
+    default: then q is one-hot, and a proposal is accepted with probability p(argmax q).
+    """
 
     has_cache = True
 
-    def __init__(self, draft: Adapter, *, version: str = "") -> None:
+    def __init__(self, draft: Adapter, *, version: str = "", tokens: str = "sampled") -> None:
+        assert tokens in DRAFT_TOKEN_NAMES, tokens
         self.draft = draft
         self.version = version
+        self.tokens = tokens
         self.max_positions = draft.max_positions
         self._cache: SlotCache | None = None
 
     @property
     def signature(self) -> Hashable:
-        """The architecture of the draft."""
-        return (type(self), self.draft.signature)
+        """The architecture of the draft, and how its tokens are chosen."""
+        return (type(self), self.draft.signature, self.tokens)
 
-    def allocate(self, slots: int, capacity: int) -> None:
+    def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
         """Make an empty cache; called when the proposer is attached to a decoder."""
-        self._cache = SlotCache(slots, capacity)
+        # A draft that reads the encoder text as a prefix keeps it in front of its own.
+        self._cache = SlotCache(slots, capacity + encoder_capacity, encoder_capacity)
+
+    def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
+        """Let the draft read the encoder's text."""
+        assert self._cache is not None
+        assert isinstance(self.draft, EncodingAdapter)
+        cache = self._cache.select(rows, visible=self._cache.capacity)
+        self.draft.encode(tokens, lengths=lengths, cache=cache)
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
         """Fill the draft's cache with a piece of the prompts."""
@@ -84,36 +168,38 @@ class DraftModelProposer:
         self.draft.prefill(tokens, positions=positions, cache=cache)
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
-        """Draw `gamma` tokens one after the other from the warped draft distribution.
+        """Draw `gamma` tokens one after the other from the warped draft distribution."""
+        view = self.served(view)
+        first, after = self.reading(view)
+        return draw(view, gamma, first=first, after=after)
 
-        The first step feeds the last *two* tokens: after full acceptance the cache lacks the last
-        proposal, and otherwise writing its slot again is harmless, so no branch is needed.
-        """
+    def served(self, view: RoundView) -> RoundView:
+        """`view` with the sampling that the draft's tokens are chosen by."""
+        sampled = self.tokens == "sampled" and not view.group.greedy
+        return view if sampled else most_likely(view)
+
+    def cache(self, view: RoundView) -> SlotCache:
+        """The draft's cache of the rows of `view`."""
         assert self._cache is not None
-        cache = self._cache.select(view.group.rows, visible=view.visible)
+        return self._cache.select(view.group.rows, visible=view.visible)
+
+    def reading(self, view: RoundView) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:
+        """Read on to the end of the text; return `first` and `after` as `draw` needs them.
+
+        Feeds the last *two* tokens: after full acceptance the cache lacks the last proposal, and
+        otherwise writing its slot again is harmless, so no branch is needed.
+        """
+        cache = self.cache(view)
         offsets = torch.arange(-2, 0, device=view.length.device)
         positions = (view.length[:, None] + offsets).clamp(min=0)  # [B, 2]
-        logits = self.draft.step(view.last_two, positions=positions, cache=cache)[:, -1:]
-        uniforms = view.uniform(count=gamma, purpose=DRAFT)  # [B, K]
-        seen = view.seen
-        tokens, draft_probs = [], []
-        for i in range(gamma):
-            history = None if seen is None else seen[:, None]
-            probs = warp(logits, view.group.params, history)[:, 0]  # [B, V]
-            token = sample(probs=probs, uniform=uniforms[:, i])
-            tokens.append(token)
-            draft_probs.append(probs)
-            if seen is not None:
-                seen = seen.scatter(1, token[:, None], True)
-            if i + 1 < gamma:
-                # A filler's text may end anywhere: it must not reach beyond the cache.
-                positions = (view.length + i).clamp(max=cache.capacity - 1)[:, None]
-                logits = self.draft.step(token[:, None], positions=positions, cache=cache)
-        return Proposal(
-            tokens=torch.stack(tokens, dim=1),
-            draft_probs=torch.stack(draft_probs, dim=1),
-            lengths=torch.full_like(view.length, gamma),
-        )
+        first = self.draft.step(view.last_two, positions=positions, cache=cache)[:, -1:]
+
+        def after(token: Tensor, i: int) -> Tensor:
+            # A filler's text may end anywhere: it must not reach beyond the cache.
+            positions = (view.length + i).clamp(max=cache.capacity - 1)[:, None]
+            return self.draft.step(token[:, None], positions=positions, cache=cache)
+
+        return first, after
 
     def swap(self, state_dict: dict[str, Tensor], version: str) -> None:
         """Copy new draft weights in place; rows keep their draft cache, which costs no exactness.
@@ -121,4 +207,55 @@ class DraftModelProposer:
         Raises ValueError where the weights do not fit.
         """
         self.draft.load_weights(state_dict)
+        self.version = version
+
+
+class Guesser(Protocol):
+    """Guesses by the text alone: whoever asks, and whatever has been decoded before."""
+
+    @property
+    def signature(self) -> Hashable:
+        """As in `Proposer`."""
+        ...
+
+    def propose(self, view: RoundView, gamma: int) -> Proposal:
+        """As in `Proposer`."""
+        ...
+
+    def load(self, state_dict: dict[str, Tensor]) -> None:
+        """Copy new contents in place. Raises ValueError where they do not fit."""
+        ...
+
+
+class TextProposer:
+    """A guesser as a proposer: there is no cache to keep."""
+
+    has_cache = False
+    max_positions = UNBOUNDED
+
+    def __init__(self, guesser: Guesser, *, version: str = "") -> None:
+        self.guesser = guesser
+        self.version = version
+
+    @property
+    def signature(self) -> Hashable:
+        """The guesser's."""
+        return (type(self), self.guesser.signature)
+
+    def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
+        """Nothing to make."""
+
+    def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
+        """Nothing to keep."""
+
+    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
+        """Nothing to keep."""
+
+    def propose(self, view: RoundView, gamma: int) -> Proposal:
+        """Guess."""
+        return self.guesser.propose(view, gamma)
+
+    def swap(self, state_dict: dict[str, Tensor], version: str) -> None:
+        """Load new contents in place. Raises ValueError where they do not fit."""
+        self.guesser.load(state_dict)
         self.version = version

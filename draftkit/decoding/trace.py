@@ -9,12 +9,13 @@ or a decoration of its own, so that colours may be missing. Knows no models; tex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from io import StringIO
 from itertools import groupby
 from typing import NamedTuple
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.color import ColorSystem
+from rich.console import Console, Group
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -224,21 +225,20 @@ def terminal(trace: Trace, decode: Decode, *, width: int, colour: bool) -> str:
     table.add_column(overflow="fold")
     for number, (step, shown) in enumerate(steps(trace, decode), start=1):
         table.add_row(str(number), f"{step.accepted}/{len(step.proposed)}", marked(shown))
-    file = StringIO()
-    console = Console(
-        file=file,
-        width=width,
-        force_terminal=colour,
-        color_system="standard" if colour else None,
-        no_color=not colour,
-        highlight=False,
-        legacy_windows=False,
+    head = ", ".join(f"{label} {value}" for label, value in figures(trace).items())
+    page = Group(
+        Text(head),
+        Text("  ").join(marked([part]) for part in legend),
+        Text(prompt_end(trace, decode, room=width), style="dim"),
+        table,
     )
-    console.print(Text(", ".join(f"{label} {value}" for label, value in figures(trace).items())))
-    console.print(Text("  ").join(marked([part]) for part in legend))
-    console.print(Text(prompt_end(trace, decode, room=width), style="dim"))
-    console.print(table)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+    system = ColorSystem.STANDARD if colour else None
+    lines = Console(width=width, legacy_windows=False).render_lines(page, pad=False)
+    rendered = (
+        "".join((style or Style()).render(text, color_system=system) for text, style, _ in line)
+        for line in lines
+    )
+    return "".join(f"{line.rstrip()}\n" for line in rendered)
 
 
 def marked(shown: Sequence[Part]) -> Text:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from draftkit.decoding import cache, decoder, proposers, state, stopping
+from draftkit.decoding import cache, decoder, feeding, proposers, state, stopping
 from draftkit.decoding import round as units
 from draftkit.decoding.proposers import DraftModelProposer, Proposal
 from draftkit.decoding.state import RoundView
@@ -82,7 +82,7 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
         "draft_tokens=proposal.tokens,\n        lengths=None,\n        accept",
     ),
     "prompt fed one slot late": (
-        decoder,
+        feeding,
         "positions = first[:, None] + torch",
         "positions = first[:, None] + 1 + torch",
     ),
@@ -123,8 +123,8 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "cache of other rows": (
         cache,
-        "buffer[:, : self.visible]\n        if self._selected is not None:\n            seen = seen[self._selected]",
-        "buffer[:, : self.visible]\n        if self._selected is not None:\n            seen = seen[self._selected.flip(0)]",
+        "seen = seen[self._selected]\n",
+        "seen = seen[self._selected.flip(0)]\n",
     ),
 }
 
@@ -143,7 +143,7 @@ def mutant(name: str) -> Parts:
         vars(copied_units).update(names)
     for place in (copied, copied_units):
         own = vars(place)
-        for key in ("cut_round", "make_group", "view_of", "SlotCache"):
+        for key in ("cut_round", "make_group", "view_of", "feed", "SlotCache"):
             if key in names and key in own and inspect.getmodule(own[key]) is module:
                 own[key] = names[key]
     vars(copied)["units"] = copied_units

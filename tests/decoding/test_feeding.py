@@ -1,0 +1,116 @@
+"""Encoder texts in the decoder: encoder-decoder targets with drafts of either kind."""
+
+import pytest
+import torch
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding import feeding
+from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.generation import DRAFT_ID, Completion, decode
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.state import Request
+from draftkit.models.adapter import Adapter
+from draftkit.models.seq2seq import PrefixedAdapter
+from tests import tiny
+
+TEXTS = tiny.prompts([5, 17, 1, 9, 12, 3, 8, 14], seed=3)
+NEW_TOKENS = 24
+
+
+def requests_of(gamma: int, *, temperature: float = 0.0, adapts: bool = False) -> list[Request]:
+    return [
+        Request(
+            prompt_ids=[tiny.START],
+            encoder_ids=text,
+            max_new_tokens=NEW_TOKENS,
+            sampling=SamplingConfig(temperature=temperature),
+            gamma=gamma,
+            proposer_id=DRAFT_ID if gamma else None,
+            seed=4,
+            row=row,
+            adapts=adapts,
+        )
+        for row, text in enumerate(TEXTS)
+    ]
+
+
+def answers(
+    target: Adapter, draft: Adapter, gamma: int, batch_size: int, temperature: float = 0.0
+) -> list[Completion]:
+    return decode(
+        target,
+        requests_of(gamma, temperature=temperature),
+        eos_token_ids=(),
+        batch_size=batch_size,
+        proposer=DraftModelProposer(draft) if gamma else None,
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(tiny.SEQ2SEQ))
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_greedy_answers_are_those_of_generate(kind: str, batch_size: int) -> None:
+    target, draft = tiny.seq2seq_pair(kind)
+    speculative = answers(target, draft, 4, batch_size)
+    for text, answer in zip(TEXTS, speculative, strict=True):
+        expected = target.model.generate(
+            input_ids=torch.tensor([text]),
+            attention_mask=torch.ones(1, len(text), dtype=torch.long),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+        )
+        assert answer.output_ids == expected[0, 1:].tolist()
+    accepted = sum(answer.accepted for answer in speculative)
+    assert 0.1 < accepted / sum(answer.tested for answer in speculative) < 1
+
+
+def test_sampled_rows_do_not_depend_on_the_batch_they_sit_in() -> None:
+    target, draft = tiny.seq2seq_pair()
+    alone = answers(target, draft, 3, 1, temperature=1.0)
+    together = answers(target, draft, 3, 5, temperature=1.0)
+    assert [a.output_ids for a in alone] == [a.output_ids for a in together]
+    assert len({tuple(a.output_ids) for a in alone}) == len(alone)
+
+
+def test_a_decoder_only_draft_reads_the_encoder_text_first() -> None:
+    target, _ = tiny.seq2seq_pair()
+    draft = PrefixedAdapter(tiny.adapter("llama"), encoder_capacity=max(map(len, TEXTS)))
+    plain = answers(target, draft, 0, 4)
+    speculative = answers(target, draft, 3, 4)
+    assert [a.output_ids for a in plain] == [a.output_ids for a in speculative]
+    # Fed the target's text, the same model behind the prefix proposes what it would say itself.
+    itself = PrefixedAdapter(tiny.adapter("llama"), encoder_capacity=max(map(len, TEXTS)))
+    first, second = (answers(target, d, 3, 4, temperature=1.0) for d in (draft, itself))
+    assert [a.accept_counts for a in first] == [a.accept_counts for a in second]
+
+
+def test_a_request_must_bring_what_its_target_reads() -> None:
+    target, _ = tiny.seq2seq_pair()
+    decoder = Decoder(target, slots=1, capacity=64, encoder_capacity=8)
+    request = Request(prompt_ids=[tiny.START], max_new_tokens=4, sampling=SamplingConfig())
+    with pytest.raises(ValueError, match="encoder_ids"):
+        decoder.join([request])
+    with pytest.raises(ValueError, match="17 encoder tokens, room for 8"):
+        decoder.join([requests_of(0)[1]])
+    causal = Decoder(tiny.adapter("llama"), slots=1, capacity=64)
+    with pytest.raises(ValueError, match="encoder_ids"):
+        causal.join([requests_of(0)[0]])
+    assert decoder.free_slots == causal.free_slots == 1
+
+
+def test_rows_that_are_fed_together_may_start_and_end_anywhere() -> None:
+    target = tiny.adapter("llama", dtype=torch.float64)
+    texts = tiny.prompts([9, 4, 6])
+    decoder = Decoder(target, slots=3, capacity=64)
+    sampling = SamplingConfig(temperature=0.0)
+    decoder.join([Request(prompt_ids=t, max_new_tokens=5, sampling=sampling) for t in texts])
+    with torch.inference_mode():
+        feeding.feed(decoder, [0, 1, 2], [0, 0, 0], 4, to_target=True, proposer=None)
+        feeding.feed(decoder, [2, 0], [3, 2], 6, to_target=True, proposer=None)
+    for slot, text in enumerate(texts):
+        fed = 4 if slot == 1 else min(len(text), 8)
+        alone = Decoder(target, slots=1, capacity=64)
+        alone.join([Request(prompt_ids=text, max_new_tokens=5, sampling=sampling)])
+        with torch.inference_mode():
+            feeding.feed(alone, [0], [0], fed, to_target=True, proposer=None)
+        for mine, other in zip(decoder.cache._keys, alone.cache._keys, strict=True):
+            torch.testing.assert_close(mine[slot, :fed], other[0, :fed], atol=1e-12, rtol=0)

@@ -13,21 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-DIVERGENCE_NAMES = (
-    "forward_kl",
-    "reverse_kl",
-    "jsd",
-    "tvd",
-    "neg_log_alpha",
-    "lk_hybrid",
-    "ce_argmax",
-    "next_token",
-)
+DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "tvd", "neg_log_alpha", "lk_hybrid")
+DIVERGENCE_NAMES += ("ce_argmax", "next_token")
 SOURCE_NAMES = ("fixed", "target", "draft")
 VERIFICATION_NAMES = ("speculative", "block", "match")
-PROPOSER_NAMES = ("draft", "unigram", "bigram", "lookup", "ngram", "hybrid", "staged")
-GAMMA_POLICY_NAMES = ("fixed", "best", "adaptive")
-DRAFT_TOKEN_NAMES = ("sampled", "argmax")
 COMPILE_NAMES = ("auto", "true", "false")
 DOMAIN_NAMES = ("python", "prose", "cpp")
 DATA_NAMES = ("installed", "local", "hub")
@@ -36,6 +25,11 @@ DEVICE_NAMES = ("auto", "cpu", "cuda")
 SCHEDULE_NAMES = ("cosine", "constant")
 TRACKER_MODES = ("offline", "online", "disabled", "none")
 DRAFT_ROLES = ("trained", "given")
+BENCHMARK_METHOD_NAMES = ("plain", "speculative", "adaptive", "eager_plain", "eager_speculative")
+BENCHMARK_METHOD_NAMES += ("argmax", "lookup", "hybrid", "staged")
+BENCHMARK_METHOD_NAMES += ("hf_plain", "hf_assisted", "hf_lookup")
+BENCHMARK_METHODS = ("plain", "speculative", "adaptive", "hf_plain", "hf_assisted", "hf_lookup")
+WEIGHT_NAMES = ("pair", "random")
 
 
 def require(condition: bool, key: str, rule: str, value: object) -> None:
@@ -47,6 +41,13 @@ def require(condition: bool, key: str, rule: str, value: object) -> None:
 def require_choice(key: str, value: str, choices: Sequence[str]) -> None:
     """Raise ValueError naming `key` and all choices unless `value` is one of them."""
     require(value in choices, key, f"be one of {', '.join(choices)}", value)
+
+
+def require_positive(section: object, prefix: str, *names: str) -> None:
+    """Raise ValueError naming the first of `names` that is neither positive nor null."""
+    for name in names:
+        value = getattr(section, name)
+        require(value is None or value > 0, f"{prefix}.{name}", "be positive", value)
 
 
 @dataclass(kw_only=True)
@@ -64,8 +65,7 @@ class PretrainConfig:
 
     def check(self, section: str) -> None:
         """Raise ValueError naming the key under `section` that is out of range."""
-        for name, value in asdict(self).items():
-            require(value > 0, f"{section}.pretrain.{name}", "be positive", value)
+        require_positive(self, f"{section}.pretrain", *asdict(self))
         require(
             self.hidden_size % self.num_attention_heads == 0,
             f"{section}.pretrain.hidden_size",
@@ -111,13 +111,7 @@ class DataConfig:
         for domain in self.domains:
             require_choice("data.domains", domain, DOMAIN_NAMES)
         require(bool(self.domains), "data.domains", "name at least one domain", self.domains)
-        require(self.max_megabytes > 0, "data.max_megabytes", "be positive", self.max_megabytes)
-        require(
-            self.max_rows is None or self.max_rows > 0,
-            "data.max_rows",
-            "be positive or null",
-            self.max_rows,
-        )
+        require_positive(self, "data", "max_megabytes", "max_rows")
         require(self.vocab_size >= 300, "data.vocab_size", "be at least 300", self.vocab_size)
         require(self.prompt_tokens >= 1, "data.prompt_tokens", "be at least 1", self.prompt_tokens)
         require(
@@ -144,12 +138,7 @@ class SamplingConfig:
         require(self.temperature >= 0, "sampling.temperature", "be at least 0", self.temperature)
         require(self.top_k >= 0, "sampling.top_k", "be at least 0 (0 keeps all)", self.top_k)
         require(0 < self.top_p <= 1, "sampling.top_p", "lie in (0, 1]", self.top_p)
-        require(
-            self.repetition_penalty > 0,
-            "sampling.repetition_penalty",
-            "be positive (1 is off)",
-            self.repetition_penalty,
-        )
+        require_positive(self, "sampling", "repetition_penalty")
 
 
 @dataclass(kw_only=True)
@@ -170,12 +159,7 @@ class DivergenceConfig:
             self.beta,
         )
         require(self.eta >= 0, "divergence.eta", "be at least 0", self.eta)
-        require(
-            self.temperature is None or self.temperature > 0,
-            "divergence.temperature",
-            "be positive or null (the served temperature)",
-            self.temperature,
-        )
+        require_positive(self, "divergence", "temperature")
 
 
 @dataclass(kw_only=True)
@@ -196,28 +180,21 @@ class GenerateConfig:
     batch_size: int = 128
 
     def __post_init__(self) -> None:
-        require(self.rollouts > 0, "generate.rollouts", "be positive", self.rollouts)
-        require(self.batch_size > 0, "generate.batch_size", "be positive", self.batch_size)
+        require_positive(self, "generate", "rollouts", "batch_size")
 
 
 @dataclass(kw_only=True)
 class DecodeConfig:
-    """Speculative decoding: who proposes, how many tokens a round, and how they are verified."""
+    """Speculative decoding: tokens proposed per round, how they are verified, and by what code."""
 
     gamma: int = 4
-    gamma_policy: str = "fixed"  # of `gamma` at most: best by the theory, or adaptive
     verification: str = "speculative"
-    proposer: str = "draft"
-    draft_tokens: str = "sampled"  # argmax: as engines draft by default
     compile: str = "auto"  # auto: on CUDA, and wherever decoding itself is what is measured
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
         require(0 <= self.gamma <= 32, "decode.gamma", "lie in 0..32", self.gamma)
-        require_choice("decode.gamma_policy", self.gamma_policy, GAMMA_POLICY_NAMES)
         require_choice("decode.verification", self.verification, VERIFICATION_NAMES)
-        require_choice("decode.proposer", self.proposer, PROPOSER_NAMES)
-        require_choice("decode.draft_tokens", self.draft_tokens, DRAFT_TOKEN_NAMES)
         require_choice("decode.compile", self.compile, COMPILE_NAMES)
 
 
@@ -241,28 +218,14 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         require_choice("optim.lr_scheduler_type", self.lr_scheduler_type, SCHEDULE_NAMES)
-        require(
-            self.learning_rate is None or self.learning_rate > 0,
-            "optim.learning_rate",
-            "be positive or null (chosen by the draft's width)",
-            self.learning_rate,
-        )
-        for name in (
-            "max_steps",
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "max_grad_norm",
-            "eval_steps",
-            "save_steps",
-            "logging_steps",
-        ):
-            require(getattr(self, name) > 0, f"optim.{name}", "be positive", getattr(self, name))
+        require_positive(self, "optim", "learning_rate", "max_steps", "max_grad_norm")
+        require_positive(self, "optim", "per_device_train_batch_size", "eval_steps", "save_steps")
+        require_positive(self, "optim", "gradient_accumulation_steps", "logging_steps")
         for name in ("warmup_steps", "weight_decay"):
             require(getattr(self, name) >= 0, f"optim.{name}", "be at least 0", getattr(self, name))
         for name in ("adam_beta1", "adam_beta2"):
-            require(
-                0 <= getattr(self, name) < 1, f"optim.{name}", "lie in [0, 1)", getattr(self, name)
-            )
+            value = getattr(self, name)
+            require(0 <= value < 1, f"optim.{name}", "lie in [0, 1)", value)
 
 
 @dataclass(kw_only=True)
@@ -282,12 +245,38 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         require_choice("evaluate.draft", self.draft, DRAFT_ROLES)
-        for name, value in asdict(self).items():
-            if isinstance(value, int):
-                require(value > 0, f"evaluate.{name}", "be positive", value)
+        counts = [name for name, value in asdict(self).items() if isinstance(value, int)]
+        require_positive(self, "evaluate", *counts)
         require(self.prompts >= 2, "evaluate.prompts", "be at least 2", self.prompts)
         for temperature in self.temperatures or []:
             require(temperature >= 0, "evaluate.temperatures", "be at least 0", temperature)
+
+
+@dataclass(kw_only=True)
+class BenchmarkConfig:
+    """Which ways to decode are timed beside each other, and on how much."""
+
+    weights: str = "pair"  # random: models of the `pretrain` shapes instead, for speed alone
+    methods: list[str] = field(default_factory=lambda: list(BENCHMARK_METHODS))
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 4, 8, 16])
+    compiled_batch_sizes: list[int] = field(default_factory=lambda: [1])  # the rest runs eagerly
+    prompts: int = 24  # of each setting; more where a batch size would make too few chunks of them
+    max_new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        require_choice("benchmark.weights", self.weights, WEIGHT_NAMES)
+        for name in self.methods:
+            require_choice("benchmark.methods", name, BENCHMARK_METHOD_NAMES)
+        for key in ("methods", "temperatures", "batch_sizes"):
+            values = getattr(self, key)
+            fits = 0 < len(values) == len(set(values))
+            require(fits, f"benchmark.{key}", "name at least one, none twice", values)
+        for temperature in self.temperatures:
+            require(temperature >= 0, "benchmark.temperatures", "be at least 0", temperature)
+        for size in self.batch_sizes:
+            require(size > 0, "benchmark.batch_sizes", "be positive", size)
+        require_positive(self, "benchmark", "prompts", "max_new_tokens")
 
 
 @dataclass(kw_only=True)
@@ -301,12 +290,7 @@ class HardwareConfig:
     def __post_init__(self) -> None:
         require_choice("hardware.device", self.device, DEVICE_NAMES)
         require_choice("hardware.dtype", self.dtype, DTYPE_NAMES)
-        require(
-            self.threads is None or self.threads > 0,
-            "hardware.threads",
-            "be positive or null",
-            self.threads,
-        )
+        require_positive(self, "hardware", "threads")
 
 
 @dataclass(kw_only=True)
@@ -352,6 +336,7 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 

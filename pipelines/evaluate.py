@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftkit.artifacts import read_json
+from draftkit.artifacts import read_json, write_text
 from draftkit.config import Config, ModelConfig
+from draftkit.decoding.trace import html, terminal
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, compare, gather
 from draftkit.evaluation.report import evaluation_table
 from draftkit.models.adapter import Adapter
@@ -22,6 +23,8 @@ from pipelines.checksums import model_sha256
 from pipelines.contexts import contexts, read_contexts
 from pipelines.inputs import models, pair_hashes
 from pipelines.stage import StageFolder, stage
+
+TRACES = 4
 
 
 def trained_draft(config: Config) -> Path:
@@ -79,9 +82,23 @@ def log(folder: StageFolder, temperature: float, summary: dict[str, Any], main: 
     folder.tracker.table(f"eval/prompts_at_{temperature:g}", columns, rows)
 
 
+def write_traces(folder: StageFolder, main: Evidence, target: Target) -> None:
+    """Leave the first answers as pages to look at: what was proposed, accepted and corrected."""
+    traces = [completion.trace for completion in main.timed.completions[:TRACES]]
+
+    def decode(ids: list[int]) -> str:
+        return str(target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    write_text(folder.path / "trace.html", html(traces, decode, title="Speculative decoding"))
+    texts = [terminal(trace, decode, width=80, colour=False) for trace in traces]
+    write_text(folder.path / "trace.txt", "\n\n".join(texts) + "\n")
+
+
 def show(config: Config, folder: Path) -> None:
-    """Print the table of a complete evaluation."""
-    Console(width=80).print(evaluation_table(read_json(folder / "summary.json")))
+    """Print the table of a complete evaluation, and where its traces are."""
+    console = Console(width=80)
+    console.print(evaluation_table(read_json(folder / "summary.json")))
+    console.print(f"What was accepted and corrected, token by token: {folder / 'trace.html'}")
 
 
 @stage(
@@ -118,6 +135,8 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         )
         by_temperature[f"{temperature:g}"] = compare(evidence, main, sampling, config)
         log(folder, temperature, by_temperature[f"{temperature:g}"], evidence[main])
+        if len(by_temperature) == 1:
+            write_traces(folder, evidence[main], target)
     first = next(iter(by_temperature.values()))
     return {**first, "by_temperature": by_temperature}
 

@@ -23,7 +23,8 @@ GROUPS += ["optim", "hardware", "tracker"]
 
 def selected(content: dict[str, Any]) -> dict[str, str]:
     """The groups that an experiment overrides."""
-    pairs = [pair for entry in content.get("defaults", []) for pair in entry.items()]
+    entries = [entry for entry in content.get("defaults", []) if entry != "_self_"]
+    pairs = [pair for entry in entries for pair in entry.items()]
     return {key.removeprefix("override /"): option for key, option in pairs}
 
 
@@ -119,11 +120,13 @@ def test_a_group_offers_exactly_the_choices_of_the_code(
 
 
 def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
+    from draftkit.evaluation.benchmark import METHODS
     from draftkit.theory.divergences import DIVERGENCES
     from draftkit.theory.verification import VERIFIERS
 
     assert tuple(DIVERGENCES) == settings.DIVERGENCE_NAMES
     assert tuple(VERIFIERS) == settings.VERIFICATION_NAMES
+    assert tuple(METHODS) == settings.BENCHMARK_METHOD_NAMES
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=str)
@@ -134,7 +137,7 @@ def test_an_experiment_opens_with_purpose_command_time_and_result(path: Path) ->
     assert len(commands) == 1
     command, stage, name = commands[0]
     assert name == path.stem == read(path)["name"]
-    assert stage in ("distill", "evaluate")
+    assert stage in ("distill", "evaluate", "benchmark")
     given = [word for word in overrides(path) if ".path=" in word]
     assert [word.split("=")[0] for word in command.split()[4:]] == [
         word.split("=")[0] for word in given
@@ -208,6 +211,13 @@ REFUSALS = [
     ("decode.gamma=null", "decode.gamma"),
     ("data.domains=python", "data.domains"),
     ("decode.gamma=-1", "decode.gamma must lie in 0..32, got -1"),
+    ("benchmark.methods=[plain,hf]", "benchmark.methods must be one of plain, speculative,"),
+    ("benchmark.methods=[plain,plain]", "benchmark.methods must name at least one, none twice"),
+    ("benchmark.temperatures=[]", "benchmark.temperatures must name at least one"),
+    ("benchmark.temperatures=[-1]", "benchmark.temperatures must be at least 0, got -1"),
+    ("benchmark.batch_sizes=[0]", "benchmark.batch_sizes must be positive, got 0"),
+    ("benchmark.prompts=0", "benchmark.prompts must be positive, got 0"),
+    ("benchmark.weights=trained", "benchmark.weights must be one of pair, random"),
     ("target=local", "target.path must be given"),
     ("decode={gamma: 3, gam: 4}", "did you mean decode.gamma"),
     ("decode.gamma=[3", "'[3'"),

@@ -134,6 +134,7 @@ def test_a_section_can_be_flattened_under_its_name() -> None:
     assert flatten(DecodeConfig(gamma=3), "decode.") == {
         "decode.gamma": 3,
         "decode.verification": "speculative",
+        "decode.compile": "auto",
     }
 
 

@@ -18,6 +18,7 @@ from draftkit.config import Config
 from draftkit.models.loading import new_llama, save_model
 from draftkit.models.vocabulary import train_byte_bpe
 from draftkit.tracking import read_metrics
+from pipelines.benchmark import benchmark
 from pipelines.configuration import compose_config
 from pipelines.contexts import read_contexts
 from pipelines.distill import distill
@@ -31,8 +32,9 @@ TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on i
 
 
 def smoke(root: Path, *overrides: str) -> Config:
-    """The smallest experiment, in `root`."""
-    return compose_config(["+experiment=smoke", f"root={root}", "tracker=none", *overrides])
+    """The smallest experiment, in `root`, nothing compiled."""
+    given = ["+experiment=smoke", f"root={root}", "tracker=none", "decode.compile=false"]
+    return compose_config([*given, *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +189,71 @@ def test_several_temperatures_are_evaluated_in_one_go(finished, root):
     greedy = summary["by_temperature"]["0"]
     assert greedy["alpha"]["mean"] == greedy["alpha_exact_match"]["mean"]
     assert greedy["alpha"]["mean"] != summary["by_temperature"]["0.7"]["alpha"]["mean"]
+
+
+# The benchmark
+
+SMALL = ["benchmark.prompts=4", "benchmark.max_new_tokens=8", "evaluate.bootstrap=50"]
+HEADLINE = ("ratio_to_plain", "ratio_to_hf_assisted", "ratio_to_hf_plain")
+HEADLINE += ("plain_ratio_to_hf_plain", "acceptance_length", "prediction_error")
+
+
+@pytest.mark.usefixtures("finished")
+def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsys):
+    options = ["benchmark.batch_sizes=[1,2]", "benchmark.temperatures=[0,1]", *SMALL]
+    summary = benchmark.launch(smoke(root, *options))
+    assert summary == read_json(root / "smoke" / "benchmark" / "summary.json")
+    assert all(summary[key] is not None for key in HEADLINE)
+    assert set(summary["acceptance_length"]) == {"mean", "ci95", "n", "prompts"}
+    assert summary["compile_seconds"] == 0
+    assert summary["peak_memory_bytes"] > 1e7
+    measured = [(p["temperature"], p["batch_size"], p["method"]) for p in summary["points"]]
+    alone = ["plain", "speculative", "hf_plain", "hf_assisted", "hf_lookup"]
+    for temperature in (0, 1):
+        for batch, methods in ((1, alone), (2, alone[:3])):
+            found = [name for t, b, name in measured if (t, b) == (temperature, batch)]
+            assert found == methods
+    for point in summary["points"]:
+        assert point["prompts"] == point["chunks"] * point["batch_size"] > 1
+        assert point.get("beside_hf", {"different": 0})["different"] == 0
+    lines = read_metrics(root / "smoke" / "benchmark" / "metrics.jsonl")
+    assert len(lines) == len(summary["points"])
+    shown = capsys.readouterr().out
+    assert "greedy, batch 1, eager" in shown
+    assert "HF prompt lookup" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    manifest = read_json(root / "smoke" / "benchmark" / "manifest.json")
+    assert manifest["inputs"]["drafter"] != manifest["inputs"]["draft"]
+    assert manifest["provenance"]["hardware"]["cores"] >= 1
+
+
+def test_models_of_random_weights_need_no_other_stage(tmp_path):
+    options = ["benchmark.weights=random", "benchmark.methods=[plain,speculative]", *SMALL]
+    small = ["benchmark.batch_sizes=[1]", "benchmark.temperatures=[1]"]
+    summary = benchmark.launch(smoke(tmp_path, *options, *small))
+    assert [path.name for path in tmp_path.iterdir()] == ["smoke"]
+    assert [path.name for path in (tmp_path / "smoke").iterdir()] == ["benchmark"]
+    memory = summary["bandwidth"]
+    assert memory["weight_bytes"] > 4 * 512 * 64
+    assert memory["fraction"] == memory["plain_bytes_per_second"] / memory["copy_bytes_per_second"]
+    assert summary["points"][1]["prediction_error"] > -1
+    assert {summary[key] for key in HEADLINE} == {None}  # nothing was greedy
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for machines without CUDA")
+def test_a_benchmark_without_its_gpu_is_one_line_and_leaves_no_folder(tmp_path):
+    config = compose_config(["+experiment=bench_gpu", f"root={tmp_path}", "tracker=none"])
+    with pytest.raises(ValueError, match="no CUDA device is visible") as error:
+        benchmark.launch(config)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("finished")
+def test_a_batch_that_needs_more_prompts_than_there_are_is_refused(root):
+    config = smoke(root, "name=crowd", "benchmark.batch_sizes=[100]", "evaluate.draft=given")
+    with pytest.raises(ValueError, match=r"^benchmark\.batch_sizes: 100 rows need 200 held-out"):
+        benchmark.launch(config)
 
 
 # The same run again, interrupted or not

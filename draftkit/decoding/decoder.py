@@ -23,7 +23,7 @@ from draftkit.decoding.cache import BUCKET, SlotCache, visible_slots
 from draftkit.decoding.feeding import feed, feed_encoders
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units, batch_size
-from draftkit.decoding.proposers import Proposal, Proposer
+from draftkit.decoding.proposers import Picker, Proposal, Proposer
 from draftkit.decoding.results import Launched, RoundResult, RoundSeconds, full_tests, launch, read
 from draftkit.decoding.round import Outcome, RoundInputs
 from draftkit.decoding.state import (
@@ -33,6 +33,7 @@ from draftkit.decoding.state import (
     NoiseFunction,
     Request,
     make_group,
+    view_of,
 )
 from draftkit.models.adapter import Adapter
 from draftkit.models.seq2seq import EncodingAdapter
@@ -281,14 +282,30 @@ class Decoder:
         proposer = self._proposers[group.proposer_id]
         if group.gamma == 0:
             return units.no_proposal(inputs), proposer.version
-        self._catch_up(proposer, group)
+        chosen = self._pick(proposer, inputs)
+        if chosen.has_cache:
+            self._catch_up(chosen, group)
         proposal = self._units.run(
             units.propose,
-            (proposer, self),
+            (chosen, self),
             inputs,
-            key=(proposer.signature, self._shape_key(inputs)),
+            key=(chosen.signature, self._shape_key(inputs)),
         )
         return proposal, proposer.version
+
+    def _pick(self, proposer: Proposer, inputs: RoundInputs) -> Proposer:
+        """The part of `proposer` that this round needs, where the host can look at the text."""
+        if not isinstance(proposer, Picker) or self.target.device.type == "cuda":
+            return proposer
+        vocab_size = self.target.vocab_size
+        view = view_of(
+            self.state,
+            inputs.group,
+            visible=inputs.visible,
+            vocab_size=vocab_size,
+            noise=self.noise,
+        )
+        return proposer.pick(view)
 
     def _verify(self, inputs: RoundInputs) -> Outcome:
         proposal = inputs.proposal
@@ -317,7 +334,7 @@ class Decoder:
         behind = {
             slot: fed.length for slot, fed in feedings.items() if fed.round < state.rounds[slot]
         }
-        if behind and proposer.has_cache:
+        if behind:
             unread = sum(launched.group.gamma + 1 for launched in self._pending)
             width = max(state.host_length[s] - start for s, start in behind.items()) + unread
             feed(self, [*behind], [*behind.values()], width, to_target=False, proposer=proposer)

@@ -85,6 +85,7 @@ def _compiled(unit: Unit, key: Hashable, owner: Any, freeze: bool) -> Unit:
     graphs: MutableMapping[Hashable, Unit] = _shared
     if owner is not None:
         graphs = _by_owner.setdefault(owner, {})
+    key = (key, freeze)  # weights that were constant may be opened to training
     if key not in graphs:
         graphs[key] = _first_call(unit, graphs, key, freeze)
     return graphs[key]

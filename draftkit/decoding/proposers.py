@@ -18,7 +18,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from draftkit.config import DRAFT_TOKEN_NAMES
 from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.state import RoundView
 from draftkit.models.adapter import Adapter
@@ -137,7 +136,7 @@ class DraftModelProposer:
     has_cache = True
 
     def __init__(self, draft: Adapter, *, version: str = "", tokens: str = "sampled") -> None:
-        assert tokens in DRAFT_TOKEN_NAMES, tokens
+        assert tokens in ("sampled", "argmax"), tokens
         self.draft = draft
         self.version = version
         self.tokens = tokens

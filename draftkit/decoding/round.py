@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftkit.decoding.cache import SlotCache
+from draftkit.decoding.graphs import map_tensors
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.state import DecodeState, Group, NoiseFunction, RoundView, view_of
 from draftkit.decoding.stopping import cut_round
@@ -60,7 +61,8 @@ class Outcome(NamedTuple):
 def propose(places: tuple[Proposer, Bench], inputs: RoundInputs) -> Proposal:
     """Let the proposer guess `group.gamma` tokens for every row."""
     proposer, bench = places
-    return proposer.propose(_view(bench, inputs), inputs.group.gamma)
+    proposal = proposer.propose(_view(bench, inputs), inputs.group.gamma)
+    return map_tensors(Tensor.contiguous, proposal)  # compiled verification knows one layout
 
 
 def no_proposal(inputs: RoundInputs) -> Proposal:

@@ -12,22 +12,30 @@ import torch
 
 from draftkit.config import Config, SamplingConfig
 from draftkit.data.rollouts import Record
+from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.alpha import PromptTotals, estimates, gains, score_contexts
+from draftkit.evaluation.calibration import calibrate
 from draftkit.evaluation.decision import verdict
 from draftkit.evaluation.lossless import Losslessness, greedy_identity
 from draftkit.evaluation.walltime import (
+    CALIBRATED_GAMMA,
     PLAIN,
-    Costs,
     Setting,
     Timed,
-    calibrate,
     measured_speedup,
+    row_capacity,
     time_methods,
 )
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target
 from draftkit.theory.acceptance import Estimate, estimate_ratio, unconditional_rates
-from draftkit.theory.speedup import best_gamma, break_even_alpha, ceiling, speedup_from_length
+from draftkit.theory.speedup import (
+    Costs,
+    best_gamma,
+    break_even_alpha,
+    ceiling,
+    speedup_from_length,
+)
 
 MAX_GAMMA = 16
 
@@ -49,6 +57,7 @@ class Evidence:
     plain: Timed
     costs: Costs
     lossless: Losslessness
+    compile_seconds: float = 0.0  # for all drafts together; in none of the times
 
 
 def gather(
@@ -64,14 +73,22 @@ def gather(
 ) -> dict[str, Evidence]:
     """Measure every draft under `sampling`: shared contexts, shared prompts, shared baseline."""
     options = config.evaluate
+    gamma = config.decode.gamma
+    timed_prompts = prompts.test[: options.timing_prompts]
     setting = Setting(
         sampling=sampling,
         max_new_tokens=options.max_new_tokens,
-        gamma=config.decode.gamma,
+        gamma=gamma,
         verification=config.decode.verification,
         batch_size=options.timing_batch_size,
+        capacity=row_capacity(
+            [*timed_prompts, *prompts.calibration],
+            max_new_tokens=options.max_new_tokens,
+            gamma=gamma,
+        ),
         eos_token_ids=target.eos_token_ids,
         seed=config.seed,
+        compiled=config.decode.compile != "false",  # decoding itself is what is measured
     )
     note(f"alpha on {len(contexts)} contexts at temperature {sampling.temperature:g}")
     scored = {
@@ -80,20 +97,22 @@ def gather(
         )
         for name, draft in drafts.items()
     }
+    compiling = -compile_seconds()
     costs = {
-        name: calibrate(target.adapter, draft, prompts.calibration, setting)
+        name: calibrate(
+            target.adapter, draft, prompts.calibration, setting, gammas=(CALIBRATED_GAMMA,)
+        ).costs
         for name, draft in drafts.items()
     }
-    note(f"wall time on {options.timing_prompts} prompts, in turns with the baseline")
-    timed = time_methods(
-        target.adapter,
-        drafts,
-        prompts.test[: options.timing_prompts],
-        prompts.calibration,
-        setting,
-    )
+    note(f"wall time on {len(timed_prompts)} prompts, in turns with the baseline")
+    timed = time_methods(target.adapter, drafts, timed_prompts, prompts.calibration, setting)
+    compiling += compile_seconds()
+    if setting.compiled:
+        note(f"{compiling:.0f} s went into compiling; no measured time holds them")
     return {
-        name: Evidence(scored[name], timed[name], timed[PLAIN], costs[name], lossless[name])
+        name: Evidence(
+            scored[name], timed[name], timed[PLAIN], costs[name], lossless[name], compiling
+        )
         for name in drafts
     }
 
@@ -134,10 +153,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
     limit = ceiling(gamma, **round_costs)
     break_even = break_even_alpha(gamma, **round_costs)
     decision, reason = verdict(
-        speedup=speedup,
-        lossless=evidence.lossless,
-        ceiling=limit,
-        break_even_alpha=break_even,
+        speedup=speedup, lossless=evidence.lossless, ceiling=limit, break_even_alpha=break_even
     )
     chosen, factor = best_gamma(
         acceptance["alpha"].mean,
@@ -154,6 +170,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         "batch_size": config.evaluate.timing_batch_size,
         **round_costs,
         "plain_step_seconds": costs.plain_seconds,
+        "compile_seconds": evidence.compile_seconds,
         "tokens_per_second": {
             "autoregressive": evidence.plain.tokens_per_second,
             "speculative": timed.tokens_per_second,

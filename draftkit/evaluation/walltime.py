@@ -1,30 +1,34 @@
-"""Wall time: what speculation buys, measured beside its baseline, and what it costs by part.
+"""Wall time: what speculation buys, measured beside its baseline.
 
-*Measured*: the same prompts are decoded plainly and with each draft, in turns, in one process,
-after a warm-up; tokens are counted the same way (cut at the end of text and at the length limit)
-and time runs from the first round after the prefill, which is reported apart. *Calibrated*, on
-other prompts: the median time of a draft unit, of a verification and of the rest of a round, as
-ratios to a plain step; the theory predicts from these and never from the timed generations.
+The same prompts are decoded by every method, in turns, in one process, after a warm-up. Tokens
+are counted the same way (cut at the end of text and at the length limit), and the prefill is kept
+apart from the rounds. Compiling takes no time here: the clock stands still, and
+`graphs.compile_seconds` tells for how long. What a round consists of: `calibration`.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding.decoder import Decoder, tokens_needed
+from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.generation import DRAFT_ID, Completion, make_requests, record
-from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.graphs import batch_size, compile_seconds
+from draftkit.decoding.proposers import DraftModelProposer, Proposer
 from draftkit.models.adapter import Adapter
 from draftkit.theory.acceptance import Estimate, estimate_quotient
 
 PLAIN = "plain"
-OVERHEAD_GAMMA = 2
-CALIBRATION_ROUNDS = 24
+CALIBRATED_GAMMA = 8  # the largest at which `calibration` measures beside the one in use
+
+PromptIds = Sequence[Sequence[int]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,140 +40,201 @@ class Setting:
     gamma: int
     verification: str
     batch_size: int
+    capacity: int  # cache slots of a row; one number for all, since compiled code depends on it
     eos_token_ids: Sequence[int]
     seed: int
+    compiled: bool
+
+
+class Chunk(NamedTuple):
+    """What it took to answer a batch of prompts, and the answers."""
+
+    prefill_seconds: float
+    seconds: float  # after the prefill
+    completions: list[Completion]
+
+
+Method = Callable[[PromptIds, int], Chunk]  # prompts, and the number of the first of them
 
 
 @dataclass
 class Timed:
-    """Decoding times of one method, by chunk of prompts, and its completions by prompt."""
+    """Times of one method, by chunk of prompts, and its completions by prompt."""
 
     seconds: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
 
+    def add(self, chunk: Chunk) -> None:
+        """Take in one more chunk."""
+        self.prefill_seconds.append(chunk.prefill_seconds)
+        self.seconds.append(chunk.seconds)
+        self.tokens.append(sum(len(c.output_ids) for c in chunk.completions))
+        self.completions += chunk.completions
+
     @property
     def tokens_per_second(self) -> float:
         """All committed tokens over all decoding seconds."""
         return sum(self.tokens) / sum(self.seconds)
 
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second from request to last token, prefill included, by chunk."""
+        whole = zip(self.tokens, self.prefill_seconds, self.seconds, strict=True)
+        return [tokens / (prefill + seconds) for tokens, prefill, seconds in whole]
 
-@dataclass(frozen=True)
-class Costs:
-    """Parts of a round in units of a plain step (which stands in seconds)."""
 
-    plain_seconds: float
-    cost_ratio: float  # c: draft unit / (gamma x plain step)
-    verify_ratio: float  # v at the gamma in use
-    overhead_ratio: float  # o, measured at gamma 2
-    verify_ratios: dict[int, float]  # v by gamma
-
-    def verify_at(self, gamma: int) -> float:
-        """v(gamma), linear between the measured ones and beyond."""
-        known = sorted(self.verify_ratios)
-        right = next((g for g in known[1:] if g >= gamma), known[-1])
-        left = known[known.index(right) - 1]
-        slope = (self.verify_ratios[right] - self.verify_ratios[left]) / (right - left)
-        return self.verify_ratios[left] + slope * (gamma - left)
+def now() -> float:
+    """Seconds of a clock that stands still while units compile."""
+    return time.perf_counter() - compile_seconds()
 
 
 def synchronised_clock(device: torch.device) -> Callable[[], float]:
-    """A clock in seconds that first waits for the device."""
+    """`now`, after all that the device still has to do."""
 
     def clock() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter()
+        return now()
 
     return clock
 
 
+def row_capacity(prompts: PromptIds, *, max_new_tokens: int, gamma: int) -> int:
+    """Cache slots that hold each of `prompts` and its answer, up to `gamma` and in calibration."""
+    return max(map(len, prompts)) + max_new_tokens + 2 * (max(gamma, CALIBRATED_GAMMA) + 1)
+
+
 def make_decoder(
-    target: Adapter, draft: Adapter | None, prompts: Sequence[Sequence[int]], setting: Setting
+    target: Adapter,
+    proposer: Proposer | None,
+    setting: Setting,
+    *,
+    gamma_policy: GammaPolicy | None = None,
+    clock: Callable[[], float] | None = None,
 ) -> Decoder:
-    """A decoder of `setting.batch_size` rows that fits `prompts`, with `draft` attached."""
-    gamma = setting.gamma if draft is not None else 0
-    requests = make_requests(
-        prompts, max_new_tokens=setting.max_new_tokens, sampling=setting.sampling, gamma=gamma
-    )
+    """A decoder of `setting.batch_size` rows with `proposer` attached."""
     decoder = Decoder(
         target,
         slots=setting.batch_size,
-        capacity=max(map(tokens_needed, requests)),
+        capacity=setting.capacity,
         eos_token_ids=setting.eos_token_ids,
         verification=setting.verification,
-        clock=synchronised_clock(target.device),
+        gamma_policy=gamma_policy,
+        compiled=setting.compiled,
+        clock=clock,
     )
-    if draft is not None:
-        decoder.attach(DRAFT_ID, DraftModelProposer(draft))
+    if proposer is not None:
+        decoder.attach(DRAFT_ID, proposer)
     return decoder
 
 
+def decoding(
+    target: Adapter,
+    draft: Adapter | None,
+    setting: Setting,
+    gamma_policy: GammaPolicy | None = None,
+) -> Method:
+    """Our decoder as a method: speculative with `draft`, at gammas of `gamma_policy` if given."""
+    proposer = None if draft is None else DraftModelProposer(draft)
+    return proposing(target, proposer, setting, gamma_policy)
+
+
+def proposing(
+    target: Adapter,
+    proposer: Proposer | None,
+    setting: Setting,
+    gamma_policy: GammaPolicy | None = None,
+) -> Method:
+    """`decoding` with any proposer; plain without one."""
+    decoder = make_decoder(target, proposer, setting, gamma_policy=gamma_policy)
+    gamma = 0 if proposer is None else setting.gamma
+    return partial(time_chunk, decoder, setting, gamma, gamma_policy is not None)
+
+
 def time_chunk(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], setting: Setting, gamma: int, first: int
-) -> tuple[float, float, list[Completion]]:
-    """Decode `prompts` together; return prefill seconds, decoding seconds, completions."""
+    decoder: Decoder, setting: Setting, gamma: int, adapts: bool, prompts: PromptIds, first: int
+) -> Chunk:
+    """Decode `prompts` together, from the request to the moment the last token has been read."""
     clock = synchronised_clock(decoder.target.device)
-    requests = list(
-        make_requests(
-            prompts,
-            max_new_tokens=setting.max_new_tokens,
-            sampling=setting.sampling,
-            gamma=gamma,
-            seed=setting.seed,
-            first_row=first,
-        )
-    )
     started = clock()
-    slots = decoder.join(requests)
+    requests = make_requests(
+        prompts,
+        max_new_tokens=setting.max_new_tokens,
+        sampling=setting.sampling,
+        gamma=gamma,
+        seed=setting.seed,
+        first_row=first,
+    )
+    slots = decoder.join([replace(request, adapts=adapts) for request in requests])
     while decoder.prefill():
         pass
     ready = clock()
-    running = {
-        slot: Completion(list(r.prompt_ids)) for slot, r in zip(slots, requests, strict=True)
-    }
+    running = {slot: Completion(list(p)) for slot, p in zip(slots, prompts, strict=True)}
     left = set(slots)
     while left:
         for result in decoder.round():
             left -= set(record(running, result))
-    finished = clock()
+    finished = now()  # a round that the device may have begun since then answers nobody
     decoder.leave(slots)
-    return ready - started, finished - ready, [running[slot] for slot in slots]
+    return Chunk(ready - started, finished - ready, [running[slot] for slot in slots])
+
+
+def shapes(setting: Setting) -> list[int]:
+    """Numbers of rows that stand for all that a batch may shrink to: one for each compiled code."""
+    rows = setting.batch_size
+    if not setting.compiled:
+        return [rows]
+    return sorted({batch_size(left, rows) for left in range(1, rows + 1)})
+
+
+def warm_up(
+    methods: dict[str, Method], prompts: PromptIds, setting: Setting, *, drafted: Sequence[str]
+) -> None:
+    """Run every method once; whatever has to be compiled is compiled.
+
+    The methods `drafted` run in every shape, since their rows do not end together.
+    """
+    for name, method in methods.items():
+        for rows in shapes(setting) if name in drafted else [setting.batch_size]:
+            method((list(prompts) * rows)[:rows], 0)
+
+
+def take_turns(
+    methods: dict[str, Method], prompts: PromptIds, setting: Setting
+) -> dict[str, Timed]:
+    """Time every method on each chunk of `prompts`, in rotating order."""
+    timed = {name: Timed() for name in methods}
+    for turn, first in enumerate(range(0, len(prompts), setting.batch_size)):
+        chunk = prompts[first : first + setting.batch_size]
+        for name in rotated(list(methods), turn):
+            timed[name].add(methods[name](chunk, first))
+    return timed
+
+
+def rotated(items: list[T], turn: int) -> list[T]:
+    """`items` from another one on in every turn, so that none always goes first."""
+    shift = turn % len(items)
+    return items[shift:] + items[:shift]
 
 
 def time_methods(
     target: Adapter,
     drafts: dict[str, Adapter],
-    prompts: Sequence[Sequence[int]],
-    warmup: Sequence[Sequence[int]],
+    prompts: PromptIds,
+    warmup: PromptIds,
     setting: Setting,
 ) -> dict[str, Timed]:
-    """Time plain decoding and every draft on `prompts`, in turns, after one turn on `warmup`."""
-    every = [*prompts, *warmup]
-    decoders = {PLAIN: make_decoder(target, None, every, setting)}
-    decoders |= {name: make_decoder(target, d, every, setting) for name, d in drafts.items()}
-    gammas = {name: 0 if name == PLAIN else setting.gamma for name in decoders}
-    for name, decoder in decoders.items():
-        time_chunk(decoder, warmup[: setting.batch_size], setting, gammas[name], 0)
-    timed = {name: Timed() for name in decoders}
-    names = list(decoders)
-    for turn, first in enumerate(range(0, len(prompts), setting.batch_size)):
-        chunk = prompts[first : first + setting.batch_size]
-        shift = turn % len(names)  # no method always goes first
-        for name in names[shift:] + names[:shift]:
-            prefill, seconds, completions = time_chunk(
-                decoders[name], chunk, setting, gammas[name], first
-            )
-            timed[name].prefill_seconds.append(prefill)
-            timed[name].seconds.append(seconds)
-            timed[name].tokens.append(sum(len(c.output_ids) for c in completions))
-            timed[name].completions += completions
-    return timed
+    """Time plain decoding and every draft on `prompts`, in turns, after a warm-up on `warmup`."""
+    methods = {PLAIN: decoding(target, None, setting)}
+    methods |= {name: decoding(target, draft, setting) for name, draft in drafts.items()}
+    warm_up(methods, warmup, setting, drafted=list(drafts))
+    return take_turns(methods, prompts, setting)
 
 
 def measured_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: int) -> Estimate:
-    """Tokens per second of `speculative` over those of `plain`, paired by chunk of prompts."""
+    """Tokens per second of `speculative` over those of `plain`, paired by chunk, no prefill."""
 
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64)
@@ -182,58 +247,3 @@ def measured_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: 
         seed=seed,
         resamples=resamples,
     )
-
-
-def calibrate(
-    target: Adapter, draft: Adapter, prompts: Sequence[Sequence[int]], setting: Setting
-) -> Costs:
-    """Measure c, v and o on `prompts`, which must not be the timed ones. Medians over rounds."""
-    gammas = sorted({1, OVERHEAD_GAMMA, 8, setting.gamma} - {0})
-    units = {gamma: round_units(target, draft, prompts, setting, gamma) for gamma in (0, *gammas)}
-    plain = sum(units[0])
-    gamma = max(setting.gamma, 1)
-    return Costs(
-        plain_seconds=plain,
-        cost_ratio=units[gamma][0] / (gamma * plain),
-        verify_ratio=units[gamma][1] / plain,
-        overhead_ratio=units[OVERHEAD_GAMMA][2] / plain,
-        verify_ratios={g: units[g][1] / plain for g in gammas},
-    )
-
-
-def round_units(
-    target: Adapter,
-    draft: Adapter,
-    prompts: Sequence[Sequence[int]],
-    setting: Setting,
-    gamma: int,
-) -> tuple[float, float, float]:
-    """Median seconds of propose, verify and the rest over rounds of full batches at `gamma`."""
-    setting = replace(setting, gamma=gamma, eos_token_ids=())
-    chunk = (list(prompts) * setting.batch_size)[: setting.batch_size]
-    decoder = make_decoder(target, draft if gamma else None, chunk, setting)
-    parts: list[tuple[float, float, float]] = []
-    while len(parts) < CALIBRATION_ROUNDS:
-        slots = decoder.join(
-            list(
-                make_requests(
-                    chunk,
-                    max_new_tokens=setting.max_new_tokens,
-                    sampling=setting.sampling,
-                    gamma=gamma,
-                    seed=setting.seed,
-                    first_row=len(parts) * setting.batch_size,
-                )
-            )
-        )
-        while decoder.prefill():
-            pass
-        done = False
-        while not done:
-            results = decoder.round()
-            done = any(flag for result in results for flag in result.done)
-            parts += [result.seconds for result in results]
-        decoder.leave(slots)
-    kept = parts[2:]  # the first rounds warm up
-    propose, verify, rest = (statistics.median(column) for column in zip(*kept, strict=True))
-    return propose, verify, rest

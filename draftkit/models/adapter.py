@@ -131,6 +131,7 @@ class CausalAdapter(nn.Module):
         self._window: int | None = getattr(config, "sliding_window", None)
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         self._plain_head: bool | None = None
+        self._architecture = model.config.to_json_string()  # once: it takes a millisecond
 
     @property
     def device(self) -> torch.device:
@@ -140,7 +141,7 @@ class CausalAdapter(nn.Module):
     @property
     def signature(self) -> Hashable:
         """Architecture, precision and real vocabulary."""
-        return (type(self), self.model.config.to_json_string(), self.dtype, self.vocab_size)
+        return (type(self), self._architecture, self.dtype, self.vocab_size)
 
     @property
     def is_constant(self) -> bool:

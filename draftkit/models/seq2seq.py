@@ -103,6 +103,7 @@ class Seq2SeqAdapter(nn.Module):
         self.model = model
         self.vocab_size = vocab_size
         self.max_positions = 1 << 30  # relative positions have no end
+        self._architecture = model.config.to_json_string()  # once: it takes a millisecond
         # T5 1.0 was trained with logits of scaled hidden states, 1.1 and mT5 without.
         scaled = getattr(model.config, "scale_decoder_outputs", False)
         self._scale: float = model.config.d_model**-0.5 if scaled else 1.0
@@ -125,8 +126,7 @@ class Seq2SeqAdapter(nn.Module):
     def signature(self) -> Hashable:
         """Architecture, precision, real vocabulary, and a tied head, which the config conceals."""
         tied = self._head.weight is self.model.get_input_embeddings().weight
-        config = self.model.config.to_json_string()
-        return (type(self), config, self.dtype, self.vocab_size, tied)
+        return (type(self), self._architecture, self.dtype, self.vocab_size, tied)
 
     @property
     def is_constant(self) -> bool:

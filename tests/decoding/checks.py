@@ -6,7 +6,7 @@ through the logits processors of transformers, not from draftkit.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import (
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder, tokens_needed
 from draftkit.decoding.generation import DRAFT_ID
-from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.proposers import DraftModelProposer, Proposer
 from draftkit.decoding.state import NoiseFunction, Request
 from draftkit.theory import noise
 from draftkit.theory.verification import Verifier
@@ -43,7 +43,7 @@ class Parts:
     """What a decoder is built of; mutants replace one of them."""
 
     decoder: type[Decoder] = Decoder
-    proposer: type[DraftModelProposer] = DraftModelProposer
+    proposer: Callable[[TabularAdapter], Proposer] = DraftModelProposer
     verifier: Verifier | None = None
     noise: NoiseFunction = noise.uniform
 

@@ -1,7 +1,8 @@
 """The decoder has the target's law: by enumeration to 1e-10, and by chi-square with real noise.
 
 The decoder is a black box here: `enumeration.measure` finds every breakpoint of every uniform by
-bisection. `test_mutants.py` shows what these checks reject.
+bisection. `test_mutants.py` shows what these checks reject. Other proposers than draft models are
+measured by `boxes.measured`; their mutants are in `test_ngrams` and `test_composite_rounds`.
 """
 
 from collections.abc import Callable
@@ -11,9 +12,12 @@ import pytest
 import torch
 
 from draftkit.config import SamplingConfig
+from draftkit.decoding.composite import HybridProposer, StagedProposer
+from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
+from draftkit.decoding.proposers import DraftModelProposer, TextProposer
 from draftkit.decoding.state import Request
 from draftkit.theory import noise
-from tests.decoding import mutants
+from tests.decoding import boxes, mutants, stand
 from tests.decoding.checks import (
     Parts,
     Setting,
@@ -26,7 +30,8 @@ from tests.decoding.checks import (
     check_text_alone,
     measured,
 )
-from tests.tabular import random_adapter, relative
+from tests.decoding.stand import Made
+from tests.tabular import TabularAdapter, random_adapter, relative
 from tests.theory import checks as theory_checks
 
 PLAIN = SamplingConfig()
@@ -92,11 +97,15 @@ def test_enumeration_reaches_rounds_after_every_kind_of_round(rule: str) -> None
     assert starts.sum().item() == pytest.approx(1, abs=1e-12)
 
 
+def argmax(draft: TabularAdapter) -> DraftModelProposer:
+    return DraftModelProposer(draft, tokens="argmax")
+
+
 @rules
-@pytest.mark.parametrize("proposer", [mutants.CautiousProposer, mutants.PointingProposer])
+@pytest.mark.parametrize("proposer", [mutants.CautiousProposer, mutants.PointingProposer, argmax])
 @pytest.mark.parametrize("samplings", [(PLAIN, CUT), (PENALTY, GREEDY)], ids=["plain", "penalty"])
 def test_ragged_and_one_hot_proposals_keep_the_joint_law(
-    proposer: type, samplings: tuple[SamplingConfig, ...], rule: str
+    proposer: Made, samplings: tuple[SamplingConfig, ...], rule: str
 ) -> None:
     setting = Setting(gamma=2, verification=rule, samplings=samplings)
     result = measured(Parts(proposer=proposer), setting)
@@ -130,6 +139,80 @@ def test_block_verification_commits_more_of_the_same_text() -> None:
         cells = measured(Parts(), Setting(gamma=3, tokens=1, verification=rule)).cells
         expected[rule] = float((cells.mass * cells.outcome.accepted).sum())
     assert expected["block"] > expected["speculative"] + 0.01
+
+
+# Other proposers
+
+
+def table_of(draft: TabularAdapter, order: int) -> CountTable:
+    """Counts of some text, in float64: single precision would be seen."""
+    generator = torch.Generator().manual_seed(order)
+    size = draft.vocab_size
+    texts = torch.randint(size, (4, 20), generator=generator).tolist()
+    return CountTable(count_table(texts, vocab_size=size, order=order).double())
+
+
+def memory_of(draft: TabularAdapter, min_ngram: int = 1) -> NgramMemory:
+    generator = torch.Generator().manual_seed(0)
+    memory = NgramMemory(max_ngram=3, min_ngram=min_ngram, max_bytes=1 << 12)
+    memory.learn(torch.randint(draft.vocab_size, (4, 20), generator=generator).tolist())
+    return memory
+
+
+PROPOSERS: dict[str, Made] = {
+    "argmax": argmax,
+    "unigram": lambda draft: TextProposer(table_of(draft, 1)),
+    "bigram": lambda draft: TextProposer(table_of(draft, 2)),
+    "lookup": lambda _: TextProposer(PromptLookup()),
+    "ngram": lambda draft: TextProposer(memory_of(draft)),
+    "hybrid of lookup": lambda draft: HybridProposer(
+        PromptLookup(min_ngram=2), DraftModelProposer(draft)
+    ),
+    "hybrid of ngram, argmax": lambda draft: HybridProposer(
+        memory_of(draft, min_ngram=2), argmax(draft)
+    ),
+    "staged on lookup": lambda draft: StagedProposer(
+        PromptLookup(), DraftModelProposer(draft), width=1
+    ),
+    "staged on ngram, argmax": lambda draft: StagedProposer(
+        memory_of(draft), argmax(draft), width=2
+    ),
+    "staged on bigram": lambda draft: StagedProposer(
+        table_of(draft, 2), DraftModelProposer(draft), width=1
+    ),
+}
+proposers = pytest.mark.parametrize("make", PROPOSERS.values(), ids=PROPOSERS)
+all_rules = pytest.mark.parametrize("rule", ["speculative", "block", "match"])
+
+
+@proposers
+def test_the_joint_law_is_the_targets_whoever_proposes(make: Made) -> None:
+    setting = Setting(gamma=2, tokens=3, samplings=(PLAIN, ALL))
+    check_joint_law(boxes.measured(make, setting))
+
+
+@pytest.mark.parametrize("rule", ["block", "match"])
+@pytest.mark.parametrize("name", ["ngram", "hybrid of lookup", "staged on bigram"])
+def test_the_joint_law_is_the_targets_under_other_rules(name: str, rule: str) -> None:
+    setting = Setting(gamma=2, tokens=3, verification=rule, samplings=(PLAIN, ALL))
+    check_joint_law(boxes.measured(PROPOSERS[name], setting))
+
+
+@proposers
+def test_the_joint_law_of_greedy_rows_is_the_targets_whoever_proposes(make: Made) -> None:
+    setting = Setting(gamma=3, samplings=(GREEDY, replace(PENALTY, temperature=0.0)), eos=(2,))
+    check_joint_law(boxes.measured(make, setting))
+
+
+@pytest.mark.soak
+@proposers
+@all_rules
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_the_joint_law_is_the_targets_everywhere_whoever_proposes(
+    make: Made, rule: str, gamma: int
+) -> None:
+    setting = Setting(gamma=gamma, verification=rule, samplings=EVERY, eos=(2,))
+    check_joint_law(boxes.measured(make, setting))
 
 
 # Real noise
@@ -167,6 +250,22 @@ def test_two_hundred_thousand_rows_have_the_targets_law(
         tokens=8,
         seed=gamma,
     )
+
+
+@proposers
+def test_decoded_rows_have_the_targets_law_whoever_proposes(make: Made) -> None:
+    tables = theory_checks.adversarial_tables()
+    stand.run(make, tables, rows=ROWS // 2, sampling=SAMPLED["cut"])
+
+
+@pytest.mark.soak
+@proposers
+@all_rules
+def test_two_hundred_thousand_rows_have_the_targets_law_whoever_proposes(
+    make: Made, rule: str
+) -> None:
+    tables = theory_checks.adversarial_tables()
+    stand.run(make, tables, rows=200_000, verification=rule, tokens=16, gamma=4)
 
 
 def test_no_number_is_drawn_twice() -> None:

@@ -315,7 +315,9 @@ def test_rows_are_grouped_anew_only_when_one_joins_or_ends(
 ) -> None:
     made = []
     real = decoder_module.make_group
-    monkeypatch.setattr(decoder_module, "make_group", lambda *args, **size: made.append(1) or real(*args, **size))
+    monkeypatch.setattr(
+        decoder_module, "make_group", lambda *args, **size: made.append(1) or real(*args, **size)
+    )
     target, draft = tiny.pair("qwen2")
     requests = [replace(r, row=0) for r in requests_of([tiny.prompts([1])[0]] * 3)]
     decoder = Decoder(target, slots=3, capacity=max(map(tokens_needed, requests)))

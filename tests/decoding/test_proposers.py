@@ -1,5 +1,6 @@
 """A proposer returns the law that it drew from, of the text that the rows really have."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -7,14 +8,14 @@ import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding.cache import SlotCache, visible_slots
-from draftkit.decoding.proposers import DraftModelProposer, Proposal
-from draftkit.decoding.state import DecodeState, Request, RoundView, make_group
+from draftkit.decoding.cache import SlotCache
+from draftkit.decoding.ngrams import PromptLookup
+from draftkit.decoding.proposers import DraftModelProposer, Picker, Proposal, TextProposer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.noise import DRAFT, sample, uniform
-from draftkit.theory.warping import seen_tokens
 from tests import tiny
 from tests.decoding.checks import served
+from tests.decoding.stand import view_of
 from tests.tabular import TabularAdapter, random_adapter
 
 SAMPLINGS = [
@@ -27,37 +28,11 @@ TEXTS = [[3, 1, 4, 1], [5], [2, 6, 5, 3, 5, 0], [0, 7]]
 VOCAB_SIZE = 8
 
 
-def view_of(texts: list[list[int]], samplings: list[SamplingConfig], gamma: int) -> RoundView:
-    """What a decoder would show of rows with those texts."""
-    state = DecodeState.empty(len(texts), 32, torch.device("cpu"))
-    for slot, (text, sampling) in enumerate(zip(texts, samplings, strict=True)):
-        request = Request(
-            prompt_ids=text,
-            max_new_tokens=8,
-            sampling=sampling,
-            gamma=gamma,
-            proposer_id="draft",
-            seed=11,
-            row=slot,
-        )
-        state.admit(slot, request)
-    group = make_group(state, list(range(len(texts))), gamma, "draft")
-    last = (state.length[:, None] + torch.tensor([-2, -1])).clamp(min=0)
-    return RoundView(
-        group=group,
-        tokens=state.tokens,
-        length=state.length,
-        last_two=state.tokens.gather(1, last),
-        seen=seen_tokens(state.tokens, state.length, VOCAB_SIZE),
-        visible=visible_slots(max(map(len, texts)) + gamma, 32),
-        seed=state.seed,
-        row=state.row,
-    )
-
-
-def proposer_with(model: TabularAdapter, texts: list[list[int]]) -> DraftModelProposer:
+def proposer_with(
+    model: TabularAdapter, texts: list[list[int]], tokens: str = "sampled"
+) -> DraftModelProposer:
     """A proposer whose cache holds all of each text but its last token."""
-    proposer = DraftModelProposer(model, version="v1")
+    proposer = DraftModelProposer(model, version="v1", tokens=tokens)
     proposer.allocate(len(texts), 32)
     for row, text in enumerate(texts):
         if len(text) > 1:
@@ -70,10 +45,12 @@ def proposer_with(model: TabularAdapter, texts: list[list[int]]) -> DraftModelPr
     return proposer
 
 
-def own_probs(model: TabularAdapter, proposal: Proposal) -> Tensor:
+def own_probs(
+    model: TabularAdapter, proposal: Proposal, samplings: Sequence[SamplingConfig] = SAMPLINGS
+) -> Tensor:
     """The served law of `model` before each proposal, by the processors of transformers."""
     rows = []
-    for text, sampling, tokens in zip(TEXTS, SAMPLINGS, proposal.tokens.tolist(), strict=True):
+    for text, sampling, tokens in zip(TEXTS, samplings, proposal.tokens.tolist(), strict=True):
         texts = [torch.tensor([text + tokens[:i]]) for i in range(len(tokens))]
         rows.append(torch.cat([served(model, before, sampling) for before in texts]))
     return torch.stack(rows)
@@ -163,6 +140,61 @@ def test_a_draft_in_half_precision_is_sampled_from_a_law_in_single_precision() -
     torch.testing.assert_close(
         law[1].double(), logits[0, 0].double().softmax(-1), atol=1e-6, rtol=0
     )
+
+
+def test_an_argmax_draft_proposes_the_most_likely_token_under_penalties_and_states_no_law() -> None:
+    model = random_adapter(VOCAB_SIZE, 1)
+    proposal = proposer_with(model, TEXTS, "argmax").propose(view_of(TEXTS, SAMPLINGS, 4), 4)
+    assert proposal.draft_probs is None
+    assert proposal.lengths.tolist() == [4] * 4
+    greedy = [replace(sampling, temperature=0.0) for sampling in SAMPLINGS]
+    own = own_probs(model, proposal, greedy)
+    assert torch.equal(proposal.tokens, own.argmax(-1))
+    unpunished = own_probs(model, proposal, [SamplingConfig(temperature=0.0)] * 4)
+    assert not torch.equal(proposal.tokens, unpunished.argmax(-1))
+
+
+def test_a_draft_whose_rows_are_all_greedy_is_an_argmax_draft() -> None:
+    model = random_adapter(VOCAB_SIZE, 1)
+    view = view_of(TEXTS, [SamplingConfig(temperature=0.0, top_k=2)] * 4, 3)
+    sampled = proposer_with(model, TEXTS).propose(view, 3)
+    argmax = proposer_with(model, TEXTS, "argmax").propose(view, 3)
+    assert sampled.draft_probs is None
+    assert torch.equal(sampled.tokens, argmax.tokens)
+
+
+def test_how_tokens_are_chosen_is_part_of_a_signature() -> None:
+    model = random_adapter(VOCAB_SIZE, 1)
+    sampled, argmax = (DraftModelProposer(model, tokens=name) for name in ("sampled", "argmax"))
+    assert sampled.signature != argmax.signature
+    assert sampled.signature == DraftModelProposer(random_adapter(VOCAB_SIZE, 2)).signature
+
+
+@pytest.mark.parametrize("tokens", ["sampled", "argmax"])
+def test_a_draft_is_one_graph_that_reads_its_weights_where_they_are(tokens: str) -> None:
+    view, model = view_of(TEXTS, SAMPLINGS, 3), random_adapter(VOCAB_SIZE, 1)
+    proposer = proposer_with(model, TEXTS, tokens)
+    compiled = torch.compile(
+        lambda proposer, view: proposer.propose(view, 3), fullgraph=True, backend="eager"
+    )
+    before = compiled(proposer, view)
+    proposer.swap(random_adapter(VOCAB_SIZE, 2).state_dict(), "v2")
+    after = compiled(proposer, view)
+    assert not torch.equal(before.tokens, after.tokens)
+    torch.testing.assert_close(after, proposer.propose(view, 3), rtol=0, atol=0)
+
+
+def test_a_guesser_makes_a_proposer_without_a_cache() -> None:
+    proposer = TextProposer(PromptLookup(), version="v1")
+    proposer.allocate(4, 32)
+    view = view_of(TEXTS, SAMPLINGS, 3)
+    torch.testing.assert_close(proposer.propose(view, 3), PromptLookup().propose(view, 3))
+    assert not proposer.has_cache
+    assert not isinstance(proposer, Picker)
+    assert proposer.signature != TextProposer(PromptLookup(max_ngram=2)).signature
+    with pytest.raises(ValueError, match="no weights"):
+        proposer.swap({}, "v2")
+    assert proposer.version == "v1"
 
 
 def test_the_context_of_a_proposer_is_its_models() -> None:

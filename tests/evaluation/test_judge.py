@@ -8,7 +8,8 @@ from draftkit.decoding.generation import Completion
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.evaluation.judge import Evidence, compare, count_rounds, summarise
 from draftkit.evaluation.lossless import Losslessness
-from draftkit.evaluation.walltime import Costs, Timed
+from draftkit.evaluation.walltime import Timed
+from draftkit.theory.speedup import Costs
 
 CONFIG = Config(decode=DecodeConfig(gamma=2), evaluate=EvaluateConfig(bootstrap=300))
 SERVED = SamplingConfig()

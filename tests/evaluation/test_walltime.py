@@ -1,19 +1,29 @@
-"""Costs and speed-ups: what is measured, on which rounds, and how it is put together."""
+"""Wall time: what the clock counts, in which order methods run, and how speed-ups are formed."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from draftkit.config import SamplingConfig
+from draftkit.decoding import graphs
+from draftkit.decoding.generation import Completion
+from draftkit.evaluation import walltime
 from draftkit.evaluation.walltime import (
     PLAIN,
-    Costs,
+    Chunk,
     Setting,
     Timed,
-    calibrate,
+    decoding,
     measured_speedup,
+    rotated,
+    row_capacity,
+    shapes,
+    take_turns,
     time_methods,
+    warm_up,
 )
-from tests.distillation.bigram import VOCAB, Bigram
+from tests.evaluation.scripted import VOCAB, Clock, Slow
 
 SETTING = Setting(
     sampling=SamplingConfig(),
@@ -21,71 +31,69 @@ SETTING = Setting(
     gamma=3,
     verification="speculative",
     batch_size=2,
+    capacity=40,
     eos_token_ids=(),
     seed=0,
+    compiled=False,
 )
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
-
-
-def test_verification_costs_between_measured_gammas_lie_on_the_line():
-    table = Costs(1.0, 0.1, 1.2, 0.1, verify_ratios={1: 1.0, 2: 1.1, 4: 1.5, 8: 1.9})
-    assert [table.verify_at(g) for g in (1, 2, 4, 8)] == pytest.approx([1.0, 1.1, 1.5, 1.9])
-    assert table.verify_at(3) == pytest.approx(1.3)
-    assert table.verify_at(6) == pytest.approx(1.7)
-    assert table.verify_at(12) == pytest.approx(2.3)
-
-
-def test_the_speedup_is_the_quotient_of_tokens_per_second():
-    plain = Timed(seconds=[2.0, 4.0], tokens=[20, 40])
-    fast = Timed(seconds=[1.0, 1.0], tokens=[20, 30])
-    estimate = measured_speedup(speculative=fast, plain=plain, seed=0, resamples=500)
-    assert estimate.mean == pytest.approx(25 / 10)
-    assert estimate.low < estimate.mean < estimate.high
-
-
-class Slow(Bigram):
-    """A model whose passes take scripted seconds on a clock of the test."""
-
-    def __init__(self, seed, clock, seconds):
-        super().__init__(seed)
-        self.clock = clock
-        self.seconds = seconds
-
-    def step(self, tokens, *, positions, cache):
-        self.clock.now += self.seconds(tokens.shape[1])
-        return super().step(tokens, positions=positions, cache=cache)
-
-
-class Clock:
-    """Seconds that pass only where a model says so."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1e-9
-        return self.now
 
 
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr("draftkit.evaluation.walltime.synchronised_clock", lambda device: made)
+    monkeypatch.setattr(walltime, "now", made)
     return made
 
 
-def test_calibration_finds_the_ratios_that_the_models_cost(clock):
-    target = Slow(0, clock, lambda tokens: 10 + 0.5 * (tokens - 1))
-    draft = Slow(1, clock, lambda tokens: 2.0)
-    found = calibrate(target, draft, PROMPTS, SETTING)
-    assert found.plain_seconds == pytest.approx(10)
-    assert found.cost_ratio == pytest.approx(0.2)
-    assert found.verify_ratio == pytest.approx(1.15)
-    assert found.verify_ratios[8] == pytest.approx(1.4)
-    assert found.overhead_ratio == pytest.approx(0, abs=1e-6)
+def test_the_clock_stands_still_while_units_compile(monkeypatch):
+    began, compiled = walltime.now(), graphs.compile_seconds()
+    monkeypatch.setattr(walltime, "compile_seconds", lambda: compiled + 1000)
+    assert walltime.now() - began < -900  # 1,000 seconds of it went into compiling
+    assert walltime.synchronised_clock(torch.device("cpu"))() - began < -900
 
 
-def test_methods_take_turns_and_count_tokens_alike(clock):
+def test_a_compilation_is_taken_out_of_a_timed_chunk(monkeypatch, clock):
+    """The real clock, with a unit that compiles for 50 seconds in the middle of a round."""
+    monkeypatch.undo()
+    spent = [graphs.compile_seconds()]
+    real = walltime.time.perf_counter
+
+    class Compiling(Slow):
+        def step(self, tokens, *, positions, cache):
+            spent[0] += 50
+            return super().step(tokens, positions=positions, cache=cache)
+
+    monkeypatch.setattr(walltime, "compile_seconds", lambda: spent[0])
+    monkeypatch.setattr(walltime.time, "perf_counter", lambda: real() + spent[0])
+    method = decoding(Compiling(0, clock, lambda tokens: 0.0), None, SETTING)
+    chunk = method(PROMPTS[:2], 0)
+    assert spent[0] >= 500
+    assert 0 < chunk.prefill_seconds + chunk.seconds < 25
+
+
+def test_the_speedup_is_the_quotient_of_tokens_per_second_without_the_prefill():
+    plain = Timed(seconds=[2.0, 4.0], prefill_seconds=[9.0, 9.0], tokens=[20, 40])
+    fast = Timed(seconds=[1.0, 1.0], prefill_seconds=[1.0, 1.0], tokens=[20, 30])
+    estimate = measured_speedup(speculative=fast, plain=plain, seed=0, resamples=500)
+    assert estimate.mean == pytest.approx(25 / 10)
+    assert estimate.low < estimate.mean < estimate.high
+
+
+def test_rates_from_request_to_last_token_hold_the_prefill():
+    timed = Timed(seconds=[2.0, 4.0], prefill_seconds=[2.0, 1.0], tokens=[20, 40])
+    assert timed.rates == [5.0, 8.0]
+    assert timed.tokens_per_second == 10.0
+
+
+def test_prefill_and_rounds_are_timed_apart(clock):
+    target = Slow(0, clock, lambda tokens: 10.0)
+    chunk = decoding(target, None, SETTING)(PROMPTS[:2], 0)
+    assert chunk.prefill_seconds == 100  # one pass over the first token of the longer prompt
+    assert chunk.seconds == 100  # ten steps
+
+
+def test_methods_decode_alike_and_count_tokens_alike(clock):
     target = Slow(0, clock, lambda tokens: 10.0)
     twin = Slow(0, clock, lambda tokens: 1.0)
     timed = time_methods(target, {"twin": twin}, PROMPTS, PROMPTS, SETTING)
@@ -97,6 +105,21 @@ def test_methods_take_turns_and_count_tokens_alike(clock):
     assert all(c.accept_counts == [0, 0, 0, 3] for c in timed["twin"].completions)
 
 
+def test_answers_are_cut_behind_the_end_of_text_and_counted_so(clock):
+    target = Slow(0, clock, lambda tokens: 1.0)
+    ends = replace(SETTING, eos_token_ids=(0, 1), max_new_tokens=30, capacity=60)
+    timed = time_methods(target, {"twin": target}, PROMPTS, PROMPTS, ends)
+    for name in (PLAIN, "twin"):
+        completions = timed[name].completions
+        assert any(c.ended for c in completions)
+        for completion in completions:
+            *inside, last = completion.output_ids
+            assert not {0, 1} & set(inside)
+            assert completion.ended == (last in (0, 1))
+        counts = [len(c.output_ids) for c in completions]
+        assert timed[name].tokens == [sum(counts[:2]), sum(counts[2:])]
+
+
 def test_completions_hold_the_tokens_that_were_timed(clock):
     target = Slow(0, clock, lambda tokens: 1.0)
     timed = time_methods(target, {}, PROMPTS, PROMPTS, SETTING)
@@ -105,3 +128,50 @@ def test_completions_hold_the_tokens_that_were_timed(clock):
     assert all(0 <= token < VOCAB for output in outputs for token in output)
     assert [c.prompt_ids for c in timed[PLAIN].completions] == PROMPTS
     assert torch.tensor(outputs).unique().numel() > 2
+
+
+def test_the_same_method_may_run_again_and_answers_the_same(clock):
+    target = Slow(0, clock, lambda tokens: 1.0)
+    method = decoding(target, Slow(1, clock, lambda tokens: 1.0), SETTING)
+    first, second = method(PROMPTS[:2], 0), method(PROMPTS[:2], 0)
+    assert first == second
+
+
+def recorder(calls, name):
+    def method(prompts, first):
+        calls.append((name, first, len(prompts)))
+        return Chunk(0.0, 1.0, [Completion(list(p), [0]) for p in prompts])
+
+    return method
+
+
+def test_methods_take_turns_and_none_always_goes_first():
+    calls = []
+    methods = {name: recorder(calls, name) for name in ("a", "b", "c")}
+    timed = take_turns(methods, PROMPTS * 2, SETTING)
+    assert [name for name, _, _ in calls] == [*"abc", *"bca", *"cab", *"abc"]
+    assert [first for _, first, _ in calls] == [0, 0, 0, 2, 2, 2, 4, 4, 4, 6, 6, 6]
+    for name in methods:
+        assert [c.prompt_ids for c in timed[name].completions] == PROMPTS * 2
+    assert rotated([1, 2, 3], 5) == [3, 1, 2]
+
+
+def test_a_warm_up_meets_every_shape_that_a_batch_may_shrink_to():
+    crowd = replace(SETTING, batch_size=8, compiled=True)
+    assert shapes(crowd) == [1, 4, 8]
+    assert shapes(replace(crowd, compiled=False)) == [8]
+    calls = []
+    methods = {name: recorder(calls, name) for name in ("plain", "drafted")}
+    warm_up(methods, PROMPTS, crowd, drafted=["drafted"])
+    assert calls == [("plain", 0, 8), ("drafted", 0, 1), ("drafted", 0, 4), ("drafted", 0, 8)]
+
+
+def test_the_capacity_holds_every_row_that_is_timed(clock):
+    target = Slow(0, clock, lambda tokens: 1.0)
+    for gamma in (0, 3, 12):
+        capacity = row_capacity(PROMPTS, max_new_tokens=10, gamma=gamma)
+        fitting = replace(SETTING, gamma=gamma, capacity=capacity)
+        draft = target if gamma else None
+        assert decoding(target, draft, fitting)(PROMPTS[2:], 0).completions
+    with pytest.raises(ValueError, match="cache slots"):
+        decoding(target, target, replace(SETTING, capacity=12))(PROMPTS[2:], 0)

@@ -1,0 +1,202 @@
+"""Proposers made of two: a guesser that costs nothing and a draft model that knows better.
+
+*Hybrid*: a row whose text the guesser can go on is its own, any other the model's. The choice
+looks at committed text alone, so that q is one-hot or the model's law, as the case may be.
+
+*Staged* (Spector and Re, arXiv 2308.04623): the guesser drafts for the draft model, which decodes
+speculatively in turn: one pass of it yields one token more than it accepts. What comes out has the
+model's own served law, token by token; only how many tokens there are depends on the guesses.
+That is lawful, since whether another token follows is known before it is drawn. (It would not be
+with block verification inside, which looks ahead.)
+
+Neither knows caches or weights: these are the model's.
+
+Shapes: B rows, L tokens a row can hold, K proposed tokens (gamma), W guesses a pass, V vocabulary.
+"""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftkit.decoding.proposers import (
+    DraftModelProposer,
+    Guesser,
+    Proposal,
+    Proposer,
+    TextProposer,
+    draw,
+)
+from draftkit.decoding.state import RoundView
+from draftkit.theory.noise import DRAFT
+from draftkit.theory.verification import speculative_sampling
+from draftkit.theory.warping import seen_along, seen_tokens, warp
+
+
+class HybridProposer:
+    """The guesser where it has a guess, the model elsewhere, row by row.
+
+    How sure a guess must be is the guesser's setting (`min_ngram`); it must guess one-hot.
+    """
+
+    has_cache = True
+
+    def __init__(self, guesser: Guesser, model: DraftModelProposer) -> None:
+        self.guesser = guesser
+        self.model = model
+        self.max_positions = model.max_positions
+        self.allocate, self.encode, self.prefill = model.allocate, model.encode, model.prefill
+        self.swap = model.swap
+        self._guesser_alone = TextProposer(guesser)
+
+    @property
+    def version(self) -> str:
+        """The model's."""
+        return self.model.version
+
+    @property
+    def signature(self) -> Hashable:
+        """Both parts'."""
+        return (type(self), self.guesser.signature, self.model.signature)
+
+    def pick(self, view: RoundView) -> Proposer:
+        """The guesser if all rows have a guess, the model if none has: its passes cost time."""
+        guessed = self.guesser.propose(view, view.group.gamma).lengths[view.group.active] > 0
+        if guessed.all():
+            return self._guesser_alone
+        return self if guessed.any() else self.model
+
+    def propose(self, view: RoundView, gamma: int) -> Proposal:
+        """Let the model draw, with logits that leave no choice in the rows that are guessed.
+
+        So the model reads guesses as it would its own tokens, and its cache stays that of the text.
+        """
+        guess = self.guesser.propose(view, gamma)
+        assert guess.draft_probs is None, "a hybrid needs one-hot guesses"
+        is_guessed = guess.lengths > 0
+
+        def decided(logits: Tensor, i: int) -> Tensor:
+            certain = torch.full_like(logits, -torch.inf)
+            certain = certain.scatter(2, guess.tokens[:, i, None, None], 0.0)
+            return torch.where(is_guessed[:, None, None], certain, logits)
+
+        view = self.model.served(view)
+        first, after = self.model.reading(view)
+        proposal = draw(
+            view,
+            gamma,
+            first=decided(first, 0),
+            after=lambda token, i: decided(after(token, i), i + 1),
+        )
+        return proposal._replace(lengths=torch.where(is_guessed, guess.lengths, gamma))
+
+
+class Pass(NamedTuple):
+    """What a pass of the draft model yields: the first `count` of its tokens."""
+
+    tokens: Tensor  # [B, W + 1]
+    law: Tensor  # [B, W + 1, V] that each was drawn from
+    count: Tensor  # [B] 1..W + 1
+
+
+class StagedProposer:
+    """The guesser drafts `width` tokens for each of `passes` passes of the model.
+
+    A round has between `passes` and `gamma` proposals; passes * (width + 1) should reach gamma.
+    """
+
+    has_cache = True
+
+    def __init__(
+        self, guesser: Guesser, model: DraftModelProposer, *, width: int = 3, passes: int = 2
+    ) -> None:
+        assert width > 0
+        assert passes > 0
+        self.guesser = guesser
+        self.model = model
+        self.width = width
+        self.passes = passes
+        self.max_positions = model.max_positions
+        self.allocate, self.encode, self.prefill = model.allocate, model.encode, model.prefill
+        self.swap = model.swap
+
+    @property
+    def version(self) -> str:
+        """The model's."""
+        return self.model.version
+
+    @property
+    def signature(self) -> Hashable:
+        """Both parts' and the sizes."""
+        parts = (self.guesser.signature, self.model.signature)
+        return (type(self), parts, self.width, self.passes)
+
+    def propose(self, view: RoundView, gamma: int) -> Proposal:
+        """Draw up to `gamma` tokens from the served law of the model, in few passes of it."""
+        view = self.model.served(view)
+        width, count = min(self.width, gamma), min(self.passes, gamma)
+        # All noise of the round is keyed by its own length: the text of a pass may come again.
+        share = 2 * width + 1
+        uniforms = view.uniform(count=count * share, purpose=DRAFT).split(share, dim=1)
+        # What comes behind the proposals of the round is of no account: here it is piled up.
+        end = (view.length + gamma).clamp(max=view.tokens.shape[1] - 1)
+        now, passes = view, []
+        for i in range(count):
+            if i > 0:
+                now = _after(now, passes[-1], end)
+            passes.append(self._pass(now, width, uniforms[i], end))
+        index, lengths = _first(gamma, torch.stack([p.count for p in passes], dim=1), width + 1)
+        tokens = torch.cat([p.tokens for p in passes], dim=1).gather(1, index)
+        if view.group.greedy:
+            return Proposal(tokens, None, lengths=lengths)
+        law = torch.cat([p.law for p in passes], dim=1)
+        return Proposal(tokens, law.take_along_dim(index[..., None], dim=1), lengths=lengths)
+
+    def _pass(self, view: RoundView, width: int, uniforms: Tensor, end: Tensor) -> Pass:
+        """One round of speculative decoding, with the model in the target's place."""
+        own, accept, then = uniforms.split([width, width, 1], dim=1)
+        guess = self.guesser.propose(replace(view, noise=lambda **_: own), width)
+        fed = torch.cat([view.last_two, guess.tokens], dim=1)  # two, as in every first step
+        places = view.length[:, None] + torch.arange(-2, width, device=fed.device)
+        positions = torch.minimum(places, end[:, None]).clamp(min=0)
+        cache = self.model.cache(view)
+        logits = self.model.draft.step(fed, positions=positions, cache=cache)[:, 1:]
+        history = None if view.seen is None else seen_along(view.seen, guess.tokens)
+        law = warp(logits, view.group.params, history)  # [B, W + 1, V]
+        verdict = speculative_sampling(
+            target_probs=law,
+            draft_probs=guess.draft_probs,
+            draft_tokens=guess.tokens,
+            lengths=guess.lengths,
+            accept_uniform=accept,
+            next_uniform=then[:, 0],
+        )
+        accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
+        tokens = torch.cat([guess.tokens, next_token], dim=1).scatter(1, accepted, next_token)
+        return Pass(tokens, law, verdict.accepted + 1)
+
+
+def _after(view: RoundView, done: Pass, end: Tensor) -> RoundView:
+    """`view` with the tokens of a pass behind its text, as far as `end` [B]."""
+    places = view.length[:, None] + torch.arange(done.tokens.shape[1], device=end.device)
+    tokens = view.tokens.scatter(1, torch.minimum(places, end[:, None]), done.tokens)
+    length = torch.minimum(view.length + done.count, end)
+    last = length[:, None] + torch.arange(-2, 0, device=end.device)
+    seen = None if view.seen is None else seen_tokens(tokens, length, view.seen.shape[1])
+    last_two = tokens.gather(1, last.clamp(min=0))
+    return replace(view, tokens=tokens, length=length, last_two=last_two, seen=seen)
+
+
+def _first(gamma: int, counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Where the first `gamma` tokens are, if the first counts[:, i] [B, P] of `size` count.
+
+    Returns an index [B, K] into all P * size, and how many there are [B].
+    """
+    ends = counts.cumsum(1)  # [B, P]
+    place = torch.arange(gamma, device=counts.device).expand(len(counts), -1)  # [B, K]
+    of = (place[..., None] >= ends[:, None]).sum(-1).clamp(max=counts.shape[1] - 1)
+    within = place - (ends - counts).gather(1, of)
+    index = (of * size + within).clamp(max=counts.shape[1] * size - 1)
+    return index, ends[:, -1].clamp(max=gamma)

@@ -1,0 +1,227 @@
+"""Guesses without a model: tables of counts, the row's own text, and past answers.
+
+A count table is a law like any other: tokens are drawn from it as the target is served, and q is
+what it says. Prompt lookup and the n-gram memory name one token a place, so their q is one-hot: a
+proposal is accepted with probability p(x), and the correction is p without x. Nothing here can
+touch exactness, for a guess depends on committed text and on past answers only, and whatever was
+learned or collided is put to the test as any proposal.
+
+This module knows no models, no caches and no text but token ids.
+
+Shapes: B rows, L tokens a row can hold, K proposed tokens, V vocabulary, M learned places, C
+tokens of the longest context, O orders (lengths of context) from short to long.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftkit.decoding.proposers import Proposal, draw, most_likely
+from draftkit.decoding.state import RoundView
+
+LARGEST_BIGRAM_VOCABULARY = 8192  # a table of 256 MiB
+
+_TOKEN_BITS = 24  # of an entry of the memory; the mark of its context is above
+_MARK_BITS = 32
+_MULTIPLIER = 0x7FEB352D  # odd; its powers weigh the tokens of a context
+
+
+def count_table(
+    texts: Iterable[Sequence[int]], *, vocab_size: int, order: int, smoothing: float = 1.0
+) -> Tensor:
+    """Log-probabilities of the next token: [V] of order 1, [V, V] by the last token of order 2.
+
+    Each token has `smoothing` counts of nothing: of order 1 they are spread evenly, of order 2 as
+    the tokens of order 1 (the mean of a Dirichlet prior; MacKay and Peto 1995). Returns float32.
+    Raises ValueError for another order, and where a [V, V] table would be too large.
+    """
+    if order not in (1, 2):
+        raise ValueError(f"order={order}: tables count single tokens (1) or pairs (2)")
+    if order == 2 and vocab_size > LARGEST_BIGRAM_VOCABULARY:
+        raise ValueError(
+            f"a bigram table of {vocab_size} x {vocab_size} tokens would take "
+            f"{vocab_size**2 * 4 / 2**30:.1f} GiB: above {LARGEST_BIGRAM_VOCABULARY} tokens use "
+            "proposer unigram, lookup or ngram"
+        )
+    singles = torch.zeros(vocab_size)
+    pairs = torch.zeros(vocab_size * vocab_size if order == 2 else 0)
+    for text in texts:
+        ids = torch.tensor(list(text), dtype=torch.long)
+        singles += torch.bincount(ids, minlength=vocab_size)
+        if order == 2:
+            places = ids[:-1] * vocab_size + ids[1:]
+            pairs.index_add_(0, places, torch.ones(len(places)))
+    law = (singles + smoothing / vocab_size) / (singles.sum() + smoothing)
+    if order == 1:
+        return law.log()
+    pairs = pairs.view(vocab_size, vocab_size)
+    totals = pairs.sum(1, keepdim=True)
+    return pairs.add_(smoothing * law).div_(totals + smoothing).log_()
+
+
+class CountTable:
+    """Draws tokens from a table of log-probabilities, as `count_table` makes them."""
+
+    def __init__(self, table: Tensor, *, tokens: str = "sampled") -> None:
+        assert tokens in ("sampled", "argmax"), tokens
+        self.table = table  # [V] or [V, V]
+        self.tokens = tokens
+
+    @property
+    def signature(self) -> Hashable:
+        """Size and precision of the table, and how tokens are chosen."""
+        return (type(self), tuple(self.table.shape), self.table.dtype, self.tokens)
+
+    def propose(self, view: RoundView, gamma: int) -> Proposal:
+        """Draw `gamma` tokens one after the other from the warped law of the table."""
+        if self.tokens == "argmax" or view.group.greedy:
+            view = most_likely(view)
+
+        def after(token: Tensor, _: int) -> Tensor:
+            rows = self.table.expand(len(token), -1) if self.table.dim() == 1 else self.table[token]
+            return rows[:, None]
+
+        return draw(view, gamma, first=after(view.last_two[:, 1], -1), after=after)
+
+    def load(self, state_dict: dict[str, Tensor]) -> None:
+        """Copy a new table in place. Raises ValueError where it has another size."""
+        _load(self.table, state_dict)
+
+
+class PromptLookup:
+    """Goes on as the text did after the last earlier occurrence of its last tokens.
+
+    As many last tokens as possible, `max_ngram` at most and `min_ngram` at least, must occur
+    before. What followed them is proposed; where it runs into the end of the text, the text is
+    taken to go on repeating itself.
+    """
+
+    def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
+        _check_orders(max_ngram, min_ngram)
+        self.max_ngram = max_ngram
+        self.min_ngram = min_ngram
+
+    @property
+    def signature(self) -> Hashable:
+        """All there is to it."""
+        return (type(self), self.max_ngram, self.min_ngram)
+
+    def propose(self, view: RoundView, gamma: int) -> Proposal:
+        """One-hot proposals; none for rows without a match."""
+        text = view.tokens[:, : view.visible]
+        last = view.length.clamp(max=view.visible) - 1  # fillers may be longer than is visible
+        place = torch.arange(text.shape[1], device=text.device)
+        matches = place < last[:, None]  # [B, L] so far, an occurrence that ends here
+        matched = torch.zeros_like(text, dtype=torch.int32)  # tokens
+        for n in range(self.max_ngram):
+            token = text.gather(1, (last[:, None] - n).clamp(min=0))
+            matches = matches & F.pad(text == token, (n, 0))[:, : text.shape[1]]
+            matched = matched + matches
+        longest = matched.amax(1, keepdim=True)
+        found = longest[:, 0] >= self.min_ngram
+        end = torch.where(matched == longest, place, -1).amax(1)  # the last one
+        period = (last - end).clamp(min=1)
+        index = (end + 1)[:, None] + torch.arange(gamma, device=text.device) % period[:, None]
+        tokens = text.gather(1, index.clamp(max=text.shape[1] - 1))
+        return Proposal(tokens, None, lengths=torch.where(found, gamma, 0))
+
+    def load(self, state_dict: dict[str, Tensor]) -> None:
+        """Raises ValueError: there is nothing to load."""
+        raise ValueError("prompt lookup reads the text alone: it has no weights to swap")
+
+
+class NgramMemory:
+    """What followed the last tokens in past answers, longest context first.
+
+    A hash table of fixed size for each length of context from `min_ngram` to `max_ngram`: an entry
+    is the mark of a context and the token that followed it last. Contexts that share a place
+    overwrite each other; those that share a mark as well, about one in 2^(32 - bits of a place),
+    are taken for each other. Token ids must be below 2^24.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_ngram: int = 4,
+        min_ngram: int = 1,
+        max_bytes: int = 16 << 20,
+        device: torch.device | str | None = None,
+    ) -> None:
+        _check_orders(max_ngram, min_ngram)
+        orders = max_ngram - min_ngram + 1
+        self._bits = min(max_bytes // (8 * orders), 1 << (_MARK_BITS - 1)).bit_length() - 1
+        if self._bits < 1:
+            raise ValueError(f"max_bytes={max_bytes} holds no {orders} tables; give some MiB")
+        self.table = torch.full((orders, 1 << self._bits), -1, device=device)  # [O, places]
+        self._orders = torch.arange(min_ngram, max_ngram + 1, device=device)
+        powers = [pow(_MULTIPLIER, n + 1, 1 << 31) for n in range(max_ngram)]
+        self._weights = torch.tensor(powers, device=device)  # [C]
+
+    @property
+    def signature(self) -> Hashable:
+        """Sizes and orders."""
+        return (type(self), tuple(self.table.shape), len(self._weights))
+
+    def learn(self, texts: Iterable[Sequence[int]]) -> None:
+        """Remember what follows what in `texts`, in place; the newest wins."""
+        longest = len(self._weights)
+        ids = [-1] * (longest + 1)
+        for text in texts:
+            ids += [*text, -1]
+        # Every token with those before it; a gap between two texts has id -1.
+        windows = torch.tensor(ids, device=self.table.device).unfold(0, longest + 1, 1)
+        recent, token = windows[:, :-1].flip(1), windows[:, -1]  # [M, C] newest first, [M]
+        inside = (recent >= 0).long().cumprod(1).sum(1)  # tokens of the same text
+        is_known = (inside[:, None] >= self._orders) & (token >= 0)[:, None]  # [M, O]
+        marks, places = self._look_up(recent)
+        entries = (marks << _TOKEN_BITS) | token.clamp(min=0)[:, None]
+        places, entries = places[is_known], entries[is_known]  # in the order of the texts
+        places, order = places.sort(stable=True)
+        is_newest = places.diff(append=places.new_full((1,), -1)) != 0
+        self.table.view(-1)[places[is_newest]] = entries[order[is_newest]]
+
+    def propose(self, view: RoundView, gamma: int) -> Proposal:
+        """One-hot proposals, up to the first context that is not known."""
+        back = torch.arange(len(self._weights), device=view.tokens.device)
+        recent = view.tokens.gather(1, (view.length[:, None] - 1 - back).clamp(min=0))
+        is_alive = torch.ones_like(view.length, dtype=torch.bool)
+        lengths = torch.zeros_like(view.length)
+        tokens = []
+        for i in range(gamma):
+            marks, places = self._look_up(recent)
+            entries = self.table.view(-1)[places]  # [B, O]
+            hits = (entries >> _TOKEN_BITS == marks) & (view.length[:, None] + i >= self._orders)
+            best = (hits * self._orders).argmax(1, keepdim=True)
+            is_alive = is_alive & hits.any(1)
+            token = entries.gather(1, best)[:, 0] & ((1 << _TOKEN_BITS) - 1)
+            token = torch.where(is_alive, token, 0)
+            tokens.append(token)
+            lengths = lengths + is_alive
+            recent = torch.cat([token[:, None], recent[:, :-1]], dim=1)
+        return Proposal(torch.stack(tokens, dim=1), None, lengths=lengths)
+
+    def load(self, state_dict: dict[str, Tensor]) -> None:
+        """Copy another memory's table in place. Raises ValueError where it has another size."""
+        _load(self.table, state_dict)
+
+    def _look_up(self, recent: Tensor) -> tuple[Tensor, Tensor]:
+        """Marks [N, O] of the contexts `recent` [N, C], newest first, and their places."""
+        sums = ((recent + 1) * self._weights).cumsum(1)  # below 2^63 for C up to 128
+        marks = sums[:, self._orders - 1] & ((1 << _MARK_BITS) - 1)
+        order = torch.arange(len(self._orders), device=recent.device)
+        # The high bits of a mark depend on all bits of all tokens.
+        return marks, (order << self._bits) + (marks >> (_MARK_BITS - self._bits))
+
+
+def _check_orders(max_ngram: int, min_ngram: int) -> None:
+    if not 1 <= min_ngram <= max_ngram:
+        raise ValueError(f"n-grams of {min_ngram} to {max_ngram} tokens: give 1 <= min <= max")
+
+
+def _load(table: Tensor, state_dict: dict[str, Tensor]) -> None:
+    new = state_dict.get("table")
+    if new is None or new.shape != table.shape:
+        raise ValueError(f"new contents do not fit: a table of {tuple(table.shape)} is needed")
+    table.copy_(new)

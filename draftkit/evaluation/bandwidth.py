@@ -1,0 +1,64 @@
+"""What the memory allows: plain decoding reads every weight once a token.
+
+A copy's rate is the yardstick. Models of random weights stand in where only speed is of interest:
+their shape is enough, and nothing has to be downloaded. Knows no prompts and no methods.
+"""
+
+import statistics
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from draftkit.config import PretrainConfig
+from draftkit.evaluation.walltime import synchronised_clock
+from draftkit.models.adapter import CausalAdapter
+
+GROUP = 4  # query heads that share a key head, as in Llama 3
+COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # beyond every cache
+COPIES = 9
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written together, of copying a large tensor on `device`: median."""
+    clock = synchronised_clock(device)
+    source = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(COPIES):
+        started = clock()
+        target.copy_(source)
+        seconds.append(clock() - started)
+    return 2 * source.nbytes / statistics.median(seconds)
+
+
+def random_llama(
+    shape: PretrainConfig,
+    *,
+    vocab_size: int,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CausalAdapter:
+    """A frozen Llama-type model of random weights, made on `device`, that ends no text.
+
+    Embeddings are tied to the head, so that a step reads all of `weight_bytes`.
+    """
+    heads = shape.num_attention_heads
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // GROUP if heads % GROUP == 0 else heads,
+        max_position_embeddings=shape.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), device:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return CausalAdapter(model.eval().requires_grad_(False), vocab_size=vocab_size)

@@ -1,0 +1,110 @@
+"""The peers: Hugging Face `generate`, plain, assisted and with prompt lookup, as timed methods.
+
+On the very modules that our decoder runs, so weights and precision are the same. A peer's time
+holds all that a caller waits for: tensors from token ids, prefill, rounds, ids back on the host.
+This module times and counts; it compares nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.utils import logging as transformers_logging
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding.generation import Completion
+from draftkit.evaluation.walltime import Chunk, Method, PromptIds, Setting, now, synchronised_clock
+from draftkit.models.adapter import CausalAdapter
+
+
+def hugging_face(
+    target: CausalAdapter,
+    setting: Setting,
+    *,
+    pad_token_id: int,
+    assistant: CausalAdapter | None = None,
+    lookup: bool = False,
+) -> Method:
+    """`generate` of the target's model: plain, with an `assistant`, or with prompt `lookup`.
+
+    Both speculate with `setting.gamma` tokens a round, always. They refuse batches, with a
+    ValueError of Hugging Face's.
+    """
+    transformers_logging.set_verbosity_error()  # it warns of calls that it makes itself
+    options, more = generation_config(setting, pad_token_id), {}
+    if assistant is not None:
+        fix_gamma(assistant, setting.gamma)
+        more["assistant_model"] = assistant.model
+    if lookup:
+        options.prompt_lookup_num_tokens = setting.gamma
+    model: Any = target.model
+    clock = synchronised_clock(target.device)
+    devices = [target.device] if target.device.type == "cuda" else []
+
+    def generate(prompts: PromptIds, first: int) -> Chunk:
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(setting.seed + first)
+            started = clock()
+            tokens, mask = padded_left(prompts, pad_token_id, target.device)
+            output = model.generate(
+                input_ids=tokens, attention_mask=mask, generation_config=options, **more
+            )
+            answers = output[:, tokens.shape[1] :].tolist()
+            seconds = now() - started
+        pairs = zip(prompts, answers, strict=True)
+        return Chunk(0.0, seconds, [answer(p, a, setting.eos_token_ids) for p, a in pairs])
+
+    return generate
+
+
+def fix_gamma(assistant: CausalAdapter, gamma: int) -> None:
+    """Let `assistant` propose `gamma` tokens in every round.
+
+    Hugging Face reads this from the assistant's own generation config, where its defaults are 20
+    tokens and an end at the first one that is not likely enough.
+    """
+    options: Any = assistant.model.generation_config
+    options.num_assistant_tokens = gamma
+    options.num_assistant_tokens_schedule = "constant"
+    options.assistant_confidence_threshold = 0.0
+
+
+def generation_config(setting: Setting, pad_token_id: int) -> GenerationConfig:
+    """The sampling of `setting` in Hugging Face's words."""
+    return GenerationConfig(
+        max_new_tokens=setting.max_new_tokens,
+        eos_token_id=list(setting.eos_token_ids) or None,
+        pad_token_id=pad_token_id,
+        **_sampling(setting.sampling),
+    )
+
+
+def _sampling(sampling: SamplingConfig) -> dict[str, Any]:
+    options: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
+    if sampling.temperature == 0:
+        return options | {"do_sample": False}
+    return options | {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+    }
+
+
+def padded_left(
+    prompts: PromptIds, pad_token_id: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Token ids [B, T] with padding on the left, and the mask [B, T] that says where text is."""
+    longest = max(map(len, prompts))
+    tokens = [[pad_token_id] * (longest - len(p)) + list(p) for p in prompts]
+    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+
+
+def answer(prompt: Sequence[int], tokens: list[int], eos_token_ids: Sequence[int]) -> Completion:
+    """`tokens` up to the first end of text, as our decoder cuts them."""
+    ends = [i for i, token in enumerate(tokens) if token in eos_token_ids]
+    kept = tokens[: ends[0] + 1] if ends else tokens
+    return Completion(list(prompt), kept, ended=bool(ends))

@@ -1,0 +1,236 @@
+"""`python -m pipelines.benchmark`: the decoder beside Hugging Face and beside the theory.
+
+Times our plain and speculative decoding and Hugging Face's `generate` on one pair, the same
+held-out prompts, gamma and precision, in turns, in one process (how: `evaluation/benchmark.py`).
+The pair is the experiment's, its drafter the one that `evaluate.draft` names; or, with
+`benchmark.weights=random`, models of the `pretrain` shapes, for speed and bandwidth alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from draftkit.artifacts import fingerprint, read_json
+from draftkit.config import Config, ModelConfig
+from draftkit.decoding.graphs import compile_seconds
+from draftkit.evaluation.bandwidth import copy_bandwidth, random_llama
+from draftkit.evaluation.benchmark import PLAIN, Pair, Point, headline, measure
+from draftkit.evaluation.benchmark_report import LEGEND, benchmark_tables
+from draftkit.evaluation.judge import Prompts
+from draftkit.evaluation.walltime import PromptIds, Setting, row_capacity
+from draftkit.models.loading import load_draft, load_target, resolve_device, resolve_dtype
+from draftkit.theory.speedup import Costs
+from pipelines.checksums import model_sha256
+from pipelines.contexts import contexts, read_contexts
+from pipelines.evaluate import drafts_of
+from pipelines.inputs import models, pair_hashes
+from pipelines.memory import peak_memory_bytes
+from pipelines.stage import StageFolder, stage
+
+MIN_CHUNKS = 6  # fewer admit no 95 % interval of a median
+RANDOM_CALIBRATION_PROMPTS = 8
+
+
+def inputs(config: Config) -> dict[str, str]:
+    """Checksums of the pair, the text and the drafter; of random models, their shapes.
+
+    Raises ValueError for a device that is not there, before anything is made for it.
+    """
+    resolve_device(config.hardware)
+    if config.benchmark.weights == "random":
+        shapes = [asdict(config.target.pretrain), asdict(config.draft.pretrain)]
+        return {"shapes": fingerprint(shapes)}
+    return {**pair_hashes(config), "drafter": model_sha256(drafter(config), "draft")}
+
+
+def drafter(config: Config) -> ModelConfig:
+    """The drafter that `evaluate` would judge: the trained one, or the given one."""
+    return list(drafts_of(config).values())[-1]
+
+
+def held_out_pair(config: Config) -> tuple[Pair, Prompts]:
+    """The experiment's models, and prompts that neither was trained on."""
+    target = load_target(models(config)[0], config.hardware)
+    found = contexts.ensure(config)
+    test, validation = (
+        [record.prompt_ids for record in read_contexts(found, split)]
+        for split in ("test", "validation")
+    )
+    pad, ends = target.tokenizer.pad_token_id, target.eos_token_ids
+    return Pair(
+        target.adapter,
+        load_draft(drafter(config), target),
+        eos_token_ids=ends,
+        pad_token_id=pad if pad is not None else next(iter(ends), 0),
+    ), Prompts(test=test, calibration=validation)
+
+
+def random_pair(config: Config) -> tuple[Pair, Prompts]:
+    """Models of random weights and prompts of random tokens: their speed is that of real ones."""
+    device = resolve_device(config.hardware)
+    vocab_size, seed = config.data.vocab_size, config.seed
+    target, draft = (
+        random_llama(
+            model.pretrain,
+            vocab_size=vocab_size,
+            seed=seed + number,
+            dtype=resolve_dtype(config.hardware, device),
+            device=device,
+        )
+        for number, model in enumerate((config.target, config.draft))
+    )
+    most = max(chunks_of(config, size) * size for size in config.benchmark.batch_sizes)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (most + RANDOM_CALIBRATION_PROMPTS, config.data.prompt_tokens)
+    texts = torch.randint(vocab_size, shape, generator=generator).tolist()
+    return Pair(target, draft, (), 0), Prompts(test=texts[:most], calibration=texts[most:])
+
+
+def chunks_of(config: Config, batch_size: int) -> int:
+    """How many chunks of prompts a setting takes."""
+    return max(config.benchmark.prompts // batch_size, MIN_CHUNKS)
+
+
+def setting_of(config: Config, pair: Pair, prompts: Prompts, temperature: float) -> Setting:
+    """All that the settings of one temperature share, for a batch of one row."""
+    options, gamma = config.benchmark, config.decode.gamma
+    texts: PromptIds = [*prompts.test, *prompts.calibration]
+    return Setting(
+        sampling=replace(config.sampling, temperature=temperature),
+        max_new_tokens=options.max_new_tokens,
+        gamma=gamma,
+        verification=config.decode.verification,
+        batch_size=1,
+        capacity=row_capacity(texts, max_new_tokens=options.max_new_tokens, gamma=gamma),
+        eos_token_ids=pair.eos_token_ids,
+        seed=config.seed,
+        compiled=False,
+    )
+
+
+def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder) -> list[Point]:
+    """Measure every method at every temperature and batch size."""
+    options = config.benchmark
+    compiling = options.compiled_batch_sizes if config.decode.compile != "false" else []
+    points: list[Point] = []
+    for temperature in options.temperatures:
+        costs: dict[bool, dict[int, Costs]] = {True: {}, False: {}}
+        for size in options.batch_sizes:
+            setting = replace(
+                setting_of(config, pair, prompts, temperature),
+                batch_size=size,
+                compiled=size in compiling,
+            )
+            wanted = min(chunks_of(config, size), len(prompts.test) // size)
+            if wanted < 2:
+                raise ValueError(
+                    f"benchmark.batch_sizes: {size} rows need {2 * size} held-out prompts, there "
+                    f"are {len(prompts.test)}: leave it out, or raise evaluate.prompts"
+                )
+            folder.note(f"temperature {temperature:g}, batch {size}: {wanted * size} prompts")
+            found = measure(
+                pair,
+                replace(prompts, test=prompts.test[: wanted * size]),
+                setting,
+                options.methods,
+                costs=costs[setting.compiled],
+                resamples=config.evaluate.bootstrap,
+            )
+            log(folder, len(points), found)
+            points += found
+    return points
+
+
+def log(folder: StageFolder, step: int, points: Sequence[Point]) -> None:
+    """One line of metrics for each point."""
+    for number, point in enumerate(points, start=step):
+        shown = {key: point[key] for key in ("temperature", "batch_size", "seconds")}
+        rate = point["tokens_per_second"]["median"]
+        folder.tracker.log(
+            f"benchmark_{point['method']}", number, shown | {"tokens_per_second": rate}
+        )
+
+
+def table(folder: StageFolder, points: Sequence[Point]) -> None:
+    """All points as rows for W&B."""
+    columns = ["method", "temperature", "batch_size", "tokens_per_second", "ratio_to_plain"]
+    rows = [
+        [
+            *(point[key] for key in columns[:3]),
+            point["tokens_per_second"]["median"],
+            point["ratios"].get(PLAIN, {}).get("median"),
+        ]
+        for point in points
+    ]
+    folder.tracker.table("benchmark/points", columns, rows)
+
+
+def bandwidth(points: Sequence[Point], pair: Pair) -> dict[str, Any]:
+    """How much of a copy's rate plain decoding of one row reaches: weight bytes x tokens a second.
+
+    Of the first such point; without the prefill, which reads the weights once for many tokens.
+    """
+    plain = (p for p in points if p["method"] == PLAIN and p["batch_size"] == 1)
+    rates = [p["tokens"] / (p["seconds"] - p["prefill_seconds"]) for p in plain]
+    copied = copy_bandwidth(pair.target.device)
+    achieved = pair.target.weight_bytes * rates[0] if rates else None
+    return {
+        "weight_bytes": pair.target.weight_bytes,
+        "copy_bytes_per_second": copied,
+        "plain_bytes_per_second": achieved,
+        "fraction": None if achieved is None else achieved / copied,
+    }
+
+
+def show(config: Config, folder: Path) -> None:
+    """Print the tables of a complete benchmark."""
+    summary = read_json(folder / "summary.json")
+    console = Console(width=80, highlight=False)
+    for table in benchmark_tables(summary["points"]):
+        console.print(table)
+    console.print(LEGEND)
+    memory = summary["bandwidth"]
+    if memory["fraction"] is not None:
+        console.print(
+            f"Plain decoding reads {memory['plain_bytes_per_second'] / 1e9:.1f} GB/s of weights, "
+            f"{memory['fraction']:.0%} of a copy's {memory['copy_bytes_per_second'] / 1e9:.1f}."
+        )
+    console.print(
+        f"{summary['dtype']}; {summary['compile_seconds']:.0f} s of compiling in no measured time; "
+        f"peak memory {summary['peak_memory_bytes'] / 1e9:.2f} GB."
+    )
+
+
+@stage(
+    sections=(
+        *("seed", "data", "sampling", "decode", "benchmark"),
+        *("evaluate.draft", "evaluate.prompts", "evaluate.validation_prompts"),
+        "evaluate.bootstrap",
+    ),
+    inputs=inputs,
+    after=show,
+)
+def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Measure all settings; the numbers of greedy decoding of one row stand at the top."""
+    compiling = -compile_seconds()
+    make = random_pair if config.benchmark.weights == "random" else held_out_pair
+    pair, prompts = make(config)
+    points = points_of(config, pair, prompts, folder)
+    table(folder, points)
+    return {
+        **headline(points),
+        "gamma": config.decode.gamma,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "bandwidth": bandwidth(points, pair),
+        "compile_seconds": compiling + compile_seconds(),
+        "peak_memory_bytes": peak_memory_bytes(),
+        "points": points,
+    }
+
+
+if __name__ == "__main__":
+    benchmark.main()

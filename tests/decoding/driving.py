@@ -1,0 +1,185 @@
+"""Decoders driven to the end of their requests, and a compiler that checks instead of compiling.
+
+`drive` returns what was read of every request, so that two ways of decoding can be compared.
+`Strict` stands in for the compiler: it runs graphs as they were traced, with every number of the
+host that entered them, and holds each later call to all that machine code takes for granted.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import Tensor
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding import graphs
+from draftkit.decoding.decoder import Decoder, RoundResult
+from draftkit.decoding.state import Request
+
+DRAFT = "draft"
+SMALL: dict[str, Any] = {  # of a tiny model
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+}
+SAMPLINGS = [
+    SamplingConfig(),
+    SamplingConfig(temperature=0.6, top_k=4, top_p=0.9),
+    SamplingConfig(temperature=0.0),
+    SamplingConfig(repetition_penalty=1.5),
+]
+
+
+def request(prompt: Sequence[int], *, new: int = 10, gamma: int = 2, **others: Any) -> Request:
+    settings: dict[str, Any] = {"sampling": SamplingConfig()}
+    settings["proposer_id"] = DRAFT if gamma else None
+    return Request(prompt_ids=prompt, max_new_tokens=new, gamma=gamma, **settings | others)
+
+
+@dataclass
+class Answer:
+    """What was read of one request: a line of host facts and one of numbers a round."""
+
+    text: list[int] = field(default_factory=list)
+    facts: list[tuple[Any, ...]] = field(default_factory=list)
+    numbers: list[Tensor] = field(default_factory=list)
+
+    def add(self, result: RoundResult, row: int) -> None:
+        """One more round."""
+        count, emitted = result.committed[row], result.emitted[row]
+        drafted = result.lengths[row]
+        self.text += result.tokens[row, :count].tolist()
+        self.facts.append(
+            (
+                (result.gamma, drafted, emitted, count, result.ended[row], result.done[row]),
+                result.draft_tokens[row, :drafted].tolist(),
+                result.proposer_version,
+            )
+        )
+        of_tokens = (result.target_log_probs, result.log_sum_exp, result.served_log_sum_exp)
+        numbers = [result.acceptance[row, :drafted], *(part[row, :emitted] for part in of_tokens)]
+        self.numbers.append(torch.cat([part.double() for part in numbers]))
+
+
+def drive(
+    decoder: Decoder, requests: Sequence[Request], *, stays: Mapping[int, int] | None = None
+) -> list[Answer]:
+    """Decode `requests`, as many at once as there are slots; `stays` limits rounds by request.
+
+    A request that leaves early does so after that many calls of `round`, whatever has been read.
+    """
+    stays = stays or {}
+    answers = [Answer() for _ in requests]
+    waiting = list(range(len(requests)))
+    running: dict[int, int] = {}  # slot -> request
+    calls: dict[int, int] = {}
+    while waiting or running:
+        joining = [waiting.pop(0) for _ in range(min(len(waiting), decoder.free_slots))]
+        running |= dict(zip(decoder.join([requests[n] for n in joining]), joining, strict=True))
+        results = decoder.round()
+        done = set()
+        for result in results:
+            for row, slot in enumerate(result.slots):
+                answers[running[slot]].add(result, row)
+                if result.done[row]:
+                    done.add(slot)
+        for slot, number in running.items():
+            calls[number] = calls.get(number, 0) + 1
+            if calls[number] == stays.get(number):
+                done.add(slot)
+        decoder.leave(sorted(done))
+        running = {slot: number for slot, number in running.items() if slot not in done}
+    return answers
+
+
+def assert_same(found: Sequence[Answer], expected: Sequence[Answer], *, atol: float) -> None:
+    """The same tokens and counts; numbers equal to `atol`, large ones in proportion."""
+    assert [answer.text for answer in found] == [answer.text for answer in expected]
+    assert [answer.facts for answer in found] == [answer.facts for answer in expected]
+    for one, other in zip(found, expected, strict=True):
+        for ours, theirs in zip(one.numbers, other.numbers, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=atol, rtol=atol)
+
+
+class Taken(AssertionError):
+    """Code was called with something that it was not made for."""
+
+
+class Strict:
+    """A backend of `torch.compile`: the traced graph, and a check of its inputs in every call."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.frozen: list[bool] = []  # of each graph, whether weights were to be packed into it
+
+    def __call__(self, module: Any, examples: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        self.made += 1
+        self.frozen.append(torch._inductor.config.freezing)
+        expected = _taken_for_granted(examples)
+
+        def run(*inputs: Any) -> Any:
+            if (found := _taken_for_granted(inputs)) != expected:
+                raise Taken(f"{found} where {expected} was taken for granted")
+            return module.forward(*inputs)
+
+        return run
+
+
+def _taken_for_granted(inputs: Sequence[Any]) -> list[object]:
+    """Layout of tensors and which of them share memory; the values of what is no tensor."""
+    owners: dict[int, int] = {}
+    found: list[object] = []
+    for place, value in enumerate(inputs):
+        if isinstance(value, Tensor):
+            first = owners.setdefault(value.untyped_storage().data_ptr(), place)
+            shared = first if value.numel() else None
+            layout = (tuple(value.shape), value.stride(), value.dtype, value.device)
+            found.append((layout, shared))
+        else:
+            found.append(value)
+    return found
+
+
+@contextmanager
+def strict_compiler() -> Iterator[Strict]:
+    """No graphs but those made inside, by `Strict`."""
+    backend, compiler = Strict(), torch.compile
+
+    def compile_strictly(function: Any, **options: Any) -> Any:
+        return compiler(function, **options, backend=backend)
+
+    with fresh_graphs(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", compile_strictly)
+        yield backend
+
+
+@contextmanager
+def fresh_graphs() -> Iterator[None]:
+    """Neither graphs of others inside, nor these afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "_shared", {})
+        patch.setattr(graphs, "_by_owner", type(graphs._by_owner)())
+        yield
+    torch.compiler.reset()
+
+
+class Schedule:
+    """A policy that goes through a list, whatever happens."""
+
+    def __init__(self, gammas: Sequence[int]) -> None:
+        self.gammas = list(gammas)
+        self.asked = 0
+        self.told: list[tuple[int, list[int]]] = []
+
+    def choose(self, *, batch: int, most: int) -> int:
+        self.asked += 1
+        return min(most, self.gammas[(self.asked - 1) % len(self.gammas)])
+
+    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
+        self.told.append((gamma, list(accepted)))

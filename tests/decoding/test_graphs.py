@@ -1,0 +1,364 @@
+"""Units as they are run: made once for a key, owned or shared, and the same as machine code.
+
+What a key must hold is `test_keys.py`'s business.
+"""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding import graphs
+from draftkit.decoding.decoder import Decoder, is_frozen
+from draftkit.decoding.graphs import BATCHES, Units, batch_size, copy_tensors, map_tensors
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.models.adapter import CausalAdapter
+from draftkit.theory.warping import SamplingParams
+from tests import tiny
+from tests.decoding.driving import (
+    DRAFT,
+    SMALL,
+    Answer,
+    Strict,
+    assert_same,
+    drive,
+    fresh_graphs,
+    request,
+    strict_compiler,
+)
+from tests.tabular import TabularAdapter, random_adapter, relative
+
+EXACT = 1e-10
+
+
+@pytest.fixture
+def strict() -> Iterator[Strict]:
+    with strict_compiler() as backend:
+        yield backend
+
+
+# What `Units` keeps
+
+
+def places_and_inputs() -> tuple[dict[str, Tensor], Tensor]:
+    return {"weight": torch.tensor([1.0, 2.0])}, torch.tensor([10.0, 20.0])
+
+
+def add(places: dict[str, Tensor], inputs: Tensor) -> Tensor:
+    """A unit."""
+    return places["weight"] + inputs
+
+
+def units() -> Units:
+    return Units(compiled=True, device=torch.device("cpu"))
+
+
+class Owner:
+    """Somebody with code of its own."""
+
+
+def test_units_of_one_key_share_code_unless_they_are_owned(strict: Strict) -> None:
+    places, inputs = places_and_inputs()
+    made, owners = strict.made, (Owner(), Owner())
+    for owner, expected in ((None, 1), (None, 1), (owners[0], 2), (owners[0], 2), (owners[1], 3)):
+        found = units().run(add, places, inputs, key="k", owner=owner)
+        assert found.tolist() == [11, 22]
+        assert strict.made - made == expected
+    units().run(add, places, inputs, key="other")
+    assert strict.made - made == 4
+
+
+def played(target: TabularAdapter, *, compiled: bool) -> list[Answer]:
+    """Rounds of a pair of tables."""
+    decoder = Decoder(target, slots=2, capacity=32, compiled=compiled)
+    decoder.attach(DRAFT, DraftModelProposer(relative(target, 2)))
+    return drive(decoder, [request([1, 2], new=6), request([3], row=1, new=4)])
+
+
+def test_code_goes_with_its_owner(strict: Strict) -> None:
+    target = random_adapter(8, 5)
+    assert_same(played(target, compiled=True), played(target, compiled=False), atol=EXACT)
+    assert list(graphs._by_owner) == [target]
+    gone = weakref.ref(target)
+    del target
+    gc.collect()
+    assert gone() is None
+    assert not graphs._by_owner
+
+
+def test_a_clock_runs_while_code_is_made_and_not_while_it_runs(strict: Strict) -> None:
+    places, inputs = places_and_inputs()
+    before = graphs.compile_seconds()
+    units().run(add, places, inputs, key="clock")
+    after = graphs.compile_seconds()
+    assert after > before
+    units().run(add, places, inputs, key="clock")
+    assert graphs.compile_seconds() == after
+
+
+def test_eager_units_are_called_as_they_are(strict: Strict) -> None:
+    made = strict.made
+    unit = Units(compiled=False, device=torch.device("cpu"))
+    assert unit.run(lambda places, inputs: (places, inputs), 1, 2, key=None) == (1, 2)
+    assert strict.made == made
+
+
+@pytest.mark.parametrize(
+    ("rows", "slots", "size"),
+    [
+        (1, 1, 1),
+        (1, 9, 1),
+        (2, 9, 4),
+        (2, 3, 3),
+        (4, 9, 4),
+        (5, 9, 9),
+        (65, 999, 256),
+        (257, 999, 999),
+    ],
+)
+def test_batches_are_of_few_sizes_and_never_of_more_rows_than_there_are_slots(
+    rows: int, slots: int, size: int
+) -> None:
+    assert BATCHES == (1, 4, 16, 64, 256)
+    assert batch_size(rows, slots) == size
+
+
+# Captured units
+
+
+class Recorded:
+    """What `Captured` is, without a device: bound to its places and to tensors of its own."""
+
+    def __init__(self, function: Any, places: Any, inputs: Any, *_: Any) -> None:
+        self._function, self._places = function, places
+        self._inputs = map_tensors(torch.clone, inputs)
+
+    def __call__(self, inputs: Any) -> Any:
+        copy_tensors(source=inputs, target=self._inputs)
+        return map_tensors(torch.clone, self._function(self._places, self._inputs))
+
+
+def captured(compiled: bool, patch: pytest.MonkeyPatch) -> list[Answer]:
+    """Two proposers of one architecture in one decoder, the second replaced later."""
+    patch.setattr(graphs, "Captured", Recorded)
+    patch.setattr(graphs, "BATCHES", (8,))
+    target = random_adapter(8, 1)
+    decoder = Decoder(target, slots=8, capacity=32, compiled=compiled)
+    decoder._units._captures = compiled
+    for name, seed in (("one", 2), ("two", 3)):
+        decoder.attach(name, DraftModelProposer(relative(target, seed), version=name))
+    requests = [
+        request([1, 2, row % 3], proposer_id=("one", "two")[row % 2], row=row) for row in range(8)
+    ]
+    answers = drive(decoder, requests)
+    decoder.detach("two")
+    decoder.attach("two", DraftModelProposer(relative(target, 4), version="three"))
+    return answers + drive(decoder, requests)
+
+
+@pytest.mark.xfail(strict=True, reason="captured units of one signature are taken for each other")
+def test_captured_code_is_bound_to_its_proposer(
+    strict: Strict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_same(captured(True, monkeypatch), captured(False, monkeypatch), atol=EXACT)
+
+
+class Leaf(NamedTuple):
+    """A part of a tree."""
+
+    tensor: Tensor
+    nothing: None = None
+
+
+def tree_of(value: float) -> tuple[Leaf, int, SamplingParams]:
+    """Every kind of branch that inputs have."""
+    return Leaf(torch.full((2,), value)), 3, SamplingParams.uniform(2, temperature=value)
+
+
+def test_trees_are_mapped_and_copied_tensor_by_tensor() -> None:
+    tree = tree_of(1.0)
+    leaf, number, params = map_tensors(lambda tensor: tensor + 1, tree)
+    assert isinstance(leaf, Leaf)
+    assert (leaf.tensor.tolist(), leaf.nothing, number) == ([2, 2], None, 3)
+    assert params.temperature.tolist() == [2, 2]
+    assert params.top_k.tolist() == [1, 1]
+    assert params.uses_top_k is False
+    target = tree_of(5.0)
+    places = target[0].tensor.data_ptr(), target[2].temperature.data_ptr()
+    copy_tensors(source=tree, target=target)
+    assert (target[0].tensor.tolist(), target[2].temperature.tolist()) == ([1, 1], [1, 1])
+    assert places == (target[0].tensor.data_ptr(), target[2].temperature.data_ptr())
+
+
+# Machine code
+
+# Each has everything, lest the code change as rows leave.
+MIXED = [
+    SamplingConfig(temperature=0.7, top_k=20, top_p=0.9, repetition_penalty=1.2),
+    SamplingConfig(temperature=1.2, top_k=50, top_p=0.95, repetition_penalty=0.8),
+    SamplingConfig(temperature=0.4, top_k=3, top_p=0.5, repetition_penalty=1.1),
+]
+
+
+@dataclass
+class Machine:
+    """A pair of models, whose rounds are compiled for batches of one size."""
+
+    target: CausalAdapter
+    draft: CausalAdapter
+    gamma: int = 2
+    verification: str = "speculative"
+    greedy: bool = False
+
+    def play(
+        self, *, compiled: bool = False, late: bool = False, seed: int = 0, eos: int = 200
+    ) -> list[Answer]:
+        """Rows of all samplings, more than there are slots."""
+        decoder = Decoder(
+            self.target,
+            slots=4,
+            capacity=64,
+            eos_token_ids=[eos],
+            verification=self.verification,
+            compiled=compiled,
+            late=late,
+        )
+        decoder.attach(DRAFT, DraftModelProposer(self.draft))
+        prompts = tiny.prompts([1, 14, 6, 9, 3, 11], seed=seed)
+        samplings = [SamplingConfig(temperature=0.0)] if self.greedy else MIXED
+        requests = [
+            request(
+                prompt,
+                gamma=self.gamma,
+                new=12 + row,
+                row=row,
+                sampling=samplings[row % len(samplings)],
+            )
+            for row, prompt in enumerate(prompts)
+        ]
+        return drive(decoder, requests)
+
+    def check(self, **options: Any) -> list[Answer]:
+        """Compiled equals eager, read at once or late; returns the answers."""
+        eager = self.play(**options)
+        for late in (False, True):
+            assert_same(self.play(compiled=True, late=late, **options), eager, atol=1e-5)
+        return eager
+
+
+def machine(architecture: str = "llama", *, constant: bool = True, **options: Any) -> Machine:
+    """A target and a draft of one layer."""
+    shape = SMALL if architecture == "llama" else {}
+    target, draft = tiny.pair(architecture, **shape)
+    target.requires_grad_(not constant)
+    return Machine(target, draft, **options)
+
+
+@contextmanager
+def one_batch_size() -> Iterator[None]:
+    """All batches of four slots are of four rows."""
+    with pytest.MonkeyPatch.context() as patch, fresh_graphs():
+        patch.setattr(graphs, "BATCHES", (4,))
+        yield
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[Machine]:
+    """A pair with a frozen target, compiled by the compiler that ships."""
+    with one_batch_size():
+        made = machine()
+        assert is_frozen(made.target)
+        with warnings.catch_warnings():  # of a busy disk, not of the code
+            warnings.filterwarnings("ignore", "VecISA dlopen probe", UserWarning)
+            made.play(compiled=True)
+        yield made
+
+
+def compiled_units() -> int:
+    return len(graphs._shared) + sum(map(len, graphs._by_owner.values()))
+
+
+@pytest.mark.timeout(900)
+def test_machine_code_gives_what_eager_code_gives(real: Machine) -> None:
+    answers = real.check()
+    accepted = {fact[0][2] - 1 for answer in answers for fact in answer.facts}
+    assert accepted == {0, 1, 2}
+    assert compiled_units() == 2
+
+
+@pytest.mark.timeout(900)
+def test_a_frozen_target_freezes_nothing_of_a_decoder(real: Machine) -> None:
+    """Decoders of one target share its graph, with other ids, seeds, texts and lengths."""
+    for seed in range(3):
+        whole = real.play(seed=seed)
+        ended = [answer.facts[-1][0][4] for answer in real.check(seed=seed, eos=whole[0].text[3])]
+        assert ended[0]
+        assert not all(ended)
+    assert compiled_units() == 2
+
+
+@pytest.mark.timeout(900)
+def test_machine_code_reads_new_weights_of_the_draft(real: Machine) -> None:
+    old = {name: weight.clone() for name, weight in real.draft.model.state_dict().items()}
+    before = real.check()
+    real.draft.load_weights(tiny.related(real.target.model, noise=0.5).state_dict())
+    after = real.check()
+    real.draft.load_weights(old)
+    assert [a.facts for a in after] != [b.facts for b in before]
+    assert_same(real.check(), before, atol=0)
+    assert compiled_units() == 2
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"architecture": "qwen3", "gamma": 0},
+    "one proposal, block": {"architecture": "gpt2", "gamma": 1, "verification": "block"},
+    "windows": {"architecture": "mistral", "gamma": 4},
+    "match": {"architecture": "gemma", "gamma": 2, "verification": "match"},
+    "greedy": {"architecture": "gpt_neox", "gamma": 4, "greedy": True},
+    "windows and caps": {"architecture": "gemma2", "gamma": 3, "verification": "block"},
+    "open weights": {"architecture": "qwen2", "gamma": 4, "constant": False},
+}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:VecISA dlopen probe:UserWarning")
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_machine_code_of_every_kind(kind: dict[str, Any]) -> None:
+    with one_batch_size():
+        made = machine(**kind)
+        for seed in range(4):
+            made.check(seed=seed)
+        assert compiled_units() == (1 if made.gamma == 0 else 2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:VecISA dlopen probe:UserWarning")
+def test_weights_opened_to_training_are_read_anew_by_machine_code_and_go_with_the_target() -> None:
+    with one_batch_size():
+        made = machine(gamma=0)
+        first = made.check()
+        made.target.requires_grad_(True)
+        with torch.no_grad():
+            for weight in made.target.parameters():
+                weight.mul_(1.2)
+        second = made.check()
+        with torch.no_grad():
+            for weight in made.target.parameters():
+                weight.div_(1.2)
+        assert [a.text for a in second] != [a.text for a in first]
+        assert [a.text for a in made.check()] == [a.text for a in first]
+        gone = weakref.ref(made.target)
+        del made
+        gc.collect()
+        assert gone() is None
+        assert compiled_units() == 0

@@ -1,0 +1,292 @@
+"""Decoding needs weights and caches and little else, keeps nothing, and refuses before it begins.
+
+Eager decoding is measured from outside, in a process of its own: the peak of its resident memory
+(which Linux counts, and forgets on demand) over what it held before the models were made. Nothing
+escapes that. Compiling takes memory of its own, which is none of decoding, so compiled rounds are
+measured by what PyTorch's allocator gives out and takes back, code included.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding import graphs
+from draftkit.decoding.cache import SlotCache
+from draftkit.decoding.decoder import Decoder, is_frozen
+from draftkit.decoding.generation import decode, finish
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.models.adapter import CausalAdapter
+from tests import tiny
+from tests.decoding.driving import DRAFT, SMALL, fresh_graphs, request, strict_compiler
+from tests.tabular import random_adapter, relative
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+SHARE, REST = 1.15, 64 * MIB  # of weights and caches, and beside them
+SLOTS, CAPACITY, PROMPT, VOCAB_SIZE = 8, 512, 300, 4096
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+# A pair large enough for its tensors to show
+
+
+def medium(layers: int, *, seed: int, width: int = 512) -> CausalAdapter:
+    model = tiny.model(
+        seed=seed,
+        vocab_size=VOCAB_SIZE,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=CAPACITY,
+    )
+    return CausalAdapter(model.requires_grad_(False), vocab_size=VOCAB_SIZE)
+
+
+def play(target: Any, draft: Any, *, compiled: bool, length: int = PROMPT, new: int = 12) -> int:
+    """Decode a full batch, every sampling in use; returns the bytes of the caches."""
+    decoder = Decoder(target, slots=SLOTS, capacity=CAPACITY, compiled=compiled)
+    proposer = DraftModelProposer(draft)
+    decoder.attach(DRAFT, proposer)
+    sampling = SamplingConfig(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1)
+    prompts = tiny.prompts([length - row for row in range(SLOTS)])
+    requests = [
+        request(prompt, new=new, gamma=4, sampling=sampling, row=row)
+        for row, prompt in enumerate(prompts)
+    ]
+    finish(decoder, requests)
+    assert proposer._cache is not None
+    return bytes_of(decoder.cache) + bytes_of(proposer._cache)
+
+
+def bytes_of(cache: SlotCache) -> int:
+    return sum(buffer.nbytes for buffer in (*cache._keys, *cache._values))
+
+
+@dataclass(frozen=True)
+class Used:
+    """Bytes."""
+
+    weights: int
+    caches: int
+    peak: int
+
+    def check(self) -> None:
+        """Within the bound, and no less than what must be there, lest nothing was measured."""
+        floor = self.weights + self.caches
+        assert floor > 100 * MIB
+        assert 0.95 * floor < self.peak <= SHARE * floor + REST, self
+
+
+# The peak
+
+
+def resident(field: str) -> int:
+    """A line of this process's status, in bytes: VmRSS, or VmHWM, its peak."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return 1024 * int(line.split()[1])
+    raise AssertionError(f"no {field}")
+
+
+def settle() -> None:
+    """Give back what is free, and let the peak begin anew."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure_eager() -> None:
+    """Write what decoding used; the whole process is for that."""
+    torch.set_num_threads(1)
+    play(*tiny.pair(**SMALL, vocab_size=VOCAB_SIZE), compiled=False, length=20)  # imports
+    settle()
+    before = resident("VmRSS")
+    target, draft = medium(6, seed=1), medium(1, seed=2)
+    settle()
+    caches = play(target, draft, compiled=False)
+    peak = resident("VmHWM") - before
+    sys.stdout.write(json.dumps([target.weight_bytes + draft.weight_bytes, caches, peak]))
+
+
+@linux
+def test_the_peak_of_eager_decoding_is_weights_and_caches_and_little_else() -> None:
+    code = "from tests.decoding.test_memory import measure_eager; measure_eager()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    Used(*json.loads(done.stdout)).check()
+
+
+class Allocations:
+    """What PyTorch's allocator gave out: the largest sum at a time, and what was kept."""
+
+    peak = 0
+    kept = 0
+
+
+@contextmanager
+def allocations() -> Iterator[Allocations]:
+    found = Allocations()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        yield found
+    inner: Any = profiler.profiler
+    events = [e for e in inner.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        found.kept += event.nbytes()
+        found.peak = max(found.peak, found.kept)
+
+
+def test_allocations_are_counted_with_their_ends() -> None:
+    with allocations() as found:
+        kept = torch.zeros(3 * MIB, dtype=torch.uint8)
+        passing = torch.zeros(5 * MIB, dtype=torch.uint8)
+        del passing
+        torch.zeros(4 * MIB, dtype=torch.uint8)
+    assert found.kept == pytest.approx(kept.nbytes, abs=1000)
+    assert found.peak == pytest.approx(8 * MIB, abs=1000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:VecISA dlopen probe:UserWarning")
+@pytest.mark.parametrize("layers", [3, 6], ids=["frozen", "open"])
+def test_the_peak_of_compiled_decoding_is_weights_and_caches_and_little_else(layers: int) -> None:
+    with fresh_graphs():
+        target, draft = medium(layers, seed=1), medium(1, seed=2)
+        assert is_frozen(target) == (layers == 3)
+        with allocations() as first:
+            play(target, draft, compiled=True)
+        gc.collect()
+        with allocations() as again:
+            caches = play(target, draft, compiled=True)
+    weights = target.weight_bytes + draft.weight_bytes
+    Used(weights, caches, weights + first.kept + again.peak).check()
+
+
+# No growth
+
+
+def live_tensors() -> int:
+    gc.collect()
+    # Not `isinstance`: it asks things that answer with a warning.
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def check_flat(generation: Callable[[int], None], *, count: int, room: int) -> None:
+    """After a few generations neither tensors nor resident memory grow."""
+    for n in range(10):
+        generation(n)
+    tensors, memory = live_tensors(), resident("VmRSS")
+    for n in range(count):
+        generation(n)
+    assert live_tensors() == tensors
+    assert resident("VmRSS") - memory < room
+
+
+def generation_of(target: Any, draft: Any, **options: Any) -> Callable[[int], None]:
+    """Two rows on a decoder of their own, and two on one that all share."""
+
+    def decoder_of() -> Decoder:
+        decoder = Decoder(target, slots=2, capacity=32, **options)
+        decoder.attach(DRAFT, DraftModelProposer(draft))
+        return decoder
+
+    shared = decoder_of()
+
+    def generation(n: int) -> None:
+        for decoder in (decoder_of(), shared):
+            finish(decoder, [request([1, 2, n % 7], new=5, row=n), request([3], new=3, row=n)])
+
+    return generation
+
+
+@linux
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.soak)])
+def test_generations_leave_nothing_behind(count: int, late: bool) -> None:
+    target, draft = tiny.pair(**SMALL)
+    check_flat(generation_of(target, draft, late=late), count=count, room=8 * MIB)
+
+
+@linux
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.soak)])
+def test_generations_by_graphs_leave_nothing_behind(count: int) -> None:
+    with strict_compiler() as strict, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "BATCHES", (2,))
+        target = random_adapter(8, 1)
+        generation = generation_of(target, relative(target, 2), compiled=True)
+        check_flat(generation, count=count, room=8 * MIB)
+        assert strict.made == 2
+
+
+@linux
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:VecISA dlopen probe:UserWarning")
+def test_generations_by_machine_code_leave_nothing_behind() -> None:
+    with fresh_graphs(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "BATCHES", (2,))
+        target, draft = tiny.pair(**SMALL)
+        check_flat(generation_of(target, draft, compiled=True), count=1000, room=8 * MIB)
+
+
+@linux
+def test_growth_would_be_seen() -> None:
+    kept: list[Any] = []
+    with pytest.raises(AssertionError):
+        check_flat(lambda n: kept.append(torch.zeros(1)), count=3, room=8 * MIB)
+    with pytest.raises(AssertionError):
+        check_flat(lambda n: kept.append(b"x" * MIB), count=12, room=8 * MIB)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_prompt_that_does_not_fit_is_refused_before_any_work(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def worked(*_: Any, **__: Any) -> None:
+        raise AssertionError("work was begun")
+
+    target, draft = tiny.pair(**SMALL)
+    monkeypatch.setattr(CausalAdapter, "prefill", worked)
+    monkeypatch.setattr(CausalAdapter, "step", worked)
+    monkeypatch.setattr(SlotCache, "_buffer", worked)
+    fits, too_long = request([1, 2]), request([1] * 5000)
+    with pytest.raises(ValueError, match=r"^5000 prompt tokens and 10 new ones exceed the context"):
+        decode(
+            target,
+            [fits, too_long],
+            eos_token_ids=(),
+            batch_size=2,
+            proposer=DraftModelProposer(draft),
+            compiled=compiled,
+        )
+    decoder = Decoder(target, slots=2, capacity=40, compiled=compiled)
+    decoder.attach(DRAFT, DraftModelProposer(draft))
+    with pytest.raises(ValueError, match=r"^a row needs 46 cache slots, the decoder has 40$"):
+        decoder.join([fits, request([1] * 30)])
+    assert decoder.free_slots == 2
+    assert decoder.round() == []

@@ -1,0 +1,338 @@
+"""Guesses follow their definitions, token by token, and the text alone."""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding import ngrams
+from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
+from draftkit.decoding.proposers import Guesser, Proposal, TextProposer
+from draftkit.theory.noise import DRAFT, sample
+from tests.decoding.boxes import measured
+from tests.decoding.checks import LawBroken, Setting, check_joint_law, served
+from tests.decoding.stand import view_of
+from tests.tabular import TabularAdapter
+from tests.theory import mutants as theory_mutants
+from tests.theory.mutants import mutate
+
+PLAIN = SamplingConfig()
+GAMMA = 4
+
+
+def some_texts(count: int, vocab_size: int, longest: int, seed: int) -> list[list[int]]:
+    """Texts of 1 to `longest` random tokens."""
+    dice = random.Random(seed)
+    return [
+        [dice.randrange(vocab_size) for _ in range(dice.randint(1, longest))] for _ in range(count)
+    ]
+
+
+def guessed(guesser: Guesser, texts: list[list[int]], gamma: int = GAMMA) -> list[list[int]]:
+    """What is proposed after each of `texts`."""
+    view = view_of(texts, [PLAIN] * len(texts), gamma)
+    proposal = guesser.propose(view, gamma)
+    assert proposal.tokens.shape == (len(texts), gamma)
+    assert 0 <= proposal.tokens.min() <= proposal.tokens.max() < 8
+    pairs = zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)
+    return [tokens[:length] for tokens, length in pairs]
+
+
+# Tables of counts
+
+
+def test_a_table_of_tokens_holds_relative_counts_and_its_smoothing_evenly() -> None:
+    table = count_table([[0, 0, 1], [2]], vocab_size=4, order=1, smoothing=2.0)
+    expected = torch.tensor([2.5, 1.5, 1.5, 0.5]) / 6
+    torch.testing.assert_close(table.exp(), expected)
+
+
+def test_a_table_of_pairs_leans_on_single_tokens_and_counts_no_pair_across_texts() -> None:
+    texts = some_texts(20, 5, 9, seed=1)
+    flat = [token for text in texts for token in text]
+    pairs = [pair for text in texts for pair in itertools.pairwise(text)]
+    table = count_table(texts, vocab_size=6, order=2, smoothing=0.5)
+    for last, token in itertools.product(range(6), repeat=2):
+        single = (flat.count(token) + 0.5 / 6) / (len(flat) + 0.5)
+        follows = sum(pair[0] == last for pair in pairs)
+        expected = (pairs.count((last, token)) + 0.5 * single) / (follows + 0.5)
+        assert table[last, token].exp().item() == pytest.approx(expected, rel=1e-5)
+    unseen = count_table(texts, vocab_size=6, order=1, smoothing=0.5)
+    torch.testing.assert_close(table[5], unseen)  # no token 5 was seen
+
+
+def test_what_cannot_be_counted_is_refused() -> None:
+    with pytest.raises(ValueError, match="order=3"):
+        count_table([], vocab_size=4, order=3)
+    with pytest.raises(ValueError, match=r"8193 x 8193 .* unigram, lookup or ngram"):
+        count_table([], vocab_size=8193, order=2)
+
+
+def bigram(seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 8, generator=generator, dtype=torch.float64).mul(2).log_softmax(-1)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_table_proposes_from_its_served_law(order: int) -> None:
+    samplings = [
+        PLAIN,
+        SamplingConfig(temperature=0.6, top_k=3),
+        SamplingConfig(temperature=0.0),
+        SamplingConfig(top_p=0.7, repetition_penalty=1.3),
+    ]
+    texts = [[3, 1, 4, 1], [5], [2, 6, 5, 3, 5, 0], [0, 7]]
+    table = bigram() if order == 2 else bigram()[0]
+    view = view_of(texts, samplings, GAMMA)
+    proposal = CountTable(table).propose(view, GAMMA)
+    assert proposal.draft_probs is not None
+    model = TabularAdapter(table.expand(8, 8).expand(9, 8, 8))  # looks at the last token alone
+    uniforms = view.uniform(count=GAMMA, purpose=DRAFT)
+    for row, tokens in enumerate(proposal.tokens.tolist()):
+        for i in range(GAMMA):
+            own = served(model, torch.tensor([texts[row] + tokens[:i]]), samplings[row])
+            torch.testing.assert_close(proposal.draft_probs[row, i], own[0])
+    for i in range(GAMMA):
+        drawn = sample(probs=proposal.draft_probs[:, i], uniform=uniforms[:, i])
+        assert torch.equal(proposal.tokens[:, i], drawn)
+
+
+def test_a_table_can_name_its_most_likely_tokens_instead() -> None:
+    proposal = CountTable(bigram(), tokens="argmax").propose(view_of([[3], [5]], [PLAIN] * 2, 2), 2)
+    best = bigram().argmax(-1)
+    assert proposal.draft_probs is None
+    assert proposal.tokens.tolist() == [[best[3], best[best[3]]], [best[5], best[best[5]]]]
+
+
+def test_a_table_in_half_precision_is_a_law_in_single_precision() -> None:
+    table = bigram().half()
+    law = CountTable(table).propose(view_of([[3]], [PLAIN], 1), 1).draft_probs
+    assert law is not None
+    assert law.dtype == torch.float32
+    torch.testing.assert_close(law[0, 0], table[3].float().softmax(-1), rtol=0, atol=1e-6)
+
+
+# Prompt lookup
+
+
+def looked_up(text: list[int], max_ngram: int, min_ngram: int) -> list[int]:
+    """The definition, token by token."""
+    for n in range(max_ngram, min_ngram - 1, -1):
+        for end in range(len(text) - 1, n - 1, -1):
+            if text[end - n : end] == text[-n:]:
+                longer = list(text)
+                for _ in range(GAMMA):
+                    longer.append(longer[len(longer) - (len(text) - end)])
+                return longer[len(text) :]
+    return []
+
+
+@pytest.mark.parametrize(("max_ngram", "min_ngram"), [(1, 1), (3, 1), (3, 2), (5, 3)])
+def test_lookup_goes_on_after_the_last_occurrence_of_the_longest_end(
+    max_ngram: int, min_ngram: int
+) -> None:
+    texts = some_texts(400, 4, 16, seed=2)
+    lookup = PromptLookup(max_ngram=max_ngram, min_ngram=min_ngram)
+    expected = [looked_up(text, max_ngram, min_ngram) for text in texts]
+    assert guessed(lookup, texts) == expected
+    assert 20 < sum(map(bool, expected)) < 400
+
+
+def test_the_last_of_several_matches_counts() -> None:
+    assert guessed(PromptLookup(), [[1, 2, 3, 1, 2, 4, 5, 1, 2]], 2) == [[4, 5]]
+
+
+def test_a_longer_match_counts_more_than_a_later_one() -> None:
+    assert guessed(PromptLookup(), [[1, 2, 3, 0, 2, 4, 1, 2]], 2) == [[3, 0]]
+
+
+def test_a_text_that_repeats_itself_is_taken_to_go_on() -> None:
+    assert guessed(PromptLookup(), [[5, 1, 2, 3, 1, 2, 3]], 5) == [[1, 2, 3, 1, 2]]
+
+
+def check_reads_text_alone(lookup: Guesser) -> None:
+    """Whatever earlier rounds have left behind a text, the same is proposed."""
+    texts = some_texts(200, 4, 16, seed=3)
+    view = view_of(texts, [PLAIN] * len(texts), GAMMA)
+    behind = torch.arange(view.tokens.shape[1]) >= view.length[:, None]
+    clean = lookup.propose(view, GAMMA)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        left = torch.randint(4, view.tokens.shape, generator=generator)
+        dirty = lookup.propose(replace(view, tokens=torch.where(behind, left, view.tokens)), GAMMA)
+        real = torch.arange(GAMMA) < clean.lengths[:, None]
+        if not torch.equal(clean.lengths, dirty.lengths):
+            raise LawBroken("how much is proposed depends on what lies behind the text")
+        if (real & (clean.tokens != dirty.tokens)).any():
+            raise LawBroken("what is proposed depends on what lies behind the text")
+
+
+def test_lookup_and_memory_read_committed_text_alone() -> None:
+    check_reads_text_alone(PromptLookup())
+    memory = NgramMemory()
+    memory.learn(some_texts(20, 4, 16, seed=4))
+    check_reads_text_alone(memory)
+
+
+READS_BEYOND = {
+    "what followed, beyond the end": ("% period[:, None]", ""),
+    "matches beyond the end": ("place < last[:, None]", "place != last[:, None]"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), READS_BEYOND.values(), ids=READS_BEYOND)
+def test_a_lookup_that_reads_beyond_the_committed_text_is_rejected(old: str, new: str) -> None:
+    with pytest.raises(LawBroken):
+        check_reads_text_alone(vars(mutate(ngrams, old, new))["PromptLookup"]())
+
+
+def test_a_filler_may_be_longer_than_what_is_visible() -> None:
+    view = view_of([[1, 2] * 12, [1, 2, 1]], [PLAIN] * 2, 2)
+    proposal = PromptLookup().propose(replace(view, visible=8), 2)
+    assert proposal.tokens[1].tolist() == [2, 1]
+
+
+# The memory of past answers
+
+
+def remembered(
+    learned: list[list[int]], text: list[int], max_ngram: int, min_ngram: int
+) -> list[int]:
+    """The definition, token by token."""
+    followed: dict[tuple[int, ...], int] = {}
+    for one in learned:
+        for n in range(min_ngram, max_ngram + 1):
+            for i in range(n, len(one)):
+                followed[tuple(one[i - n : i])] = one[i]
+    longer = list(text)
+    for _ in range(GAMMA):
+        known = [n for n in range(min_ngram, max_ngram + 1) if tuple(longer[-n:]) in followed]
+        known = [n for n in known if n <= len(longer)]
+        if not known:
+            break
+        longer.append(followed[tuple(longer[-known[-1] :])])
+    return longer[len(text) :]
+
+
+@pytest.mark.parametrize(("max_ngram", "min_ngram"), [(1, 1), (3, 1), (4, 2), (3, 3)])
+def test_the_memory_says_what_followed_last_after_the_longest_known_end(
+    max_ngram: int, min_ngram: int
+) -> None:
+    learned, texts = some_texts(12, 7, 12, seed=5), some_texts(300, 7, 10, seed=6)
+    memory = NgramMemory(max_ngram=max_ngram, min_ngram=min_ngram)
+    memory.learn(learned)
+    expected = [remembered(learned, text, max_ngram, min_ngram) for text in texts]
+    assert guessed(memory, texts) == expected
+    assert len({len(tokens) for tokens in expected}) > (min_ngram > 1)  # some stop at a miss
+
+
+def test_learning_piece_by_piece_is_learning_at_once_in_a_table_of_fixed_size() -> None:
+    learned = some_texts(30, 5, 20, seed=7)
+    at_once, by_piece = (NgramMemory(max_bytes=5000) for _ in range(2))
+    place = by_piece.table.data_ptr()
+    at_once.learn(learned)
+    for text in learned:
+        by_piece.learn([text])
+    by_piece.learn([])
+    assert torch.equal(at_once.table, by_piece.table)
+    assert by_piece.table.data_ptr() == place
+    assert 2500 < by_piece.table.nbytes <= 5000
+
+
+def test_large_ids_are_told_apart() -> None:
+    memory, big = NgramMemory(max_ngram=2), (1 << 24) - 1
+    memory.learn([[big, big - 1, 5], [big - 1, big, 6], [0, big]])
+    assert guessed(memory, [[big, big - 1], [big - 1, big], [7, 3]], 1) == [[5], [6], []]
+    assert memory.propose(view_of([[0]], [PLAIN], 1), 1).tokens.item() == big
+
+
+def test_a_full_memory_goes_on_guessing_and_costs_no_exactness() -> None:
+    memory = NgramMemory(max_ngram=3, max_bytes=3 * 8 * 2)  # two places an order
+    memory.learn(some_texts(10, 3, 20, seed=8))
+    setting = Setting(gamma=2, tokens=3)
+    result = measured(lambda _: TextProposer(memory), setting)
+    check_joint_law(result)
+    assert (result.cells.outcome.accepted * result.cells.mass).sum() > 1
+
+
+def test_a_fresh_token_from_the_target_after_a_mismatch_is_rejected() -> None:
+    """The n-gram decoder that draws from p anew: P(x) = p + (1 - p) p for a proposal x."""
+    memory = NgramMemory(max_ngram=2)
+    memory.learn(some_texts(4, 3, 10, seed=9))
+    broken = theory_mutants.verification_mutant("correction drawn afresh from the target")
+    result = measured(
+        lambda _: TextProposer(memory),
+        Setting(gamma=1, tokens=2),
+        verifier=broken.VERIFIERS["speculative"],
+    )
+    with pytest.raises(LawBroken, match="joint law"):
+        check_joint_law(result)
+
+
+@pytest.mark.parametrize("guesser", [PromptLookup, NgramMemory])
+def test_orders_that_make_no_sense_are_refused(guesser: type) -> None:
+    for max_ngram, min_ngram in ((2, 3), (2, 0)):
+        with pytest.raises(ValueError, match="n-grams of"):
+            guesser(max_ngram=max_ngram, min_ngram=min_ngram)
+    with pytest.raises(ValueError, match="max_bytes=8"):
+        NgramMemory(max_bytes=8)
+
+
+# As parts of compiled rounds
+
+
+def memory_of(seed: int) -> NgramMemory:
+    memory = NgramMemory(max_ngram=2, max_bytes=1 << 12)
+    memory.learn(some_texts(20, 8, 20, seed=seed))
+    return memory
+
+
+CHANGED: dict[str, tuple[Guesser, Callable[[], dict[str, Tensor]] | None]] = {
+    "unigram": (CountTable(bigram()[0].clone()), lambda: {"table": bigram(2)[0]}),
+    "bigram": (CountTable(bigram()), lambda: {"table": bigram(2)}),
+    "memory": (memory_of(10), lambda: {"table": memory_of(11).table}),
+    "lookup": (PromptLookup(), None),
+}
+
+
+@pytest.mark.parametrize(("guesser", "new"), CHANGED.values(), ids=CHANGED)
+def test_a_guess_is_one_graph_that_reads_new_contents_where_they_are(
+    guesser: Guesser, new: Callable[[], dict[str, Tensor]] | None
+) -> None:
+    view = view_of(some_texts(40, 8, 16, seed=12), [PLAIN] * 40, 3)
+    compiled = torch.compile(
+        lambda guesser, view: guesser.propose(view, 3), fullgraph=True, backend="eager"
+    )
+    before: Proposal = compiled(guesser, view)
+    torch.testing.assert_close(before, guesser.propose(view, 3), rtol=0, atol=0)
+    if new is None:
+        return
+    with pytest.raises(ValueError, match="do not fit"):
+        guesser.load({"table": torch.zeros(3)})
+    guesser.load(new())
+    after: Proposal = compiled(guesser, view)
+    assert not torch.equal(before.tokens, after.tokens)
+    torch.testing.assert_close(after, guesser.propose(view, 3), rtol=0, atol=0)
+
+
+def test_proposers_that_need_other_code_have_other_signatures() -> None:
+    different: list[Guesser] = [
+        CountTable(bigram()),
+        CountTable(bigram().float()),
+        CountTable(bigram()[0]),
+        CountTable(bigram(), tokens="argmax"),
+        PromptLookup(),
+        PromptLookup(max_ngram=4),
+        PromptLookup(min_ngram=2),
+        NgramMemory(),
+        NgramMemory(max_ngram=3),
+        NgramMemory(max_ngram=5, min_ngram=2),
+        NgramMemory(max_bytes=1 << 20),
+    ]
+    assert len({guesser.signature for guesser in different}) == len(different)
+    assert CountTable(bigram(1)).signature == CountTable(bigram(2)).signature

@@ -1,0 +1,218 @@
+"""A round's two units alone, and a draft's cache after rounds that went by without it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding import graphs
+from draftkit.decoding import round as units
+from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.proposers import DraftModelProposer, Proposal
+from draftkit.decoding.round import (
+    Outcome,
+    RoundInputs,
+    no_proposal,
+    proposal_acceptance,
+    target_log_probs,
+)
+from draftkit.decoding.state import Request, make_group
+from draftkit.theory.acceptance import sampled_acceptance
+from tests.decoding.driving import DRAFT, SAMPLINGS, Schedule, drive, request, strict_compiler
+from tests.decoding.test_cache import Session
+from tests.tabular import random_adapter, relative
+
+EXACT = 1e-10
+
+
+# The units
+
+
+TARGET = random_adapter(8, 1)
+
+
+def decoder_of(slots: int = 4, **options: Any) -> Decoder:
+    decoder = Decoder(TARGET, slots=slots, capacity=48, **options)
+    decoder.attach(DRAFT, DraftModelProposer(relative(TARGET, 2)))
+    return decoder
+
+
+def ready(decoder: Decoder, rows: int, size: int | None = None) -> RoundInputs:
+    """Inputs of a round of gamma 2 of `rows` rows whose prompts are fed."""
+    slots = decoder.join([request([1, 2, row], row=row) for row in range(rows)])
+    decoder.prefill()
+    return RoundInputs(make_group(decoder.state, slots, 2, DRAFT, size=size), visible=48)
+
+
+def both_units(decoder: Decoder, inputs: RoundInputs) -> tuple[Proposal, Outcome]:
+    with torch.inference_mode():
+        proposal = units.propose((decoder._proposers[DRAFT], decoder), inputs)
+        return proposal, units.verify(decoder, inputs._replace(proposal=proposal))
+
+
+def test_units_do_what_a_round_of_the_decoder_does() -> None:
+    proposal, outcome = both_units(other := decoder_of(), ready(other, 3))
+    decoder = decoder_of()
+    decoder.join([request([1, 2, row], row=row) for row in range(3)])
+    (result,) = decoder.round()
+    assert torch.equal(result.draft_tokens, proposal.tokens)
+    assert torch.equal(result.tokens, outcome.tokens)
+    assert outcome.report[:, 0].tolist() == result.emitted
+    assert outcome.report[:, 1].tolist() == result.committed
+    assert torch.equal(other.state.length, decoder.state.length)
+    assert torch.equal(other.state.tokens[:3, :4], decoder.state.tokens[:3, :4])
+
+
+def test_fillers_commit_nothing_and_report_nothing() -> None:
+    decoder = decoder_of(slots=6)
+    waiting = decoder.join([request([5, 6, 5, 4], row=9)])
+    decoder.prefill()
+    inputs = ready(decoder, 2, size=4)
+    assert inputs.group.index.tolist() == [0, 1, 2, 3]  # slot 3 is free
+    state = decoder.state
+    length, done = state.length.clone(), state.done.clone()
+    _, outcome = both_units(decoder, inputs)
+    assert (outcome.report[:, 0] > 0).tolist() == [False, True, True, False]
+    assert not outcome.report[[0, 3]].any()
+    assert (state.length != length).tolist() == [False, True, True, False, False, False]
+    assert torch.equal(state.done[[0, 3, 4, 5]], done[[0, 3, 4, 5]])
+    assert state.tokens[waiting[0], :4].tolist() == [5, 6, 5, 4]
+
+
+def test_a_finished_row_stands_still_in_a_round_begun_before_that_was_known() -> None:
+    decoder = decoder_of()
+    decoder.join([request([1, 2], new=1), request([3, 4], new=9, row=1)])
+    decoder.prefill()
+    inputs = RoundInputs(make_group(decoder.state, [0, 1], 2, DRAFT), visible=48)
+    both_units(decoder, inputs)
+    before = decoder.state.length.clone()
+    assert before[0] == 3
+    _, outcome = both_units(decoder, inputs)
+    assert not outcome.report[0].any()
+    assert decoder.state.length[0] == before[0]
+    assert decoder.state.length[1] > before[1]
+
+
+def test_no_proposal_is_zero_wide() -> None:
+    inputs = ready(decoder_of(), 3)
+    proposal = no_proposal(inputs)
+    assert proposal.tokens.shape == (3, 0)
+    assert proposal.draft_probs is None
+    assert proposal.lengths.tolist() == [0, 0, 0]
+
+
+def test_acceptance_is_the_overlap_or_the_probability_of_a_one_hot_proposal() -> None:
+    target_probs = torch.rand(2, 4, 5, dtype=torch.float64).softmax(-1)
+    draft_probs = torch.rand(2, 3, 5, dtype=torch.float64).softmax(-1)
+    tokens = torch.tensor([[0, 4, 2], [3, 3, 1]])
+    lengths = torch.tensor([3, 3])
+    sampled = proposal_acceptance(target_probs, Proposal(tokens, draft_probs, lengths))
+    expected = sampled_acceptance(target_probs=target_probs[:, :3], draft_probs=draft_probs)
+    assert torch.equal(sampled, expected)
+    pointed = proposal_acceptance(target_probs, Proposal(tokens, None, lengths))
+    for row in range(2):
+        for place in range(3):
+            assert pointed[row, place] == target_probs[row, place, tokens[row, place]]
+
+
+def test_log_probs_are_raw_and_normalisers_are_raw_and_served() -> None:
+    decoder = decoder_of()
+    warm, greedy = SamplingConfig(temperature=0.5, top_k=2), SamplingConfig(temperature=0.0)
+    decoder.join([request([1], sampling=warm), request([2], sampling=greedy)])
+    group = make_group(decoder.state, [0, 1], 1, DRAFT)
+    logits = torch.randn(2, 2, 8)
+    candidates = torch.tensor([[1, 7], [0, 3]])
+    log_probs, raw, served = target_log_probs(logits, candidates, group)
+    expected = logits.log_softmax(-1).gather(2, candidates[..., None])[..., 0]
+    torch.testing.assert_close(log_probs, expected)
+    torch.testing.assert_close(raw, logits.logsumexp(-1))
+    torch.testing.assert_close(served[0], (logits[0] / 0.5).logsumexp(-1))
+    torch.testing.assert_close(served[1], logits[1].logsumexp(-1))
+
+
+# Rounds without the draft
+
+
+def adapting(gamma: int, **others: Any) -> Request:
+    return replace(request([1, 2, 3], gamma=gamma, new=40, **others), adapts=True)
+
+
+PLAIN_BETWEEN = [3, 0, 0, 2, 0, 0, 0, 0, 3, 1, 0]
+
+
+def session_of(architecture: str) -> Session:
+    """Rows of one draft whose gamma is the schedule's."""
+    session = Session(architecture, slots=3)
+    session.decoder.gamma_policy = Schedule(PLAIN_BETWEEN)
+    for length in (9, 1, 14):
+        slot = session.join(length, gamma=3, draft="close", new=40)
+        session.decoder.state.requests[slot] = replace(session.requests[slot], adapts=True)
+    return session
+
+
+def finish(session: Session) -> None:
+    while session.texts:
+        session.leave(session.round())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
+def test_after_plain_rounds_the_drafts_logits_are_those_of_a_fresh_pass(architecture: str) -> None:
+    session = session_of(architecture)
+    finish(session)
+    assert {gamma for gamma, _ in session.accepted} == {0, 1, 2, 3}
+    assert session.compared > 150
+
+
+def test_a_draft_that_is_not_shown_plain_rounds_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Decoder, "_catch_up", lambda *_: None)
+    session = session_of("llama")
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        finish(session)
+
+
+def first_round(text: list[int], gamma: int, row: int, sampling: SamplingConfig) -> Tensor:
+    """The acceptance that a fresh decoder finds after `text`."""
+    decoder = decoder_of()
+    decoder.join([request(text, gamma=gamma, row=row, sampling=sampling)])
+    return decoder.round()[0].acceptance[0]
+
+
+def compare_with_fresh_decoders(schedule: list[int], **options: Any) -> int:
+    """Rows that join one after the other; the noise of a round is that of its place in the text.
+
+    Returns how many rounds were compared.
+    """
+    decoder = decoder_of(gamma_policy=Schedule(schedule), **options)
+    requests = [
+        replace(adapting(3, row=row, sampling=SAMPLINGS[1]), max_new_tokens=9 + 3 * row)
+        for row in range(6)
+    ]
+    compared = 0
+    for row, answer in enumerate(drive(decoder, requests)):
+        length = 0
+        for fact, numbers in zip(answer.facts, answer.numbers, strict=True):
+            gamma, drafted, _, count, _, _ = fact[0]
+            if gamma:
+                text = [1, 2, 3, *answer.text[:length]]
+                fresh = first_round(text, gamma, row, SAMPLINGS[1])
+                torch.testing.assert_close(numbers[:drafted], fresh, atol=EXACT, rtol=0)
+                compared += 1
+            length += count
+        assert length == len(answer.text)
+    return compared
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_acceptance_after_plain_rounds_is_that_of_a_fresh_decoder(late: bool) -> None:
+    assert compare_with_fresh_decoders(PLAIN_BETWEEN, late=late) > 12
+
+
+def test_compiled_rounds_follow_plain_ones_as_well() -> None:
+    with strict_compiler() as strict, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "BATCHES", (4,))
+        for late in (False, True):
+            assert compare_with_fresh_decoders([2, 0, 0], compiled=True, late=late) > 12
+        assert strict.made == 3  # the draft, and verification of two proposals and of none

@@ -1,0 +1,197 @@
+"""Costs: what is measured, on which rounds, and how ratios are formed."""
+
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding.graphs import Units
+from draftkit.evaluation import calibration, walltime
+from draftkit.evaluation.calibration import FirstToken, Flow, calibrate
+from draftkit.evaluation.walltime import Setting, time_methods
+from draftkit.theory.speedup import speedup_from_length
+from tests.evaluation.scripted import VOCAB, Clock, Slow
+
+SETTING = Setting(
+    sampling=SamplingConfig(),
+    max_new_tokens=12,
+    gamma=3,
+    verification="speculative",
+    batch_size=2,
+    capacity=40,
+    eos_token_ids=(0,),
+    seed=0,
+    compiled=False,
+)
+PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(walltime, "now", made)
+    return made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_calibration_finds_the_ratios_that_the_models_cost(clock, temperature, monkeypatch):
+    monkeypatch.setattr(calibration, "CALIBRATION_TURNS", 12)
+    target = Slow(0, clock, lambda tokens: 10 + 0.5 * (tokens - 1))
+    draft = Slow(1, clock, lambda tokens: 2.0)
+    setting = replace(SETTING, sampling=SamplingConfig(temperature=temperature))
+    found = calibrate(target, draft, PROMPTS, setting, gammas=(8, 3))
+    costs = found.costs
+    assert costs.plain_seconds == pytest.approx(10)
+    assert costs.cost_ratio == pytest.approx(0.2)
+    assert costs.verify_ratio == pytest.approx(1.15)
+    assert costs.verify_ratios == pytest.approx({0: 1.0, 3: 1.15, 8: 1.4})
+    assert costs.overhead_ratio == pytest.approx(0, abs=1e-12)
+    assert found.quartiles["cost_ratio"] == pytest.approx((0.2, 0.2))
+
+
+def test_what_the_host_does_around_the_units_is_the_overhead(clock, monkeypatch):
+    target = Slow(0, clock, lambda tokens: 10.0)
+    draft = Slow(1, clock, lambda tokens: 1.0)
+    real = calibration.make_decoder
+
+    def make(*arguments, **options):
+        decoder = real(*arguments, **options)
+        rounds = decoder.round
+
+        def slow_round():
+            clock.now += 0.25
+            return rounds()
+
+        decoder.round = slow_round
+        return decoder
+
+    monkeypatch.setattr(calibration, "make_decoder", make)
+    costs = calibrate(target, draft, PROMPTS, SETTING).costs
+    assert costs.plain_seconds == pytest.approx(10.25)
+    assert costs.overhead_ratio == pytest.approx(0.25 / 10.25)
+    # the parts of a round add up: what is predicted of it is what it takes
+    round_seconds = 3 * 1.0 + 10 + 0.25
+    predicted = speedup_from_length(
+        2.0, 3, costs.cost_ratio, costs.verify_ratio, costs.overhead_ratio
+    )
+    assert predicted == pytest.approx(2 * 10.25 / round_seconds)
+
+
+def test_a_disturbance_that_lasts_cancels_in_the_ratios(clock):
+    """The machine gets slower all the time; what is measured a turn apart is compared."""
+    rising = [1.0]
+
+    def seconds(base):
+        def take(tokens):
+            rising[0] *= 1.0005
+            return base * rising[0]
+
+        return take
+
+    target, draft = Slow(0, clock, seconds(10.0)), Slow(1, clock, seconds(1.0))
+    found = calibrate(target, draft, PROMPTS, SETTING)
+    assert rising[0] > 1.1
+    assert found.costs.verify_ratio == pytest.approx(1.0, rel=0.01)
+    assert found.costs.cost_ratio == pytest.approx(0.1, rel=0.01)
+    low, high = found.quartiles["plain_seconds"]
+    assert low < found.costs.plain_seconds < high
+
+
+def test_single_slow_rounds_do_not_move_a_median(clock):
+    calls = [0]
+
+    def take(tokens):
+        calls[0] += 1
+        return 1000.0 if calls[0] % 17 == 0 else 10.0
+
+    found = calibrate(Slow(0, clock, take), Slow(1, clock, lambda n: 1.0), PROMPTS, SETTING)
+    assert found.costs.verify_ratio == pytest.approx(1.0)
+    assert found.costs.cost_ratio == pytest.approx(0.1)
+
+
+def test_kinds_of_rounds_take_turns_and_the_first_are_left_out(clock, monkeypatch):
+    order = []
+    real = Flow.turn
+
+    def recorded(self):
+        order.append(self.gamma)
+        return real(self)
+
+    monkeypatch.setattr(Flow, "turn", recorded)
+    monkeypatch.setattr(calibration, "CALIBRATION_TURNS", 4)
+    calibrate(
+        Slow(0, clock, lambda n: 1.0), Slow(1, clock, lambda n: 1.0), PROMPTS, SETTING, gammas=(8,)
+    )
+    turns = [order[i : i + 4] for i in range(0, len(order), 4)]
+    assert len(turns) == calibration.WARM_TURNS + 4
+    assert all(sorted(turn) == [0, 2, 3, 8] for turn in turns)
+    assert len({turn[0] for turn in turns}) == 4
+
+
+def test_batches_are_full_and_begin_anew_as_soon_as_a_row_ends(clock):
+    target = Slow(0, clock, lambda tokens: 1.0)
+    flow = Flow(target, None, PROMPTS, SETTING, 0)
+    begun = set()
+    for _ in range(60):
+        assert flow.round().verify == 1.0
+        requests = flow.decoder.state.requests
+        assert len(requests) in (0, SETTING.batch_size)
+        assert not flow.decoder.state.finished
+        begun |= {request.row for request in requests.values()}
+    assert len(begun) > 2 * 60 / SETTING.max_new_tokens  # some ended before the length limit
+
+
+def test_a_stand_in_for_the_draft_calls_no_draft(clock):
+    from draftkit.decoding.proposers import TextProposer
+
+    target = Slow(0, clock, lambda tokens: float(tokens))
+    flow = Flow(target, TextProposer(FirstToken(VOCAB)), PROMPTS, SETTING, 5)
+    seconds = [flow.round() for _ in range(20)]
+    assert {s.propose for s in seconds} == {0.0}
+    assert statistics.median(s.verify for s in seconds) == 6.0
+
+
+def test_the_constant_guess_is_a_lawful_proposal():
+    from types import SimpleNamespace
+    from typing import Any
+
+    def view(greedy) -> Any:
+        group = SimpleNamespace(greedy=greedy)
+        return SimpleNamespace(length=torch.tensor([4, 7]), group=group)
+
+    proposal = FirstToken(VOCAB).propose(view(False), 3)
+    assert proposal.tokens.tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert proposal.lengths.tolist() == [3, 3]
+    assert proposal.draft_probs is not None
+    assert torch.allclose(proposal.draft_probs.sum(-1), torch.ones(2, 3))
+    assert FirstToken(VOCAB).propose(view(True), 3).draft_probs is None
+    with pytest.raises(ValueError, match="no weights"):
+        FirstToken(VOCAB).load({})
+
+
+def test_more_proposals_than_a_row_holds_are_refused(clock):
+    target = Slow(0, clock, lambda tokens: 1.0)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        calibrate(target, target, PROMPTS, SETTING, gammas=(30,))
+
+
+def test_timed_generations_run_the_code_that_was_compiled_for_the_calibration(clock, monkeypatch):
+    """Compiling takes longer than measuring: no unit may be needed in two forms."""
+    keys = set()
+
+    def run(self, unit, places, inputs, *, key, **options):
+        if self.compiled:
+            keys.add((unit.__name__, key))
+        return unit(places, inputs)
+
+    monkeypatch.setattr(Units, "run", run)
+    setting = replace(SETTING, batch_size=1, compiled=True)
+    target, draft = Slow(0, clock, lambda n: 1.0), Slow(1, clock, lambda n: 1.0)
+    calibrate(target, draft, PROMPTS, setting)
+    calibrated = set(keys)
+    keys.clear()
+    time_methods(target, {"draft": draft}, PROMPTS, PROMPTS, setting)
+    assert keys == calibrated
+    assert sorted(name for name, _ in keys) == ["propose", "verify", "verify"]

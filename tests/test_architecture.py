@@ -64,7 +64,7 @@ def test_probabilities_are_made_in_theory_only() -> None:
 
 
 def test_no_model_generates_by_itself() -> None:
-    """Sequences come from our decoder; a model's own `.generate(` is a peer to measure beside it."""
+    """Sequences come from our decoder; a model's own `.generate(` is a peer to measure."""
     found = (
         (path, call.lineno)
         for path in CODE

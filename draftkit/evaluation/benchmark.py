@@ -41,7 +41,7 @@ from draftkit.theory.speedup import Costs, speedup_from_length
 
 SPECULATIVE, ADAPTIVE, HF_PLAIN, HF_ASSISTED = "speculative", "adaptive", "hf_plain", "hf_assisted"
 BASELINES = (PLAIN, HF_PLAIN, HF_ASSISTED)
-DRAFTED = (SPECULATIVE, ADAPTIVE, "eager_speculative")
+DRAFTED = (SPECULATIVE, ADAPTIVE, "eager_speculative", "argmax", "lookup", "hybrid", "staged")
 CROWD = 8  # rows from which on it is in doubt whether speculation pays
 # How far below the best logit the worse of two tokens may lie where answers part: rounding of
 # passes over other shapes. In bfloat16 logits between 8 and 16 are 1/16 apart: two steps.

@@ -19,6 +19,7 @@ from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.round import Outcome, RoundInputs
 from draftkit.decoding.state import DecodeState, Group, Request, RoundView, make_group
 from draftkit.decoding.state import view_of as state_view
+from draftkit.models.adapter import Adapter
 from draftkit.theory import noise
 from draftkit.theory.verification import VERIFIERS, Verifier
 from draftkit.theory.warping import SamplingParams
@@ -91,7 +92,7 @@ class Stand:
     ) -> None:
         rows, capacity = len(texts), limit + 2 * (gamma + 1)
         self.proposer = proposer
-        self.target = target
+        self.target: Adapter = target
         self.verifier = verifier
         self.noise = noise_function
         self.eos_token_ids = torch.tensor(eos, dtype=torch.long)

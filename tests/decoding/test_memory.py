@@ -271,7 +271,7 @@ def test_growth_would_be_seen() -> None:
     with pytest.raises(AssertionError):
         check_flat(lambda n: kept.append(torch.zeros(1)), count=5, room=8 * MIB)
     with pytest.raises(AssertionError):
-        check_flat(lambda n: kept.append(b"x" * MIB), count=12, room=8 * MIB)
+        check_flat(lambda n: kept.append(b"x" * 4 * MIB), count=12, room=8 * MIB)
 
 
 # Refusals

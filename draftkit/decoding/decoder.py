@@ -11,7 +11,7 @@ Shapes: B rows of a group, K proposed tokens, V vocabulary.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -40,7 +40,8 @@ from draftkit.models.seq2seq import EncodingAdapter
 from draftkit.theory import noise
 from draftkit.theory.verification import VERIFIERS
 
-PREFILL_CHUNK = 512
+PREFILL_CHUNK = 512  # tokens of a prompt, and
+PREFILL_ROWS = 8  # prompts, in one pass: what it needs must not grow with those that wait
 
 
 class Decoder:
@@ -176,12 +177,12 @@ class Decoder:
         A prompt's last token is fed by the round that first uses it.
         """
         state = self.state
-        for proposer_id, slots in self._by_proposer(sorted(state.unread)).items():
+        for proposer_id, slots in self._by_proposer(sorted(state.unread)):
             feed_encoders(self, slots, self._proposer(proposer_id))
             self._running = None
         state.unread.clear()
         waiting = [slot for slot in state.requests if not state.is_ready(slot)]
-        for proposer_id, slots in self._by_proposer(waiting).items():
+        for proposer_id, slots in self._by_proposer(waiting):
             starts = [state.prefilled[slot] for slot in slots]
             ends = [len(state.requests[slot].prompt_ids) - 1 for slot in slots]
             left = [end - start for start, end in zip(starts, ends, strict=True)]
@@ -193,11 +194,14 @@ class Decoder:
             self._running = None
         return any(not state.is_ready(slot) for slot in waiting)
 
-    def _by_proposer(self, slots: Sequence[int]) -> dict[str | None, list[int]]:
+    def _by_proposer(self, slots: Sequence[int]) -> Iterator[tuple[str | None, list[int]]]:
+        """Slots that share a proposer, at most `PREFILL_ROWS` together."""
         by_proposer: dict[str | None, list[int]] = {}
         for slot in slots:
             by_proposer.setdefault(self.state.requests[slot].proposer_id, []).append(slot)
-        return by_proposer
+        for proposer_id, members in by_proposer.items():
+            for first in range(0, len(members), PREFILL_ROWS):
+                yield proposer_id, members[first : first + PREFILL_ROWS]
 
     def _proposer(self, proposer_id: str | None) -> Proposer | None:
         return None if proposer_id is None else self._proposers[proposer_id]
@@ -349,7 +353,7 @@ class Decoder:
             if stop:  # the row stays in its slot, out of every group, until it leaves
                 self.state.finished.add(slot)
                 self._running = None
-        if self.gamma_policy is not None and result.gamma > 0:
+        if self.gamma_policy is not None and (result.gamma > 0 or launched.group.adapts):
             self.gamma_policy.observe(gamma=result.gamma, accepted=full_tests(result))
         ticks = [*launched.ticks, self._tick()]
         return replace(result, seconds=RoundSeconds(*(b - a for a, b in pairwise(ticks))))

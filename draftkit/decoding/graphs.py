@@ -73,11 +73,13 @@ class Units:
         key = (unit, key)
         if not self._captures:
             return _compiled(unit, key, owner, freeze)(places, inputs)
-        if key not in self._captured:
+        # A capture is bound to the addresses of its places, which it keeps alive.
+        own = (key, *map(id, places if isinstance(places, tuple) else (places,)))
+        if own not in self._captured:
             function = _compiled(unit, key, owner, freeze=False)
             with _timed():
-                self._captured[key] = Captured(function, places, inputs, written, self._pool)
-        return self._captured[key](inputs)
+                self._captured[own] = Captured(function, places, inputs, written, self._pool)
+        return self._captured[own](inputs)
 
 
 def _compiled(unit: Unit, key: Hashable, owner: Any, freeze: bool) -> Unit:
@@ -143,6 +145,7 @@ class Captured:
         written: tuple[Tensor, ...],
         pool: Any,
     ) -> None:
+        self._places = places
         self._inputs = map_tensors(torch.clone, inputs)
         kept = [tensor.clone() for tensor in written]
         stream = torch.cuda.Stream()

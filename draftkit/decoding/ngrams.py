@@ -45,6 +45,7 @@ def count_table(
             f"{vocab_size**2 * 4 / 2**30:.1f} GiB: above {LARGEST_BIGRAM_VOCABULARY} tokens use "
             "proposer unigram, lookup or ngram"
         )
+    assert smoothing > 0
     singles = torch.zeros(vocab_size)
     pairs = torch.zeros(vocab_size * vocab_size if order == 2 else 0)
     for text in texts:

@@ -23,6 +23,7 @@ from draftkit.decoding.state import Request, RoundView
 from draftkit.theory import noise
 from tests.decoding.boxes import measured
 from tests.decoding.checks import Setting, check_joint_law
+from tests.decoding.driving import assert_same, drive, strict_compiler
 from tests.decoding.stand import run
 from tests.tabular import TabularAdapter, random_adapter, relative
 from tests.theory import checks as theory_checks
@@ -107,8 +108,11 @@ def watched(kind: str, seen: Seen) -> Proposer:
     model = WatchedModel(random_adapter(8, 1), seen)
     if kind == "hybrid":
         return WatchedHybrid(PromptLookup(min_ngram=2), model)
-    guesser = CountTable(torch.zeros(8).double()) if kind == "drawn" else PromptLookup()
-    return StagedProposer(guesser, model, width=2, passes=2)
+    return drawn_of(model) if kind == "drawn" else StagedProposer(PromptLookup(), model, width=2)
+
+
+def drawn_of(model: DraftModelProposer) -> StagedProposer:
+    return StagedProposer(CountTable(torch.zeros(8).double()), model, width=2)
 
 
 @pytest.mark.parametrize("sampling", [WARM, PENALTY, GREEDY])
@@ -137,6 +141,23 @@ def test_a_row_gets_the_same_tokens_alone_and_beside_others(kind: str) -> None:
     together = answers_of(watched(kind, Seen()), requests, slots=4)
     alone = [answers_of(watched(kind, Seen()), [request], slots=1)[0] for request in requests]
     assert together == alone
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "drawn"])
+def test_compiled_rounds_yield_what_eager_ones_do(kind: str) -> None:
+    """Whatever is picked: no guard looks at what code was made for."""
+    target, requests = relative(random_adapter(8, 1), 2, spread=0.5), requests_of(5, WARM, new=24)
+    answers = []
+    for compiled in (False, True):
+        decoder = Decoder(target, slots=4, capacity=72, compiled=compiled)
+        model = DraftModelProposer(random_adapter(8, 1))
+        proposer: Proposer = drawn_of(model)
+        if kind == "hybrid":
+            proposer = HybridProposer(PromptLookup(min_ngram=2), model)
+        decoder.attach(DRAFT_ID, proposer)
+        with strict_compiler():
+            answers.append(drive(decoder, requests))
+    assert_same(answers[1], answers[0], atol=1e-10)
 
 
 def test_no_number_is_drawn_twice() -> None:

@@ -164,7 +164,6 @@ def captured(compiled: bool, patch: pytest.MonkeyPatch) -> list[Answer]:
     return answers + drive(decoder, requests)
 
 
-@pytest.mark.xfail(strict=True, reason="captured units of one signature are taken for each other")
 def test_captured_code_is_bound_to_its_proposer(
     strict: Strict, monkeypatch: pytest.MonkeyPatch
 ) -> None:

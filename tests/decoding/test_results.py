@@ -282,7 +282,6 @@ def test_a_policy_is_told_what_became_of_its_rounds(late: bool) -> None:
     assert told == [(fact[0][0], fact[0][2] - 1) for fact in answer.facts]
 
 
-@pytest.mark.xfail(strict=True, reason="plain rounds are not told to the policy")
 def test_a_policy_that_stopped_proposing_tries_again() -> None:
     """A perfect draft that looked hopeless: after some plain rounds a probe finds out."""
     policy = AdaptiveGamma({1: CHEAP_DRAFT}, probe_after=3)

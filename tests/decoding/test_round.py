@@ -1,5 +1,6 @@
 """A round's two units alone, and a draft's cache after rounds that went by without it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,10 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding import graphs
 from draftkit.decoding import round as units
+from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.proposers import DraftModelProposer, Proposal
+from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
+from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer, TextProposer
 from draftkit.decoding.round import (
     Outcome,
     RoundInputs,
@@ -21,7 +24,16 @@ from draftkit.decoding.round import (
 )
 from draftkit.decoding.state import Request, make_group
 from draftkit.theory.acceptance import sampled_acceptance
-from tests.decoding.driving import DRAFT, SAMPLINGS, Schedule, drive, request, strict_compiler
+from tests import tiny
+from tests.decoding.driving import (
+    DRAFT,
+    SAMPLINGS,
+    Schedule,
+    assert_same,
+    drive,
+    request,
+    strict_compiler,
+)
 from tests.decoding.test_cache import Session
 from tests.tabular import random_adapter, relative
 
@@ -131,6 +143,85 @@ def test_log_probs_are_raw_and_normalisers_are_raw_and_served() -> None:
     torch.testing.assert_close(raw, logits.logsumexp(-1))
     torch.testing.assert_close(served[0], (logits[0] / 0.5).logsumexp(-1))
     torch.testing.assert_close(served[1], logits[1].logsumexp(-1))
+
+
+# Compiled rounds of every proposer
+
+
+def memory() -> NgramMemory:
+    made = NgramMemory(max_ngram=3, max_bytes=1 << 16)
+    made.learn([[1, 2, 3, 4, 5, 1, 2, 6, 7, 0, 3, 3] * 3])
+    return made
+
+
+def pairs_table(tokens: str) -> CountTable:
+    table = count_table([[1, 2, 3, 4, 5, 6, 7, 0, 1, 3, 5, 7] * 4], vocab_size=8, order=2)
+    return CountTable(table, tokens=tokens)
+
+
+def model() -> DraftModelProposer:
+    return DraftModelProposer(relative(TARGET, 2))
+
+
+PROPOSERS: dict[str, Callable[[], Proposer]] = {
+    "lookup": lambda: TextProposer(PromptLookup()),
+    "memory": lambda: TextProposer(memory()),
+    "table": lambda: TextProposer(pairs_table("sampled")),
+    "argmax of a table": lambda: TextProposer(pairs_table("argmax")),
+    "hybrid": lambda: HybridProposer(PromptLookup(min_ngram=2), model()),
+    "staged": lambda: StagedProposer(pairs_table("sampled"), model(), width=2),
+    "staged lookup": lambda: StagedProposer(PromptLookup(), model(), width=3, passes=1),
+}
+soak = pytest.mark.soak
+IN_SHORT = ("memory", "hybrid")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=() if name in IN_SHORT else soak)
+        for name, make in PROPOSERS.items()
+    ],
+)
+def test_compiled_rounds_of_every_proposer_are_its_own(make: Callable[[], Proposer]) -> None:
+    requests = [
+        request([1, 2, 3, 1, 2, 3, row % 7], new=14, gamma=3, row=row, sampling=SAMPLINGS[1])
+        for row in range(7)
+    ]
+    found = []
+    with strict_compiler(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "BATCHES", (3,))
+        for compiled, late in ((False, False), (True, False), (True, True)):
+            decoder = Decoder(
+                TARGET, slots=3, capacity=64, eos_token_ids=[7], compiled=compiled, late=late
+            )
+            decoder.attach(DRAFT, make())
+            found.append(drive(decoder, requests))
+    assert sum(fact[0][2] - 1 for answer in found[0] for fact in answer.facts) > 5
+    assert_same(found[1], found[0], atol=EXACT)
+    assert_same(found[2], found[0], atol=EXACT)
+
+
+@soak
+def test_compiled_rounds_read_encoders_of_every_size() -> None:
+    target, draft = tiny.seq2seq_pair("t5")
+    with strict_compiler() as strict, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "BATCHES", (3,))
+        for room in (20, 24):
+            found = []
+            for compiled in (False, True):
+                decoder = Decoder(
+                    target, slots=3, capacity=64, encoder_capacity=room, compiled=compiled
+                )
+                decoder.attach(DRAFT, DraftModelProposer(draft))
+                texts = tiny.prompts([3, 9, 20, 1, 7], seed=4)
+                requests = [
+                    request([tiny.START, *[5] * (row % 2)], gamma=3, row=row, encoder_ids=text)
+                    for row, text in enumerate(texts)
+                ]
+                found.append(drive(decoder, requests))
+            assert_same(found[1], found[0], atol=1e-5)
+        assert strict.made == 4
 
 
 # Rounds without the draft

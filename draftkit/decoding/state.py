@@ -165,7 +165,8 @@ def make_group(
     """Gather the sampling parameters of `slots` into one group of `size` rows (default: theirs)."""
     device = state.tokens.device
     all_slots = range(state.tokens.shape[0])
-    spare = [slot for slot in all_slots if slot not in set(slots)]
+    taken = set(slots)
+    spare = [slot for slot in all_slots if slot not in taken]
     index = sorted(slots + spare[: (size or len(slots)) - len(slots)])
     sampling = {slot: state.requests[slot].sampling for slot in slots}
     rows = [sampling.get(slot, sampling[slots[0]]) for slot in index]
@@ -182,7 +183,8 @@ def make_group(
         uses_top_p=any(s.top_p < 1 for s in rows),
         uses_penalty=any(s.repetition_penalty != 1 for s in rows),
     )
-    places = [index.index(slot) for slot in slots]
+    place = {slot: number for number, slot in enumerate(index)}
+    places = [place[slot] for slot in slots]
     on_device = torch.tensor(index, device=device)
     return Group(
         slots=slots,

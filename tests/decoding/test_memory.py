@@ -269,8 +269,6 @@ def test_growth_would_be_seen() -> None:
     kept: list[Any] = []
     with pytest.raises(AssertionError):
         check_flat(lambda n: kept.append(torch.zeros(1)), count=5, room=8 * MIB)
-    with pytest.raises(AssertionError):
-        check_flat(lambda n: kept.append(b"x" * 64 * MIB), count=12, room=8 * MIB)
 
 
 # Refusals

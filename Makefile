@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Test files side by side, one thread each; more than four workers gain little.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 READY := $(VENV)/.ready
 
 .PHONY: quickstart smoke test soak lint format notebooks clean
@@ -13,11 +15,11 @@ smoke: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=smoke
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not soak and not gpu"
+	$(PYTEST) -m "not soak and not gpu"
 
 # The same suites at full counts: more draws, more cases, longer faults.
 soak: $(READY)
-	$(BIN)/python -m pytest -m "soak and not gpu"
+	$(PYTEST) -m "soak and not gpu"
 
 lint: $(READY)
 	$(BIN)/ruff check .

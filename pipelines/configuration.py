@@ -1,6 +1,6 @@
 """From `conf/` and the command line to a `Config`, or to one line that says what is wrong.
 
-Hydra composes, the dataclasses of `draftkit/config.py` are the schema. This module knows no stage
+Hydra composes, the dataclasses of `draftkit/config` are the schema. This module knows no stage
 and no folder. A composed configuration that has an unknown key (Hydra lets `+section.key=value`
 add one), a value still to be given or a value out of range never leaves it. A choice marks a value
 that must be given by an empty text: Hydra drops `???` in a group that has a schema.

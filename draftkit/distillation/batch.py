@@ -15,10 +15,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Token ids and, for each, whether it was generated (true) or given (false)."""
+    """Token ids and, for each, whether it was generated (true) or given (false).
+
+    rejected: whether verification refused what the draft had proposed there. block_offset: how
+    many drafted tokens come before it in its round. Both mean nothing where nothing was generated.
+    """
 
     token_ids: Sequence[int]
     generated: Sequence[bool]
+    rejected: Sequence[bool] | None = None
+    block_offset: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)

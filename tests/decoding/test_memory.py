@@ -203,18 +203,37 @@ def live_tensors() -> int:
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
-def check_flat(generation: Callable[[int], None], *, count: int, room: int) -> None:
+def check_flat(generation: Callable[[int], Any], *, count: int, room: int) -> None:
     """After a few generations neither tensors nor resident memory grow.
 
     But for a tensor or two that the last round of a decoder had in hand.
     """
     for n in range(10):
         generation(n)
-    tensors, memory = live_tensors(), resident("VmRSS")
+    tensors, memory = live_tensors(), held()
     for n in range(count):
         generation(n)
     assert live_tensors() - tensors < 5
-    assert resident("VmRSS") - memory < room
+    assert held() - memory < room
+
+
+def held() -> int:
+    """Resident bytes, but those that earlier tests left free: growth would fill them unseen."""
+    settle()
+    return resident("VmRSS")
+
+
+@linux
+@pytest.mark.parametrize(
+    "keep", [lambda: torch.zeros(1), lambda: b"x" * MIB], ids=["tensor", "bytes"]
+)
+def test_growth_would_be_seen(keep: Callable[[], Any]) -> None:
+    spare = [b"x" * MIB for _ in range(200)]  # what earlier tests leave free
+    del spare
+    kept: list[Any] = []
+    with pytest.raises(AssertionError):
+        check_flat(lambda _: kept.append(keep()), count=50, room=8 * MIB)
+    check_flat(lambda _: keep(), count=50, room=8 * MIB)
 
 
 def generation_of(target: Any, draft: Any, **options: Any) -> Callable[[int], None]:

@@ -19,6 +19,9 @@ class Bigram(nn.Module):
     max_positions = 64
     width = VOCAB
     device = CPU
+    is_constant = False
+    weight_bytes = 8 * VOCAB * VOCAB
+    signature = "bigram"
 
     def __init__(self, seed, spread=1.0):
         super().__init__()

@@ -1,0 +1,82 @@
+"""Every setting, its type, its default and its range: one dataclass a section, no hydra here.
+
+A default is written once, in these files; the YAML under `conf/` holds choices. `pipelines` turn a
+composed configuration into a `Config`; everything below them sees these objects only, and treats
+them as read-only (Hydra cannot fill a frozen dataclass).
+
+Nothing else of ours is imported here: the choices are named in `choices.py`, and a test compares
+the names with the dicts of the code that implements them. A value out of range raises ValueError
+with the key as the user types it.
+"""
+
+from draftkit.config.choices import (
+    BENCHMARK_METHOD_NAMES,
+    BENCHMARK_METHODS,
+    COMPILE_NAMES,
+    DATA_NAMES,
+    DEVICE_NAMES,
+    DIVERGENCE_NAMES,
+    DOMAIN_NAMES,
+    DRAFT_ROLES,
+    DTYPE_NAMES,
+    SCHEDULE_NAMES,
+    SOURCE_NAMES,
+    TRACKER_MODES,
+    VERIFICATION_NAMES,
+    WEIGHT_NAMES,
+)
+from draftkit.config.experiment import (
+    Config,
+    HardwareConfig,
+    TrackerConfig,
+    flatten,
+)
+from draftkit.config.measuring import (
+    BenchmarkConfig,
+    DecodeConfig,
+    EvaluateConfig,
+)
+from draftkit.config.text import (
+    DataConfig,
+    ModelConfig,
+    PretrainConfig,
+    SamplingConfig,
+)
+from draftkit.config.training import (
+    DivergenceConfig,
+    GenerateConfig,
+    OptimConfig,
+    SourceConfig,
+)
+
+__all__ = [
+    "BENCHMARK_METHODS",
+    "BENCHMARK_METHOD_NAMES",
+    "COMPILE_NAMES",
+    "DATA_NAMES",
+    "DEVICE_NAMES",
+    "DIVERGENCE_NAMES",
+    "DOMAIN_NAMES",
+    "DRAFT_ROLES",
+    "DTYPE_NAMES",
+    "SCHEDULE_NAMES",
+    "SOURCE_NAMES",
+    "TRACKER_MODES",
+    "VERIFICATION_NAMES",
+    "WEIGHT_NAMES",
+    "BenchmarkConfig",
+    "Config",
+    "DataConfig",
+    "DecodeConfig",
+    "DivergenceConfig",
+    "EvaluateConfig",
+    "GenerateConfig",
+    "HardwareConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PretrainConfig",
+    "SamplingConfig",
+    "SourceConfig",
+    "TrackerConfig",
+    "flatten",
+]

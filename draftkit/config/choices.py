@@ -1,0 +1,39 @@
+"""The names among which settings choose, and what refuses a value by the key that was typed."""
+
+from collections.abc import Sequence
+
+DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "tvd", "neg_log_alpha", "lk_hybrid")
+DIVERGENCE_NAMES += ("ce_argmax", "next_token")
+SOURCE_NAMES = ("fixed", "target", "draft")
+VERIFICATION_NAMES = ("speculative", "block", "match")
+COMPILE_NAMES = ("auto", "true", "false")
+DOMAIN_NAMES = ("python", "prose", "cpp")
+DATA_NAMES = ("installed", "local", "hub")
+DTYPE_NAMES = ("auto", "float32", "bfloat16")
+DEVICE_NAMES = ("auto", "cpu", "cuda")
+SCHEDULE_NAMES = ("cosine", "constant")
+TRACKER_MODES = ("offline", "online", "disabled", "none")
+DRAFT_ROLES = ("trained", "given")
+BENCHMARK_METHOD_NAMES = ("plain", "speculative", "adaptive", "eager_plain", "eager_speculative")
+BENCHMARK_METHOD_NAMES += ("argmax", "lookup", "hybrid", "staged")
+BENCHMARK_METHOD_NAMES += ("hf_plain", "hf_assisted", "hf_lookup")
+BENCHMARK_METHODS = ("plain", "speculative", "adaptive", "hf_plain", "hf_assisted", "hf_lookup")
+WEIGHT_NAMES = ("pair", "random")
+
+
+def require(condition: bool, key: str, rule: str, value: object) -> None:
+    """Raise ValueError `key must rule, got value` unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{key} must {rule}, got {value!r}")
+
+
+def require_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ValueError naming `key` and all choices unless `value` is one of them."""
+    require(value in choices, key, f"be one of {', '.join(choices)}", value)
+
+
+def require_positive(section: object, prefix: str, *names: str) -> None:
+    """Raise ValueError naming the first of `names` that is neither positive nor null."""
+    for name in names:
+        value = getattr(section, name)
+        require(value is None or value > 0, f"{prefix}.{name}", "be positive", value)

@@ -1,0 +1,116 @@
+"""A whole experiment: all sections together, and where it runs and reports."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from draftkit.config.choices import (
+    DEVICE_NAMES,
+    DTYPE_NAMES,
+    TRACKER_MODES,
+    require,
+    require_choice,
+    require_positive,
+)
+from draftkit.config.measuring import BenchmarkConfig, DecodeConfig, EvaluateConfig
+from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, embedded_draft
+from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
+
+
+@dataclass(kw_only=True)
+class HardwareConfig:
+    """Where and in which precision models run; never part of a stage's identity."""
+
+    device: str = "auto"
+    dtype: str = "auto"  # bfloat16 where the hardware computes it, else float32
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("hardware.device", self.device, DEVICE_NAMES)
+        require_choice("hardware.dtype", self.dtype, DTYPE_NAMES)
+        require_positive(self, "hardware", "threads")
+
+
+@dataclass(kw_only=True)
+class TrackerConfig:
+    """W&B beside the JSONL that is always written. `none` does not import wandb."""
+
+    mode: str = "offline"
+    project: str = "draftkit"
+    entity: str | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("tracker.mode", self.mode, TRACKER_MODES)
+
+
+@dataclass(kw_only=True)
+class Config:
+    """A whole experiment. Sections without a default factory of their own are groups in `conf/`."""
+
+    name: str = "default"
+    root: str = "outputs"
+    seed: int = 0
+    overwrite: bool = False
+    runs: list[str] = field(default_factory=list)
+    target: ModelConfig = field(default_factory=ModelConfig)
+    draft: ModelConfig = field(default_factory=embedded_draft)
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
+    source: SourceConfig = field(default_factory=SourceConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def __post_init__(self) -> None:
+        self.target.pretrain.check("target")
+        self.draft.pretrain.check("draft")
+        require(
+            bool(self.name) and "/" not in self.name and not self.name.startswith("."),
+            "name",
+            "be a plain folder name",
+            self.name,
+        )
+        require(self.seed >= 0, "seed", "be at least 0", self.seed)
+        require(
+            self.data.name == "installed" or self.data.path is not None,
+            "data.path",
+            f"name a file or data set when data={self.data.name}",
+            self.data.path,
+        )
+
+    @property
+    def training_temperature(self) -> float:
+        """The temperature of the loss: `divergence.temperature`, else the served one.
+
+        Greedy serving leaves one-hot distributions, between which no divergence has a gradient of
+        use: raises ValueError unless `ce_argmax` or `next_token` is trained, or a temperature set.
+        """
+        if self.divergence.temperature is not None:
+            return self.divergence.temperature
+        if self.sampling.temperature == 0:
+            require(
+                self.divergence.name in ("ce_argmax", "next_token"),
+                "divergence",
+                "be ce_argmax (or set divergence.temperature=1) when sampling.temperature=0",
+                self.divergence.name,
+            )
+        return self.sampling.temperature or 1.0
+
+
+def flatten(section: object, prefix: str = "") -> dict[str, Any]:
+    """A dataclass as `{dotted key: value}`, in order, the form in which settings are compared."""
+    flat: dict[str, Any] = {}
+
+    def walk(node: dict[str, Any], path: str) -> None:
+        for key, value in node.items():
+            if isinstance(value, dict):
+                walk(value, f"{path}{key}.")
+            else:
+                flat[f"{path}{key}"] = value
+
+    walk(asdict(section), prefix)  # type: ignore[arg-type]
+    return flat

@@ -1,0 +1,81 @@
+"""How the pair decodes, and what is measured of it."""
+
+from dataclasses import asdict, dataclass, field
+
+from draftkit.config.choices import (
+    BENCHMARK_METHOD_NAMES,
+    BENCHMARK_METHODS,
+    COMPILE_NAMES,
+    DRAFT_ROLES,
+    VERIFICATION_NAMES,
+    WEIGHT_NAMES,
+    require,
+    require_choice,
+    require_positive,
+)
+
+
+@dataclass(kw_only=True)
+class DecodeConfig:
+    """Speculative decoding: tokens proposed per round, how they are verified, and by what code."""
+
+    gamma: int = 4
+    verification: str = "speculative"
+    compile: str = "auto"  # auto: on CUDA, and wherever decoding itself is what is measured
+
+    def __post_init__(self) -> None:
+        self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
+        require(0 <= self.gamma <= 32, "decode.gamma", "lie in 0..32", self.gamma)
+        require_choice("decode.verification", self.verification, VERIFICATION_NAMES)
+        require_choice("decode.compile", self.compile, COMPILE_NAMES)
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig:
+    """Held-out prompts, context length, timing effort and the bootstrap."""
+
+    draft: str = "trained"  # `trained`: what `distill` made; `given`: `draft.path` itself
+    temperatures: list[float] | None = None  # null: the served one
+    prompts: int = 96
+    max_new_tokens: int = 64
+    batch_size: int = 32
+    validation_prompts: int = 48  # of the selection in `distill`; the first of them calibrate
+    timing_prompts: int = 24
+    timing_batch_size: int = 1
+    lossless_prompts: int = 32
+    bootstrap: int = 2000
+
+    def __post_init__(self) -> None:
+        require_choice("evaluate.draft", self.draft, DRAFT_ROLES)
+        counts = [name for name, value in asdict(self).items() if isinstance(value, int)]
+        require_positive(self, "evaluate", *counts)
+        require(self.prompts >= 2, "evaluate.prompts", "be at least 2", self.prompts)
+        for temperature in self.temperatures or []:
+            require(temperature >= 0, "evaluate.temperatures", "be at least 0", temperature)
+
+
+@dataclass(kw_only=True)
+class BenchmarkConfig:
+    """Which ways to decode are timed beside each other, and on how much."""
+
+    weights: str = "pair"  # random: models of the `pretrain` shapes instead, for speed alone
+    methods: list[str] = field(default_factory=lambda: list(BENCHMARK_METHODS))
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 4, 8, 16])
+    compiled_batch_sizes: list[int] = field(default_factory=lambda: [1])  # the rest runs eagerly
+    prompts: int = 24  # of each setting; more where a batch size would make too few chunks of them
+    max_new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        require_choice("benchmark.weights", self.weights, WEIGHT_NAMES)
+        for name in self.methods:
+            require_choice("benchmark.methods", name, BENCHMARK_METHOD_NAMES)
+        for key in ("methods", "temperatures", "batch_sizes"):
+            values = getattr(self, key)
+            fits = 0 < len(values) == len(set(values))
+            require(fits, f"benchmark.{key}", "name at least one, none twice", values)
+        for temperature in self.temperatures:
+            require(temperature >= 0, "benchmark.temperatures", "be at least 0", temperature)
+        for size in self.batch_sizes:
+            require(size > 0, "benchmark.batch_sizes", "be positive", size)
+        require_positive(self, "benchmark", "prompts", "max_new_tokens")

@@ -3,7 +3,8 @@
 Times our plain and speculative decoding and Hugging Face's `generate` on one pair, the same
 held-out prompts, gamma and precision, in turns, in one process (how: `evaluation/benchmark.py`).
 The pair is the experiment's, its drafter the one that `evaluate.draft` names; or, with
-`benchmark.weights=random`, models of the `pretrain` shapes, for speed and bandwidth alone.
+`benchmark.weights=random`, models of the `pretrain` shapes, for speed and bandwidth alone. With
+`benchmark.subject=distill` it is training that is measured, beside TRL's (`benchmark_distill`).
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import PromptIds, Setting, row_capacity
 from draftkit.models.loading import load_draft, load_target, resolve_device, resolve_dtype
 from draftkit.theory.speedup import Costs
+from pipelines import benchmark_distill
 from pipelines.checksums import model_sha256
 from pipelines.contexts import contexts, read_contexts
 from pipelines.evaluate import drafts_of
@@ -41,6 +43,8 @@ def inputs(config: Config) -> dict[str, str]:
     Raises ValueError for a device that is not there, before anything is made for it.
     """
     resolve_device(config.hardware)
+    if config.benchmark.subject == "distill":
+        return pair_hashes(config)
     if config.benchmark.weights == "random":
         shapes = [asdict(config.target.pretrain), asdict(config.draft.pretrain)]
         return {"shapes": fingerprint(shapes)}
@@ -189,6 +193,8 @@ def bandwidth(points: Sequence[Point], pair: Pair) -> dict[str, Any]:
 def show(config: Config, folder: Path) -> None:
     """Print the tables of a complete benchmark."""
     summary = read_json(folder / "summary.json")
+    if config.benchmark.subject == "distill":
+        return benchmark_distill.show(summary)
     console = Console(width=80, highlight=False)
     for table in benchmark_tables(summary["points"]):
         console.print(table)
@@ -208,6 +214,7 @@ def show(config: Config, folder: Path) -> None:
 @stage(
     sections=(
         *("seed", "data", "sampling", "decode", "benchmark"),
+        *("divergence", "optim.learning_rate", "optim.per_device_train_batch_size"),
         *("evaluate.draft", "evaluate.prompts", "evaluate.validation_prompts"),
         "evaluate.bootstrap",
     ),
@@ -216,6 +223,8 @@ def show(config: Config, folder: Path) -> None:
 )
 def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Measure all settings; the numbers of greedy decoding of one row stand at the top."""
+    if config.benchmark.subject == "distill":
+        return benchmark_distill.measure(config, folder)
     compiling = -compile_seconds()
     make = random_pair if config.benchmark.weights == "random" else held_out_pair
     pair, prompts = make(config)

@@ -10,7 +10,6 @@ from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.rollouts import Record, read_records, write_records
-from draftkit.distillation.sources import rollouts
 from pipelines.generate import target_sampler
 from pipelines.inputs import prompts_of, splits_of, target_hashes
 from pipelines.stage import StageFolder, stage
@@ -41,7 +40,7 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
         ("test", splits.test, options.prompts),
     ):
         prompts = prompts_of(examples, count)
-        records = rollouts(sampler, prompts, first_row=0, name="target", version=version)
+        records = sampler.sample(prompts, rows=range(len(prompts)), version=version)
         write_records(folder.path / f"{name}.parquet", records)
         summary[name] = {
             "prompts": len(records),

@@ -13,29 +13,23 @@ import torch
 from rich.console import Console
 
 from draftkit.artifacts import read_json
-from draftkit.config import Config
+from draftkit.config import Config, ModelConfig
 from draftkit.distillation.loop import Outcome, Progress, train
-from draftkit.distillation.sources import (
-    DecoderSampler,
-    DraftSource,
-    Source,
-    TextSource,
-    sequence_of_example,
-    sequence_of_record,
-)
 from draftkit.distillation.teacher import Teacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import MODES, estimates, score_contexts
 from draftkit.evaluation.report import evaluation_table, training_figure
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target, load_draft, load_target, save_model
+from draftkit.models.lora import with_lora
 from draftkit.tracking import FILE_NAME, read_metrics
 from pipelines.contexts import contexts, read_contexts
 from pipelines.evaluate import evaluate
-from pipelines.generate import generate, read_rollouts
-from pipelines.inputs import models, pair_hashes, splits_of
+from pipelines.generate import ROLLOUT_SETTINGS
+from pipelines.inputs import models, pair_hashes
 from pipelines.memory import peak_memory_bytes
 from pipelines.progress import progress
+from pipelines.sources import decoding_hash, make_source
 from pipelines.stage import StageFolder, stage
 
 DRAFT = "draft"
@@ -46,35 +40,7 @@ def inputs(config: Config) -> dict[str, str]:
     temperature, served = config.training_temperature, config.sampling.temperature
     if temperature != served and config.divergence.name != "ce_argmax":
         print(f"distill: the loss is taken at temperature {temperature:g}, served is {served:g}")
-    return pair_hashes(config)
-
-
-def make_source(config: Config, target: Target, draft: CausalAdapter) -> Source:
-    """The sequences that `source` names."""
-    options = {
-        "batch_size": config.optim.per_device_train_batch_size,
-        "seed": config.seed,
-        "device": draft.device,
-    }
-    if config.source.name == "target":
-        records = read_rollouts(generate.ensure(config))
-        return TextSource([sequence_of_record(r) for r in records], **options, version="target")
-    examples = splits_of(config).train
-    if config.source.name == "fixed":
-        texts = [sequence_of_example(e) for e in examples if e.has_completion]
-        if not texts:
-            raise ValueError("source=fixed: the data hold prompts only; use source=target or draft")
-        return TextSource(texts, **options)
-    sampler = DecoderSampler(
-        draft,
-        sampling=config.sampling,
-        eos_token_ids=target.eos_token_ids,
-        max_new_tokens=config.data.max_length,
-        max_length=config.data.max_length,
-        batch_size=config.optim.per_device_train_batch_size,
-        seed=config.seed,
-    )
-    return DraftSource([example.prompt_ids for example in examples], sampler, **options)
+    return {**decoding_hash(config), **pair_hashes(config)}
 
 
 def validation_alpha(
@@ -100,22 +66,31 @@ def validation_alpha(
     return measure
 
 
+def reference_draft(config: Config, target: Target) -> CausalAdapter | None:
+    """The draft that `divergence.tokens=top` compares with, where one is named."""
+    path = config.divergence.reference
+    return None if path is None else load_draft(ModelConfig(path=path), target)
+
+
 def fit(config: Config, folder: StageFolder) -> Outcome:
     """Train, leave the best drafter in `<folder>/draft`, and draw the curves."""
     target_config, draft_config = models(config)
     target = load_target(target_config, config.hardware)
-    draft = load_draft(draft_config, target, dtype=torch.float32)
+    start = load_draft(draft_config, target, dtype=torch.float32)
+    draft = with_lora(start, config.draft.lora, seed=config.seed)
     low = target.adapter.dtype != torch.float32
     trainer = Trainer(
         draft,
-        Teacher(target.adapter) if config.divergence.name != "next_token" else None,
+        Teacher(target.adapter) if config.divergence.names != {"next_token"} else None,
         optim=config.optim,
         divergence=config.divergence,
         sampling=config.sampling,
         temperature=config.training_temperature,
         autocast=target.adapter.dtype if low else None,
+        reference=reference_draft(config, target),
+        compiled=config.optim.compiles,
     )
-    source = make_source(config, target, draft)
+    source = make_source(config, target, draft, folder)
     with progress("distilling", config.optim.max_steps) as show:
 
         def log(step: Progress) -> None:
@@ -126,7 +101,7 @@ def fit(config: Config, folder: StageFolder) -> Outcome:
 
         measure = validation_alpha(config, target, draft, folder)
         outcome = train(trainer, source, folder.path, evaluate=measure, log=log)
-    save_model(draft.model, target.tokenizer, folder.path / DRAFT)
+    save_model(draft.model, target.tokenizer, folder.path / DRAFT, kept_ids=draft.kept_ids)
     training_figure(read_metrics(folder.path / FILE_NAME), folder.path / "training.png")
     folder.tracker.figure("train/curves", folder.path / "training.png")
     return outcome
@@ -155,8 +130,9 @@ def show(config: Config, folder: Path) -> None:
         "sampling",
         "divergence",
         "source",
-        "generate",
+        *ROLLOUT_SETTINGS,
         "optim",
+        "draft.lora",
         "evaluate.validation_prompts",
         "evaluate.max_new_tokens",
     ),

@@ -1,18 +1,27 @@
 """`python -m pipelines.generate`: rollouts of the target on training prompts, in Parquet.
 
-Sampled under the served distribution, in batches with a cache. Written in parts, so that a kill
-costs one part.
+Sampled under the served distribution, by our decoder or by an engine that serves the target over
+HTTP (`generate.engine=openai`). Written in parts, so that a kill costs one part.
 """
 
+import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftkit.config import Config
+from transformers import AutoConfig, GenerationConfig
+
+from draftkit.config import Config, ModelConfig
 from draftkit.data.rollouts import Record, read_records, write_records
-from draftkit.distillation.sources import DecoderSampler, rollouts
-from draftkit.models.loading import load_target
+from draftkit.distillation.engines import RETOKENISED, OpenAISampler
+from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, Sampler
+from draftkit.models.loading import load_target, load_tokenizer
 from pipelines.inputs import models, splits_of, target_hashes
 from pipelines.stage import StageFolder, stage
+
+# Where an engine answers, and to how many at a time, is no part of what it answers.
+ROLLOUT_SETTINGS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "engine", "model"))
 
 
 def target_sampler(
@@ -20,8 +29,7 @@ def target_sampler(
 ) -> DecoderSampler:
     """The target, sampled as it is served."""
     target = load_target(models(config)[0], config.hardware)
-    return DecoderSampler(
-        target.adapter,
+    settings = AnswerSettings(
         sampling=config.sampling,
         eos_token_ids=target.eos_token_ids,
         max_new_tokens=max_new_tokens,
@@ -29,6 +37,52 @@ def target_sampler(
         batch_size=batch_size,
         seed=config.seed,
     )
+    return DecoderSampler(model=target.adapter, name="target", settings=settings)
+
+
+def engine_sampler(config: Config) -> OpenAISampler:
+    """The target, as the engine at `generate.url` serves it; its weights are not loaded here."""
+    target, options = models(config)[0], config.generate
+    assert options.url is not None
+    assert target.path is not None
+    tokenizer = load_tokenizer(target, "target")
+    ends = declared_ends(target) | {tokenizer.eos_token_id}
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    settings = AnswerSettings(
+        sampling=config.sampling,
+        eos_token_ids=sorted(end for end in ends if end is not None),
+        max_new_tokens=config.data.max_length,
+        max_length=config.data.max_length,
+        batch_size=options.concurrency,
+        seed=config.seed,
+    )
+    return OpenAISampler(
+        url=options.url,
+        model=options.model or target.path,
+        concurrency=options.concurrency,
+        settings=settings,
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+        decode=decode,
+        key=os.environ.get("OPENAI_API_KEY", ""),
+    )
+
+
+def declared_ends(model: ModelConfig) -> set[int | None]:
+    """The ids that end a text by the files of `model`."""
+    assert model.path is not None
+    revision = model.revision or "main"
+    try:
+        generation = GenerationConfig.from_pretrained(model.path, revision=revision)
+    except OSError:  # it has no file of its own
+        shape = AutoConfig.from_pretrained(
+            model.path, revision=revision, trust_remote_code=model.trust_remote_code
+        )
+        generation = GenerationConfig.from_model_config(shape)
+    ends = generation.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends])
 
 
 def read_rollouts(folder: Path) -> list[Record]:
@@ -37,15 +91,23 @@ def read_rollouts(folder: Path) -> list[Record]:
 
 
 @stage(
-    sections=("seed", "data", "generate", "sampling"),
+    sections=("seed", "data", "sampling", *ROLLOUT_SETTINGS),
     shared=True,
     inputs=target_hashes,
 )
 def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Let the target continue the prompts of the training split."""
-    size, total, tokens = config.generate.batch_size, config.generate.rollouts, 0
-    length = config.data.max_length
-    sampler = target_sampler(config, max_new_tokens=length, batch_size=size, max_length=length)
+    size, total, length = (
+        config.generate.batch_size,
+        config.generate.rollouts,
+        config.data.max_length,
+    )
+    sampler: Sampler
+    if config.generate.engine == "openai":
+        sampler = engine_sampler(config)
+    else:
+        sampler = target_sampler(config, max_new_tokens=length, batch_size=size, max_length=length)
+    tokens = retokenised = 0
     examples = splits_of(config).train
     version = target_hashes(config)["target"]
     for first in range(0, total, size):
@@ -53,11 +115,14 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
         if not path.exists():
             wanted = range(first, min(first + size, total))
             prompts = [examples[i % len(examples)].prompt_ids for i in wanted]
-            records = rollouts(sampler, prompts, first_row=first, name="target", version=version)
-            write_records(path, records)
-        tokens += sum(len(record.output_ids) for record in read_records(path))
+            write_records(path, sampler.sample(prompts, rows=wanted, version=version))
+        records = read_records(path)
+        tokens += sum(len(record.output_ids) for record in records)
+        retokenised += sum(record.sampler == RETOKENISED for record in records)
         folder.note(f"{min(first + size, total)}/{total} rollouts, {tokens:,} tokens")
-    return {"rollouts": total, "tokens": tokens}
+    if retokenised:
+        folder.note(f"{retokenised} answers came as text: their tokens may not be those sampled")
+    return {"rollouts": total, "tokens": tokens, "retokenised": retokenised}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """`python -m pipelines.prepare`: a tokenizer, a target and a base drafter where none is given.
 
 A byte-level BPE tokenizer is trained on the text, then a small Llama-type target, then a smaller
-drafter on the same text, by plain next-token prediction. Shared by every experiment with the same
-data and shapes; a kill at any moment costs the steps since the last checkpoint.
+drafter on the same text, by plain next-token prediction; with `draft.shrink.layers` the drafter is
+cut out of the target instead. Shared by every experiment with the same data and shapes; a kill at
+any moment costs the steps since the last checkpoint.
 """
 
 from pathlib import Path
@@ -20,16 +21,28 @@ from draftkit.distillation.sources import TextSource, whole_text
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import (
+    end_of_text_ids,
+    load_model,
     load_tokenizer,
     new_llama,
     resolve_device,
     resolve_dtype,
     save_model,
+    with_path,
 )
-from draftkit.models.vocabulary import train_byte_bpe
+from draftkit.models.shrink import (
+    check_layers,
+    check_vocabulary,
+    frequent_ids,
+    kept_share,
+    shrink,
+)
+from draftkit.models.vocabulary import real_vocab_size, train_byte_bpe
 from pipelines.checksums import data_sha256, model_sha256
 from pipelines.progress import progress
 from pipelines.stage import StageFolder, stage
+
+CPU = torch.device("cpu")
 
 
 def inputs(config: Config) -> dict[str, str]:
@@ -37,6 +50,8 @@ def inputs(config: Config) -> dict[str, str]:
     hashes = {"data": data_sha256(config.data)}
     if config.target.path is not None:
         hashes["target"] = model_sha256(config.target, "target")
+    elif config.draft.shrink.layers:  # refused before a target is trained for it
+        check_layers(config.draft.shrink.layers, config.target.pretrain.num_hidden_layers)
     return hashes
 
 
@@ -98,14 +113,50 @@ def pretrain(
     remove(training)  # the model is whole: nothing resumes from here
 
 
+def cut(
+    config: Config, folder: StageFolder, tokenizer: PreTrainedTokenizerBase, splits: Splits
+) -> None:
+    """Make the drafter of layers of the target, as `draft.shrink` says; save it with its ids."""
+    options, kept_ids = config.draft.shrink, None
+    given = config.target
+    source = given if given.path is not None else with_path(given, folder.path / "target")
+    target = load_model(source, "target", dtype="auto", device=CPU)
+    if options.vocabulary:
+        kept_ids = frequent_ids(
+            (example.token_ids for example in splits.train),
+            count=options.vocabulary,
+            always=end_of_text_ids(target, tokenizer),
+            vocab_size=real_vocab_size(tokenizer, target.config, "target"),
+        )
+        share = kept_share((example.token_ids for example in splits.validation), kept_ids)
+        folder.note(f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of the validation text")
+    drafter = shrink(target, options.layers)
+    save_model(drafter, tokenizer, folder.path / "draft", kept_ids=kept_ids)
+
+
+def make(
+    key: str,
+    config: Config,
+    folder: StageFolder,
+    tokenizer: PreTrainedTokenizerBase,
+    splits: Splits,
+) -> None:
+    """Make the model of section `key` in `<folder>/<key>`."""
+    if key == "draft" and config.draft.shrink.layers:
+        cut(config, folder, tokenizer, splits)
+    else:
+        pretrain(key, config, folder, tokenizer, splits)
+
+
 @stage(
-    sections=("seed", "data", "target.pretrain", "draft.pretrain", "target.path"),
+    sections=("seed", "data", "target.pretrain", "draft.pretrain", "draft.shrink", "target.path"),
     shared=True,
     inputs=inputs,
 )
 def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Make what the configuration leaves null."""
     tokenizer = make_tokenizer(config, folder.path / "tokenizer")
+    check_vocabulary(config.draft.shrink.vocabulary, len(tokenizer))
     splits = load_splits(config.data, tokenizer)
     folder.note(
         f"{len(splits.train)} training windows of {config.data.max_length} tokens, "
@@ -114,7 +165,7 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     # A drafter is made even where one is given: the folder is the same for both.
     for key in ("target", "draft") if config.target.path is None else ("draft",):
         if not (folder.path / key).exists():
-            pretrain(key, config, folder, tokenizer, splits)
+            make(key, config, folder, tokenizer, splits)
     return {
         "vocab_size": len(tokenizer),
         "text_sha256": splits.sha256,

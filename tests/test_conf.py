@@ -107,7 +107,7 @@ def test_the_defaults_list_has_the_schema_first_and_no_experiment() -> None:
 @pytest.mark.parametrize(
     ("group", "key", "names"),
     [
-        ("divergence", "name", settings.DIVERGENCE_NAMES),
+        ("divergence", "name", (*settings.DIVERGENCE_NAMES, settings.MIXTURE)),
         ("source", "name", settings.SOURCE_NAMES),
         ("decode", "verification", settings.VERIFICATION_NAMES),
     ],

@@ -8,6 +8,7 @@ import pytest
 
 from draftkit import config as settings
 from draftkit.config import (
+    BenchmarkConfig,
     Config,
     DataConfig,
     DecodeConfig,
@@ -15,6 +16,7 @@ from draftkit.config import (
     EvaluateConfig,
     GenerateConfig,
     HardwareConfig,
+    MixtureConfig,
     ModelConfig,
     OptimConfig,
     PretrainConfig,
@@ -23,6 +25,7 @@ from draftkit.config import (
     TrackerConfig,
     flatten,
 )
+from draftkit.config.text import LoraConfig, ShrinkConfig
 
 Make = Callable[[], Any]
 
@@ -47,9 +50,30 @@ REFUSED: list[tuple[str, Make]] = [
     ("divergence.beta", lambda: DivergenceConfig(beta=1)),
     ("divergence.eta", lambda: DivergenceConfig(eta=-1)),
     ("divergence.temperature", lambda: DivergenceConfig(temperature=0)),
+    ("divergence.mixture", lambda: DivergenceConfig(name="mixture")),
+    ("divergence.mixture", lambda: DivergenceConfig(mixture=MixtureConfig(tvd=1))),
+    ("divergence.mixture.tvd", lambda: DivergenceConfig(mixture=MixtureConfig(tvd=-1))),
+    ("divergence.warmup_steps", lambda: DivergenceConfig(warmup_steps=-1)),
+    ("divergence.tokens", lambda: DivergenceConfig(tokens="hard")),
+    ("divergence.top_fraction", lambda: DivergenceConfig(top_fraction=0)),
+    ("divergence.position_decay", lambda: DivergenceConfig(position_decay=1.1)),
+    ("optim.compile", lambda: OptimConfig(compile="yes")),
+    ("benchmark.subject", lambda: BenchmarkConfig(subject="training")),
+    ("benchmark.steps", lambda: BenchmarkConfig(steps=1)),
     ("source.name", lambda: SourceConfig(name="student")),
+    ("source.fraction", lambda: SourceConfig(name="mix", fraction=0)),
+    ("source.fraction", lambda: SourceConfig(name="mix", fraction=1)),
+    ("source.other", lambda: SourceConfig(name="mix", other="draft")),
+    ("source.other", lambda: SourceConfig(name="mix", other="fixed", granularity="token")),
+    ("source.granularity", lambda: SourceConfig(name="mix", granularity="batch")),
+    ("source.refresh_steps", lambda: SourceConfig(refresh_steps=0)),
     ("generate.rollouts", lambda: GenerateConfig(rollouts=0)),
     ("generate.batch_size", lambda: GenerateConfig(batch_size=0)),
+    ("generate.concurrency", lambda: GenerateConfig(concurrency=0)),
+    ("generate.engine", lambda: GenerateConfig(engine="vllm")),
+    ("generate.url", lambda: GenerateConfig(engine="openai")),
+    ("generate.url", lambda: GenerateConfig(engine="openai", url="localhost:8000/v1")),
+    ("generate.url", lambda: GenerateConfig(engine="openai", url="http://me:secret@host/v1")),
     ("decode.gamma", lambda: DecodeConfig(gamma=-1)),
     ("decode.verification", lambda: DecodeConfig(verification="typical")),
     ("optim.learning_rate", lambda: OptimConfig(learning_rate=0)),
@@ -77,6 +101,24 @@ REFUSED: list[tuple[str, Make]] = [
         "draft.pretrain.hidden_size",
         lambda: Config(draft=ModelConfig(pretrain=PretrainConfig(hidden_size=100))),
     ),
+    ("draft.lora.rank", lambda: LoraConfig(rank=-1).check()),
+    ("draft.lora.alpha", lambda: LoraConfig(alpha=0).check()),
+    ("draft.lora.dropout", lambda: LoraConfig(dropout=1).check()),
+    ("draft.lora.target_modules", lambda: LoraConfig(target_modules=[]).check()),
+    ("draft.lora.target_modules", lambda: LoraConfig(target_modules=["a", "a"]).check()),
+    ("draft.shrink.layers", lambda: ShrinkConfig(layers=[1, 0]).check()),
+    ("draft.shrink.layers", lambda: ShrinkConfig(layers=[0, 0]).check()),
+    ("draft.shrink.layers", lambda: ShrinkConfig(layers=[-1, 0]).check()),
+    ("draft.shrink.vocabulary", lambda: ShrinkConfig(layers=[0], vocabulary=-1).check()),
+    ("draft.shrink.vocabulary", lambda: ShrinkConfig(vocabulary=8).check()),
+    ("draft.lora.rank", lambda: ModelConfig(lora=LoraConfig(rank=-1)).check("draft")),
+    ("draft.shrink.layers", lambda: ModelConfig(shrink=ShrinkConfig(layers=[2, 1])).check("draft")),
+    (
+        "draft.shrink.layers",
+        lambda: ModelConfig(path="some/model", shrink=ShrinkConfig(layers=[0])).check("draft"),
+    ),
+    ("target.lora.rank", lambda: ModelConfig(lora=LoraConfig(rank=2)).check("target")),
+    ("target.shrink.layers", lambda: ModelConfig(shrink=ShrinkConfig(layers=[0])).check("target")),
     ("divergence", lambda: Config(sampling=SamplingConfig(temperature=0)).training_temperature),
 ]
 
@@ -98,6 +140,13 @@ def test_a_refused_choice_is_answered_with_all_choices() -> None:
 def test_the_ends_of_jsd_name_the_divergences_that_they_are() -> None:
     with pytest.raises(ValueError, match=r"forward_kl \(0\) or reverse_kl \(1\)"):
         DivergenceConfig(beta=1.0)
+
+
+def test_a_draft_is_cut_or_given_and_trained_whole_or_by_lora() -> None:
+    cut = ModelConfig(shrink=ShrinkConfig(layers=[0, 3], vocabulary=8), lora=LoraConfig(rank=4))
+    cut.check("draft")
+    ModelConfig(path="some/model", lora=LoraConfig(rank=4)).check("draft")
+    ModelConfig(path="some/model").check("target")
 
 
 def test_greedy_serving_trains_by_argmax_or_at_a_stated_temperature() -> None:

@@ -4,7 +4,12 @@ from collections.abc import Sequence
 
 DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "tvd", "neg_log_alpha", "lk_hybrid")
 DIVERGENCE_NAMES += ("ce_argmax", "next_token")
-SOURCE_NAMES = ("fixed", "target", "draft")
+MIXTURE = "mixture"  # a weighted sum of divergences
+TOKEN_NAMES = ("all", "rejected", "top")
+SOURCE_NAMES = ("fixed", "target", "draft", "mix", "block", "replay")
+OTHER_NAMES = ("target", "fixed")
+GRANULARITY_NAMES = ("sequence", "token")
+ENGINE_NAMES = ("decoder", "openai")
 VERIFICATION_NAMES = ("speculative", "block", "match")
 COMPILE_NAMES = ("auto", "true", "false")
 DOMAIN_NAMES = ("python", "prose", "cpp")
@@ -18,6 +23,7 @@ BENCHMARK_METHOD_NAMES = ("plain", "speculative", "adaptive", "eager_plain", "ea
 BENCHMARK_METHOD_NAMES += ("argmax", "lookup", "hybrid", "staged")
 BENCHMARK_METHOD_NAMES += ("hf_plain", "hf_assisted", "hf_lookup")
 BENCHMARK_METHODS = ("plain", "speculative", "adaptive", "hf_plain", "hf_assisted", "hf_lookup")
+SUBJECT_NAMES = ("decoder", "distill")
 WEIGHT_NAMES = ("pair", "random")
 
 

@@ -1,6 +1,6 @@
 """A whole experiment: all sections together, and where it runs and reports."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from draftkit.config.choices import (
@@ -66,8 +66,8 @@ class Config:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
-        self.target.pretrain.check("target")
-        self.draft.pretrain.check("draft")
+        self.target.check("target")
+        self.draft.check("draft")
         require(
             bool(self.name) and "/" not in self.name and not self.name.startswith("."),
             "name",
@@ -101,16 +101,13 @@ class Config:
         return self.sampling.temperature or 1.0
 
 
-def flatten(section: object, prefix: str = "") -> dict[str, Any]:
+def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
     """A dataclass as `{dotted key: value}`, in order, the form in which settings are compared."""
     flat: dict[str, Any] = {}
-
-    def walk(node: dict[str, Any], path: str) -> None:
-        for key, value in node.items():
-            if isinstance(value, dict):
-                walk(value, f"{path}{key}.")
-            else:
-                flat[f"{path}{key}"] = value
-
-    walk(asdict(section), prefix)  # type: ignore[arg-type]
+    for field_ in fields(section):
+        value = getattr(section, field_.name)
+        if is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{field_.name}.")
+        else:
+            flat[f"{prefix}{field_.name}"] = value
     return flat

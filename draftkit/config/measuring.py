@@ -7,6 +7,7 @@ from draftkit.config.choices import (
     BENCHMARK_METHODS,
     COMPILE_NAMES,
     DRAFT_ROLES,
+    SUBJECT_NAMES,
     VERIFICATION_NAMES,
     WEIGHT_NAMES,
     require,
@@ -58,6 +59,7 @@ class EvaluateConfig:
 class BenchmarkConfig:
     """Which ways to decode are timed beside each other, and on how much."""
 
+    subject: str = "decoder"  # distill: training steps beside TRL's, and the loss in chunks
     weights: str = "pair"  # random: models of the `pretrain` shapes instead, for speed alone
     methods: list[str] = field(default_factory=lambda: list(BENCHMARK_METHODS))
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
@@ -65,8 +67,13 @@ class BenchmarkConfig:
     compiled_batch_sizes: list[int] = field(default_factory=lambda: [1])  # the rest runs eagerly
     prompts: int = 24  # of each setting; more where a batch size would make too few chunks of them
     max_new_tokens: int = 64
+    warm_steps: int = 4  # subject=distill: steps that do not count, and those that do
+    steps: int = 20
+    loss_tokens: int = 2048  # of the loss that is taken in chunks and whole
+    loss_vocab_size: int = 152_064
 
     def __post_init__(self) -> None:
+        require_choice("benchmark.subject", self.subject, SUBJECT_NAMES)
         require_choice("benchmark.weights", self.weights, WEIGHT_NAMES)
         for name in self.methods:
             require_choice("benchmark.methods", name, BENCHMARK_METHOD_NAMES)
@@ -78,4 +85,6 @@ class BenchmarkConfig:
             require(temperature >= 0, "benchmark.temperatures", "be at least 0", temperature)
         for size in self.batch_sizes:
             require(size > 0, "benchmark.batch_sizes", "be positive", size)
-        require_positive(self, "benchmark", "prompts", "max_new_tokens")
+        require_positive(self, "benchmark", "prompts", "max_new_tokens", "warm_steps")
+        require_positive(self, "benchmark", "loss_tokens", "loss_vocab_size")
+        require(self.steps >= 2, "benchmark.steps", "be at least 2", self.steps)

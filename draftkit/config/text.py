@@ -36,13 +36,69 @@ class PretrainConfig:
 
 
 @dataclass(kw_only=True)
+class LoraConfig:
+    """How `distill` trains the draft: rank 0 trains all weights, another one updates of it."""
+
+    rank: int = 0
+    alpha: float = 16.0  # updates are scaled by alpha / rank
+    dropout: float = 0.0
+    target_modules: list[str] | None = None  # null: all linear layers but the head
+
+    def check(self) -> None:
+        """Raise ValueError naming the key under `draft` that is out of range."""
+        require(self.rank >= 0, "draft.lora.rank", "be at least 0 (0: no LoRA)", self.rank)
+        require(self.alpha > 0, "draft.lora.alpha", "be positive", self.alpha)
+        require(0 <= self.dropout < 1, "draft.lora.dropout", "lie in [0, 1)", self.dropout)
+        names = self.target_modules
+        fits = names is None or 0 < len(names) == len(set(names))
+        require(fits, "draft.lora.target_modules", "name at least one, none twice", names)
+
+
+@dataclass(kw_only=True)
+class ShrinkConfig:
+    """The draft that `prepare` cuts from the target, where `draft.path` is null."""
+
+    layers: list[int] = field(default_factory=list)  # of the target, from 0; empty: do not cut
+    vocabulary: int = 0  # most frequent ids that the draft may propose; 0: all
+
+    def check(self) -> None:
+        """Raise ValueError naming the key under `draft` that is out of range."""
+        ascend = self.layers == sorted(set(self.layers)) and min(self.layers, default=0) >= 0
+        require(ascend, "draft.shrink.layers", "be numbers from 0, ascending", self.layers)
+        require(
+            self.vocabulary == 0 or (self.vocabulary > 0 and bool(self.layers)),
+            "draft.shrink.vocabulary",
+            "be 0, or positive beside draft.shrink.layers",
+            self.vocabulary,
+        )
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
-    """One model: a local folder or hub name, or null for the one that `prepare` trains."""
+    """One model: a local folder or hub name, or null for the one that `prepare` makes."""
 
     path: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    shrink: ShrinkConfig = field(default_factory=ShrinkConfig)
+
+    def check(self, section: str) -> None:
+        """Raise ValueError naming the key under `section` (`target` or `draft`) that is wrong."""
+        self.pretrain.check(section)
+        if section == "target":
+            rule = "stay as it is, since only the draft is trained and cut"
+            require(self.lora.rank == 0, "target.lora.rank", rule, self.lora.rank)
+            require(not self.shrink.layers, "target.shrink.layers", rule, self.shrink.layers)
+        self.lora.check()
+        self.shrink.check()
+        require(
+            self.path is None or not self.shrink.layers,
+            "draft.shrink.layers",
+            "be empty where draft.path names the drafter",
+            self.shrink.layers,
+        )
 
 
 def embedded_draft() -> ModelConfig:
@@ -77,6 +133,7 @@ class DataConfig:
     completion_column: str | None = None
     prompt_tokens: int = 32  # the prompt of a `text` row
     max_length: int = 128  # tokens of prompt and completion together
+    packing: bool = False  # train on rows of several texts, which do not see each other
     validation_fraction: float = 0.05
     test_fraction: float = 0.05
 

@@ -54,7 +54,9 @@ class Record:
 
     prompt_ids: list[int]
     output_ids: list[int]  # up to and including the first EOS
-    sampler: str  # who sampled: `target`, `draft`, or the name of an engine
+    # Who sampled: `target`, `draft`, `mix` (of both, token by token), `speculative` (the target's
+    # law, proposals of the draft) or an engine; the version is the draft's where it has a part.
+    sampler: str
     sampler_version: str
     sampling: dict[str, float]  # temperature, top_k, top_p, repetition_penalty
     seed: int

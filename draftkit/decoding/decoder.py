@@ -50,7 +50,8 @@ class Decoder:
     `slots` rows of at most `capacity` tokens, scratch space included: a request needs
     `limit + 2 (gamma + 1)` of them, and of `encoder_capacity` encoder tokens where the target has
     an encoder. `compiled` runs rounds as compiled units (`graphs`), with the
-    same results for the same noise. `late` lets `round` return what the round before it did, so
+    same results for the same noise, in batches of `batch_sizes` (default: a few) or of all slots:
+    each size is code of its own. `late` lets `round` return what the round before it did, so
     that the device never waits for the host (default: on CUDA, without a clock). `clock` (seconds,
     synchronised) fills `RoundResult.seconds`.
     """
@@ -67,6 +68,7 @@ class Decoder:
         noise_function: NoiseFunction = noise.uniform,
         gamma_policy: GammaPolicy | None = None,
         compiled: bool = False,
+        batch_sizes: Sequence[int] | None = None,
         late: bool | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -84,6 +86,7 @@ class Decoder:
         self.state = DecodeState.empty(slots, capacity, target.device)
         self.late = target.device.type == "cuda" and clock is None if late is None else late
         self._units = Units(compiled=compiled, device=target.device)
+        self._batch_sizes = batch_sizes
         self._freeze = is_frozen(target)
         self._encodes = isinstance(target, EncodingAdapter)
         self._free = list(range(slots))
@@ -239,7 +242,9 @@ class Decoder:
     def _make_group(
         self, slots: list[int], gamma: int, proposer_id: str | None, adapts: bool
     ) -> Group:
-        size = batch_size(len(slots), self.cache.rows) if self._units.compiled else None
+        size = None
+        if self._units.compiled:
+            size = batch_size(len(slots), self.cache.rows, self._batch_sizes)
         return make_group(self.state, slots, gamma, proposer_id, adapts=adapts, size=size)
 
     def _launch(self, group: Group) -> Launched:

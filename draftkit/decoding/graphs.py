@@ -13,7 +13,7 @@ This module knows no models, no rounds and no probabilities.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,9 +37,10 @@ def compile_seconds() -> float:
     return _clock["seconds"]
 
 
-def batch_size(rows: int, slots: int) -> int:
-    """The compiled batch size that `rows` of `slots` rows run in."""
-    return min(slots, next((size for size in BATCHES if size >= rows), slots))
+def batch_size(rows: int, slots: int, sizes: Sequence[int] | None = None) -> int:
+    """The one of `sizes` (default `BATCHES`) that `rows` of `slots` rows run in, else all slots."""
+    sizes = BATCHES if sizes is None else sizes
+    return min(slots, next((size for size in sizes if size >= rows), slots))
 
 
 class Units:

@@ -1,16 +1,19 @@
 """What one training step sees: token ids, and which of them were generated.
 
 The label shift lives here and nowhere else: the logits at position i - 1 predict the token at i.
-Rows are padded on the right; a padded position is never generated, so it never enters a loss.
+Texts are padded on the right; a padded position is never generated, so it never enters a loss.
+Packed, several texts share a row and do not see each other; a text is never cut to fit.
 
 Shapes: B rows, T tokens, M generated tokens of the batch, row by row.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from draftkit.models.adapter import Packing
 
 
 @dataclass(frozen=True)
@@ -34,39 +37,131 @@ class Batch:
     input_ids: Tensor  # [B, T]
     loss_mask: Tensor  # [B, T] bool: this token was generated
     sampler_version: str = ""  # which weights sampled it; "" for text of others
+    positions: Tensor | None = None  # [B, T], only where packed: the place in its text
+    segments: Tensor | None = None  # [B, T], only where packed: the number of its text, 0 for none
+    rejected: Tensor | None = None  # [B, T] bool
+    block_offset: Tensor | None = None  # [B, T]
+
+    @property
+    def packing(self) -> Packing | None:
+        """Where texts begin, if rows hold several."""
+        if self.positions is None or self.segments is None:
+            return None
+        return Packing(self.positions, self.segments)
 
     @property
     def predicting(self) -> Tensor:
-        """[B, T] bool: the logits here predict a generated token. The first token never is one."""
+        """[B, T] bool: the logits here predict a generated token. No text begins with one."""
         ahead = torch.zeros_like(self.loss_mask)
         ahead[:, :-1] = self.loss_mask[:, 1:]
         return ahead
 
+    def generated(self, values: Tensor) -> Tensor:
+        """Those of `values` [B, T] that stand at generated tokens: [M]."""
+        return values[:, 1:][self.loss_mask[:, 1:]]
+
     @property
     def token_ids(self) -> Tensor:
         """[M] the generated tokens, in the order of the logits at `predicting`."""
-        return self.input_ids[:, 1:][self.loss_mask[:, 1:]]
+        return self.generated(self.input_ids)
+
+    @property
+    def texts(self) -> Tensor:
+        """[M] a number for the text of each generated token, ascending."""
+        width = self.input_ids.shape[1]
+        rows = torch.arange(len(self.input_ids), device=self.input_ids.device)[:, None] * width
+        inside = 0 if self.segments is None else self.segments
+        return self.generated((rows + inside).expand_as(self.input_ids))
 
     def micro_batches(self, count: int) -> list["Batch"]:
-        """Split the rows into at most `count` parts, cut to the longest row of each."""
-        parts = []
-        for ids, mask in zip(self.input_ids.chunk(count), self.loss_mask.chunk(count), strict=True):
-            width = int(mask.any(dim=0).nonzero().max()) + 1 if mask.any() else 1
-            parts.append(Batch(ids[:, :width], mask[:, :width], self.sampler_version))
-        return parts
+        """Split the rows into at most `count` parts, cut to the longest row of each.
+
+        Rows of like length go together, so that little is padding.
+        """
+        columns = torch.arange(self.loss_mask.shape[1], device=self.loss_mask.device)
+        lengths = (self.loss_mask * columns).amax(1)
+        by_length = lengths.argsort(descending=True, stable=True)
+        return [self.select(rows).cut() for rows in by_length.chunk(count)]
+
+    def select(self, rows: Tensor) -> "Batch":
+        """The rows named by index."""
+        return self._mapped(lambda tensor: tensor[rows])
+
+    def cut(self) -> "Batch":
+        """Without the columns after the last generated token."""
+        used = self.loss_mask.any(dim=0).nonzero()
+        width = int(used.max()) + 1 if len(used) else 1
+        return self._mapped(lambda tensor: tensor[:, :width])
+
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: function(value) for name, value in tensors.items()})
 
 
 def collate(
-    rows: Sequence[TokenSequence], *, device: torch.device, sampler_version: str = ""
+    rows: Sequence[TokenSequence],
+    *,
+    device: torch.device,
+    sampler_version: str = "",
+    packed_length: int | None = None,
 ) -> Batch:
-    """Pad `rows` on the right to their longest. Raises ValueError if nothing was generated."""
-    width = max(len(row.token_ids) for row in rows)
-    input_ids = torch.zeros(len(rows), width, dtype=torch.long)
-    loss_mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        length = len(row.token_ids)
-        input_ids[index, :length] = torch.tensor(row.token_ids)
-        loss_mask[index, :length] = torch.tensor(row.generated)
-    if not loss_mask[:, 1:].any():
+    """Pad `rows` on the right to their longest, or pack them into rows of `packed_length` tokens.
+
+    Raises ValueError if nothing was generated.
+    """
+    groups = [[row] for row in rows]
+    if packed_length is not None:
+        groups = packed(rows, packed_length)
+    if not any(any(row.generated[1:]) for row in rows):
         raise ValueError("a batch holds no generated token: nothing can be learned from it")
-    return Batch(input_ids.to(device), loss_mask.to(device), sampler_version)
+
+    def tensor(columns: Sequence[Sequence[Sequence[int]]], dtype: torch.dtype) -> Tensor:
+        lines = [[value for part in parts for value in part] for parts in columns]
+        found = torch.zeros(len(lines), width, dtype=dtype)
+        for line, place in zip(lines, found, strict=True):
+            place[: len(line)] = torch.tensor(line, dtype=dtype)
+        return found.to(device)
+
+    def optional(name: str, dtype: torch.dtype) -> Tensor | None:
+        if any(getattr(row, name) is None for row in rows):
+            return None
+        return tensor([[getattr(row, name) for row in group] for group in groups], dtype)
+
+    width = max(sum(len(row.token_ids) for row in group) for group in groups)
+    lengths = [[len(row.token_ids) for row in group] for group in groups]
+    # A text begins with what was given: its first token was never predicted.
+    generated = [[[False, *row.generated[1:]] for row in group] for group in groups]
+    return Batch(
+        input_ids=tensor([[row.token_ids for row in group] for group in groups], torch.long),
+        loss_mask=tensor(generated, torch.bool),
+        sampler_version=sampler_version,
+        positions=tensor([[range(n) for n in line] for line in lengths], torch.long)
+        if packed_length
+        else None,
+        segments=tensor([[[i + 1] * n for i, n in enumerate(line)] for line in lengths], torch.long)
+        if packed_length
+        else None,
+        rejected=optional("rejected", torch.bool),
+        block_offset=optional("block_offset", torch.long),
+    )
+
+
+def packed(rows: Sequence[TokenSequence], length: int) -> list[list[TokenSequence]]:
+    """Groups of rows of at most `length` tokens together: best fit, longest first.
+
+    A row that is longer stands alone. The same rows give the same groups.
+    """
+    groups: list[list[TokenSequence]] = []
+    room: list[int] = []
+    for row in sorted(rows, key=lambda row: len(row.token_ids), reverse=True):
+        size = len(row.token_ids)
+        fits = [(left, i) for i, left in enumerate(room) if left >= size]
+        if fits:
+            _, best = min(fits)
+        else:
+            best = len(groups)
+            groups.append([])
+            room.append(max(length, size))
+        groups[best].append(row)
+        room[best] -= size
+    return groups

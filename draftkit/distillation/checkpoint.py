@@ -22,7 +22,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def save_checkpoint(path: Path, trainer: Trainer, notes: dict[str, Any]) -> None:
     """Write the state of `trainer` to `path`, with `notes` (JSON) beside its counters."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in trainer.draft.named_parameters():
+    for name, parameter in trainer.trained():
         tensors[f"weight.{name}"] = parameter.detach().cpu().contiguous()
         for moment in MOMENTS:
             if parameter in trainer.optimizer.state:
@@ -48,7 +48,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
         ) from error
     steps = torch.tensor(float(record["steps"]))
     with torch.no_grad():
-        for name, parameter in trainer.draft.named_parameters():
+        for name, parameter in trainer.trained():
             weight = tensors.get(f"weight.{name}")
             if weight is None or weight.shape != parameter.shape:
                 raise ValueError(
@@ -67,10 +67,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
 
 def save_weights(path: Path, trainer: Trainer) -> None:
     """Write the weights alone: a candidate for export."""
-    tensors = {
-        name: parameter.detach().cpu().contiguous()
-        for name, parameter in trainer.draft.named_parameters()
-    }
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in trainer.trained()}
     with atomic_path(path) as temporary:
         save_file(tensors, temporary)
 
@@ -78,5 +75,5 @@ def save_weights(path: Path, trainer: Trainer) -> None:
 def load_weights(path: Path, trainer: Trainer) -> None:
     """Put weights of `save_weights` into the draft."""
     with safe_open(path, framework="pt") as file, torch.no_grad():
-        for name, parameter in trainer.draft.named_parameters():
+        for name, parameter in trainer.trained():
             parameter.copy_(file.get_tensor(name))

@@ -1,59 +1,160 @@
-"""The loss of a draft: a divergence between the distributions that will be *served*.
+"""The loss of a draft: divergences between the distributions that will be *served*, and on what.
 
 Both logits are divided by the training temperature; the served top-k and top-p cut the target's
 support, so that the draft is not taught what is never sampled. The draft keeps full support, so
 every divergence stays finite except the reverse KL, whose p would be zero where q is not: it is
-taken at the served temperature without the cut (and the documentation says so). Penalties depend
-on a history that the loss does not keep, and are left out.
+taken at the served temperature without the cut. Penalties depend on a history that the loss does
+not keep, and are left out.
+
+A sum of divergences is one too, and the forward KL may come first, since the gradient of the total
+variation vanishes where the draft is far (LK losses 2602.23881). Tokens may be chosen: those that
+verification refused (OSD 2310.07177), or of every text those on which the draft is worst, or the
+farthest behind a reference draft (AdaSPEC 2510.19779); a loss is a mean over the chosen, so that
+its scale does not depend on how many they are. Proposals late in a block may weigh less, since
+they are reached less often.
 
 Samples are constants here: what is minimised is the expectation over fixed sequences of the sum
 of per-token divergences, not the gradient of a sequence-level divergence (DistillSpec
 2310.08461, GKD 2306.13649).
 
-Shapes: M generated tokens, V vocabulary.
+Shapes: M generated tokens of a batch, m of them, V vocabulary.
 """
 
+from dataclasses import dataclass
+from functools import cache
+
+import torch
 from torch import Tensor
 
 from draftkit.config import DivergenceConfig, SamplingConfig
-from draftkit.theory.divergences import DIVERGENCES
-from draftkit.theory.warping import SamplingParams, warped_logits
+from draftkit.distillation.batch import Batch
+from draftkit.distillation.teacher import TargetScores, Warp
+from draftkit.theory.divergences import DIVERGENCES, Divergence
 
 NEEDS_FULL_SUPPORT = {"reverse_kl"}
+FIRST = "forward_kl"  # what a warm-up takes
 
 
-def token_losses(
-    *,
-    target_logits: Tensor | None,
-    draft_logits: Tensor,
-    token_ids: Tensor,
-    divergence: DivergenceConfig,
-    sampling: SamplingConfig,
-    temperature: float,
-) -> Tensor:
-    """Return the divergence of each token [M], in nats, from raw logits [M, V].
+@cache
+def compiled(name: str) -> Divergence:
+    """The divergence `name` as machine code, which reads its logits once instead of ten times."""
+    return torch.compile(DIVERGENCES[name], dynamic=True)
 
-    `target_logits` may be None for `next_token` alone, which does not look at them.
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: divergences, and the served sampling at the training temperature."""
+
+    divergence: DivergenceConfig
+    sampling: SamplingConfig
+    temperature: float
+    compiled: bool = False
+    never: Tensor | None = None  # [V] bool: ids that the draft cannot propose
+
+    def terms(self, step: int) -> dict[str, float]:
+        """The weights of divergences in the loss of `step`, from 0."""
+        if step < self.divergence.warmup_steps:
+            return {FIRST: 1.0}
+        return self.divergence.terms
+
+    def warp(self, name: str) -> Warp:
+        """The distributions that divergence `name` compares."""
+        if name in NEEDS_FULL_SUPPORT:
+            return Warp(self.temperature, never=self.never)
+        return Warp(self.temperature, self.sampling.top_k, self.sampling.top_p, self.never)
+
+    def losses(
+        self,
+        *,
+        scores: TargetScores | None,
+        draft_logits: Tensor,
+        token_ids: Tensor,
+        rows: slice,
+        step: int,
+    ) -> Tensor:
+        """The loss [m] of each of the tokens `rows`, in nats.
+
+        draft_logits: raw, [m, V]; token_ids: [m]; scores: of all M tokens, None where no term
+        looks at the target (`next_token`).
+        """
+        total = draft_logits.new_zeros((), dtype=torch.float32)
+        for name, weight in self.terms(step).items():
+            values = self._divergence(name, scores, draft_logits, token_ids, rows)
+            total = total + (values if weight == 1 else weight * values)
+        return total
+
+    def _divergence(
+        self,
+        name: str,
+        scores: TargetScores | None,
+        draft_logits: Tensor,
+        token_ids: Tensor,
+        rows: slice,
+    ) -> Tensor:
+        warp = self.warp(name)
+        target_logits: Tensor | None = None
+        if name == "ce_argmax":  # whose outcomes are tokens, whatever the scores tell apart
+            assert scores is not None, name
+            name, token_ids = "next_token", scores.best(rows, warp)
+        if name == "next_token":
+            draft_logits = warp.draft(draft_logits)
+        else:
+            assert scores is not None, name
+            target_logits, draft_logits = scores.beside(draft_logits, rows, warp)
+        function = compiled(name) if self.compiled else DIVERGENCES[name]
+        return function(
+            target_logits=target_logits,
+            draft_logits=draft_logits,
+            token_ids=token_ids,
+            settings=self.divergence,
+        )
+
+    def overlap(self, *, scores: TargetScores, draft_logits: Tensor, rows: slice) -> Tensor:
+        """sum_x min(p, q) [m] of the distributions that the loss compares: 1 - TVD."""
+        target_logits, draft_logits = scores.beside(draft_logits, rows, self.warp("tvd"))
+        return 1 - DIVERGENCES["tvd"](
+            target_logits=target_logits,
+            draft_logits=draft_logits,
+            token_ids=torch.empty(0),
+            settings=self.divergence,
+        )
+
+
+def token_weights(batch: Batch, divergence: DivergenceConfig, lag: Tensor | None = None) -> Tensor:
+    """The weight [M] of each token in the sum that is divided by the sum of all weights.
+
+    lag: [M], how much each token has to learn, for `divergence.tokens=top`. Raises ValueError
+    where the batch does not tell what the settings ask for.
     """
-    if target_logits is not None:
-        cut = divergence.name not in NEEDS_FULL_SUPPORT
-        target_logits = warped_logits(
-            target_logits[None],
-            SamplingParams.uniform(
-                1,
-                temperature=temperature,
-                top_k=sampling.top_k if cut else 0,
-                top_p=sampling.top_p if cut else 1.0,
-                device=target_logits.device,
-            ),
-        )[0]
-    draft_logits = warped_logits(
-        draft_logits[None],
-        SamplingParams.uniform(1, temperature=temperature, device=draft_logits.device),
-    )[0]
-    return DIVERGENCES[divergence.name](
-        target_logits=target_logits,
-        draft_logits=draft_logits,
-        token_ids=token_ids,
-        settings=divergence,
-    )
+    weights = torch.ones(len(batch.token_ids), device=batch.input_ids.device)
+    if divergence.tokens == "rejected":
+        if batch.rejected is None:
+            raise ValueError(
+                "divergence.tokens=rejected: this source does not tell which tokens were refused: "
+                "use source=replay, or divergence.tokens=all"
+            )
+        weights *= batch.generated(batch.rejected)
+    elif divergence.tokens == "top":
+        assert lag is not None
+        weights *= top_of_each_text(lag, batch.texts, divergence.top_fraction)
+    if divergence.position_decay != 1:
+        if batch.block_offset is None:
+            raise ValueError(
+                "divergence.position_decay: this source has no blocks: use source=block, or 1"
+            )
+        weights *= divergence.position_decay ** batch.generated(batch.block_offset)
+    return weights
+
+
+def top_of_each_text(values: Tensor, texts: Tensor, fraction: float) -> Tensor:
+    """Whether each of `values` [M] is among the largest `fraction` of its text, rounded up.
+
+    texts: [M], ascending. The choice in a text does not depend on what it is trained beside.
+    """
+    sizes = torch.unique_consecutive(texts, return_counts=True)[1]
+    by_value = values.argsort(descending=True, stable=True)
+    order = by_value[texts[by_value].argsort(stable=True)]  # by text, then by value
+    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    place = torch.arange(len(values), device=values.device) - starts
+    kept = place < (fraction * sizes).ceil().repeat_interleave(sizes)
+    return torch.zeros_like(kept).scatter(0, order, kept)

@@ -1,22 +1,32 @@
-"""Whose sequences the draft learns on: the data's, the target's, or its own.
+"""Whose sequences the draft learns on: the data's, the target's, its own, or of both.
 
-A source answers `batch(step)` and is a function of the step alone (and, for draft-sampled text,
-of the weights at that step), so a resumed run sees what an uninterrupted one sees. Sampling goes
-through an injected `Sampler`; this module knows no model and no folder.
+A source answers `batch(step)` and is a function of the step alone and, where the draft has a part
+in the text, of its weights at the step that sampled it; so a resumed run sees what an
+uninterrupted one sees. Rows are numbered through all steps: row r is place r % batch_size of step
+r // batch_size, and what it becomes is a function of (seed, r). Sampling goes through an injected
+`Sampler`; this module knows no model.
+
+`fixed`, `target`: stored texts. `draft`: the draft's own. `mix`: of either, row by row (GKD
+2306.13649) or token by token (OSD 2310.07177, see `mixing`). `block`: a piece of the target's text
+and a round of drafted tokens, as a server sees them. `replay`: texts of speculative decoding with
+what was refused in them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
-from draftkit.config import SamplingConfig
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
-from draftkit.decoding.generation import decode, make_requests
 from draftkit.distillation.batch import Batch, TokenSequence, collate
-from draftkit.models.adapter import Adapter
+from draftkit.distillation.refresh import RolloutFiles
+from draftkit.distillation.samplers import Sampler
+from draftkit.theory.noise import ACCEPT, uniform
+
+Item = TypeVar("Item")
 
 
 class Source(Protocol):
@@ -24,14 +34,6 @@ class Source(Protocol):
 
     def batch(self, step: int) -> Batch:
         """Return the batch of `step`, always the same for the same step and weights."""
-        ...
-
-
-class Sampler(Protocol):
-    """Continues prompts; `first_row` numbers the noise streams of the call."""
-
-    def sample(self, prompts: Sequence[Sequence[int]], *, first_row: int) -> list[list[int]]:
-        """Return the sampled ids of each prompt, cut after the first end of text."""
         ...
 
 
@@ -57,6 +59,20 @@ class ShuffledOrder:
         return self._order[place]
 
 
+def shuffled(items: Sequence[Item], seed: int) -> Callable[[int], Item]:
+    """A function from row to item, in epochs."""
+    order = ShuffledOrder(len(items), seed)
+    return lambda row: items[order.at(row, 1)[0]]
+
+
+def row_uniform(seed: int, row: int) -> float:
+    """A number in [0, 1) of a row, independent of all the noise that samples its tokens."""
+    # No text has length 0, so no round ever has this key.
+    key = [torch.tensor([number]) for number in (seed, row, 0)]
+    drawn = uniform(seed=key[0], row=key[1], length=key[2], count=1, purpose=ACCEPT)
+    return float(drawn)
+
+
 def sequence_of_example(example: Example) -> TokenSequence:
     """The text of the data, loss on its completion."""
     return TokenSequence(example.token_ids, example.loss_mask)
@@ -75,8 +91,36 @@ def continued(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> TokenSequ
 
 
 def sequence_of_record(record: Record) -> TokenSequence:
-    """A stored rollout, loss on its output."""
-    return continued(record.prompt_ids, record.output_ids)
+    """A rollout, loss on its output, with what verification refused where it is known."""
+    text = continued(record.prompt_ids, record.output_ids)
+    if record.rejected is None:
+        return text
+    return replace(text, rejected=[False] * len(record.prompt_ids) + record.rejected)
+
+
+def block_of_record(record: Record) -> TokenSequence:
+    """Tokens drafted after a text, loss on them alone; each knows how many came before it."""
+    offsets = [0] * len(record.prompt_ids) + list(range(len(record.output_ids)))
+    return replace(continued(record.prompt_ids, record.output_ids), block_offset=offsets)
+
+
+def some_rows(
+    prompt_of: Callable[[int], Sequence[int]], *, fraction: float, seed: int
+) -> Callable[[int], Sequence[int] | None]:
+    """`prompt_of` for a share `fraction` of the rows, None for the others."""
+    return lambda row: prompt_of(row) if row_uniform(seed, row) < fraction else None
+
+
+def cut_texts(records: Sequence[Record], seed: int) -> Callable[[int], Sequence[int]]:
+    """Prompts that are rollouts up to a place, uniform over the positions of their outputs."""
+    record_of = shuffled(records, seed)
+
+    def prompt_of(row: int) -> Sequence[int]:
+        record = record_of(row)
+        kept = int(row_uniform(seed, row) * len(record.output_ids))
+        return [*record.prompt_ids, *record.output_ids[:kept]]
+
+    return prompt_of
 
 
 class TextSource:
@@ -90,102 +134,77 @@ class TextSource:
         seed: int,
         device: torch.device,
         version: str = "",
+        packed_length: int | None = None,
     ) -> None:
-        self._sequences = sequences
+        self._text_of = shuffled(sequences, seed)
         self._batch_size = batch_size
-        self._device = device
-        self._version = version
-        self._order = ShuffledOrder(len(sequences), seed)
+        self._collate = partial(
+            collate, device=device, sampler_version=version, packed_length=packed_length
+        )
 
     def batch(self, step: int) -> Batch:
         """Return the batch of `step`."""
-        chosen = self._order.at(step * self._batch_size, self._batch_size)
-        rows = [self._sequences[i] for i in chosen]
-        return collate(rows, device=self._device, sampler_version=self._version)
+        first = step * self._batch_size
+        return self._collate([self._text_of(row) for row in range(first, first + self._batch_size)])
 
 
-class DraftSource:
-    """`draft`: sequences sampled, at every step anew, from the draft as it is now.
+class SampledSource:
+    """`draft`, `mix`, `block`, `replay`: texts in which the draft has a part.
 
-    Samples are constants for the gradient. `version` of a batch is the step that sampled it.
+    Those of several steps are sampled at once, with the weights at the first of them, which the
+    `version` of a batch names; `files` keeps them. Samples are constants for the gradient.
+    `prompt_of(row)` is what `sampler` shall continue, or None: then the row is `text_of(row)`.
     """
 
     def __init__(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompt_of: Callable[[int], Sequence[int] | None],
         sampler: Sampler,
+        files: RolloutFiles,
         *,
         batch_size: int,
-        seed: int,
         device: torch.device,
+        read: Callable[[Record], TokenSequence] = sequence_of_record,
+        text_of: Callable[[int], TokenSequence] | None = None,
+        packed_length: int | None = None,
     ) -> None:
-        self._prompts = prompts
+        self._prompt_of = prompt_of
         self._sampler = sampler
+        self._files = files
         self._batch_size = batch_size
-        self._device = device
-        self._order = ShuffledOrder(len(prompts), seed)
+        self._collate = partial(collate, device=device, packed_length=packed_length)
+        self._read = read
+        self._text_of = text_of
+        self._sampled: dict[int, Record] = {}  # by row
+        self._version = ""
 
     def batch(self, step: int) -> Batch:
-        """Sample the batch of `step` with the weights of this moment."""
+        """Return the batch of `step`; at the first step of a block, sample all its texts anew.
+
+        Raises ValueError inside a block whose texts are neither here nor in a file.
+        """
+        first_step = self._files.first_step(step)
+        version = f"step {first_step}"
+        if step == first_step:
+            records = self._sample(self._files.steps(step), version)
+            self._files.write(step, records)
+            self._hold(records, version)
+        elif version != self._version:
+            self._hold(self._files.read(step), version)
         first = step * self._batch_size
-        prompts = [self._prompts[i] for i in self._order.at(first, self._batch_size)]
-        outputs = self._sampler.sample(prompts, first_row=first)
-        rows = [continued(p, o) for p, o in zip(prompts, outputs, strict=True)]
-        return collate(rows, device=self._device, sampler_version=f"step {step}")
+        rows = [self._row(row) for row in range(first, first + self._batch_size)]
+        return self._collate(rows, sampler_version=version)
 
+    def _sample(self, steps: range, version: str) -> list[Record]:
+        rows = range(steps.start * self._batch_size, steps.stop * self._batch_size)
+        prompts = {row: prompt for row in rows if (prompt := self._prompt_of(row)) is not None}
+        return self._sampler.sample([*prompts.values()], rows=[*prompts], version=version)
 
-@dataclass(frozen=True)
-class DecoderSampler:
-    """`Sampler` over our own decoder: plain sampling of `model` in batches, with a cache.
+    def _hold(self, records: Sequence[Record], version: str) -> None:
+        self._sampled = {record.row: record for record in records}
+        self._version = version
 
-    An answer ends after `max_new_tokens`, or where prompt and answer hold `max_length` tokens.
-    """
-
-    model: Adapter
-    sampling: SamplingConfig
-    eos_token_ids: Sequence[int]
-    max_new_tokens: int
-    max_length: int
-    batch_size: int
-    seed: int
-
-    def sample(self, prompts: Sequence[Sequence[int]], *, first_row: int) -> list[list[int]]:
-        """Continue every prompt to its end of text or the limit."""
-        requests = list(
-            make_requests(
-                prompts,
-                max_new_tokens=self.max_new_tokens,
-                sampling=self.sampling,
-                seed=self.seed,
-                first_row=first_row,
-                max_length=min(self.max_length, self.model.max_positions),
-            )
-        )
-        answers = decode(
-            self.model, requests, eos_token_ids=self.eos_token_ids, batch_size=self.batch_size
-        )
-        return [answer.output_ids for answer in answers]
-
-
-def rollouts(
-    sampler: DecoderSampler,
-    prompts: Sequence[Sequence[int]],
-    *,
-    first_row: int,
-    name: str,
-    version: str,
-) -> list[Record]:
-    """Sample `prompts` and keep each answer with who made it, how, and from which noise."""
-    outputs = sampler.sample(prompts, first_row=first_row)
-    return [
-        Record(
-            prompt_ids=list(prompt),
-            output_ids=output,
-            sampler=name,
-            sampler_version=version,
-            sampling=dict(vars(sampler.sampling)),
-            seed=sampler.seed,
-            row=row,
-        )
-        for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), first_row)
-    ]
+    def _row(self, row: int) -> TokenSequence:
+        if self._text_of is not None and self._prompt_of(row) is None:
+            return self._text_of(row)
+        return self._read(self._sampled[row])

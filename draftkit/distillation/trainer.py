@@ -1,14 +1,15 @@
 """One training step of a draft, for `distill`, `prepare` and the online daemon alike.
 
-AdamW over `accelerate`, warm-up then cosine, gradient clipping. Losses are means over generated
-tokens, normalised over all ranks and micro-batches together: eight rows at once and one row eight
-times give the same gradient. The step knows no source, no folder and no schedule of evaluation.
+AdamW over `accelerate`, warm-up then cosine, gradient clipping. Losses are means over the tokens
+that count, normalised over all ranks and micro-batches together: eight rows at once and one row
+eight times give the same gradient. Logits exist for a few tokens at a time (`chunked`). The step
+knows no source, no folder and no schedule of evaluation.
 """
 
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
@@ -16,18 +17,17 @@ from torch import Tensor, nn
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.batch import Batch
-from draftkit.distillation.losses import token_losses
-from draftkit.distillation.teacher import Teacher
+from draftkit.distillation.chunked import chunked_sum
+from draftkit.distillation.losses import Objective, token_weights
+from draftkit.distillation.teacher import TargetScores, Teacher
 from draftkit.models.adapter import CausalAdapter
-from draftkit.theory.acceptance import sampled_acceptance
-from draftkit.theory.warping import SamplingParams, warp
 
 RATE_TIMES_WIDTH = 0.1
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step did. `alpha` is sum_x min(p, q) at the training temperature, before it."""
+    """What one step did. `alpha` is the mean of sum_x min(p, q) before it, as in the loss."""
 
     loss: float
     alpha: float | None
@@ -54,8 +54,19 @@ def schedule(step: int, optim: OptimConfig) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
+def never_proposed(draft: CausalAdapter) -> Tensor | None:
+    """Which ids [V] have no logit in `draft`, bool; None where all have."""
+    if draft.kept_ids is None:
+        return None
+    never = torch.ones(draft.vocab_size, dtype=torch.bool, device=draft.device)
+    return never.index_fill(0, draft.kept_ids, False)
+
+
 class Trainer:
-    """A draft, its optimizer, and the teacher that it learns from (None for `next_token`)."""
+    """A draft, its optimizer, and the teacher that it learns from (None for `next_token`).
+
+    reference: the draft against which `divergence.tokens=top` measures what there is to learn.
+    """
 
     def __init__(
         self,
@@ -67,23 +78,23 @@ class Trainer:
         sampling: SamplingConfig,
         temperature: float = 1.0,
         autocast: torch.dtype | None = None,
+        reference: CausalAdapter | None = None,
+        compiled: bool = False,
     ) -> None:
         self.draft = draft
         self.teacher = teacher
         self.optim = optim
-        self.divergence = divergence
-        self.sampling = sampling
-        self.temperature = temperature
+        self.objective = Objective(
+            divergence, sampling, temperature, compiled, never=never_proposed(draft)
+        )
+        self.reference = reference
         self.steps = 0
         self.tokens = 0
         self.peak_rate = optim.learning_rate or learning_rate_for(draft.width)
         self._autocast = autocast
         self.accelerator = Accelerator(cpu=draft.device.type == "cpu")
-        parameters = list(draft.parameters())
-        for parameter in parameters:
-            parameter.requires_grad_(True)
         self.optimizer = torch.optim.AdamW(
-            parameters,
+            [weight for _, weight in self.trained()],
             lr=self.peak_rate,
             betas=(optim.adam_beta1, optim.adam_beta2),
             weight_decay=optim.weight_decay,
@@ -92,30 +103,39 @@ class Trainer:
         self._module: nn.Module
         self._module, self._step_optimizer = self.accelerator.prepare(draft, self.optimizer)
 
+    def trained(self) -> list[tuple[str, nn.Parameter]]:
+        """The weights of the draft that learn, by name: those that ask for a gradient."""
+        named = self.draft.named_parameters()
+        return [(name, weight) for name, weight in named if weight.requires_grad]
+
     def step(self, batch: Batch, *, measure: bool = False) -> StepMetrics:
         """Take one optimizer step on `batch`; with `measure`, also report its alpha.
 
-        Raises ValueError when the loss is not finite: the weights stay those of the last step.
+        Raises ValueError when no token counts or the loss is not finite: the weights stay those
+        of the last step.
         """
         started = time.perf_counter()
         rate = self.peak_rate * schedule(self.steps, self.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        parts = [self._task(p) for p in batch.micro_batches(self.optim.gradient_accumulation_steps)]
+        tokens = int(self._over_ranks(sum(len(part.weights) for part in parts)))
+        whole = self._over_ranks(sum(float(part.weights.sum()) for part in parts))
+        if whole == 0:
+            raise ValueError(f"no token counts at step {self.steps}: use divergence.tokens=all")
         self._module.train()
-        tokens = int(self.accelerator.reduce(batch.loss_mask[:, 1:].sum(), "sum"))
         loss, overlap = 0.0, 0.0
-        parts = batch.micro_batches(self.optim.gradient_accumulation_steps)
         for index, part in enumerate(parts):
             last = index + 1 == len(parts)
             # Ranks exchange gradients once a step, with the last micro-batch.
             quiet = nullcontext() if last else self.accelerator.no_sync(self._module)
             with quiet:
-                values, part_overlap = self._losses(part, measure)
+                value, part_overlap = self._loss(part, measure)
                 # Data-parallel wrappers average over ranks; the loss is a mean over all tokens.
-                share = values.sum() / tokens * self.accelerator.num_processes
-                self.accelerator.backward(share)
-            loss += float(values.detach().sum()) / tokens
-            overlap += part_overlap / tokens
+                self.accelerator.backward(value / whole * self.accelerator.num_processes)
+            loss += float(value.detach())
+            overlap += part_overlap
+        loss = self._over_ranks(loss) / whole
         if not math.isfinite(loss):
             self.optimizer.zero_grad()
             raise ValueError(
@@ -128,39 +148,88 @@ class Trainer:
         self._module.eval()  # whoever samples or scores between steps sees no dropout
         self.steps += 1
         self.tokens += tokens
+        measured = measure and self.teacher is not None
         return StepMetrics(
             loss=loss,
-            alpha=overlap if measure and self.teacher is not None else None,
+            alpha=self._over_ranks(overlap) / tokens if measured else None,
             grad_norm=float(norm),
             learning_rate=rate,
             tokens=tokens,
             seconds=time.perf_counter() - started,
         )
 
-    def _losses(self, part: Batch, measure: bool) -> tuple[Tensor, float]:
-        """Divergences [M] of a micro-batch and, if asked, the sum of its sum_x min(p, q)."""
-        scores = self.teacher.score(part) if self.teacher is not None else None
-        device = part.input_ids.device.type
-        with torch.autocast(device, self._autocast, enabled=self._autocast is not None):
-            draft_logits = self._module(part.input_ids, part.predicting)
-        values = token_losses(
-            target_logits=None if scores is None else scores.logits,
-            draft_logits=draft_logits,
-            token_ids=part.token_ids,
-            divergence=self.divergence,
-            sampling=self.sampling,
-            temperature=self.temperature,
-        )
-        if not measure or scores is None:
-            return values, 0.0
-        return values, float(self._overlap(scores.logits, draft_logits.detach()).sum())
+    def _over_ranks(self, value: float) -> float:
+        """The sum of `value` over all ranks."""
+        if self.accelerator.num_processes == 1:
+            return value
+        own = torch.tensor(value, dtype=torch.float64, device=self.draft.device)
+        return float(self.accelerator.reduce(own, "sum"))
 
-    def _overlap(self, target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-        """sum_x min(p, q) [M] at the training temperature."""
-        params = SamplingParams.uniform(
-            1, temperature=self.temperature, device=target_logits.device
+    def _task(self, part: Batch) -> "Task":
+        """What a micro-batch asks: the target's scores, and the weights of its tokens."""
+        scores = self.teacher.score(part) if self.teacher is not None else None
+        task = Task(part, scores, torch.empty(0))
+        lag = self._lag(task) if self.objective.divergence.tokens == "top" else None
+        return replace(task, weights=token_weights(part, self.objective.divergence, lag))
+
+    @torch.no_grad()
+    def _lag(self, task: "Task") -> Tensor:
+        """How far [M] the draft is behind the reference, or from the target without one."""
+        behind = self._values(self.draft, task)
+        if self.reference is not None:
+            behind -= self._values(self.reference, task)
+        return behind
+
+    def _values(self, draft: CausalAdapter, task: "Task") -> Tensor:
+        """The loss [M] of each token of `draft`, without a gradient."""
+        values = torch.empty(len(task.batch.token_ids), device=draft.device)
+
+        def keep(logits: Tensor, rows: slice) -> Tensor:
+            values[rows] = self._losses(task, logits, rows).float()
+            return values[rows].sum()
+
+        with self._precision():
+            states = draft(task.batch.input_ids, task.batch.predicting, task.batch.packing)
+        chunked_sum(keep, states=states, head=draft.head, dtype=self._autocast)
+        return values
+
+    def _loss(self, task: "Task", measure: bool) -> tuple[Tensor, float]:
+        """The weighted sum of a micro-batch's losses and, if asked, of its sum_x min(p, q)."""
+        overlaps: list[Tensor] = []
+
+        def weighted(logits: Tensor, rows: slice) -> Tensor:
+            if measure and task.scores is not None:
+                with torch.no_grad():
+                    overlap = self.objective.overlap(
+                        scores=task.scores, draft_logits=logits, rows=rows
+                    )
+                overlaps.append(overlap.sum())
+            return (task.weights[rows] * self._losses(task, logits, rows)).sum()
+
+        batch = task.batch
+        with self._precision():
+            states = self._module(batch.input_ids, batch.predicting, batch.packing)
+        value = chunked_sum(weighted, states=states, head=self.draft.head, dtype=self._autocast)
+        return value, float(sum(overlaps))
+
+    def _losses(self, task: "Task", logits: Tensor, rows: slice) -> Tensor:
+        return self.objective.losses(
+            scores=task.scores,
+            draft_logits=logits,
+            token_ids=task.batch.token_ids[rows],
+            rows=rows,
+            step=self.steps,
         )
-        return sampled_acceptance(
-            target_probs=warp(target_logits[None], params)[0],
-            draft_probs=warp(draft_logits[None], params)[0],
-        )
+
+    def _precision(self) -> torch.autocast:
+        device = self.draft.device.type
+        return torch.autocast(device, self._autocast, enabled=self._autocast is not None)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A micro-batch with what its loss needs."""
+
+    batch: Batch
+    scores: TargetScores | None
+    weights: Tensor  # [M]

@@ -10,10 +10,12 @@ Shapes: B rows, N new tokens, T tokens, C slots attended to, V real vocabulary, 
 """
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import Cache, PreTrainedModel
 
 ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
@@ -73,6 +75,32 @@ class Adapter(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Head:
+    """Makes logits [..., V] of states [..., H]: states @ weight.T + bias.
+
+    With `kept_ids` [K] it has the rows of these ids only, and all other logits are -inf.
+    """
+
+    weight: Tensor  # [V, H], real vocabulary only, or [K, H]
+    bias: Tensor | None  # [V] or [K]
+    kept_ids: Tensor | None = None
+    vocab_size: int = 0  # V, where ids are kept
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """The logits of `states`."""
+        logits = functional.linear(states, self.weight, self.bias)
+        return logits if self.kept_ids is None else widened(logits, self.kept_ids, self.vocab_size)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Several texts in a row, which do not see each other."""
+
+    positions: Tensor  # [B, T], from 0 in each text
+    segments: Tensor  # [B, T], another number for each text of a row
+
+
 def check_cache(model: PreTrainedModel) -> None:
     """Raise ValueError unless `model` attends through masks and positions to slots of a cache."""
     config = model.config.get_text_config()
@@ -113,15 +141,27 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(allowed, zero, torch.finfo(dtype).min)
 
 
-class CausalAdapter(nn.Module):
-    """`Adapter` for a Hugging Face decoder-only model. `forward` is `score`.
+def widened(logits: Tensor, kept_ids: Tensor, vocab_size: int) -> Tensor:
+    """Return [..., V]: the logits [..., K] at their `kept_ids` [K], and -inf elsewhere."""
+    whole = logits.new_full((*logits.shape[:-1], vocab_size), -torch.inf)
+    return whole.index_copy(-1, kept_ids, logits)
 
-    A module, so that data-parallel wrappers see the forward pass of training.
+
+class CausalAdapter(nn.Module):
+    """`Adapter` for a Hugging Face decoder-only model. `forward` is `states`.
+
+    A module, so that data-parallel wrappers see the forward pass of training. Losses make logits
+    of the states themselves, a few tokens at a time. With `kept_ids` [K] (ascending) all other
+    logits are -inf, and a plain head is computed on these rows only.
     Raises ValueError for models whose cache cannot roll back (recurrent or convolution state) or
     cannot be used slot by slot.
     """
 
-    def __init__(self, model: PreTrainedModel, *, vocab_size: int) -> None:
+    kept_ids: Tensor | None
+
+    def __init__(
+        self, model: PreTrainedModel, *, vocab_size: int, kept_ids: Tensor | None = None
+    ) -> None:
         super().__init__()
         check_cache(model)
         self.model = model
@@ -131,7 +171,12 @@ class CausalAdapter(nn.Module):
         self._window: int | None = getattr(config, "sliding_window", None)
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         self._plain_head: bool | None = None
-        self._architecture = model.config.to_json_string()  # once: it takes a millisecond
+        # Once, as it takes milliseconds. Names tell a model with LoRA from one without.
+        self._architecture = model.config.to_json_string() + "\n".join(model.state_dict())
+        kept_ids = None if kept_ids is None else kept_ids.to(self.device)
+        self.register_buffer("kept_ids", kept_ids, persistent=False)
+        self._kept_head: Head | None = None
+        self._renew_kept_head()
 
     @property
     def device(self) -> torch.device:
@@ -140,8 +185,9 @@ class CausalAdapter(nn.Module):
 
     @property
     def signature(self) -> Hashable:
-        """Architecture, precision and real vocabulary."""
-        return (type(self), self._architecture, self.dtype, self.vocab_size)
+        """Architecture, precision, real vocabulary and the number of kept ids."""
+        kept = None if self.kept_ids is None else len(self.kept_ids)
+        return (type(self), self._architecture, self.dtype, self.vocab_size, kept)
 
     @property
     def is_constant(self) -> bool:
@@ -165,11 +211,14 @@ class CausalAdapter(nn.Module):
 
     def step(self, tokens: Tensor, *, positions: Tensor, cache: KeyValueCache) -> Tensor:
         """Feed `tokens` [B, N] at `positions` [B, N] through the cache; return logits [B, N, V]."""
-        output = self.model(**self._cached_inputs(tokens, positions, cache))
-        return output.logits[..., : self.vocab_size]
+        inputs = self._cached_inputs(tokens, positions, cache)
+        if self._kept_head is None:
+            return self._cut(self.model(**inputs).logits)
+        return self._kept_head(self.model.base_model(**inputs).last_hidden_state)
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: KeyValueCache) -> None:
         """Fill slots `positions` [B, N] of the cache; the head is not run."""
+        self._renew_kept_head()
         self.model.base_model(**self._cached_inputs(tokens, positions, cache))
 
     def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
@@ -178,27 +227,64 @@ class CausalAdapter(nn.Module):
         The head runs on the kept positions only. Rows are padded on the right, so padding is
         never seen by a kept position and needs no mask.
         """
-        hidden, head = self.hidden_and_head(tokens)
-        if head is None:
-            return hidden[keep][:, : self.vocab_size]
-        return head(hidden[keep])[:, : self.vocab_size]
+        states, head = self.states(tokens, keep), self.head
+        return states if head is None else head(states)
 
-    forward = score
+    def states(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
+        """Return what the head makes logits of at the M positions of `keep`: [M, H].
 
-    def hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, nn.Module | None]:
-        """Return the last hidden states [B, T, H] and the output head that makes logits of them.
-
-        A model that does more than its head (soft-capped or scaled logits) gives its logits
-        [B, T, padded V] and None.
+        A model that does more than its head (soft-capped or scaled logits) has `head` None and
+        gives the logits [M, V] themselves.
         """
-        if self._head_is_plain():
-            hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-            return hidden, self.model.get_output_embeddings()
-        return self.model(input_ids=tokens, use_cache=False).logits, None
+        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if packing is not None:
+            inputs["position_ids"] = packing.positions
+            inputs["attention_mask"] = self._packed_masks(packing)
+        if not self._head_is_plain():
+            return self._cut(self.model(**inputs).logits[keep])
+        return self.model.base_model(**inputs).last_hidden_state[keep]
+
+    forward = states
+
+    @property
+    def head(self) -> Head | None:
+        """The output head, where logits are nothing but what it makes of the last states."""
+        if not self._head_is_plain():
+            return None
+        module: Any = self.model.get_output_embeddings()
+        bias, size, kept = module.bias, self.vocab_size, self.kept_ids
+        if kept is not None:
+            return Head(module.weight[kept], None if bias is None else bias[kept], kept, size)
+        return Head(module.weight[:size], None if bias is None else bias[:size])
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         """`copy_weights` into the model."""
         copy_weights(self.model, state_dict)
+        self._renew_kept_head()
+
+    def _cut(self, logits: Tensor) -> Tensor:
+        """The model's own logits [..., padded V] of the ids that count."""
+        if self.kept_ids is None:
+            return logits[..., : self.vocab_size]
+        return widened(logits[..., self.kept_ids], self.kept_ids, self.vocab_size)
+
+    def _renew_kept_head(self) -> None:
+        """Copy the kept rows of a plain head to where `step` reads them.
+
+        Selecting rows costs more than using them, so that is not done in every step, but for every
+        prompt and for new weights. In place, as compiled code knows the copy by its address.
+        """
+        if self.kept_ids is None:
+            return
+        # Not as inference tensors, which could be written to in inference mode alone.
+        with torch.inference_mode(False), torch.no_grad():
+            fresh, kept = self.head, self._kept_head
+            if fresh is None or kept is None:
+                self._kept_head = fresh
+                return
+            kept.weight.copy_(fresh.weight)
+            if kept.bias is not None and fresh.bias is not None:
+                kept.bias.copy_(fresh.bias)
 
     def _head_is_plain(self) -> bool:
         """Whether logits are head(hidden), found once.
@@ -211,7 +297,7 @@ class CausalAdapter(nn.Module):
             head = self.model.get_output_embeddings()
             training = self.model.training
             self.model.eval()
-            self._plain_head = head is not None and self._comes_through(head)
+            self._plain_head = isinstance(head, nn.Linear) and self._comes_through(head)
             self.model.train(training)
         return self._plain_head
 
@@ -251,10 +337,22 @@ class CausalAdapter(nn.Module):
     def _masks(self, positions: Tensor, visible: int) -> Tensor | dict[str, Tensor]:
         """Additive masks [B, 1, N, C]: the token at position t sees the slots 0..t."""
         slots = torch.arange(visible, device=positions.device)
-        seen = slots <= positions[:, None, :, None]  # [B, 1, N, C]
+        behind = positions[:, None, :, None] - slots  # [B, 1, N, C]
+        return self._by_layer(behind, behind >= 0)
+
+    def _packed_masks(self, packing: Packing) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B, 1, T, T]: a token sees its own text, up to itself."""
+        segments, length = packing.segments, packing.segments.shape[1]
+        places = torch.arange(length, device=segments.device)
+        behind = places[:, None] - places  # [T, T]
+        same = segments[:, None, :, None] == segments[:, None, None, :]
+        return self._by_layer(behind, same & (behind >= 0))
+
+    def _by_layer(self, behind: Tensor, seen: Tensor) -> Tensor | dict[str, Tensor]:
+        """Masks of layers with and without a sliding window; `behind`: how far back a token is."""
         if self._window is None:
             return self._additive(seen)
-        near = seen & (slots > positions[:, None, :, None] - self._window)
+        near = seen & (behind < self._window)
         if len(self._layer_types) < 2:
             return self._additive(near if self._layer_types != {"full_attention"} else seen)
         return {

@@ -8,10 +8,11 @@ losses, no decoding.
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,12 +23,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftkit.artifacts import atomic_path
 from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.lora import merged_weights
 from draftkit.models.seq2seq import Seq2SeqAdapter
+from draftkit.models.shrink import KEPT_IDS, read_kept_ids, write_kept_ids
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
@@ -90,11 +94,11 @@ def load_model(
     model: ModelConfig,
     key: str,
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Literal["auto"],
     device: torch.device,
     encoder_decoder: bool = False,
 ) -> PreTrainedModel:
-    """Load a language model for inference, in `dtype` on `device`, dropout off.
+    """Load a language model for inference, in `dtype` (`auto`: as stored) on `device`, dropout off.
 
     Raises ValueError naming `key` for a missing, corrupt or incomplete model, and for one of the
     other kind: decoder-only unless `encoder_decoder`.
@@ -282,10 +286,25 @@ def load_draft(
 ) -> CausalAdapter:
     """Load a draft for `target`, in its dtype unless another is given.
 
-    Raises ValueError for a draft that cannot be loaded or does not share the vocabulary.
+    One with a list of kept ids in its folder proposes no others. Raises ValueError for a draft
+    that cannot be loaded or does not share the vocabulary.
     """
     loaded, size = _draft_model(model, target, dtype, encoder_decoder=False)
-    return CausalAdapter(loaded, vocab_size=size)
+    return CausalAdapter(loaded, vocab_size=size, kept_ids=load_kept_ids(model, size))
+
+
+def load_kept_ids(model: ModelConfig, vocab_size: int) -> Tensor | None:
+    """The ids [K] that a draft's folder keeps, None for all. ValueError for a damaged list."""
+    try:
+        found = cached_file(
+            str(model.path),
+            KEPT_IDS,
+            revision=model.revision,
+            _raise_exceptions_for_missing_entries=False,
+        )
+    except LOADING_ERRORS as error:
+        raise cannot_load(model, "draft", error) from error
+    return None if found is None else read_kept_ids(Path(found), vocab_size)
 
 
 def load_seq2seq_draft(
@@ -317,12 +336,23 @@ def _draft_model(
     return loaded, real_vocab_size(target.tokenizer, loaded.config, "draft")
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write weights, configuration and tokenizer to `folder`, whole or not at all."""
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    *,
+    kept_ids: Tensor | None = None,
+) -> None:
+    """Write weights, configuration, tokenizer and `kept_ids` [K] to `folder`, whole or not at all.
+
+    LoRA is merged into the weights that are written.
+    """
     transformers_logging.disable_progress_bar()
     with atomic_path(folder) as temporary:
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, state_dict=merged_weights(model))
         tokenizer.save_pretrained(temporary)
+        if kept_ids is not None:
+            write_kept_ids(temporary, kept_ids)
 
 
 def with_path(model: ModelConfig, path: Path) -> ModelConfig:

@@ -145,6 +145,13 @@ def warped_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = 
     return torch.where(is_greedy, one_hot, logits)
 
 
+def tempered(logits: Tensor, temperature: float) -> Tensor:
+    """Logits divided by one positive temperature for all, at least float32: no cut, no penalty."""
+    assert temperature > 0, temperature
+    logits = promote(logits)
+    return logits if temperature == 1 else logits / temperature
+
+
 def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
     """The served probabilities [B, T, V] of `logits`; arguments as in `warped_logits`."""
     return warped_logits(logits, params, seen).softmax(-1)

@@ -29,10 +29,13 @@ class Bigram(nn.Module):
         table = spread * torch.randn(VOCAB, VOCAB, generator=generator, dtype=torch.float64)
         self.table = nn.Parameter(table)
 
-    def forward(self, tokens, keep):
+    head = None
+    kept_ids = None
+
+    def forward(self, tokens, keep, packing=None):
         return self.table[tokens[keep]]
 
-    score = forward
+    score = states = forward
 
     def step(self, tokens, *, positions, cache):
         return self.table[tokens]

@@ -3,35 +3,13 @@
 import pytest
 import torch
 
-from draftkit.config import SamplingConfig
-from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.loop import CHECKPOINT, train
-from draftkit.distillation.sources import DecoderSampler, DraftSource, ShuffledOrder, TextSource
-from tests.distillation.bigram import CPU, VOCAB, Bigram, trainer
-
-PROMPTS = [[i % VOCAB, (3 * i) % VOCAB] for i in range(7)]
+from tests.distillation.bigram import trainer
+from tests.distillation.making import draft_source, text_source
 
 
 class Killed(Exception):
     """The process ended here."""
-
-
-def draft_source(draft):
-    sampler = DecoderSampler(
-        draft,
-        sampling=SamplingConfig(),
-        eos_token_ids=[0],
-        max_new_tokens=9,
-        max_length=9,
-        batch_size=2,
-        seed=5,
-    )
-    return DraftSource(PROMPTS, sampler, batch_size=3, seed=1, device=CPU)
-
-
-def text_source(draft):
-    rows = [TokenSequence([*p, 1, 4], [False, False, True, True]) for p in PROMPTS]
-    return TextSource(rows, batch_size=3, seed=1, device=CPU)
 
 
 def run(folder, make_source, kill_at=None, evaluate=None, **optim):
@@ -43,7 +21,7 @@ def run(folder, make_source, kill_at=None, evaluate=None, **optim):
             raise Killed
         losses.append((progress.steps, progress.metrics.loss))
 
-    train(learner, make_source(learner.draft), folder, evaluate=evaluate, log=log)
+    train(learner, make_source(learner.draft, folder), folder, evaluate=evaluate, log=log)
     return learner, losses
 
 
@@ -89,7 +67,11 @@ def test_the_weights_with_the_best_validation_alpha_are_kept(tmp_path, alphas, b
         return alphas[step]
 
     outcome = train(
-        learner, text_source(learner.draft), tmp_path, evaluate=evaluate, log=lambda _: None
+        learner,
+        text_source(learner.draft, tmp_path),
+        tmp_path,
+        evaluate=evaluate,
+        log=lambda _: None,
     )
     assert (outcome.best_step, outcome.best_alpha) == (best, alphas[best])
     assert torch.equal(learner.draft.table, seen[best])
@@ -104,7 +86,11 @@ def test_a_kill_after_the_best_keeps_it(tmp_path):
         run(tmp_path, text_source, kill_at=8, evaluate=evaluate)
     learner = trainer(save_steps=4, eval_steps=6)
     outcome = train(
-        learner, text_source(learner.draft), tmp_path, evaluate=evaluate, log=lambda _: None
+        learner,
+        text_source(learner.draft, tmp_path),
+        tmp_path,
+        evaluate=evaluate,
+        log=lambda _: None,
     )
     assert outcome.best_step == 6
 
@@ -113,38 +99,3 @@ def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path):
     (tmp_path / CHECKPOINT).write_bytes(b"not safetensors")
     with pytest.raises(ValueError, match=rf"{CHECKPOINT}.*delete it"):
         run(tmp_path, text_source)
-
-
-def test_draft_batches_come_from_the_weights_of_the_moment():
-    draft = Bigram(0)
-    source = draft_source(draft)
-    first = source.batch(0)
-    assert torch.equal(first.input_ids, source.batch(0).input_ids)
-    with torch.no_grad():
-        draft.table.fill_(-30.0)
-        draft.table[:, 3] = 30.0
-    changed = source.batch(0)
-    assert changed.token_ids.unique().tolist() == [3]
-    assert changed.sampler_version == "step 0"
-
-
-def test_draft_batches_differ_from_step_to_step_for_the_same_prompt():
-    draft = Bigram(0)
-    source = draft_source(draft)
-    rows = {tuple(source.batch(step).input_ids.flatten().tolist()) for step in range(7)}
-    assert len(rows) == 7
-
-
-def test_an_answer_ends_with_its_first_end_of_text():
-    batch = draft_source(Bigram(0, spread=0.1)).batch(0)
-    for ids, mask in zip(batch.input_ids, batch.loss_mask, strict=True):
-        generated = ids[mask].tolist()
-        assert 0 not in generated[:-1]
-
-
-def test_every_epoch_holds_every_item_once_in_its_own_order():
-    order = ShuffledOrder(10, seed=0)
-    epochs = [order.at(10 * epoch, 10) for epoch in range(3)]
-    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert epochs[0] != epochs[1]
-    assert ShuffledOrder(10, seed=0).at(17, 5) == (epochs[1] + epochs[2])[7:12]

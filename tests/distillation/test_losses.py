@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, SamplingConfig
-from draftkit.distillation.losses import token_losses
+from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, MixtureConfig, SamplingConfig
+from draftkit.distillation.batch import TokenSequence, collate
+from draftkit.distillation.losses import Objective, token_weights
+from draftkit.distillation.teacher import FullScores
 from draftkit.theory.divergences import DIVERGENCES
 from draftkit.theory.warping import SamplingParams, warp
 
@@ -20,12 +22,17 @@ def logits():
     }
 
 
-def losses(logits, name, sampling=None, temperature=1.0):
-    return token_losses(
-        **logits,
-        divergence=DivergenceConfig(name=name),
-        sampling=sampling or SamplingConfig(),
-        temperature=temperature,
+def losses(logits, name, sampling=None, temperature=1.0, step=0, **options):
+    target_logits = logits["target_logits"]
+    objective = Objective(
+        DivergenceConfig(name=name, **options), sampling or SamplingConfig(), temperature
+    )
+    return objective.losses(
+        scores=None if target_logits is None else FullScores(target_logits, None),
+        draft_logits=logits["draft_logits"],
+        token_ids=logits["token_ids"],
+        rows=slice(None),
+        step=step,
     )
 
 
@@ -65,3 +72,103 @@ def test_next_token_needs_no_target(logits):
     value = losses({**logits, "target_logits": None}, "next_token")
     expected = -logits["draft_logits"].log_softmax(-1).gather(1, logits["token_ids"][:, None])[:, 0]
     torch.testing.assert_close(value, expected)
+
+
+def test_a_mixture_is_the_weighted_sum_of_its_terms(logits):
+    found = losses(logits, "mixture", mixture=MixtureConfig(forward_kl=0.9, reverse_kl=0.1))
+    expected = 0.9 * losses(logits, "forward_kl") + 0.1 * losses(logits, "reverse_kl")
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_warm_up_takes_the_forward_kl_first(logits):
+    for step, name in ((0, "forward_kl"), (4, "forward_kl"), (5, "tvd"), (99, "tvd")):
+        found = losses(logits, "tvd", step=step, warmup_steps=5)
+        torch.testing.assert_close(found, losses(logits, name), rtol=1e-12, atol=1e-12)
+
+
+def row(size, **facts):
+    """A text of one given token and `size` generated ones."""
+    return TokenSequence([1] * (size + 1), [False] + [True] * size, **facts)
+
+
+def weights_of(rows, lag=None, **options):
+    batch = collate(rows, device=torch.device("cpu"))
+    return token_weights(batch, DivergenceConfig(**options), lag).tolist()
+
+
+def test_all_tokens_weigh_the_same():
+    assert weights_of([row(2), row(1)]) == [1, 1, 1]
+
+
+def test_refused_tokens_alone_can_be_chosen():
+    facts = [[False, True, False], [False, False, True]]
+    rows = [row(2, rejected=rejected) for rejected in facts]
+    assert weights_of(rows, tokens="rejected") == [1, 0, 0, 1]
+    with pytest.raises(ValueError, match=r"^divergence\.tokens=rejected: .* use source=replay"):
+        weights_of([row(2)], tokens="rejected")
+
+
+def test_of_every_text_the_tokens_with_most_to_learn_can_be_chosen():
+    rows, lag = [row(5), row(1), row(3)], torch.tensor([0.1, 3, 1, 2, -1, -9, 5, 5, 4])
+    assert weights_of(rows, lag, tokens="top", top_fraction=0.4) == [0, 1, 0, 1, 0, 1, 1, 1, 0]
+    alone = weights_of(rows[:1], lag[:5], tokens="top", top_fraction=0.4)
+    assert alone == [0, 1, 0, 1, 0]
+
+
+def test_proposals_late_in_a_block_can_weigh_less():
+    rows = [row(3, block_offset=[0, 0, 1, 2]), row(1, block_offset=[0, 0])]
+    assert weights_of(rows, position_decay=0.5) == [1, 0.5, 0.25, 1]
+    with pytest.raises(ValueError, match=r"^divergence\.position_decay: .* use source=block"):
+        weights_of([row(2)], position_decay=0.5)
+
+
+def test_the_overlap_is_alpha_of_what_the_loss_compares(logits):
+    objective = Objective(DivergenceConfig(), SamplingConfig(top_k=3), 0.7)
+    found = objective.overlap(
+        scores=FullScores(logits["target_logits"], None),
+        draft_logits=logits["draft_logits"],
+        rows=slice(None),
+    )
+    p = warp(logits["target_logits"][None], SamplingParams.uniform(1, temperature=0.7, top_k=3))[0]
+    q = warp(logits["draft_logits"][None], SamplingParams.uniform(1, temperature=0.7))[0]
+    torch.testing.assert_close(found, torch.minimum(p, q).sum(-1), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_k=2)])
+def test_a_draft_of_some_ids_learns_the_target_of_these(logits, name, sampling):
+    kept, ids = torch.tensor([0, 2, 3, 7, 10]), torch.tensor([0, 3, 7, 10, 2])
+    never = torch.ones(11, dtype=torch.bool).index_fill(0, kept, False)
+    narrow = logits["draft_logits"][:, kept].requires_grad_()
+    wide = torch.full((5, 11), -torch.inf, dtype=torch.float64).index_copy(1, kept, narrow)
+    found = Objective(DivergenceConfig(name=name), sampling, 1.0, never=never).losses(
+        scores=FullScores(logits["target_logits"], None),
+        draft_logits=wide,
+        token_ids=ids,
+        rows=slice(None),
+        step=0,
+    )
+    expected = losses(
+        {
+            "target_logits": logits["target_logits"][:, kept],
+            "draft_logits": narrow,
+            "token_ids": torch.searchsorted(kept, ids),
+        },
+        name,
+        sampling,
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    (gradient,) = torch.autograd.grad(found.sum(), narrow)
+    assert gradient.isfinite().all()
+
+
+def test_a_token_that_the_draft_cannot_propose_teaches_nothing_and_breaks_nothing(logits):
+    draft = logits["draft_logits"].clone()
+    draft[:, 5] = -torch.inf
+    draft.requires_grad_()
+    found = losses(
+        {**logits, "draft_logits": draft, "token_ids": torch.full((5,), 5)}, "next_token"
+    )
+    (gradient,) = torch.autograd.grad(found.sum(), draft)
+    assert found.isfinite().all()
+    assert gradient.nan_to_num(nan=9.0).abs().max() == 0

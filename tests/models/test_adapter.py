@@ -26,7 +26,7 @@ from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.generation import DRAFT_ID, Completion, decode
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import CausalAdapter, Packing
 from tests import tiny
 
 # Weights and attention are float64, but models compute norms and rotations in float32.
@@ -92,7 +92,8 @@ def test_scores_of_kept_positions_equal_the_model_whatever_lies_to_the_right(
         for row, n in enumerate(lengths.tolist())
     ]
     torch.testing.assert_close(scores, torch.cat(expected), atol=ATOL, rtol=0)
-    assert torch.equal(adapter(padded, keep), scores)  # what data-parallel wrappers call
+    states = adapter.states(padded, keep)
+    assert torch.equal(adapter(padded, keep), states)  # what data-parallel wrappers call
 
 
 def cohere2() -> PreTrainedConfig:
@@ -121,10 +122,30 @@ SHAPE: dict[str, Any] = {
 def test_the_head_is_run_apart_only_where_that_gives_the_models_logits(architecture: str) -> None:
     adapter = tiny.adapter(architecture, dtype=torch.float64)
     tokens = random_tokens(2, 9)
-    hidden, head = adapter.hidden_and_head(tokens)
+    states, head = adapter.states(tokens, torch.ones_like(tokens).bool()), adapter.head
     assert (head is None) == (architecture == "gemma2")  # its logits are soft-capped
-    logits = hidden if head is None else head(hidden)
-    torch.testing.assert_close(logits, full_logits(adapter.model, tokens), atol=ATOL, rtol=0)
+    logits = states if head is None else head(states)
+    expected = full_logits(adapter.model, tokens).flatten(0, 1)
+    torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
+
+
+@architectures
+@torch.no_grad()
+def test_packed_texts_are_scored_as_they_are_alone(architecture: str) -> None:
+    adapter = tiny.adapter(architecture, dtype=torch.float64)
+    texts = [random_tokens(1, length)[0] for length in (9, 1, 14)]
+    row = torch.cat([*texts, torch.zeros(4, dtype=torch.long)])[None]
+    packing = Packing(
+        positions=torch.cat([*(torch.arange(len(text)) for text in texts), torch.zeros(4)])[
+            None
+        ].long(),
+        segments=torch.tensor([[1] * 9 + [2] + [3] * 14 + [0] * 4]),
+    )
+    found = adapter.states(row, packing.segments > 0, packing)
+    alone = [adapter.states(text[None], torch.ones(1, len(text)).bool()) for text in texts]
+    torch.testing.assert_close(found, torch.cat(alone), atol=ATOL, rtol=0)
+    mixed = adapter.states(row, packing.segments > 0)
+    assert not torch.allclose(found[9:], mixed[9:], atol=1e-3)
 
 
 @pytest.mark.parametrize("config", [cohere2, granite])
@@ -134,7 +155,7 @@ def test_scaled_logits_are_scored_and_stepped_whole(config: Callable[[], PreTrai
     adapter = CausalAdapter(model, vocab_size=32)
     tokens = random_tokens(2, 9) % 32
     expected = full_logits(model, tokens)
-    assert adapter.hidden_and_head(tokens)[1] is None
+    assert adapter.head is None
     scores = adapter.score(tokens, torch.ones(2, 9, dtype=torch.bool))
     torch.testing.assert_close(scores, expected.flatten(0, 1), atol=ATOL, rtol=0)
     positions = torch.arange(9).expand(2, 9)
@@ -148,14 +169,14 @@ def test_a_soft_cap_is_found_however_small_the_logits_are(scale: float) -> None:
     adapter = tiny.adapter("gemma2", dtype=torch.bfloat16)
     for weight in adapter.parameters():
         weight.mul_(scale)
-    assert adapter.hidden_and_head(random_tokens(1, 3))[1] is None
+    assert adapter.head is None
 
 
 def test_looking_at_the_head_leaves_the_mode_of_the_model_alone() -> None:
     for training in (True, False):
         adapter = tiny.adapter()
         adapter.train(training)
-        adapter.hidden_and_head(random_tokens(1, 3))
+        assert adapter.head is not None
         assert adapter.model.training is training
 
 

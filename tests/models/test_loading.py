@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.models.loading import (
     end_of_text_ids,
     load_draft,
+    load_kept_ids,
+    load_model,
     load_seq2seq_draft,
     load_seq2seq_target,
     load_target,
@@ -19,6 +21,7 @@ from draftkit.models.loading import (
     resolve_dtype,
     save_model,
 )
+from draftkit.models.shrink import write_kept_ids
 from draftkit.models.vocabulary import train_byte_bpe
 
 SHAPE = PretrainConfig(
@@ -185,6 +188,48 @@ def test_a_draft_without_a_tokenizer_is_told_how_to_get_one(folder, tmp_path, to
     new_llama(SHAPE, tokenizer, seed=0, device=CPU).save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"draft\.path .*no usable tokenizer.*save_pretrained"):
         load_draft(ModelConfig(path=str(tmp_path / "bare")), target_of(folder))
+
+
+@pytest.fixture
+def narrow(tmp_path, tokenizer):
+    """A draft that keeps three ids."""
+    path = tmp_path / "narrow"
+    model = new_llama(SHAPE, tokenizer, seed=1, device=CPU)
+    save_model(model, tokenizer, path, kept_ids=torch.tensor([0, 5, 9]))
+    return path
+
+
+def test_a_draft_proposes_the_ids_that_its_folder_keeps(folder, narrow, tokenizer):
+    target = target_of(folder)
+    tokens = torch.tensor([[5, 6, 7]])
+    scores = load_draft(ModelConfig(path=str(narrow)), target).score(tokens, tokens > 0)
+    assert (scores > -torch.inf).nonzero()[:, 1].tolist() == [0, 5, 9] * 3
+    assert scores.shape == (3, len(tokenizer))
+    assert load_draft(ModelConfig(path=str(folder)), target).kept_ids is None
+
+
+def test_kept_ids_lie_beside_a_whole_model(narrow, tokenizer):
+    loaded = AutoModelForCausalLM.from_pretrained(narrow)
+    assert loaded.get_output_embeddings().weight.shape[0] == len(tokenizer)
+    assert json.loads((narrow / "kept_ids.json").read_text()) == [0, 5, 9]
+
+
+def test_kept_ids_of_another_vocabulary_are_refused(folder, narrow, tokenizer):
+    write_kept_ids(narrow, torch.tensor([1, len(tokenizer)]))
+    with pytest.raises(ValueError, match=r"^draft\.path .*kept_ids\.json: .* must lie in 0"):
+        load_draft(ModelConfig(path=str(narrow)), target_of(folder))
+
+
+def test_a_model_of_the_hub_without_kept_ids_keeps_all():
+    assert load_kept_ids(ModelConfig(path="someone/some-model"), 10) is None
+
+
+def test_a_model_can_be_loaded_as_it_is_stored(folder, tmp_path, tokenizer):
+    model = new_llama(SHAPE, tokenizer, seed=0, device=CPU)
+    save_model(model.to(torch.bfloat16), tokenizer, tmp_path / "half")
+    for path, dtype in ((folder, torch.float32), (tmp_path / "half", torch.bfloat16)):
+        loaded = load_model(ModelConfig(path=str(path)), "target", dtype="auto", device=CPU)
+        assert loaded.dtype == dtype
 
 
 def test_padded_embeddings_are_cut_to_the_real_vocabulary(folder, tmp_path, tokenizer):

@@ -1,0 +1,145 @@
+"""A `Sampler` that asks an engine which speaks OpenAI's HTTP API: vLLM, SGLang, llama.cpp.
+
+Prompts travel as token ids to `/completions`. An engine that returns ids too (vLLM, SGLang:
+`return_token_ids`) says exactly what it sampled. From any other only text comes back, which is
+tokenised again: such records carry `RETOKENISED`, since the tokens may be others than those
+sampled, and an answer after which the prompt would have other tokens is refused. What the engine
+serves is its own affair: this module knows no models, and no key but the one that it is given.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from draftkit.data.rollouts import Record
+from draftkit.distillation.samplers import AnswerSettings
+
+SAMPLED, RETOKENISED = "openai", "openai-retokenised"  # who sampled, in a record
+TRIES = 6
+FIRST_WAIT = 1.0  # seconds, doubled from try to try
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+PASSES = {408, 409, 425, 429, 500, 502, 503, 504}  # states of a server that may pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAISampler:
+    """Asks the engine at `url` for answers of `model`, `concurrency` at a time.
+
+    `encode` and `decode` are the tokenizer's, special tokens neither added nor left out.
+    """
+
+    url: str  # as http://127.0.0.1:8000/v1
+    model: str
+    concurrency: int
+    settings: AnswerSettings
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    key: str = field(default="", repr=False)
+    wait: Callable[[float], None] = time.sleep
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
+    ) -> list[Record]:
+        """As in `Sampler`; here the seed of a row is the engine's to interpret.
+
+        Raises ValueError, one line, where the engine does not answer or not to what was asked.
+        """
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        pool = ThreadPoolExecutor(self.concurrency)
+        with httpx.Client(headers=headers, timeout=TIMEOUT) as client:
+            try:
+                tasks = [
+                    pool.submit(self._record, client, list(prompt), row, version)
+                    for prompt, row in zip(prompts, rows, strict=True)
+                ]
+                return [task.result() for task in tasks]
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _record(self, client: httpx.Client, prompt: list[int], row: int, version: str) -> Record:
+        answer = self._ask(client, self._request(prompt, row))
+        try:
+            choice = answer["choices"][0]
+            ids, ended = choice.get("token_ids"), choice.get("finish_reason") == "stop"
+            told = choice.get("prompt_token_ids")
+            if told is not None and told != prompt:
+                raise self._failure("it changes prompts: they do not come back as they were sent")
+            output = self._tokenise(prompt, choice["text"]) if ids is None else list(ids)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise self._failure(f"its answer is not a completion ({error!r})") from error
+        return self.settings.record(
+            prompt,
+            self._cut(prompt, output, ended),
+            row=row,
+            sampler=RETOKENISED if ids is None else SAMPLED,
+            sampler_version=version,
+        )
+
+    def _request(self, prompt: list[int], row: int) -> dict[str, Any]:
+        """Every setting is named: engines and models bring defaults of their own."""
+        settings, sampling = self.settings, self.settings.sampling
+        return {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": self._room(prompt),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": 0.0,
+            "repetition_penalty": sampling.repetition_penalty,
+            "repeat_penalty": sampling.repetition_penalty,  # llama.cpp
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": (settings.seed * 1_000_003 + row) % 2**31,
+            "return_token_ids": True,
+        }
+
+    def _room(self, prompt: list[int]) -> int:
+        return min(self.settings.max_new_tokens, self.settings.max_length - len(prompt))
+
+    def _ask(self, client: httpx.Client, request: dict[str, Any]) -> Any:
+        """The engine's answer, after as many tries as it takes, TRIES at most."""
+        reason = ""
+        for attempt in range(TRIES):
+            if attempt > 0:
+                self.wait(FIRST_WAIT * 2 ** (attempt - 1))
+            try:
+                response = client.post(f"{self.url.rstrip('/')}/completions", json=request)
+                if response.is_success:
+                    return response.json()
+            except httpx.RequestError as error:
+                reason = f"{type(error).__name__}: {error}"
+                continue
+            except httpx.InvalidURL as error:
+                raise self._failure(str(error)) from error
+            except ValueError as error:
+                raise self._failure("its answer is not JSON") from error
+            reason = f"status {response.status_code}, {response.text.strip()[:200]!r}"
+            if response.status_code not in PASSES:
+                raise self._failure(reason)
+        raise self._failure(f"{reason}, {TRIES} times")
+
+    def _tokenise(self, prompt: list[int], text: str) -> list[int]:
+        whole = self.encode(self.decode(prompt) + text)
+        if whole[: len(prompt)] != prompt:
+            raise self._failure(
+                "it returns text without token ids, and a prompt has other tokens when it is"
+                " tokenised together with its answer: use an engine that returns ids (vLLM)"
+            )
+        return whole[len(prompt) :]
+
+    def _cut(self, prompt: list[int], output: list[int], ended: bool) -> list[int]:
+        """`output` to its first end of text, which engines may leave out, or to the limit."""
+        ends = self.settings.eos_token_ids
+        for place, token in enumerate(output):
+            if token in ends:
+                return output[: place + 1][: self._room(prompt)]
+        kept = [*output, ends[0]] if ended and ends else output
+        return kept[: self._room(prompt)]
+
+    def _failure(self, reason: str) -> ValueError:
+        return ValueError(f"generate.url {self.url}: {' '.join(reason.split())}")

@@ -1,0 +1,174 @@
+"""Who continues prompts: one model, or the target and its draft together.
+
+A `Sampler` turns prompts into records: what came out, from whom, how, and from which noise. Those
+here run our decoder; `engines` asks somebody else's. They know no data, no steps and no folders.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from draftkit.config import SamplingConfig
+from draftkit.data.rollouts import Record
+from draftkit.decoding.generation import decode, make_requests
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.state import Request
+from draftkit.decoding.trace import TraceRound
+from draftkit.models.adapter import Adapter
+
+SCRATCH = 2  # cache slots behind the text, in plain decoding
+
+
+class Sampler(Protocol):
+    """Continues prompts."""
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
+    ) -> list[Record]:
+        """Return an answer to each prompt, cut after the first end of text.
+
+        `rows` number the noise streams: the same row and prompt give the same answer in any batch.
+        `version` says which weights are in force.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings:
+    """How answers are sampled, and how long they get.
+
+    An answer ends after `max_new_tokens`, or where prompt and answer hold `max_length` tokens.
+    """
+
+    sampling: SamplingConfig
+    eos_token_ids: Sequence[int]
+    max_new_tokens: int
+    max_length: int
+    batch_size: int
+    seed: int
+
+    def requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[int],
+        *,
+        models: Sequence[Adapter],
+        gamma: int = 0,
+    ) -> list[Request]:
+        """One request a prompt, within the context of all `models`."""
+        made = make_requests(
+            prompts,
+            max_new_tokens=self.max_new_tokens,
+            sampling=self.sampling,
+            gamma=gamma,
+            seed=self.seed,
+            max_length=min(self.max_length, *(model.max_positions for model in models)),
+        )
+        return [replace(request, row=row) for request, row in zip(made, rows, strict=True)]
+
+    def record(
+        self, prompt: Sequence[int], output: Sequence[int], *, row: int, **others: Any
+    ) -> Record:
+        """An answer with all that made it; `others` are further fields of the record."""
+        return Record(
+            prompt_ids=list(prompt),
+            output_ids=list(output),
+            sampling=dict(vars(self.sampling)),
+            seed=self.seed,
+            row=row,
+            **others,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSampler:
+    """Plain sampling of `model`; `name` is its part, `target` or `draft`.
+
+    Compiled, one piece of code serves all calls: whole batches in a cache of `max_length`.
+    """
+
+    model: Adapter
+    name: str
+    settings: AnswerSettings
+    compiled: bool = False
+    compiled: bool = False
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
+    ) -> list[Record]:
+        """As in `Sampler`."""
+        settings = self.settings
+        requests = settings.requests(prompts, rows, models=[self.model])
+        answers = decode(
+            self.model,
+            requests,
+            eos_token_ids=settings.eos_token_ids,
+            batch_size=settings.batch_size,
+            compiled=self.compiled,
+        )
+        return [
+            settings.record(
+                prompt, answer.output_ids, row=row, sampler=self.name, sampler_version=version
+            )
+            for prompt, answer, row in zip(prompts, answers, rows, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeSampler:
+    """What a server does: `draft` proposes, `target` verifies.
+
+    The text has the target's law; the records tell what was proposed and refused on the way, and
+    their version is that of the draft.
+    """
+
+    target: Adapter
+    draft: Adapter
+    gamma: int
+    verification: str
+    settings: AnswerSettings
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
+    ) -> list[Record]:
+        """As in `Sampler`."""
+        settings = self.settings
+        models = [self.target, self.draft]
+        answers = decode(
+            self.target,
+            settings.requests(prompts, rows, models=models, gamma=self.gamma),
+            eos_token_ids=settings.eos_token_ids,
+            batch_size=settings.batch_size,
+            proposer=DraftModelProposer(self.draft, version=version),
+            verification=self.verification,
+        )
+        records = []
+        for prompt, answer, row in zip(prompts, answers, rows, strict=True):
+            proposals, rejected = verdicts(answer.steps)
+            records.append(
+                settings.record(
+                    prompt,
+                    answer.output_ids,
+                    row=row,
+                    sampler="speculative",
+                    sampler_version=version,
+                    proposals=proposals,
+                    rejected=rejected,
+                )
+            )
+        return records
+
+
+def verdicts(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:
+    """For each token of an answer, what was proposed in its place (-1: nothing), and if refused.
+
+    A bonus token is nobody's error: nothing was proposed there. Proposals behind a refused one
+    were never tested, and belong to another text.
+    """
+    proposals: list[int] = []
+    rejected: list[bool] = []
+    for step in rounds:
+        for place in range(step.committed):
+            proposals.append(step.proposed[place] if place < len(step.proposed) else -1)
+            rejected.append(step.accepted <= place < len(step.proposed))
+    return proposals, rejected

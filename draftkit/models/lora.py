@@ -1,0 +1,94 @@
+"""LoRA (Hu et al. 2106.09685): a draft trained by low-rank updates of its linear layers.
+
+    y = W x + (alpha / rank) B A x       A: [rank, in] random, B: [out, rank] zero at first
+
+Injected into the loaded model by peft, in place: only A and B are open to training, and whoever
+holds the model sees the updates at once. What is saved is W + (alpha / rank) B A, a plain model.
+Full fine-tuning (`draft.lora.rank=0`) needs nothing of this. The module knows no optimizer, no
+loss and no file.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from draftkit.config.text import LoraConfig
+from draftkit.models.adapter import CausalAdapter
+
+
+def with_lora(draft: CausalAdapter, lora: LoraConfig, *, seed: int) -> CausalAdapter:
+    """Return `draft` with fresh updates in its model, which change no logit before training.
+
+    The model stays the same object; the adapter is a new one, since code compiled for a model
+    without updates must not run this one. Rank 0 returns `draft` itself. The same `seed` gives the
+    same A. Raises ValueError naming `draft.lora.target_modules` for a name that no layer has.
+    """
+    if lora.rank == 0:
+        return draft
+    import peft  # half a second that full fine-tuning does without
+
+    model: Any = draft.model
+    names = targeted_layers(model, lora.target_modules)
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=names,
+        fan_in_fan_out=isinstance(model.get_submodule(names[0]), Conv1D),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(settings, model)
+    model.train(model.training)  # new dropout follows the mode of the rest
+    return CausalAdapter(model, vocab_size=draft.vocab_size, kept_ids=draft.kept_ids)
+
+
+def targeted_layers(model: PreTrainedModel, names: list[str] | None) -> list[str]:
+    """Return the full names of the linear layers that `names` end, the head excepted.
+
+    None stands for all of them. Raises ValueError, with the names that can be chosen, for one that
+    no such layer has.
+    """
+    head: Any = model.get_output_embeddings()
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+    if names is None:
+        return layers
+    for name in names:
+        if not any(f".{layer}".endswith(f".{name}") for layer in layers):
+            known = sorted({layer.rpartition(".")[2] for layer in layers})
+            raise ValueError(
+                f"draft.lora.target_modules: no linear layer is called {name}: "
+                f"choose among {', '.join(known)}, or null for all"
+            )
+    return [layer for layer in layers if any(f".{layer}".endswith(f".{n}") for n in names)]
+
+
+def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the state dict of the plain model that `model` with its updates is equal to.
+
+    `model` stays as it is; weights without an update are its own tensors. A model without LoRA
+    gives its state dict.
+    """
+    weights = model.state_dict()
+    if not hasattr(model, "peft_config"):
+        return weights
+    from peft.tuners.lora import LoraLayer
+
+    for path, layer in list(model.named_modules()):
+        if not isinstance(layer, LoraLayer):
+            continue
+        plain = {n: w for n, w in weights.items() if n.startswith(f"{path}.base_layer.")}
+        weights = {n: w for n, w in weights.items() if not n.startswith(f"{path}.")}
+        for name, weight in plain.items():
+            weights[name.replace(".base_layer.", ".")] = weight
+        update: Any = layer
+        for adapter in update.active_adapters:
+            weights[f"{path}.weight"] = weights[f"{path}.weight"] + update.get_delta_weight(adapter)
+    return weights

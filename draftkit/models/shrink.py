@@ -1,0 +1,154 @@
+"""A drafter cut out of its target: some of its layers, and the ids that are worth proposing.
+
+Chosen layers, embeddings, final norm and head of the target make a smaller model of the same
+architecture, which speaks the target's language before it has learnt anything. Over a large
+vocabulary the head is what a small drafter spends its time on: proposing the most frequent ids
+alone (FR-Spec 2502.14856, VocabTrim 2506.22694) leaves q = 0 for all others, which costs
+acceptance and no exactness. The ids lie in a file beside a head that stays whole; `adapter`
+applies them. This module knows no text but token ids, no training and no decoding.
+
+Shapes: K kept ids, V real vocabulary.
+"""
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+# Not safetensors: engines take every such file of a folder for weights.
+KEPT_IDS = "kept_ids.json"
+
+
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Raise ValueError unless `layers` are numbers of a model's `count` layers, ascending."""
+    if not layers or list(layers) != sorted({*layers} & {*range(count)}):
+        raise ValueError(
+            f"draft.shrink.layers: the target has {count} layers, numbered 0 to {count - 1}; "
+            f"name some of them in ascending order, none twice, not {list(layers)}"
+        )
+
+
+def shrink(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
+    """Return a model of the `layers` of `target` (numbers from 0), all else copied.
+
+    It has the dtype and device of `target`, and no tensor in common with it. Raises ValueError
+    naming `draft.shrink.layers` for other numbers than the target's, and for a target that builds
+    some layers otherwise once their numbers change.
+    """
+    config = copy.deepcopy(target.config)
+    check_layers(layers, config.get_text_config().num_hidden_layers)
+    _cut_lists(config.get_text_config(), layers)
+    with torch.random.fork_rng(devices=[]):  # the first weights are random, and overwritten
+        made: Any = type(target)._from_config(config, dtype=target.dtype)
+    own = made.state_dict()
+    weights = _renumbered(target, layers)
+    strange = sorted(
+        name
+        for name in own.keys() | weights.keys()
+        if name not in own or name not in weights or own[name].shape != weights[name].shape
+    )
+    if strange:
+        raise ValueError(
+            f"draft.shrink.layers: {target.config.model_type} makes layers by their number "
+            f"(first: {strange[0]}), and cannot be cut: give a drafter as draft.path"
+        )
+    made.load_state_dict(weights)
+    made.generation_config = copy.deepcopy(target.generation_config)
+    return made.to(target.device).eval()
+
+
+def _cut_lists(config: Any, layers: Sequence[int]) -> None:
+    """Cut the number of layers, and every list in `config` with an entry for each layer."""
+    count = config.num_hidden_layers
+    for name, value in list(vars(config).items()):
+        # A list of ids may be as long as there are layers: the name tells them apart.
+        if isinstance(value, list) and len(value) == count and "layer" in name:
+            setattr(config, name, [value[layer] for layer in layers])
+    config.num_hidden_layers = len(layers)
+
+
+def _renumbered(target: PreTrainedModel, layers: Sequence[int]) -> dict[str, Tensor]:
+    """The weights of `target` without the other layers, the chosen ones numbered from 0."""
+    count = target.config.get_text_config().num_hidden_layers
+    stacks = [
+        f"{name}."
+        for name, module in target.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    places = {
+        f"{stack}{old}.": f"{stack}{layers.index(old)}." if old in layers else None
+        for stack in stacks[:1]  # the outermost comes first
+        for old in range(count)
+    }
+    weights = {}
+    for name, weight in target.state_dict().items():
+        place = next((old for old in places if name.startswith(old)), "")
+        if (new := places.get(place, "")) is not None:
+            weights[new + name.removeprefix(place)] = weight
+    return weights
+
+
+# Kept ids
+
+
+def check_vocabulary(count: int, vocab_size: int) -> None:
+    """Raise ValueError if `count` ids are more than there are."""
+    if count > vocab_size:
+        raise ValueError(
+            f"draft.shrink.vocabulary: {count} of {vocab_size} ids cannot be kept: lower it, or "
+            "use 0 for all"
+        )
+
+
+def frequent_ids(
+    sequences: Iterable[Sequence[int]], *, count: int, always: Iterable[int], vocab_size: int
+) -> Tensor:
+    """Return the `count` ids most frequent in `sequences`, and those of `always`: [K], ascending.
+
+    Of ids that are equally frequent the smaller is kept, so that a short text gives no fewer.
+    Raises ValueError naming `draft.shrink.vocabulary` for more ids than `vocab_size`.
+    """
+    check_vocabulary(count, vocab_size)
+    seen = Counter(chain.from_iterable(sequences))
+    ranked = sorted(range(vocab_size), key=lambda token: (-seen[token], token))
+    kept = {*ranked[:count], *(token for token in always if token < vocab_size)}
+    return torch.tensor(sorted(kept), dtype=torch.int64)
+
+
+def kept_share(sequences: Iterable[Sequence[int]], kept_ids: Tensor) -> float:
+    """Return the share of all tokens of `sequences` that are among `kept_ids` [K]."""
+    seen = Counter(chain.from_iterable(sequences))
+    return sum(seen[token] for token in kept_ids.tolist()) / max(1, seen.total())
+
+
+def write_kept_ids(folder: Path, kept_ids: Tensor) -> None:
+    """Write `kept_ids` [K] into the folder of a model."""
+    (folder / KEPT_IDS).write_text(json.dumps(kept_ids.tolist()), encoding="utf-8")
+
+
+def read_kept_ids(path: Path, vocab_size: int) -> Tensor:
+    """Read what `write_kept_ids` wrote. Raises ValueError for anything else: one line."""
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise _refused(path, f"it cannot be read ({error})") from error
+    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+        raise _refused(path, "it must hold one list of ids, and nothing else")
+    if any(low >= high for low, high in pairwise(ids)):
+        raise _refused(path, "its ids must ascend, none twice")
+    if ids[0] < 0 or ids[-1] >= vocab_size:
+        raise _refused(path, f"its ids must lie in 0..{vocab_size - 1}")
+    return torch.tensor(ids)
+
+
+def _refused(path: Path, reason: str) -> ValueError:
+    return ValueError(
+        f"draft.path {path}: {reason}: give the folder as prepare or distill wrote it"
+    )

@@ -1,0 +1,96 @@
+"""Sources of every kind over bigrams, as a pipeline would make them."""
+
+from draftkit.config import OptimConfig, SamplingConfig
+from draftkit.distillation.batch import TokenSequence
+from draftkit.distillation.mixing import MixtureSampler
+from draftkit.distillation.refresh import RolloutFiles
+from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, SpeculativeSampler
+from draftkit.distillation.sources import (
+    SampledSource,
+    TextSource,
+    block_of_record,
+    cut_texts,
+    shuffled,
+    some_rows,
+)
+from tests.distillation.bigram import CPU, VOCAB, Bigram
+
+PROMPTS = [[1 + i % (VOCAB - 1), 1 + (3 * i) % (VOCAB - 1)] for i in range(7)]
+TEXTS = [TokenSequence([*p, 1, 4], [False, False, True, True]) for p in PROMPTS]
+BATCH, GAMMA, SEED, LENGTH = 3, 3, 1, 8
+
+
+def settings(new=LENGTH, sampling=None, batch_size=4):
+    return AnswerSettings(
+        sampling=sampling or SamplingConfig(),
+        eos_token_ids=[0],
+        max_new_tokens=new,
+        max_length=LENGTH,
+        batch_size=batch_size,
+        seed=5,
+    )
+
+
+def target():
+    return Bigram(1, spread=2.0)
+
+
+def rollouts():
+    """The target's answers to the prompts."""
+    sampler = DecoderSampler(model=target(), name="target", settings=settings())
+    return sampler.sample(PROMPTS, rows=range(len(PROMPTS)), version="t")
+
+
+def files(folder, refresh_steps=1, optim=None):
+    optim = optim or OptimConfig(max_steps=12, save_steps=4)
+    return RolloutFiles(folder=folder / "rollouts", refresh_steps=refresh_steps, optim=optim)
+
+
+def text_source(draft, folder, **options):
+    return TextSource(TEXTS, batch_size=BATCH, seed=SEED, device=CPU)
+
+
+def draft_source(draft, folder, **options):
+    sampler = DecoderSampler(model=draft, name="draft", settings=settings())
+    return sampled(shuffled(PROMPTS, SEED), sampler, folder, **options)
+
+
+def mix_source(draft, folder, *, fraction=0.5, **options):
+    sampler = DecoderSampler(model=draft, name="draft", settings=settings())
+    chosen = some_rows(shuffled(PROMPTS, SEED), fraction=fraction, seed=SEED)
+    return sampled(chosen, sampler, folder, text_of=shuffled(TEXTS, SEED), **options)
+
+
+def token_mix_source(draft, folder, **options):
+    sampler = MixtureSampler(target=target(), draft=draft, fraction=0.5, settings=settings())
+    return sampled(shuffled(PROMPTS, SEED), sampler, folder, **options)
+
+
+def block_source(draft, folder, **options):
+    sampler = DecoderSampler(model=draft, name="draft", settings=settings(new=GAMMA))
+    return sampled(cut_texts(rollouts(), SEED), sampler, folder, read=block_of_record, **options)
+
+
+def replay_source(draft, folder, **options):
+    sampler = SpeculativeSampler(
+        target=target(),
+        draft=draft,
+        gamma=GAMMA,
+        verification="speculative",
+        settings=settings(),
+    )
+    return sampled(shuffled(PROMPTS, SEED), sampler, folder, **options)
+
+
+def sampled(prompt_of, sampler, folder, *, refresh_steps=1, optim=None, **options):
+    kept = files(folder, refresh_steps, optim)
+    return SampledSource(prompt_of, sampler, kept, batch_size=BATCH, device=CPU, **options)
+
+
+SAMPLED = {
+    "draft": draft_source,
+    "mix": mix_source,
+    "mix of tokens": token_mix_source,
+    "block": block_source,
+    "replay": replay_source,
+}

@@ -1,0 +1,180 @@
+"""An engine over HTTP: the same texts as our decoder's, patience, and one line when it fails."""
+
+import socket
+from dataclasses import replace
+
+import pytest
+
+from draftkit.config import SamplingConfig
+from draftkit.distillation import engines
+from draftkit.distillation.engines import RETOKENISED, SAMPLED, TRIES, OpenAISampler
+from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
+from tests import tiny
+from tests.distillation.serving import Engine, served
+
+GREEDY = SamplingConfig(temperature=0.0)
+TOKENIZER = tiny.byte_tokenizer()
+PROMPTS = [TOKENIZER.encode(text) for text in ("Once upon a time", "x", "def f(", "1 + 1 =")]
+LIMITS = {"max_new_tokens": 12, "max_length": 24, "batch_size": 4, "seed": 3}
+
+
+def encode(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.adapter(num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def ends(model):
+    """A token that some greedy answers reach and others do not, besides the tokenizer's own."""
+    settings = AnswerSettings(sampling=GREEDY, eos_token_ids=[], **LIMITS)
+    sampler = DecoderSampler(model=model, name="target", settings=settings)
+    answers = sampler.sample(PROMPTS, rows=range(4), version="")
+    return [answers[0].output_ids[6], TOKENIZER.eos_token_id]
+
+
+@pytest.fixture
+def engine(model, ends):
+    with served(Engine(model, ends, TOKENIZER.decode)) as running:
+        yield running
+
+
+def sampler_of(engine, **changes):
+    settings = AnswerSettings(sampling=GREEDY, eos_token_ids=engine.eos_token_ids, **LIMITS)
+    waits = []
+    given = {"url": engine.url, "model": "tiny", "concurrency": 3, "settings": settings}
+    given |= {"encode": encode, "decode": TOKENIZER.decode, "wait": waits.append}
+    return OpenAISampler(**given | changes), waits
+
+
+def test_greedy_answers_are_those_of_the_decoder(engine, model):
+    sampler, waits = sampler_of(engine)
+    plain = DecoderSampler(model=model, name="target", settings=sampler.settings)
+    expected = plain.sample(PROMPTS, rows=range(5, 9), version="v")
+    answers = sampler.sample(PROMPTS, rows=range(5, 9), version="v")
+    assert answers == [replace(record, sampler=SAMPLED) for record in expected]
+    assert {record.output_ids[-1] in engine.eos_token_ids for record in answers} == {True, False}
+    assert waits == []
+
+
+def test_every_setting_is_named_in_the_request(engine):
+    sampling = SamplingConfig(temperature=0.7, top_p=0.9, repetition_penalty=1.1)
+    settings = replace(sampler_of(engine)[0].settings, sampling=sampling)
+    sampler, _ = sampler_of(engine, settings=settings)
+    sampler.sample(PROMPTS[:2], rows=[7, 8], version="")
+    asked = {tuple(request["prompt"]): request for request in engine.asked}
+    first, second = (asked[tuple(prompt)] for prompt in PROMPTS[:2])
+    assert first["max_tokens"] == min(12, 24 - len(PROMPTS[0]))
+    assert (first["temperature"], first["top_p"], first["top_k"]) == (0.7, 0.9, -1)
+    assert (first["repetition_penalty"], first["min_p"], first["model"]) == (1.1, 0.0, "tiny")
+    assert first["seed"] != second["seed"]
+    assert first["return_token_ids"]
+
+
+def test_text_alone_is_tokenised_again_and_counted_as_such(engine):
+    engine.body = {"choices": [{"text": " ok", "finish_reason": "stop"}]}
+    sampler, _ = sampler_of(engine)
+    (record,) = sampler.sample(PROMPTS[:1], rows=[0], version="v")
+    assert record.sampler == RETOKENISED
+    assert record.output_ids == [*encode(" ok"), engine.eos_token_ids[0]]
+    engine.body["choices"][0] |= {"finish_reason": "length", "text": " ok" * 20}
+    (record,) = sampler.sample(PROMPTS[:1], rows=[0], version="v")
+    assert record.output_ids == encode(" ok" * 20)[: 24 - len(PROMPTS[0])]
+
+
+def test_a_prompt_that_does_not_survive_tokenising_is_refused(engine):
+    engine.body = {"choices": [{"text": "!", "finish_reason": "stop"}]}
+    joined = {"x!": [1, 2]}
+    sampler, _ = sampler_of(engine, encode=lambda text: joined.get(text, encode(text)))
+    with pytest.raises(ValueError, match=r"^generate\.url http.*without token ids") as error:
+        sampler.sample(PROMPTS, rows=range(4), version="")
+    assert "\n" not in str(error.value)
+
+
+def test_an_engine_that_adds_to_the_prompt_is_refused(engine):
+    engine.changes_prompts = True
+    with pytest.raises(ValueError, match=r"^generate\.url .*changes prompts"):
+        sampler_of(engine)[0].sample(PROMPTS, rows=range(4), version="")
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_engine_is_asked_again_after_longer_and_longer_waits(engine, status):
+    engine.failures = [status] * 3
+    sampler, waits = sampler_of(engine)
+    (record,) = sampler.sample(PROMPTS[:1], rows=[0], version="")
+    assert record.output_ids
+    assert waits == [1.0, 2.0, 4.0]
+    assert len(engine.asked) == 4
+
+
+def test_an_engine_that_stays_busy_is_given_up_in_one_line(engine):
+    engine.failures = [503] * 99
+    sampler, waits = sampler_of(engine, concurrency=1)
+    with pytest.raises(ValueError, match=rf"^generate\.url .*503.*{TRIES} times") as error:
+        sampler.sample(PROMPTS[:1], rows=[0], version="")
+    assert "\n" not in str(error.value)
+    assert len(engine.asked) == TRIES == len(waits) + 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_a_refusal_is_not_asked_again(engine, status):
+    engine.failures = [status] * 99
+    sampler, waits = sampler_of(engine)
+    with pytest.raises(ValueError, match=rf"^generate\.url .*status {status}.*not now"):
+        sampler.sample(PROMPTS[:1], rows=[0], version="")
+    assert waits == []
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>", {"choices": []}, {"choices": [{}]}, {"error": "no"}, [1, 2]]
+)
+def test_an_answer_that_is_no_completion_is_refused(engine, body):
+    engine.body = body
+    with pytest.raises(ValueError, match=r"^generate\.url .*its answer is not"):
+        sampler_of(engine)[0].sample(PROMPTS[:1], rows=[0], version="")
+
+
+def test_nobody_at_the_address_is_one_line_after_all_tries():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        nobody = Engine(None, [0], TOKENIZER.decode)
+        nobody.url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        sampler, waits = sampler_of(nobody)
+        with pytest.raises(ValueError, match=r"^generate\.url .*ConnectError") as error:
+            sampler.sample(PROMPTS[:1], rows=[0], version="")
+    assert "\n" not in str(error.value)
+    assert len(waits) == TRIES - 1
+
+
+def test_a_broken_address_is_one_line():
+    nobody = Engine(None, [0], TOKENIZER.decode)
+    nobody.url = "http://127.0.0.1:port/v1"
+    with pytest.raises(ValueError, match=r"^generate\.url http://127\.0\.0\.1:port/v1: "):
+        sampler_of(nobody)[0].sample(PROMPTS[:1], rows=[0], version="")
+
+
+def test_the_key_is_sent_and_never_shown(engine):
+    sampler, _ = sampler_of(engine, key="secret")
+    (record,) = sampler.sample(PROMPTS[:1], rows=[0], version="")
+    assert engine.keys == ["Bearer secret"]
+    assert "secret" not in repr(sampler) + repr(record)
+    sampler_of(engine)[0].sample(PROMPTS[:1], rows=[0], version="")
+    assert engine.keys[1] is None
+
+
+def test_no_more_requests_are_under_way_than_allowed(engine, monkeypatch):
+    pools = []
+    real = engines.ThreadPoolExecutor
+    monkeypatch.setattr(
+        engines, "ThreadPoolExecutor", lambda count: pools.append(count) or real(count)
+    )
+    sampler_of(engine, concurrency=2)[0].sample(PROMPTS, rows=range(4), version="")
+    assert pools == [2]

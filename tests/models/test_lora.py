@@ -1,0 +1,194 @@
+"""LoRA in a draft: nothing before training, a plain model after it, and only its weights train."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draftkit.config.text import LoraConfig
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import save_model
+from draftkit.models.lora import merged_weights, targeted_layers, with_lora
+from tests import tiny
+
+LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.2)
+architectures = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
+
+
+def tokens() -> Tensor:
+    return torch.tensor(tiny.prompts([12, 12]))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=tokens(), use_cache=False).logits
+
+
+def drafted(architecture: str = "llama", lora: LoraConfig = LORA, **options: Any) -> CausalAdapter:
+    return with_lora(tiny.adapter(architecture, **options), lora, seed=1)
+
+
+def disturbed(draft: CausalAdapter) -> PreTrainedModel:
+    """The model of `draft` after something was learnt."""
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1 * torch.randn(weight.shape, generator=generator).to(weight.dtype))
+    return draft.model
+
+
+def plain(architecture: str, weights: dict[str, Tensor], **options: Any) -> PreTrainedModel:
+    model = tiny.model(architecture, seed=9, **options)
+    model.load_state_dict(weights)
+    return model
+
+
+@architectures
+def test_fresh_lora_changes_no_logit(architecture: str) -> None:
+    before = logits(tiny.model(architecture))
+    assert torch.equal(logits(drafted(architecture).model), before)
+
+
+@architectures
+def test_only_the_updates_of_linear_layers_but_the_head_are_trained(architecture: str) -> None:
+    draft = drafted(architecture)
+    opened = {name for name, weight in draft.model.named_parameters() if weight.requires_grad}
+    layers = targeted_layers(tiny.model(architecture), None)
+    assert opened == {f"{name}.lora_{part}.default.weight" for name in layers for part in "AB"}
+    assert len(layers) >= 2 * 4
+    head = draft.model.get_output_embeddings()
+    assert not any(draft.model.get_submodule(name) is head for name in layers)
+
+
+@architectures
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-4), (torch.float64, 1e-10)])
+def test_the_merged_model_is_the_trained_one(
+    architecture: str, dtype: torch.dtype, atol: float
+) -> None:
+    model = disturbed(drafted(architecture, dtype=dtype))
+    found = logits(plain(architecture, merged_weights(model), dtype=dtype))
+    torch.testing.assert_close(found, logits(model), atol=atol, rtol=0)
+    assert (found - logits(tiny.model(architecture, dtype=dtype))).abs().max() > 0.1
+
+
+def test_merging_leaves_the_trained_model_as_it_is() -> None:
+    model = disturbed(drafted())
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    merged_weights(model)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_a_model_without_lora_has_its_own_weights() -> None:
+    model = tiny.model()
+    merged = merged_weights(model)
+    own = model.state_dict()
+    assert merged.keys() == own.keys()
+    assert all(merged[name].data_ptr() == weight.data_ptr() for name, weight in own.items())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_saved_draft_is_a_plain_folder(architecture: str, tied: bool, tmp_path: Path) -> None:
+    model = disturbed(drafted(architecture, tie_word_embeddings=tied))
+    save_model(model, tiny.byte_tokenizer(), tmp_path / "draft")
+    plain_folder = tmp_path / "plain"
+    save_model(
+        tiny.model(architecture, tie_word_embeddings=tied), tiny.byte_tokenizer(), plain_folder
+    )
+    files = {path.name for path in (tmp_path / "draft").iterdir()}
+    assert files == {path.name for path in plain_folder.iterdir()}
+    config = (tmp_path / "draft" / "config.json").read_text()
+    assert config == (plain_folder / "config.json").read_text()
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "draft", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    torch.testing.assert_close(logits(loaded.eval()), logits(model), atol=1e-4, rtol=0)
+
+
+def test_a_step_of_training_moves_the_updates_alone() -> None:
+    draft = drafted(dtype=torch.float64)
+    before = {name: weight.clone() for name, weight in draft.named_parameters()}
+    opened = [weight for weight in draft.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(opened, lr=0.1)
+    for _ in range(2):  # A moves once B is no longer 0
+        draft.score(tokens(), torch.ones(2, 12, dtype=torch.bool)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = {name for name, weight in draft.named_parameters() if not weight.equal(before[name])}
+    assert moved == {name for name, weight in draft.named_parameters() if weight.requires_grad}
+
+
+def test_dropout_is_at_work_in_training_alone() -> None:
+    draft = drafted(lora=LoraConfig(rank=4, dropout=0.5))
+    model = disturbed(draft)
+    assert torch.equal(logits(model), logits(model))
+    draft.train()
+    assert not torch.equal(logits(model), logits(model))
+
+
+def test_updates_repeat_for_a_seed_and_leave_the_random_state_alone() -> None:
+    torch.manual_seed(4)
+    expected = torch.rand(2)
+    torch.manual_seed(4)
+    first = dict(drafted().named_parameters())
+    assert torch.equal(torch.rand(2), expected)
+    again = dict(drafted().named_parameters())
+    other = dict(with_lora(tiny.adapter(), LORA, seed=2).named_parameters())
+    assert all(torch.equal(weight, again[name]) for name, weight in first.items())
+    assert any(not torch.equal(weight, other[name]) for name, weight in first.items())
+
+
+def test_rank_0_is_no_lora() -> None:
+    draft = tiny.adapter()
+    assert with_lora(draft, LoraConfig(), seed=0) is draft
+    assert all(weight.requires_grad for weight in draft.parameters())
+
+
+def test_what_is_merged_is_b_times_a_scaled_by_alpha_over_the_rank() -> None:
+    draft = drafted(lora=LoraConfig(rank=4, alpha=6.0), dtype=torch.float64)
+    weights = disturbed(draft).state_dict()
+    layer = "model.layers.1.mlp.down_proj"
+    updates = [weights[f"{layer}.lora_{part}.default.weight"] for part in "BA"]
+    expected = weights[f"{layer}.base_layer.weight"] + 6 / 4 * updates[0] @ updates[1]
+    merged = merged_weights(draft.model)[f"{layer}.weight"]
+    torch.testing.assert_close(merged, expected, atol=1e-12, rtol=0)
+
+
+def test_the_model_stays_the_same_object_and_code_is_not_shared_with_plain_ones() -> None:
+    draft = tiny.adapter()
+    kept = CausalAdapter(draft.model, vocab_size=258, kept_ids=torch.tensor([1, 2]))
+    model, signature = draft.model, draft.signature
+    found = with_lora(kept, LORA, seed=0)
+    assert found.model is model
+    assert found.kept_ids is not None
+    assert found.kept_ids.tolist() == [1, 2]
+    assert found.signature != kept.signature
+    assert CausalAdapter(model, vocab_size=258).signature != signature
+
+
+def test_layers_are_chosen_by_the_end_of_their_names() -> None:
+    model = tiny.model()
+    assert targeted_layers(model, ["q_proj", "1.mlp.up_proj"]) == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    ]
+    draft = drafted(lora=LoraConfig(rank=2, target_modules=["1.mlp.up_proj"]))
+    opened = [name for name, weight in draft.model.named_parameters() if weight.requires_grad]
+    assert {name.split(".lora_")[0] for name in opened} == {"model.layers.1.mlp.up_proj"}
+
+
+@pytest.mark.parametrize("name", ["query", "proj", "lm_head", "embed_tokens", "self_attn"])
+def test_unknown_layers_are_refused_with_those_that_there_are(name: str) -> None:
+    told = rf"^draft\.lora\.target_modules: no linear layer is called {name}: .*q_proj, up_proj"
+    with pytest.raises(ValueError, match=told) as error:
+        drafted(lora=LoraConfig(rank=2, target_modules=["q_proj", name]))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,107 @@
+"""A base drafter cut out of the target, given or just trained, as the stage makes it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftkit.artifacts import read_json
+from draftkit.config import Config
+from draftkit.data.prompts import load_splits
+from draftkit.models.loading import load_draft, load_target, load_tokenizer
+from pipelines.configuration import compose_config
+from pipelines.inputs import models
+from pipelines.prepare import prepare
+
+TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
+SHRUNK = ["draft.shrink.layers=[1]", "draft.shrink.vocabulary=64"]
+
+
+def smoke(root: Path, *overrides: str) -> Config:
+    """The smallest experiment on a small text, in `root`."""
+    path = root / "rows.jsonl"
+    if not path.exists():
+        rows = [{"text": TEXT.format(i, i * 7, i * 13)} for i in range(80)]
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    small = ["data=local", f"data.path={path}", "data.vocab_size=300", "data.prompt_tokens=4"]
+    steps = ["target.pretrain.max_steps=4", "draft.pretrain.max_steps=2"]
+    given = ["+experiment=smoke", f"root={root / 'outputs'}", "tracker=none"]
+    return compose_config([*given, *small, *steps, *overrides])
+
+
+def layer(weights: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
+    mark = f"model.layers.{number}."
+    return {n.removeprefix(mark): w for n, w in weights.items() if n.startswith(mark)}
+
+
+def check_cut(target: Path, draft: Path) -> None:
+    """`draft` is layer 1 of `target` and all that is outside of its layers."""
+    whole, cut = load_file(target / "model.safetensors"), load_file(draft / "model.safetensors")
+    assert read_json(draft / "config.json")["num_hidden_layers"] == 1
+    for name, weight in layer(whole, 1).items():
+        assert torch.equal(layer(cut, 0)[name], weight)
+    outside = [name for name in whole if ".layers." not in name]
+    assert all(torch.equal(cut[name], whole[name]) for name in outside)
+    assert len(cut) == len(layer(whole, 1)) + len(outside)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("prepare")
+
+
+def test_a_drafter_is_cut_from_the_target_that_was_trained_or_given(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = smoke(root, *SHRUNK)
+    made = prepare.ensure(trained)
+    check_cut(made / "target", made / "draft")
+    assert not list(made.glob("*-training"))  # no drafter was trained
+    assert "% of the validation text" in capsys.readouterr().out
+    given = smoke(root, *SHRUNK, f"target.path={made / 'target'}")
+    again = prepare.ensure(given)
+    assert again != made
+    assert not (again / "target").exists()
+    check_cut(made / "target", again / "draft")
+
+
+def test_it_proposes_the_most_frequent_ids_of_the_training_split(root: Path) -> None:
+    config = smoke(root, *SHRUNK)
+    target_config, draft_config = models(config)
+    target = load_target(target_config, config.hardware)
+    draft = load_draft(draft_config, target)
+    assert draft.kept_ids is not None
+    kept = draft.kept_ids.tolist()
+    train = load_splits(config.data, load_tokenizer(target_config, "target")).train
+    counts = torch.bincount(torch.tensor([i for e in train for i in e.token_ids]), minlength=300)
+    assert 64 <= len(kept) <= 64 + len(target.eos_token_ids)
+    assert set(target.eos_token_ids) <= set(kept)
+    others = [token for token in range(len(counts)) if token not in kept]
+    assert counts[others].max() <= counts[kept].sort(descending=True).values[63]
+
+
+def test_layers_and_ids_are_part_of_what_was_made(root: Path) -> None:
+    paths = {
+        prepare.path(smoke(root, *options))
+        for options in ([], SHRUNK, ["draft.shrink.layers=[1]"], ["draft.shrink.layers=[0]"])
+    }
+    assert len(paths) == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("draft.shrink.layers=[0,2]", r"^draft\.shrink\.layers: the target has 2 layers"),
+        ("draft.shrink.vocabulary=400", r"^draft\.shrink\.vocabulary: 400 of \d+ ids"),
+    ],
+)
+def test_more_than_the_target_has_is_refused_before_it_is_trained(
+    tmp_path: Path, override: str, told: str
+) -> None:
+    config = smoke(tmp_path, *SHRUNK, override)
+    with pytest.raises(ValueError, match=told) as error:
+        prepare.launch(config)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.rglob("target*"))

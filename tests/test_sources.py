@@ -1,0 +1,154 @@
+"""`source` and `generate.engine` as the commands see them: who samples, what is kept or refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftkit.artifacts import read_json
+from draftkit.config import Config
+from draftkit.data.rollouts import Record, read_records
+from draftkit.models.loading import load_target
+from draftkit.tracking import read_metrics
+from pipelines.configuration import compose_config
+from pipelines.distill import distill
+from pipelines.generate import generate, read_rollouts
+from pipelines.inputs import models
+from pipelines.sources import decoding_hash
+from tests.distillation.serving import Engine, served
+
+
+def smoke(root: Path, *overrides: str) -> Config:
+    """The smallest experiment, in `root`."""
+    given = ["+experiment=smoke", f"root={root}", "tracker=none", "decode.compile=false"]
+    short = ["generate.rollouts=8", "optim.max_steps=4", "optim.logging_steps=1"]
+    return compose_config([*given, *short, "optim.save_steps=2", "optim.eval_steps=4", *overrides])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of outputs, so that the models are made once."""
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(autouse=True)
+def _unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the evaluation at the end of `distill`."""
+    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def kept(folder: Path) -> list[Record]:
+    paths = sorted((folder / "rollouts").glob("*.parquet"))
+    return [record for path in paths for record in read_records(path)]
+
+
+CASES = [
+    ("mix", [], {"draft"}),
+    ("mix", ["source.other=fixed", "source.fraction=0.8"], {"draft"}),
+    ("mix", ["source.granularity=token"], {"mix"}),
+    ("block", ["decode.gamma=3", "divergence.position_decay=0.8"], {"draft"}),
+    ("replay", ["decode.gamma=3", "divergence.tokens=rejected"], {"speculative"}),
+]
+
+
+@pytest.mark.parametrize(("source", "options", "samplers"), CASES)
+def test_every_source_trains_and_keeps_what_the_draft_had_a_part_in(
+    root: Path, source: str, options: list[str], samplers: set[str]
+) -> None:
+    name = "-".join([source, *(option.split("=")[1] for option in options)])
+    config = smoke(root, f"source={source}", "source.refresh_steps=3", f"name={name}", *options)
+    folder = distill.ensure(config)
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    records = kept(folder)
+    assert {record.sampler for record in records} == samplers
+    assert {record.sampler_version for record in records} <= {"step 0", "step 3"}
+    assert (folder / "rollouts" / "step-00000003.parquet").exists()
+    if source == "block":
+        assert {len(record.output_ids) for record in records} <= {1, 2, 3}
+    if source == "replay":
+        assert any(flag for record in records for flag in record.rejected or [])
+
+
+def test_a_run_stopped_inside_a_block_ends_like_an_uninterrupted_one(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["source=mix", "source.refresh_steps=4"]
+    whole = distill.ensure(smoke(root, "name=whole", *options))
+    monkeypatch.setattr("pipelines.distill.train", stopping_at(3))
+    with pytest.raises(KeyboardInterrupt):
+        distill.ensure(smoke(root, "name=cut", *options))
+    monkeypatch.undo()
+    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
+    cut = distill.ensure(smoke(root, "name=cut", *options))
+    assert kept(cut) == kept(whole)
+    first, second = (load_file(path / "draft" / "model.safetensors") for path in (whole, cut))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def stopping_at(step: int) -> Any:
+    """`train` that is interrupted when it reports `step`."""
+    from draftkit.distillation.loop import train
+
+    def interrupted(*arguments: Any, log: Any, **options: Any) -> Any:
+        def stop(progress: Any) -> None:
+            log(progress)
+            if progress.steps == step:
+                raise KeyboardInterrupt
+
+        return train(*arguments, log=stop, **options)
+
+    return interrupted
+
+
+@pytest.mark.parametrize("source", ["block", "replay"])
+def test_nothing_to_draft_is_refused_by_its_key(root: Path, source: str) -> None:
+    config = smoke(root, f"source={source}", "decode.gamma=0", f"name=no-{source}")
+    with pytest.raises(ValueError, match=rf"^decode\.gamma must .*source={source}") as error:
+        distill.ensure(config)
+    assert "\n" not in str(error.value)
+    assert not (root / f"no-{source}").exists()
+
+
+def test_decoding_counts_only_where_texts_depend_on_it(tmp_path: Path) -> None:
+    def marks(source: str) -> list[dict[str, str]]:
+        changes = [[], ["decode.gamma=2"], ["decode=block"]]
+        return [decoding_hash(smoke(tmp_path, f"source={source}", *change)) for change in changes]
+
+    assert marks("draft") == marks("mix") == [{}, {}, {}]
+    first, gamma, verification = marks("block")
+    assert first == verification != gamma
+    first, gamma, verification = marks("replay")
+    assert len({first["decode"], gamma["decode"], verification["decode"]}) == 3
+
+
+def test_an_engine_over_http_gives_the_rollouts_of_the_decoder(root: Path) -> None:
+    ours = smoke(root, "sampling.temperature=0", "divergence.temperature=1")
+    plain = generate.ensure(ours)
+    target = load_target(models(ours)[0], ours.hardware)
+    with served(Engine(target.adapter, target.eos_token_ids, target.tokenizer.decode)) as engine:
+        http = ["generate.engine=openai", f"generate.url={engine.url}", "generate.concurrency=3"]
+        asked = smoke(root, "sampling.temperature=0", "divergence.temperature=1", *http)
+        folder = generate.ensure(asked)
+    expected = [replace(record, sampler="openai") for record in read_rollouts(plain)]
+    assert read_rollouts(folder) == expected
+    assert {request["model"] for request in engine.asked} == {models(ours)[0].path}
+    assert read_json(folder / "summary.json")["retokenised"] == 0
+    # Complete: nobody is asked again, not even at another address.
+    elsewhere = replace(asked, generate=replace(asked.generate, url="http://127.0.0.1:9/v1"))
+    assert generate.ensure(elsewhere) == folder
+
+
+def test_an_engine_that_refuses_is_one_line_and_leaves_no_folder(root: Path) -> None:
+    with served(Engine(None, (0,), str)) as engine:
+        engine.failures = [401] * 99
+        http = ["generate.engine=openai", f"generate.url={engine.url}"]
+        config = smoke(root, *http, "generate.model=other")
+        with pytest.raises(ValueError, match=r"^generate\.url http.*status 401") as error:
+            generate.ensure(config)
+    assert "\n" not in str(error.value)
+    assert not generate.path(config).exists()

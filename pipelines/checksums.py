@@ -6,9 +6,11 @@ from pathlib import Path
 
 from draftkit.artifacts import fingerprint, sha256_file, sha256_tree
 from draftkit.config import DataConfig, ModelConfig
+from draftkit.data.corpora import PACKAGES
 from draftkit.models.loading import check_folder
 
 CARD = "README.md"  # about a model, no part of it
+DISTRIBUTIONS = {"hydra": "hydra-core"}  # where a package is called otherwise than what is imported
 
 
 def model_sha256(model: ModelConfig, key: str) -> str:
@@ -35,5 +37,6 @@ def data_sha256(data: DataConfig) -> str:
         return sha256_file(path)
     if data.name == "hub":
         return fingerprint([data.path, data.subset, data.split])
-    packages = sorted((d.name, d.version) for d in importlib.metadata.distributions())
-    return fingerprint([sys.version, packages])
+    # Not all distributions in sight: compiling, for one, brings more of them into sight.
+    names = [DISTRIBUTIONS.get(package, package) for package in PACKAGES]
+    return fingerprint([sys.version, [(n, importlib.metadata.version(n)) for n in sorted(names)]])

@@ -64,7 +64,7 @@ class Turns(TrainerCallback):
         self._started = time.perf_counter()
 
 
-def peer_class(prompts: dict[str, list[int]]) -> Any:
+def peer_class(texts: dict[str, list[int]]) -> Any:
     """TRL's trainer, told token ids for the names of prompts, and asked what it saw.
 
     Raises ValueError where TRL is not installed.
@@ -77,8 +77,8 @@ def peer_class(prompts: dict[str, list[int]]) -> Any:
     class Peer(DistillationTrainer):
         """Continues the same prompts as the other trainer, to the id."""
 
-        def _tokenize_prompts(self, prompts_: list[str]) -> tuple[list[list[int]], None, dict]:
-            return [prompts[name] for name in prompts_], None, {}
+        def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict]:
+            return [texts[name] for name in prompts], None, {}
 
         def _generate_single_turn(self, prompt_ids: Any, *others: Any, **options: Any) -> Any:
             found = super()._generate_single_turn(prompt_ids, *others, **options)

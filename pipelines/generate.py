@@ -10,13 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
-
-from draftkit.config import Config, ModelConfig
+from draftkit.config import Config
 from draftkit.data.rollouts import Record, read_records, write_records
 from draftkit.distillation.engines import RETOKENISED, OpenAISampler
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, Sampler
-from draftkit.models.loading import load_target, load_tokenizer
+from draftkit.models.loading import load_outline, load_target
 from pipelines.inputs import models, splits_of, target_hashes
 from pipelines.stage import StageFolder, stage
 
@@ -45,15 +43,15 @@ def engine_sampler(config: Config) -> OpenAISampler:
     target, options = models(config)[0], config.generate
     assert options.url is not None
     assert target.path is not None
-    tokenizer = load_tokenizer(target, "target")
-    ends = declared_ends(target) | {tokenizer.eos_token_id}
+    outline = load_outline(target, config.hardware)
+    tokenizer = outline.tokenizer
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     settings = AnswerSettings(
         sampling=config.sampling,
-        eos_token_ids=sorted(end for end in ends if end is not None),
+        eos_token_ids=outline.eos_token_ids,
         max_new_tokens=config.data.max_length,
         max_length=config.data.max_length,
         batch_size=options.concurrency,
@@ -68,21 +66,6 @@ def engine_sampler(config: Config) -> OpenAISampler:
         decode=decode,
         key=os.environ.get("OPENAI_API_KEY", ""),
     )
-
-
-def declared_ends(model: ModelConfig) -> set[int | None]:
-    """The ids that end a text by the files of `model`."""
-    assert model.path is not None
-    revision = model.revision or "main"
-    try:
-        generation = GenerationConfig.from_pretrained(model.path, revision=revision)
-    except OSError:  # it has no file of its own
-        shape = AutoConfig.from_pretrained(
-            model.path, revision=revision, trust_remote_code=model.trust_remote_code
-        )
-        generation = GenerationConfig.from_model_config(shape)
-    ends = generation.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends])
 
 
 def read_rollouts(folder: Path) -> list[Record]:

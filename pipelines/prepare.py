@@ -125,7 +125,7 @@ def cut(
         kept_ids = frequent_ids(
             (example.token_ids for example in splits.train),
             count=options.vocabulary,
-            always=end_of_text_ids(target, tokenizer),
+            always=end_of_text_ids(target.generation_config, tokenizer),
             vocab_size=real_vocab_size(tokenizer, target.config, "target"),
         )
         share = kept_share((example.token_ids for example in splits.validation), kept_ids)

@@ -7,7 +7,6 @@ from typing import Any
 
 from draftkit.artifacts import fingerprint
 from draftkit.config import Config
-from draftkit.data.prompts import Example
 from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.refresh import RolloutFiles
@@ -18,7 +17,9 @@ from draftkit.distillation.samplers import (
     SpeculativeSampler,
 )
 from draftkit.distillation.sources import (
+    WHOLE,
     SampledSource,
+    Shard,
     Source,
     TextSource,
     block_of_record,
@@ -27,11 +28,13 @@ from draftkit.distillation.sources import (
     sequence_of_record,
     shuffled,
     some_rows,
+    with_stored_scores,
 )
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target
 from pipelines.generate import generate, read_rollouts
 from pipelines.inputs import splits_of
+from pipelines.scores import completed, read_scores, scores
 from pipelines.stage import StageFolder
 
 ROLLOUTS = "rollouts"
@@ -55,24 +58,33 @@ def decoding_hash(config: Config) -> dict[str, str]:
 
 
 def make_source(
-    config: Config, target: Target, draft: CausalAdapter, folder: StageFolder
+    config: Config,
+    target: Target | None,
+    draft: CausalAdapter,
+    folder: StageFolder,
+    shard: Shard = WHOLE,
 ) -> Source:
-    """The sequences that `source` names; what the draft has a part in is kept in `folder`."""
+    """The sequences that `source` names; what the draft has a part in is kept in `folder`.
+
+    Texts that do not change need no target.
+    """
     name, seed = config.source.name, config.seed
     shape: dict[str, Any] = {
-        "batch_size": config.optim.per_device_train_batch_size,
+        "batch_size": config.optim.rows_of_a_process * shard.count,
         "device": draft.device,
+        "shard": shard,
         "packed_length": config.data.max_length if config.data.packing else None,
     }
     if name in ("fixed", "target"):
         version = "target" if name == "target" else ""
         texts = stored_texts(config, name)
         return TextSource(texts, seed=seed, version=version, **shape)
+    assert target is not None, name
     files = RolloutFiles(
         folder=folder.path / ROLLOUTS,
         refresh_steps=config.source.refresh_steps,
         optim=config.optim,
-        writes=folder.is_main,
+        suffix="" if shard.count == 1 else f"-{shard.index}",
     )
     sampler = make_sampler(config, target, draft)
     sampled = partial(SampledSource, sampler=sampler, files=files, **shape)
@@ -88,21 +100,26 @@ def make_source(
 
 
 def stored_texts(config: Config, name: str) -> list[TokenSequence]:
-    """The target's rollouts (`target`), or the completions of the data (`fixed`)."""
+    """The target's rollouts (`target`), or the completions of the data (`fixed`).
+
+    With the target's scores where `generate.top_k` stores some.
+    """
+    scored = read_scores(scores.ensure(config)) if config.generate.top_k > 0 else None
     if name == "target":
-        return [sequence_of_record(r) for r in read_rollouts(generate.ensure(config))]
-    examples: list[Example] = splits_of(config).train
-    texts = [sequence_of_example(e) for e in examples if e.has_completion]
-    if not texts:
-        key = "source" if config.source.name == "fixed" else "source.other"
-        raise ValueError(f"{key}=fixed: the data hold prompts only; use target")
-    return texts
+        records = read_rollouts(generate.ensure(config)) if scored is None else scored
+        return [sequence_of_record(record) for record in records]
+    key = "source" if config.source.name == "fixed" else "source.other"
+    examples = completed(splits_of(config).train, key)
+    texts = [sequence_of_example(example) for example in examples]
+    if scored is None:
+        return texts
+    return [with_stored_scores(text, record) for text, record in zip(texts, scored, strict=True)]
 
 
 def make_sampler(config: Config, target: Target, draft: CausalAdapter) -> Sampler:
     """Who samples for a source in which the draft has a part."""
     source, length = config.source, config.data.max_length
-    rows = config.optim.per_device_train_batch_size * source.refresh_steps
+    rows = config.optim.rows_of_a_process * source.refresh_steps
     settings = AnswerSettings(
         sampling=config.sampling,
         eos_token_ids=target.eos_token_ids,

@@ -25,6 +25,7 @@ from pipelines.distill import distill
 from pipelines.evaluate import evaluate
 from pipelines.generate import generate, read_rollouts
 from pipelines.prepare import prepare
+from pipelines.scores import scores
 from pipelines.stage import Stage
 
 TIMES = ("time", "seconds", "tokens_per_second")
@@ -172,6 +173,22 @@ def test_every_source_trains(root, source):
     lines = [line for line in numbers(root / f"by_{source}" / "distill") if "loss" in line]
     assert lines[-1]["step"] == config.optim.max_steps
     assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+@pytest.mark.usefixtures("unjudged")
+@pytest.mark.parametrize("source", ["fixed", "target"])
+def test_stored_scores_teach_without_the_target_in_memory(root, source, monkeypatch):
+    config = smoke(root, f"source={source}", "generate.top_k=40", f"name=stored_{source}")
+    scores.ensure(config)
+
+    def absent(*_, **__):
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr("pipelines.distill.load_target", absent)
+    folder = distill.ensure(config)
+    lines = [line for line in numbers(folder) if "loss" in line]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert 0 < read_json(folder / "summary.json")["alpha_error_bound"] < 1
 
 
 def test_several_temperatures_are_evaluated_in_one_go(finished, root):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 
@@ -224,7 +225,12 @@ def test_an_offline_run_writes_its_file_and_contacts_nobody(tmp_path: Path) -> N
         proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL"), address)
         done = subprocess.run(
             [sys.executable, "-c", OFFLINE, str(tmp_path)],
-            env={**environment, **proxies, "HOME": str(tmp_path / "home")},
+            env={
+                **environment,
+                **proxies,
+                "HOME": str(tmp_path / "home"),
+                "MPLCONFIGDIR": matplotlib.get_cachedir(),  # it tells when it must look for fonts
+            },
             capture_output=True,
             text=True,
             check=False,

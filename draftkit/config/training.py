@@ -131,6 +131,7 @@ class GenerateConfig:
 
     rollouts: int = 1024
     batch_size: int = 128
+    top_k: int = 0  # ids of the target stored for every token, to train without it; 0: none
     engine: str = "decoder"
     url: str | None = None  # openai: as http://127.0.0.1:8000/v1
     model: str | None = None  # openai: the name that it serves; null: `target.path`
@@ -138,6 +139,7 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "generate", "rollouts", "batch_size", "concurrency")
+        require(self.top_k >= 0, "generate.top_k", "be at least 0 (0 stores none)", self.top_k)
         require_choice("generate.engine", self.engine, ENGINE_NAMES)
         require(
             self.engine == "decoder" or (self.url or "").startswith(("http://", "https://")),
@@ -150,7 +152,10 @@ class GenerateConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW, warm-up and schedule, in optimizer steps. Names are those of `transformers`."""
+    """AdamW, warm-up and schedule, in optimizer steps. Names are those of `transformers`.
+
+    A step sees processes x gradient_accumulation_steps x per_device_train_batch_size rows.
+    """
 
     learning_rate: float | None = None  # null: by the draft's width, see `learning_rate_for`
     lr_scheduler_type: str = "cosine"
@@ -179,6 +184,11 @@ class OptimConfig:
         for name in ("adam_beta1", "adam_beta2"):
             value = getattr(self, name)
             require(0 <= value < 1, f"optim.{name}", "lie in [0, 1)", value)
+
+    @property
+    def rows_of_a_process(self) -> int:
+        """Rows of a step that one process has."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
     def compiles(self) -> bool:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from draftkit.artifacts import atomic_path
 
-FORMAT = "rollouts-1"
+FORMAT = "rollouts-2"
 _FORMAT_KEY = b"draftkit.format"
 
 _IDS = pa.list_(pa.int32())
@@ -37,8 +37,9 @@ _TYPES = {
     "topk_ids": pa.list_(_IDS),
     "topk_log_probs": pa.list_(_FLOATS),
     "tail_mass": _FLOATS,
+    "loss_tail_mass": _FLOATS,
 }
-OPTIONAL = ("proposals", "rejected", "topk_ids", "topk_log_probs", "tail_mass")
+OPTIONAL = ("proposals", "rejected", "topk_ids", "topk_log_probs", "tail_mass", "loss_tail_mass")
 SCHEMA = pa.schema(
     [pa.field(name, kind, nullable=name in OPTIONAL) for name, kind in _TYPES.items()],
     metadata={_FORMAT_KEY: FORMAT},
@@ -67,7 +68,10 @@ class Record:
     rejected: list[bool] | None = None  # whether that proposal was refused
     topk_ids: list[list[int]] | None = None  # the target's k most likely tokens there
     topk_log_probs: list[list[float]] | None = None  # nats, natural temperature 1
-    tail_mass: list[float] | None = None  # the target's probability of all other tokens
+    # The target's probability of all other tokens, at the served temperature (1 where that is 0)
+    # and at the one of the loss.
+    tail_mass: list[float] | None = None
+    loss_tail_mass: list[float] | None = None
 
     def __post_init__(self) -> None:
         for name in OPTIONAL:

@@ -9,6 +9,7 @@ Shapes: B rows, T tokens, M generated tokens of the batch, row by row.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +22,25 @@ class TokenSequence:
     """Token ids and, for each, whether it was generated (true) or given (false).
 
     rejected: whether verification refused what the draft had proposed there. block_offset: how
-    many drafted tokens come before it in its round. Both mean nothing where nothing was generated.
+    many drafted tokens come before it in its round. topk_ids, topk_log_probs, tail_mass: what is
+    stored of the target's distribution there (`theory.truncation`), the last at the temperature of
+    the loss. All mean nothing where nothing was generated.
     """
 
     token_ids: Sequence[int]
     generated: Sequence[bool]
     rejected: Sequence[bool] | None = None
     block_offset: Sequence[int] | None = None
+    topk_ids: Sequence[Sequence[int]] | None = None
+    topk_log_probs: Sequence[Sequence[float]] | None = None
+    tail_mass: Sequence[float] | None = None
+
+
+def continued(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> TokenSequence:
+    """A prompt and what a model made of it, loss on the latter."""
+    return TokenSequence(
+        [*prompt_ids, *output_ids], [False] * len(prompt_ids) + [True] * len(output_ids)
+    )
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,9 @@ class Batch:
     segments: Tensor | None = None  # [B, T], only where packed: the number of its text, 0 for none
     rejected: Tensor | None = None  # [B, T] bool
     block_offset: Tensor | None = None  # [B, T]
+    topk_ids: Tensor | None = None  # [B, T, k]
+    topk_log_probs: Tensor | None = None  # [B, T, k]
+    tail_mass: Tensor | None = None  # [B, T]
 
     @property
     def packing(self) -> Packing | None:
@@ -57,7 +73,7 @@ class Batch:
         return ahead
 
     def generated(self, values: Tensor) -> Tensor:
-        """Those of `values` [B, T] that stand at generated tokens: [M]."""
+        """Those of `values` [B, T, ...] that stand at generated tokens: [M, ...]."""
         return values[:, 1:][self.loss_mask[:, 1:]]
 
     @property
@@ -115,11 +131,13 @@ def collate(
     if not any(any(row.generated[1:]) for row in rows):
         raise ValueError("a batch holds no generated token: nothing can be learned from it")
 
-    def tensor(columns: Sequence[Sequence[Sequence[int]]], dtype: torch.dtype) -> Tensor:
-        lines = [[value for part in parts for value in part] for parts in columns]
-        found = torch.zeros(len(lines), width, dtype=dtype)
+    def tensor(columns: Sequence[Sequence[Sequence[Any]]], dtype: torch.dtype) -> Tensor:
+        lines = [
+            torch.tensor([v for part in parts for v in part], dtype=dtype) for parts in columns
+        ]
+        found = torch.zeros(len(lines), width, *lines[0].shape[1:], dtype=dtype)
         for line, place in zip(lines, found, strict=True):
-            place[: len(line)] = torch.tensor(line, dtype=dtype)
+            place[: len(line)] = line
         return found.to(device)
 
     def optional(name: str, dtype: torch.dtype) -> Tensor | None:
@@ -143,6 +161,9 @@ def collate(
         else None,
         rejected=optional("rejected", torch.bool),
         block_offset=optional("block_offset", torch.long),
+        topk_ids=optional("topk_ids", torch.long),
+        topk_log_probs=optional("topk_log_probs", torch.float32),
+        tail_mass=optional("tail_mass", torch.float32),
     )
 
 

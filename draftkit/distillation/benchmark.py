@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
-from draftkit.distillation.batch import collate
+from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.chunked import chunked_sum
 from draftkit.distillation.losses import Objective
 from draftkit.distillation.peers import trl_steps
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
-from draftkit.distillation.sources import continued
-from draftkit.distillation.teacher import FullScores, Teacher
+from draftkit.distillation.teacher import FullScores, TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.models.loading import Target
@@ -97,7 +96,7 @@ def our_step(
     low = target.adapter.dtype != torch.float32
     trainer = Trainer(
         draft,
-        Teacher(target.adapter),
+        TargetTeacher(target.adapter),
         optim=OptimConfig(
             learning_rate=load.learning_rate, lr_scheduler_type="constant", warmup_steps=0
         ),

@@ -20,7 +20,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save_checkpoint(path: Path, trainer: Trainer, notes: dict[str, Any]) -> None:
-    """Write the state of `trainer` to `path`, with `notes` (JSON) beside its counters."""
+    """Write the state of `trainer` to `path`, with `notes` (JSON) beside its counters.
+
+    Of several processes that train together the first one does, as all have the same.
+    """
+    if not trainer.accelerator.is_main_process:
+        return
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in trainer.trained():
         tensors[f"weight.{name}"] = parameter.detach().cpu().contiguous()
@@ -66,7 +71,9 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
 
 
 def save_weights(path: Path, trainer: Trainer) -> None:
-    """Write the weights alone: a candidate for export."""
+    """Write the weights alone: a candidate for export. As above, the first process does."""
+    if not trainer.accelerator.is_main_process:
+        return
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in trainer.trained()}
     with atomic_path(path) as temporary:
         save_file(tensors, temporary)

@@ -82,7 +82,9 @@ def train(
             notes = consider(trainer, folder, notes, evaluate(trainer.steps))
         if evaluated or due(trainer.steps, optim.save_steps, optim.max_steps):
             save_checkpoint(folder / CHECKPOINT, trainer, notes)
-            forget_others(folder, notes["best_step"])
+            if trainer.accelerator.is_main_process:
+                forget_others(folder, notes["best_step"])
+    trainer.accelerator.wait_for_everyone()  # for files of the first process
     if evaluate is not None:
         load_weights(best_path(folder, notes["best_step"]), trainer)
     return Outcome(trainer.steps, trainer.tokens, notes["best_step"], notes["best_alpha"])

@@ -17,15 +17,16 @@ from draftkit.data.rollouts import Record, read_records, write_records
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFiles:
-    """The files of `folder`, a block of `refresh_steps` steps each; only `writes` may change them.
+    """The files of `folder`, a block of `refresh_steps` steps each.
 
-    `optim` says how many steps there are, and after how many at most a checkpoint is written.
+    `optim` says how many steps there are, and after how many at most a checkpoint is written. Of
+    several processes that train together each has files of its own, told apart by `suffix`.
     """
 
     folder: Path
     refresh_steps: int
     optim: OptimConfig
-    writes: bool = True
+    suffix: str = ""
 
     def first_step(self, step: int) -> int:
         """The step that samples the texts of `step`."""
@@ -37,16 +38,14 @@ class RolloutFiles:
 
     def path(self, step: int) -> Path:
         """Where the texts of `step` lie."""
-        return self.folder / f"step-{self.first_step(step):08d}.parquet"
+        return self.folder / f"step-{self.first_step(step):08d}{self.suffix}.parquet"
 
     def write(self, step: int, records: Sequence[Record]) -> None:
         """Keep the texts of the block that begins at `step`, and forget what is over."""
-        if not self.writes:
-            return
         write_records(self.path(step), records)
         # Checkpoints come at least at the multiples of save_steps, before the next batch.
         oldest = self.path(step - step % self.optim.save_steps)
-        for path in self.folder.glob("step-*.parquet"):
+        for path in self.folder.glob(f"step-????????{self.suffix}.parquet"):
             if path.name < oldest.name:
                 path.unlink()
 

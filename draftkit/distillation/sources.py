@@ -13,7 +13,7 @@ what was refused in them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -21,7 +21,7 @@ import torch
 
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
-from draftkit.distillation.batch import Batch, TokenSequence, collate
+from draftkit.distillation.batch import Batch, TokenSequence, collate, continued
 from draftkit.distillation.refresh import RolloutFiles
 from draftkit.distillation.samplers import Sampler
 from draftkit.theory.noise import ACCEPT, uniform
@@ -83,19 +83,26 @@ def whole_text(example: Example) -> TokenSequence:
     return TokenSequence(example.token_ids, [False] + [True] * (len(example.token_ids) - 1))
 
 
-def continued(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> TokenSequence:
-    """A prompt and what a model made of it, loss on the latter."""
-    return TokenSequence(
-        [*prompt_ids, *output_ids], [False] * len(prompt_ids) + [True] * len(output_ids)
-    )
-
-
 def sequence_of_record(record: Record) -> TokenSequence:
-    """A rollout, loss on its output, with what verification refused where it is known."""
-    text = continued(record.prompt_ids, record.output_ids)
-    if record.rejected is None:
+    """A rollout, loss on its output, with what is known of it: refusals, the target's scores."""
+    text, given = continued(record.prompt_ids, record.output_ids), len(record.prompt_ids)
+    if record.rejected is not None:
+        text = replace(text, rejected=[False] * given + record.rejected)
+    return with_stored_scores(text, record)
+
+
+def with_stored_scores(text: TokenSequence, record: Record) -> TokenSequence:
+    """`text`, that of `record`, with the scores that lie there, if any."""
+    ids, log_probs, tails = record.topk_ids, record.topk_log_probs, record.loss_tail_mass
+    if ids is None or log_probs is None or tails is None:
         return text
-    return replace(text, rejected=[False] * len(record.prompt_ids) + record.rejected)
+    given, count = len(record.prompt_ids), len(ids[0])
+    return replace(
+        text,
+        topk_ids=[[0] * count] * given + ids,
+        topk_log_probs=[[0.0] * count] * given + log_probs,
+        tail_mass=[0.0] * given + tails,
+    )
 
 
 def block_of_record(record: Record) -> TokenSequence:
@@ -123,8 +130,26 @@ def cut_texts(records: Sequence[Record], seed: int) -> Callable[[int], Sequence[
     return prompt_of
 
 
+@dataclass(frozen=True)
+class Shard:
+    """What one of several processes that train together has of every step: each `count`-th row."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, rows: range) -> range:
+        """Its own `rows`."""
+        return rows[self.index :: self.count]
+
+
+WHOLE = Shard()
+
+
 class TextSource:
-    """`fixed` and `target`: stored sequences, in shuffled epochs."""
+    """`fixed` and `target`: stored sequences, in shuffled epochs.
+
+    `batch_size` rows make a step, of which a batch holds those of the `shard`.
+    """
 
     def __init__(
         self,
@@ -135,8 +160,10 @@ class TextSource:
         device: torch.device,
         version: str = "",
         packed_length: int | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         self._text_of = shuffled(sequences, seed)
+        self._shard = shard
         self._batch_size = batch_size
         self._collate = partial(
             collate, device=device, sampler_version=version, packed_length=packed_length
@@ -144,8 +171,8 @@ class TextSource:
 
     def batch(self, step: int) -> Batch:
         """Return the batch of `step`."""
-        first = step * self._batch_size
-        return self._collate([self._text_of(row) for row in range(first, first + self._batch_size)])
+        rows = range(step * self._batch_size, (step + 1) * self._batch_size)
+        return self._collate([self._text_of(row) for row in self._shard.of(rows)])
 
 
 class SampledSource:
@@ -167,6 +194,7 @@ class SampledSource:
         read: Callable[[Record], TokenSequence] = sequence_of_record,
         text_of: Callable[[int], TokenSequence] | None = None,
         packed_length: int | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
         self._prompt_of = prompt_of
         self._sampler = sampler
@@ -175,6 +203,7 @@ class SampledSource:
         self._collate = partial(collate, device=device, packed_length=packed_length)
         self._read = read
         self._text_of = text_of
+        self._shard = shard
         self._sampled: dict[int, Record] = {}  # by row
         self._version = ""
 
@@ -191,12 +220,13 @@ class SampledSource:
             self._hold(records, version)
         elif version != self._version:
             self._hold(self._files.read(step), version)
-        first = step * self._batch_size
-        rows = [self._row(row) for row in range(first, first + self._batch_size)]
-        return self._collate(rows, sampler_version=version)
+        rows = range(step * self._batch_size, (step + 1) * self._batch_size)
+        return self._collate(
+            [self._row(row) for row in self._shard.of(rows)], sampler_version=version
+        )
 
     def _sample(self, steps: range, version: str) -> list[Record]:
-        rows = range(steps.start * self._batch_size, steps.stop * self._batch_size)
+        rows = self._shard.of(range(steps.start * self._batch_size, steps.stop * self._batch_size))
         prompts = {row: prompt for row in rows if (prompt := self._prompt_of(row)) is not None}
         return self._sampler.sample([*prompts.values()], rows=[*prompts], version=version)
 

@@ -4,17 +4,22 @@ Never trained, never in a checkpoint. Scores answer one question: given the draf
 tokens, what are both distributions over one set of outcomes? So a loss need not know whether the
 target's logits were made of its states just now, or come from a store of its most likely tokens.
 
-Shapes: M tokens of a batch, m of them, V vocabulary, W outcomes.
+Shapes: M tokens of a batch, m of them, V vocabulary, W outcomes, k stored ids.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from draftkit.distillation.batch import Batch
+from draftkit.data.rollouts import Record
+from draftkit.distillation.batch import Batch, collate, continued
+from draftkit.distillation.chunked import chunks
 from draftkit.models.adapter import CausalAdapter, Head
+from draftkit.theory.truncation import coarse_draft, coarse_target, most_likely
 from draftkit.theory.warping import SamplingParams, tempered, warped_logits
 
 
@@ -89,7 +94,56 @@ class FullScores:
         return states if self.head is None else self.head(states)
 
 
-class Teacher:
+@dataclass(frozen=True)
+class TopKScores:
+    """The k most likely ids, descending, and the mass of all others: W = k + 1 outcomes.
+
+    tail_mass: [M], at the temperature of the loss.
+    """
+
+    ids: Tensor  # [M, k]
+    log_probs: Tensor  # [M, k] at temperature 1
+    tail_mass: Tensor
+
+    def beside(self, draft_logits: Tensor, rows: slice, warp: Warp) -> tuple[Tensor, Tensor]:
+        """Both over the stored ids and all others together.
+
+        Ids that the draft never proposes are taken out of the stored ones: what the target gives
+        to them is spread over the rest, as with full scores.
+        """
+        ids = self.ids[rows]
+        target_logits = coarse_target(
+            self.log_probs[rows],
+            self.tail_mass[rows],
+            temperature=warp.temperature,
+            top_k=warp.top_k,
+            top_p=warp.top_p,
+        )
+        if warp.never is not None:
+            out = functional.pad(warp.never[ids], (0, 1), value=False)
+            target_logits = target_logits.masked_fill(out, -torch.inf)
+            # Where nothing is left, all that can be said is: another token.
+            empty = (target_logits == -torch.inf).all(-1)
+            target_logits[:, -1] = target_logits[:, -1].masked_fill(empty, 0.0)
+        return target_logits, coarse_draft(warp.draft(draft_logits), ids)
+
+    def best(self, rows: slice, warp: Warp) -> Tensor:
+        """The first stored id that the draft can propose."""
+        ids = self.ids[rows]
+        if warp.never is None:
+            return ids[:, 0]
+        return ids.gather(-1, (~warp.never[ids]).int().argmax(-1, keepdim=True))[:, 0]
+
+
+class Teacher(Protocol):
+    """Whoever knows what the target makes of a batch."""
+
+    def score(self, batch: Batch) -> TargetScores:
+        """The scores of its generated tokens."""
+        ...
+
+
+class TargetTeacher:
     """Scores batches with a frozen target."""
 
     def __init__(self, target: CausalAdapter) -> None:
@@ -100,3 +154,54 @@ class Teacher:
         """Run the target once over `batch`."""
         states = self._target.states(batch.input_ids, batch.predicting, batch.packing)
         return FullScores(states, self._target.head)
+
+
+class StoredTeacher:
+    """Scores that lie with the texts: no target in memory."""
+
+    def score(self, batch: Batch) -> TargetScores:
+        """Read them. Raises ValueError for a batch without."""
+        stored = (batch.topk_ids, batch.topk_log_probs, batch.tail_mass)
+        parts = [batch.generated(values) for values in stored if values is not None]
+        if len(parts) < len(stored):
+            raise ValueError(
+                "generate.top_k: these texts have no stored scores: use source=target or fixed, or "
+                "generate.top_k=0"
+            )
+        return TopKScores(*parts)
+
+
+@torch.no_grad()
+def stored_scores(
+    target: CausalAdapter, records: Sequence[Record], *, k: int, loss_temperature: float
+) -> list[Record]:
+    """`records` with the target's k most likely ids at every output token, and the mass of others.
+
+    One pass over all records together: give as many as fit. Raises ValueError for k that is no
+    less than the vocabulary.
+    """
+    if k >= target.vocab_size:
+        raise ValueError(
+            f"generate.top_k: {k} of {target.vocab_size} ids are all there are: lower it, or use 0"
+        )
+    texts = [continued(record.prompt_ids, record.output_ids) for record in records]
+    batch = collate(texts, device=target.device)
+    states, head = target.states(batch.input_ids, batch.predicting), target.head
+    parts = []
+    for rows in chunks(len(states), target.vocab_size):
+        logits = states[rows] if head is None else head(states[rows])
+        served = records[0].sampling["temperature"] or 1.0
+        ids, log_probs, tails = most_likely(logits, k, [served, loss_temperature])
+        parts.append((ids, log_probs, *tails))
+    lengths = [len(record.output_ids) for record in records]
+    columns = [torch.cat(column).cpu().split(lengths) for column in zip(*parts, strict=True)]
+    return [
+        replace(
+            record,
+            topk_ids=ids.tolist(),
+            topk_log_probs=log_probs.tolist(),
+            tail_mass=tail.tolist(),
+            loss_tail_mass=loss_tail.tolist(),
+        )
+        for record, ids, log_probs, tail, loss_tail in zip(records, *columns, strict=True)
+    ]

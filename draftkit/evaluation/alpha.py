@@ -23,7 +23,9 @@ from draftkit.theory.acceptance import (
     exact_match_acceptance,
     greedy_draft_acceptance,
     sampled_acceptance,
+    tail_bound,
 )
+from draftkit.theory.truncation import coarse_target, distribution
 from draftkit.theory.warping import SamplingParams, seen_along, seen_tokens, warp
 
 MODES = {
@@ -73,6 +75,54 @@ def score_contexts(
         totals={mode: torch.tensor(sums, dtype=torch.float64) for mode, sums in totals.items()},
         counts=torch.tensor(counts, dtype=torch.float64),
     )
+
+
+@torch.inference_mode()
+def score_stored(
+    draft: Adapter, contexts: Sequence[Record], *, sampling: SamplingConfig, batch_size: int
+) -> tuple[PromptTotals, Tensor]:
+    """Alpha of `draft` on contexts with stored scores of the target, which need not be in memory.
+
+    Counts what both give to the stored ids alone, so that alpha is never overstated; returned with
+    it, by prompt [P]: the most that is missing, sum of min(tail_p, tail_q) over positions. Raises
+    ValueError under a repetition penalty, of which stored scores know nothing.
+    """
+    if sampling.repetition_penalty != 1:
+        raise ValueError(
+            "generate.top_k: stored scores do not know a repetition penalty: use generate.top_k=0"
+        )
+    served, device = sampling_params(sampling, draft.device), draft.device
+    totals, missing = [], []
+    for first in range(0, len(contexts), batch_size):
+        chunk = contexts[first : first + batch_size]
+        tokens, keep = padded(chunk, device)
+        lengths = [len(context.output_ids) for context in chunk]
+        for context, logits in zip(chunk, draft.score(tokens, keep).split(lengths), strict=True):
+            ids = torch.tensor(context.topk_ids, device=device)
+            target_probs = distribution(
+                coarse_target(
+                    torch.tensor(context.topk_log_probs, device=device),
+                    torch.tensor(context.tail_mass, device=device),
+                    temperature=sampling.temperature or 1.0,
+                    top_k=sampling.top_k if sampling.temperature > 0 else 1,
+                    top_p=sampling.top_p,
+                )
+            )
+            draft_probs = warp(logits[None], served)[0].gather(-1, ids)
+            overlap = torch.minimum(target_probs[:, :-1], draft_probs).sum(-1)
+            low, high = tail_bound(
+                kept_overlap=overlap,
+                target_tail=target_probs[:, -1],
+                draft_tail=(1 - draft_probs.sum(-1)).clamp(min=0),
+            )
+            totals.append(float(low.double().sum()))
+            missing.append(float((high - low).double().sum()))
+    counts = [len(context.output_ids) for context in contexts]
+    scored = PromptTotals(
+        totals={"alpha": torch.tensor(totals, dtype=torch.float64)},
+        counts=torch.tensor(counts, dtype=torch.float64),
+    )
+    return scored, torch.tensor(missing, dtype=torch.float64)
 
 
 def estimates(scored: PromptTotals, *, seed: int, resamples: int) -> dict[str, Estimate]:

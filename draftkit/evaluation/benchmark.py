@@ -235,10 +235,14 @@ def prediction(
 ) -> Point:
     """Acceptance length, calibrated costs, and the speed-up that they predict beside the measured.
 
-    Without the prefill, of which the formula says nothing.
+    Without the prefill, of which the formula says nothing. It speaks of full batches; here rows
+    end apart, and a chunk goes on until its last one has: a round then serves `busy_share` of its
+    rows, for the drafted as for the plain, and the prediction is in proportion.
     """
     costs, drafted = calibration.costs, timed[SPECULATIVE]
-    busy = busy_share(drafted.completions, setting.batch_size)
+    busy, plain_busy = (
+        busy_share(timed[name].completions, setting.batch_size) for name in (SPECULATIVE, PLAIN)
+    )
     counted = count_rounds(drafted, setting.gamma, seed=setting.seed, resamples=resamples)
     speedup = measured_speedup(
         speculative=drafted, plain=timed[PLAIN], seed=setting.seed, resamples=resamples
@@ -250,6 +254,7 @@ def prediction(
     }
     length = counted["acceptance_length"]
     predicted = speedup_from_length(length["mean"], setting.gamma, **round_costs)
+    uneven = predicted * busy / plain_busy
     return {
         "acceptance_length": length,
         **round_costs,
@@ -259,17 +264,15 @@ def prediction(
             "measured": speedup.mean,
             "ci95": [speedup.low, speedup.high],
             "predicted": predicted,
+            "predicted_uneven": uneven,
         },
-        "prediction_error": speedup.mean / predicted - 1,
+        "prediction_error": speedup.mean / uneven - 1,
         "busy_share": busy,
     }
 
 
 def busy_share(completions: Sequence[Completion], batch_size: int) -> float:
-    """Share of rounds that a row takes part in until the last row of its chunk has ended.
-
-    The formula speaks of full batches; a chunk waits for its slowest row.
-    """
+    """Share of rounds that a row takes part in until the last row of its chunk has ended."""
     rounds = [completion.rounds for completion in completions]
     chunks = [rounds[i : i + batch_size] for i in range(0, len(rounds), batch_size)]
     return sum(rounds) / sum(len(chunk) * max(chunk) for chunk in chunks)

@@ -84,13 +84,13 @@ def remarks(point: dict[str, Any]) -> Iterator[str]:
             f"c {point['cost_ratio']:.3f}, v {point['verify_ratio']:.2f}, "
             f"o {point['overhead_ratio']:.3f}"
         )
-        yield (
-            f"rounds alone: predicted {speedup['predicted']:.2f}, "
-            f"measured {speedup['measured']:.2f} ({error:+.1%})"
-        )
+        predicted = f"{speedup['predicted']:.2f}"
         if point["batch_size"] > 1:
             share = f"{point['busy_share']:.0%}"
             yield f"rows wait for the slowest of their chunk: busy in {share} of its rounds"
+            predicted += f" for full batches, {speedup['predicted_uneven']:.2f} for these"
+        measured = f"{speedup['measured']:.2f}"
+        yield f"rounds alone: predicted {predicted}, measured {measured} ({error:+.1%})"
     if "gammas" in point:
         total = sum(point["gammas"].values())
         shares = (f"{gamma} in {count / total:.0%}" for gamma, count in point["gammas"].items())

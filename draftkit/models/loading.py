@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    GenerationConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -47,6 +48,16 @@ class Target:
 
 
 @dataclass(frozen=True)
+class Outline:
+    """A target without its weights: what a draft of it must share."""
+
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
 class Seq2SeqTarget:
     """An encoder-decoder target; a decoder's text begins with `start_token_id`, its prompt."""
 
@@ -54,6 +65,12 @@ class Seq2SeqTarget:
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: tuple[int, ...]
     start_token_id: int
+
+
+def outline_of(target: Target | Seq2SeqTarget) -> Outline:
+    """All but the weights."""
+    adapter = target.adapter
+    return Outline(target.tokenizer, target.eos_token_ids, adapter.dtype, adapter.device)
 
 
 def resolve_device(hardware: HardwareConfig) -> torch.device:
@@ -213,12 +230,28 @@ def new_llama(
     return model.to(device)
 
 
-def end_of_text_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def end_of_text_ids(
+    generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
     """Ids that end a text: those of the generation config (one or a list) and the tokenizer's."""
-    declared = model.generation_config.eos_token_id if model.generation_config else None
+    declared = generation.eos_token_id if generation else None
     ids = set(declared if isinstance(declared, list) else [declared])
     ids.add(tokenizer.eos_token_id)
     return tuple(sorted(i for i in ids if i is not None))
+
+
+def load_outline(model: ModelConfig, hardware: HardwareConfig) -> Outline:
+    """What `load_target` loads, but the weights. Raises ValueError naming `target.path`."""
+    device, tokenizer = resolve_device(hardware), load_tokenizer(model, "target")
+    options: dict[str, Any] = {"revision": model.revision or "main"}
+    try:
+        generation = GenerationConfig.from_pretrained(str(model.path), **options)
+    except OSError:  # it has no file of its own
+        options["trust_remote_code"] = model.trust_remote_code
+        config = AutoConfig.from_pretrained(str(model.path), **options)
+        generation = GenerationConfig.from_model_config(config)
+    ends = end_of_text_ids(generation, tokenizer)
+    return Outline(tokenizer, ends, resolve_dtype(hardware, device), device)
 
 
 def load_target(
@@ -238,7 +271,7 @@ def load_target(
     return Target(
         adapter=CausalAdapter(loaded, vocab_size=size),
         tokenizer=tokenizer,
-        eos_token_ids=end_of_text_ids(loaded, tokenizer),
+        eos_token_ids=end_of_text_ids(loaded.generation_config, tokenizer),
     )
 
 
@@ -264,7 +297,7 @@ def load_seq2seq_target(
     return Seq2SeqTarget(
         adapter=Seq2SeqAdapter(loaded, vocab_size=size),
         tokenizer=tokenizer,
-        eos_token_ids=end_of_text_ids(loaded, tokenizer),
+        eos_token_ids=end_of_text_ids(loaded.generation_config, tokenizer),
         start_token_id=start_of_text_id(loaded, model),
     )
 
@@ -282,7 +315,10 @@ def start_of_text_id(loaded: PreTrainedModel, model: ModelConfig) -> int:
 
 
 def load_draft(
-    model: ModelConfig, target: Target | Seq2SeqTarget, *, dtype: torch.dtype | None = None
+    model: ModelConfig,
+    target: Target | Seq2SeqTarget | Outline,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> CausalAdapter:
     """Load a draft for `target`, in its dtype unless another is given.
 
@@ -317,23 +353,24 @@ def load_seq2seq_draft(
 
 def _draft_model(
     model: ModelConfig,
-    target: Target | Seq2SeqTarget,
+    target: Target | Seq2SeqTarget | Outline,
     dtype: torch.dtype | None,
     *,
     encoder_decoder: bool,
 ) -> tuple[PreTrainedModel, int]:
     """A draft with the target's vocabulary, and the real size of it."""
+    outline = target if isinstance(target, Outline) else outline_of(target)
     check_same_tokenizer(
-        target_tokenizer=target.tokenizer, draft_tokenizer=load_tokenizer(model, "draft")
+        target_tokenizer=outline.tokenizer, draft_tokenizer=load_tokenizer(model, "draft")
     )
     loaded = load_model(
         model,
         "draft",
-        dtype=dtype or target.adapter.dtype,
-        device=target.adapter.device,
+        dtype=dtype or outline.dtype,
+        device=outline.device,
         encoder_decoder=encoder_decoder,
     )
-    return loaded, real_vocab_size(target.tokenizer, loaded.config, "draft")
+    return loaded, real_vocab_size(outline.tokenizer, loaded.config, "draft")
 
 
 def save_model(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from draftkit.data.rollouts import OPTIONAL, SCHEMA, Record, read_records, records_sha256
+from draftkit.data.rollouts import FORMAT, OPTIONAL, SCHEMA, Record, read_records, records_sha256
 from draftkit.data.rollouts import write_records as write
 
 PLAIN = Record(
@@ -28,6 +28,7 @@ FULL = replace(
     topk_ids=[[5, 1], [6, 9], [2, 5]],
     topk_log_probs=[[-0.1, -math.pi], [-1e-17, -math.inf], [-5e-324, -1 / 3]],
     tail_mass=[0.1, 1e-300, 1.0 - 2**-53],
+    loss_tail_mass=[0.3, 0.25, 0.0],
 )
 EMPTY = replace(PLAIN, output_ids=[], topk_ids=[], topk_log_probs=[], tail_mass=[])
 
@@ -68,7 +69,7 @@ def test_the_file_is_zstd_and_carries_its_format(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", [FULL])
     with pq.ParquetFile(tmp_path / "a.parquet") as file:
         assert file.metadata.row_group(0).column(0).compression == "ZSTD"
-        assert file.schema_arrow.metadata[b"draftkit.format"] == b"rollouts-1"
+        assert file.schema_arrow.metadata[b"draftkit.format"] == FORMAT.encode()
 
 
 def test_folder_names_that_look_like_columns_are_not_read(tmp_path: Path) -> None:

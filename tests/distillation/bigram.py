@@ -5,7 +5,7 @@ from torch import nn
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.batch import TokenSequence, collate
-from draftkit.distillation.teacher import Teacher
+from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 
 VOCAB = 8
@@ -49,7 +49,7 @@ def trainer(draft=None, target=None, divergence="forward_kl", **optim):
     options = {"learning_rate": 0.05, "warmup_steps": 0, "max_steps": 12, "logging_steps": 1}
     return Trainer(
         draft or Bigram(0),
-        Teacher(target or Bigram(1, spread=2.0)),
+        TargetTeacher(target or Bigram(1, spread=2.0)),
         optim=OptimConfig(**{**options, **optim}),
         divergence=DivergenceConfig(name=divergence),
         sampling=SamplingConfig(),

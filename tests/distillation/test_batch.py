@@ -5,7 +5,7 @@ import torch
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.batch import TokenSequence, collate, packed
-from draftkit.distillation.teacher import Teacher
+from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from tests import tiny
 
@@ -53,7 +53,7 @@ def test_a_text_that_claims_its_first_token_was_generated_predicts_it_from_nothi
 def trainer(architecture):
     return Trainer(
         tiny.adapter(architecture, seed=1, dtype=torch.float64),
-        Teacher(tiny.adapter(architecture, seed=2, dtype=torch.float64)),
+        TargetTeacher(tiny.adapter(architecture, seed=2, dtype=torch.float64)),
         optim=OptimConfig(learning_rate=1e-3, max_steps=2, warmup_steps=0),
         divergence=DivergenceConfig(),
         sampling=SamplingConfig(),

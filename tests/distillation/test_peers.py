@@ -8,10 +8,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
-from draftkit.distillation.batch import collate
+from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.peers import BETAS, trl_steps
-from draftkit.distillation.sources import continued
-from draftkit.distillation.teacher import Teacher
+from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.vocabulary import train_byte_bpe
 from tests import tiny
@@ -49,7 +48,7 @@ def test_the_peers_loss_is_ours_on_the_same_tokens(tokenizer, divergence):
     assert len(found) == len(called) == 2
     ours = Trainer(
         start,
-        Teacher(target),
+        TargetTeacher(target),
         optim=OptimConfig(learning_rate=1e-3),
         divergence=DivergenceConfig(name=divergence),
         sampling=SamplingConfig(),

@@ -50,13 +50,16 @@ def test_blocks_follow_each_other_and_end_with_the_run(tmp_path):
     assert [list(files.steps(step)) for step in (0, 3, 6)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_other_ranks_read_and_never_write(tmp_path):
-    files = files_of(tmp_path, 2)
-    follower = replace(files, writes=False)
-    follower.write(0, [record(0)])
-    assert not list(tmp_path.iterdir())
-    files.write(0, [record(0)])
-    assert follower.read(1) == [record(0)]
+def test_processes_that_train_together_keep_files_of_their_own(tmp_path):
+    first, second = (replace(files_of(tmp_path, 2), suffix=suffix) for suffix in ("-0", "-1"))
+    first.write(0, [record(0)])
+    second.write(0, [record(1)])
+    assert (first.read(1), second.read(1)) == ([record(0)], [record(1)])
+    last = first.optim.save_steps * 3
+    first.write(last, [record(2)])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+        path.name for path in (first.path(last), second.path(0))
+    )
 
 
 def test_a_damaged_file_is_named_with_the_way_out(tmp_path):

@@ -1,5 +1,6 @@
 """Alpha on shared contexts equals what enumeration of the same tables gives."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
-from draftkit.evaluation.alpha import estimates, gains, score_contexts
+from draftkit.evaluation.alpha import estimates, gains, score_contexts, score_stored
+from draftkit.theory.truncation import most_likely
 
 VOCAB = 7
 
@@ -116,3 +118,50 @@ def test_a_gain_is_paired_and_zero_for_the_same_draft():
     scored = score_contexts(target, draft, contexts(), sampling=SamplingConfig(), batch_size=3)
     gain = gains(after=scored, before=scored, seed=0, resamples=200)["alpha"]
     assert (gain.mean, gain.low, gain.high) == (0, 0, 0)
+
+
+def stored(target, sampling, k):
+    """Contexts with the target's scores."""
+    found = []
+    for context in contexts():
+        text = [*context.prompt_ids, *context.output_ids]
+        lasts = text[len(context.prompt_ids) - 1 : -1]
+        ids, log_probs, (tail,) = most_likely(target.table[lasts], k, [sampling.temperature or 1.0])
+        found.append(
+            replace(
+                context,
+                topk_ids=ids.tolist(),
+                topk_log_probs=log_probs.tolist(),
+                tail_mass=tail.tolist(),
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConfig(),
+        SamplingConfig(temperature=0.6, top_p=0.9),
+        SamplingConfig(temperature=1.4, top_k=3),
+        SamplingConfig(temperature=0),
+    ],
+)
+@pytest.mark.parametrize("k", [2, 4, VOCAB - 1])
+def test_alpha_of_stored_scores_is_at_most_as_far_off_as_it_says(sampling, k):
+    target, draft = BigramModel(0), BigramModel(1)
+    whole = score_contexts(target, draft, contexts(), sampling=sampling, batch_size=2)
+    scored, missing = score_stored(
+        draft, stored(target, sampling, k), sampling=sampling, batch_size=2
+    )
+    gap = whole.totals["alpha"] - scored.totals["alpha"]
+    assert (gap >= -1e-5).all()  # stored in float32
+    assert (gap <= missing + 1e-5).all()
+    assert torch.equal(scored.counts, whole.counts)
+
+
+def test_a_penalty_is_refused_where_scores_are_stored():
+    with pytest.raises(ValueError, match=r"^generate\.top_k: .* repetition penalty"):
+        score_stored(
+            BigramModel(1), [], sampling=SamplingConfig(repetition_penalty=1.1), batch_size=1
+        )

@@ -22,10 +22,12 @@ from draftkit.evaluation.benchmark import (
     median_interval,
     paired_ratio,
     parting_margin,
+    prediction,
 )
+from draftkit.evaluation.calibration import Calibration
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import Setting, Timed
-from draftkit.theory.speedup import speedup_from_length
+from draftkit.theory.speedup import Costs, speedup_from_length
 from tests import tiny
 
 GREEDY = SamplingConfig(temperature=0.0)
@@ -111,6 +113,36 @@ def test_the_prediction_is_the_formula_of_what_stands_beside_it(greedy):
     assert set(point["acceptance_length"]) == {"mean", "ci95", "n", "prompts"}
     assert 1 < point["acceptance_length"]["mean"] <= 4
     assert point["busy_share"] == 1  # a row of its own waits for nobody
+    assert point["speedup"]["predicted_uneven"] == point["speedup"]["predicted"]
+
+
+def answers(rounds):
+    """Completions of so many rounds."""
+    return [Completion([1], accept_counts=[count, 0, 0, 0], tested=count) for count in rounds]
+
+
+def test_rounds_that_serve_fewer_rows_are_worth_less():
+    assert busy_share(answers([4, 4, 7, 7]), 2) == 1
+    assert busy_share(answers([4, 2, 1, 3]), 2) == pytest.approx(10 / (2 * 4 + 2 * 3))
+
+
+def test_the_prediction_for_rows_that_end_apart_is_in_proportion_to_their_share():
+    costs = Costs(
+        plain_seconds=1.0,
+        cost_ratio=0.1,
+        verify_ratio=1.0,
+        overhead_ratio=0.0,
+        verify_ratios={3: 1.0},
+    )
+    timed = {
+        "plain": Timed([8.0, 8.0], [0.0, 0.0], [16, 16], answers([8, 8, 8, 8])),
+        "speculative": Timed([4.0, 5.0], [0.0, 0.0], [16, 16], answers([4, 1, 4, 1])),
+    }
+    found = prediction(timed, Calibration(costs, {}), replace(SETTING, batch_size=2), 10)
+    assert found["busy_share"] == 5 / 8
+    assert found["speedup"]["predicted_uneven"] == found["speedup"]["predicted"] * 5 / 8
+    error = found["speedup"]["measured"] / found["speedup"]["predicted_uneven"] - 1
+    assert found["prediction_error"] == pytest.approx(error)
 
 
 def test_the_headline_has_the_keys_that_other_tools_read(greedy):

@@ -13,6 +13,7 @@ from draftkit.models.loading import (
     load_draft,
     load_kept_ids,
     load_model,
+    load_outline,
     load_seq2seq_draft,
     load_seq2seq_target,
     load_target,
@@ -256,7 +257,9 @@ def test_all_ids_that_end_a_text_are_known(folder, tokenizer):
     stored["eos_token_id"] = [7, 9]
     (folder / "generation_config.json").write_text(json.dumps(stored))
     assert target_of(folder).eos_token_ids == (tokenizer.eos_token_id, 7, 9)
-    assert end_of_text_ids(target_of(folder).adapter.model, tokenizer) == (0, 7, 9)
+    generation = target_of(folder).adapter.model.generation_config
+    assert end_of_text_ids(generation, tokenizer) == (0, 7, 9)
+    assert load_outline(ModelConfig(path=str(folder)), HardwareConfig()).eos_token_ids == (0, 7, 9)
 
 
 def test_precision_is_as_asked_and_automatic_where_the_hardware_has_it():

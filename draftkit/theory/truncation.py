@@ -1,0 +1,74 @@
+"""A distribution known by its most likely tokens and the mass of all others.
+
+Storing a target's distributions whole would take the vocabulary for every token. Its k most likely
+ids, their log-probabilities at temperature 1 and the mass outside them at the temperatures that
+will be asked for tell it exactly up to how that mass is spread. Compared with a draft over k + 1
+outcomes, the kept ids and "another token", every divergence is at most what it is over the
+vocabulary (data processing), and alpha at most `acceptance.tail_bound` too high.
+
+Shapes: M tokens, k kept ids, V vocabulary. Probabilities in nats; at least float32.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftkit.theory.warping import promote, tempered
+
+
+def most_likely(
+    logits: Tensor, k: int, temperatures: Sequence[float]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The k most likely ids [M, k], descending, of `logits` [M, V], and what is outside them.
+
+    Returns them with their log-probabilities [M, k] at temperature 1, and for each temperature the
+    mass [M] of all other ids.
+    """
+    assert 0 < k < logits.shape[-1], (k, logits.shape)
+    log_probs = promote(logits).log_softmax(-1)
+    kept, ids = log_probs.topk(k)
+    tails = [_outside(tempered(log_probs, t), ids).exp() for t in temperatures]
+    return ids, kept, tails
+
+
+def _outside(logits: Tensor, ids: Tensor) -> Tensor:
+    """The log-mass [M] of all ids but `ids` [M, k], which must not be all there are."""
+    log_probs = logits.log_softmax(-1)
+    return log_probs.scatter(-1, ids, -torch.inf).logsumexp(-1)
+
+
+def coarse_target(
+    log_probs: Tensor, tail: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """Logits [M, k + 1] of the kept ids and of all others together, warped as served.
+
+    log_probs: [M, k] at temperature 1, descending; tail: [M] at `temperature`. A cut that reaches
+    beyond the kept ids leaves the tail whole: how much of it would go is not known.
+    """
+    kept = tempered(log_probs, temperature).log_softmax(-1) + torch.log1p(-tail)[:, None]
+    probs, mass = kept.exp(), torch.ones_like(tail)[:, None]
+    smallest = torch.full_like(mass, -torch.inf)  # of the logits that stay, in [M, 1]
+    tail_stays = torch.ones_like(mass, dtype=torch.bool)
+    if 0 < top_k <= kept.shape[-1]:
+        smallest = kept[:, top_k - 1, None]  # what equals it stays, as in `warped_logits`
+        tail_stays = torch.zeros_like(tail_stays)
+        mass = torch.where(kept >= smallest, probs, 0.0).sum(-1, keepdim=True)
+    if top_p < 1:
+        outside = probs.cumsum(-1) - probs >= top_p * mass
+        smallest = torch.maximum(smallest, kept.masked_fill(outside, torch.inf).amin(-1, True))
+        tail_stays = tail_stays & (probs.sum(-1, keepdim=True) < top_p * mass)
+    rest = tail.log()[:, None].masked_fill(~tail_stays, -torch.inf)
+    return torch.cat([kept.masked_fill(kept < smallest, -torch.inf), rest], dim=-1)
+
+
+def coarse_draft(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities [M, k + 1] of `ids` [M, k] and of all others together, of logits [M, V]."""
+    log_probs = promote(logits).log_softmax(-1)
+    rest = log_probs.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([log_probs.gather(-1, ids), rest], dim=-1)
+
+
+def distribution(logits: Tensor) -> Tensor:
+    """The probabilities [M, k + 1] of coarse logits."""
+    return logits.softmax(-1)

@@ -1,0 +1,103 @@
+"""Stored scores teach what the target itself would, as far as they go."""
+
+import pytest
+import torch
+
+from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, SamplingConfig
+from draftkit.data.rollouts import Record, read_records, write_records
+from draftkit.distillation.batch import collate
+from draftkit.distillation.losses import Objective
+from draftkit.distillation.sources import sequence_of_record
+from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, stored_scores
+from tests.distillation.bigram import CPU, VOCAB, Bigram
+
+TEXTS = [([1, 2], [3, 4, 5]), ([0], [6, 6]), ([5, 4, 3, 2], [1])]
+
+
+def records(temperature=1.0):
+    return [
+        Record(
+            prompt_ids=prompt,
+            output_ids=output,
+            sampler="target",
+            sampler_version="",
+            sampling={"temperature": temperature},
+            seed=0,
+            row=row,
+        )
+        for row, (prompt, output) in enumerate(TEXTS)
+    ]
+
+
+def batch_and_scores(k, temperature):
+    """A batch with stored scores, and what target and store make of it."""
+    target = Bigram(1, spread=2.0)
+    scored = stored_scores(target, records(), k=k, loss_temperature=temperature)
+    batch = collate([sequence_of_record(record) for record in scored], device=CPU)
+    return batch, TargetTeacher(target).score(batch), StoredTeacher().score(batch)
+
+
+def losses(scores, batch, name, temperature, never=None, sampling=None):
+    draft = Bigram(2)
+    objective = Objective(
+        DivergenceConfig(name=name), sampling or SamplingConfig(), temperature, never=never
+    )
+    logits = draft(batch.input_ids, batch.predicting)
+    if never is not None:
+        logits = logits.masked_fill(never, -torch.inf)
+    return objective.losses(
+        scores=scores,
+        draft_logits=logits,
+        token_ids=batch.token_ids,
+        rows=slice(None),
+        step=0,
+    )
+
+
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_k=3, top_p=0.9)])
+def test_all_ids_but_one_teach_what_the_target_does(name, temperature, sampling):
+    batch, full, stored = batch_and_scores(VOCAB - 1, temperature)
+    found = losses(stored, batch, name, temperature, sampling=sampling)
+    expected = losses(full, batch, name, temperature, sampling=sampling)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # stored in float32
+
+
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+def test_few_ids_teach_finitely_even_where_the_draft_has_none_of_them(name):
+    batch, _, stored = batch_and_scores(2, 1.0)
+    best = stored.ids[:, 0].unique()
+    never = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, best, True)
+    for sampling in (SamplingConfig(), SamplingConfig(top_k=1)):
+        values = losses(stored, batch, name, 1.0, never, sampling)
+        assert values.isfinite().all()
+        values.sum().backward()
+
+
+def test_the_best_id_is_one_that_the_draft_can_propose():
+    _, full, stored = batch_and_scores(VOCAB - 1, 1.0)
+    warp = Objective(DivergenceConfig(), SamplingConfig(), 1.0).warp("ce_argmax")
+    assert torch.equal(stored.best(slice(None), warp), full.best(slice(None), warp))
+    never = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, stored.ids[:, 0].unique(), True)
+    barred = Objective(DivergenceConfig(), SamplingConfig(), 1.0, never=never).warp("ce_argmax")
+    assert torch.equal(stored.best(slice(None), barred), full.best(slice(None), barred))
+    assert not never[stored.best(slice(None), barred)].any()
+
+
+def test_scores_survive_their_file(tmp_path):
+    scored = stored_scores(Bigram(1), records(0.5), k=3, loss_temperature=1.0)
+    write_records(tmp_path / "scored.parquet", scored)
+    assert read_records(tmp_path / "scored.parquet") == scored
+    assert [len(record.topk_ids) for record in scored] == [3, 2, 1]
+    assert scored[0].tail_mass != scored[0].loss_tail_mass  # at 0.5 and at 1
+    p = Bigram(1).table[scored[0].prompt_ids[-1]].detach().softmax(-1)
+    assert scored[0].loss_tail_mass[0] == pytest.approx(1 - float(p.topk(3).values.sum()), rel=1e-5)
+
+
+def test_texts_without_scores_are_refused_with_the_way_out():
+    batch = collate([sequence_of_record(record) for record in records()], device=CPU)
+    with pytest.raises(ValueError, match=r"^generate\.top_k: .* use source=target or fixed"):
+        StoredTeacher().score(batch)
+    with pytest.raises(ValueError, match=r"^generate\.top_k: 8 of 8 ids"):
+        stored_scores(Bigram(1), records(), k=8, loss_temperature=1.0)

@@ -1,0 +1,114 @@
+"""A target known by its most likely ids: exact where they hold all that counts, else bounded."""
+
+import pytest
+import torch
+
+from draftkit.config import DivergenceConfig
+from draftkit.theory.acceptance import sampled_acceptance, tail_bound
+from draftkit.theory.divergences import DIVERGENCES
+from draftkit.theory.truncation import coarse_draft, coarse_target, most_likely
+from draftkit.theory.warping import SamplingParams, warp
+
+TOKENS, VOCAB = 40, 12
+COMPARED = ["forward_kl", "reverse_kl", "jsd", "tvd"]
+
+
+@pytest.fixture
+def logits():
+    generator = torch.Generator().manual_seed(4)
+    return 2 * torch.randn(2, TOKENS, VOCAB, generator=generator, dtype=torch.float64)
+
+
+def stored(logits, k, temperature):
+    ids, log_probs, (tail,) = most_likely(logits, k, [temperature])
+    return ids, log_probs, tail
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("k", [1, 4, 11])
+def test_kept_ids_and_the_rest_have_their_probabilities_at_every_temperature(
+    logits, k, temperature
+):
+    target, draft = logits
+    ids, log_probs, tail = stored(target, k, temperature)
+    p = (target / temperature).softmax(-1)
+    found = coarse_target(log_probs, tail, temperature=temperature).softmax(-1)
+    kept = p.gather(-1, ids)
+    torch.testing.assert_close(found[:, :k], kept, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found[:, k], 1 - kept.sum(-1), rtol=1e-8, atol=1e-12)
+    assert (kept.diff(dim=-1) <= 0).all()
+    q = coarse_draft(draft, ids).exp()
+    torch.testing.assert_close(q[:, :k], draft.softmax(-1).gather(-1, ids), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(q.sum(-1), torch.ones(TOKENS, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.7}, {"top_k": 4, "top_p": 0.8}])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_cut_inside_the_kept_ids_is_the_cut_of_the_whole(logits, cut, temperature):
+    target, _ = logits
+    ids, log_probs, tail = stored(target, 11, temperature)
+    params = SamplingParams.uniform(1, temperature=temperature, **cut)
+    expected = warp(target[None], params)[0].gather(-1, ids)
+    found = coarse_target(log_probs, tail, temperature=temperature, **cut).softmax(-1)
+    torch.testing.assert_close(found[:, :11], expected, rtol=1e-9, atol=1e-12)
+    assert (found[:, 11] == 0).all()
+
+
+def test_a_cut_beyond_the_kept_ids_leaves_the_rest_whole(logits):
+    target, _ = logits
+    _, log_probs, tail = stored(target, 2, 1.0)
+    whole = coarse_target(log_probs, tail, temperature=1.0)
+    for cut in ({"top_k": 3}, {"top_p": 0.999999}):
+        torch.testing.assert_close(coarse_target(log_probs, tail, temperature=1.0, **cut), whole)
+
+
+@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("k", [1, 3, 6, 11])
+def test_fewer_outcomes_never_make_a_divergence_larger_and_all_but_one_make_it_whole(
+    logits, name, k
+):
+    target, draft = logits
+    ids, log_probs, tail = stored(target, k, 1.0)
+    settings, nothing = DivergenceConfig(), torch.empty(0)
+
+    def divergence(p, q):
+        return DIVERGENCES[name](
+            target_logits=p, draft_logits=q, token_ids=nothing, settings=settings
+        )
+
+    whole = divergence(target, draft)
+    coarse = divergence(coarse_target(log_probs, tail, temperature=1.0), coarse_draft(draft, ids))
+    assert (coarse <= whole + 1e-12).all()
+    if k == VOCAB - 1:
+        torch.testing.assert_close(coarse, whole, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_alpha_lies_in_the_bound(logits, k):
+    target, draft = logits
+    ids, log_probs, tail = stored(target, k, 1.0)
+    p = coarse_target(log_probs, tail, temperature=1.0).exp()
+    q = coarse_draft(draft, ids).exp()
+    overlap = torch.minimum(p, q)[:, :k].sum(-1)
+    low, high = tail_bound(kept_overlap=overlap, target_tail=p[:, k], draft_tail=q[:, k])
+    alpha = sampled_acceptance(target_probs=target.softmax(-1), draft_probs=draft.softmax(-1))
+    assert (low <= alpha + 1e-12).all()
+    assert (alpha <= high + 1e-12).all()
+    assert (high - low <= torch.minimum(p[:, k], q[:, k]) + 1e-12).all()
+    assert bool((high - low > 1e-3).any())
+
+
+def test_gradients_are_those_of_the_divergence_over_fewer_outcomes(logits):
+    target, draft = logits
+    ids, log_probs, tail = stored(target[:3], 4, 1.0)
+    coarse = coarse_target(log_probs, tail, temperature=1.0)
+
+    def loss(z):
+        return DIVERGENCES["forward_kl"](
+            target_logits=coarse,
+            draft_logits=coarse_draft(z, ids),
+            token_ids=torch.empty(0),
+            settings=DivergenceConfig(),
+        )
+
+    assert torch.autograd.gradcheck(loss, draft[:3].clone().requires_grad_())

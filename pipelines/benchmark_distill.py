@@ -69,19 +69,18 @@ def measure(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 def show(summary: dict[str, Any]) -> None:
     """Print both rates and the costs of the loss."""
-    table = Table(
-        title=f"on-policy {summary['divergence']}, {summary['batch_size']} rows, "
-        f"{summary['max_new_tokens']} new tokens, {summary['steps']} steps in turns",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
+    console = Console(width=80, highlight=False)
+    console.print(
+        f"On-policy {summary['divergence']}, {summary['batch_size']} rows, "
+        f"{summary['max_new_tokens']} new tokens, {summary['dtype']}: {summary['steps']} steps in "
+        "turns."
     )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("")
     table.add_column("completion tokens/s", justify="right")
     for name, rate in summary["tokens_per_second"].items():
         low, high = summary["rate_quartiles"][name]
         table.add_row(name, f"{rate:.0f} [{low:.0f}, {high:.0f}]")
-    console = Console(width=80, highlight=False)
     console.print(table)
     low, high = summary["ratio_quartiles"]
     console.print(

@@ -1,12 +1,14 @@
 """Experiments side by side: `python -m pipelines.compare 'runs=[outputs/a,outputs/b]'`.
 
 Reads finished folders (an experiment's, a sweep's or one stage's) and, for `wandb:PROJECT/GROUP`,
-runs uploaded to Weights & Biases. Shows acceptance, speedup, verdict and the settings that differ.
+runs uploaded to Weights & Biases. Shows acceptance, speedup, verdict and the settings that differ;
+of a sweep over divergences and sources also what each cell gained, as tables and a heat map.
 It measures nothing, and says that one run is better only where the 95 % intervals do not overlap
 and target, text and sampling are the same.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,20 @@ from rich.table import Table
 
 from draftkit.artifacts import fingerprint, read_json, write_json
 from draftkit.config import Config
+from draftkit.evaluation.matrix import (
+    Cell,
+    cells_of,
+    heat_map,
+    is_matrix,
+    matrix_table,
+    temperatures,
+)
 from pipelines.folder import CONFIG, MANIFEST, SUMMARY
 from pipelines.stage import StageFolder, stage
 
 STAGES = ("evaluate", "distill")  # the first that is there gives the numbers
 PRODUCT = "compare.json"
+HEAT_MAP = "heat_map.png"
 REMOTE = "wandb:"
 _NOT_SHOWN = ("name", "root", "overwrite", "runs", "tracker")
 _SAME_QUESTION = ("target", "data", "sampling", "evaluate.temperatures")
@@ -89,9 +100,16 @@ def read_run(folder: Path) -> Row:
     machine = read_json(stages[0] / MANIFEST).get("provenance", {}).get("hardware", {})
     shown = {key: value for key, value in settings.items() if key.split(".")[0] not in _NOT_SHOWN}
     unfinished = [path.name for path in stages if path not in finished]
-    return {"run": str(folder), "unfinished": unfinished, **numbers} | {
+    cells = [asdict(cell) for path in finished for cell in cells_in(path, settings)]
+    return {"run": str(folder), "unfinished": unfinished, **numbers, "cells": cells} | {
         "settings": shown | {f"machine.{key}": value for key, value in machine.items()}
     }
+
+
+def cells_in(path: Path, settings: Mapping[str, Any]) -> list[Cell]:
+    """What the evaluation in `path` says of its divergence and source at each temperature."""
+    names = [str(settings.get(f"{key}.name")) for key in ("divergence", "source")]
+    return cells_of(names[0], names[1], read_json(path / SUMMARY))
 
 
 def read_remote(name: str) -> list[Row]:
@@ -210,6 +228,15 @@ def render(rows: list[Row], findings: list[str], console: Console) -> None:
         console.print(settings)
     for line in findings:
         console.print(line, highlight=False)
+    cells = cells_of_rows(rows)
+    if is_matrix(cells):
+        for temperature in temperatures(cells):
+            console.print(matrix_table(cells, temperature))
+
+
+def cells_of_rows(rows: list[Row]) -> list[Cell]:
+    """The cells of all rows."""
+    return [Cell(**cell) for row in rows for cell in row.get("cells", ())]
 
 
 def _inputs(config: Config) -> dict[str, str]:
@@ -234,6 +261,10 @@ def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
     product = {"runs": rows, "differing": differing(rows), "findings": findings}
     if folder.is_main:
         write_json(folder.path / PRODUCT, product)
+        cells = cells_of_rows(rows)
+        if is_matrix(cells):
+            heat_map(cells, folder.path / HEAT_MAP)
+            folder.tracker.figure("compare/heat_map", folder.path / HEAT_MAP)
     columns = ["run", "alpha", "acceptance_length", "speedup", "verdict"]
     cells = [
         [

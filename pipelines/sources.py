@@ -3,6 +3,7 @@ the texts are kept.
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import fingerprint
@@ -35,7 +36,6 @@ from draftkit.models.loading import Target
 from pipelines.generate import generate, read_rollouts
 from pipelines.inputs import splits_of
 from pipelines.scores import completed, read_scores, scores
-from pipelines.stage import StageFolder
 
 ROLLOUTS = "rollouts"
 
@@ -61,7 +61,7 @@ def make_source(
     config: Config,
     target: Target | None,
     draft: CausalAdapter,
-    folder: StageFolder,
+    folder: Path,
     shard: Shard = WHOLE,
 ) -> Source:
     """The sequences that `source` names; what the draft has a part in is kept in `folder`.
@@ -80,8 +80,13 @@ def make_source(
         texts = stored_texts(config, name)
         return TextSource(texts, seed=seed, version=version, **shape)
     assert target is not None, name
+    if config.hardware.shard_target and (name == "replay" or source_mixes_tokens(config)):
+        raise ValueError(
+            f"hardware.shard_target: with source={name} the target decodes, which it cannot in "
+            "parts: use another source, or hardware.shard_target=false"
+        )
     files = RolloutFiles(
-        folder=folder.path / ROLLOUTS,
+        folder=folder / ROLLOUTS,
         refresh_steps=config.source.refresh_steps,
         optim=config.optim,
         suffix="" if shard.count == 1 else f"-{shard.index}",
@@ -116,6 +121,11 @@ def stored_texts(config: Config, name: str) -> list[TokenSequence]:
     return [with_stored_scores(text, record) for text, record in zip(texts, scored, strict=True)]
 
 
+def source_mixes_tokens(config: Config) -> bool:
+    """Whether target and draft take turns inside a text."""
+    return config.source.name == "mix" and config.source.granularity == "token"
+
+
 def make_sampler(config: Config, target: Target, draft: CausalAdapter) -> Sampler:
     """Who samples for a source in which the draft has a part."""
     source, length = config.source, config.data.max_length
@@ -136,7 +146,7 @@ def make_sampler(config: Config, target: Target, draft: CausalAdapter) -> Sample
             verification=config.decode.verification,
             settings=settings,
         )
-    if source.name == "mix" and source.granularity == "token":
+    if source_mixes_tokens(config):
         return MixtureSampler(
             target=target.adapter, draft=draft, fraction=source.fraction, settings=settings
         )

@@ -198,6 +198,33 @@ def test_runs_that_have_changed_are_compared_anew(two: list[str], tmp_path: Path
     assert compare.launch(config)["findings"] != first["findings"]
 
 
+def test_a_sweep_over_divergences_and_sources_is_drawn_as_a_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sweep = tmp_path / "outputs" / "sweep"
+    for number, (divergence, source) in enumerate(
+        [("tvd", "fixed"), ("tvd", "draft"), ("jsd", "draft")]
+    ):
+        folder = experiment(
+            sweep, f"job{number}", 0.8, divergence={"name": divergence}, source={"name": source}
+        )
+        part = {
+            "alpha": estimate(0.8),
+            "alpha_gain": estimate(0.1 + number / 100, 0.01),
+            "acceptance_length": estimate(3.0),
+            "before": {"acceptance_length": estimate(2.0)},
+        }
+        path = folder / "evaluate" / "summary.json"
+        path.write_text(json.dumps(read_json(path) | {"by_temperature": {"1": part}}))
+    monkeypatch.setattr(sys, "argv", ["compare", "tracker=none", f"runs=[{sweep}]"])
+    compare.main()
+    out = capsys.readouterr().out
+    assert "alpha gained, temperature 1" in out
+    assert [f"+0.1{number}0" in out for number in range(3)] == [True] * 3
+    assert (tmp_path / "outputs" / "default" / "compare" / "heat_map.png").stat().st_size > 5000
+
+
 class FakeApi:
     """The part of `wandb.Api` that the comparison asks."""
 

@@ -23,6 +23,7 @@ class HardwareConfig:
     device: str = "auto"
     dtype: str = "auto"  # bfloat16 where the hardware computes it, else float32
     threads: int | None = None
+    shard_target: bool = False  # several processes: each holds a part of the target's layers
 
     def __post_init__(self) -> None:
         require_choice("hardware.device", self.device, DEVICE_NAMES)

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from draftkit.config.choices import (
     DATA_NAMES,
     DOMAIN_NAMES,
+    OVERLONG_NAMES,
     require,
     require_choice,
     require_positive,
@@ -81,6 +82,7 @@ class ModelConfig:
     revision: str | None = None
     trust_remote_code: bool = False
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+    freeze_head: bool = False  # draft: the output head, and embeddings tied to it, do not learn
     lora: LoraConfig = field(default_factory=LoraConfig)
     shrink: ShrinkConfig = field(default_factory=ShrinkConfig)
 
@@ -133,12 +135,14 @@ class DataConfig:
     completion_column: str | None = None
     prompt_tokens: int = 32  # the prompt of a `text` row
     max_length: int = 128  # tokens of prompt and completion together
+    overlong: str = "cut"  # drop: rows longer than that are left out
     packing: bool = False  # train on rows of several texts, which do not see each other
     validation_fraction: float = 0.05
     test_fraction: float = 0.05
 
     def __post_init__(self) -> None:
         require_choice("data.name", self.name, DATA_NAMES)
+        require_choice("data.overlong", self.overlong, OVERLONG_NAMES)
         for domain in self.domains:
             require_choice("data.domains", domain, DOMAIN_NAMES)
         require(bool(self.domains), "data.domains", "name at least one domain", self.domains)

@@ -158,6 +158,8 @@ class OptimConfig:
     """
 
     learning_rate: float | None = None  # null: by the draft's width, see `learning_rate_for`
+    # Multiples of it, of which the best on validation after a quarter of the steps is taken.
+    rate_factors: list[float] = field(default_factory=list)
     lr_scheduler_type: str = "cosine"
     warmup_steps: int = 10
     max_steps: int = 100
@@ -170,6 +172,7 @@ class OptimConfig:
     eval_steps: int = 50
     save_steps: int = 25
     logging_steps: int = 5
+    activation_checkpointing: bool = False  # less memory for a third more of the draft's work
     compile: str = "auto"  # auto: where the run is long enough to earn back half a minute
 
     def __post_init__(self) -> None:
@@ -179,6 +182,8 @@ class OptimConfig:
         require_positive(self, "optim", "learning_rate", "max_steps", "max_grad_norm")
         require_positive(self, "optim", "per_device_train_batch_size", "eval_steps", "save_steps")
         require_positive(self, "optim", "gradient_accumulation_steps", "logging_steps")
+        for factor in self.rate_factors:
+            require(factor > 0, "optim.rate_factors", "be positive", factor)
         for name in ("warmup_steps", "weight_decay"):
             require(getattr(self, name) >= 0, f"optim.{name}", "be at least 0", getattr(self, name))
         for name in ("adam_beta1", "adam_beta2"):

@@ -29,6 +29,7 @@ DOCUMENTS = 256  # tokenised together
 COUNTS = (
     "documents",
     "documents_dropped",  # too short: no prompt, or nothing after it
+    "rows_dropped",  # longer than data.max_length, where data.overlong=drop
     "prompts_cut",  # on the left, to data.max_length - 1 tokens
     "completions_cut",
     "turns_without_loss",  # of chats, where the template rewrites a turn once it is history
@@ -134,10 +135,19 @@ def _examples(
             pieces = [(next(opening), rest, [True] * len(rest))]
         else:
             pieces = [(next(opening), [], [])]
-        examples = [_fitted(document, piece, data, counts) for piece in pieces if piece[0]]
+        fitting = [piece for piece in pieces if piece[0] and not _dropped(piece, data, counts)]
+        examples = [_fitted(document, piece, data, counts) for piece in fitting]
         counts["documents_dropped"] += not examples
         found.append(examples)
     return found
+
+
+def _dropped(piece: Piece, data: DataConfig, counts: Counter[str]) -> bool:
+    """Whether a row is too long, and such rows are to be left out."""
+    prompt, rest, _ = piece
+    too_long = data.overlong == "drop" and len(prompt) + max(1, len(rest)) > data.max_length
+    counts["rows_dropped"] += too_long
+    return too_long
 
 
 def _fitted(document: Document, piece: Piece, data: DataConfig, counts: Counter[str]) -> Example:

@@ -40,6 +40,7 @@ class Outcome:
     tokens: int
     best_step: int
     best_alpha: float | None
+    last_alpha: float | None
 
 
 def resume_step(folder: Path, trainer: Trainer) -> int:
@@ -63,7 +64,7 @@ def train(
     weights count as the best.
     """
     optim = trainer.optim
-    notes: dict = {"best_step": 0, "best_alpha": None}
+    notes: dict = {"best_step": 0, "best_alpha": None, "last_alpha": None}
     if (folder / CHECKPOINT).exists():
         notes = load_checkpoint(folder / CHECKPOINT, trainer)
     elif evaluate is not None:
@@ -87,7 +88,7 @@ def train(
     trainer.accelerator.wait_for_everyone()  # for files of the first process
     if evaluate is not None:
         load_weights(best_path(folder, notes["best_step"]), trainer)
-    return Outcome(trainer.steps, trainer.tokens, notes["best_step"], notes["best_alpha"])
+    return Outcome(trainer.steps, trainer.tokens, **notes)
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -102,11 +103,12 @@ def best_path(folder: Path, step: int) -> Path:
 
 def consider(trainer: Trainer, folder: Path, notes: dict, alpha: float) -> dict:
     """Keep the present weights if `alpha` beats the best so far; return the notes."""
+    notes = {**notes, "last_alpha": alpha}
     if notes["best_alpha"] is not None and alpha <= notes["best_alpha"]:
         return notes
     # The older file stays until a checkpoint names the newer one: a kill in between loses nothing.
     save_weights(best_path(folder, trainer.steps), trainer)
-    return {"best_step": trainer.steps, "best_alpha": alpha}
+    return {**notes, "best_step": trainer.steps, "best_alpha": alpha}
 
 
 def forget_others(folder: Path, best_step: int) -> None:

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    TrainerCallback,
+)
 
 BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0}  # TRL's interpolation
 PLAIN: dict[str, Any] = {  # nothing beside the steps
@@ -136,5 +141,6 @@ def trl_steps(
                 **PLAIN,
             ),
         )
+        turns.peer.remove_callback(PrinterCallback)
         turns.peer.train()
     return turns.done

@@ -9,7 +9,7 @@ knows no source, no folder and no schedule of evaluation.
 import math
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -52,6 +52,15 @@ def schedule(step: int, optim: OptimConfig) -> float:
         return 1.0
     done = (step - optim.warmup_steps) / max(1, optim.max_steps - optim.warmup_steps)
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A micro-batch with what its loss needs."""
+
+    batch: Batch
+    scores: TargetScores | None
+    weights: Tensor  # [M]
 
 
 def never_proposed(draft: CausalAdapter) -> Tensor | None:
@@ -118,9 +127,10 @@ class Trainer:
         rate = self.peak_rate * schedule(self.steps, self.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        parts = [self._task(p) for p in batch.micro_batches(self.optim.gradient_accumulation_steps)]
-        tokens = int(self._over_ranks(sum(len(part.weights) for part in parts)))
-        whole = self._over_ranks(sum(float(part.weights.sum()) for part in parts))
+        parts = batch.micro_batches(self.optim.gradient_accumulation_steps)
+        weights = [self._weights(part) for part in parts]
+        tokens = int(self._over_ranks(sum(map(len, weights))))
+        whole = self._over_ranks(sum(float(values.sum()) for values in weights))
         if whole == 0:
             raise ValueError(f"no token counts at step {self.steps}: use divergence.tokens=all")
         self._module.train()
@@ -130,7 +140,8 @@ class Trainer:
             # Ranks exchange gradients once a step, with the last micro-batch.
             quiet = nullcontext() if last else self.accelerator.no_sync(self._module)
             with quiet:
-                value, part_overlap = self._loss(part, measure)
+                task = Task(part, self._scores(part), weights[index])
+                value, part_overlap = self._loss(task, measure)
                 # Data-parallel wrappers average over ranks; the loss is a mean over all tokens.
                 self.accelerator.backward(value / whole * self.accelerator.num_processes)
             loss += float(value.detach())
@@ -165,22 +176,26 @@ class Trainer:
         own = torch.tensor(value, dtype=torch.float64, device=self.draft.device)
         return float(self.accelerator.reduce(own, "sum"))
 
-    def _task(self, part: Batch) -> "Task":
-        """What a micro-batch asks: the target's scores, and the weights of its tokens."""
-        scores = self.teacher.score(part) if self.teacher is not None else None
-        task = Task(part, scores, torch.empty(0))
-        lag = self._lag(task) if self.objective.divergence.tokens == "top" else None
-        return replace(task, weights=token_weights(part, self.objective.divergence, lag))
+    def _scores(self, part: Batch) -> TargetScores | None:
+        """What the target makes of a micro-batch; of one at a time, since that may be logits."""
+        return None if self.teacher is None else self.teacher.score(part)
+
+    def _weights(self, part: Batch) -> Tensor:
+        """How much each token [M] of a micro-batch counts."""
+        divergence = self.objective.divergence
+        lag = self._lag(part) if divergence.tokens == "top" else None
+        return token_weights(part, divergence, lag)
 
     @torch.no_grad()
-    def _lag(self, task: "Task") -> Tensor:
+    def _lag(self, part: Batch) -> Tensor:
         """How far [M] the draft is behind the reference, or from the target without one."""
+        task = Task(part, self._scores(part), torch.empty(0))
         behind = self._values(self.draft, task)
         if self.reference is not None:
             behind -= self._values(self.reference, task)
         return behind
 
-    def _values(self, draft: CausalAdapter, task: "Task") -> Tensor:
+    def _values(self, draft: CausalAdapter, task: Task) -> Tensor:
         """The loss [M] of each token of `draft`, without a gradient."""
         values = torch.empty(len(task.batch.token_ids), device=draft.device)
 
@@ -193,7 +208,7 @@ class Trainer:
         chunked_sum(keep, states=states, head=draft.head, dtype=self._autocast)
         return values
 
-    def _loss(self, task: "Task", measure: bool) -> tuple[Tensor, float]:
+    def _loss(self, task: Task, measure: bool) -> tuple[Tensor, float]:
         """The weighted sum of a micro-batch's losses and, if asked, of its sum_x min(p, q)."""
         overlaps: list[Tensor] = []
 
@@ -212,7 +227,7 @@ class Trainer:
         value = chunked_sum(weighted, states=states, head=self.draft.head, dtype=self._autocast)
         return value, float(sum(overlaps))
 
-    def _losses(self, task: "Task", logits: Tensor, rows: slice) -> Tensor:
+    def _losses(self, task: Task, logits: Tensor, rows: slice) -> Tensor:
         return self.objective.losses(
             scores=task.scores,
             draft_logits=logits,
@@ -224,12 +239,3 @@ class Trainer:
     def _precision(self) -> torch.autocast:
         device = self.draft.device.type
         return torch.autocast(device, self._autocast, enabled=self._autocast is not None)
-
-
-@dataclass(frozen=True)
-class Task:
-    """A micro-batch with what its loss needs."""
-
-    batch: Batch
-    scores: TargetScores | None
-    weights: Tensor  # [M]

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig
-from draftkit.distillation.trainer import learning_rate_for, schedule
+from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.distillation.teacher import TargetTeacher
+from draftkit.distillation.trainer import Task, Trainer, learning_rate_for, schedule
 from draftkit.theory.acceptance import greedy_draft_acceptance
 from draftkit.theory.divergences import forward_kl
+from pipelines.fitting import checkpoint_activations
+from tests import tiny
 from tests.distillation.bigram import CPU, VOCAB, Bigram, batch_of, trainer
 
 ROWS = [([1, 2, 3, 4, 5], 2), ([7, 6], 1), ([0, 1, 0, 1, 0, 3, 2], 3), ([5, 5, 5], 1)]
@@ -69,7 +72,9 @@ def test_eight_rows_at_once_and_in_pieces_take_the_same_step():
 def test_a_row_has_the_same_gradient_alone_and_beside_a_longer_row():
     def gradient_rows(*rows):
         learner = trainer(learning_rate=1e-9, max_grad_norm=1e9)
-        learner._loss(learner._task(batch_of(*rows)), measure=False)[0].backward()
+        batch = batch_of(*rows)
+        task = Task(batch, learner._scores(batch), learner._weights(batch))
+        learner._loss(task, measure=False)[0].backward()
         return learner.draft.table.grad
 
     alone = gradient_rows(ROWS[0]) + gradient_rows(ROWS[2])
@@ -154,3 +159,64 @@ def test_the_rate_is_the_one_asked_for_or_falls_with_the_width():
     asked = trainer(learning_rate=0.3, warmup_steps=3).step(batch_of(*ROWS))
     assert asked.learning_rate == pytest.approx(0.1)
     assert trainer(learning_rate=None).peak_rate == learning_rate_for(VOCAB)
+
+
+def adapted(**options):
+    """A tiny model that learns from another."""
+    draft = tiny.adapter(seed=1)
+    head = draft.model.get_output_embeddings()
+    if options.get("frozen"):
+        head.requires_grad_(False)
+    if options.get("checkpointing"):
+        checkpoint_activations(draft.model)
+    learner = Trainer(
+        draft,
+        TargetTeacher(tiny.adapter(seed=2)),
+        optim=OptimConfig(learning_rate=1e-2, max_steps=5),
+        divergence=DivergenceConfig(),
+        sampling=SamplingConfig(),
+    )
+    batch = batch_of(([3, 4, 5, 6, 7], 1), ([9, 8, 7], 1))
+    return learner, [learner.step(batch).loss for _ in range(3)]
+
+
+def test_a_frozen_head_stays_and_the_rest_learns():
+    start = tiny.adapter(seed=1)
+    learner, losses = adapted(frozen=True)
+    head = learner.draft.model.get_output_embeddings().weight
+    assert torch.equal(head, start.model.get_output_embeddings().weight)
+    assert losses[-1] < losses[0]
+    assert "model.lm_head.weight" not in [name for name, _ in learner.trained()]
+
+
+def test_checkpointed_activations_take_the_same_steps():
+    assert adapted(checkpointing=True)[1] == pytest.approx(adapted()[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("reference", [None, 3])
+def test_the_tokens_with_most_to_learn_are_trained_on_alone(reference):
+    draft, target = Bigram(0), Bigram(1, spread=2.0)
+    learner = Trainer(
+        draft,
+        TargetTeacher(target),
+        optim=OptimConfig(learning_rate=1e-9, max_grad_norm=1e9),
+        divergence=DivergenceConfig(tokens="top", top_fraction=0.5),
+        sampling=SamplingConfig(),
+        reference=None if reference is None else Bigram(reference),
+    )
+    ids = [1, 2, 3, 4, 5, 6]
+    lasts = ids[:-1]
+
+    def loss(model):
+        return forward_kl(
+            target_logits=target.table[lasts],
+            draft_logits=model.table[lasts],
+            token_ids=torch.empty(0),
+            settings=DivergenceConfig(),
+        ).detach()
+
+    lag = loss(draft) - (0 if reference is None else loss(Bigram(reference)))
+    chosen = lag.topk(3).indices
+    metrics = learner.step(batch_of((ids, 1)))
+    assert metrics.loss == pytest.approx(float(loss(draft)[chosen].mean()), rel=1e-6)
+    assert metrics.tokens == 5

@@ -1,0 +1,194 @@
+"""From a configuration to a fitted drafter: teacher, texts, validation, and the learning rate."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from draftkit.artifacts import read_json, write_json
+from draftkit.config import Config, ModelConfig, OptimConfig
+from draftkit.distillation.loop import Outcome, Progress, train
+from draftkit.distillation.sources import Shard, Source
+from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, Teacher
+from draftkit.distillation.trainer import Trainer, learning_rate_for
+from draftkit.evaluation.alpha import estimates, score_contexts, score_stored
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import (
+    Outline,
+    Target,
+    load_draft,
+    load_outline,
+    load_target,
+    outline_of,
+)
+from draftkit.models.lora import with_lora
+from draftkit.models.sharding import shard_layers
+from pipelines.contexts import contexts, read_contexts
+from pipelines.inputs import models
+from pipelines.progress import progress
+from pipelines.scores import read_validation, scores
+from pipelines.sources import make_source
+from pipelines.stage import StageFolder
+
+TRAIN = "train"  # what metrics of the run itself are called
+TRIALS = "rates"  # folder of the runs that choose a rate
+TRIAL_SHARE = 4  # they take a quarter of the steps
+
+
+@dataclass(frozen=True)
+class Models:
+    """What training has in memory: the target only where its scores are not stored."""
+
+    target: Target | None
+    outline: Outline
+    draft: CausalAdapter
+
+
+def load_models(config: Config) -> Models:
+    """The pair, the draft in float32, with updates to train where LoRA is asked for."""
+    target_config, draft_config = models(config)
+    target = None
+    if config.generate.top_k == 0:
+        target = load_target(target_config, config.hardware)
+    outline = outline_of(target) if target else load_outline(target_config, config.hardware)
+    start = load_draft(draft_config, outline, dtype=torch.float32)
+    draft = with_lora(start, config.draft.lora, seed=config.seed)
+    if config.draft.freeze_head:
+        head: Any = draft.model.get_output_embeddings()
+        head.requires_grad_(False)
+    if config.optim.activation_checkpointing:
+        checkpoint_activations(draft.model)
+    return Models(target, outline, draft)
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Let the backward pass of `model` make its activations again instead of keeping them."""
+    # Later transformers have another name for it, and warn of the older.
+    name = "activation_checkpointing_enable"
+    enable: Any = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def make_trainer(config: Config, loaded: Models, optim: OptimConfig) -> Trainer:
+    """The trainer of the draft towards whoever knows what the target says."""
+    target, outline, divergence = loaded.target, loaded.outline, config.divergence
+    teacher: Teacher | None = TargetTeacher(target.adapter) if target else StoredTeacher()
+    reference = None
+    if divergence.reference is not None:
+        reference = load_draft(ModelConfig(path=divergence.reference), outline)
+    trainer = Trainer(
+        loaded.draft,
+        teacher if divergence.names != {"next_token"} else None,
+        optim=optim,
+        divergence=divergence,
+        sampling=config.sampling,
+        temperature=config.training_temperature,
+        autocast=outline.dtype if outline.dtype != torch.float32 else None,
+        reference=reference,
+        compiled=config.optim.compiles,
+    )
+    if config.hardware.shard_target and target:  # not before the processes know each other
+        shard_layers(target.adapter.model)
+    return trainer
+
+
+def validation_alpha(
+    config: Config,
+    target: Target | None,
+    draft: CausalAdapter,
+    folder: StageFolder,
+    section: str = "validation",
+) -> Callable[[int], float]:
+    """A function that measures alpha on the validation contexts, and logs it as `section`.
+
+    Without a target, from its stored scores: then alpha counts what is certain, and the most that
+    may be missing is logged beside it.
+    """
+    options = {"sampling": config.sampling, "batch_size": config.evaluate.batch_size}
+    if target is None:
+        records = read_validation(scores.ensure(config))
+    else:
+        records = read_contexts(contexts.ensure(config), "validation")
+
+    def measure(step: int) -> float:
+        metrics: dict[str, float] = {}
+        if target is None:
+            scored, missing = score_stored(draft, records, **options)
+            metrics["alpha_error_bound"] = float(missing.sum() / scored.counts.sum())
+        else:
+            scored = score_contexts(target.adapter, draft, records, **options)
+        alpha = estimates(scored, seed=config.seed, resamples=config.evaluate.bootstrap)["alpha"]
+        metrics |= {"alpha": alpha.mean, "low": alpha.low, "high": alpha.high}
+        folder.tracker.log(section, step, metrics)
+        return alpha.mean
+
+    return measure
+
+
+def run(config: Config, folder: StageFolder, optim: OptimConfig, path: Path, name: str) -> Any:
+    """Train from the starting draft, resuming what lies in `path`; the models and the outcome.
+
+    `name` is that of the metrics.
+    """
+    loaded = load_models(config)
+    trainer = make_trainer(config, loaded, optim)
+    ranks = trainer.accelerator
+    shard = Shard(ranks.process_index, ranks.num_processes)
+    source: Source = make_source(config, loaded.target, loaded.draft, path, shard)
+    with progress("distilling" if name == TRAIN else name, optim.max_steps) as show:
+
+        def log(step: Progress) -> None:
+            show(step)
+            metrics = {key: v for key, v in vars(step.metrics).items() if v is not None}
+            metrics |= {"total_tokens": step.tokens, "tokens_per_second": step.tokens_per_second}
+            folder.tracker.log(name, step.steps, metrics)
+
+        section = "validation" if name == TRAIN else f"{name}_validation"
+        measure = validation_alpha(config, loaded.target, loaded.draft, folder, section)
+        outcome: Outcome = train(trainer, source, path, evaluate=measure, log=log)
+    return loaded, outcome
+
+
+def choose_rate(config: Config, folder: StageFolder) -> dict[float, float]:
+    """Validation alpha by learning rate, each tried on a quarter of the steps.
+
+    Rates are multiples (`optim.rate_factors`) of `optim.learning_rate`. A trial that has ended is
+    not run again.
+    """
+    optim = config.optim
+    base = optim.learning_rate or learning_rate_for(load_models(config).draft.width)
+    steps = max(1, optim.max_steps // TRIAL_SHARE)
+    found = {}
+    for factor in optim.rate_factors:
+        path = folder.path / TRIALS / f"{factor:g}"
+        result = path / "alpha.json"
+        if not result.exists():
+            if folder.is_main:
+                path.mkdir(parents=True, exist_ok=True)
+            trial = replace(
+                optim,
+                learning_rate=base * factor,
+                max_steps=steps,
+                eval_steps=steps,
+                warmup_steps=min(optim.warmup_steps, max(1, steps // 10)),
+            )
+            _, outcome = run(config, folder, trial, path, f"rate_{factor:g}")
+            if folder.is_main:
+                write_json(result, {"alpha": outcome.last_alpha})
+        found[base * factor] = read_json(result)["alpha"]
+    return found
+
+
+def fit(config: Config, folder: StageFolder) -> tuple[Models, Outcome, dict[float, float]]:
+    """Train by the best of the rates that are to be tried, or by the one that is given.
+
+    Returns the models with the best weights, how training ended, and alpha by tried rate.
+    """
+    optim, tried = config.optim, {}
+    if optim.rate_factors:
+        tried = choose_rate(config, folder)
+        optim = replace(optim, learning_rate=max(tried, key=lambda rate: tried[rate]))
+    return *run(config, folder, optim, folder.path, TRAIN), tried

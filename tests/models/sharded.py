@@ -1,0 +1,34 @@
+"""A process of several that share a model; run as a program by `test_sharding.py`."""
+
+import json
+import sys
+
+import torch
+import torch.distributed
+
+from draftkit.models.sharding import layers_of, shard_layers
+from tests import tiny
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    adapter = tiny.adapter(sys.argv[1], seed=3)
+    adapter.requires_grad_(False)
+    whole = sum(weight.numel() for weight in layers_of(adapter.model).parameters())
+    tokens = torch.randint(1, tiny.VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
+    keep = torch.ones_like(tokens, dtype=torch.bool)
+    with torch.no_grad():
+        expected = adapter.score(tokens, keep)
+        shard_layers(adapter.model)
+        found = [adapter.score(tokens, keep) for _ in range(2)]
+    held = sum(w.to_local().numel() for w in layers_of(adapter.model).parameters())
+    sys.stdout.write(
+        json.dumps(
+            {
+                "difference": max(float((one - expected).abs().max()) for one in found),
+                "share": held / whole,
+            }
+        )
+        + "\n"
+    )
+    torch.distributed.destroy_process_group()

@@ -44,6 +44,10 @@ class TabularAdapter:
         return self.table.nbytes + self.memory.nbytes
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.table.dtype
+
+    @property
     def device(self) -> torch.device:
         return self.table.device
 

@@ -184,7 +184,7 @@ def test_stored_scores_teach_without_the_target_in_memory(root, source, monkeypa
     def absent(*_, **__):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("pipelines.distill.load_target", absent)
+    monkeypatch.setattr("pipelines.fitting.load_target", absent)
     folder = distill.ensure(config)
     lines = [line for line in numbers(folder) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -11,7 +11,7 @@ Shapes: B rows of a group, K proposed tokens, V vocabulary.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -87,7 +87,8 @@ class Decoder:
         self.late = target.device.type == "cuda" and clock is None if late is None else late
         self._units = Units(compiled=compiled, device=target.device)
         self._batch_sizes = batch_sizes
-        self._freeze = is_frozen(target)
+        self._packs = compiled and is_frozen(target)
+        self._packed: set[Hashable] = set()  # keys of graphs with a copy of the weights
         self._encodes = isinstance(target, EncodingAdapter)
         self._free = list(range(slots))
         self._proposers: dict[str, Proposer] = {}
@@ -320,15 +321,28 @@ class Decoder:
         proposal = inputs.proposal
         assert proposal is not None
         sampled = None if proposal.draft_probs is None else proposal.draft_probs.dtype
+        key = (self.verification, sampled, self._shape_key(inputs))
         return self._units.run(
             units.verify,
             self,
             inputs,
-            key=(self.verification, sampled, self._shape_key(inputs)),
+            key=key,
             owner=self.target,
-            freeze=self._freeze,
+            freeze=self._freezes(key),
+            # Packed float32 matrices take 5 MB each beyond themselves, packed bfloat16 ones nothing.
+            pack=self.target.dtype == torch.bfloat16,
             written=(self.state.length, self.state.done),
         )
+
+    def _freezes(self, key: Hashable) -> bool:
+        """Whether the graph of `key` has the target's weights packed into it.
+
+        Each such graph holds a copy: there are as many as fit `FREEZE_BYTES`, first come.
+        """
+        copies = len(self._packed) + 1
+        if self._packs and copies * packed_bytes(self.target) <= FREEZE_BYTES:
+            self._packed.add(key)
+        return key in self._packed
 
     def _shape_key(self, inputs: RoundInputs) -> tuple[object, ...]:
         """What the code of a unit depends on beside its model."""
@@ -370,5 +384,10 @@ def tokens_needed(request: Request) -> int:
 
 
 def is_frozen(target: Adapter) -> bool:
-    """Whether `target`'s weights never change and are few enough to be held twice."""
-    return target.is_constant and target.weight_bytes <= FREEZE_BYTES
+    """Whether `target`'s weights never change and are few enough to be packed into a graph."""
+    return target.is_constant and packed_bytes(target) <= FREEZE_BYTES
+
+
+def packed_bytes(target: Adapter) -> int:
+    """What a frozen graph of `target` holds: its weights again, and those that it joins."""
+    return 2 * target.weight_bytes

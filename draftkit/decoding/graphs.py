@@ -25,7 +25,7 @@ Unit = Callable[[Any, Any], Any]
 
 BATCHES = (1, 4, 16, 64, 256)  # sizes for which code is compiled
 COMPILED_BUCKET = 256  # cache slots: few shapes, since a graph takes seconds to make
-FREEZE_BYTES = 64 << 20  # a frozen graph holds a packed copy of the weights
+FREEZE_BYTES = 64 << 20  # for packed copies of weights in the frozen graphs of a decoder
 
 _clock = {"seconds": 0.0}
 _shared: dict[Hashable, Unit] = {}
@@ -61,19 +61,21 @@ class Units:
         key: Hashable,
         owner: Any = None,
         freeze: bool = False,
+        pack: bool = True,
         written: tuple[Tensor, ...] = (),
     ) -> Any:
         """Call `unit(places, inputs)`.
 
         Graphs belong to `owner` and go when it goes; without one, all that have the same unit and
-        key share a graph. `written` are the tensors of `places` that a second call would change
+        key share a graph. `freeze` makes constants of the weights, `pack` arranges them for the
+        processor. `written` are the tensors of `places` that a second call would change
         again: capturing needs some calls before the first that counts.
         """
         if not self.compiled:
             return unit(places, inputs)
         key = (unit, key)
         if not self._captures:
-            return _compiled(unit, key, owner, freeze)(places, inputs)
+            return _compiled(unit, key, owner, freeze, pack)(places, inputs)
         # A capture is bound to the addresses of its places, which it keeps alive.
         own = (key, *map(id, places if isinstance(places, tuple) else (places,)))
         if own not in self._captured:
@@ -83,19 +85,19 @@ class Units:
         return self._captured[own](inputs)
 
 
-def _compiled(unit: Unit, key: Hashable, owner: Any, freeze: bool) -> Unit:
+def _compiled(unit: Unit, key: Hashable, owner: Any, freeze: bool, pack: bool = True) -> Unit:
     """The graph of `key`; its first call compiles it, under the clock."""
     graphs: MutableMapping[Hashable, Unit] = _shared
     if owner is not None:
         graphs = _by_owner.setdefault(owner, {})
     key = (key, freeze)  # weights that were constant may be opened to training
     if key not in graphs:
-        graphs[key] = _first_call(unit, graphs, key, freeze)
+        graphs[key] = _first_call(unit, graphs, key, freeze, pack)
     return graphs[key]
 
 
 def _first_call(
-    unit: Unit, graphs: MutableMapping[Hashable, Unit], key: Hashable, freeze: bool
+    unit: Unit, graphs: MutableMapping[Hashable, Unit], key: Hashable, freeze: bool, pack: bool
 ) -> Unit:
     import torch._inductor.config as inductor
 
@@ -118,6 +120,7 @@ def _first_call(
         settings = {
             "freezing": freeze,
             "cpp.enable_concat_linear": freeze,
+            "cpp.weight_prepack": pack,
             "cpp_wrapper": not torch.cuda.is_available(),
         }
         with _timed(), inductor.patch(settings), torch._dynamo.config.patch(recompile_limit=1):

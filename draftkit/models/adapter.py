@@ -54,6 +54,11 @@ class Adapter(Protocol):
         ...
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """Where tokens must be."""
         ...

@@ -279,6 +279,11 @@ class PrefixedAdapter(nn.Module):
         return self.draft.is_constant
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of the draft."""
+        return self.draft.dtype
+
+    @property
     def weight_bytes(self) -> int:
         """Memory of the draft's weights."""
         return self.draft.weight_bytes

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding import decoder as decoder_module
 from draftkit.decoding import graphs
-from draftkit.decoding.decoder import Decoder, is_frozen
+from draftkit.decoding.decoder import Decoder, is_frozen, packed_bytes
 from draftkit.decoding.proposers import DraftModelProposer, Proposal
 from draftkit.decoding.state import Request, RoundView
 from draftkit.models.adapter import CausalAdapter
@@ -262,7 +262,7 @@ def test_only_small_targets_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_frozen(target)
     target.requires_grad_(False)
     assert is_frozen(target)
-    monkeypatch.setattr(decoder_module, "FREEZE_BYTES", target.weight_bytes - 1)
+    monkeypatch.setattr(decoder_module, "FREEZE_BYTES", packed_bytes(target) - 1)
     assert not is_frozen(target)
 
 

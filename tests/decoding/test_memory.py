@@ -90,7 +90,7 @@ class Used:
     def check(self) -> None:
         """Within the bound, and no less than what must be there, lest nothing was measured."""
         floor = self.weights + self.caches
-        assert floor > 100 * MIB
+        assert floor > 50 * MIB
         assert 0.95 * floor < self.peak <= SHARE * floor + REST, self
 
 
@@ -181,14 +181,14 @@ def test_the_peak_does_not_grow_with_the_number_of_prompts_that_wait() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:VecISA dlopen probe:UserWarning")
-@pytest.mark.parametrize("layers", [3, 6], ids=["frozen", "open"])
-def test_the_peak_of_compiled_decoding_is_weights_and_caches_and_little_else(layers: int) -> None:
+@pytest.mark.parametrize("width", [256, 512], ids=["frozen", "open"])
+def test_the_peak_of_compiled_decoding_is_weights_and_caches_and_little_else(width: int) -> None:
     with fresh_graphs():
-        target, draft = medium(layers, seed=1), medium(1, seed=2)
-        assert is_frozen(target) == (layers == 3)
+        target, draft = medium(3, seed=1, width=width), medium(1, seed=2)
+        assert is_frozen(target) == (width == 256)
         with allocations() as first:
             play(target, draft, compiled=True)
-        gc.collect()
+            gc.collect()
         with allocations() as again:
             caches = play(target, draft, compiled=True)
     weights = target.weight_bytes + draft.weight_bytes

@@ -20,6 +20,7 @@ class Bigram(nn.Module):
     width = VOCAB
     device = CPU
     is_constant = False
+    dtype = torch.float64
     weight_bytes = 8 * VOCAB * VOCAB
     signature = "bigram"
 

@@ -329,7 +329,7 @@ class Decoder:
             key=key,
             owner=self.target,
             freeze=self._freezes(key),
-            # Packed float32 matrices take 5 MB each beyond themselves, packed bfloat16 ones nothing.
+            # A packed float32 matrix takes 5 MB beyond itself, one in bfloat16 nothing.
             pack=self.target.dtype == torch.bfloat16,
             written=(self.state.length, self.state.done),
         )

@@ -201,6 +201,7 @@ def test_runs_that_have_changed_are_compared_anew(two: list[str], tmp_path: Path
 def test_a_sweep_over_divergences_and_sources_is_drawn_as_a_map(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it, for its own process
     monkeypatch.chdir(tmp_path)
     sweep = tmp_path / "outputs" / "sweep"
     for number, (divergence, source) in enumerate(

@@ -266,7 +266,8 @@ def prediction(
             "predicted": predicted,
             "predicted_uneven": uneven,
         },
-        "prediction_error": speedup.mean / uneven - 1,
+        "prediction_error": speedup.mean / predicted - 1,
+        "uneven_error": speedup.mean / uneven - 1,
         "busy_share": busy,
     }
 

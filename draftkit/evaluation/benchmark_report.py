@@ -78,7 +78,7 @@ def ratio_text(ratio: dict[str, Any] | None) -> str:
 def remarks(point: dict[str, Any]) -> Iterator[str]:
     """What else is known of a point, a line each."""
     if "acceptance_length" in point:
-        speedup, error = point["speedup"], point["prediction_error"]
+        speedup, error = point["speedup"], point["uneven_error"]
         yield (
             f"gamma {point['gamma']}, tau {interval(point['acceptance_length'], 2)}, "
             f"c {point['cost_ratio']:.3f}, v {point['verify_ratio']:.2f}, "

@@ -34,7 +34,8 @@ DRAFTED = {
         "predicted": 2.2,
         "predicted_uneven": 1.56,
     },
-    "prediction_error": 0.0128,
+    "prediction_error": -0.2818,
+    "uneven_error": 0.0128,
     "busy_share": 0.71,
     "beside_hf": {"compared": 96, "identical": 90, "near_ties": 5, "different": 1},
 }

@@ -3,9 +3,9 @@
 A *point* is one method in one setting (sampling and batch size). Rates run from the request to the
 last token on the host, prefill included, for every method; methods are compared chunk by chunk,
 and the median over chunks stands with its exact (binomial) 95 % interval. The prediction is the
-theory's, tau / (gamma c + v + o), from costs calibrated on other prompts; it speaks of rounds, so
-what it is held against leaves out the prefill. Greedy answers are compared with Hugging Face's,
-token by token.
+theory's, tau / (gamma c + v + o), from costs calibrated on other prompts; it speaks of rounds of
+full batches, so what it is held against leaves out the prefill and the rounds behind the first end
+of a row. Greedy answers are compared with Hugging Face's, token by token.
 """
 
 import math
@@ -31,7 +31,7 @@ from draftkit.evaluation.walltime import (
     Setting,
     Timed,
     decoding,
-    measured_speedup,
+    full_speedup,
     proposing,
     take_turns,
     warm_up,
@@ -235,16 +235,11 @@ def prediction(
 ) -> Point:
     """Acceptance length, calibrated costs, and the speed-up that they predict beside the measured.
 
-    Without the prefill, of which the formula says nothing. It speaks of full batches; here rows
-    end apart, and a chunk goes on until its last one has: a round then serves `busy_share` of its
-    rows, for the drafted as for the plain, and the prediction is in proportion.
+    The latter two for the rounds of full batches, and `full_length` is the acceptance length there.
     """
     costs, drafted = calibration.costs, timed[SPECULATIVE]
-    busy, plain_busy = (
-        busy_share(timed[name].completions, setting.batch_size) for name in (SPECULATIVE, PLAIN)
-    )
     counted = count_rounds(drafted, setting.gamma, seed=setting.seed, resamples=resamples)
-    speedup = measured_speedup(
+    speedup = full_speedup(
         speculative=drafted, plain=timed[PLAIN], seed=setting.seed, resamples=resamples
     )
     round_costs = {
@@ -252,11 +247,10 @@ def prediction(
         "verify_ratio": costs.verify_ratio,
         "overhead_ratio": costs.overhead_ratio,
     }
-    length = counted["acceptance_length"]
-    predicted = speedup_from_length(length["mean"], setting.gamma, **round_costs)
-    uneven = predicted * busy / plain_busy
+    predicted = speedup_from_length(drafted.full_length, setting.gamma, **round_costs)
     return {
-        "acceptance_length": length,
+        "acceptance_length": counted["acceptance_length"],
+        "full_length": drafted.full_length,
         **round_costs,
         "plain_step_seconds": costs.plain_seconds,
         "quartiles": {name: list(limits) for name, limits in calibration.quartiles.items()},
@@ -264,19 +258,9 @@ def prediction(
             "measured": speedup.mean,
             "ci95": [speedup.low, speedup.high],
             "predicted": predicted,
-            "predicted_uneven": uneven,
         },
         "prediction_error": speedup.mean / predicted - 1,
-        "uneven_error": speedup.mean / uneven - 1,
-        "busy_share": busy,
     }
-
-
-def busy_share(completions: Sequence[Completion], batch_size: int) -> float:
-    """Share of rounds that a row takes part in until the last row of its chunk has ended."""
-    rounds = [completion.rounds for completion in completions]
-    chunks = [rounds[i : i + batch_size] for i in range(0, len(rounds), batch_size)]
-    return sum(rounds) / sum(len(chunk) * max(chunk) for chunk in chunks)
 
 
 def greedy_agreement(

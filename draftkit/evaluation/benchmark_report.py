@@ -78,19 +78,17 @@ def ratio_text(ratio: dict[str, Any] | None) -> str:
 def remarks(point: dict[str, Any]) -> Iterator[str]:
     """What else is known of a point, a line each."""
     if "acceptance_length" in point:
-        speedup, error = point["speedup"], point["uneven_error"]
+        speedup, error = point["speedup"], point["prediction_error"]
         yield (
             f"gamma {point['gamma']}, tau {interval(point['acceptance_length'], 2)}, "
             f"c {point['cost_ratio']:.3f}, v {point['verify_ratio']:.2f}, "
             f"o {point['overhead_ratio']:.3f}"
         )
-        predicted = f"{speedup['predicted']:.2f}"
-        if point["batch_size"] > 1:
-            share = f"{point['busy_share']:.0%}"
-            yield f"rows wait for the slowest of their chunk: busy in {share} of its rounds"
-            predicted += f" for full batches, {speedup['predicted_uneven']:.2f} for these"
-        measured = f"{speedup['measured']:.2f}"
-        yield f"rounds alone: predicted {predicted}, measured {measured} ({error:+.1%})"
+        of = "" if point["batch_size"] == 1 else f" of full batches, tau {point['full_length']:.2f}"
+        yield (
+            f"rounds alone{of}: predicted {speedup['predicted']:.2f}, "
+            f"measured {speedup['measured']:.2f} ({error:+.1%})"
+        )
     if "gammas" in point:
         total = sum(point["gammas"].values())
         shares = (f"{gamma} in {count / total:.0%}" for gamma, count in point["gammas"].items())

@@ -22,6 +22,7 @@ from draftkit.evaluation.walltime import (
     PLAIN,
     Setting,
     Timed,
+    full_speedup,
     measured_speedup,
     row_capacity,
     time_methods,
@@ -149,7 +150,8 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         "verify_ratio": costs.verify_ratio,
         "overhead_ratio": costs.overhead_ratio,
     }
-    predicted = speedup_from_length(counted["acceptance_length"]["mean"], gamma, **round_costs)
+    predicted = speedup_from_length(timed.full_length, gamma, **round_costs)
+    full = full_speedup(speculative=timed, plain=evidence.plain, seed=seed, resamples=resamples)
     limit = ceiling(gamma, **round_costs)
     break_even = break_even_alpha(gamma, **round_costs)
     decision, reason = verdict(
@@ -183,7 +185,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
             "measured": speedup.mean,
             "ci95": [speedup.low, speedup.high],
             "predicted": predicted,
-            "prediction_error": speedup.mean / predicted - 1,
+            "prediction_error": full.mean / predicted - 1,
             "ceiling": limit,
         },
         "break_even_alpha": break_even,

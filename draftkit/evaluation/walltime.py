@@ -13,7 +13,6 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
@@ -46,12 +45,25 @@ class Setting:
     compiled: bool
 
 
+class FullBatch(NamedTuple):
+    """The rounds of a chunk up to the one in which its first row ends: all rows take part in them.
+
+    Of such rounds the speed-up formula speaks. Behind them rows wait for the slowest.
+    """
+
+    seconds: float
+    tokens: int  # of the answers
+    row_rounds: int  # rounds times rows
+    emitted: int  # tokens that the target passes yielded, the length limit not applied
+
+
 class Chunk(NamedTuple):
     """What it took to answer a batch of prompts, and the answers."""
 
     prefill_seconds: float
     seconds: float  # after the prefill
     completions: list[Completion]
+    full: FullBatch | None = None  # where rounds can be told apart
 
 
 Method = Callable[[PromptIds, int], Chunk]  # prompts, and the number of the first of them
@@ -65,6 +77,7 @@ class Timed:
     prefill_seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
+    full: list[FullBatch] = field(default_factory=list)
 
     def add(self, chunk: Chunk) -> None:
         """Take in one more chunk."""
@@ -72,6 +85,8 @@ class Timed:
         self.seconds.append(chunk.seconds)
         self.tokens.append(sum(len(c.output_ids) for c in chunk.completions))
         self.completions += chunk.completions
+        if chunk.full is not None:
+            self.full.append(chunk.full)
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,6 +98,11 @@ class Timed:
         """Tokens per second from request to last token, prefill included, by chunk."""
         whole = zip(self.tokens, self.prefill_seconds, self.seconds, strict=True)
         return [tokens / (prefill + seconds) for tokens, prefill, seconds in whole]
+
+    @property
+    def full_length(self) -> float:
+        """Acceptance length in the rounds of full batches."""
+        return sum(full.emitted for full in self.full) / sum(full.row_rounds for full in self.full)
 
 
 def now() -> float:
@@ -172,13 +192,18 @@ def time_chunk(
         pass
     ready = clock()
     running = {slot: Completion(list(p)) for slot, p in zip(slots, prompts, strict=True)}
-    left = set(slots)
+    left, full, row_rounds, emitted = set(slots), None, 0, 0
     while left:
         for result in decoder.round():
             left -= set(record(running, result))
+            row_rounds += len(result.slots)
+            emitted += sum(result.emitted)
+        if full is None and len(left) < len(slots):
+            tokens = sum(len(completion.output_ids) for completion in running.values())
+            full = FullBatch(now() - ready, tokens, row_rounds, emitted)
     finished = now()  # a round that the device may have begun since then answers nobody
     decoder.leave(slots)
-    return Chunk(ready - started, finished - ready, [running[slot] for slot in slots])
+    return Chunk(ready - started, finished - ready, [running[slot] for slot in slots], full)
 
 
 def shapes(setting: Setting) -> list[int]:
@@ -235,15 +260,42 @@ def time_methods(
 
 def measured_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: int) -> Estimate:
     """Tokens per second of `speculative` over those of `plain`, paired by chunk, no prefill."""
+    return _quotient(
+        (speculative.tokens, speculative.seconds),
+        (plain.tokens, plain.seconds),
+        seed=seed,
+        resamples=resamples,
+    )
 
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64)
 
+def full_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: int) -> Estimate:
+    """`measured_speedup` while batches are full: what the formula predicts.
+
+    The same for single rows. In a larger batch rows end apart, the drafted ones further apart than
+    the plain ones, so that whole chunks show a smaller gain than a server that refills its batch.
+    """
+
+    def columns(timed: Timed) -> tuple[list[int], list[float]]:
+        return [full.tokens for full in timed.full], [full.seconds for full in timed.full]
+
+    return _quotient(columns(speculative), columns(plain), seed=seed, resamples=resamples)
+
+
+def _quotient(
+    mine: tuple[Sequence[float], Sequence[float]],
+    other: tuple[Sequence[float], Sequence[float]],
+    *,
+    seed: int,
+    resamples: int,
+) -> Estimate:
+    totals, counts, baseline_totals, baseline_counts = (
+        torch.tensor(values, dtype=torch.float64) for values in (*mine, *other)
+    )
     return estimate_quotient(
-        totals=column(speculative.tokens),
-        counts=column(speculative.seconds),
-        baseline_totals=column(plain.tokens),
-        baseline_counts=column(plain.seconds),
+        totals=totals,
+        counts=counts,
+        baseline_totals=baseline_totals,
+        baseline_counts=baseline_counts,
         seed=seed,
         resamples=resamples,
     )

@@ -15,7 +15,6 @@ from draftkit.evaluation.benchmark import (
     Counted,
     Pair,
     applicable,
-    busy_share,
     greedy_agreement,
     headline,
     measure,
@@ -26,7 +25,7 @@ from draftkit.evaluation.benchmark import (
 )
 from draftkit.evaluation.calibration import Calibration
 from draftkit.evaluation.judge import Prompts
-from draftkit.evaluation.walltime import Setting, Timed
+from draftkit.evaluation.walltime import FullBatch, Setting, Timed
 from draftkit.theory.speedup import Costs, speedup_from_length
 from tests import tiny
 
@@ -112,21 +111,11 @@ def test_the_prediction_is_the_formula_of_what_stands_beside_it(greedy):
     assert point["prediction_error"] == pytest.approx(point["speedup"]["measured"] / predicted - 1)
     assert set(point["acceptance_length"]) == {"mean", "ci95", "n", "prompts"}
     assert 1 < point["acceptance_length"]["mean"] <= 4
-    assert point["busy_share"] == 1  # a row of its own waits for nobody
-    assert point["speedup"]["predicted_uneven"] == point["speedup"]["predicted"]
+    # a row of its own is a full batch to its end
+    assert point["full_length"] == point["acceptance_length"]["mean"]
 
 
-def answers(rounds):
-    """Completions of so many rounds."""
-    return [Completion([1], accept_counts=[count, 0, 0, 0], tested=count) for count in rounds]
-
-
-def test_rounds_that_serve_fewer_rows_are_worth_less():
-    assert busy_share(answers([4, 4, 7, 7]), 2) == 1
-    assert busy_share(answers([4, 2, 1, 3]), 2) == pytest.approx(10 / (2 * 4 + 2 * 3))
-
-
-def test_the_prediction_for_rows_that_end_apart_is_in_proportion_to_their_share():
+def test_the_prediction_and_what_it_is_held_against_are_of_full_batches():
     costs = Costs(
         plain_seconds=1.0,
         cost_ratio=0.1,
@@ -135,15 +124,21 @@ def test_the_prediction_for_rows_that_end_apart_is_in_proportion_to_their_share(
         verify_ratios={3: 1.0},
     )
     timed = {
-        "plain": Timed([8.0, 8.0], [0.0, 0.0], [16, 16], answers([8, 8, 8, 8])),
-        "speculative": Timed([4.0, 5.0], [0.0, 0.0], [16, 16], answers([4, 1, 4, 1])),
+        "plain": Timed([9.0, 9.0], tokens=[16, 16], full=[FullBatch(8.0, 16, 16, 16)] * 2),
+        "speculative": Timed(
+            seconds=[99.0, 99.0],
+            tokens=[16, 16],
+            completions=[Completion([1], accept_counts=[0, 8, 0, 0], tested=8)] * 2,
+            full=[FullBatch(4.0, 14, 6, 15)] * 2,
+        ),
     }
     found = prediction(timed, Calibration(costs, {}), replace(SETTING, batch_size=2), 10)
-    assert found["busy_share"] == 5 / 8
-    assert found["speedup"]["predicted_uneven"] == found["speedup"]["predicted"] * 5 / 8
-    for key, predicted in (("prediction_error", "predicted"), ("uneven_error", "predicted_uneven")):
-        error = found["speedup"]["measured"] / found["speedup"][predicted] - 1
-        assert found[key] == pytest.approx(error)
+    assert found["acceptance_length"]["mean"] == 2
+    assert found["full_length"] == 15 / 6
+    assert found["speedup"]["measured"] == pytest.approx((14 / 4) / (16 / 8))
+    assert found["speedup"]["predicted"] == pytest.approx((15 / 6) / (3 * 0.1 + 1))
+    error = found["speedup"]["measured"] / found["speedup"]["predicted"] - 1
+    assert found["prediction_error"] == pytest.approx(error)
 
 
 def test_the_headline_has_the_keys_that_other_tools_read(greedy):
@@ -177,7 +172,7 @@ def test_a_sampled_crowd_adapts_its_gamma_and_leaves_lonely_peers_out(pair, monk
     assert set(gammas) <= {"0", "1", "2", "3"}
     assert sum(gammas.values()) >= 2 * 12 / 4
     assert found["plain"]["chunks"] == 2
-    assert 0 < found["speculative"]["busy_share"] <= 1
+    assert 1 <= found["speculative"]["full_length"] <= 4
 
 
 def test_nothing_is_calibrated_where_nothing_speculates(pair, monkeypatch):
@@ -227,16 +222,6 @@ def test_ratios_are_paired_by_chunk_and_hold_the_prefill():
     found = paired_ratio(mine, other)  # 5 / 5, 5 / 5, 1 / (1/3)
     assert found["median"] == pytest.approx(1.0)
     assert found["ci95"] == pytest.approx([1.0, 3.0])
-
-
-def completion(rounds):
-    return Completion([1], [2], accept_counts=[rounds])
-
-
-def test_rows_that_wait_for_the_slowest_are_not_busy():
-    assert busy_share([completion(n) for n in (4, 2, 5, 5)], 2) == pytest.approx(16 / 18)
-    assert busy_share([completion(n) for n in (4, 2, 5)], 1) == 1
-    assert busy_share([completion(n) for n in (4, 2, 3)], 2) == pytest.approx(9 / 11)
 
 
 # Where answers part

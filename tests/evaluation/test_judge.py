@@ -8,7 +8,7 @@ from draftkit.decoding.generation import Completion
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.evaluation.judge import Evidence, compare, count_rounds, summarise
 from draftkit.evaluation.lossless import Losslessness
-from draftkit.evaluation.walltime import Timed
+from draftkit.evaluation.walltime import FullBatch, Timed
 from draftkit.theory.speedup import Costs
 
 CONFIG = Config(decode=DecodeConfig(gamma=2), evaluate=EvaluateConfig(bootstrap=300))
@@ -25,8 +25,15 @@ def evidence(alpha=0.75, seconds=2.0):
         prefill_seconds=[0.1, 0.1],
         tokens=[12, 12],
         completions=[completion([1, 2, 3], 11, 8.0), completion([2, 2, 2], 10, 6.0)],
+        full=[FullBatch(seconds, 12, 6, 14), FullBatch(seconds, 12, 6, 12)],
     )
-    plain = Timed([4.0, 4.0], [0.05, 0.05], [12, 12], [completion([12], 0, 0.0)] * 2)
+    plain = Timed(
+        [4.0, 4.0],
+        [0.05, 0.05],
+        [12, 12],
+        [completion([12], 0, 0.0)] * 2,
+        [FullBatch(4.0, 12, 12, 12)] * 2,
+    )
     column = torch.tensor([10.0, 20.0], dtype=torch.float64)
     totals = {
         "alpha": alpha * column,

@@ -12,9 +12,11 @@ from draftkit.evaluation import walltime
 from draftkit.evaluation.walltime import (
     PLAIN,
     Chunk,
+    FullBatch,
     Setting,
     Timed,
     decoding,
+    full_speedup,
     measured_speedup,
     rotated,
     row_capacity,
@@ -103,6 +105,27 @@ def test_methods_decode_alike_and_count_tokens_alike(clock):
     # a draft equal to its target is always accepted: 4 tokens a round of 3 x 1 + 10 seconds
     assert timed["twin"].seconds == pytest.approx([39, 39])
     assert all(c.accept_counts == [0, 0, 0, 3] for c in timed["twin"].completions)
+
+
+def test_a_batch_is_full_until_its_first_row_ends(clock):
+    target = Slow(0, clock, lambda tokens: 10.0)
+    setting = replace(SETTING, max_new_tokens=40, capacity=80)
+    ends = replace(setting, eos_token_ids=(0, 1))
+    chunk = decoding(target, target, ends)(PROMPTS[:2], 0)
+    rounds = sorted(completion.rounds for completion in chunk.completions)
+    assert rounds[0] < rounds[1]
+    assert chunk.full.row_rounds == 2 * rounds[0]
+    assert chunk.full.seconds == rounds[0] * 40 < chunk.seconds  # three drafts, one verification
+    assert (
+        chunk.full.tokens == chunk.full.emitted < sum(len(c.output_ids) for c in chunk.completions)
+    )
+
+
+def test_the_speedup_of_full_batches_leaves_out_what_comes_behind():
+    plain = Timed(seconds=[9.0, 9.0], tokens=[90, 90], full=[FullBatch(2.0, 20, 20, 20)] * 2)
+    fast = Timed(seconds=[9.0, 9.0], tokens=[90, 90], full=[FullBatch(1.0, 30, 10, 31)] * 2)
+    assert full_speedup(speculative=fast, plain=plain, seed=0, resamples=9).mean == 3
+    assert fast.full_length == 3.1
 
 
 def test_answers_are_cut_behind_the_end_of_text_and_counted_so(clock):

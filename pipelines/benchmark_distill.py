@@ -15,8 +15,9 @@ from rich.table import Table
 from draftkit.config import Config
 from draftkit.distillation.benchmark import Load, Shape, beside_trl, chunked_costs
 from draftkit.models.loading import load_draft, load_target
-from pipelines.inputs import models, splits_of
+from pipelines.inputs import models
 from pipelines.stage import StageFolder
+from pipelines.texts import splits_of
 
 GRADIENT_REPEATS = 2  # of half a minute each, on two cores
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftkit.artifacts import fingerprint, sha256_file, sha256_tree
 from draftkit.config import DataConfig, ModelConfig
-from draftkit.data.corpora import PACKAGES
+from draftkit.data.installed import PACKAGES
 from draftkit.models.loading import check_folder
 
 CARD = "README.md"  # about a model, no part of it

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.config import Config
-from draftkit.data.rollouts import Record, read_records, write_records
+from draftkit.data.rollouts import Record, RecordParts, read_records, write_records
 from draftkit.distillation.engines import RETOKENISED, OpenAISampler
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, Sampler
 from draftkit.models.loading import load_outline, load_target
-from pipelines.inputs import models, splits_of, target_hashes
+from pipelines.inputs import models, target_hashes
 from pipelines.stage import StageFolder, stage
+from pipelines.texts import splits_of
 
 # Where an engine answers, and to how many at a time, is no part of what it answers.
 ROLLOUT_SETTINGS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "engine", "model"))
@@ -68,9 +69,9 @@ def engine_sampler(config: Config) -> OpenAISampler:
     )
 
 
-def read_rollouts(folder: Path) -> list[Record]:
+def read_rollouts(folder: Path) -> Sequence[Record]:
     """All records of a complete `generate` folder."""
-    return [row for part in sorted(folder.glob("part-*.parquet")) for row in read_records(part)]
+    return RecordParts(sorted(folder.glob("part-*.parquet")))
 
 
 @stage(

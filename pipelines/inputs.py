@@ -1,20 +1,17 @@
-"""What several stages read: the models, the text under their tokenizer, and their checksums.
+"""What several stages read: the models, their checksums, and held-out prompts.
 
 A model that the configuration names is read where it lies; one that it leaves null comes from
-`prepare`. Text is tokenised once a process.
+`prepare`.
 """
 
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Sequence
 
-from draftkit.artifacts import fingerprint
 from draftkit.config import Config, ModelConfig
-from draftkit.data.prompts import Example, Splits, load_splits
+from draftkit.data.prompts import Example
 from draftkit.models.loading import load_tokenizer, with_path
 from draftkit.models.vocabulary import check_same_tokenizer
 from pipelines.checksums import data_sha256, model_sha256
 from pipelines.prepare import prepare
-
-_latest: dict[str, Splits] = {}
 
 
 def models(config: Config) -> tuple[ModelConfig, ModelConfig]:
@@ -48,21 +45,7 @@ def pair_hashes(config: Config) -> dict[str, str]:
     return {**target_hashes(config), "draft": model_sha256(draft, "draft")}
 
 
-def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
-    """The target's tokenizer."""
-    return load_tokenizer(models(config)[0], "target")
-
-
-def splits_of(config: Config) -> Splits:
-    """Train, validation and test examples under the target's tokenizer."""
-    key = fingerprint([vars(config.data), target_hashes(config)])
-    if key not in _latest:
-        _latest.clear()
-        _latest[key] = load_splits(config.data, tokenizer_of(config))
-    return _latest[key]
-
-
-def prompts_of(examples: list[Example], count: int) -> list[list[int]]:
+def prompts_of(examples: Sequence[Example], count: int) -> list[list[int]]:
     """The first `count` prompts of a held-out split, fewer where there are fewer.
 
     Raises ValueError for under 2: no interval could be given.

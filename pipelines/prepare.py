@@ -6,6 +6,7 @@ cut out of the target instead. Shared by every experiment with the same data and
 any moment costs the steps since the last checkpoint.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftkit.artifacts import atomic_path, remove
 from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig
-from draftkit.data.corpora import load_documents, split_documents
-from draftkit.data.prompts import Splits, load_splits
+from draftkit.data.corpora import Document, split_documents, store_documents
+from draftkit.data.prompts import Splits, make_splits
+from draftkit.data.store import Mapped
 from draftkit.distillation.loop import Progress, train
 from draftkit.distillation.sources import TextSource, whole_text
 from draftkit.distillation.trainer import Trainer
@@ -43,6 +45,7 @@ from pipelines.progress import progress
 from pipelines.stage import StageFolder, stage
 
 CPU = torch.device("cpu")
+TEXT = "text"  # folder of the text, until the models are there
 
 
 def inputs(config: Config) -> dict[str, str]:
@@ -55,13 +58,15 @@ def inputs(config: Config) -> dict[str, str]:
     return hashes
 
 
-def make_tokenizer(config: Config, path: Path) -> PreTrainedTokenizerBase:
+def make_tokenizer(
+    config: Config, documents: Sequence[Document], path: Path
+) -> PreTrainedTokenizerBase:
     """The given target's tokenizer, or one trained on the training split."""
     if config.target.path is not None:
         return load_tokenizer(config.target, "target")
     if not path.exists():
-        documents = split_documents(load_documents(config.data), config.data)["train"]
-        texts = (str(text) for d in documents for text in d.row.values())
+        training = split_documents(documents, config.data)["train"]
+        texts = (str(text) for document in training for text in document.row.values())
         with atomic_path(path) as temporary:
             train_byte_bpe(texts, config.data.vocab_size).save_pretrained(temporary)
     return PreTrainedTokenizerFast.from_pretrained(path)
@@ -95,7 +100,7 @@ def pretrain(
         autocast=dtype if dtype != torch.float32 else None,
     )
     source = TextSource(
-        [whole_text(example) for example in splits.train],
+        Mapped(whole_text, splits.train),
         batch_size=shape.per_device_train_batch_size,
         seed=config.seed,
         device=device,
@@ -155,9 +160,11 @@ def make(
 )
 def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Make what the configuration leaves null."""
-    tokenizer = make_tokenizer(config, folder.path / "tokenizer")
+    text = folder.path / TEXT
+    documents = store_documents(config.data, text / "documents.arrow")
+    tokenizer = make_tokenizer(config, documents, folder.path / "tokenizer")
     check_vocabulary(config.draft.shrink.vocabulary, len(tokenizer))
-    splits = load_splits(config.data, tokenizer)
+    splits = make_splits(documents, config.data, tokenizer, text)
     folder.note(
         f"{len(splits.train)} training windows of {config.data.max_length} tokens, "
         f"vocabulary {len(tokenizer)}"
@@ -166,6 +173,7 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     for key in ("target", "draft") if config.target.path is None else ("draft",):
         if not (folder.path / key).exists():
             make(key, config, folder, tokenizer, splits)
+    remove(text)
     return {
         "vocab_size": len(tokenizer),
         "text_sha256": splits.sha256,

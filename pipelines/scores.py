@@ -10,21 +10,23 @@ from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.prompts import Example
-from draftkit.data.rollouts import Record, read_records, write_records
+from draftkit.data.rollouts import Record, RecordParts, read_records, write_records
+from draftkit.data.store import Mapped, Picked
 from draftkit.distillation.teacher import stored_scores
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import load_target
 from pipelines.contexts import contexts, read_contexts
 from pipelines.generate import ROLLOUT_SETTINGS, generate, read_rollouts
-from pipelines.inputs import models, splits_of, target_hashes
+from pipelines.inputs import models, target_hashes
 from pipelines.stage import StageFolder, stage
+from pipelines.texts import splits_of
 
 VALIDATION = "validation"
 PART = 1024  # texts of a file
 BATCH = 16  # of them that the target reads at once
 
 
-def texts_of(config: Config) -> list[Record]:
+def texts_of(config: Config) -> Sequence[Record]:
     """The texts to score: the target's rollouts (`source=target`), or the data's own (`fixed`).
 
     Raises ValueError for a source whose texts change as the draft learns.
@@ -37,15 +39,15 @@ def texts_of(config: Config) -> list[Record]:
     if config.source.name == "target":
         return read_rollouts(generate.ensure(config))
     examples = completed(splits_of(config).train)
-    return [record_of(config, row, example) for row, example in enumerate(examples)]
+    return Mapped(lambda row: record_of(config, row, examples[row]), range(len(examples)))
 
 
-def completed(examples: Sequence[Example], key: str = "source") -> list[Example]:
+def completed(examples: Sequence[Example], key: str = "source") -> Sequence[Example]:
     """Those that have something to learn. Raises ValueError where none has."""
-    found = [example for example in examples if example.has_completion]
+    found = [place for place, example in enumerate(examples) if example.has_completion]
     if not found:
         raise ValueError(f"{key}=fixed: the data hold prompts only; use target")
-    return found
+    return Picked(examples, found)
 
 
 def record_of(config: Config, row: int, example: Example) -> Record:
@@ -104,9 +106,9 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     return {"texts": len(records), "tokens": tokens, "mean_tail_mass": tail / tokens}
 
 
-def read_scores(folder: Path) -> list[Record]:
+def read_scores(folder: Path) -> Sequence[Record]:
     """The scored texts of a complete folder, in order."""
-    return [row for part in sorted(folder.glob("part-*.parquet")) for row in read_records(part)]
+    return RecordParts(sorted(folder.glob("part-*.parquet")))
 
 
 def read_validation(folder: Path) -> list[Record]:

@@ -2,12 +2,15 @@
 the texts are kept.
 """
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import fingerprint
 from draftkit.config import Config
+from draftkit.data.prompts import Example
+from draftkit.data.store import Mapped
 from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.refresh import RolloutFiles
@@ -19,6 +22,7 @@ from draftkit.distillation.samplers import (
 )
 from draftkit.distillation.sources import (
     WHOLE,
+    Grouping,
     SampledSource,
     Shard,
     Source,
@@ -34,8 +38,8 @@ from draftkit.distillation.sources import (
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target
 from pipelines.generate import generate, read_rollouts
-from pipelines.inputs import splits_of
 from pipelines.scores import completed, read_scores, scores
+from pipelines.texts import splits_of
 
 ROLLOUTS = "rollouts"
 
@@ -78,7 +82,9 @@ def make_source(
     if name in ("fixed", "target"):
         version = "target" if name == "target" else ""
         texts = stored_texts(config, name)
-        return TextSource(texts, seed=seed, version=version, **shape)
+        lengths = (len(text.token_ids) for text in texts)
+        grouping = grouping_of(config, lengths, shape["batch_size"])
+        return TextSource(texts, seed=seed, version=version, grouping=grouping, **shape)
     assert target is not None, name
     if config.hardware.shard_target and (name == "replay" or source_mixes_tokens(config)):
         raise ValueError(
@@ -96,7 +102,9 @@ def make_source(
     if name == "block":
         records = read_rollouts(generate.ensure(config))
         return sampled(cut_texts(records, seed), read=block_of_record)
-    prompt_of = shuffled([example.prompt_ids for example in splits_of(config).train], seed)
+    prompts = Mapped(prompt_of_example, splits_of(config).train)
+    grouping = grouping_of(config, map(len, prompts), shape["batch_size"])
+    prompt_of = shuffled(prompts, seed, grouping)
     if name == "mix" and config.source.granularity == "sequence":
         texts = stored_texts(config, config.source.other)
         chosen = some_rows(prompt_of, fraction=config.source.fraction, seed=seed)
@@ -104,7 +112,17 @@ def make_source(
     return sampled(prompt_of)
 
 
-def stored_texts(config: Config, name: str) -> list[TokenSequence]:
+def grouping_of(config: Config, lengths: Iterable[int], batch_size: int) -> Grouping | None:
+    """How texts of like length come together, where they shall."""
+    return Grouping(list(lengths), batch_size) if config.optim.group_by_length else None
+
+
+def prompt_of_example(example: Example) -> list[int]:
+    """What a model is to continue."""
+    return example.prompt_ids
+
+
+def stored_texts(config: Config, name: str) -> Sequence[TokenSequence]:
     """The target's rollouts (`target`), or the completions of the data (`fixed`).
 
     With the target's scores where `generate.top_k` stores some.
@@ -112,13 +130,17 @@ def stored_texts(config: Config, name: str) -> list[TokenSequence]:
     scored = read_scores(scores.ensure(config)) if config.generate.top_k > 0 else None
     if name == "target":
         records = read_rollouts(generate.ensure(config)) if scored is None else scored
-        return [sequence_of_record(record) for record in records]
+        return Mapped(sequence_of_record, records)
     key = "source" if config.source.name == "fixed" else "source.other"
     examples = completed(splits_of(config).train, key)
-    texts = [sequence_of_example(example) for example in examples]
     if scored is None:
-        return texts
-    return [with_stored_scores(text, record) for text, record in zip(texts, scored, strict=True)]
+        return Mapped(sequence_of_example, examples)
+    assert len(scored) == len(examples)
+
+    def with_scores(row: int) -> TokenSequence:
+        return with_stored_scores(sequence_of_example(examples[row]), scored[row])
+
+    return Mapped(with_scores, range(len(examples)))
 
 
 def source_mixes_tokens(config: Config) -> bool:

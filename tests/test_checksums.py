@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from draftkit.config import DataConfig
-from draftkit.data.corpora import PACKAGES
+from draftkit.data.installed import PACKAGES
 from pipelines.checksums import DISTRIBUTIONS, data_sha256
 
 

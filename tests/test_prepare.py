@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from draftkit.data.prompts import load_splits
-from draftkit.models.loading import load_draft, load_target, load_tokenizer
+from draftkit.models.loading import load_draft, load_target
 from pipelines.configuration import compose_config
 from pipelines.inputs import models
 from pipelines.prepare import prepare
+from pipelines.texts import splits_of
 
 TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
 SHRUNK = ["draft.shrink.layers=[1]", "draft.shrink.vocabulary=64"]
@@ -74,7 +74,7 @@ def test_it_proposes_the_most_frequent_ids_of_the_training_split(root: Path) -> 
     draft = load_draft(draft_config, target)
     assert draft.kept_ids is not None
     kept = draft.kept_ids.tolist()
-    train = load_splits(config.data, load_tokenizer(target_config, "target")).train
+    train = splits_of(config).train
     counts = torch.bincount(torch.tensor([i for e in train for i in e.token_ids]), minlength=300)
     assert 64 <= len(kept) <= 64 + len(target.eos_token_ids)
     assert set(target.eos_token_ids) <= set(kept)

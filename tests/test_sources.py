@@ -52,6 +52,7 @@ CASES = [
     ("mix", ["source.granularity=token"], {"mix"}),
     ("block", ["decode.gamma=3", "divergence.position_decay=0.8"], {"draft"}),
     ("replay", ["decode.gamma=3", "divergence.tokens=rejected"], {"speculative"}),
+    ("draft", ["optim.group_by_length=true"], {"draft"}),
 ]
 
 
@@ -135,7 +136,7 @@ def test_an_engine_over_http_gives_the_rollouts_of_the_decoder(root: Path) -> No
         asked = smoke(root, "sampling.temperature=0", "divergence.temperature=1", *http)
         folder = generate.ensure(asked)
     expected = [replace(record, sampler="openai") for record in read_rollouts(plain)]
-    assert read_rollouts(folder) == expected
+    assert list(read_rollouts(folder)) == expected
     assert {request["model"] for request in engine.asked} == {models(ours)[0].path}
     assert read_json(folder / "summary.json")["retokenised"] == 0
     # Complete: nobody is asked again, not even at another address.

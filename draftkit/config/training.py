@@ -172,6 +172,7 @@ class OptimConfig:
     eval_steps: int = 50
     save_steps: int = 25
     logging_steps: int = 5
+    group_by_length: bool = False  # texts (prompts, where the draft samples) of like length a step
     activation_checkpointing: bool = False  # less memory for a third more of the draft's work
     compile: str = "auto"  # auto: where the run is long enough to earn back half a minute
 

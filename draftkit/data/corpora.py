@@ -7,38 +7,27 @@ source file stays with its docstrings, a question with all its answers.
 This module does not know tokens, models or what the text is for.
 """
 
-import ast
 import hashlib
-import importlib.util
 import json
 import math
-import os
 import re
-import sysconfig
-import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from itertools import chain, islice, zip_longest
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftkit.config import DataConfig
+from draftkit.data.installed import installed_texts
+from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
 
-# Direct dependencies only: these are present wherever draftkit is.
-PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "hydra", "omegaconf")
-PACKAGES += ("numpy", "matplotlib", "rich", "tokenizers", "safetensors", "huggingface_hub")
-# Tests, packages of others, and `encodings`: tables of numbers.
-SKIPPED = re.compile("__pycache__|(?:site|dist)-packages|tests?|testing|idle_test|encodings")
-MIN_BYTES, MAX_BYTES = 400, 100_000  # of an installed file: neither empty nor a giant table
-MIN_DOCSTRING = 200  # characters; shorter ones name a function again
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
-COMMENT = re.compile(r"^(?:(?:#[^\n]*\n)+|(?://[^\n]*\n)+|/\*.*?\*/[^\n]*\n)", re.M | re.S)
+SCHEMA = pa.schema([(name, pa.large_string()) for name in ("id", "domain", "row")])
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-Source = tuple[str, str]  # relative name with forward slashes, path
 
 
 @dataclass(frozen=True)
@@ -50,22 +39,40 @@ class Document:
     row: dict[str, Any]
 
 
-def load_documents(data: DataConfig) -> list[Document]:
-    """Read the documents that `data` names, in an order that only their content decides.
+def read_documents(data: DataConfig) -> Iterator[Document]:
+    """The documents that `data` names, in an order that only their content decides.
 
     Raises ValueError, one line that names `data.path`, for whatever cannot be used.
     """
     if data.name == "installed":
-        return _installed_documents(data)
+        for domain, name, text in installed_texts(data.domains, megabytes=data.max_megabytes):
+            yield Document(f"{domain}:{name}", domain, {"text": text})
+        return
     rows = _hub_rows(data) if data.name == "hub" else _file_rows(Path(str(data.path)))
     domain = Path(str(data.path)).stem if data.name == "local" else str(data.path)
-    documents = []
+    empty = True
     for place, row in islice(rows, data.max_rows):
         form = _form(row, data, f"{setting(data)}, {place}")
-        documents.append(Document(_content_hash(form), domain, form))
-    if not documents:
+        yield Document(_content_hash(form), domain, form)
+        empty = False
+    if empty:
         raise ValueError(f"{setting(data)} is empty: it needs at least 3 rows of text")
-    return documents
+
+
+def store_documents(data: DataConfig, path: Path) -> Sequence[Document]:
+    """`read_documents`, kept in the file `path`: text may exceed memory.
+
+    Raises ValueError as it does.
+    """
+    rows = (
+        {**vars(document), "row": json.dumps(document.row)} for document in read_documents(data)
+    )
+    write_rows(path, SCHEMA, rows)
+    return Stored(path, _stored_document)
+
+
+def _stored_document(id: str, domain: str, row: str) -> Document:
+    return Document(id, domain, json.loads(row))
 
 
 def setting(data: DataConfig) -> str:
@@ -75,45 +82,40 @@ def setting(data: DataConfig) -> str:
     return f"data.path {data.path}"
 
 
-def split_documents(documents: list[Document], data: DataConfig) -> dict[str, list[Document]]:
+def split_documents(
+    documents: Sequence[Document], data: DataConfig
+) -> dict[str, Sequence[Document]]:
     """Part documents into `train`, `validation` and `test`, none of them empty, in hash order.
 
     The shares are `data.validation_fraction` and `data.test_fraction` of the distinct documents.
-    Raises ValueError if there are fewer than 3.
+    Raises ValueError if there are fewer than 3. Of a document two hashes are kept in memory.
     """
-    rank: dict[str, float] = {}  # a domain's keys lie evenly in (0, 1): each part gets its share
-    for domain in sorted({document.domain for document in documents}):
-        mine = {_split_key(document.id) for document in documents if document.domain == domain}
-        new = sorted(mine - rank.keys(), key=_split_order)
-        rank |= {key: (place + 0.5) / len(new) for place, key in enumerate(new)}
-    keys = sorted(rank, key=lambda key: (rank[key], _split_order(key)))
+    names: dict[str, int] = {}
+    domain, asked, place = [], bytearray(), bytearray()  # a document's; numbers are numpy's
+    for document in documents:
+        domain.append(names.setdefault(document.domain, len(names)))
+        asked += _split_order(_split_key(document.id))
+        place += _split_order(document.id)
+    keys, key = np.unique(np.frombuffer(asked, ORDER), return_inverse=True)  # in hash order
     if len(keys) < 3:
         raise ValueError(
             f"{setting(data)} gives {len(keys)} different documents, and train, validation and "
             "test need one each: give more text (in a text file, blank lines part documents)"
         )
+    rank = np.full(len(keys), -1.0)  # a domain's lie evenly in (0, 1): each part gets its share
+    for name in sorted(names):
+        mine = np.unique(key[np.asarray(domain) == names[name]])
+        new = mine[rank[mine] < 0]
+        rank[new] = (np.arange(len(new)) + 0.5) / max(1, len(new))
     tests = max(1, math.floor(len(keys) * data.test_fraction))
     held_out = tests + max(1, math.floor(len(keys) * data.validation_fraction))
     assert held_out < len(keys)  # each fraction is below one half
-    split = {key: "validation" if place >= tests else "test" for place, key in enumerate(keys)}
-    split |= dict.fromkeys(keys[held_out:], "train")
-    parts: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
-    for document in sorted(documents, key=lambda document: _split_order(document.id)):
-        parts[split[_split_key(document.id)]].append(document)
-    return parts
-
-
-def corpus_sha256(documents: Iterable[Document]) -> str:
-    """Hex SHA-256 over ids, domains and rows, in their order."""
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(json.dumps(asdict(document), sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()
-
-
-def hash_order(name: str) -> bytes:
-    """A sort key that scatters names evenly and never changes."""
-    return hashlib.blake2b(name.encode(), digest_size=16).digest()
+    test, validation, train = np.split(np.argsort(rank, kind="stable"), [tests, held_out])
+    order = np.argsort(np.frombuffer(place, ORDER), kind="stable")
+    return {
+        name: Picked(documents, order[np.isin(key[order], part)])
+        for name, part in (("train", train), ("validation", validation), ("test", test))
+    }
 
 
 def _split_order(key: str) -> bytes:
@@ -124,125 +126,6 @@ def _split_order(key: str) -> bytes:
 def _split_key(document_id: str) -> str:
     """Drop the domain: `python:a/b.py` and `prose:a/b.py` are one file."""
     return document_id.partition(":")[2] or document_id
-
-
-# Installed text
-
-
-def _installed_documents(data: DataConfig) -> list[Document]:
-    domains = list(dict.fromkeys(data.domains))
-    share = int(data.max_megabytes * 1e6 / len(domains))
-    roots = {package: _package_folder(package) for package in PACKAGES}
-    modules = _listed({"": sysconfig.get_paths()["stdlib"]} | roots, (".py",))
-    headers = {"torch/include": os.path.join(roots["torch"], "include")}
-    # From the other end than `python`, so that the same text is not taken twice.
-    prose = chain.from_iterable(zip_longest(_topics(), _docstrings(reversed(modules))))
-    texts = {
-        "python": lambda: _read_sources(modules),
-        "prose": lambda: filter(None, prose),
-        "cpp": lambda: _read_sources(_listed(headers, (".h", ".hpp", ".cuh"))),
-    }
-    return list(chain.from_iterable(_take(name, texts[name](), share) for name in domains))
-
-
-def _take(domain: str, texts: Iterator[tuple[str, str]], room: int) -> Iterator[Document]:
-    """Documents up to `room` bytes; the last one is cut at a line end so that it fits."""
-    limit = max(room // 20, 2_000)  # a small corpus takes small files rather than few
-    for name, text in texts:
-        encoded = text.encode()
-        if len(encoded) > limit:
-            continue
-        if len(encoded) > room:
-            encoded = encoded[: encoded.rfind(b"\n", 0, room) + 1]
-        if len(encoded) < MIN_BYTES // 2:  # nothing shorter comes whole: the room is used up
-            return
-        room -= len(encoded)
-        yield Document(f"{domain}:{name}", domain, {"text": encoded.decode()})
-
-
-def _package_folder(package: str) -> str:
-    spec = importlib.util.find_spec(package)  # looks, does not import
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"data=installed reads the package {package}, which is not installed")
-    return spec.submodule_search_locations[0]
-
-
-def _listed(roots: dict[str, str], suffixes: tuple[str, ...]) -> list[Source]:
-    """Files below `roots` in hash order of their relative names: diverse from the first on."""
-    found: list[Source] = []
-    for prefix, root in roots.items():
-        for folder, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if not SKIPPED.fullmatch(name)]
-            inside = os.path.join(prefix, os.path.relpath(folder, root)).replace(os.sep, "/")
-            inside = inside.removesuffix(".").strip("/")
-            for file in files:
-                # `_sysconfigdata` records where this interpreter was built.
-                if file.endswith(suffixes) and not file.startswith("_sysconfigdata"):
-                    found.append((f"{inside}/{file}".lstrip("/"), os.path.join(folder, file)))
-    return sorted(found, key=lambda source: hash_order(source[0]))
-
-
-def _read_sources(sources: Iterable[Source]) -> Iterator[tuple[str, str]]:
-    """Names and texts of files that people wrote, each text once and without licence header."""
-    seen = set()
-    for name, path in sources:
-        if not MIN_BYTES <= os.path.getsize(path) <= MAX_BYTES:
-            continue
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        head = text[:1000].lower()
-        text = _without_licence(text)
-        if "generated" in head or len(text) < MIN_BYTES // 2 or text in seen:
-            continue
-        seen.add(text)
-        yield name, text
-
-
-def _without_licence(text: str) -> str:
-    """Drop the licence comments at the top: thousands of files share them, word for word."""
-
-    def kept(comment: re.Match[str]) -> str:
-        return "" if re.search("licen[cs]e|copyright", comment[0], re.IGNORECASE) else comment[0]
-
-    return (COMMENT.sub(kept, text[:2000]) + text[2000:]).lstrip("\n")
-
-
-def _docstrings(sources: Iterable[Source]) -> Iterator[tuple[str, str]]:
-    """One text a file: its substantial docstrings, none that an earlier file has too."""
-    seen: set[str] = set()
-    for name, text in _read_sources(sources):
-        if text.count('"""') < 4:  # parsing is what costs
-            continue
-        found = [item for item in _docstrings_in(text) if item not in seen]
-        seen.update(found)
-        if found:
-            yield name, "\n\n".join(found) + "\n"
-
-
-def _docstrings_in(text: str) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's files
-        try:
-            tree = ast.parse(text)
-        except SyntaxError:  # a template, or syntax of a newer Python
-            return []
-    found, nodes = [], [tree]
-    while nodes:
-        node = nodes.pop()
-        found.append((ast.get_docstring(node) or "").strip())
-        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        nodes += [child for child in reversed(node.body) if isinstance(child, kinds)]
-    return [docstring for docstring in found if len(docstring) >= MIN_DOCSTRING]
-
-
-def _topics() -> Iterator[tuple[str, str]]:
-    from pydoc_data.topics import topics  # 0.7 MB, for this domain only
-
-    for name in sorted(topics, key=hash_order):
-        if len(topics[name]) >= MIN_BYTES:
-            yield f"pydoc_data/topics.py#{name}", topics[name].strip() + "\n"
 
 
 # Files and data sets: (place in the source, row)

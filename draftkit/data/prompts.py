@@ -11,21 +11,37 @@ not know models, batches or losses.
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
+import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
+from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config import DataConfig
-from draftkit.data.corpora import Document, hash_order, load_documents, setting, split_documents
+from draftkit.data.corpora import Document, setting, split_documents
+from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Some templates print today's date; with this one the same rows give the same tokens every day.
 DATE_MACRO = "{% macro strftime_now(format) %}01 Jan 2026{% endmacro %}{{ '' }}"
 SHORT_WINDOW = 8  # tokens after the prompt below which the rest of a text is not worth a row
 DOCUMENTS = 256  # tokenised together
+SPLITS = ("train", "validation", "test")
+ABOUT = "splits.json"  # beside their files: what is known of them
+UNSORTED = "unsorted.arrow"
+SCHEMA = pa.schema(
+    [
+        ("token_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("document", pa.string()),
+        ("domain", pa.string()),
+    ]
+)
 COUNTS = (
     "documents",
     "documents_dropped",  # too short: no prompt, or nothing after it
@@ -64,43 +80,72 @@ class Example:
 class Splits:
     """Examples by split, each in hash order: any first n are a fair sample of documents."""
 
-    train: list[Example]
-    validation: list[Example]
-    test: list[Example]
+    train: Sequence[Example]
+    validation: Sequence[Example]
+    test: Sequence[Example]
     sha256: str  # of token ids and masks, in order
     counts: dict[str, int]  # examples by split, and COUNTS
 
 
-def load_splits(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Splits:
-    """Read, split and tokenise what `data` names.
+def make_splits(
+    documents: Sequence[Document],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+) -> Splits:
+    """Split and tokenise `documents`, those of `data`; the examples go to files in `folder`.
 
     Every example has 1 to `data.max_length` tokens, of which the first is prompt. Raises
     ValueError, one line, for rows that cannot be used and for a split without a usable row.
     """
-    documents = load_documents(data)
     counts: Counter[str] = Counter(documents=len(documents))
     digest = hashlib.sha256()
-    parts: dict[str, list[Example]] = {}
     for split, members in split_documents(documents, data).items():
-        keyed = []
-        for start in range(0, len(members), DOCUMENTS):
-            batch = members[start : start + DOCUMENTS]
-            for examples in _examples(batch, tokenizer, data, counts):
-                for window, example in enumerate(examples):
-                    keyed.append((hash_order(f"{example.document} {window}"), example))
-        parts[split] = [example for _, example in sorted(keyed, key=lambda pair: pair[0])]
-        if not parts[split]:
+        examples = _in_hash_order(members, folder / UNSORTED, tokenizer, data, counts)
+        if not examples:
             raise ValueError(
                 f"{setting(data)}: no row of the {split} split is usable, all {len(members)} are "
                 "too short; lower data.prompt_tokens or give more text"
             )
+        write_rows(folder / f"{split}.arrow", SCHEMA, map(vars, examples))
+        counts[split] = len(examples)
         digest.update(split.encode())
-        for example in parts[split]:
+        for example in Stored(folder / f"{split}.arrow", Example):
             digest.update(np.asarray([len(example.token_ids), *example.token_ids], "<i8").tobytes())
             digest.update(np.asarray(example.loss_mask, bool).tobytes())
-    numbers = {split: len(part) for split, part in parts.items()}
-    numbers |= {name: counts[name] for name in COUNTS}
-    return Splits(**parts, sha256=digest.hexdigest(), counts=numbers)
+        remove(folder / UNSORTED)
+    numbers = {name: counts[name] for name in (*SPLITS, *COUNTS)}
+    write_json(folder / ABOUT, {"sha256": digest.hexdigest(), "counts": numbers})
+    return read_splits(folder)
+
+
+def read_splits(folder: Path) -> Splits:
+    """What `make_splits` left in `folder`, mapped into memory."""
+    parts = {split: Stored(folder / f"{split}.arrow", Example) for split in SPLITS}
+    about: dict[str, Any] = read_json(folder / ABOUT)
+    return Splits(**parts, sha256=about["sha256"], counts=about["counts"])
+
+
+def _in_hash_order(
+    documents: Sequence[Document],
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    data: DataConfig,
+    counts: Counter[str],
+) -> Sequence[Example]:
+    """The examples of `documents`, through the file `path`; their keys alone are in memory."""
+    keys = bytearray()
+
+    def examples() -> Iterator[dict[str, Any]]:
+        for start in range(0, len(documents), DOCUMENTS):
+            batch = list(documents[start : start + DOCUMENTS])
+            for windows in _examples(batch, tokenizer, data, counts):
+                for window, example in enumerate(windows):
+                    keys.extend(hash_order(f"{example.document} {window}"))
+                    yield vars(example)
+
+    write_rows(path, SCHEMA, examples())
+    return Picked(Stored(path, Example), np.argsort(np.frombuffer(keys, ORDER), kind="stable"))
 
 
 def to_examples(

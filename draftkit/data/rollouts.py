@@ -8,16 +8,22 @@ A file is written whole or not at all, and comes back exactly: ids, None, and ev
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftkit.artifacts import atomic_path
+from draftkit.data.store import Lazy
 
 FORMAT = "rollouts-2"
+ADVICE = "remove it and make the rollouts again"
+KEPT = 64  # files of a `RecordParts` in memory
 _FORMAT_KEY = b"draftkit.format"
 
 _IDS = pa.list_(pa.int32())
@@ -93,7 +99,6 @@ def write_records(path: str | Path, records: Sequence[Record]) -> None:
 
 def read_records(path: str | Path) -> list[Record]:
     """The records of a file, in order. Raises ValueError, one line that names the file."""
-    advice = "remove it and make the rollouts again"
     if not Path(path).is_file():
         raise ValueError(f"{path} is not a file: make the rollouts first")
     try:
@@ -107,8 +112,40 @@ def read_records(path: str | Path) -> list[Record]:
             rows = file.read().to_pylist(maps_as_pydicts="strict")
         return [Record(**row) for row in rows]
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:
-        reason = str(error).strip().partition("\n")[0][:200]
-        raise ValueError(f"{path} is not a whole rollout file ({reason}): {advice}") from error
+        raise _refused(path, error) from error
+
+
+def _count(path: str | Path) -> int:
+    try:
+        return int(pq.read_metadata(path).num_rows)
+    except (OSError, pa.ArrowException) as error:
+        raise _refused(path, error) from error
+
+
+def _refused(path: str | Path, error: Exception) -> ValueError:
+    reason = str(error).strip().partition("\n")[0][:200]
+    return ValueError(f"{path} is not a whole rollout file ({reason}): {ADVICE}")
+
+
+class RecordParts(Lazy[Record]):
+    """The records of several files, one after the other.
+
+    A file is read when a record of it is asked for; the `KEPT` that were last asked for stay in
+    memory. Raises ValueError, one line that names the file, for one that is not whole.
+    """
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        self._paths = list(paths)
+        self._ends = list(accumulate(_count(path) for path in self._paths))
+        self._read = lru_cache(maxsize=KEPT)(read_records)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _at(self, place: int) -> Record:
+        part = bisect_right(self._ends, place)
+        start = self._ends[part - 1] if part else 0
+        return self._read(self._paths[part])[place - start]
 
 
 def records_sha256(records: Iterable[Record]) -> str:

@@ -91,20 +91,20 @@ class DecoderSampler:
     name: str
     settings: AnswerSettings
     compiled: bool = False
-    compiled: bool = False
 
     def sample(
         self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
     ) -> list[Record]:
         """As in `Sampler`."""
         settings = self.settings
-        requests = settings.requests(prompts, rows, models=[self.model])
+        longest = min(settings.max_length, self.model.max_positions)
         answers = decode(
             self.model,
-            requests,
+            settings.requests(prompts, rows, models=[self.model]),
             eos_token_ids=settings.eos_token_ids,
             batch_size=settings.batch_size,
             compiled=self.compiled,
+            capacity=longest + SCRATCH if self.compiled else None,
         )
         return [
             settings.record(

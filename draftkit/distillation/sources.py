@@ -18,6 +18,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
@@ -28,6 +29,8 @@ from draftkit.theory.noise import ACCEPT, uniform
 
 Item = TypeVar("Item")
 
+GROUPED = 32  # batches among which items of like length are brought together
+
 
 class Source(Protocol):
     """Batches by step."""
@@ -37,14 +40,23 @@ class Source(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Grouping:
+    """Lengths by item, so that the items of a batch can be of like length."""
+
+    lengths: Sequence[int]
+    batch_size: int
+
+
 class ShuffledOrder:
     """Endless epochs over `count` items, each in an order of its own, addressed by position."""
 
-    def __init__(self, count: int, seed: int) -> None:
+    def __init__(self, count: int, seed: int, grouping: Grouping | None = None) -> None:
         self._count = count
         self._seed = seed
+        self._grouping = grouping
         self._epoch = -1
-        self._order: list[int] = []
+        self._order = torch.empty(0, dtype=torch.long)
 
     def at(self, first: int, count: int) -> list[int]:
         """Return the items at positions `first` .. `first + count - 1`."""
@@ -54,14 +66,37 @@ class ShuffledOrder:
         epoch, place = divmod(position, self._count)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._order = torch.randperm(self._count, generator=generator).tolist()
+            self._order = torch.randperm(self._count, generator=generator)
+            if self._grouping is not None:
+                begun = epoch * self._count % self._grouping.batch_size
+                self._order = grouped(self._order, self._grouping, begun, generator)
             self._epoch = epoch
-        return self._order[place]
+        return int(self._order[place])
 
 
-def shuffled(items: Sequence[Item], seed: int) -> Callable[[int], Item]:
+def grouped(order: Tensor, grouping: Grouping, begun: int, generator: torch.Generator) -> Tensor:
+    """`order` with items of like length brought together, batch by batch; the batches shuffled.
+
+    `GROUPED` batches at a time are sorted, so that the items of a batch change from epoch to
+    epoch. `begun` items of the first batch come from before: what fills it up, and a last batch
+    that is not whole, stay as they are.
+    """
+    size = grouping.batch_size
+    head = order[: -begun % size]
+    whole = (len(order) - len(head)) // size * size
+    body, tail = order[len(head) :].split([whole, len(order) - len(head) - whole])
+    lengths = torch.tensor(grouping.lengths)
+    parts = (part[lengths[part].argsort(stable=True)] for part in body.split(GROUPED * size))
+    batches = torch.cat([torch.empty(0, dtype=torch.long), *parts]).view(-1, size)
+    batches = batches[torch.randperm(len(batches), generator=generator)]
+    return torch.cat([head, batches.flatten(), tail])
+
+
+def shuffled(
+    items: Sequence[Item], seed: int, grouping: Grouping | None = None
+) -> Callable[[int], Item]:
     """A function from row to item, in epochs."""
-    order = ShuffledOrder(len(items), seed)
+    order = ShuffledOrder(len(items), seed, grouping)
     return lambda row: items[order.at(row, 1)[0]]
 
 
@@ -160,9 +195,10 @@ class TextSource:
         device: torch.device,
         version: str = "",
         packed_length: int | None = None,
+        grouping: Grouping | None = None,
         shard: Shard = WHOLE,
     ) -> None:
-        self._text_of = shuffled(sequences, seed)
+        self._text_of = shuffled(sequences, seed, grouping)
         self._shard = shard
         self._batch_size = batch_size
         self._collate = partial(

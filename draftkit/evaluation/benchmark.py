@@ -22,7 +22,7 @@ from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.generation import Completion
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer, Proposer, TextProposer
-from draftkit.evaluation.calibration import Calibration, calibrate
+from draftkit.evaluation.calibration import Calibration, Calibrator, between
 from draftkit.evaluation.judge import Prompts, count_rounds
 from draftkit.evaluation.peers import hugging_face
 from draftkit.evaluation.walltime import (
@@ -30,6 +30,7 @@ from draftkit.evaluation.walltime import (
     Method,
     Setting,
     Timed,
+    chunk_count,
     decoding,
     full_speedup,
     proposing,
@@ -42,6 +43,7 @@ from draftkit.theory.speedup import Costs, speedup_from_length
 SPECULATIVE, ADAPTIVE, HF_PLAIN, HF_ASSISTED = "speculative", "adaptive", "hf_plain", "hf_assisted"
 BASELINES = (PLAIN, HF_PLAIN, HF_ASSISTED)
 DRAFTED = (SPECULATIVE, ADAPTIVE, "eager_speculative", "argmax", "lookup", "hybrid", "staged")
+POLICY_TURNS = 3  # of calibration, before the timed chunks, for the adaptive gamma
 CROWD = 8  # rows from which on it is in doubt whether speculation pays
 # How far below the best logit the worse of two tokens may lie where answers part: rounding of
 # passes over other shapes. In bfloat16 logits between 8 and 16 are 1/16 apart: two steps.
@@ -152,22 +154,29 @@ def measure(
     """
     names = applicable(names, setting)
     costs = {} if costs is None else costs
-    calibration, policy = None, None
+    calibrators, policy = [], None
     if setting.gamma > 0 and {SPECULATIVE, ADAPTIVE} & set(names):
-        calibration = calibrate(pair.target, pair.draft, prompts.calibration, setting)
-        costs[setting.batch_size] = calibration.costs
-        policy = Counted(AdaptiveGamma(costs))
+        calibrator = Calibrator(pair.target, pair.draft, prompts.calibration, setting)
+        calibrators.append(calibrator)
+        if ADAPTIVE in names:
+            calibrator.turn(POLICY_TURNS)
+            costs[setting.batch_size] = calibrator.result().costs
+            policy = Counted(AdaptiveGamma(costs))
     bench = Bench(pair, setting, policy)
     methods = {name: METHODS[name](bench) for name in names}
     drafted = [name for name in names if name in DRAFTED]
     warm_up(methods, prompts.calibration, setting, drafted=drafted)
     if policy is not None:
         policy.chosen.clear()
-    timed = take_turns(methods, prompts.test, setting)
+    chunks = chunk_count(prompts.test, setting)
+    timed = take_turns(methods, prompts.test, setting, between(calibrators, chunks))
     points = {name: base_point(name, timed, setting) for name in names}
-    if calibration is not None and {PLAIN, SPECULATIVE} <= set(names):
-        points[SPECULATIVE] |= prediction(timed, calibration, setting, resamples)
-    if policy is not None and ADAPTIVE in names:
+    for calibrator in calibrators:
+        calibration = calibrator.result()
+        costs[setting.batch_size] = calibration.costs
+        if {PLAIN, SPECULATIVE} <= set(names):
+            points[SPECULATIVE] |= prediction(timed, calibration, setting, resamples)
+    if policy is not None:
         points[ADAPTIVE]["gammas"] = {str(g): n for g, n in sorted(policy.chosen.items())}
     if HF_PLAIN in names and setting.sampling.temperature == 0:
         for name in [name for name in (PLAIN, *DRAFTED) if name in names]:

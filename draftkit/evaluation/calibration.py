@@ -1,12 +1,12 @@
 """What a round costs by part: c, v and o of the speed-up formula, measured.
 
 On other prompts than the timed ones, so that the theory predicts from these costs and never from
-the generations that it predicts. All are ratios to a plain step of the same moment: what disturbs
-a machine for a while disturbs both.
+the generations that it predicts. All are ratios to a plain step of the same moment, and bursts of
+rounds stand between the timed chunks: what disturbs a machine for a while disturbs all.
 """
 
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,9 +29,11 @@ from draftkit.theory.speedup import Costs
 
 OVERHEAD_GAMMA = 2
 WARM_TURNS = 1
-CALIBRATION_TURNS = 16
-BURST = 6  # rounds of a kind in a row
-SETTLING = 2  # of them, until the caches of the processor hold what that kind reads
+CALIBRATION_TURNS = 12
+BURST = 16  # rounds of a kind in a row
+# Of them, until the caches of the processor hold what that kind reads: a plain step that follows
+# other work takes half as long again, and the eighth still a tenth more than one in a long answer.
+SETTLING = 8
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,9 @@ class Flow:
         self._running: dict[int, Completion] = {}
 
     def turn(self) -> RoundSeconds:
-        """Medians over a burst of rounds, as they follow each other in a generation."""
+        """Means over a burst of rounds, as they follow each other in a generation."""
         rounds = [self.round() for _ in range(BURST)][SETTLING:]
-        return RoundSeconds(*(statistics.median(column) for column in zip(*rounds, strict=True)))
+        return RoundSeconds(*(statistics.fmean(column) for column in zip(*rounds, strict=True)))
 
     def round(self) -> RoundSeconds:
         """Seconds of one round; `rest` is all that is neither proposing nor verifying."""
@@ -130,54 +132,89 @@ class Flow:
             pass
 
 
-def calibrate(
-    target: Adapter,
-    draft: Adapter,
-    prompts: PromptIds,
-    setting: Setting,
-    *,
-    gammas: Sequence[int] = (),
-) -> Calibration:
-    """Measure c, v and o on `prompts`, which must not be the timed ones.
+class Calibrator:
+    """Measures c, v and o on `prompts`, which must not be the timed ones.
 
     Bursts of rounds of every kind take turns, and each is compared with the plain steps of its
     turn; medians over turns. v is measured at `setting.gamma` and at the other `gammas`, where a
     constant guess stands in for the draft. So it does for o, at gamma 2 and without compiled code,
     since o is what the host does between the units. `setting.capacity` must hold `gammas` too.
     """
-    gamma = max(setting.gamma, 1)
-    guess = TextProposer(FirstToken(target.vocab_size))
-    flows = {
-        PLAIN: Flow(target, None, prompts, setting, 0),
-        "draft": Flow(target, DraftModelProposer(draft), prompts, setting, gamma),
-        "rest": Flow(target, guess, prompts, replace(setting, compiled=False), OVERHEAD_GAMMA),
-    }
-    others = {g: f"verify {g}" for g in gammas if g not in (0, gamma)}
-    flows |= {name: Flow(target, guess, prompts, setting, g) for g, name in others.items()}
-    parts: dict[str, list[RoundSeconds]] = {name: [] for name in flows}
-    for turn in range(WARM_TURNS + CALIBRATION_TURNS):
-        for name in rotated(list(flows), turn):
-            parts[name].append(flows[name].turn())
-    kept = {name: turns[WARM_TURNS:] for name, turns in parts.items()}
-    steps = [sum(seconds) for seconds in kept[PLAIN]]
 
-    def ratios(name: str, part: str) -> list[float]:
-        return [getattr(r, part) / step for r, step in zip(kept[name], steps, strict=True)]
+    def __init__(
+        self,
+        target: Adapter,
+        draft: Adapter,
+        prompts: PromptIds,
+        setting: Setting,
+        *,
+        gammas: Sequence[int] = (),
+    ) -> None:
+        self._gamma = max(setting.gamma, 1)
+        guess = TextProposer(FirstToken(target.vocab_size))
+        eager = replace(setting, compiled=False)
+        self._flows = {
+            PLAIN: Flow(target, None, prompts, setting, 0),
+            "draft": Flow(target, DraftModelProposer(draft), prompts, setting, self._gamma),
+            "rest": Flow(target, guess, prompts, eager, OVERHEAD_GAMMA),
+        }
+        self._others = {g: f"verify {g}" for g in gammas if g not in (0, self._gamma)}
+        for g, name in self._others.items():
+            self._flows[name] = Flow(target, guess, prompts, setting, g)
+        self._turns: dict[str, list[RoundSeconds]] = {name: [] for name in self._flows}
+        self._taken = 0
 
-    columns = {
-        "plain_seconds": steps,
-        "cost_ratio": [ratio / gamma for ratio in ratios("draft", "propose")],
-        "verify_ratio": ratios("draft", "verify"),
-        "overhead_ratio": ratios("rest", "rest"),
-    }
-    medians = {name: statistics.median(column) for name, column in columns.items()}
-    verify_ratios = {g: statistics.median(ratios(name, "verify")) for g, name in others.items()}
-    verify_ratios[0] = statistics.median(ratios(PLAIN, "verify"))
-    verify_ratios[gamma] = medians["verify_ratio"]
-    quartiles = {name: _quartiles(column) for name, column in columns.items()}
-    return Calibration(Costs(**medians, verify_ratios=verify_ratios), quartiles)
+    def turn(self, count: int = 1) -> None:
+        """Measure a burst of every kind, `count` times; the very first ones only warm up."""
+        if self._taken == 0:
+            self._take(WARM_TURNS, keep=False)
+        self._take(count, keep=True)
+
+    def _take(self, count: int, *, keep: bool) -> None:
+        for turn in range(self._taken, self._taken + count):
+            for name in rotated(list(self._flows), turn):
+                seconds = self._flows[name].turn()
+                if keep:
+                    self._turns[name].append(seconds)
+        self._taken += count
+
+    def result(self) -> Calibration:
+        """The costs by what has been measured so far, at least one turn."""
+        steps = [sum(seconds) for seconds in self._turns[PLAIN]]
+
+        def ratios(name: str, part: str) -> list[float]:
+            turns = zip(self._turns[name], steps, strict=True)
+            return [getattr(seconds, part) / step for seconds, step in turns]
+
+        columns = {
+            "plain_seconds": steps,
+            "cost_ratio": [ratio / self._gamma for ratio in ratios("draft", "propose")],
+            "verify_ratio": ratios("draft", "verify"),
+            "overhead_ratio": ratios("rest", "rest"),
+        }
+        medians = {name: statistics.median(column) for name, column in columns.items()}
+        verify_ratios = {
+            gamma: statistics.median(ratios(name, "verify")) for gamma, name in self._others.items()
+        }
+        verify_ratios[0] = statistics.median(ratios(PLAIN, "verify"))
+        verify_ratios[self._gamma] = medians["verify_ratio"]
+        quartiles = {name: _quartiles(column) for name, column in columns.items()}
+        return Calibration(Costs(**medians, verify_ratios=verify_ratios), quartiles)
+
+
+def between(calibrators: Sequence[Calibrator], chunks: int) -> Callable[[int], None]:
+    """What stands before chunk i of so many: `CALIBRATION_TURNS` of each in all, evenly spread."""
+
+    def turns(chunk: int) -> None:
+        first, end = (number * CALIBRATION_TURNS // chunks for number in (chunk, chunk + 1))
+        for calibrator in calibrators:
+            calibrator.turn(end - first)
+
+    return turns
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) == 1:
+        return values[0], values[0]
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high

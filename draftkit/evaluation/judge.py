@@ -14,14 +14,16 @@ from draftkit.config import Config, SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.alpha import PromptTotals, estimates, gains, score_contexts
-from draftkit.evaluation.calibration import calibrate
+from draftkit.evaluation.calibration import Calibrator, between
 from draftkit.evaluation.decision import verdict
 from draftkit.evaluation.lossless import Losslessness, greedy_identity
 from draftkit.evaluation.walltime import (
     CALIBRATED_GAMMA,
     PLAIN,
+    PromptIds,
     Setting,
     Timed,
+    chunk_count,
     full_speedup,
     measured_speedup,
     row_capacity,
@@ -74,23 +76,9 @@ def gather(
 ) -> dict[str, Evidence]:
     """Measure every draft under `sampling`: shared contexts, shared prompts, shared baseline."""
     options = config.evaluate
-    gamma = config.decode.gamma
     timed_prompts = prompts.test[: options.timing_prompts]
-    setting = Setting(
-        sampling=sampling,
-        max_new_tokens=options.max_new_tokens,
-        gamma=gamma,
-        verification=config.decode.verification,
-        batch_size=options.timing_batch_size,
-        capacity=row_capacity(
-            [*timed_prompts, *prompts.calibration],
-            max_new_tokens=options.max_new_tokens,
-            gamma=gamma,
-        ),
-        eos_token_ids=target.eos_token_ids,
-        seed=config.seed,
-        compiled=config.decode.compile != "false",  # decoding itself is what is measured
-    )
+    texts = [*timed_prompts, *prompts.calibration]
+    setting = timing(texts, sampling, target.eos_token_ids, config)
     note(f"alpha on {len(contexts)} contexts at temperature {sampling.temperature:g}")
     scored = {
         name: score_contexts(
@@ -99,14 +87,22 @@ def gather(
         for name, draft in drafts.items()
     }
     compiling = -compile_seconds()
-    costs = {
-        name: calibrate(
+    note(f"wall time on {len(timed_prompts)} prompts, in turns with the baseline")
+    calibrators = {
+        name: Calibrator(
             target.adapter, draft, prompts.calibration, setting, gammas=(CALIBRATED_GAMMA,)
-        ).costs
+        )
         for name, draft in drafts.items()
     }
-    note(f"wall time on {len(timed_prompts)} prompts, in turns with the baseline")
-    timed = time_methods(target.adapter, drafts, timed_prompts, prompts.calibration, setting)
+    timed = time_methods(
+        target.adapter,
+        drafts,
+        timed_prompts,
+        prompts.calibration,
+        setting,
+        between([*calibrators.values()], chunk_count(timed_prompts, setting)),
+    )
+    costs = {name: calibrator.result().costs for name, calibrator in calibrators.items()}
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")
@@ -116,6 +112,24 @@ def gather(
         )
         for name in drafts
     }
+
+
+def timing(
+    texts: PromptIds, sampling: SamplingConfig, eos_token_ids: Sequence[int], config: Config
+) -> Setting:
+    """How generations of `texts` are timed."""
+    options, gamma = config.evaluate, config.decode.gamma
+    return Setting(
+        sampling=sampling,
+        max_new_tokens=options.max_new_tokens,
+        gamma=gamma,
+        verification=config.decode.verification,
+        batch_size=options.timing_batch_size,
+        capacity=row_capacity(texts, max_new_tokens=options.max_new_tokens, gamma=gamma),
+        eos_token_ids=eos_token_ids,
+        seed=config.seed,
+        compiled=config.decode.compile != "false",  # decoding itself is what is measured
+    )
 
 
 def check_lossless(

@@ -6,6 +6,7 @@ apart from the rounds. Compiling takes no time here: the clock stands still, and
 `graphs.compile_seconds` tells for how long. What a round consists of: `calibration`.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -226,12 +227,24 @@ def warm_up(
             method((list(prompts) * rows)[:rows], 0)
 
 
+def chunk_count(prompts: PromptIds, setting: Setting) -> int:
+    """How many batches `prompts` are."""
+    return math.ceil(len(prompts) / setting.batch_size)
+
+
 def take_turns(
-    methods: dict[str, Method], prompts: PromptIds, setting: Setting
+    methods: dict[str, Method],
+    prompts: PromptIds,
+    setting: Setting,
+    before: Callable[[int], None] = lambda chunk: None,
 ) -> dict[str, Timed]:
-    """Time every method on each chunk of `prompts`, in rotating order."""
+    """Time every method on each chunk of `prompts`, in rotating order.
+
+    `before` is told the number of every chunk that comes: what it does is not timed.
+    """
     timed = {name: Timed() for name in methods}
     for turn, first in enumerate(range(0, len(prompts), setting.batch_size)):
+        before(turn)
         chunk = prompts[first : first + setting.batch_size]
         for name in rotated(list(methods), turn):
             timed[name].add(methods[name](chunk, first))
@@ -250,12 +263,13 @@ def time_methods(
     prompts: PromptIds,
     warmup: PromptIds,
     setting: Setting,
+    before: Callable[[int], None] = lambda chunk: None,
 ) -> dict[str, Timed]:
     """Time plain decoding and every draft on `prompts`, in turns, after a warm-up on `warmup`."""
     methods = {PLAIN: decoding(target, None, setting)}
     methods |= {name: decoding(target, draft, setting) for name, draft in drafts.items()}
     warm_up(methods, warmup, setting, drafted=list(drafts))
-    return take_turns(methods, prompts, setting)
+    return take_turns(methods, prompts, setting, before)
 
 
 def measured_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: int) -> Estimate:

@@ -1,7 +1,6 @@
 """Documents from every kind of source, what is refused, and splits that leak nothing."""
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftkit.config import DOMAIN_NAMES, DataConfig
-from draftkit.data import corpora
-from draftkit.data.corpora import Document, corpus_sha256, load_documents, split_documents
+from draftkit.config import DataConfig
+from draftkit.data.corpora import Document, read_documents, split_documents, store_documents
 
 ROWS = [{"text": f"A story about number {number}."} for number in range(5)]
 
@@ -27,7 +25,7 @@ def jsonl(path: Path, rows: list[Any]) -> Path:
 
 
 def load(path: Path | str, **options: Any) -> list[Document]:
-    return load_documents(DataConfig(**{"name": "local", "path": str(path)} | options))
+    return list(read_documents(DataConfig(**{"name": "local", "path": str(path)} | options)))
 
 
 def refusal(act: Callable[[], object]) -> str:
@@ -36,117 +34,6 @@ def refusal(act: Callable[[], object]) -> str:
         act()
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-# Installed text
-
-
-@pytest.fixture(scope="module")
-def installed() -> list[Document]:
-    return load_documents(DataConfig(max_megabytes=0.6))
-
-
-def test_domains_share_the_megabytes_equally_and_stay_below_them(installed: list[Document]) -> None:
-    sizes: Counter[str] = Counter()
-    last = {}
-    for document in installed:
-        sizes[document.domain] += len(document.row["text"].encode())
-        last[document.domain] = document.row["text"]
-    assert set(sizes) == set(DOMAIN_NAMES)
-    assert all(text.endswith("\n") for text in last.values())  # cut to fit, at the end of a line
-    assert all(199_000 < size <= 200_000 for size in sizes.values())
-
-
-def test_one_domain_takes_all_the_room() -> None:
-    documents = load_documents(DataConfig(max_megabytes=0.1, domains=["cpp", "cpp"]))
-    assert {document.id.partition(":")[0] for document in documents} == {"cpp"}
-    assert len({document.id for document in documents}) == len(documents)
-    assert 99_000 < sum(len(document.row["text"].encode()) for document in documents) <= 100_000
-
-
-def test_the_same_installation_gives_the_same_corpus(installed: list[Document]) -> None:
-    assert load_documents(DataConfig(max_megabytes=0.6)) == installed
-
-
-def test_files_come_from_everywhere_and_out_of_order(installed: list[Document]) -> None:
-    names = [document.id for document in installed if document.domain == "python"]
-    assert len(names) >= 20
-    assert names != sorted(names)
-    assert len({name.split("/")[0] for name in names}) >= 4
-
-
-def test_documents_are_named_after_the_file_that_holds_them(installed: list[Document]) -> None:
-    from pydoc_data.topics import topics
-
-    assert len({document.id for document in installed}) == len(installed)
-    kinds: Counter[str] = Counter()
-    for document in installed:
-        domain, _, name = document.id.partition(":")
-        name, _, topic = name.partition("#")
-        kinds[f"{domain} topic" if topic else domain] += 1
-        assert domain == document.domain
-        assert not name.startswith(("/", "."))
-        assert "site-packages" not in name
-        path = next(Path(root, name) for root in sys.path if Path(root, name).is_file())
-        held = topics[topic] if topic else path.read_text(encoding="utf-8")
-        assert document.row["text"].strip().splitlines()[-1].strip() in held
-    assert set(kinds) == {"python", "cpp", "prose", "prose topic"}
-    assert min(kinds.values()) > 5
-
-
-def test_licences_and_generated_files_are_left_out(installed: list[Document]) -> None:
-    for document in installed:
-        assert "Licensed under the Apache License" not in document.row["text"][:700]
-        assert "@generated" not in document.row["text"][:700]
-
-
-def test_a_licence_comment_goes_and_other_comments_stay(tmp_path: Path) -> None:
-    body = "import os\n" * 250 + "# Copyright is a word here, far down\n" + "x = 1\n" * 100
-    (tmp_path / "a.py").write_text("# coding: utf-8\n\n# Copyright 2020 Nobody\n# MIT\n\n" + body)
-    licence = "#pragma once\n\n/* Copyright\n * Nobody\n */\n"
-    (tmp_path / "b.h").write_text(licence + "int x;\n" * 99)
-    sources = corpora._listed({"p": str(tmp_path)}, (".py", ".h"))
-    texts = dict(corpora._read_sources(sources))
-    assert texts["p/b.h"].startswith("#pragma once\n\nint x;")
-    assert "Nobody" not in texts["p/a.py"]
-    assert "# Copyright is a word here" in texts["p/a.py"]
-    assert texts["p/a.py"].startswith("# coding: utf-8\n")
-
-
-def test_giant_tiny_generated_repeated_and_undecodable_files_are_skipped(tmp_path: Path) -> None:
-    good = "def f():\n    return 1\n" * 30
-    (tmp_path / "good.py").write_text(good)
-    (tmp_path / "same.py").write_text(good)
-    (tmp_path / "giant.py").write_text("x = 1\n" * 50_000)
-    (tmp_path / "tiny.py").write_text("x = 1\n")
-    (tmp_path / "made.py").write_text("# @generated by a tool\n" + good)
-    (tmp_path / "latin.py").write_bytes(good.encode() + b"# caf\xe9\n")
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "case.py").write_text(good + "y = 2\n")
-    found = dict(corpora._read_sources(corpora._listed({"p": str(tmp_path)}, (".py",))))
-    assert list(found) in (["p/good.py"], ["p/same.py"])
-
-
-def test_only_substantial_docstrings_are_taken_and_each_once(tmp_path: Path) -> None:
-    long = "This explains at length. " * 20
-    code = f'"""{long}"""\nx = "\\d"\n\ndef f():\n    """Short."""\n\nclass C:\n    def g(self):\n'
-    (tmp_path / "a.py").write_text(f'{code}        """G. {long}"""\n')
-    (tmp_path / "b.py").write_text(f'x = 1\n\ndef f():\n    """{long}"""\n    return """ """\n')
-    (tmp_path / "c.py").write_text('def f(:\n    """ """\n' + f'"""{long}"""\n')
-    found = dict(corpora._docstrings([(n, str(tmp_path / n)) for n in ("a.py", "b.py", "c.py")]))
-    assert found == {"a.py": f"{long.strip()}\n\nG. {long.strip()}\n"}
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpora, "PACKAGES", ("no_such_package_here",))
-    message = refusal(lambda: load_documents(DataConfig()))
-    assert message.startswith("data=installed reads the package no_such_package_here, which is")
-
-
-def test_too_few_megabytes_are_named() -> None:
-    data = DataConfig(max_megabytes=0.0001)
-    message = refusal(lambda: split_documents(load_documents(data), data))
-    assert message.startswith("data.max_megabytes 0.0001 gives 0 different documents")
 
 
 # Files
@@ -344,14 +231,23 @@ def test_no_split_is_empty_or_too_large(count: int, validation: float, test: flo
 def test_fewer_than_three_documents_are_refused(tmp_path: Path) -> None:
     data = DataConfig(name="local", path=str(tmp_path / "a.jsonl"))
     jsonl(tmp_path / "a.jsonl", [*ROWS[:2], ROWS[0]])
-    message = refusal(lambda: split_documents(load_documents(data), data))
+    message = refusal(lambda: split_documents(list(read_documents(data)), data))
     assert message.startswith(f"data.path {tmp_path / 'a.jsonl'} gives 2 different documents")
 
 
 def test_the_split_does_not_depend_on_the_order_of_rows() -> None:
     documents = documents_of({"a": 40, "b": 25})
     parts = split_documents(documents, DataConfig())
-    assert split_documents(documents[::-1], DataConfig()) == parts
+    turned = split_documents(documents[::-1], DataConfig())
+    assert {name: list(part) for name, part in turned.items()} == {
+        name: list(part) for name, part in parts.items()
+    }
+
+
+def test_stored_documents_come_back_as_they_were_read(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "\u00e9 \x00"}]}, {"text": ""}, *ROWS]
+    data = DataConfig(name="local", path=str(jsonl(tmp_path / "a.jsonl", rows)))
+    assert list(store_documents(data, tmp_path / "b.arrow")) == list(read_documents(data))
 
 
 def test_every_domain_is_in_every_split_in_proportion() -> None:
@@ -384,15 +280,6 @@ def test_repeated_rows_and_other_answers_to_a_question_share_a_split(tmp_path: P
     for form in (rows, chats):
         path = jsonl(tmp_path / "a.jsonl", form)
         data = DataConfig(name="local", path=str(path), test_fraction=0.3)
-        for part in split_documents(load_documents(data), data).values():
+        for part in split_documents(list(read_documents(data)), data).values():
             asked = Counter(str(document.row).partition("answer")[0] for document in part)
             assert set(asked.values()) == {3}
-
-
-@pytest.mark.parametrize("field", ["id", "domain", "row"])
-def test_the_corpus_checksum_sees_every_part_of_a_document(field: str) -> None:
-    documents = documents_of({"a": 3})
-    parts = {"id": "a:0", "domain": "a", "row": {"text": "a 0"}}
-    assert corpus_sha256([Document(**parts), *documents[1:]]) == corpus_sha256(documents)
-    parts[field] = {"text": "a 1"} if field == "row" else "other"
-    assert corpus_sha256([Document(**parts), *documents[1:]]) != corpus_sha256(documents)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from draftkit.config import DataConfig
-from draftkit.data.prompts import load_splits
+from draftkit.data.corpora import read_documents
+from draftkit.data.prompts import make_splits
 from draftkit.models.vocabulary import train_byte_bpe
 
 ROWS = [{"prompt": f"{n}", "completion": "the " * (1 + 90 * (n % 5 == 0))} for n in range(100)]
@@ -20,7 +21,8 @@ def test_rows_that_are_too_long(tmp_path, overlong, dropped, cut):
     data = DataConfig(
         name="local", path=str(path), max_length=50, prompt_tokens=8, overlong=overlong
     )
-    splits = load_splits(data, train_byte_bpe(["of a b"], 300))
+    documents = list(read_documents(data))
+    splits = make_splits(documents, data, train_byte_bpe(["of a b"], 300), tmp_path)
     assert (splits.counts["rows_dropped"], splits.counts["completions_cut"]) == (dropped, cut)
     examples = [*splits.train, *splits.validation, *splits.test]
     assert len(examples) == 100 - dropped

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast as Fast
 
 from draftkit.config import DataConfig
-from draftkit.data.corpora import Document
-from draftkit.data.prompts import Example, Splits, load_splits, to_examples
+from draftkit.data.corpora import Document, store_documents
+from draftkit.data.prompts import SPLITS, Example, Splits, make_splits, to_examples
 
 WORDS = "the draft proposes a few tokens and the target keeps those that it would have said "
 
@@ -73,7 +74,15 @@ def examples_of(row: dict[str, Any], tokenizer: Fast, **options: Any) -> list[Ex
 def splits_of(folder: Path, rows: Sequence[object], tokenizer: Fast, **options: Any) -> Splits:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_splits(settings(path=str(path), **options), tokenizer)
+    return load_splits(settings(path=str(path), **options), tokenizer, folder)
+
+
+def load_splits(data: DataConfig, tokenizer: Fast, folder: Path) -> Splits:
+    """The splits of `data`, in memory, to be compared."""
+    documents = store_documents(data, folder / "documents.arrow")
+    splits = make_splits(documents, data, tokenizer, folder)
+    lists: dict[str, Any] = {name: list(getattr(splits, name)) for name in SPLITS}
+    return replace(splits, **lists)
 
 
 def refusal(act: Callable[[], object]) -> str:
@@ -126,7 +135,7 @@ def test_a_prompt_alone_has_no_completion(tokenizer: Fast) -> None:
 def test_a_long_prompt_keeps_its_end_and_is_counted(tmp_path: Path, tokenizer: Fast) -> None:
     rows = [{"prompt": WORDS * n, "completion": WORDS} for n in (1, 2, 30, 40)]
     splits = splits_of(tmp_path, rows, tokenizer, max_length=50)
-    examples = splits.train + splits.validation + splits.test
+    examples = [*splits.train, *splits.validation, *splits.test]
     cut = [example for example in examples if len(example.prompt_ids) == 49]
     assert splits.counts["prompts_cut"] == len(cut) == 2
     for example in cut:
@@ -138,7 +147,7 @@ def test_a_long_prompt_keeps_its_end_and_is_counted(tmp_path: Path, tokenizer: F
 def test_a_long_completion_loses_its_end_and_is_counted(tmp_path: Path, tokenizer: Fast) -> None:
     rows = [{"prompt": f"{n}", "completion": "the " * n} for n in (1, 46, 47, 60)]
     splits = splits_of(tmp_path, rows, tokenizer, max_length=50)
-    examples = splits.train + splits.validation + splits.test
+    examples = [*splits.train, *splits.validation, *splits.test]
     whole = [e for e in examples if e.token_ids[-1] == tokenizer.eos_token_id]
     assert all(len(example.token_ids) <= 50 for example in examples)
     assert splits.counts["completions_cut"] == 4 - len(whole)
@@ -296,7 +305,7 @@ def test_a_template_that_rewrites_history_trains_the_last_answer_and_counts_the_
     tokenizer = byte_bpe(template=FORGETFUL)
     rows = [{"messages": chat(f"hi {n}", "think yes", "and?", "think no")} for n in range(3)]
     splits = splits_of(tmp_path, rows, tokenizer, max_length=200)
-    for example in splits.train + splits.validation + splits.test:
+    for example in [*splits.train, *splits.validation, *splits.test]:
         assert learned(example, tokenizer) == "think no<|im_end|>"
         assert "think yes" not in str(tokenizer.decode(example.token_ids))
     assert splits.counts["turns_without_loss"] == 3
@@ -373,7 +382,7 @@ def test_documents_tokenised_together_and_alone_agree(tmp_path: Path, tokenizer:
         {"text": WORDS * 50},
     ]
     splits = splits_of(tmp_path, rows, tokenizer)
-    together = splits.train + splits.validation + splits.test
+    together = [*splits.train, *splits.validation, *splits.test]
     alone = [example for row in rows for example in examples_of(row, tokenizer)]
     assert sorted(map(repr_without_id, together)) == sorted(map(repr_without_id, alone))
 
@@ -385,11 +394,3 @@ def test_the_checksum_sees_tokens_and_masks(tmp_path: Path, tokenizer: Fast) -> 
     assert [e.token_ids for e in masks.train] == [e.token_ids for e in plain.train]
     tokens = splits_of(tmp_path, [*rows[:-1], {"text": WORDS + "x"}], tokenizer)
     assert len({plain.sha256, masks.sha256, tokens.sha256}) == 3
-
-
-def test_installed_text_becomes_full_windows_of_every_domain(tokenizer: Fast) -> None:
-    splits = load_splits(DataConfig(max_megabytes=0.1), tokenizer)
-    assert {example.domain for example in splits.train} == {"python", "prose", "cpp"}
-    assert {example.domain for example in splits.test} == {"python", "prose", "cpp"}
-    assert all(32 < len(e.token_ids) <= 128 for e in splits.train)
-    assert sum(len(e.token_ids) == 128 for e in splits.train) > 0.8 * len(splits.train)

@@ -7,7 +7,16 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from draftkit.data.rollouts import FORMAT, OPTIONAL, SCHEMA, Record, read_records, records_sha256
+from draftkit.data import rollouts
+from draftkit.data.rollouts import (
+    FORMAT,
+    OPTIONAL,
+    SCHEMA,
+    Record,
+    RecordParts,
+    read_records,
+    records_sha256,
+)
 from draftkit.data.rollouts import write_records as write
 
 PLAIN = Record(
@@ -58,6 +67,38 @@ def test_a_nan_stays_a_nan(tmp_path: Path) -> None:
 def test_no_records_make_a_readable_file(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", [])
     assert read_records(tmp_path / "a.parquet") == []
+
+
+def test_several_files_read_as_one_sequence_and_few_of_them_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollouts, "KEPT", 2)
+    opened: list[str] = []
+
+    def read(path: Path) -> list[Record]:
+        opened.append(path.name)
+        return read_records(path)
+
+    monkeypatch.setattr(rollouts, "read_records", read)
+    sizes = [3, 0, 1, 4]
+    records = [replace(PLAIN, row=row) for row in range(sum(sizes))]
+    paths = [tmp_path / f"part-{number}.parquet" for number in range(4)]
+    for number, path in enumerate(paths):
+        write(path, records[sum(sizes[:number]) : sum(sizes[: number + 1])])
+    parts = RecordParts(paths)
+    assert (len(parts), opened) == (8, [])
+    assert list(parts) == records
+    assert list(parts[2:7:2]) == records[2:7:2]
+    assert opened == ["part-0.parquet", "part-2.parquet", "part-3.parquet", "part-0.parquet"]
+    assert parts[-1] == records[-1]
+    assert len(opened) == 4
+    assert list(RecordParts([])) == []
+
+
+def test_a_file_that_is_not_whole_is_named_when_the_sequence_is_made(tmp_path: Path) -> None:
+    (tmp_path / "part.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"part\.parquet is not a whole rollout file \("):
+        RecordParts([tmp_path / "part.parquet"])
 
 
 def test_every_field_has_its_column() -> None:

@@ -11,6 +11,7 @@ from draftkit.distillation import sources
 from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.loop import train
 from draftkit.distillation.sources import (
+    Grouping,
     ShuffledOrder,
     block_of_record,
     cut_texts,
@@ -359,3 +360,34 @@ def test_every_epoch_holds_every_item_once_in_its_own_order():
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert ShuffledOrder(10, seed=0).at(17, 5) == (epochs[1] + epochs[2])[7:12]
+
+
+LENGTHS = [(7 * item) % 64 for item in range(1000)]
+SPREAD = Grouping(LENGTHS, batch_size=16)
+
+
+def spread(batches):
+    """Tokens of padding, a batch at a time."""
+    return sum(max(LENGTHS[i] for i in b) * len(b) - sum(LENGTHS[i] for i in b) for b in batches)
+
+
+def test_items_of_like_length_share_a_step_in_every_epoch():
+    order, plain = ShuffledOrder(1000, 0, SPREAD), ShuffledOrder(1000, 0)
+    epochs = [order.at(1000 * epoch, 1000) for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(1000)) for epoch in epochs)
+    steps = range(0, 2992, 16)  # of all epochs: the second does not begin with a step
+    together, apart = ([o.at(step, 16) for step in steps] for o in (order, plain))
+    assert spread(together) < 0.1 * spread(apart)
+    assert {frozenset(batch) for batch in together[:62]} != {
+        frozenset(batch) for batch in together[63:125]
+    }
+    lengths = [LENGTHS[batch[0]] for batch in together[:62]]
+    assert lengths != sorted(lengths)  # the batches themselves come in any order
+
+
+def test_grouped_items_are_addressed_like_others():
+    order = ShuffledOrder(1000, 0, SPREAD)
+    row = order.at(1500, 100)
+    assert ShuffledOrder(1000, 0, SPREAD).at(1550, 10) == row[50:60]
+    few = Grouping(LENGTHS[:5], batch_size=16)
+    assert sorted(ShuffledOrder(5, 0, few).at(10, 5)) == [0, 1, 2, 3, 4]

@@ -176,7 +176,7 @@ def test_a_sampled_crowd_adapts_its_gamma_and_leaves_lonely_peers_out(pair, monk
 
 
 def test_nothing_is_calibrated_where_nothing_speculates(pair, monkeypatch):
-    monkeypatch.setattr(benchmark, "calibrate", lambda *arguments, **options: pytest.fail("did"))
+    monkeypatch.setattr(benchmark, "Calibrator", lambda *arguments: pytest.fail("did"))
     found = by_method(measure(pair, PROMPTS, SETTING, ("plain", "hf_plain")))
     assert "acceptance_length" not in found["plain"]
 

@@ -9,7 +9,7 @@ import torch
 from draftkit.config import SamplingConfig
 from draftkit.decoding.graphs import Units
 from draftkit.evaluation import calibration, walltime
-from draftkit.evaluation.calibration import FirstToken, Flow, calibrate
+from draftkit.evaluation.calibration import Calibrator, FirstToken, Flow, between
 from draftkit.evaluation.walltime import Setting, time_methods
 from draftkit.theory.speedup import speedup_from_length
 from tests.evaluation.scripted import VOCAB, Clock, Slow
@@ -28,6 +28,12 @@ SETTING = Setting(
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
 
 
+def calibrate(target, draft, setting, gammas=()):
+    calibrator = Calibrator(target, draft, PROMPTS, setting, gammas=gammas)
+    calibrator.turn(calibration.CALIBRATION_TURNS)
+    return calibrator.result()
+
+
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
@@ -41,7 +47,7 @@ def test_calibration_finds_the_ratios_that_the_models_cost(clock, temperature, m
     target = Slow(0, clock, lambda tokens: 10 + 0.5 * (tokens - 1))
     draft = Slow(1, clock, lambda tokens: 2.0)
     setting = replace(SETTING, sampling=SamplingConfig(temperature=temperature))
-    found = calibrate(target, draft, PROMPTS, setting, gammas=(8, 3))
+    found = calibrate(target, draft, setting, gammas=(8, 3))
     costs = found.costs
     assert costs.plain_seconds == pytest.approx(10)
     assert costs.cost_ratio == pytest.approx(0.2)
@@ -68,7 +74,7 @@ def test_what_the_host_does_around_the_units_is_the_overhead(clock, monkeypatch)
         return decoder
 
     monkeypatch.setattr(calibration, "make_decoder", make)
-    costs = calibrate(target, draft, PROMPTS, SETTING).costs
+    costs = calibrate(target, draft, SETTING).costs
     assert costs.plain_seconds == pytest.approx(10.25)
     assert costs.overhead_ratio == pytest.approx(0.25 / 10.25)
     # the parts of a round add up: what is predicted of it is what it takes
@@ -85,13 +91,13 @@ def test_a_disturbance_that_lasts_cancels_in_the_ratios(clock):
 
     def seconds(base):
         def take(tokens):
-            rising[0] *= 1.0005
+            rising[0] *= 1.0001
             return base * rising[0]
 
         return take
 
     target, draft = Slow(0, clock, seconds(10.0)), Slow(1, clock, seconds(1.0))
-    found = calibrate(target, draft, PROMPTS, SETTING)
+    found = calibrate(target, draft, SETTING)
     assert rising[0] > 1.1
     assert found.costs.verify_ratio == pytest.approx(1.0, rel=0.01)
     assert found.costs.cost_ratio == pytest.approx(0.1, rel=0.01)
@@ -104,9 +110,9 @@ def test_single_slow_rounds_do_not_move_a_median(clock):
 
     def take(tokens):
         calls[0] += 1
-        return 1000.0 if calls[0] % 17 == 0 else 10.0
+        return 1000.0 if calls[0] % 97 == 0 else 10.0
 
-    found = calibrate(Slow(0, clock, take), Slow(1, clock, lambda n: 1.0), PROMPTS, SETTING)
+    found = calibrate(Slow(0, clock, take), Slow(1, clock, lambda n: 1.0), SETTING)
     assert found.costs.verify_ratio == pytest.approx(1.0)
     assert found.costs.cost_ratio == pytest.approx(0.1)
 
@@ -121,13 +127,38 @@ def test_kinds_of_rounds_take_turns_and_the_first_are_left_out(clock, monkeypatc
 
     monkeypatch.setattr(Flow, "turn", recorded)
     monkeypatch.setattr(calibration, "CALIBRATION_TURNS", 4)
-    calibrate(
-        Slow(0, clock, lambda n: 1.0), Slow(1, clock, lambda n: 1.0), PROMPTS, SETTING, gammas=(8,)
-    )
+    calibrate(Slow(0, clock, lambda n: 1.0), Slow(1, clock, lambda n: 1.0), SETTING, gammas=(8,))
     turns = [order[i : i + 4] for i in range(0, len(order), 4)]
     assert len(turns) == calibration.WARM_TURNS + 4
     assert all(sorted(turn) == [0, 2, 3, 8] for turn in turns)
     assert len({turn[0] for turn in turns}) == 4
+
+
+def test_a_burst_is_measured_once_it_has_settled(clock, monkeypatch):
+    """The first rounds behind other work are slow; those that follow each other count, all."""
+    monkeypatch.setattr(calibration, "BURST", 5)
+    monkeypatch.setattr(calibration, "SETTLING", 2)
+    seconds = iter([50.0, 20.0, 4.0, 5.0, 9.0])
+    flow = Flow(Slow(0, clock, lambda tokens: next(seconds)), None, PROMPTS, SETTING, 0)
+    assert flow.turn().verify == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("chunks", [1, 5, 12, 30])
+def test_turns_stand_evenly_between_the_chunks(chunks):
+    class Counting:
+        def __init__(self):
+            self.counts = []
+
+        def turn(self, count=1):
+            self.counts.append(count)
+
+    calibrators = [Counting(), Counting()]
+    before = between(calibrators, chunks)
+    for chunk in range(chunks):
+        before(chunk)
+    for calibrator in calibrators:
+        assert sum(calibrator.counts) == calibration.CALIBRATION_TURNS
+        assert max(calibrator.counts) - min(calibrator.counts) <= 1
 
 
 def test_batches_are_full_and_begin_anew_as_soon_as_a_row_ends(clock):
@@ -174,7 +205,7 @@ def test_the_constant_guess_is_a_lawful_proposal():
 def test_more_proposals_than_a_row_holds_are_refused(clock):
     target = Slow(0, clock, lambda tokens: 1.0)
     with pytest.raises(ValueError, match="max_new_tokens"):
-        calibrate(target, target, PROMPTS, SETTING, gammas=(30,))
+        calibrate(target, target, SETTING, gammas=(30,))
 
 
 def test_timed_generations_run_the_code_that_was_compiled_for_the_calibration(clock, monkeypatch):
@@ -189,7 +220,7 @@ def test_timed_generations_run_the_code_that_was_compiled_for_the_calibration(cl
     monkeypatch.setattr(Units, "run", run)
     setting = replace(SETTING, batch_size=1, compiled=True)
     target, draft = Slow(0, clock, lambda n: 1.0), Slow(1, clock, lambda n: 1.0)
-    calibrate(target, draft, PROMPTS, setting)
+    calibrate(target, draft, setting)
     calibrated = set(keys)
     keys.clear()
     time_methods(target, {"draft": draft}, PROMPTS, PROMPTS, setting)

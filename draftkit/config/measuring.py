@@ -43,6 +43,7 @@ class EvaluateConfig:
     validation_prompts: int = 48  # of the selection in `distill`; the first of them calibrate
     timing_prompts: int = 24
     timing_batch_size: int = 1
+    calibration_turns: int = 12  # bursts of rounds by which c, v and o are measured
     lossless_prompts: int = 32
     bootstrap: int = 2000
 

@@ -202,15 +202,17 @@ class Calibrator:
         return Calibration(Costs(**medians, verify_ratios=verify_ratios), quartiles)
 
 
-def between(calibrators: Sequence[Calibrator], chunks: int) -> Callable[[int], None]:
-    """What stands before chunk i of so many: `CALIBRATION_TURNS` of each in all, evenly spread."""
+def between(
+    calibrators: Sequence[Calibrator], chunks: int, turns: int = CALIBRATION_TURNS
+) -> Callable[[int], None]:
+    """What stands before chunk i of so many: `turns` of each calibrator in all, evenly spread."""
 
-    def turns(chunk: int) -> None:
-        first, end = (number * CALIBRATION_TURNS // chunks for number in (chunk, chunk + 1))
+    def before(chunk: int) -> None:
+        first, end = (-(-number * turns // chunks) for number in (chunk, chunk + 1))
         for calibrator in calibrators:
             calibrator.turn(end - first)
 
-    return turns
+    return before
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:

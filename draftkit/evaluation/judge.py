@@ -100,7 +100,11 @@ def gather(
         timed_prompts,
         prompts.calibration,
         setting,
-        between([*calibrators.values()], chunk_count(timed_prompts, setting)),
+        between(
+            [*calibrators.values()],
+            chunk_count(timed_prompts, setting),
+            config.evaluate.calibration_turns,
+        ),
     )
     costs = {name: calibrator.result().costs for name, calibrator in calibrators.items()}
     compiling += compile_seconds()

@@ -54,7 +54,8 @@ def pair():
 
 @pytest.fixture(autouse=True)
 def _few_rounds(monkeypatch):
-    monkeypatch.setattr("draftkit.evaluation.calibration.CALIBRATION_TURNS", 4)
+    monkeypatch.setattr("draftkit.evaluation.calibration.BURST", 6)
+    monkeypatch.setattr("draftkit.evaluation.calibration.SETTLING", 2)
 
 
 def by_method(points):

@@ -22,11 +22,13 @@ from draftkit.config import Config
 from draftkit.evaluation.matrix import (
     Cell,
     cells_of,
+    control_table,
     heat_map,
     is_matrix,
     matrix_table,
     temperatures,
 )
+from pipelines.evaluate import PROMPTS
 from pipelines.folder import CONFIG, MANIFEST, SUMMARY
 from pipelines.stage import StageFolder, stage
 
@@ -108,8 +110,13 @@ def read_run(folder: Path) -> Row:
 
 def cells_in(path: Path, settings: Mapping[str, Any]) -> list[Cell]:
     """What the evaluation in `path` says of its divergence and source at each temperature."""
-    names = [str(settings.get(f"{key}.name")) for key in ("divergence", "source")]
-    return cells_of(names[0], names[1], read_json(path / SUMMARY))
+    return cells_of(
+        str(settings.get("divergence.name")),
+        str(settings.get("source.name")),
+        int(settings.get("seed", 0)),
+        read_json(path / SUMMARY),
+        read_json(path / PROMPTS) if (path / PROMPTS).is_file() else None,
+    )
 
 
 def read_remote(name: str) -> list[Row]:
@@ -232,6 +239,8 @@ def render(rows: list[Row], findings: list[str], console: Console) -> None:
     if is_matrix(cells):
         for temperature in temperatures(cells):
             console.print(matrix_table(cells, temperature))
+            if (table := control_table(cells, temperature)) is not None:
+                console.print(table)
 
 
 def cells_of_rows(rows: list[Row]) -> list[Cell]:

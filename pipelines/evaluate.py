@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftkit.artifacts import read_json, write_text
+from draftkit.artifacts import read_json, write_json, write_text
 from draftkit.config import Config, ModelConfig
 from draftkit.decoding.trace import html, terminal
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, compare, gather
@@ -25,6 +25,7 @@ from pipelines.inputs import models, pair_hashes
 from pipelines.stage import StageFolder, stage
 
 TRACES = 4
+PROMPTS = "prompts.json"  # what was found prompt by prompt, so that runs can be paired
 
 
 def trained_draft(config: Config) -> Path:
@@ -120,13 +121,14 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     lossless = check_lossless(target, drafts, prompts, config)
     target, drafts = load_all(config, configs)
     by_temperature: dict[str, dict[str, Any]] = {}
+    by_prompt: dict[str, dict[str, Any]] = {}
     for temperature in config.evaluate.temperatures or [config.sampling.temperature]:
         sampling = replace(config.sampling, temperature=temperature)
-        served = replace(config, sampling=sampling)
+        found = contexts.ensure(replace(config, sampling=sampling))
         evidence = gather(
             target,
             drafts,
-            contexts=read_contexts(contexts.ensure(served), "test"),
+            contexts=read_contexts(found, "test"),
             prompts=prompts,
             sampling=sampling,
             lossless=lossless,
@@ -134,9 +136,12 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
             note=folder.note,
         )
         by_temperature[f"{temperature:g}"] = compare(evidence, main, sampling, config)
+        scored = {name: part.scored.as_dict() for name, part in evidence.items()}
+        by_prompt[f"{temperature:g}"] = {"contexts": found.name, **scored}
         log(folder, temperature, by_temperature[f"{temperature:g}"], evidence[main])
         if len(by_temperature) == 1:
             write_traces(folder, evidence[main], target)
+    write_json(folder.path / PROMPTS, by_prompt)
     first = next(iter(by_temperature.values()))
     return {**first, "by_temperature": by_temperature}
 

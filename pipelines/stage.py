@@ -8,6 +8,7 @@ A stage is identified by the settings it declares and the hashes of its inputs; 
 same resumes it, something else is refused. This module computes nothing and never sees Hydra.
 """
 
+import gc
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -251,6 +252,7 @@ class Stage:
                 summary = dict(self.run(config, folder))
         finally:
             _running.reset(mark)
+            gc.collect()  # models and caches stand in cycles: the next job of a sweep needs the room
         seconds = time.perf_counter() - started - me.upstream_seconds
         summary.setdefault("seconds", round(seconds, 2))
         return summary

@@ -1,4 +1,4 @@
-"""Two processes that know each other, as a launcher would start them."""
+"""Processes that know each other, as a launcher would start them."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_processes(module: str, *arguments: str, count: int = 2) -> list[str]:
+def run_processes(module: str, *arguments: str, count: int = 2, seconds: float = 200) -> list[str]:
     """What each of `count` processes of `python -m module` writes; all must end well."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(count), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
@@ -32,7 +32,7 @@ def run_processes(module: str, *arguments: str, count: int = 2) -> list[str]:
         for rank in range(count)
     ]
     try:
-        outputs = [process.communicate(timeout=200) for process in processes]
+        outputs = [process.communicate(timeout=seconds) for process in processes]
     finally:
         for process in processes:
             process.kill()

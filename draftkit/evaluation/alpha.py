@@ -42,6 +42,11 @@ class PromptTotals:
     totals: dict[str, Tensor]
     counts: Tensor
 
+    def as_dict(self) -> dict[str, list[float]]:
+        """By mode, and the positions."""
+        lists = {mode: totals.tolist() for mode, totals in self.totals.items()}
+        return {**lists, "positions": self.counts.tolist()}
+
 
 @torch.inference_mode()
 def score_contexts(

@@ -1,18 +1,24 @@
-"""Divergence by source: what every cell of a sweep gained over the drafter that it began with.
+"""Divergence by source: what every cell of a sweep gained over the drafter that it began with, and
+over plain training.
 
-A cell is an experiment; several of one cell (other seeds) stand in it together, by their mean and
-the range of their intervals. Renders summaries; computes nothing that they do not hold.
+A cell is an experiment; several of one cell (other seeds) stand in it together. Differences are
+paired: both drafts are judged on the same continuations of the same prompts, which the bootstrap
+resamples together, those of all seeds.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.table import Table
 
 from draftkit.artifacts import atomic_path
+from draftkit.theory.acceptance import estimate_gain
+
+CONTROL = "next_token"  # plain training, for as many steps on as many tokens
 
 Number = dict[str, Any]  # an estimate: mean and ci95
 
@@ -24,10 +30,16 @@ class Cell:
     divergence: str
     source: str
     temperature: float
+    seed: int
     alpha: Number
     alpha_gain: Number
     length: Number
     length_before: Number
+    contexts: str = ""  # which continuations of which prompts it was judged on
+    # By prompt, where they are known: sums of min(p, q), after and before, and positions.
+    after: list[float] = field(default_factory=list)
+    before: list[float] = field(default_factory=list)
+    positions: list[float] = field(default_factory=list)
 
     @property
     def length_gain(self) -> float:
@@ -35,21 +47,43 @@ class Cell:
         return self.length["mean"] / self.length_before["mean"]
 
 
-def cells_of(divergence: str, source: str, summary: dict[str, Any]) -> list[Cell]:
-    """The cells of an evaluation: one a temperature, none without a drafter before."""
+def cells_of(
+    divergence: str,
+    source: str,
+    seed: int,
+    summary: Mapping[str, Any],
+    prompts: Mapping[str, Any] | None = None,
+) -> list[Cell]:
+    """The cells of an evaluation: one a temperature, none without a drafter before.
+
+    prompts: by temperature, what the evaluation found prompt by prompt.
+    """
     found = []
     for name, part in summary.get("by_temperature", {}).items():
         if "before" not in part:
             continue
+        known = (prompts or {}).get(name)
+        by_prompt = (
+            {}
+            if known is None
+            else {
+                "contexts": known["contexts"],
+                "after": known["after"]["alpha"],
+                "before": known["before"]["alpha"],
+                "positions": known["after"]["positions"],
+            }
+        )
         found.append(
             Cell(
                 divergence,
                 source,
                 float(name),
+                seed,
                 alpha=part["alpha"],
                 alpha_gain=part["alpha_gain"],
                 length=part["acceptance_length"],
                 length_before=part["before"]["acceptance_length"],
+                **by_prompt,
             )
         )
     return found
@@ -83,34 +117,108 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def paired(after: Sequence[Cell], baselines: Sequence[list[float]]) -> Number:
+    """Alpha of `after` minus that of the baselines, over the prompts of all seeds."""
+
+    def column(lists: Sequence[list[float]]) -> torch.Tensor:
+        return torch.tensor([value for values in lists for value in values], dtype=torch.float64)
+
+    positions = column([cell.positions for cell in after])
+    return estimate_gain(
+        totals=column([cell.after for cell in after]),
+        counts=positions,
+        baseline_totals=column(baselines),
+        baseline_counts=positions,
+    ).as_dict()
+
+
+def gain(cells: Sequence[Cell]) -> Number:
+    """What the seeds of a cell gained over the drafters that they began with.
+
+    Raises ValueError for several evaluations of which one does not tell its prompts apart.
+    """
+    if len(cells) == 1:
+        return cells[0].alpha_gain
+    if not all(cell.after for cell in cells):
+        raise ValueError(
+            "runs: seeds stand together only where each evaluation has its prompts.json: run "
+            "pipelines.evaluate on the older ones again, with overwrite=true"
+        )
+    return paired(cells, [cell.before for cell in cells])
+
+
+def control(cells: Sequence[Cell], temperature: float) -> list[Cell]:
+    """The seeds of the better plain training, on whichever texts; none where it was not run."""
+    found = [seeds for seeds in grid(cells, temperature).get(CONTROL, {}).values() if seeds]
+    return max(found, key=lambda seeds: mean([cell.alpha["mean"] for cell in seeds]), default=[])
+
+
+def over_control(cells: Sequence[Cell], controls: Sequence[Cell]) -> Number | None:
+    """What `cells` have over plain training of the same seeds; None where nothing is paired."""
+    by_seed = {(cell.seed, cell.contexts): cell for cell in controls if cell.after}
+    pairs = [(cell, by_seed.get((cell.seed, cell.contexts))) for cell in cells if cell.after]
+    both = [(cell, other) for cell, other in pairs if other is not None]
+    if not both:
+        return None
+    return paired([cell for cell, _ in both], [other.after for _, other in both])
+
+
 def matrix_table(cells: Sequence[Cell], temperature: float) -> Table:
     """Gain of alpha with its interval, and of tokens per target pass, by divergence and source."""
-    table = Table(
-        title=f"alpha gained, temperature {temperature:g}",
-        caption="95 % intervals, paired by prompt; x: tokens a target pass over those before",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
+    table = empty_table(
+        f"alpha gained, temperature {temperature:g}",
+        "95 % intervals, paired by prompt; x: tokens a target pass over those before",
     )
+    return fill(table, cells, temperature, cell_text)
+
+
+def control_table(cells: Sequence[Cell], temperature: float) -> Table | None:
+    """Alpha over that of plain training; None where no cell can be paired with it."""
+    controls = control(cells, temperature)
+    if not any(over_control([cell], controls) for cell in cells if cell.temperature == temperature):
+        return None
+    table = empty_table(
+        f"alpha over {CONTROL} on {controls[0].source} text, temperature {temperature:g}",
+        "95 % intervals, paired by prompt",
+    )
+
+    def text(found: Sequence[Cell]) -> str:
+        number = over_control(found, controls)
+        same = found and found[0].divergence == CONTROL and found[0].source == controls[0].source
+        return "" if number is None or same else number_text(number)
+
+    return fill(table, cells, temperature, text)
+
+
+def empty_table(title: str, caption: str) -> Table:
+    """A table as all of these look."""
+    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+
+
+def fill(table: Table, cells: Sequence[Cell], temperature: float, text: Any) -> Table:
+    """Give `table` a column for each source and a row for each divergence."""
     table.add_column("", no_wrap=True)
     rows = grid(cells, temperature)
     for source in next(iter(rows.values())):
         table.add_column(source, justify="right", no_wrap=True)
     for divergence, by_source in rows.items():
-        table.add_row(divergence, *(cell_text(found) for found in by_source.values()))
+        table.add_row(divergence, *(text(found) for found in by_source.values()))
     return table
 
 
+def number_text(number: Number) -> str:
+    """`+0.123` and `[0.11, 0.13]` below each other."""
+    low, high = number["ci95"]
+    return f"{number['mean']:+.3f}\n[{low:.3f}, {high:.3f}]"
+
+
 def cell_text(cells: Sequence[Cell]) -> str:
-    """`+0.123`, `[0.11, 0.13]`, `x1.31` below each other; of several seeds the mean, counted."""
+    """The gain, its interval, and `x1.31` below each other; of several seeds with their count."""
     if not cells:
         return ""
-    gain = mean([cell.alpha_gain["mean"] for cell in cells])
-    low = min(cell.alpha_gain["ci95"][0] for cell in cells)
-    high = max(cell.alpha_gain["ci95"][1] for cell in cells)
     times = mean([cell.length_gain for cell in cells])
     seeds = f" n={len(cells)}" if len(cells) > 1 else ""
-    return f"{gain:+.3f}\n[{low:.2f}, {high:.2f}]\nx{times:.2f}{seeds}"
+    return f"{number_text(gain(cells))}\nx{times:.2f}{seeds}"
 
 
 def heat_map(cells: Sequence[Cell], path: Path) -> None:
@@ -128,10 +236,7 @@ def heat_map(cells: Sequence[Cell], path: Path) -> None:
         rows = grid(cells, temperature)
         sources = list(next(iter(rows.values())))
         values = [
-            [
-                mean([cell.alpha_gain["mean"] for cell in found]) if found else float("nan")
-                for found in by_source.values()
-            ]
+            [gain(found)["mean"] if found else float("nan") for found in by_source.values()]
             for by_source in rows.values()
         ]
         axes.imshow(values, cmap="RdBu", vmin=-reach, vmax=reach, aspect="auto")

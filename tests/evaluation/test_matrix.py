@@ -1,6 +1,7 @@
 """Cells stand where they belong, with their intervals, and seeds together."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -8,9 +9,13 @@ from rich.console import Console
 from draftkit.evaluation.matrix import (
     cell_text,
     cells_of,
+    control,
+    control_table,
+    gain,
     heat_map,
     is_matrix,
     matrix_table,
+    over_control,
     temperatures,
 )
 
@@ -31,14 +36,14 @@ def summary(gain, length=3.0):
 
 def cells():
     found = []
-    for divergence, source, gain in [
+    for divergence, source, gained in [
         ("forward_kl", "fixed", 0.05),
         ("forward_kl", "draft", 0.12),
         ("tvd", "draft", -0.02),
         ("neg_log_alpha", "draft", 0.1),
         ("next_token", "fixed", 0.01),
     ]:
-        found += cells_of(divergence, source, summary(gain))
+        found += cells_of(divergence, source, 0, summary(gained))
     return found
 
 
@@ -51,8 +56,8 @@ def printed(table):
 def test_an_evaluation_has_a_cell_for_each_temperature():
     assert temperatures(cells()) == [0.0, 1.0]
     assert len(cells()) == 10
-    assert cells_of("tvd", "draft", {"by_temperature": {"1": {"alpha": number(0.5)}}}) == []
-    assert cells_of("tvd", "draft", {}) == []
+    assert cells_of("tvd", "draft", 0, {"by_temperature": {"1": {"alpha": number(0.5)}}}) == []
+    assert cells_of("tvd", "draft", 0, {}) == []
 
 
 def test_a_matrix_has_several_divergences_and_several_sources():
@@ -65,19 +70,61 @@ def test_a_matrix_has_several_divergences_and_several_sources():
 def test_the_table_fits_eighty_columns_and_leaves_empty_what_was_not_run():
     wide = [*cells()]
     for source in ("target", "mix"):
-        wide += cells_of("neg_log_alpha", source, summary(0.07))
+        wide += cells_of("neg_log_alpha", source, 0, summary(0.07))
     text = printed(matrix_table(wide, 1.0))
     assert max(map(len, text.splitlines())) <= 80
     assert "temperature 1" in text
     line = next(line for line in text.splitlines() if line.strip().startswith("tvd"))
     assert line.split() == ["tvd", "-0.020"]
-    assert "[0.11, 0.13]" in text
+    assert "[0.110, 0.130]" in text
     assert "x1.50" in text
 
 
-def test_seeds_of_a_cell_stand_together():
-    both = [cells_of("tvd", "draft", summary(gain))[0] for gain in (0.1, 0.2)]
-    assert cell_text(both) == "+0.150\n[0.09, 0.21]\nx1.50 n=2"
+def judged(divergence, source, seed, after, before):
+    """A cell with what was found on prompts of 10 and 30 positions."""
+    sums = {"positions": [10.0, 30.0]}
+    part = {"contexts": f"c{seed}", "after": sums | {"alpha": after}, "before": {"alpha": before}}
+    return cells_of(divergence, source, seed, summary(0.1), {"1": part, "0": part})[0]
+
+
+def test_seeds_of_a_cell_stand_together_over_their_prompts():
+    both = [
+        judged("tvd", "draft", 0, [8.0, 18.0], [5.0, 15.0]),
+        judged("tvd", "draft", 1, [9.0, 25.0], [5.0, 25.0]),
+    ]
+    found = gain(both)
+    assert found["mean"] == pytest.approx((26 - 20 + 34 - 30) / 80)
+    assert found["prompts"] == 4
+    assert cell_text(both).startswith("+0.125\n[0.")
+    assert cell_text(both).endswith("x1.50 n=2")
+    assert gain(both[:1])["mean"] == pytest.approx(0.1)  # as the evaluation said
+    blind = cells_of("tvd", "draft", 2, summary(0.1))
+    with pytest.raises(ValueError, match=r"prompts\.json"):
+        gain([*both, blind[0]])
+
+
+def test_a_cell_is_paired_with_the_better_plain_training_of_its_seed():
+    controls = [
+        judged("next_token", "fixed", 0, [6.0, 20.0], [5.0, 15.0]),
+        judged("next_token", "fixed", 1, [7.0, 21.0], [5.0, 15.0]),
+    ]
+    worse = judged("next_token", "target", 0, [1.0, 2.0], [5.0, 15.0])
+    cells = [
+        judged("tvd", "draft", 0, [8.0, 18.0], [5.0, 15.0]),
+        judged("tvd", "draft", 1, [9.0, 25.0], [5.0, 25.0]),
+        judged("jsd", "draft", 2, [9.0, 25.0], [5.0, 25.0]),
+    ]
+    better = [replace(cell, alpha=number(0.9)) for cell in controls]
+    chosen = control([*cells, worse, *better], 1.0)
+    assert chosen == better
+    found = over_control(cells[:2], chosen)
+    assert found["mean"] == pytest.approx((26 - 26 + 34 - 28) / 80)
+    assert over_control(cells[2:], chosen) is None  # nobody of its seed
+    assert control(cells, 1.0) == []
+    text = printed(control_table([*cells, worse, *better], 1.0))
+    assert "next_token on fixed text, temperature 1" in text
+    assert "+0.075" in text
+    assert control_table(cells, 1.0) is None
 
 
 def test_the_figure_shows_every_temperature(tmp_path):

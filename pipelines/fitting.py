@@ -102,10 +102,11 @@ def validation_alpha(
     folder: StageFolder,
     section: str = "validation",
 ) -> Callable[[int], float]:
-    """A function that measures alpha on the validation contexts, and logs it as `section`.
+    """A function that measures what chooses the weights on the validation contexts: alpha.
 
-    Without a target, from its stored scores: then alpha counts what is certain, and the most that
-    may be missing is logged beside it.
+    It is logged as `section`. For `ce_argmax`, whose drafts propose their argmax, it is the
+    acceptance of that. Without a target, from its stored scores: then alpha counts what is
+    certain, and the most that may be missing is logged beside it.
     """
     options = {"sampling": config.sampling, "batch_size": config.evaluate.batch_size}
     if target is None:
@@ -120,12 +121,21 @@ def validation_alpha(
             metrics["alpha_error_bound"] = float(missing.sum() / scored.counts.sum())
         else:
             scored = score_contexts(target.adapter, draft, records, **options)
-        alpha = estimates(scored, seed=config.seed, resamples=config.evaluate.bootstrap)["alpha"]
+        found = estimates(scored, seed=config.seed, resamples=config.evaluate.bootstrap)
+        alpha = found["alpha"]
         metrics |= {"alpha": alpha.mean, "low": alpha.low, "high": alpha.high}
+        chosen = found.get(chosen_by(config), alpha).mean
+        if chosen != alpha.mean:
+            metrics[chosen_by(config)] = chosen
         folder.tracker.log(section, step, metrics)
-        return alpha.mean
+        return chosen
 
     return measure
+
+
+def chosen_by(config: Config) -> str:
+    """The acceptance mode in which a draft of this objective is served."""
+    return "alpha_greedy_draft" if config.divergence.names == {"ce_argmax"} else "alpha"
 
 
 def run(config: Config, folder: StageFolder, optim: OptimConfig, path: Path, name: str) -> Any:

@@ -252,7 +252,7 @@ class Stage:
                 summary = dict(self.run(config, folder))
         finally:
             _running.reset(mark)
-            gc.collect()  # models and caches stand in cycles: the next job of a sweep needs the room
+            gc.collect()  # models stand in cycles, and the next job of a sweep needs the room
         seconds = time.perf_counter() - started - me.upstream_seconds
         summary.setdefault("seconds", round(seconds, 2))
         return summary

@@ -58,3 +58,17 @@ def test_trials_that_have_ended_are_not_run_again(root, monkeypatch):
     ran.append("killed")
     distill.ensure(config)
     assert ran == ["rate_0.5", "killed", "rate_1", "train"]
+
+
+def test_weights_that_are_to_draft_by_argmax_are_chosen_by_what_that_accepts(root, monkeypatch):
+    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
+    options = ["divergence=ce_argmax", "optim.max_steps=12", "optim.eval_steps=3"]
+    folder = distill.ensure(smoke(root, "name=argmax", *options))
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if "alpha" in line]
+    judged = {
+        line["step"]: line["alpha_greedy_draft"]
+        for line in lines
+        if line["section"] == "validation"
+    }
+    best = read_json(folder / "summary.json")["best_step"]
+    assert best == max(judged, key=judged.get) > 0

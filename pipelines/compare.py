@@ -226,8 +226,9 @@ def render(rows: list[Row], findings: list[str], console: Console) -> None:
             seconds,
         )
     console.print(table)
+    cells = cells_of_rows(rows)
     keys = differing(rows)
-    if keys:
+    if keys and not is_matrix(cells):  # where it is one, its tables say what differs
         settings = Table("run", "settings that differ", box=box.SIMPLE_HEAD, pad_edge=False)
         for row in rows:
             values = [f"{key}={row['settings'].get(key, '(unknown)')}" for key in keys]
@@ -235,7 +236,6 @@ def render(rows: list[Row], findings: list[str], console: Console) -> None:
         console.print(settings)
     for line in findings:
         console.print(line, highlight=False)
-    cells = cells_of_rows(rows)
     if is_matrix(cells):
         for temperature in temperatures(cells):
             console.print(matrix_table(cells, temperature))

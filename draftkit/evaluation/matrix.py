@@ -192,7 +192,8 @@ def control_table(cells: Sequence[Cell], temperature: float) -> Table | None:
 
 def empty_table(title: str, caption: str) -> Table:
     """A table as all of these look."""
-    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    edges = {"show_edge": False, "pad_edge": False, "padding": (0, 0, 0, 1)}
+    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, **edges)
 
 
 def fill(table: Table, cells: Sequence[Cell], temperature: float, text: Any) -> Table:
@@ -207,9 +208,9 @@ def fill(table: Table, cells: Sequence[Cell], temperature: float, text: Any) -> 
 
 
 def number_text(number: Number) -> str:
-    """`+0.123` and `[0.11, 0.13]` below each other."""
+    """`+0.123` and `[0.110,0.135]` below each other: four of them fit a line."""
     low, high = number["ci95"]
-    return f"{number['mean']:+.3f}\n[{low:.3f}, {high:.3f}]"
+    return f"{number['mean']:+.3f}\n[{low:.3f},{high:.3f}]"
 
 
 def cell_text(cells: Sequence[Cell]) -> str:

@@ -70,14 +70,15 @@ def test_a_matrix_has_several_divergences_and_several_sources():
 def test_the_table_fits_eighty_columns_and_leaves_empty_what_was_not_run():
     wide = [*cells()]
     for source in ("target", "mix"):
-        wide += cells_of("neg_log_alpha", source, 0, summary(0.07))
+        wide += cells_of("neg_log_alpha", source, 0, summary(-0.07))
     text = printed(matrix_table(wide, 1.0))
     assert max(map(len, text.splitlines())) <= 80
     assert "temperature 1" in text
     line = next(line for line in text.splitlines() if line.strip().startswith("tvd"))
     assert line.split() == ["tvd", "-0.020"]
-    assert "[0.110, 0.130]" in text
+    assert "[0.110,0.130]" in text
     assert "x1.50" in text
+    assert text.count("[-0.080,-0.060]") == 2
 
 
 def judged(divergence, source, seed, after, before):

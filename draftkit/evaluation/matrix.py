@@ -2,8 +2,8 @@
 over plain training.
 
 A cell is an experiment; several of one cell (other seeds) stand in it together. Differences are
-paired: both drafts are judged on the same continuations of the same prompts, which the bootstrap
-resamples together, those of all seeds.
+paired: both drafts are judged on the same continuations of the same prompts. The bootstrap
+resamples prompts, each with what all seeds made of it: seeds of one prompt are no new prompts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from rich import box
 from rich.table import Table
 
 from draftkit.artifacts import atomic_path
+from draftkit.config import DIVERGENCE_NAMES, MIXTURE, SOURCE_NAMES
 from draftkit.theory.acceptance import estimate_gain
 
 CONTROL = "next_token"  # plain training, for as many steps on as many tokens
@@ -100,11 +101,11 @@ def temperatures(cells: Sequence[Cell]) -> list[float]:
 
 
 def grid(cells: Sequence[Cell], temperature: float) -> dict[str, dict[str, list[Cell]]]:
-    """Cells by divergence and source, in order of appearance; empty lists where there is none."""
-    sources = dict.fromkeys(cell.source for cell in cells)
+    """Cells by divergence and source, in the order of the choices; empty where there is none."""
+    divergences, sources = {cell.divergence for cell in cells}, {cell.source for cell in cells}
     rows: dict[str, dict[str, list[Cell]]] = {
-        divergence: {source: [] for source in sources}
-        for divergence in dict.fromkeys(cell.divergence for cell in cells)
+        divergence: {source: [] for source in sorted(sources, key=SOURCE_NAMES.index)}
+        for divergence in sorted(divergences, key=(*DIVERGENCE_NAMES, MIXTURE).index)
     }
     for cell in cells:
         if cell.temperature == temperature:
@@ -118,10 +119,10 @@ def mean(values: Sequence[float]) -> float:
 
 
 def paired(after: Sequence[Cell], baselines: Sequence[list[float]]) -> Number:
-    """Alpha of `after` minus that of the baselines, over the prompts of all seeds."""
+    """Alpha of `after` minus that of the baselines, both by seed and on the same prompts."""
 
     def column(lists: Sequence[list[float]]) -> torch.Tensor:
-        return torch.tensor([value for values in lists for value in values], dtype=torch.float64)
+        return torch.tensor(lists, dtype=torch.float64).sum(0)
 
     positions = column([cell.positions for cell in after])
     return estimate_gain(
@@ -139,10 +140,11 @@ def gain(cells: Sequence[Cell]) -> Number:
     """
     if len(cells) == 1:
         return cells[0].alpha_gain
-    if not all(cell.after for cell in cells):
+    counts = {len(cell.after) for cell in cells}
+    if len(counts) > 1 or 0 in counts:
         raise ValueError(
-            "runs: seeds stand together only where each evaluation has its prompts.json: run "
-            "pipelines.evaluate on the older ones again, with overwrite=true"
+            "runs: seeds stand together only where each evaluation has its prompts.json, of as "
+            "many prompts: run pipelines.evaluate on the others again, with overwrite=true"
         )
     return paired(cells, [cell.before for cell in cells])
 
@@ -192,7 +194,7 @@ def control_table(cells: Sequence[Cell], temperature: float) -> Table | None:
 
 def empty_table(title: str, caption: str) -> Table:
     """A table as all of these look."""
-    edges = {"show_edge": False, "pad_edge": False, "padding": (0, 0, 0, 1)}
+    edges = {"show_edge": False, "pad_edge": False, "padding": 0}
     return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, **edges)
 
 

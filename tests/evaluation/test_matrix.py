@@ -12,6 +12,7 @@ from draftkit.evaluation.matrix import (
     control,
     control_table,
     gain,
+    grid,
     heat_map,
     is_matrix,
     matrix_table,
@@ -95,13 +96,15 @@ def test_seeds_of_a_cell_stand_together_over_their_prompts():
     ]
     found = gain(both)
     assert found["mean"] == pytest.approx((26 - 20 + 34 - 30) / 80)
-    assert found["prompts"] == 4
-    assert cell_text(both).startswith("+0.125\n[0.")
+    assert found["prompts"] == 2  # seeds of a prompt are no new prompts
+    assert cell_text(both).startswith("+0.125\n[")
     assert cell_text(both).endswith("x1.50 n=2")
     assert gain(both[:1])["mean"] == pytest.approx(0.1)  # as the evaluation said
     blind = cells_of("tvd", "draft", 2, summary(0.1))
     with pytest.raises(ValueError, match=r"prompts\.json"):
         gain([*both, blind[0]])
+    order = list(grid([*both, *cells()], 1.0))
+    assert order == ["forward_kl", "tvd", "neg_log_alpha", "next_token"]
 
 
 def test_a_cell_is_paired_with_the_better_plain_training_of_its_seed():
@@ -122,7 +125,7 @@ def test_a_cell_is_paired_with_the_better_plain_training_of_its_seed():
     assert found["mean"] == pytest.approx((26 - 26 + 34 - 28) / 80)
     assert over_control(cells[2:], chosen) is None  # nobody of its seed
     assert control(cells, 1.0) == []
-    text = printed(control_table([*cells, worse, *better], 1.0))
+    text = " ".join(printed(control_table([*cells, worse, *better], 1.0)).split())
     assert "next_token on fixed text, temperature 1" in text
     assert "+0.075" in text
     assert control_table(cells, 1.0) is None

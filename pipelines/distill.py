@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from rich.console import Console
 
 from draftkit.artifacts import read_json
@@ -73,8 +74,11 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train, then judge against the starting drafter on the test split."""
     loaded, outcome, rates = fit(config, folder)
     draft = loaded.draft
-    save_model(draft.model, loaded.outline.tokenizer, folder.path / DRAFT, kept_ids=draft.kept_ids)
-    training_figure(read_metrics(folder.path / FILE_NAME), folder.path / "training.png")
+    if folder.is_main:
+        tokenizer, path = loaded.outline.tokenizer, folder.path / DRAFT
+        save_model(draft.model, tokenizer, path, kept_ids=draft.kept_ids)
+        training_figure(read_metrics(folder.path / FILE_NAME), folder.path / "training.png")
+    PartialState().wait_for_everyone()  # all judge what the first process has saved
     folder.tracker.figure("train/curves", folder.path / "training.png")
     if outcome.best_step == 0:
         folder.note("no step beat the starting drafter on validation: it is kept as it was")

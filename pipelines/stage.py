@@ -69,7 +69,9 @@ def _agree(value: Any) -> Any:
     import torch
     from accelerate import PartialState
 
-    PartialState()  # joins the process group
+    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    # Joins the process group. Left to itself it knows no group of processes without accelerators.
+    PartialState(cpu=forced or not torch.cuda.is_available())
     values = [value]
     torch.distributed.broadcast_object_list(values, src=0)
     return values[0]

@@ -5,6 +5,7 @@ Embeddings and head stay whole, since losses make logits of states without passi
 model. All processes must pass through together: sharded models score batches, they do not decode.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed
 from torch import nn
 
 
-def shard_layers(model: nn.Module) -> None:
+def shard_layers(model: Any) -> None:
     """Split the layers of `model` over the processes of this group, in place.
 
     Raises ValueError where there is but one process.
@@ -29,6 +30,22 @@ def shard_layers(model: nn.Module) -> None:
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     for layer in layers_of(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    stack = model.base_model
+    stack.forward = _outside_inference(stack.forward)
+
+
+def _outside_inference(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` without gradients, but never in inference mode.
+
+    Layers gather their weights into buffers that outlive the call; made in inference mode (where
+    alpha is measured), they could not be written to in a training step.
+    """
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return forward(*arguments, **named)
+
+    return run
 
 
 def layers_of(model: Any) -> nn.ModuleList:

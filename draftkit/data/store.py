@@ -5,6 +5,7 @@ been read is the system's to forget. This module does not know what a row means.
 """
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -25,8 +26,9 @@ WRITTEN = 256  # rows of a batch: what is in memory while a file is written
 class Lazy(Sequence[Item], Generic[Item]):
     """A sequence that makes an item when it is asked for; a slice is lazy too."""
 
+    @abstractmethod
     def _at(self, place: int) -> Item:
-        raise NotImplementedError
+        """The item at `place`, which is in range."""
 
     @overload
     def __getitem__(self, place: int) -> Item: ...

@@ -32,7 +32,7 @@ WARM_TURNS = 1
 CALIBRATION_TURNS = 12
 BURST = 16  # rounds of a kind in a row
 # Of them, until the caches of the processor hold what that kind reads: a plain step that follows
-# other work takes half as long again, and the eighth still a tenth more than one in a long answer.
+# other work takes half as long again as one in a long answer, and the fourth still a sixth more.
 SETTLING = 8
 
 

@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 # Test files side by side, one thread each; more than four workers gain little.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 READY := $(VENV)/.ready
+DEV := $(VENV)/.ready-dev
 
-.PHONY: quickstart smoke test soak lint format notebooks clean
+.PHONY: quickstart smoke test soak lint format clean
 
 quickstart: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=quickstart
@@ -14,20 +15,20 @@ quickstart: $(READY)
 smoke: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=smoke
 
-test: $(READY)
+test: $(DEV)
 	$(PYTEST) -m "not soak and not gpu"
 
 # The same suites at full counts: more draws, more cases, longer faults.
-soak: $(READY)
+soak: $(DEV)
 	$(PYTEST) -m "soak and not gpu"
 
-lint: $(READY)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
-format: $(READY)
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -37,5 +38,10 @@ clean:
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable ".[dev,notebooks]"
+	$(BIN)/python -m pip install --quiet --editable .
 	touch $(READY)
+
+# What tests, linters and notebooks need on top; the quickstart does without.
+$(DEV): $(READY)
+	$(BIN)/python -m pip install --quiet --editable ".[dev,notebooks]"
+	touch $(DEV)

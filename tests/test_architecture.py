@@ -53,10 +53,11 @@ def test_imports_point_down() -> None:
 
 
 def test_probabilities_are_made_in_theory_only() -> None:
+    """Of tokens, that is: the weights of an attention layer are those of places in a text."""
     found = (
         (path, call.lineno)
         for path in CODE
-        if "theory" not in path.parts
+        if "theory" not in path.parts and path.name != "attention.py"
         for name, call in calls(path)
         if name in ("softmax", "log_softmax", "Softmax", "LogSoftmax", "gumbel_softmax")
     )

@@ -1,0 +1,91 @@
+"""Attention for training on a CPU: plain products where PyTorch's fused kernel is slow.
+
+The fused kernel never holds the scores [T, T], which long texts need; but on a CPU it goes backward
+in half precision several times slower than the products written out. Short texts in half
+precision therefore take the products when a gradient is wanted, and all else the fused kernel.
+
+Shapes: B rows, N query heads, K key-value heads, T tokens, D dimensions of a head.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "draftkit"
+LONGEST = 256  # tokens: from 512 on the fused kernel is as fast, and needs far less memory
+HALVES = (torch.bfloat16, torch.float16)
+# What a layer may ask for that the products do not do.
+OTHERS = ("softcap", "position_bias", "cache", "s_aux")
+
+
+def fit_to_learn(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, which on a CPU learns from short texts by plain products and decodes as before.
+
+    Models that do not attend by the fused kernel, or not through the common interface, stay as
+    they are.
+    """
+    fused = model.config._attn_implementation == "sdpa"
+    if fused and model.device.type == "cpu" and model._can_set_attn_implementation():
+        model.set_attn_implementation(NAME)
+    return model
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What a layer calls: query [B, N, T, D], key and value [B, K, T, D] to [B, T, N, D]."""
+    tokens = query.shape[2]
+    short = query.requires_grad and tokens == key.shape[2] <= LONGEST
+    asked = dropout > 0 or any(others.get(name) is not None for name in OTHERS)
+    if asked or not (short and _is_half(query)):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, **others
+        )
+    if is_causal is None:
+        is_causal = bool(getattr(module, "is_causal", True))
+    if attention_mask is None and is_causal:
+        attention_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+    mixed = plain_attention(query, key, value, mask=attention_mask, scaling=scaling)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _is_half(states: Tensor) -> bool:
+    """Whether products of `states` are taken in half precision."""
+    return states.dtype in HALVES or torch.is_autocast_enabled(states.device.type)
+
+
+def plain_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    """softmax(scaling * query @ key^T + mask) @ value, [B, N, T, D]; scaling: default D ** -0.5.
+
+    mask: broadcastable to [B, N, T, T], bool (true: seen) or to be added.
+    """
+    heads, shared = query.shape[1], key.shape[1]
+    # Query heads that share keys are rows of one product, so that keys are not repeated.
+    grouped = query.unflatten(1, (shared, heads // shared)).flatten(2, 3)
+    scores = (grouped * (scaling or query.shape[-1] ** -0.5)) @ key.transpose(-1, -2)
+    scores = scores.unflatten(2, (heads // shared, -1)).flatten(1, 2)  # [B, N, T, T]
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask.to(scores.dtype)
+    weights = scores.softmax(-1)
+    mixed = weights.unflatten(1, (shared, -1)).flatten(2, 3) @ value
+    return mixed.unflatten(2, (heads // shared, -1)).flatten(1, 2)
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -149,7 +149,7 @@ def test_no_path_of_one_machine_is_written_down(path: Path) -> None:
     if path == Path(__file__):
         return
     text = path.read_text(encoding="utf-8")
-    assert not re.search(r"""["'`(\s](/home/|/root/|/work/|/Users/|/mnt/|C:\\\\)""", text)
+    assert not re.search(r"""["'`(\s](/(home|root|work|Users|mnt)/|C:\\\\)""", text)
 
 
 def test_importing_the_library_is_light_and_silent() -> None:

@@ -77,6 +77,19 @@ def _agree(value: Any) -> Any:
     return values[0]
 
 
+def _leave_group() -> None:
+    """Leave the process group of a distributed launch, where one was joined.
+
+    Left to the interpreter's exit, its threads now and then abort a process that has done its work.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 class Stage:
     """One command of the pipeline. Make it by the decorator `stage`."""
 
@@ -295,7 +308,10 @@ class Stage:
             finally:
                 _swept.reset(mark)
 
-        run_command(self.name, launch)
+        try:
+            run_command(self.name, launch)
+        finally:
+            _leave_group()
 
 
 def stage(

@@ -4,6 +4,7 @@ import json
 import sys
 
 import torch
+import torch.distributed
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.batch import TokenSequence
@@ -61,3 +62,4 @@ if __name__ == "__main__":
     sys.stdout.write(
         json.dumps(losses(sys.argv[1], getattr(torch, sys.argv[2]), accumulation=1)) + "\n"
     )
+    torch.distributed.destroy_process_group()

@@ -26,6 +26,8 @@ BENCHMARK_METHOD_NAMES += ("hf_plain", "hf_assisted", "hf_lookup")
 BENCHMARK_METHODS = ("plain", "speculative", "adaptive", "hf_plain", "hf_assisted", "hf_lookup")
 SUBJECT_NAMES = ("decoder", "distill")
 WEIGHT_NAMES = ("pair", "random")
+ONLINE_TASKS = ("daemon", "rollback", "drift", "serve_and_refit")
+TEACHER_NAMES = ("stored", "target")
 
 
 def require(condition: bool, key: str, rule: str, value: object) -> None:

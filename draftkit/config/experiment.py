@@ -12,6 +12,7 @@ from draftkit.config.choices import (
     require_positive,
 )
 from draftkit.config.measuring import BenchmarkConfig, DecodeConfig, EvaluateConfig
+from draftkit.config.service import OnlineConfig, ServeConfig
 from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, embedded_draft
 from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
 
@@ -63,6 +64,8 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    online: OnlineConfig = field(default_factory=OnlineConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 

@@ -127,17 +127,20 @@ def check_cache(model: PreTrainedModel) -> None:
 def copy_weights(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
     """Copy `state_dict` of the same model in place, so that compiled code keeps its buffers.
 
-    Raises ValueError naming the first tensor that is missing, of another shape or unknown.
+    Of tensors that share their memory one is enough, as files hold them. Raises ValueError naming
+    the first tensor that is missing, of another shape or unknown: then nothing was copied.
     """
     own = model.state_dict()
     if unknown := sorted(state_dict.keys() - own.keys()):
         raise ValueError(f"new weights do not fit the draft: it has no {unknown[0]}")
+    given = {own[name].data_ptr() for name in state_dict}
     for name, weight in own.items():
-        if name not in state_dict or state_dict[name].shape != weight.shape:
+        tied = name not in state_dict and weight.data_ptr() in given
+        if not tied and (name not in state_dict or state_dict[name].shape != weight.shape):
             raise ValueError(f"new weights do not fit the draft: {name} is missing or reshaped")
     with torch.no_grad():
-        for name, weight in own.items():
-            weight.copy_(state_dict[name])
+        for name, weight in state_dict.items():
+            own[name].copy_(weight)
 
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:

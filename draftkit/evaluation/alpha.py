@@ -7,7 +7,7 @@ very function that serves (P1), and the three acceptance modes are summed by pro
 Shapes: M generated positions, V vocabulary, P prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,6 @@ class PromptTotals:
         return {**lists, "positions": self.counts.tolist()}
 
 
-@torch.inference_mode()
 def score_contexts(
     target: Adapter,
     draft: Adapter,
@@ -58,28 +57,46 @@ def score_contexts(
     batch_size: int,
 ) -> PromptTotals:
     """Return the three acceptance modes of `draft` on `contexts`, summed by prompt in float64."""
-    totals: dict[str, list[float]] = {mode: [] for mode in MODES}
+    drafts = {"draft": draft}
+    return score_drafts(target, drafts, contexts, sampling=sampling, batch_size=batch_size)["draft"]
+
+
+@torch.inference_mode()
+def score_drafts(
+    target: Adapter,
+    drafts: Mapping[str, Adapter],
+    contexts: Sequence[Record],
+    *,
+    sampling: SamplingConfig,
+    batch_size: int,
+) -> dict[str, PromptTotals]:
+    """`score_contexts` of several drafts, for which the target reads each context once."""
+    totals: dict[str, dict[str, list[float]]] = {n: {m: [] for m in MODES} for n in drafts}
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
         tokens, keep = padded(chunk, target.device)
-        target_rows = target.score(tokens, keep)
-        draft_rows = draft.score(tokens, keep)
         lengths = [len(context.output_ids) for context in chunk]
-        for context, target_logits, draft_logits in zip(
-            chunk, target_rows.split(lengths), draft_rows.split(lengths), strict=True
-        ):
-            seen = history(context, sampling, target.vocab_size, target.device)
-            params = sampling_params(sampling, target.device)
-            target_probs = warp(target_logits[None], params, seen)[0]
-            draft_probs = warp(draft_logits[None], params, seen)[0]
-            for mode, acceptance in MODES.items():
-                values = acceptance(target_probs=target_probs, draft_probs=draft_probs)
-                totals[mode].append(float(values.double().sum()))
-    counts = [len(context.output_ids) for context in contexts]
-    return PromptTotals(
-        totals={mode: torch.tensor(sums, dtype=torch.float64) for mode, sums in totals.items()},
-        counts=torch.tensor(counts, dtype=torch.float64),
-    )
+        target_rows = target.score(tokens, keep).split(lengths)
+        for name, draft in drafts.items():
+            draft_rows = draft.score(tokens, keep).split(lengths)
+            for context, target_logits, draft_logits in zip(
+                chunk, target_rows, draft_rows, strict=True
+            ):
+                seen = history(context, sampling, target.vocab_size, target.device)
+                params = sampling_params(sampling, target.device)
+                target_probs = warp(target_logits[None], params, seen)[0]
+                draft_probs = warp(draft_logits[None], params, seen)[0]
+                for mode, acceptance in MODES.items():
+                    values = acceptance(target_probs=target_probs, draft_probs=draft_probs)
+                    totals[name][mode].append(float(values.double().sum()))
+    counts = torch.tensor([len(c.output_ids) for c in contexts], dtype=torch.float64)
+    return {
+        name: PromptTotals(
+            totals={mode: torch.tensor(sums, dtype=torch.float64) for mode, sums in found.items()},
+            counts=counts,
+        )
+        for name, found in totals.items()
+    }
 
 
 @torch.inference_mode()

@@ -163,6 +163,28 @@ def estimate_quotient(
     )
 
 
+def estimate_recovered(
+    *,
+    totals: Tensor,
+    start_totals: Tensor,
+    best_totals: Tensor,
+    counts: Tensor,
+    seed: int = 0,
+    resamples: int = 2000,
+) -> Estimate:
+    """The share of the way from `start_totals` to `best_totals` that `totals` has come: paired.
+
+    All [P], sums over the same `counts` positions of each prompt. Raises ValueError with fewer
+    than 2 prompts.
+    """
+    come, way = totals - start_totals, best_totals - start_totals
+
+    def share(sums: Tensor) -> Tensor:
+        return sums[..., 0] / sums[..., 2]
+
+    return _bootstrap([come, counts, way, counts], share, seed=seed, resamples=resamples)
+
+
 def accepted(accept_counts: Tensor) -> Tensor:
     """Accepted proposals in a histogram [..., gamma + 1] of rounds by n; float64 [...].
 

@@ -1,0 +1,96 @@
+"""Drifting traffic, simulated: answers of the target stream by, drafters are refitted, alpha is told.
+
+What a server answers has the target's law whatever its drafter, so the stream is sampled once and
+shown to all services that are compared. Each point of the curve is taken on requests that no
+drafter has seen yet; then they are recorded, and updates happen where they are due. There is no
+HTTP and no waiting here: what a daemon would do between requests is done between requests.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftkit.config import DEFAULT_ROUTE
+from draftkit.data.rollouts import Record
+from draftkit.evaluation.alpha import PromptTotals
+from draftkit.models.adapter import Adapter, CausalAdapter
+from draftkit.online.buffer import Buffer, Entry
+from draftkit.online.refit import Refit, Update
+
+Score = Callable[[Mapping[str, Adapter], Sequence[Record]], Mapping[str, PromptTotals]]
+
+
+@dataclass
+class Service:
+    """A drafter that is refitted from what it serves. `draft` holds the version in force."""
+
+    name: str
+    draft: CausalAdapter
+    buffer: Buffer
+    refit: Refit
+    version: str = ""
+    clock: float = 0.0  # of the records, a second a request
+
+    def follow(self) -> None:
+        """Take the version in force, as a server does."""
+        version = self.refit.registry.current()
+        if version is not None and version.name != self.version:
+            self.draft.load_weights(self.refit.registry.read(version))
+            self.version = version.name
+
+    def record(self, records: Sequence[Record]) -> Iterator[Update]:
+        """Put what was served into the buffer; yield the updates that follow."""
+        entries = []
+        for record in records:
+            self.clock += 1.0
+            entries.append(
+                Entry(record=record, route=DEFAULT_ROUTE, version=self.version, seconds=self.clock)
+            )
+        self.buffer.append(entries)
+        while self.refit.due():
+            yield self.refit.update()
+            self.follow()
+
+
+@dataclass(frozen=True)
+class Point:
+    """Alpha on requests `first` .. `last` - 1 of the whole stream, before any drafter saw them."""
+
+    domain: str
+    first: int
+    last: int
+    scored: dict[str, PromptTotals]  # by drafter
+    versions: dict[str, str]
+
+
+def stream(
+    domains: Mapping[str, Sequence[Record]],
+    services: Sequence[Service],
+    *,
+    others: Callable[[str], Mapping[str, Adapter]],
+    score: Score,
+    points: int,
+    scored: int,
+    step: int,
+    tell: Callable[[Service, int, Update], Any],
+) -> Iterator[Point]:
+    """Let the domains pass, one after the other; yield `points` of each, all it brought recorded.
+
+    `others(domain)` are drafters that do not change; `scored` requests of each point are scored;
+    `step` requests are recorded at a time, `tell` hears of every update.
+    """
+    before = 0
+    for domain, records in domains.items():
+        edges = [len(records) * place // points for place in range(points + 1)]
+        for first, last in zip(edges, edges[1:], strict=False):
+            for service in services:
+                service.follow()
+            drafts = {**others(domain), **{service.name: service.draft for service in services}}
+            found = dict(score(drafts, records[first : min(last, first + scored)]))
+            versions = {service.name: service.version for service in services}
+            for start in range(first, last, step):
+                for service in services:
+                    for update in service.record(records[start : min(last, start + step)]):
+                        tell(service, before + start + step, update)
+            yield Point(domain, before + first, before + last, found, versions)
+        before += len(records)

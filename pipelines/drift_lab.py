@@ -1,0 +1,250 @@
+"""What the drift experiment is made of: texts by domain, drafters, services.
+
+Everything that takes long is kept in the stage folder, so that a kill costs a part.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from draftkit.online.buffer import Buffer
+from draftkit.online.registry import Registry
+
+from draftkit.artifacts import remove
+from draftkit.config import Config, ModelConfig
+from draftkit.data.prompts import Example
+from draftkit.data.rollouts import Record, read_records, write_records
+from draftkit.distillation.loop import Progress, train
+from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
+from draftkit.distillation.sources import TextSource, sequence_of_record
+from draftkit.distillation.teacher import StoredTeacher, stored_scores
+from draftkit.distillation.trainer import Trainer
+from draftkit.evaluation.alpha import PromptTotals, score_drafts, score_stored
+from draftkit.models.loading import Target, load_draft, save_model
+from draftkit.online.drift import Service
+from draftkit.online.gate import Judge
+from draftkit.online.refit import Anchors, Refit
+from draftkit.theory.acceptance import estimate_ratio
+from pipelines.prepare import pretrain
+from pipelines.progress import progress
+from pipelines.stage import StageFolder
+from pipelines.texts import splits_of
+
+SAMPLED = 512  # answers of a file
+SCORED_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Lab:
+    """What the whole experiment shares."""
+
+    config: Config
+    folder: StageFolder
+    target: Target
+
+    @property
+    def path(self) -> Path:
+        """Where products go."""
+        return self.folder.path
+
+
+def sample(lab: Lab, name: str, examples: Sequence[Example], count: int) -> list[Record]:
+    """Answers of the target to `count` prompts, with its scores, in files called `name`."""
+    config, target = lab.config, lab.target
+    settings = AnswerSettings(
+        sampling=config.sampling,
+        eos_token_ids=target.eos_token_ids,
+        max_new_tokens=config.online.drift.max_new_tokens,
+        max_length=config.data.max_length,
+        batch_size=config.generate.batch_size,
+        seed=config.seed,
+    )
+    sampler = DecoderSampler(model=target.adapter, name="target", settings=settings)
+    folder = lab.path / "text"
+    folder.mkdir(exist_ok=True)
+    records: list[Record] = []
+    for first in range(0, min(count, len(examples)), SAMPLED):
+        path = folder / f"{name}-{first:06d}.parquet"
+        if not path.exists():
+            rows = range(first, min(first + SAMPLED, count, len(examples)))
+            prompts = [examples[row].prompt_ids for row in rows]
+            found = sampler.sample(prompts, rows=rows, version="target")
+            write_records(path, scored(lab, found))
+        records += read_records(path)
+    lab.folder.note(f"{name}: {len(records)} answers")
+    return records
+
+
+def scored(lab: Lab, records: Sequence[Record]) -> list[Record]:
+    """`records` with the target's scores, as the server stores them."""
+    found: list[Record] = []
+    for first in range(0, len(records), SCORED_AT_ONCE):
+        found += stored_scores(
+            lab.target.adapter,
+            records[first : first + SCORED_AT_ONCE],
+            k=lab.config.online.buffer.top_k,
+            loss_temperature=lab.config.training_temperature,
+        )
+    return found
+
+
+def make_trainer(lab: Lab, folder: Path, **changes: Any) -> Trainer:
+    """A trainer of the draft in `folder`, by the stored scores; `changes` are to `optim`."""
+    config = lab.config
+    return Trainer(
+        load_draft(ModelConfig(path=str(folder)), lab.target, dtype=torch.float32),
+        StoredTeacher(),
+        optim=replace(config.optim, **changes),
+        divergence=config.divergence,
+        sampling=config.sampling,
+        temperature=config.training_temperature,
+        autocast=lab.target.dtype if lab.target.dtype != torch.float32 else None,
+    )
+
+
+def save(lab: Lab, trainer: Trainer, folder: Path) -> None:
+    """Write the trained draft as a folder that serving can load."""
+    save_model(trainer.draft.model, lab.target.tokenizer, folder)
+
+
+def distil(
+    lab: Lab,
+    name: str,
+    start: Path,
+    records: Sequence[Record],
+    held_out: Sequence[Record],
+    steps: int,
+) -> Path:
+    """Distil the draft in `start` on `records`; the weights that are best on `held_out` stay."""
+    path = lab.path / name
+    if path.exists():
+        return path
+    config = lab.config
+    every = max(1, steps // 6)
+    trainer = make_trainer(lab, start, max_steps=steps, eval_steps=every, save_steps=every)
+    source = TextSource(
+        [sequence_of_record(record) for record in records],
+        batch_size=trainer.optim.rows_of_a_process,
+        seed=config.seed,
+        device=trainer.draft.device,
+    )
+
+    def evaluate(step: int) -> float:
+        sums = score_stored(
+            trainer.draft,
+            held_out,
+            sampling=config.sampling,
+            batch_size=config.evaluate.batch_size,
+        )[0]
+        alpha = estimate_ratio(sums.totals["alpha"], sums.counts).mean
+        lab.folder.tracker.log(f"{name}_validation", step, {"alpha": alpha})
+        return alpha
+
+    work = lab.path / f"{name}-training"
+    work.mkdir(exist_ok=True)
+    with progress(f"distilling {name}", steps) as show:
+
+        def log(step: Progress) -> None:
+            show(step)
+            lab.folder.tracker.log(name, step.steps, {"loss": step.metrics.loss})
+
+        train(trainer, source, work, evaluate=evaluate, log=log)
+    save(lab, trainer, path)
+    remove(work)
+    return path
+
+
+def of_domain(examples: Sequence[Example], domain: str) -> list[Example]:
+    """Those of one domain, in the order of the split: any first n are a fair sample."""
+    return [example for example in examples if example.domain == domain]
+
+
+def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service:
+    """A service with a buffer and a registry of its own, which begins with the static drafter."""
+    config, folder = lab.config, lab.path / name
+    remove(folder)  # of an interrupted run: a stream is gone through whole
+    folder.mkdir()
+    buffer = Buffer(
+        folder / "buffer.sqlite", config.online.buffer, gate_fraction=config.online.gate.fraction
+    )
+    registry = Registry(folder / "drafters")
+    registry.seed(lambda path: shutil.copytree(static, path, dirs_exist_ok=True))
+    judge_draft, draft = (load_draft(ModelConfig(path=str(static)), lab.target) for _ in range(2))
+    return Service(
+        name,
+        draft,
+        buffer,
+        Refit(
+            route="default",
+            buffer=buffer,
+            registry=registry,
+            make_trainer=lambda path: make_trainer(lab, path, lr_scheduler_type="constant"),
+            save=partial(save, lab),
+            judge=Judge(
+                judge_draft,
+                None,
+                sampling=config.sampling,
+                batch_size=config.evaluate.batch_size,
+            ),
+            anchors=anchors,
+            settings=config.online,
+            folder=folder,
+            gamma=config.decode.gamma,
+            seed=config.seed,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Answers of the target, by domain: what streams by, what chooses weights, what is tested on."""
+
+    train: dict[str, list[Record]]
+    validation: dict[str, list[Record]]
+    test: dict[str, list[Record]]
+
+
+def make_texts(lab: Lab) -> Texts:
+    """Sample all of them; of the first domain, too, what the static drafter learns from."""
+    drift, evaluate = lab.config.online.drift, lab.config.evaluate
+    splits = splits_of(lab.config)
+    found = Texts({}, {}, {})
+    for domain in (drift.first, *drift.domains):
+        for name, examples, count, kept in (
+            ("train", splits.train, drift.requests, found.train),
+            ("validation", splits.validation, evaluate.validation_prompts, found.validation),
+            ("test", splits.test, evaluate.prompts, found.test),
+        ):
+            kept[domain] = sample(lab, f"{domain}-{name}", of_domain(examples, domain), count)
+    return found
+
+
+def make_static(lab: Lab, texts: Texts) -> Path:
+    """The drafter of the first domain: trained on its text, then distilled."""
+    config, first = lab.config, lab.config.online.drift.first
+    if not (lab.path / "draft").exists():
+        splits = splits_of(config)
+        only = replace(splits, train=of_domain(splits.train, first))
+        pretrain("draft", config, lab.folder, lab.target.tokenizer, only)
+    return distil(
+        lab,
+        "static",
+        lab.path / "draft",
+        texts.train[first],
+        texts.validation[first],
+        config.optim.max_steps,
+    )
+
+
+def scores_of(lab: Lab) -> Callable[..., dict[str, PromptTotals]]:
+    """Exact alpha of several drafts on the same records."""
+    return partial(
+        score_drafts,
+        lab.target.adapter,
+        sampling=lab.config.sampling,
+        batch_size=lab.config.evaluate.batch_size,
+    )

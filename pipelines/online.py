@@ -1,0 +1,52 @@
+"""`python -m pipelines.online`: refit the drafter from served traffic; or simulate that.
+
+`online.task`: `daemon` runs beside a server until it is told to stop (and, with
+`online.most_updates`, until those are done), `rollback` takes a version back, `drift` is the
+experiment with a stream that changes, `serve_and_refit` that with two real processes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from draftkit.artifacts import read_json
+from draftkit.config import Config
+from draftkit.online.drift_report import drift_table
+from pipelines.drift import drift
+from pipelines.inputs import target_hashes
+from pipelines.stage import StageFolder, stage
+
+TASKS = {"drift": drift}
+
+
+def show(config: Config, folder: Path) -> None:
+    """Print what the task found."""
+    summary = read_json(folder / "summary.json")
+    if config.online.task == "drift":
+        Console(width=80).print(drift_table(summary))
+
+
+@stage(
+    sections=(
+        "seed",
+        "data",
+        "sampling",
+        "divergence",
+        "optim",
+        "online",
+        "draft.pretrain",
+        "generate.batch_size",
+        "evaluate.prompts",
+        "evaluate.validation_prompts",
+    ),
+    inputs=target_hashes,
+    after=show,
+)
+def online(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Do what `online.task` says."""
+    return TASKS[config.online.task](config, folder)
+
+
+if __name__ == "__main__":
+    online.main()

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from draftkit.online.buffer import Buffer
-from draftkit.online.registry import Registry
 
 from draftkit.artifacts import remove
 from draftkit.config import Config, ModelConfig
@@ -25,9 +23,11 @@ from draftkit.distillation.teacher import StoredTeacher, stored_scores
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts, score_stored
 from draftkit.models.loading import Target, load_draft, save_model
+from draftkit.online.buffer import Buffer
 from draftkit.online.drift import Service
 from draftkit.online.gate import Judge
 from draftkit.online.refit import Anchors, Refit
+from draftkit.online.registry import Registry
 from draftkit.theory.acceptance import estimate_ratio
 from pipelines.prepare import pretrain
 from pipelines.progress import progress
@@ -201,7 +201,7 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
 
 @dataclass(frozen=True)
 class Texts:
-    """Answers of the target, by domain: what streams by, what chooses weights, what is tested on."""
+    """Answers of the target by domain: what streams by, what chooses weights, what tests."""
 
     train: dict[str, list[Record]]
     validation: dict[str, list[Record]]

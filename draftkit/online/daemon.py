@@ -85,11 +85,8 @@ class Daemon:
         """Wait while the server is busy. Raises `Stopped` when told to stop."""
         while not self._stop.is_set():
             load = self._buffer.load()
-            if (
-                load is None
-                or load.age > FRESH_SECONDS
-                or load.queued <= self._settings.pause_queue
-            ):
+            is_there = load is not None and load.age_seconds <= FRESH_SECONDS
+            if load is None or not is_there or load.queued <= self._settings.pause_queue:
                 return
             self._stop.wait(HOLD_SECONDS)
         raise Stopped

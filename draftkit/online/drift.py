@@ -1,4 +1,4 @@
-"""Drifting traffic, simulated: answers of the target stream by, drafters are refitted, alpha is told.
+"""Drifting traffic, simulated: answers stream by, drafters are refitted, alpha is told.
 
 What a server answers has the target's law whatever its drafter, so the stream is sampled once and
 shown to all services that are compared. Each point of the curve is taken on requests that no
@@ -8,6 +8,7 @@ HTTP and no waiting here: what a daemon would do between requests is done betwee
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from draftkit.config import DEFAULT_ROUTE
@@ -82,7 +83,7 @@ def stream(
     before = 0
     for domain, records in domains.items():
         edges = [len(records) * place // points for place in range(points + 1)]
-        for first, last in zip(edges, edges[1:], strict=False):
+        for first, last in pairwise(edges):
             for service in services:
                 service.follow()
             drafts = {**others(domain), **{service.name: service.draft for service in services}}

@@ -1,4 +1,4 @@
-"""The refit of one route's drafter: what was served, mixed with what came before, k steps, the gate.
+"""The refit of one route's drafter: what was served and what came before, k steps, the gate.
 
 An update takes rows of three kinds: recent traffic, a reservoir of older traffic, and anchors, text
 of before the drift, against forgetting (Liu et al. 2310.07177 train on recent traffic alone). Its
@@ -31,6 +31,7 @@ from draftkit.online.registry import Registry, Version
 from draftkit.theory.acceptance import Estimate, estimate_ratio, expected_accepted
 
 STATE = "state.safetensors"
+NEWEST = 32  # records by which a drift shows
 LEAST_HELD_OUT = 16  # records, below which no gate is asked: the bootstrap of fewer is too narrow
 
 
@@ -106,7 +107,7 @@ class Refit:
     # When
 
     def due(self) -> bool:
-        """Whether enough was recorded since the last update, and no canary waits for its verdict."""
+        """Whether enough was recorded since the last update, and no canary is being judged."""
         self._restore()
         held_out = self._buffer.count(self.route, held_out=True)
         if held_out < min(LEAST_HELD_OUT, self.settings.gate.records):
@@ -243,7 +244,12 @@ class Refit:
         settings, seed = self.settings, self._seed * 1_000_003 + number
         recent = self._buffer.newest(self.route, settings.recent, held_out=False)
         older = self._buffer.sample(
-            self.route, settings.recent, held_out=False, seed=seed, recent=settings.recent
+            self.route,
+            settings.recent,
+            held_out=False,
+            seed=seed,
+            recent=settings.recent,
+            reservoir=True,
         )
         return [stored.record for stored in recent], [stored.record for stored in older]
 

@@ -22,7 +22,7 @@ from draftkit.distillation.sources import TextSource, sequence_of_record
 from draftkit.distillation.teacher import StoredTeacher, stored_scores
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts, score_stored
-from draftkit.models.loading import Target, load_draft, save_model
+from draftkit.models.loading import Target, load_draft, outline_of, save_model
 from draftkit.online.buffer import Buffer
 from draftkit.online.drift import Service
 from draftkit.online.gate import Judge
@@ -94,7 +94,7 @@ def scored(lab: Lab, records: Sequence[Record]) -> list[Record]:
 
 def make_trainer(lab: Lab, folder: Path, **changes: Any) -> Trainer:
     """A trainer of the draft in `folder`, by the stored scores; `changes` are to `optim`."""
-    config = lab.config
+    config, dtype = lab.config, outline_of(lab.target).dtype
     return Trainer(
         load_draft(ModelConfig(path=str(folder)), lab.target, dtype=torch.float32),
         StoredTeacher(),
@@ -102,7 +102,7 @@ def make_trainer(lab: Lab, folder: Path, **changes: Any) -> Trainer:
         divergence=config.divergence,
         sampling=config.sampling,
         temperature=config.training_temperature,
-        autocast=lab.target.dtype if lab.target.dtype != torch.float32 else None,
+        autocast=dtype if dtype != torch.float32 else None,
     )
 
 
@@ -172,7 +172,7 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
         folder / "buffer.sqlite", config.online.buffer, gate_fraction=config.online.gate.fraction
     )
     registry = Registry(folder / "drafters")
-    registry.seed(lambda path: shutil.copytree(static, path, dirs_exist_ok=True))
+    registry.seed(partial(copy_folder, static))
     judge_draft, draft = (load_draft(ModelConfig(path=str(static)), lab.target) for _ in range(2))
     return Service(
         name,
@@ -197,6 +197,11 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
             seed=config.seed,
         ),
     )
+
+
+def copy_folder(source: Path, folder: Path) -> None:
+    """Put what lies in `source` into `folder`."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
 
 
 @dataclass(frozen=True)

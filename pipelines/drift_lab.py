@@ -10,25 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftkit.artifacts import remove
-from draftkit.config import Config, ModelConfig
+from draftkit.config import Config
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record, read_records, write_records
 from draftkit.distillation.loop import Progress, train
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
 from draftkit.distillation.sources import TextSource, sequence_of_record
-from draftkit.distillation.teacher import StoredTeacher, stored_scores
+from draftkit.distillation.teacher import stored_scores
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts, score_stored
-from draftkit.models.loading import Target, load_draft, outline_of, save_model
+from draftkit.models.loading import Target, load_draft, outline_of, save_model, with_path
 from draftkit.online.buffer import Buffer
 from draftkit.online.drift import Service
 from draftkit.online.gate import Judge
 from draftkit.online.refit import Anchors, Refit
 from draftkit.online.registry import Registry
 from draftkit.theory.acceptance import estimate_ratio
+from pipelines.fitting import Models, load_learner, make_trainer
 from pipelines.prepare import pretrain
 from pipelines.progress import progress
 from pipelines.stage import StageFolder
@@ -92,18 +91,11 @@ def scored(lab: Lab, records: Sequence[Record]) -> list[Record]:
     return found
 
 
-def make_trainer(lab: Lab, folder: Path, **changes: Any) -> Trainer:
+def learner(lab: Lab, folder: Path, **changes: Any) -> Trainer:
     """A trainer of the draft in `folder`, by the stored scores; `changes` are to `optim`."""
-    config, dtype = lab.config, outline_of(lab.target).dtype
-    return Trainer(
-        load_draft(ModelConfig(path=str(folder)), lab.target, dtype=torch.float32),
-        StoredTeacher(),
-        optim=replace(config.optim, **changes),
-        divergence=config.divergence,
-        sampling=config.sampling,
-        temperature=config.training_temperature,
-        autocast=dtype if dtype != torch.float32 else None,
-    )
+    config, outline = lab.config, outline_of(lab.target)
+    draft = load_learner(config, with_path(config.draft, folder), outline)
+    return make_trainer(config, Models(None, outline, draft), replace(config.optim, **changes))
 
 
 def save(lab: Lab, trainer: Trainer, folder: Path) -> None:
@@ -125,7 +117,7 @@ def distil(
         return path
     config = lab.config
     every = max(1, steps // 6)
-    trainer = make_trainer(lab, start, max_steps=steps, eval_steps=every, save_steps=every)
+    trainer = learner(lab, start, max_steps=steps, eval_steps=every, save_steps=every)
     source = TextSource(
         [sequence_of_record(record) for record in records],
         batch_size=trainer.optim.rows_of_a_process,
@@ -173,7 +165,7 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
     )
     registry = Registry(folder / "drafters")
     registry.seed(partial(copy_folder, static))
-    judge_draft, draft = (load_draft(ModelConfig(path=str(static)), lab.target) for _ in range(2))
+    judge_draft, draft = (load_draft(with_path(config.draft, static), lab.target) for _ in range(2))
     return Service(
         name,
         draft,
@@ -182,7 +174,7 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
             route="default",
             buffer=buffer,
             registry=registry,
-            make_trainer=lambda path: make_trainer(lab, path, lr_scheduler_type="constant"),
+            make_trainer=lambda path: learner(lab, path, lr_scheduler_type="constant"),
             save=partial(save, lab),
             judge=Judge(
                 judge_draft,

@@ -54,14 +54,19 @@ def load_models(config: Config) -> Models:
     if config.generate.top_k == 0:
         target = load_target(target_config, config.hardware)
     outline = outline_of(target) if target else load_outline(target_config, config.hardware)
-    start = load_draft(draft_config, outline, dtype=torch.float32)
-    draft = with_lora(start, config.draft.lora, seed=config.seed)
+    return Models(target, outline, load_learner(config, draft_config, outline))
+
+
+def load_learner(config: Config, start: ModelConfig, outline: Outline) -> CausalAdapter:
+    """The draft of `start`, in float32 and with all that `draft` says of how it learns."""
+    loaded = load_draft(start, outline, dtype=torch.float32)
+    draft = with_lora(loaded, config.draft.lora, seed=config.seed)
     if config.draft.freeze_head:
         head: Any = draft.model.get_output_embeddings()
         head.requires_grad_(False)
     if config.optim.activation_checkpointing:
         checkpoint_activations(draft.model)
-    return Models(target, outline, draft)
+    return draft
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

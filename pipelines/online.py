@@ -13,11 +13,14 @@ from rich.console import Console
 from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.online.drift_report import drift_table
+from pipelines.command import run_command
 from pipelines.drift import drift
 from pipelines.inputs import target_hashes
+from pipelines.refitting import daemon, rollback
 from pipelines.stage import StageFolder, stage
 
-TASKS = {"drift": drift}
+SERVICE = {"daemon": daemon, "rollback": rollback}  # go on for ever, or change what is there
+EXPERIMENTS = {"drift": drift}  # are complete one day
 
 
 def show(config: Config, folder: Path) -> None:
@@ -45,8 +48,21 @@ def show(config: Config, folder: Path) -> None:
 )
 def online(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Do what `online.task` says."""
-    return TASKS[config.online.task](config, folder)
+    return EXPERIMENTS[config.online.task](config, folder)
+
+
+def main() -> None:
+    """The command: a service has no folder to be complete, an experiment is a stage."""
+
+    def launch(config: Config, swept: str) -> None:
+        task = SERVICE.get(config.online.task)
+        if task is None:
+            online.launch(config)
+        else:
+            task(config)
+
+    run_command("online", launch)
 
 
 if __name__ == "__main__":
-    online.main()
+    main()

@@ -90,6 +90,34 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
+def tracker_of(
+    config: Config, path: Path, stage_name: str, manifest: dict[str, Any], swept: str = ""
+) -> Tracker:
+    """The tracker of a stage in `path`, labelled as people look for it."""
+
+    def short(model: str | None) -> str:
+        return Path(model).name if model else "embedded"
+
+    tags = {
+        "target": short(config.target.path),
+        "draft": short(config.draft.path),
+        "divergence": config.divergence.name,
+        "source": config.source.name,
+    }
+    return Tracker(
+        path,
+        mode=config.tracker.mode,
+        project=config.tracker.project,
+        entity=config.tracker.entity,
+        group=config.name,
+        job_type=stage_name,
+        name=f"{config.name}-{stage_name}{f'-{swept}' if swept else ''}",
+        tags=[f"{key}={value}"[:64] for key, value in tags.items()],
+        config=asdict(config)
+        | {"provenance": manifest["provenance"], "inputs": manifest["inputs"]},
+    )
+
+
 class Stage:
     """One command of the pipeline. Make it by the decorator `stage`."""
 
@@ -237,7 +265,7 @@ class Stage:
             manifest["resumed"].append(origin)
         write_json(path / MANIFEST, manifest)
         write_text(path / CONFIG, yaml.safe_dump(asdict(config), sort_keys=False))
-        tracker = self._tracker(config, path, manifest)
+        tracker = tracker_of(config, path, self.name, manifest, _swept.get())
         resumed = stored is not None
         if not alone:
             _agree(resumed)
@@ -271,30 +299,6 @@ class Stage:
         seconds = time.perf_counter() - started - me.upstream_seconds
         summary.setdefault("seconds", round(seconds, 2))
         return summary
-
-    def _tracker(self, config: Config, path: Path, manifest: dict[str, Any]) -> Tracker:
-        def short(model: str | None) -> str:
-            return Path(model).name if model else "embedded"
-
-        tags = {
-            "target": short(config.target.path),
-            "draft": short(config.draft.path),
-            "divergence": config.divergence.name,
-            "source": config.source.name,
-        }
-        swept = f"-{_swept.get()}" if _swept.get() else ""
-        return Tracker(
-            path,
-            mode=config.tracker.mode,
-            project=config.tracker.project,
-            entity=config.tracker.entity,
-            group=config.name,
-            job_type=self.name,
-            name=f"{config.name}-{self.name}{swept}",
-            tags=[f"{key}={value}"[:64] for key, value in tags.items()],
-            config=asdict(config)
-            | {"provenance": manifest["provenance"], "inputs": manifest["inputs"]},
-        )
 
     def main(self) -> None:
         """The command `python -m pipelines.<name>`: see `pipelines/command.py`."""

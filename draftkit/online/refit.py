@@ -92,6 +92,9 @@ class Refit:
             "seconds": 0.0,  # that updates have taken
             "tokens": 0,  # that they have trained on
             "growth": {},  # version -> its acceptance length over that of the one before
+            "alphas": {},  # version -> its alpha on the held-out traffic that let it through
+            "anchor_change": None,  # of the weights of the last update, since the first version
+            "records": 0,  # that updates have seen, of the training side
         }
         self._buffer = buffer
         self._make_trainer = make_trainer
@@ -184,6 +187,9 @@ class Refit:
                 for alpha in (update.before, update.after)
             ]
             state["growth"][update.version] = lengths[1] / lengths[0]
+            state["alphas"][update.version] = update.after.as_dict()
+        if update.verdict.anchor_change is not None:
+            state["anchor_change"] = update.verdict.anchor_change.as_dict()
         state |= {
             "update": update.number + 1,
             "last_id": last_id,
@@ -192,9 +198,14 @@ class Refit:
             "alpha_low": (update.after if published else update.before).low,
             "seconds": state["seconds"] + update.seconds,
             "tokens": state["tokens"] + update.tokens,
+            "records": state["records"] + update.records,
         }
         if not published and has_forgotten(update.verdict, self.settings.gate.anchor_tolerance):
             self._restart(base)
+
+    def records_seen(self) -> int:
+        """Records of the training side that updates have seen, or will."""
+        return self.state["records"] + self.new_records()
 
     def seconds_saved(self) -> float:
         """Seconds of decoding that published versions have saved: of each, what it has served times

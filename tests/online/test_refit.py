@@ -1,0 +1,367 @@
+"""An update learns from what was served, asks the gate, and can be interrupted anywhere."""
+
+import dataclasses
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftkit.config import (
+    BufferConfig,
+    DivergenceConfig,
+    GateConfig,
+    LoraConfig,
+    OnlineConfig,
+    OptimConfig,
+)
+from draftkit.distillation.teacher import StoredTeacher
+from draftkit.distillation.trainer import Trainer
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import save_model
+from draftkit.models.lora import with_lora
+from draftkit.online import refit as refit_module
+from draftkit.online.buffer import Buffer, Entry
+from draftkit.online.gate import Judge
+from draftkit.online.refit import Anchors, Refit, chosen, row_of
+from draftkit.online.registry import Registry
+from tests import tiny
+from tests.online import making
+
+SETTINGS = OnlineConfig(
+    min_records=16,
+    steps=6,
+    recent=32,
+    recent_fraction=0.5,
+    anchor_fraction=0.25,
+    buffer=BufferConfig(top_k=making.TOP_K),
+    gate=GateConfig(fraction=0.3, records=24, anchors=8, anchor_tolerance=1, canary_fraction=0),
+)
+OPTIM = OptimConfig(
+    learning_rate=3e-3, lr_scheduler_type="constant", warmup_steps=0, per_device_train_batch_size=8
+)
+
+
+def start() -> CausalAdapter:
+    """A draft that has much to learn."""
+    return CausalAdapter(
+        tiny.related(making.target().model, noise=0.5, seed=3), vocab_size=tiny.VOCAB_SIZE
+    )
+
+
+def load(folder: Path, lora: int = 0) -> CausalAdapter:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    draft = CausalAdapter(model, vocab_size=tiny.VOCAB_SIZE)
+    return with_lora(draft, LoraConfig(rank=lora), seed=0)
+
+
+def make_trainer(folder: Path, lora: int = 0) -> Trainer:
+    return Trainer(
+        load(folder, lora),
+        StoredTeacher(),
+        optim=OPTIM,
+        divergence=DivergenceConfig(name="forward_kl"),
+        sampling=making.SAMPLING,
+    )
+
+
+def save(trainer: Trainer, folder: Path) -> None:
+    save_model(trainer.draft.model, tiny.byte_tokenizer(), folder)
+
+
+@pytest.fixture(scope="module")
+def records():
+    return making.traffic(120)
+
+
+def entries(records, version="v000001"):
+    return [
+        Entry(record=record, route="default", version=version, seconds=float(place))
+        for place, record in enumerate(records)
+    ]
+
+
+class Shop:
+    """A refit with all that it stands on, in a folder; opened again it is what a restart sees."""
+
+    def __init__(self, folder: Path, *, anchors=Anchors(), lora=0, **changes):
+        self.settings = dataclasses.replace(SETTINGS, **changes)
+        self.buffer = Buffer(
+            folder / "buffer.sqlite",
+            self.settings.buffer,
+            gate_fraction=self.settings.gate.fraction,
+        )
+        self.registry = Registry(folder / "drafters")
+        draft = start()
+        self.registry.seed(lambda path: save_model(draft.model, tiny.byte_tokenizer(), path))
+        self.refit = Refit(
+            route="default",
+            buffer=self.buffer,
+            registry=self.registry,
+            make_trainer=partial(make_trainer, lora=lora),
+            save=save,
+            judge=Judge(start(), None, sampling=making.SAMPLING, batch_size=32),
+            anchors=anchors,
+            settings=self.settings,
+            folder=folder / "refit",
+            gamma=4,
+            seed=7,
+        )
+
+    def weights(self):
+        version = self.registry.current()
+        assert version is not None
+        return self.registry.read(version)
+
+
+@pytest.fixture
+def shop(tmp_path, records):
+    made = Shop(tmp_path)
+    made.buffer.append(entries(records[:60]))
+    yield made
+    made.buffer.close()
+
+
+def test_an_update_that_learns_is_published(shop):
+    assert shop.refit.due()
+    before = shop.weights()
+    update = shop.refit.update()
+    assert update.version == "v000002"
+    assert update.verdict.gain.low > 0
+    assert update.after.mean - update.before.mean == pytest.approx(update.verdict.gain.mean)
+    current = shop.registry.current()
+    assert current.name == "v000002"
+    assert current.parent == "v000001"
+    assert current.metrics["gain"]["mean"] == update.verdict.gain.mean
+    assert any(not torch.equal(before[name], weight) for name, weight in shop.weights().items())
+    assert shop.refit.state["growth"]["v000002"] > 1
+    assert not shop.refit.due()  # nothing new
+
+
+def test_it_waits_for_records_and_for_a_gate_that_can_judge(tmp_path, records):
+    shop = Shop(tmp_path)
+    assert not shop.refit.due()
+    held_out = 0
+    for count in range(0, 120, 4):
+        shop.buffer.append(entries(records[count : count + 4]))
+        held_out = shop.buffer.count("default", held_out=True)
+        fresh = shop.buffer.count("default", held_out=False)
+        assert shop.refit.due() == (fresh >= 16 and held_out >= 16)
+    assert held_out >= 16
+
+
+def test_no_update_begins_while_a_canary_is_judged(shop):
+    draft = start()
+    shop.registry.publish(
+        lambda path: save_model(draft.model, tiny.byte_tokenizer(), path),
+        metrics={},
+        window={},
+        canary=True,
+    )
+    assert not shop.refit.due()
+    shop.registry.withdraw("v000002", reason="test")
+    assert shop.refit.due()
+
+
+def test_prompts_of_the_gate_are_never_trained_on(shop, monkeypatch):
+    seen = set()
+    collate = refit_module.collate
+
+    def watched(rows, **options):
+        seen.update(tuple(row.token_ids) for row in rows)
+        return collate(rows, **options)
+
+    monkeypatch.setattr(refit_module, "collate", watched)
+    shop.refit.update()
+
+    def texts(held_out):
+        found = shop.buffer.newest("default", 1000, held_out=held_out)
+        return {(*e.record.prompt_ids, *e.record.output_ids) for e in found}
+
+    assert seen <= texts(False)
+    assert not seen & texts(True)
+    assert len(seen) > 20
+
+
+def test_rows_are_recent_older_and_anchors_in_their_shares(tmp_path, records, monkeypatch):
+    shop = Shop(tmp_path, anchors=Anchors(train=records[100:110]))
+    shop.buffer.append(entries(records[:100]))
+    newest = shop.buffer.newest("default", SETTINGS.recent, held_out=False)
+    recent = {tuple(entry.record.output_ids) for entry in newest}
+    anchors = {tuple(record.output_ids) for record in records[100:110]}
+    kinds: Counter[str] = Counter()
+    collate = refit_module.collate
+
+    def watched(rows, **options):
+        for row in rows:
+            output = tuple(t for t, made in zip(row.token_ids, row.generated, strict=True) if made)
+            kinds["anchor" if output in anchors else "recent" if output in recent else "old"] += 1
+        return collate(rows, **options)
+
+    monkeypatch.setattr(refit_module, "collate", watched)
+    shop.refit.update()
+    assert kinds == {"recent": 4 * 6, "old": 2 * 6, "anchor": 2 * 6}
+
+
+def test_a_kind_that_is_missing_leaves_its_room_to_recent_rows(shop):
+    shop.refit._restore()
+    recent = [entry.record for entry in shop.buffer.newest("default", 8, held_out=False)]
+    assert len(shop.refit._batch((recent, []), 0, 0).input_ids) == 8
+
+
+def test_a_restart_goes_on_where_the_last_update_ended(tmp_path, records):
+    """Two updates in one process give the very weights of two processes."""
+    found = []
+    for name, restarts in (("whole", False), ("halves", True)):
+        folder = tmp_path / name
+        folder.mkdir()
+        shop = Shop(folder)
+        shop.buffer.append(entries(records[:60]))
+        shop.refit.update()
+        if restarts:
+            shop.buffer.close()
+            shop = Shop(folder)
+        shop.buffer.append(entries(records[60:]))
+        update = shop.refit.update()
+        assert update.number == 1
+        found.append((shop.weights(), shop.refit.state["last_id"], update.tokens))
+        shop.buffer.close()
+    (whole, *rest), (halves, *others) = found
+    assert rest == others
+    for name, weight in whole.items():
+        assert torch.equal(weight, halves[name]), name
+
+
+@pytest.mark.parametrize("steps", [0, 3, 6])
+def test_an_update_that_is_given_up_changes_nothing(shop, steps):
+    calls = []
+
+    def hold():
+        if len(calls) == steps:
+            raise RuntimeError("stop")
+        calls.append(1)
+
+    with pytest.raises(RuntimeError):
+        shop.refit.update(hold)
+    assert [version.name for version in shop.registry.versions()] == ["v000001"]
+    assert shop.refit.state["update"] == 0
+    assert shop.refit.due()
+
+
+def test_what_was_rolled_back_is_not_gone_on_with(shop, records):
+    shop.refit.update()
+    trained = shop.refit._working()
+    shop.registry.rollback(reason="test")
+    shop.buffer.append(entries(records[60:]))
+    first = shop.weights()
+    shop.refit._restore()
+    again = shop.refit._working()
+    assert again is not trained
+    assert again.steps == trained.steps
+    for name, weight in again.draft.model.state_dict().items():
+        if name in first:
+            assert torch.equal(weight, first[name])
+
+
+def test_an_update_that_is_refused_makes_the_next_one_wait(shop, records, monkeypatch):
+    refuse(monkeypatch)
+    assert shop.refit.wanted == 16
+    shop.refit.update()
+    assert shop.refit.wanted == 32
+    assert shop.refit.state["base"] == "v000001"
+    shop.buffer.append(entries(records[60:90]))
+    assert 16 <= shop.refit.new_records() < 32
+    assert not shop.refit.due()
+
+
+def test_a_drift_ends_the_wait(shop, records, monkeypatch):
+    refuse(monkeypatch)
+    shop.refit.update()
+    backwards = [
+        dataclasses.replace(record, output_ids=record.output_ids[::-1]) for record in records[60:90]
+    ]  # texts that neither model would write, with scores that do not fit
+    shop.buffer.append(entries(backwards))
+    assert shop.refit.new_records() < 32
+    assert shop.refit.due()
+
+
+def refuse(monkeypatch):
+    """Let the gate see no gain."""
+    judged = refit_module.judge
+
+    def strict(**scores):
+        return dataclasses.replace(judged(**scores), publish=False, reason="test")
+
+    monkeypatch.setattr(refit_module, "judge", strict)
+
+
+def test_weights_that_have_forgotten_are_left(tmp_path, records):
+    """No anchor may lose anything here: the gate refuses, and training begins again."""
+    gate = dataclasses.replace(SETTINGS.gate, anchor_tolerance=0.0, anchors=8)
+    foreign = [
+        dataclasses.replace(
+            record, topk_ids=[[(i + 7) % 250 for i in ids] for ids in record.topk_ids]
+        )
+        for record in records[110:]
+    ]  # by these scores every step towards the target is a loss, or none
+    shop = Shop(tmp_path, anchors=Anchors(held_out=foreign), gate=gate)
+    shop.buffer.append(entries(records[:60]))
+    trained = make_trainer(shop.registry.current().path)
+    update = shop.refit.update()
+    assert update.version is None
+    assert update.verdict.reason.startswith("anchors")
+    for (name, weight), (_, fresh) in zip(
+        shop.refit._working().trained(), trained.trained(), strict=True
+    ):
+        assert torch.equal(weight, fresh), name
+
+
+def test_low_rank_updates_are_published_as_plain_weights(tmp_path, records):
+    shop = Shop(tmp_path, lora=4)
+    shop.buffer.append(entries(records[:60]))
+    plain = set(shop.weights())
+    names = {name for name, _ in make_trainer(shop.registry.current().path, lora=4).trained()}
+    assert all("lora" in name for name in names)
+    update = shop.refit.update()
+    if update.version is None:  # one update of few steps need not be enough
+        pytest.fail(update.verdict.reason)
+    assert set(shop.weights()) == plain
+
+
+def test_a_record_without_verdicts_counts_whole_where_rejected_tokens_do(records):
+    text = row_of(records[0])
+    assert text.rejected == text.generated
+    known = row_of(making.refused(records[0], [2]))
+    given = len(records[0].prompt_ids)
+    assert [place for place, no in enumerate(known.rejected) if no] == [given + 2]
+
+
+def test_rows_repeat_only_where_there_are_too_few():
+    generator = torch.Generator().manual_seed(0)
+    assert sorted(chosen(5, 5, generator)) == [0, 1, 2, 3, 4]
+    assert Counter(chosen(3, 7, generator)).most_common()[-1][1] == 2
+    assert chosen(0, 0, generator) == []
+
+
+def test_seconds_saved_are_what_was_served_times_the_growth(shop):
+    from draftkit.online.buffer import Served
+
+    shop.refit.state["growth"] = {"v000002": 1.25}
+    rows = [
+        Served(route="default", version=version, tokens=10, rounds=5, seconds=8.0)
+        for version in ("v000001", "v000002")
+    ]
+    shop.buffer.add_served(rows)
+    assert shop.refit.seconds_saved() == pytest.approx(2.0)
+
+
+def test_without_a_version_there_is_nothing_to_refit(tmp_path, records):
+    shop = Shop(tmp_path)
+    shop.buffer.append(entries(records[:60]))
+    empty = Registry(tmp_path / "others")
+    shop.refit.registry = empty
+    with pytest.raises(ValueError, match="no drafter is published"):
+        shop.refit.due()

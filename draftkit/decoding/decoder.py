@@ -41,6 +41,8 @@ from draftkit.theory import noise
 from draftkit.theory.verification import VERIFIERS
 
 PREFILL_CHUNK = 512  # tokens of a prompt, and
+# Of many rows, a few that are done run along: to leave them out is to copy the cache of the others.
+MANY_ROWS, NEARLY_ALL = 16, 0.75
 PREFILL_ROWS = 8  # prompts, in one pass: what it needs must not grow with those that wait
 
 
@@ -243,9 +245,11 @@ class Decoder:
     def _make_group(
         self, slots: list[int], gamma: int, proposer_id: str | None, adapts: bool
     ) -> Group:
-        size = None
+        rows, size = self.cache.rows, None
         if self._units.compiled:
-            size = batch_size(len(slots), self.cache.rows, self._batch_sizes)
+            size = batch_size(len(slots), rows, self._batch_sizes)
+        elif rows >= MANY_ROWS and len(slots) >= NEARLY_ALL * rows:
+            size = rows
         return make_group(self.state, slots, gamma, proposer_id, adapts=adapts, size=size)
 
     def _launch(self, group: Group) -> Launched:

@@ -5,7 +5,8 @@ holds all that a caller waits for: tensors from token ids, prefill, rounds, ids 
 This module times and counts; it compares nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.walltime import Chunk, Method, PromptIds, Setting, now, synchronised_clock
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.attention import NAME
 
 
 def hugging_face(
@@ -48,15 +50,29 @@ def hugging_face(
             torch.manual_seed(setting.seed + first)
             started = clock()
             tokens, mask = padded_left(prompts, pad_token_id, target.device)
-            output = model.generate(
-                input_ids=tokens, attention_mask=mask, generation_config=options, **more
-            )
+            with stock_attention(model), stock_attention(assistant and assistant.model):
+                output = model.generate(
+                    input_ids=tokens, attention_mask=mask, generation_config=options, **more
+                )
             answers = output[:, tokens.shape[1] :].tolist()
             seconds = now() - started
         pairs = zip(prompts, answers, strict=True)
         return Chunk(0.0, seconds, [answer(p, a, setting.eos_token_ids) for p, a in pairs])
 
     return generate
+
+
+@contextmanager
+def stock_attention(model: Any) -> Iterator[None]:
+    """Let `model`, if any, attend as Hugging Face has it, and not by our faster way."""
+    ours = model is not None and model.config._attn_implementation == NAME
+    if ours:
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if ours:
+            model.set_attn_implementation(NAME)
 
 
 def fix_gamma(assistant: CausalAdapter, gamma: int) -> None:

@@ -1,10 +1,12 @@
-"""Attention for training on a CPU: plain products where PyTorch's fused kernel is slow.
+"""Attention on a CPU in half precision: plain products where PyTorch's fused kernel is slow.
 
-The fused kernel never holds the scores [T, T], which long texts need; but on a CPU it goes backward
-in half precision several times slower than the products written out. Short texts in half
-precision therefore take the products when a gradient is wanted, and all else the fused kernel.
+The fused kernel never holds the scores [T, C], which long texts need. But it goes backward several
+times slower than the products written out; it is no faster for one query than for many, which
+decoding asks for in every row; and where heads share keys these are repeated for it. So the
+products serve short texts when a gradient is wanted, and decoding where heads share keys or rows
+are many; all else the fused kernel.
 
-Shapes: B rows, N query heads, K key-value heads, T tokens, D dimensions of a head.
+Shapes: B rows, N query heads, K key-value heads, T tokens, C keys, D dimensions of a head.
 """
 
 from typing import Any
@@ -17,13 +19,15 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "draftkit"
 LONGEST = 256  # tokens: from 512 on the fused kernel is as fast, and needs far less memory
+FEW = 16  # queries of a row: a round of decoding, no prefill
+MANY = 24  # rows x heads a query, from which on the products are faster
 HALVES = (torch.bfloat16, torch.float16)
 # What a layer may ask for that the products do not do.
 OTHERS = ("softcap", "position_bias", "cache", "s_aux")
 
 
-def fit_to_learn(model: PreTrainedModel) -> PreTrainedModel:
-    """`model`, which on a CPU learns from short texts by plain products and decodes as before.
+def fit_to_cpu(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, which on a CPU attends by plain products where they are faster.
 
     Models that do not attend by the fused kernel, or not through the common interface, stay as
     they are.
@@ -45,11 +49,11 @@ def attention(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What a layer calls: query [B, N, T, D], key and value [B, K, T, D] to [B, T, N, D]."""
+    """What a layer calls: query [B, N, T, D], key and value [B, K, C, D] to [B, T, N, D]."""
     tokens = query.shape[2]
-    short = query.requires_grad and tokens == key.shape[2] <= LONGEST
     asked = dropout > 0 or any(others.get(name) is not None for name in OTHERS)
-    if asked or not (short and _is_half(query)):
+    seen = attention_mask is not None or tokens == key.shape[2]  # else nobody says what
+    if asked or not (seen and _is_half(query) and _is_faster(query, key)):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **others
         )
@@ -59,6 +63,14 @@ def attention(
         attention_mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
     mixed = plain_attention(query, key, value, mask=attention_mask, scaling=scaling)
     return mixed.transpose(1, 2).contiguous(), None
+
+
+def _is_faster(query: Tensor, key: Tensor) -> bool:
+    """Whether the products are: measured on two cores with AVX512-BF16."""
+    rows, heads, tokens, _ = query.shape
+    if query.requires_grad:
+        return tokens == key.shape[2] <= LONGEST
+    return tokens <= FEW and (heads > key.shape[1] or rows * heads >= MANY * tokens)
 
 
 def _is_half(states: Tensor) -> bool:
@@ -71,13 +83,13 @@ def plain_attention(
 ) -> Tensor:
     """softmax(scaling * query @ key^T + mask) @ value, [B, N, T, D]; scaling: default D ** -0.5.
 
-    mask: broadcastable to [B, N, T, T], bool (true: seen) or to be added.
+    mask: broadcastable to [B, N, T, C], bool (true: seen) or to be added.
     """
     heads, shared = query.shape[1], key.shape[1]
     # Query heads that share keys are rows of one product, so that keys are not repeated.
     grouped = query.unflatten(1, (shared, heads // shared)).flatten(2, 3)
     scores = (grouped * (scaling or query.shape[-1] ** -0.5)) @ key.transpose(-1, -2)
-    scores = scores.unflatten(2, (heads // shared, -1)).flatten(1, 2)  # [B, N, T, T]
+    scores = scores.unflatten(2, (heads // shared, -1)).flatten(1, 2)  # [B, N, T, C]
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None:

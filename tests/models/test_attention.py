@@ -11,10 +11,12 @@ from torch.nn import functional
 from draftkit.models import attention as module
 from draftkit.models.adapter import CausalAdapter, Packing
 from draftkit.models.attention import (
+    FEW,
     LONGEST,
+    MANY,
     NAME,
     attention,
-    fit_to_learn,
+    fit_to_cpu,
     plain_attention,
 )
 from tests import tiny
@@ -90,7 +92,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (torch.bfloat16, 7, True, {}, True),
         (torch.bfloat16, LONGEST, True, {}, True),
         (torch.bfloat16, LONGEST + 1, True, {}, False),
-        (torch.bfloat16, 7, False, {}, False),
+        (torch.bfloat16, FEW, False, {}, True),
+        (torch.bfloat16, FEW + 1, False, {}, False),
+        (torch.float32, 7, False, {}, False),
         (torch.float32, 7, True, {}, False),
         (torch.bfloat16, 7, True, {"dropout": 0.1}, False),
         (torch.bfloat16, 7, True, {"position_bias": torch.zeros(1, 4, 7, 7)}, False),
@@ -120,6 +124,47 @@ def test_products_are_for_short_texts_in_half_precision_that_learn(
     torch.testing.assert_close(
         output.double(), expected.transpose(1, 2), rtol=tolerance, atol=tolerance
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "shared", "tokens", "plain"),
+    [
+        (1, 4, 4, 1, False),
+        (MANY // 4 - 1, 4, 4, 1, False),
+        (MANY // 4, 4, 4, 1, True),
+        (MANY // 4, 4, 4, 5, False),
+        (5 * MANY // 4, 4, 4, 5, True),
+        (1, 4, 2, 1, True),
+        (1, 4, 2, FEW, True),
+        (1, 4, 2, FEW + 1, False),
+        (9, 4, 4, FEW + 1, False),
+    ],
+)
+def test_products_decode_many_rows_and_heads_that_share_keys(
+    taken: list[str], rows: int, heads: int, shared: int, tokens: int, plain: bool
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    query, key, value = (
+        torch.randn(rows, count, length, 8, generator=generator)
+        for count, length in ((heads, tokens), (shared, 32), (shared, 32))
+    )
+    mask = torch.rand(rows, 1, tokens, 32, generator=generator) < 0.5
+    mask[..., 0] = True
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = heads // shared
+    states = [one.bfloat16() for one in (query, key, value)]
+    output, _ = attention(layer, *states, mask)
+    assert taken == ["plain_attention" if plain else "sdpa_attention_forward"]
+    expected = functional.scaled_dot_product_attention(
+        *(one.double() for one in states), attn_mask=mask, enable_gqa=True
+    )
+    torch.testing.assert_close(output.double(), expected.transpose(1, 2), rtol=2e-2, atol=2e-2)
+
+
+def test_without_a_mask_nobody_says_what_a_few_queries_see(taken: list[str]) -> None:
+    states = [torch.randn(9, 4, length, 8).bfloat16() for length in (1, 32, 32)]
+    attention(torch.nn.Module(), *states, None)
+    assert taken == ["sdpa_attention_forward"]
 
 
 def test_a_layer_that_is_not_causal_sees_what_comes_later(taken: list[str]) -> None:
@@ -155,7 +200,7 @@ def test_a_model_learns_the_same_and_scores_as_before(
     fused = gradient()
     before = adapter.score(tokens, KEEP)
     assert model.config._attn_implementation == "sdpa"
-    fit_to_learn(model)
+    fit_to_cpu(model)
     assert model.config._attn_implementation == NAME
     plain = gradient()
     assert taken == ["plain_attention"] * model.config.num_hidden_layers
@@ -167,12 +212,12 @@ def test_a_model_learns_the_same_and_scores_as_before(
 def test_a_model_with_an_attention_of_its_choice_keeps_it() -> None:
     model = tiny.model()
     model.set_attn_implementation("eager")
-    fit_to_learn(model)
+    fit_to_cpu(model)
     assert model.config._attn_implementation == "eager"
 
 
 def test_what_is_saved_does_not_know_of_it(tmp_path: Path) -> None:
     model = tiny.model()
-    fit_to_learn(model)
+    fit_to_cpu(model)
     model.save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path).config._attn_implementation == "sdpa"

@@ -87,7 +87,7 @@ def entries(records, version="v000001"):
 class Shop:
     """A refit with all that it stands on, in a folder; opened again it is what a restart sees."""
 
-    def __init__(self, folder: Path, *, anchors=Anchors(), lora=0, **changes):
+    def __init__(self, folder: Path, *, anchors=None, lora=0, **changes):
         self.settings = dataclasses.replace(SETTINGS, **changes)
         self.buffer = Buffer(
             folder / "buffer.sqlite",
@@ -104,7 +104,7 @@ class Shop:
             make_trainer=partial(make_trainer, lora=lora),
             save=save,
             judge=Judge(start(), None, sampling=making.SAMPLING, batch_size=32),
-            anchors=anchors,
+            anchors=anchors or Anchors(),
             settings=self.settings,
             folder=folder / "refit",
             gamma=4,

@@ -60,6 +60,7 @@ class Served:
     accepted: int = 0  # of them
     tested: int = 0  # of them, those verified with everything before them accepted
     acceptance: float = 0.0  # sum over the tested ones of the probability of acceptance
+    seconds: float = 0.0  # of decoding: of every round the share of one row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,9 +170,10 @@ class Buffer:
         """Add counts to those of the same route and version. Raises OSError as `append`."""
         names = [field.name for field in fields(Served)]
         sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in names[2:])
+        marks = ", ".join("?" for _ in names)
         with self._database.writing() as connection:
             connection.executemany(
-                f"INSERT INTO served ({', '.join(names)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+                f"INSERT INTO served ({', '.join(names)}) VALUES ({marks})"
                 f" ON CONFLICT (route, version) DO UPDATE SET {sums}",
                 [astuple(row) for row in rows],
             )

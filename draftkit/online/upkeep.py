@@ -26,7 +26,8 @@ CREATE TABLE IF NOT EXISTS routes (
 CREATE TABLE IF NOT EXISTS served (
     route TEXT NOT NULL, version TEXT NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL,
     rounds INTEGER NOT NULL, drafted INTEGER NOT NULL, accepted INTEGER NOT NULL,
-    tested INTEGER NOT NULL, acceptance REAL NOT NULL, UNIQUE (route, version));
+    tested INTEGER NOT NULL, acceptance REAL NOT NULL, seconds REAL NOT NULL,
+    UNIQUE (route, version));
 """
 _BATCH = 64  # rows deleted in one transaction, so that no other writer waits for long
 

@@ -120,15 +120,14 @@ class SlotCache(Cache):
 
     def _buffer(self, states: Tensor) -> Tensor:
         _, heads, _, size = states.shape
-        return states.new_zeros(self.rows, self.capacity, heads, size)
+        # Heads before slots: products over many rows then read keys where they lie.
+        return states.new_zeros(self.rows, heads, self.capacity, size)
 
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         assert self._positions is not None
         rows = self._selected
         if rows is None:
             rows = torch.arange(self.rows, device=buffer.device)
-        buffer[rows[:, None], self._positions] = states.transpose(1, 2)
-        seen = buffer[:, : self.visible]
-        if self._selected is not None:
-            seen = seen[self._selected]
-        return seen.transpose(1, 2)
+        buffer[rows[:, None], :, self._positions] = states.transpose(1, 2)
+        seen = buffer[:, :, : self.visible]
+        return seen if self._selected is None else seen[self._selected]

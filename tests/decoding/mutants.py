@@ -178,7 +178,7 @@ class RecomputingProposer(DraftModelProposer):
         proposal = super().propose(view, gamma)
         model: Any = self.draft
         assert self._cache is not None
-        written = self._cache._keys[0][view.group.index, :, 0, 0].long() - 1  # the text
+        written = self._cache._keys[0][view.group.index, 0, :, 0].long() - 1  # the text
         logits = model.logits(written.clamp(min=0))
         at = view.length[:, None] - 1 + torch.arange(gamma)
         logits = logits.gather(1, at[..., None].expand(-1, -1, model.vocab_size))

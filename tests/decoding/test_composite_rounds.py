@@ -64,7 +64,7 @@ class WatchedModel(DraftModelProposer):
         self.draft.step(view.tokens, positions=positions, cache=fresh)
         held = (torch.arange(width) < view.length[:, None] - 2) & view.group.active[:, None]
         for own, new in ((cache._keys, fresh._keys), (cache._values, fresh._values)):
-            odd = (own[0][rows] != new[0]).flatten(2).any(-1) & held
+            odd = (own[0][rows] != new[0]).transpose(1, 2).flatten(2).any(-1) & held
             self.seen.stale += int(odd.sum())
         self.seen.rows += int(held.any(1).sum())
         return cache

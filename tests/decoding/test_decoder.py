@@ -375,8 +375,8 @@ def test_the_table_reads_its_context_out_of_the_cache() -> None:
         stale.join([request_of([1, 2, 3], gamma=0)])
         stale.prefill()
         with torch.inference_mode():
-            stale.cache._keys[0][0, slot] = 1.0  # token 0
-            stale.cache._values[0][0, slot] = model.memory[0]
+            stale.cache._keys[0][0, :, slot] = 1.0  # token 0
+            stale.cache._values[0][0, :, slot] = model.memory[0]
         assert stale.round()[0].log_sum_exp.item() != pytest.approx(own, abs=1e-6)
 
 

@@ -113,4 +113,4 @@ def test_rows_that_are_fed_together_may_start_and_end_anywhere() -> None:
         with torch.inference_mode():
             feeding.feed(alone, [0], [0], fed, to_target=True, proposer=None)
         for mine, other in zip(decoder.cache._keys, alone.cache._keys, strict=True):
-            torch.testing.assert_close(mine[slot, :fed], other[0, :fed], atol=1e-12, rtol=0)
+            torch.testing.assert_close(mine[slot, :, :fed], other[0, :, :fed], atol=1e-12, rtol=0)

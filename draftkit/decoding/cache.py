@@ -130,4 +130,6 @@ class SlotCache(Cache):
             rows = torch.arange(self.rows, device=buffer.device)
         buffer[rows[:, None], :, self._positions] = states.transpose(1, 2)
         seen = buffer[:, :, : self.visible]
-        return seen if self._selected is None else seen[self._selected]
+        if self._selected is not None:
+            seen = seen[self._selected]
+        return seen

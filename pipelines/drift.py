@@ -16,6 +16,7 @@ from draftkit.config import Config
 from draftkit.evaluation.alpha import PromptTotals, gains
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import load_draft, load_target, with_path
+from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.drift import Point, Service, stream
 from draftkit.online.drift_report import drift_figure
 from draftkit.online.refit import Anchors, Update
@@ -218,7 +219,8 @@ def summary_of(log: Log, domains: list[str]) -> dict[str, Any]:
 
 def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Run the experiment in `folder`; figure and curve lie there, the table is in the summary."""
-    lab = Lab(config, folder, load_target(models(config)[0], config.hardware))
+    target = load_target(models(config)[0], config.hardware)
+    lab = Lab(config, folder, target, RememberedAdapter(target.adapter))
     log = run(lab)
     write_json(folder.path / CURVE, {"points": log.points, "updates": log.updates})
     drift_figure(log.points, log.updates, folder.path / "drift.png")

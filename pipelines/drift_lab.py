@@ -17,10 +17,11 @@ from draftkit.data.rollouts import Record, read_records, write_records
 from draftkit.distillation.loop import Progress, train
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
 from draftkit.distillation.sources import TextSource, sequence_of_record
-from draftkit.distillation.teacher import stored_scores
+from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
-from draftkit.evaluation.alpha import PromptTotals, score_drafts, score_stored
+from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.models.loading import Target, load_draft, outline_of, save_model, with_path
+from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.buffer import Buffer
 from draftkit.online.drift import Service
 from draftkit.online.gate import Judge
@@ -34,7 +35,6 @@ from pipelines.stage import StageFolder
 from pipelines.texts import splits_of
 
 SAMPLED = 512  # answers of a file
-SCORED_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Lab:
     config: Config
     folder: StageFolder
     target: Target
+    reader: RememberedAdapter  # the target, which reads each text once
 
     @property
     def path(self) -> Path:
@@ -52,7 +53,7 @@ class Lab:
 
 
 def sample(lab: Lab, name: str, examples: Sequence[Example], count: int) -> list[Record]:
-    """Answers of the target to `count` prompts, with its scores, in files called `name`."""
+    """Answers of the target to `count` prompts, in files called `name`."""
     config, target = lab.config, lab.target
     settings = AnswerSettings(
         sampling=config.sampling,
@@ -71,31 +72,20 @@ def sample(lab: Lab, name: str, examples: Sequence[Example], count: int) -> list
         if not path.exists():
             rows = range(first, min(first + SAMPLED, count, len(examples)))
             prompts = [examples[row].prompt_ids for row in rows]
-            found = sampler.sample(prompts, rows=rows, version="target")
-            write_records(path, scored(lab, found))
+            write_records(path, sampler.sample(prompts, rows=rows, version="target"))
         records += read_records(path)
     lab.folder.note(f"{name}: {len(records)} answers")
     return records
 
 
-def scored(lab: Lab, records: Sequence[Record]) -> list[Record]:
-    """`records` with the target's scores, as the server stores them."""
-    found: list[Record] = []
-    for first in range(0, len(records), SCORED_AT_ONCE):
-        found += stored_scores(
-            lab.target.adapter,
-            records[first : first + SCORED_AT_ONCE],
-            k=lab.config.online.buffer.top_k,
-            loss_temperature=lab.config.training_temperature,
-        )
-    return found
-
-
 def learner(lab: Lab, folder: Path, **changes: Any) -> Trainer:
-    """A trainer of the draft in `folder`, by the stored scores; `changes` are to `optim`."""
+    """A trainer of the draft in `folder` towards the target; `changes` are to `optim`."""
     config, outline = lab.config, outline_of(lab.target)
     draft = load_learner(config, with_path(config.draft, folder), outline)
-    return make_trainer(config, Models(None, outline, draft), replace(config.optim, **changes))
+    loaded = Models(lab.target, outline, draft)
+    trainer = make_trainer(config, loaded, replace(config.optim, **changes))
+    trainer.teacher = TargetTeacher(lab.reader)
+    return trainer
 
 
 def save(lab: Lab, trainer: Trainer, folder: Path) -> None:
@@ -126,12 +116,7 @@ def distil(
     )
 
     def evaluate(step: int) -> float:
-        sums = score_stored(
-            trainer.draft,
-            held_out,
-            sampling=config.sampling,
-            batch_size=config.evaluate.batch_size,
-        )[0]
+        sums = scores_of(lab)({name: trainer.draft}, held_out)[name]
         alpha = estimate_ratio(sums.totals["alpha"], sums.counts).mean
         lab.folder.tracker.log(f"{name}_validation", step, {"alpha": alpha})
         return alpha
@@ -178,7 +163,7 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
             save=partial(save, lab),
             judge=Judge(
                 judge_draft,
-                None,
+                lab.reader,
                 sampling=config.sampling,
                 batch_size=config.evaluate.batch_size,
             ),
@@ -241,7 +226,7 @@ def scores_of(lab: Lab) -> Callable[..., dict[str, PromptTotals]]:
     """Exact alpha of several drafts on the same records."""
     return partial(
         score_drafts,
-        lab.target.adapter,
+        lab.reader,
         sampling=lab.config.sampling,
         batch_size=lab.config.evaluate.batch_size,
     )

@@ -118,7 +118,7 @@ class OnlineConfig:
     routes: list[str] = field(default_factory=lambda: [DEFAULT_ROUTE])  # each with its drafter
     route: str = DEFAULT_ROUTE  # task=rollback: of which
     version: str | None = None  # task=rollback: to which; null: the one before
-    teacher: str = "stored"  # stored: scores of the buffer; target: the target in memory
+    teacher: str = "target"  # in memory; stored: its scores in the buffer, exact for the kept ids
     poll_seconds: float = 2.0
     min_records: int = 64  # new ones that an update waits for
     steps: int = 20  # of an update

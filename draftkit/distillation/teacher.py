@@ -19,6 +19,7 @@ from draftkit.data.rollouts import Record
 from draftkit.distillation.batch import Batch, collate, continued
 from draftkit.distillation.chunked import chunks
 from draftkit.models.adapter import CausalAdapter, Head
+from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.truncation import coarse_draft, coarse_target, most_likely
 from draftkit.theory.warping import SamplingParams, tempered, warped_logits
 
@@ -146,7 +147,7 @@ class Teacher(Protocol):
 class TargetTeacher:
     """Scores batches with a frozen target."""
 
-    def __init__(self, target: CausalAdapter) -> None:
+    def __init__(self, target: CausalAdapter | RememberedAdapter) -> None:
         self._target = target
 
     @torch.no_grad()

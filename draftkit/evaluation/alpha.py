@@ -16,6 +16,7 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.models.adapter import Adapter
+from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import (
     Estimate,
     estimate_gain,
@@ -49,7 +50,7 @@ class PromptTotals:
 
 
 def score_contexts(
-    target: Adapter,
+    target: Adapter | RememberedAdapter,
     draft: Adapter,
     contexts: Sequence[Record],
     *,
@@ -63,7 +64,7 @@ def score_contexts(
 
 @torch.inference_mode()
 def score_drafts(
-    target: Adapter,
+    target: Adapter | RememberedAdapter,
     drafts: Mapping[str, Adapter],
     contexts: Sequence[Record],
     *,

@@ -20,6 +20,7 @@ from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.evaluation.alpha import PromptTotals, gains, score_contexts, score_stored
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import Estimate
 
 RESAMPLES = 1000
@@ -51,7 +52,7 @@ class Judge:
     def __init__(
         self,
         draft: CausalAdapter,
-        target: CausalAdapter | None,
+        target: CausalAdapter | RememberedAdapter | None,
         *,
         sampling: SamplingConfig,
         batch_size: int,

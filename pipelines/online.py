@@ -17,10 +17,11 @@ from pipelines.command import run_command
 from pipelines.drift import drift
 from pipelines.inputs import target_hashes
 from pipelines.refitting import daemon, rollback
+from pipelines.serve_and_refit import serve_and_refit
 from pipelines.stage import StageFolder, stage
 
 SERVICE = {"daemon": daemon, "rollback": rollback}  # go on for ever, or change what is there
-EXPERIMENTS = {"drift": drift}  # are complete one day
+EXPERIMENTS = {"drift": drift, "serve_and_refit": serve_and_refit}  # are complete one day
 
 
 def show(config: Config, folder: Path) -> None:

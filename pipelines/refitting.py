@@ -72,7 +72,7 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     buffer = open_buffer(config)
     anchors = load_anchors(config)
     refits = [make_refit(config, route, target, outline, anchors) for route in config.online.routes]
-    place = Path(config.root) / config.name / "online"
+    place = daemon_folder(config)
     tracker = tracker_of(config, place, "online", {"provenance": provenance(), "inputs": {}})
 
     def log(refit: Refit, update: Update) -> None:
@@ -89,6 +89,11 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     finally:
         tracker.finish()
         buffer.close()
+
+
+def daemon_folder(config: Config) -> Path:
+    """Where the daemon tells what it does: metrics and totals."""
+    return Path(config.root) / config.name / "refit"
 
 
 def load_teacher(config: Config) -> tuple[Target | None, Outline]:

@@ -52,6 +52,7 @@ from draftkit.config.service import (
     GateConfig,
     OnlineConfig,
     ServeConfig,
+    TrafficConfig,
 )
 from draftkit.config.text import (
     DataConfig,
@@ -116,5 +117,6 @@ __all__ = [
     "ShrinkConfig",
     "SourceConfig",
     "TrackerConfig",
+    "TrafficConfig",
     "flatten",
 ]

@@ -111,6 +111,19 @@ class DriftConfig:
 
 
 @dataclass(kw_only=True)
+class TrafficConfig:
+    """The load that `online.task=serve_and_refit` puts on its own server."""
+
+    requests: int = 1200
+    clients: int = 4  # that wait for their answers before they ask again
+    max_new_tokens: int = 64
+    domain: str = "prose"  # whose prompts they send
+
+    def __post_init__(self) -> None:
+        require_positive(self, "online.traffic", "requests", "clients", "max_new_tokens")
+
+
+@dataclass(kw_only=True)
 class OnlineConfig:
     """The refit loop. `optim` says how it steps, `divergence` what it minimises."""
 
@@ -134,6 +147,7 @@ class OnlineConfig:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     drift: DriftConfig = field(default_factory=DriftConfig)
+    traffic: TrafficConfig = field(default_factory=TrafficConfig)
 
     def __post_init__(self) -> None:
         require_choice("online.task", self.task, ONLINE_TASKS)

@@ -1,0 +1,144 @@
+"""Server and daemon as two real processes on loopback, and clients that keep the server busy.
+
+Shows that a service gets better while it serves: clients send prompts of one domain, the daemon
+refits the drafter from what was recorded, the server takes each version that the gate lets
+through. Ends when all requests are answered. What is told comes from the buffer's counts.
+"""
+
+import itertools
+import multiprocessing
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import httpx
+
+from draftkit.artifacts import read_json
+from draftkit.config import DEFAULT_ROUTE, Config
+from draftkit.online.buffer import Served
+from pipelines.folder import SUMMARY
+from pipelines.inputs import models
+from pipelines.refitting import daemon, daemon_folder, load_anchors
+from pipelines.serve import serve
+from pipelines.service import open_buffer
+from pipelines.stage import StageFolder
+from pipelines.texts import splits_of
+
+START_SECONDS = 300.0  # until the server must have answered
+END_SECONDS = 60.0  # until a process that was told to stop must have
+REQUEST_SECONDS = 120.0
+
+
+def free_port(host: str) -> int:
+    """A port that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(task: Callable[[Config], None], config: Config) -> Iterator[Any]:
+    """`task(config)` in a process of its own, told to stop at the end."""
+    process = multiprocessing.get_context("spawn").Process(target=task, args=(config,), daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.join(END_SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def wait_until_healthy(url: str, process: Any) -> None:
+    """Wait for the server. Raises ValueError if it ends, or takes too long."""
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and process.is_alive():
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    raise ValueError("the server did not start: see its message above")
+
+
+def ask(url: str, prompts: Sequence[Sequence[int]], config: Config) -> dict[str, Any]:
+    """Send all prompts, `clients` at a time; how many were answered, and how fast."""
+    traffic, seconds, tokens = config.online.traffic, [], 0
+    name = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
+
+    def one(prompt: Sequence[int]) -> tuple[float, int]:
+        body = {"model": name, "prompt": list(prompt), "max_tokens": traffic.max_new_tokens}
+        started = time.perf_counter()
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=REQUEST_SECONDS)
+        answer.raise_for_status()
+        used = int(answer.json()["usage"]["completion_tokens"])
+        return time.perf_counter() - started, used
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(traffic.clients) as clients:
+        for took, used in clients.map(one, prompts):
+            seconds.append(took)
+            tokens += used
+    whole = time.perf_counter() - started
+    return {
+        "requests": len(seconds),
+        "tokens": tokens,
+        "tokens_per_second": tokens / whole,
+        "median_seconds": statistics.median(seconds),
+        "slowest_seconds": max(seconds),
+    }
+
+
+def served_row(served: Served) -> dict[str, Any]:
+    """What one version did."""
+    return {
+        "version": served.version,
+        "requests": served.requests,
+        "tokens": served.tokens,
+        "acceptance_length": served.tokens / served.rounds if served.rounds else None,
+        "alpha": served.acceptance / served.tested if served.tested else None,
+    }
+
+
+def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Run both, put the load on them, and tell what each version did."""
+    traffic = config.online.traffic
+    models(config)  # what both need is made once, before they start
+    load_anchors(config)
+    examples = [one for one in splits_of(config).train if one.domain == traffic.domain]
+    if not examples:
+        raise ValueError(f"online.traffic.domain: the text has no prompts of {traffic.domain!r}")
+    prompts = [one.prompt_ids for one in itertools.islice(itertools.cycle(examples), traffic.requests)]
+    serving = replace(config.serve, host="127.0.0.1", port=free_port("127.0.0.1"))
+    both = replace(config, serve=serving)
+    url = f"http://127.0.0.1:{serving.port}"
+    with running(serve, both) as server:
+        wait_until_healthy(url, server)
+        with running(daemon, both) as refitting:
+            told = ask(url, prompts, both)
+            alive = {"server": server.is_alive(), "daemon": refitting.is_alive()}
+    buffer = open_buffer(both)
+    rows = [served_row(served) for served in buffer.served(DEFAULT_ROUTE)]
+    buffer.close()
+    path = daemon_folder(both) / SUMMARY
+    updates = read_json(path) if path.exists() else {}
+    for row in rows:
+        folder.note(said(row))
+    return {**updates, **told, "alive": alive, "served": rows}
+
+
+def said(row: dict[str, Any]) -> str:
+    """What one version did, in a line."""
+    if row["alpha"] is None:
+        return f"{row['version']}: {row['requests']} answers, nothing drafted"
+    return (
+        f"{row['version']}: {row['requests']} answers, alpha {row['alpha']:.3f}, "
+        f"tau {row['acceptance_length']:.2f}"
+    )

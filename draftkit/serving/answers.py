@@ -20,7 +20,8 @@ Json = dict[str, Any]
 
 def encode(value: object) -> bytes:
     """JSON as it is sent. Raises ValueError for NaN and infinity."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")  # half a character, as JSON escapes it
 
 
 def error_body(

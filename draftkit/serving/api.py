@@ -110,7 +110,13 @@ def make_app(
     )
     metrics = Metrics(engine, model_name)
     seconds = settings.request_seconds + GRACE_SECONDS
-    app = FastAPI(title="draftkit", docs_url=None, redoc_url=None)  # those load scripts from afar
+    app = FastAPI(
+        title="draftkit",
+        docs_url=None,  # these pages load scripts from afar
+        redoc_url=None,
+        responses={"4XX": {"description": "What is wrong, in OpenAI's form of errors"}},
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
     app.add_middleware(Limits, key=key, max_body_bytes=settings.max_body_bytes)
     _add_generation(app, Service(engine, intake, metrics, seconds=seconds))
     _add_information(app, engine, metrics, model_name)

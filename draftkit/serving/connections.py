@@ -1,20 +1,25 @@
-"""Connections that send nothing, or too slowly, do not stay: uvicorn's protocol with a clock.
+"""uvicorn as draftkit runs it: connections that do nothing go, the end of the server is orderly.
 
 uvicorn waits for ever for the first request of a connection, and for the rest of its headers.
 Here a connection that is not waiting for an answer has HEADER_SECONDS to send its next request's
-headers. The listening socket lets the kernel drop readers that take nothing any more.
+headers. The listening socket lets the kernel drop readers that take nothing any more. Nothing is
+logged of requests. Knows no routes and no engine.
 """
 
 import asyncio
 import resource
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 30.0  # between the requests of a connection
+CLOSING_SECONDS = 5.0  # for the last answers to be sent, after the engine has drained
 SPARE_FILES = 128  # descriptors for models, database and logs beside the connections
 
 
@@ -87,3 +92,35 @@ def room_for(connections: int) -> int:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return max(1, min(connections, soft - SPARE_FILES))
+
+
+class Server(uvicorn.Server):
+    """Serves until told to stop; then takes no more connections and waits for `drain`.
+
+    `drain` ends when no answer is being made any more, and may block.
+    """
+
+    def __init__(
+        self, app: Any, *, connections: int, drain_seconds: float, drain: Callable[[], object]
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=int(KEEP_ALIVE_SECONDS),
+                timeout_graceful_shutdown=int(drain_seconds + CLOSING_SECONDS),
+                limit_concurrency=connections,
+            )
+        )
+        self._drain = drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let the answers that have begun end."""
+        draining = asyncio.create_task(asyncio.to_thread(self._drain))
+        await super().shutdown(sockets)
+        await draining

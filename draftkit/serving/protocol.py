@@ -7,16 +7,18 @@ would be ignored in silence. This module knows no engine, no tokenizer and no HT
 """
 
 import difflib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from draftkit.config import SamplingConfig
 
 LARGEST_SEED = 2**63 - 1
 MOST_STOPS = 16
+_PARTS = ("role", "content", "type", "text")  # of a message, that an error may lie in
 SHOWN = 60  # characters of a wrong value that an error message repeats
 
 
@@ -47,13 +49,19 @@ def _neutral(*values: object) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Text = Annotated[str, Field(max_length=256)]
+def _well_formed(text: str) -> str:
+    """JSON can name half of a character, which has no bytes: UnicodeEncodeError for that."""
+    text.encode()
+    return text
+
+
+Text = Annotated[str, AfterValidator(_well_formed)]
 TokenId = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], FailFast(), Field(min_length=1)]
-StopString = Annotated[str, Field(min_length=1, max_length=256)]
-StopStrings = Annotated[list[StopString], FailFast(), Field(max_length=MOST_STOPS)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+StopString = Annotated[Text, Field(min_length=1, max_length=256)]
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS)]
 Absent = Annotated[
-    Any, _neutral(None, [], {}, ""), Field(description="be absent: it is not supported")
+    Any, _neutral(None, [], {}, ""), Field(description="be absent: this server does not do it")
 ]
 Zero = Annotated[
     Any,
@@ -151,10 +159,10 @@ class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`."""
 
     prompt: (
-        str
+        Text
         | TokenIds
-        | Annotated[list[str], FailFast(), Field(min_length=1)]
-        | Annotated[list[TokenIds], FailFast(), Field(min_length=1)]
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
     ) = Field(description="be a string, token ids, or a list of either, and not empty")
     echo: bool | None = Field(None, description="be true or false")
     logprobs: int | None = Field(None, ge=0, description="be an integer of at least 0")
@@ -184,7 +192,7 @@ class TextPart(BaseModel):
 
     model_config = ConfigDict(strict=True)
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
@@ -192,7 +200,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True)
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], FailFast()]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @property
     def text(self) -> str:
@@ -205,7 +213,7 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1)] = Field(
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] = Field(
         description="be a list of messages, each with a role and a content that is text"
     )
     max_completion_tokens: int | None = Field(None, ge=1, description="be an integer of at least 1")
@@ -265,7 +273,9 @@ def explain(errors: Sequence[Mapping[str, Any]], request: type[BaseModel]) -> Ba
         )
     if error["type"] == "missing" and len(place) == 1:
         return BadRequest(f"{name} is missing", param=name, code="missing_parameter")
-    where = f" (at {'.'.join(place)[:SHOWN]})" if len(place) > 1 else ""
+    # Of the alternatives of a type pydantic names each: no word to a client.
+    plain = list(itertools.takewhile(lambda part: part.isdigit() or part in _PARTS, place[1:]))
+    where = f" (at {'.'.join([name, *plain])})" if plain else ""
     return BadRequest(
         f"{name} must {known[name].description}, got {_shown(error['input'])}{where}", param=name
     )

@@ -2,7 +2,7 @@
 
 Here requests become jobs and pieces become answers, whole or as server-sent events; a client that
 leaves frees its rows. Every error is told in OpenAI's form with one line of reason. This module
-decodes nothing and knows no tokenizer's inside: see `engine`, `intake`, `protocol`, `answers`.
+decodes nothing and knows no tokenizer's inside: see `engine`, `intake`, `protocol`, `replies`.
 """
 
 import asyncio

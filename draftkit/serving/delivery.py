@@ -1,7 +1,7 @@
 """From answers that grow to what is sent: whole, as server-sent events, or as an error.
 
 A stream is sent no faster than it is read; latencies are measured on the way. Knows the shape of
-no answer (see `answers`) and no routes.
+no answer (see `replies`) and no routes.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from draftkit.serving.answers import Json, encode, error_body, usage
+from draftkit.serving.replies import Json, encode, error_body, usage
 from draftkit.serving.intake import Asked
 from draftkit.serving.jobs import Piece
 from draftkit.serving.metrics import Metrics

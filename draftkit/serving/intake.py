@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
-from draftkit.serving.answers import ChatForm, Choice, CompletionForm, Form
+from draftkit.serving.replies import ChatForm, Choice, CompletionForm, Form
 from draftkit.serving.jobs import Job
 from draftkit.serving.protocol import (
     SHOWN,

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from draftkit.serving.answers import encode, error_body
+from draftkit.serving.replies import encode, error_body
 
 BODY_SECONDS = 30.0  # in which a body must have arrived
 OPEN_PATHS = ("/health",)  # answered without the key

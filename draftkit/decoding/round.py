@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 
     def select(self, places: Tensor) -> "Outcome":
         """The rows at `places`."""
-        return Outcome(*(None if part is None else part[places] for part in self))
+        return map_tensors(lambda part: part[places], self)
 
 
 def propose(places: tuple[Proposer, Bench], inputs: RoundInputs) -> Proposal:

@@ -92,14 +92,16 @@ class Load:
 class DrafterCounters:
     """Sums since the start over the finished and running jobs of one route and version."""
 
-    requests: int = 0  # finished
+    requests: int = 0  # finished, by whatever reason
     tokens: int = 0
+    rounds: int = 0
     drafts: int = 0  # rounds with proposals
     drafted: int = 0
     accepted: int = 0
     accepted_per_position: tuple[int, ...] = ()
     tested: int = 0
     acceptance: float = 0.0
+    seconds: float = 0.0  # of its rounds, whose time their rows share
 
 
 @dataclass(frozen=True)

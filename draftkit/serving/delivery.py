@@ -11,10 +11,10 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from draftkit.serving.replies import Json, encode, error_body, usage
 from draftkit.serving.intake import Asked
 from draftkit.serving.jobs import Piece
 from draftkit.serving.metrics import Metrics
+from draftkit.serving.replies import Json, encode, error_body, usage
 from draftkit.serving.streams import Answers, ClientLeft, TooSlow, unless_left
 
 DONE = b"data: [DONE]\n\n"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
-from draftkit.serving.replies import ChatForm, Choice, CompletionForm, Form
 from draftkit.serving.jobs import Job
 from draftkit.serving.protocol import (
     SHOWN,
@@ -21,6 +20,7 @@ from draftkit.serving.protocol import (
     CompletionRequest,
     GenerationRequest,
 )
+from draftkit.serving.replies import ChatForm, Choice, CompletionForm, Form
 from draftkit.serving.texts import Offsets, Texts
 
 ROUTE_HEADER = "x-draftkit-route"
@@ -182,13 +182,13 @@ class Intake:
             raise BadRequest(f"{param} must be at most {most}, got {asked}", param=param)
 
     def _check_count(self, body: GenerationRequest, prompts: int) -> None:
-        most, room = self._settings.max_choices, self._settings.queue
+        most, room = self._settings.max_choices, self._settings.queue + self._settings.slots
         if body.choices > most:
             raise BadRequest(f"n must be at most {most}, got {body.choices}", param="n")
         if prompts * body.choices > room:
             raise BadRequest(
-                f"{prompts} prompts with n={body.choices} are more answers than may wait "
-                f"(serve.queue={room}): send fewer at once",
+                f"{prompts} prompts with n={body.choices} are more answers than there is room for "
+                f"({room}): send fewer at once",
                 param="prompt",
             )
 

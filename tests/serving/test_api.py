@@ -270,12 +270,12 @@ def test_the_key() -> None:
 
 def test_a_full_queue() -> None:
     engine = FakeEngine(room=2)
-    with serving(engine, ServeConfig(queue=4)) as address, client_for(address) as client:
+    with serving(engine, ServeConfig(queue=3, slots=1)) as address, client_for(address) as client:
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model=NAME, prompt="a", n=3)
         assert caught.value.response.headers["retry-after"] == "3"
         assert client.completions.create(model=NAME, prompt="a", n=2).choices
-        with pytest.raises(openai.BadRequestError, match=r"more answers than may wait"):
+        with pytest.raises(openai.BadRequestError, match="more answers than there is room for"):
             client.completions.create(model=NAME, prompt=["a"] * 5)
 
 

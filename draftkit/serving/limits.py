@@ -14,7 +14,6 @@ from draftkit.serving.replies import encode, error_body
 
 BODY_SECONDS = 30.0  # in which a body must have arrived
 OPEN_PATHS = ("/health",)  # answered without the key
-METHODS_WITH_BODY = ("POST", "PUT", "PATCH")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -68,7 +67,7 @@ class Limits:
 
         try:
             self._check_key(scope)
-            if scope["method"] in METHODS_WITH_BODY:
+            if scope["method"] == "POST":
                 self._check_kind(scope)
                 body = await self._body(scope, receive)
                 if body is None:

@@ -56,6 +56,7 @@ def _well_formed(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_well_formed)]
+Temperature = Annotated[float, BeforeValidator(_known_temperature), Field(ge=0, le=10)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 StopString = Annotated[Text, Field(min_length=1, max_length=256)]
@@ -95,11 +96,9 @@ class GenerationRequest(BaseModel):
 
     model: Text = Field(description="be the name of a model that /v1/models lists")
     n: int | None = Field(None, ge=1, description="be an integer of at least 1")
-    temperature: Annotated[
-        float | None,
-        BeforeValidator(_known_temperature),
-        Field(ge=0, le=10, description="be 0 (greedy) or lie in [0.001, 10]"),
-    ] = None
+    temperature: Temperature | None = Field(
+        None, description="be 0 (greedy) or lie in [0.001, 10]"
+    )
     top_p: float | None = Field(None, ge=1e-6, le=1, description="lie in [0.000001, 1]")
     top_k: int | None = Field(
         None, ge=-1, le=2**31 - 1, description="be a positive integer, or 0 or -1 to keep all"

@@ -95,6 +95,15 @@ def test_bounds_and_neutral_values_are_taken(body: dict[str, Any]) -> None:
     ChatRequest.model_validate(chat(**body))
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"), [(CompletionRequest, completion()), (ChatRequest, chat())]
+)
+def test_null_is_absence(kind: type[GenerationRequest], body: dict[str, Any]) -> None:
+    """Clients send it for whatever their user has left out."""
+    nulls = dict.fromkeys(kind.model_fields.keys() - body.keys())
+    assert kind.model_validate(nulls | body).model_dump() == kind.model_validate(body).model_dump()
+
+
 def test_a_misspelt_parameter_is_refused_with_the_near_match() -> None:
     wrong = refusal(CompletionRequest, completion(temprature=1))
     assert str(wrong) == "there is no parameter 'temprature': did you mean temperature?"

@@ -26,7 +26,6 @@ class Answer:
     stream: TextStream
     completion: Completion
     started: float  # time.monotonic()
-    proposer_id: str = ""
     records: bool = False
     ended: bool = False  # the last piece has been told
     versions: list[str] = field(default_factory=list)  # of drafters, each once

@@ -124,6 +124,7 @@ class Drafters:
         self._gate = gate
         self._poll_seconds = poll_seconds
         self._draw = draw
+        self._swapper: Swapper | None = None
         self._offers: deque[Offer] = deque()
         self._lock = threading.Lock()  # of what is served and counted
         self._stopping = threading.Event()
@@ -133,12 +134,11 @@ class Drafters:
     # For the thread that decodes
 
     def attach(self, decoder: Decoder) -> None:
-        """Give `decoder` the proposers, with the versions that are current now."""
+        """Give `decoder` the proposers."""
         for route in self.routes.values():
             for role in route.roles:
                 decoder.attach(role.proposer_id, role.proposer)
-        self._swapper: Swapper = decoder
-        self.poll()
+        self._swapper = decoder
 
     def choose(self, route: str, *, seeded: bool) -> str:
         """The proposer of a new row. A seeded one gets the current version, so that it repeats."""
@@ -282,16 +282,17 @@ class Drafters:
 
     @torch.no_grad()
     def _install(self, offer: Offer) -> None:
-        role = offer.role
+        role, swapper = offer.role, self._swapper
+        assert swapper is not None
         started = time.perf_counter()
         before = role.proposer.version
         try:
-            self._swapper.swap(role.proposer_id, offer.weights, offer.version.name)
+            swapper.swap(role.proposer_id, offer.weights, offer.version.name)
             offer.installed = same(role.proposer.draft.weights(), offer.weights)
         except Exception:  # whatever it is, the rounds go on with what was in force
             log.exception("version %s could not be copied", offer.version.name)
         if not offer.installed:
-            self._swapper.swap(role.proposer_id, offer.previous, before)
+            swapper.swap(role.proposer_id, offer.previous, before)
         with self._lock:
             if offer.installed:
                 self.counts.swaps += 1

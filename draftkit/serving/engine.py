@@ -13,26 +13,23 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from draftkit.config import DecodeConfig, ServeConfig
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.generation import record
-from draftkit.decoding.results import RoundResult
-from draftkit.decoding.state import Request
 from draftkit.decoding.streaming import Decode
 from draftkit.models.adapter import Adapter
 from draftkit.serving.answers import Answer, begin
 from draftkit.serving.costs import measured_policy
-from draftkit.serving.counting import Counting
 from draftkit.serving.drafters import Drafters
-from draftkit.serving.jobs import Counters, Draining, Job, Listener, Load, Piece, QueueFull
-from draftkit.serving.recorder import Answered, Likeliest, Recorder
-from draftkit.serving.scores import round_likeliest, round_scores
+from draftkit.serving.jobs import Counters, Draining, Job, Listener, Load, QueueFull
+from draftkit.serving.recorder import Recorder
+from draftkit.serving.rows import Rows
 
 IDLE_SECONDS = 1.0  # after which an engine without jobs shows that it lives
 STALLED_SECONDS = 120.0  # a round of compiled code may have to be compiled first
 MOST_ERRORS = 3  # rounds in a row that may fail
+ERROR_SECONDS = 0.1  # until the next try
 SEEDS = 1 << 63
 log = logging.getLogger(__name__)
 
@@ -79,17 +76,13 @@ class Engine:
             compiled=on_device or decoding.compile == "true",
             top_k=max(serve.top_logprobs, recorded),
         )
-        self._records_ids = recorded > 0
-        self._counting = Counting()
+        drafters.attach(self.decoder)
+        self._rows = Rows(self.decoder, drafters, recorder, gamma=decoding.gamma)
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[Answer] = deque()
         self._cancelled: set[int] = set()
         self._next = 0
         self._draining = self._stopping = False
-        self._job_seconds = 1.0  # a running mean
-        # The thread's own:
-        self._rows: dict[int, Answer] = {}  # by slot
-        self._errors_in_a_row = 0
         self._beat = time.monotonic()
         self._thread: threading.Thread | None = None
 
@@ -139,7 +132,7 @@ class Engine:
     def counters(self) -> Counters:
         """All counts since the start."""
         counts = self.drafters.counts
-        return self._counting.snapshot(
+        return self._rows.counting.snapshot(
             swaps=counts.swaps,
             refused=counts.refused,
             swap_seconds=counts.last_seconds,
@@ -151,16 +144,16 @@ class Engine:
         return self.drafters.versions()
 
     def healthy(self) -> bool:
-        """Whether the thread lives, makes progress, and its rounds do not fail one after another."""
+        """Whether the thread lives, makes progress, and not every round fails."""
         alive = self._thread is not None and self._thread.is_alive()
         moves = time.monotonic() - self._beat < STALLED_SECONDS
-        return alive and moves and self._errors_in_a_row < MOST_ERRORS
+        return alive and moves and self._rows.errors_in_a_row < MOST_ERRORS
 
     # Life
 
     def start(self) -> None:
         """Load the current drafters, measure what rounds cost, and serve from then on."""
-        self.drafters.attach(self.decoder)
+        self.drafters.poll()
         if self._serve.adapts and self._gamma > 0:
             proposer_id = next(iter(self.drafters.routes.values())).current.proposer_id
             self.decoder.gamma_policy = measured_policy(self.decoder, proposer_id, self._gamma)
@@ -170,7 +163,7 @@ class Engine:
         self.drafters.wake = self._wake
         self.drafters.start()
         if self.recorder is not None:
-            self.recorder.start(self.load, self._counting.drafters)
+            self.recorder.start(self.load, self._rows.counting.drafters)
 
     def drain(self, seconds: float) -> bool:
         """Take no more jobs, wait for those there are, and cancel what is left after `seconds`.
@@ -203,10 +196,10 @@ class Engine:
             self._changed.notify()
 
     def _is_idle(self) -> bool:
-        return not self._waiting and not self._rows
+        return not self._waiting and not len(self._rows)
 
     def _answers(self) -> list[Answer]:
-        return [*self._waiting, *self._rows.values()]
+        return [*self._waiting, *self._rows.answers]
 
     def _check(self, job: Job) -> None:
         prompt, new = len(job.prompt_ids), job.max_new_tokens
@@ -227,177 +220,62 @@ class Engine:
 
     def _retry_after(self) -> float:
         turns = 1 + len(self._waiting) / self._serve.slots
-        return min(60.0, max(1.0, turns * self._job_seconds))
+        return min(60.0, max(1.0, turns * self._rows.job_seconds))
 
     # The thread
 
     def _run(self) -> None:
         while not self._stopping:
             self._beat = time.monotonic()
-            self.drafters.install()
-            self._drop()
-            self._admit()
-            if self._rows:
-                self._round()
-                continue
-            with self._changed:
-                self._changed.notify_all()  # who drains waits for this
-                if not self._waiting and not self._stopping and not self.drafters.waits:
-                    self._changed.wait(IDLE_SECONDS)
+            try:
+                self._step()
+            except Exception:  # not of a round: those end their own rows
+                log.exception("the engine met an error between two rounds")
+                self._rows.errors_in_a_row += 1
+                self._end({answer.number: "error" for answer in self._answers()})
+                with self._changed:
+                    self._changed.wait(ERROR_SECONDS)
+        self._end({answer.number: "cancelled" for answer in self._answers()})
+
+    def _step(self) -> None:
+        """One round with all that comes before it; without rows, wait for some."""
+        self.drafters.install()
+        self._drop()
+        self._admit()
+        if len(self._rows):
+            self._rows.round()
+            return
         with self._changed:
-            rest = self._answers()
-            self._waiting.clear()
-            self._rows = {}
-        for answer in rest:
-            self._tell(answer, answer.end("cancelled"))
+            self._changed.notify_all()  # who drains waits for this
+            if not self._waiting and not self._stopping and not self.drafters.waits:
+                self._changed.wait(IDLE_SECONDS)
 
     def _drop(self) -> None:
         """End what was cancelled or is late, waiting or running."""
         now = time.monotonic()
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
-            reasons = {
-                answer.number: "cancelled" if answer.number in cancelled else "timeout"
-                for answer in self._answers()
-                if answer.number in cancelled
-                or (answer.job.deadline is not None and now >= answer.job.deadline)
-            }
-            if not reasons:
-                return
-            waiting = [answer for answer in self._waiting if answer.number in reasons]
-            for answer in waiting:
-                self._waiting.remove(answer)
-        slots = [slot for slot, answer in self._rows.items() if answer.number in reasons]
-        for answer in waiting + [self._rows[slot] for slot in slots]:
-            self._finish(answer, answer.end(reasons[answer.number]))
-        self._leave(slots)
+            answers = self._answers()
+        reasons = {a.number: "cancelled" for a in answers if a.number in cancelled}
+        for answer in answers:
+            deadline = answer.job.deadline
+            if deadline is not None and now >= deadline:
+                reasons.setdefault(answer.number, "timeout")
+        if reasons:
+            self._end(reasons)
 
-    def _leave(self, slots: Sequence[int]) -> None:
+    def _end(self, reasons: Mapping[int, str]) -> None:
         with self._changed:
-            for slot in slots:
-                del self._rows[slot]
-        self.decoder.leave(slots)
+            gone = [answer for answer in self._waiting if answer.number in reasons]
+            for answer in gone:
+                self._waiting.remove(answer)
+        for answer in gone:
+            self._rows.finish(answer, answer.end(reasons[answer.number]))
+        self._rows.end(reasons)
 
     def _admit(self) -> None:
         """Let waiting jobs join, the longest waiting first."""
-        while self.decoder.free_slots:
-            with self._changed:
-                if not self._waiting:
-                    return
-                answer = self._waiting.popleft()
-            try:
-                (slot,) = self.decoder.join([self._request(answer)])
-            except Exception:
-                self._fail([answer])
-                continue
-            with self._changed:
-                self._rows[slot] = answer
-            self._counting.prompt_tokens += len(answer.job.prompt_ids)
-
-    def _request(self, answer: Answer) -> Request:
-        job, seeded = answer.job, answer.job.seed is not None
-        answer.proposer_id = self.drafters.choose(job.route, seeded=seeded)
-        answer.records = self.recorder is not None and self.recorder.takes(job)
-        return Request(
-            prompt_ids=job.prompt_ids,
-            max_new_tokens=job.max_new_tokens,
-            sampling=job.sampling,
-            gamma=self._gamma,
-            proposer_id=answer.proposer_id,
-            seed=answer.seed,
-            row=job.row,
-            adapts=not seeded,
-        )
-
-    def _round(self) -> None:
-        started = time.perf_counter()
-        try:
-            results = self.decoder.round()
-            seconds = time.perf_counter() - started
-            rows = sum(len(result.slots) for result in results)
-            for result in results:
-                self._take(result, seconds / rows)
-            self._errors_in_a_row = 0
-        except Exception:
-            self._errors_in_a_row += 1
-            slots = list(self._rows)
-            self._fail([self._rows[slot] for slot in slots])
-            self._leave(slots)
-
-    def _fail(self, answers: Sequence[Answer]) -> None:
-        """End `answers` as "error", while an exception is at hand."""
-        log.exception("%d answers end by an error", len(answers))
-        self._counting.errors += 1
-        for answer in answers:
-            if not answer.ended:
-                self._finish(answer, answer.end("error"))
-
-    def _take(self, result: RoundResult, seconds: float) -> None:
-        """Bring a group's round to its answers; `seconds` is each row's share of the time."""
-        answers = [self._rows[slot] for slot in result.slots]
-        completions = [answer.completion for answer in answers]
-        before = [(len(c.output_ids), c.tested, c.acceptance_total) for c in completions]
-        record(dict(zip(result.slots, completions, strict=True)), result)
-        scores = round_scores(result, [answer.job.top_logprobs for answer in answers])
-        likeliest: list[Likeliest] = []
-        if self._records_ids and any(answer.records for answer in answers):
-            likeliest = round_likeliest(result)
-        version, ended = result.proposer_version, []
-        for place, (slot, answer) in enumerate(zip(result.slots, answers, strict=True)):
-            if answer.records and likeliest:
-                answer.likeliest.append(likeliest[place])
-            piece = answer.take(scores[place], version=version, done=result.done[place])
-            completion, (tokens, tested, acceptance) = answer.completion, before[place]
-            self._counting.round(
-                (answer.job.route, version),
-                tokens=len(completion.output_ids) - tokens,
-                drafted=result.lengths[place],
-                accepted=completion.steps[-1].accepted,
-                tested=completion.tested - tested,
-                acceptance=completion.acceptance_total - acceptance,
-                seconds=seconds,
-            )
-            if piece is not None and piece.finish_reason is not None:
-                ended.append(slot)
-                self._finish(answer, piece)
-            elif piece is not None and not self._tell(answer, piece):
-                self.cancel([answer.number])
-        self._leave(ended)
-
-    def _tell(self, answer: Answer, piece: Piece) -> bool:
-        """Whether the listener could take `piece`; nobody's failure is the others'."""
-        try:
-            answer.listener(piece)
-        except Exception:
-            log.exception("a listener failed; its answer is cancelled")
-            return False
-        return True
-
-    def _finish(self, answer: Answer, piece: Piece) -> None:
-        """Count, record and tell the end of an answer."""
-        answer.ended = True
-        completion, job = answer.completion, answer.job
-        self._counting.request((job.route, answer.version))
-        taken = time.monotonic() - answer.started
-        self._job_seconds += 0.1 * (taken - self._job_seconds)
-        if job.seed is None and len(answer.versions) == 1:
-            self.drafters.observe(
-                job.route,
-                answer.version,
-                tested=completion.tested,
-                acceptance=completion.acceptance_total,
-            )
-        whole = piece.finish_reason in ("stop", "length")
-        if self.recorder is not None and answer.records and whole:
-            self.recorder.offer(
-                Answered(
-                    job=job,
-                    seed=answer.seed,
-                    output_ids=completion.output_ids,
-                    steps=completion.steps,
-                    likeliest=answer.likeliest,
-                    version=answer.version,
-                    seconds=time.time(),
-                )
-            )
-        self._tell(answer, piece)
+        while self.decoder.free_slots and self._waiting:
+            self._rows.join(self._waiting[0])
+            with self._changed:  # only now, so that it is nowhere lost to view
+                self._waiting.popleft()

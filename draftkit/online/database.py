@@ -38,7 +38,7 @@ class Recovery:
     """What had to be done to open a file; false if nothing."""
 
     dropped_frames: int = 0  # pages of the log from its first bad one on
-    dropped_commits: int = 0  # transactions that ended in them, and are lost
+    dropped_commits: int = 0  # transactions that ended in them, lost if not in the file already
     set_aside: Path | None = None  # where a file is that could not be used
 
     def __bool__(self) -> bool:
@@ -48,8 +48,8 @@ class Recovery:
         told = []
         if self.dropped_frames:
             told.append(
-                f"a page of the log is damaged: {self.dropped_commits} transactions"
-                f" ({self.dropped_frames} pages) from there on are lost"
+                f"a page of the log is damaged: from there on up to {self.dropped_commits}"
+                f" transactions ({self.dropped_frames} pages) are lost"
             )
         if self.set_aside is not None:
             told.append(f"the file is damaged: it is now {self.set_aside.name}, a new one begins")
@@ -204,8 +204,11 @@ class Database:
                     _log.warning("%s: %s", self.path, self.recovery)
             except BlockingIOError:  # others have it open, or one of them looks it over now
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
-            # Served text is its owner's: nobody else on the machine reads it.
-            os.close(os.open(self.path, flags, 0o600))
+            # Served text is its owner's: nobody else on the machine reads it. A file that is
+            # there must not be opened here: closing it would drop the locks that SQLite holds
+            # on it for another connection of this process.
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self.path, flags | os.O_EXCL, 0o600))
             self._connection = connection = _connect(self.path)
             connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # before there is a table
             connection.execute("PRAGMA journal_mode=WAL")

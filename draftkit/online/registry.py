@@ -240,8 +240,9 @@ class Registry:
         """Make a version of what `write` puts into the (empty) folder it is given.
 
         It becomes the candidate with `canary`, else the current one; a candidate before it is one
-        no more. `parent` null: the current one. Whatever `write` raises passes through, and nothing has changed then; ValueError if
-        it leaves no safetensors file, or `parent` is not there.
+        no more. `parent` null: the current one. Whatever `write` raises passes through, and
+        nothing has changed then; ValueError if it leaves no safetensors file, or `parent` is not
+        there.
         """
         with self._changing():
             before = self.current() if parent is None else self.version(parent)

@@ -76,8 +76,8 @@ def write_version(
             window=window,
             created=time.time(),
         )
-        told = asdict(version)
-        del told["path"]  # the registry may be moved
+        # Without the path: the registry may be moved.
+        told = {name: value for name, value in asdict(version).items() if name != "path"}
         write_json(folder / TOLD, told)
     return read_version(path)
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from socket import SO_SNDBUF, SOL_SOCKET
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -64,10 +65,11 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
 
 @dataclass
 class FakeEngine:
-    """Says SAID, two bytes a round, from a thread for each job."""
+    """Says SAID, `per_round` bytes a round, from a thread for each job."""
 
     max_length: int = 120
     room: int = 64  # jobs at once
+    per_round: int = 2
     round_seconds: float = 0.0
     ends: str | None = None  # the reason that every job ends with, at once
     endless: bool = False  # ignores max_new_tokens
@@ -98,7 +100,7 @@ class FakeEngine:
                     return listener(Piece("", (), self.ends or "cancelled"))
                 time.sleep(self.round_seconds)
                 place = done % (len(said) // 2)
-                ids = said[place : place + 2][: None if self.endless else job.max_new_tokens - done]
+                ids = said[place : place + self.per_round][: None if self.endless else job.max_new_tokens - done]
                 done += len(ids)
                 text, reason = stream.push(ids), None
                 if stream.stop is not None:
@@ -166,8 +168,12 @@ def serving(
     sampling: SamplingConfig | None = None,
     key: str | None = None,
     drain: Any = lambda: True,
+    send_buffer: int | None = None,
 ) -> Iterator[str]:
-    """A server on a free port of loopback; its address, `127.0.0.1:PORT`."""
+    """A server on a free port of loopback; its address, `127.0.0.1:PORT`.
+
+    send_buffer: bytes that the kernel takes for a reader who does not read.
+    """
     settings = settings or ServeConfig()
     texts = Texts(tokenizer or chat_tokenizer(), VOCAB_SIZE)
     app = make_app(
@@ -180,6 +186,8 @@ def serving(
         key=key,
     )
     socket = listen("127.0.0.1", 0, stalled_seconds=settings.request_seconds)
+    if send_buffer is not None:
+        socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)
     address = "{}:{}".format(*socket.getsockname())
     server = Server(app, connections=settings.connections, drain_seconds=1, drain=drain)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})

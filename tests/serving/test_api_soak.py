@@ -77,14 +77,13 @@ def test_ten_thousand_requests_leave_no_memory_behind() -> None:
         serving(engine, ServeConfig(top_logprobs=5)) as address,
         ThreadPoolExecutor(4) as pool,
     ):
-        list(pool.map(lambda number: mixed(address, number), range(REQUESTS // 5)))
-        before = resident()
-        list(pool.map(lambda number: mixed(address, number), range(REQUESTS)))
-        assert wait_for(lambda: engine.load().running == 0)
-        grown = resident() - before
-        counts = engine.counters()
-        assert counts.errors == 0
-    assert grown < 8_000_000, f"{grown} bytes more after {REQUESTS} requests"
+        sizes = []
+        for _ in range(5):  # the first fifth fills caches and pools
+            list(pool.map(lambda number: mixed(address, number), range(REQUESTS // 4)))
+            assert wait_for(lambda: engine.load().running == 0)
+            sizes.append(resident())
+        assert engine.counters().errors == 0
+    assert sizes[-1] - sizes[0] < 8_000_000, sizes
 
 
 @pytest.mark.soak
@@ -111,8 +110,8 @@ def test_a_thousand_idle_connections_do_not_stop_service(
 @pytest.mark.soak
 def test_slow_readers_cost_little_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "BACKLOG", 5000)
-    engine = FakeEngine(endless=True, round_seconds=0.002)
-    with serving(engine) as address, contextlib.ExitStack() as stack:
+    engine = FakeEngine(endless=True, per_round=20, round_seconds=0.1)
+    with serving(engine, send_buffer=10_000) as address, contextlib.ExitStack() as stack:
         before = resident()
         for _ in range(40):
             stack.enter_context(slow_reader(address))

@@ -73,8 +73,8 @@ def test_a_request_under_way_has_no_such_clock(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_reader_that_takes_nothing_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "BACKLOG", 1000)
-    engine = FakeEngine(endless=True, round_seconds=0.0002)
-    with serving(engine) as address:
+    engine = FakeEngine(endless=True, per_round=20, round_seconds=0.01)
+    with serving(engine, send_buffer=10_000) as address:
         made = socket.socket()
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = address.split(":")

@@ -1,16 +1,32 @@
 """The traffic buffer: what was served, in one SQLite file that the server writes and others read.
 
 It stores records and counts; it does not know who serves, who trains, or what a drafter is. Any
-number of processes may open the same file; a `Buffer` may be used by several threads.
+number of processes may open the same file, and several threads may use one `Buffer`. A damaged
+row is left out and counted; a damaged file is set aside and a new one begun.
 """
 
+import json
+import logging
+import random
+import sqlite3
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from draftkit.config.service import BufferConfig
 from draftkit.data.rollouts import Record
+from draftkit.online import upkeep
+from draftkit.online.ages import Ledger, Uptime, look, seconds_since, uptime
+from draftkit.online.database import Database, Recovery
+from draftkit.online.records import checksum, decode, encode, split
+
+UPKEEP_SECONDS = 600.0  # between two upkeeps of a buffer that is written, unless it grows fast
+_GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
+_DAY = 86400.0
+_COLUMNS = "id, route, version, seconds, kept, split, checksum, content"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +72,11 @@ class Load:
 
 
 class Buffer:
-    """Records by route, bounded in bytes and in time, half of each prompt's hash held out.
+    """Records by route, bounded in bytes and in time, part of the prompts held out.
 
     A prompt is on the same side of the held-out split for ever (for one `gate_fraction`).
+    `recovered` says what had to be done to open the file; `damaged` holds the ids of rows that
+    were read and found damaged.
     """
 
     def __init__(
@@ -68,49 +86,174 @@ class Buffer:
         *,
         gate_fraction: float = 0.2,
         clock: Callable[[], float] = time.time,
+        up: Callable[[], Uptime] = uptime,
     ) -> None:
-        """Open or begin the file `path`.
+        """Open or begin the file `path`. `clock` is the wall's, `up` the machine's uptime.
 
-        `recovered` tells what had to be done for that. Raises ValueError, one line, for a file of
-        another format; OSError where the file cannot be opened or written.
+        Raises ValueError, one line, for a file of another format; OSError where the file cannot
+        be opened or written.
         """
-        raise NotImplementedError
+        self.settings = settings
+        self.damaged: set[int] = set()
+        self._gate_fraction = gate_fraction
+        self._clock, self._up = clock, up
+        self._ledger: Ledger | None = None
+        self._grown, self._looked_after = 0, up()
+        self._database = Database(path, self._prepare)
+
+    @property
+    def recovered(self) -> Recovery:
+        """What had to be done to open the file; false if nothing."""
+        return self._database.recovery
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        for statement in upkeep.TABLES.split(";"):
+            connection.execute(statement)
+        # Ids of a new file begin at its time in milliseconds, so that they come after those of
+        # the file whose place it may have taken, and nobody who waits for higher ones waits on.
+        first = max(0, int(1000 * self._clock()))
+        if not connection.execute("SELECT count(*) FROM sqlite_sequence").fetchone()[0]:
+            connection.execute("INSERT INTO sqlite_sequence VALUES ('records', ?)", (first,))
+        self._look(connection)
+
+    def _look(self, connection: sqlite3.Connection) -> Ledger:
+        """The time of the file's ledger, which is stored."""
+        told = self._fact(connection, "ledger")
+        before = told and Ledger(**told | {"seen": Uptime(**told["seen"])})
+        self._ledger = look(before, wall=self._clock(), up=self._up())
+        self._set_fact(connection, "ledger", asdict(self._ledger))
+        return self._ledger
+
+    @staticmethod
+    def _fact(connection: sqlite3.Connection, name: str) -> Any:
+        query = "SELECT value FROM facts WHERE name = ?"
+        row = connection.execute(query, (name,)).fetchone()
+        return None if row is None else json.loads(row[0])
+
+    @staticmethod
+    def _set_fact(connection: sqlite3.Connection, name: str, value: Any) -> None:
+        connection.execute("REPLACE INTO facts VALUES (?, ?)", (name, json.dumps(value)))
 
     def append(self, entries: Sequence[Entry]) -> None:
         """Store `entries` in one transaction that is on the disk when this returns.
 
         Raises OSError (ENOSPC: the disk is full) and stores none of them; ValueError for an id
-        that does not fit 32 bits.
+        that does not fit 32 bits. Now and then `maintain` follows, by time and growth.
         """
-        raise NotImplementedError
+        ledger = look(self._ledger, wall=self._clock(), up=self._up())
+        rows = []
+        for entry in entries:
+            content = encode(entry.record)
+            told = (entry.route, entry.version, float(entry.seconds), ledger.now)
+            place = (*told, split(entry.record.prompt_ids))
+            rows.append((*place, len(content), checksum(content, *place), content))
+        with self._database.writing() as connection:
+            connection.executemany(
+                "INSERT INTO records (route, version, seconds, kept, split, size, checksum,"
+                " content) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                rows,
+            )
+        self._grown += sum(row[5] for row in rows)
+        rested = seconds_since(self._looked_after, self._up())
+        if self._grown > self._room / _GROWTH or rested is None or rested > UPKEEP_SECONDS:
+            try:
+                self.maintain()
+            except OSError as error:  # the entries are stored all the same
+                _log.warning("%s", error)
+
+    @property
+    def _room(self) -> float:
+        return self.settings.max_megabytes * 1e6
 
     def add_served(self, rows: Sequence[Served]) -> None:
         """Add counts to those of the same route and version. Raises OSError as `append`."""
-        raise NotImplementedError
+        names = [field.name for field in fields(Served)]
+        sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in names[2:])
+        with self._database.writing() as connection:
+            connection.executemany(
+                f"INSERT INTO served ({', '.join(names)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+                f" ON CONFLICT (route, version) DO UPDATE SET {sums}",
+                [astuple(row) for row in rows],
+            )
 
     def served(self, route: str) -> list[Served]:
         """The counts of a route, a row a version, in the order in which they were first seen."""
-        raise NotImplementedError
+        names = [field.name for field in fields(Served)]
+        query = f"SELECT {', '.join(names)} FROM served WHERE route = ? ORDER BY rowid"
+        with self._database.reading() as connection:
+            rows = connection.execute(query, (route,)).fetchall()
+        return [Served(**dict(zip(names, row, strict=True))) for row in rows]
 
     def set_load(self, *, queued: int, running: int) -> None:
         """Tell others how busy the server is; not flushed to the disk, so cheap."""
-        raise NotImplementedError
+        told = {"queued": queued, "running": running, "told": asdict(self._up())}
+        with self._database.writing(flushed=False) as connection:
+            self._set_fact(connection, "load", told)
 
     def load(self) -> Load | None:
         """What was last told; None if nothing ever was."""
-        raise NotImplementedError
+        with self._database.reading() as connection:
+            told = self._fact(connection, "load")
+        if told is None:
+            return None
+        age = seconds_since(Uptime(**told.pop("told")), self._up())
+        return Load(**told, age_seconds=float("inf") if age is None else age)
 
     def count(self, route: str, *, held_out: bool, after: int = 0) -> int:
         """How many records of a side of `route` have an id above `after`."""
-        raise NotImplementedError
+        with self._database.reading() as connection:
+            return len(self._ids(connection, route, held_out=held_out, after=after))
 
     def last_id(self, route: str) -> int:
         """The highest id stored for `route`, 0 if there is none."""
-        raise NotImplementedError
+        query = "SELECT coalesce(max(id), 0) FROM records WHERE route = ?"
+        with self._database.reading() as connection:
+            return connection.execute(query, (route,)).fetchone()[0]
+
+    def _ids(
+        self, connection: sqlite3.Connection, route: str, *, held_out: bool, after: int = 0
+    ) -> list[int]:
+        """Of one side of a route, the newest first."""
+        sign = "<" if held_out else ">="
+        query = (
+            "SELECT id FROM records INDEXED BY records_by_route"
+            f" WHERE route = ? AND id > ? AND split {sign} ? ORDER BY id DESC"
+        )
+        return [row[0] for row in connection.execute(query, (route, after, self._gate_fraction))]
+
+    def _read(self, connection: sqlite3.Connection, ids: Sequence[int]) -> list[Stored]:
+        """The records of `ids`, in their order, without damaged ones."""
+        found = []
+        for record_id in ids:
+            query = f"SELECT {_COLUMNS} FROM records WHERE id = ?"
+            row = connection.execute(query, (record_id,)).fetchone()
+            _, route, version, seconds, kept, side, told, content = row
+            try:
+                if told != checksum(content, route, version, seconds, kept, side):
+                    raise ValueError("its checksum differs")
+                record = decode(content)
+            except ValueError as error:
+                if record_id not in self.damaged:
+                    _log.warning("%s: record %d: %s", self._database.path, record_id, error)
+                self.damaged.add(record_id)
+                continue
+            found.append(
+                Stored(
+                    record=record,
+                    route=route,
+                    version=version,
+                    seconds=seconds,
+                    id=record_id,
+                    held_out=side < self._gate_fraction,
+                )
+            )
+        return found
 
     def newest(self, route: str, count: int, *, held_out: bool, after: int = 0) -> list[Stored]:
         """The `count` newest records of a side with an id above `after`, the newest first."""
-        raise NotImplementedError
+        with self._database.reading() as connection:
+            ids = self._ids(connection, route, held_out=held_out, after=after)
+            return self._read(connection, ids[:count])
 
     def sample(
         self, route: str, count: int, *, held_out: bool, seed: int, recent: int, reservoir: bool
@@ -120,15 +263,30 @@ class Buffer:
         Drawn from the newest `recent` of that side of `route`, or, with `reservoir`, from all
         older ones. The same content and seed give the same records.
         """
-        raise NotImplementedError
+        with self._database.reading() as connection:
+            ids = self._ids(connection, route, held_out=held_out)
+            ids = ids[recent:] if reservoir else ids[:recent]
+            chosen = random.Random(seed).sample(ids, min(count, len(ids)))
+            return self._read(connection, chosen)
 
     def maintain(self) -> None:
         """Delete what is too old or too much, really: no deleted token stays in the files.
 
         Call it now and then, with or without traffic. Raises OSError as `append`.
         """
-        raise NotImplementedError
+        self._grown, self._looked_after = 0, self._up()
+        keep_seconds = self.settings.retention_days * _DAY
+        with self._database.writing() as connection:
+            now = self._look(connection).now
+        upkeep.expire(self._database, now - keep_seconds)
+        share = self.settings.reservoir_fraction
+        upkeep.bound(self._database, most_bytes=self._room, reservoir_fraction=share)
+        if not self._database.shrink():
+            _log.warning("%s: a reader is busy, the log is emptied later", self._database.path)
+        for aside in self._database.path.parent.glob(f"{self._database.path.name}.damaged-*"):
+            if self._clock() - aside.stat().st_mtime > keep_seconds:
+                aside.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the file. Closing twice does nothing."""
-        raise NotImplementedError
+        self._database.close()

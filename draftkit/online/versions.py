@@ -1,0 +1,144 @@
+"""A published drafter: a folder with its weights and, written last, `version.json`.
+
+This module writes such a folder, reads it, and tells whether it is whole. It does not know which
+version is served.
+"""
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from draftkit.artifacts import atomic_path, read_json, sha256_file, write_json
+
+NAME = re.compile(r"v[0-9]{6,12}")
+TOLD = "version.json"
+_WEIGHTS = ".safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """One published drafter: a plain `save_pretrained` folder that never changes."""
+
+    name: str  # v000001; names rise and are not used twice
+    path: Path
+    parent: str | None  # the version it was trained from; null for the starting drafter
+    ancestors: tuple[str, ...]  # the parent, its parent, and so on
+    sha256: dict[str, str]  # of every file, by its relative name
+    metrics: dict[str, Any]
+    window: dict[str, Any]  # the data it was trained on: ids, times, records
+    created: float  # unix time
+
+
+def numbered(number: int) -> str:
+    """The name of the version of that number."""
+    return f"v{number:06d}"
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != TOLD)
+
+
+def write_version(
+    path: Path,
+    write: Callable[[Path], None],
+    *,
+    ancestors: tuple[str, ...],
+    metrics: dict[str, Any],
+    window: dict[str, Any],
+) -> Version:
+    """Make the folder `path` of what `write` puts into the empty one it is given.
+
+    The folder appears whole and flushed, or not at all. Raises ValueError if `write` leaves no
+    safetensors file; whatever `write` raises passes through.
+    """
+    with atomic_path(path) as folder:
+        folder.mkdir()
+        write(folder)
+        sums = {file.relative_to(folder).as_posix(): sha256_file(file) for file in _files(folder)}
+        if not any(name.endswith(_WEIGHTS) for name in sums):
+            raise ValueError(f"nothing is published: no {_WEIGHTS} file was written")
+        version = Version(
+            name=path.name,
+            path=path,
+            parent=ancestors[0] if ancestors else None,
+            ancestors=ancestors,
+            sha256=sums,
+            metrics=metrics,
+            window=window,
+            created=time.time(),
+        )
+        # Without the path: the registry may be moved.
+        told = {name: value for name, value in asdict(version).items() if name != "path"}
+        write_json(folder / TOLD, told)
+    return read_version(path)
+
+
+def read_version(path: Path) -> Version:
+    """The version in the folder `path`; its files are not looked at.
+
+    Raises ValueError, one line, if it is not there or is damaged.
+    """
+    try:
+        told = read_json(path / TOLD)
+        ancestors = tuple(told.pop("ancestors"))
+        version = Version(path=path, ancestors=ancestors, **told)
+        if version.name != path.name or not isinstance(version.sha256, dict):
+            raise ValueError("it is of another version")
+        return version
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.parent} has no version {path.name}") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path / TOLD} is damaged: roll back to another version") from error
+
+
+def read_weights(version: Version) -> dict[str, Tensor]:
+    """The tensors of all its safetensors files, from the very bytes whose checksums were right.
+
+    Raises ValueError, one line, if any of its files differs from its checksum.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, told in version.sha256.items():
+        file = version.path / name
+        try:
+            if not name.endswith(_WEIGHTS):
+                whole = sha256_file(file) == told
+            else:
+                content = file.read_bytes()
+                whole = hashlib.sha256(content).hexdigest() == told
+                tensors |= safetensors.torch.load(content) if whole else {}
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{file} of {version.name} cannot be read ({error})") from error
+        if not whole:
+            raise ValueError(f"{file} of {version.name} differs from its checksum")
+    return tensors
+
+
+def state_of(version: Version) -> tuple[Any, ...] | None:
+    """Stands for the files as the file system sees them; None if one is missing.
+
+    While it is the same, so are the contents: checksums need not be computed again.
+    """
+    try:
+        found = [os.stat(version.path / name) for name in version.sha256]
+    except OSError:
+        return None
+    return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
+
+
+def is_whole(version: Version) -> bool:
+    """Whether every file has its checksum."""
+    try:
+        return all(
+            sha256_file(version.path / name) == told for name, told in version.sha256.items()
+        )
+    except OSError:
+        return False

@@ -1,0 +1,298 @@
+"""The buffer gives back what it was given: by route, side, age, to many readers."""
+
+import logging
+import multiprocessing
+import os
+import sqlite3
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from draftkit.online.buffer import Buffer, Entry, Load, Served
+from draftkit.online.records import split
+from tests.online.traffic import MARK, Clocks, entries, entry, record, settings
+
+
+@pytest.fixture
+def buffer(tmp_path: Path):
+    opened = Buffer(tmp_path / "b.sqlite", settings(), gate_fraction=0.25)
+    yield opened
+    opened.close()
+
+
+def seeds(found: list) -> list[int]:
+    return [stored.record.seed for stored in found]
+
+
+def held(number: int, fraction: float = 0.25) -> bool:
+    return split([MARK + number, number % 7]) < fraction
+
+
+def test_an_entry_comes_back_whole(buffer: Buffer) -> None:
+    buffer.append(entries(range(40)))
+    for held_out in (True, False):
+        for stored in buffer.newest("default", 100, held_out=held_out):
+            given = entry(stored.record.seed)
+            assert stored.record == given.record
+            assert (stored.route, stored.version) == (given.route, given.version)
+            assert (stored.seconds, stored.held_out) == (given.seconds, held_out)
+
+
+def test_each_prompt_has_one_side_whatever_was_answered(buffer: Buffer) -> None:
+    buffer.append(entries(range(200)))
+    again = [replace(record(number), output_ids=[1] * 8, seed=900) for number in range(200)]
+    buffer.append([Entry(record=one, route="default", version="v", seconds=0) for one in again])
+    sides = {
+        held_out: Counter(
+            stored.record.prompt_ids[0] - MARK
+            for stored in buffer.newest("default", 999, held_out=held_out)
+        )
+        for held_out in (True, False)
+    }
+    assert sides[True] == {number: 2 for number in range(200) if held(number)}
+    assert sides[False] == {number: 2 for number in range(200) if not held(number)}
+    assert 30 < len(sides[True]) < 70
+
+
+def test_the_newest_come_first_and_none_that_was_seen(buffer: Buffer) -> None:
+    buffer.append(entries(range(30)))
+    first = buffer.last_id("default")
+    buffer.append(entries(range(30, 60)))
+    trained = [number for number in range(60) if not held(number)]
+    found = buffer.newest("default", 10, held_out=False)
+    assert seeds(found) == trained[::-1][:10]
+    assert [stored.id for stored in found] == sorted((s.id for s in found), reverse=True)
+    fresh = [number for number in trained if number >= 30]
+    assert seeds(buffer.newest("default", 99, held_out=False, after=first)) == fresh[::-1]
+    assert buffer.count("default", held_out=False, after=first) == len(fresh)
+    assert buffer.count("default", held_out=True) == 60 - len(trained)
+    assert buffer.count("default", held_out=False, after=buffer.last_id("default")) == 0
+
+
+def test_routes_are_apart(buffer: Buffer) -> None:
+    buffer.append([*entries(range(10), "a"), *entries(range(10, 20), "b")])
+    for route, numbers in (("a", range(10)), ("b", range(10, 20))):
+        found = [
+            number
+            for held_out in (True, False)
+            for number in seeds(buffer.newest(route, 99, held_out=held_out))
+        ]
+        assert sorted(found) == list(numbers)
+    assert buffer.last_id("a") < buffer.last_id("b")
+    assert (buffer.last_id("c"), buffer.count("c", held_out=False)) == (0, 0)
+    assert buffer.newest("c", 5, held_out=False) == []
+
+
+def test_a_sample_is_uniform_over_its_part_and_the_seeds(buffer: Buffer) -> None:
+    buffer.append(entries(range(60)))
+    trained = [number for number in range(60) if not held(number)]
+    for reservoir, part in ((False, trained[-20:]), (True, trained[:-20])):
+        seen: Counter[int] = Counter()
+        for seed in range(300):
+            found = buffer.sample(
+                "default", 5, held_out=False, seed=seed, recent=20, reservoir=reservoir
+            )
+            assert len(set(seeds(found))) == 5
+            seen.update(seeds(found))
+        expected = 1500 / len(part)
+        assert set(seen) == set(part)
+        # Chi-square with about 20 degrees of freedom: 60 has a chance below 1e-4.
+        assert sum((seen[number] - expected) ** 2 / expected for number in part) < 60
+
+
+def test_a_sample_is_the_same_for_a_seed_and_as_large_as_can_be(buffer: Buffer) -> None:
+    buffer.append(entries(range(60)))
+
+    def drawn(seed: int, count: int) -> list[int]:
+        found = buffer.sample(
+            "default", count, held_out=False, seed=seed, recent=20, reservoir=False
+        )
+        return seeds(found)
+
+    assert drawn(1, 10) == drawn(1, 10) != drawn(2, 10)
+    assert len(drawn(1, 99)) == 20
+    assert buffer.sample("no", 5, held_out=True, seed=1, recent=5, reservoir=True) == []
+
+
+def test_counts_are_added_up_by_route_and_version(buffer: Buffer) -> None:
+    row = Served(route="a", version="v000002", requests=1, tokens=9, rounds=3, drafted=12)
+    row = replace(row, accepted=6, tested=8, acceptance=0.5)
+    buffer.add_served([row, row, replace(row, version="v000001")])
+    buffer.add_served([replace(row, acceptance=0.25), replace(row, route="b")])
+    double = replace(row, requests=3, tokens=27, rounds=9, drafted=36, accepted=18, tested=24)
+    assert buffer.served("a") == [
+        replace(double, acceptance=1.25),
+        replace(row, version="v000001"),
+    ]
+    assert buffer.served("c") == []
+
+
+def test_the_load_has_an_age_that_no_clock_changes(tmp_path: Path) -> None:
+    clocks = Clocks()
+    buffer = Buffer(tmp_path / "b.sqlite", settings(), clock=clocks.clock, up=clocks.up)
+    assert buffer.load() is None
+    buffer.set_load(queued=3, running=5)
+    clocks.pass_time(7)
+    clocks.wall -= 10**6
+    assert buffer.load() == Load(queued=3, running=5, age_seconds=7)
+    clocks.reboot(1)
+    assert buffer.load() == Load(queued=3, running=5, age_seconds=float("inf"))
+    buffer.set_load(queued=0, running=0)
+    assert buffer.load() == Load(queued=0, running=0, age_seconds=0)
+    buffer.close()
+
+
+def test_a_load_that_is_not_flushed_leaves_appends_flushed(buffer: Buffer) -> None:
+    buffer.set_load(queued=0, running=0)
+    connection = buffer._database._connection
+    assert connection is not None
+    assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    assert connection.execute("PRAGMA secure_delete").fetchone() == (1,)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_all_of_an_append_is_stored_or_nothing(buffer: Buffer) -> None:
+    wrong = replace(entry(2), record=replace(record(2), output_ids=[2**31] * 8))
+    with pytest.raises(ValueError, match="no id of 32 bits"):
+        buffer.append([entry(1), wrong])
+    assert buffer.last_id("default") == 0
+    buffer.append([])
+    buffer.append([entry(1)])
+    assert buffer.last_id("default") > 0
+
+
+def test_a_damaged_row_is_left_out_and_counted(
+    buffer: Buffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    buffer.append(entries(range(8)))
+    fields = ("content", "version", "split", "route")
+    with buffer._database.writing() as connection:
+        ids = [row[0] for row in connection.execute("SELECT id FROM records ORDER BY id")]
+        for record_id, name in zip(ids, fields, strict=False):
+            value = {
+                "content": "zeroblob(length(content))",
+                "version": "'v7'",
+                "split": "0.9",
+                "route": "'default '",
+            }[name]
+            connection.execute(f"UPDATE records SET {name} = {value} WHERE id = {record_id}")
+        connection.execute(f"UPDATE records SET route = 'default' WHERE id = {ids[3]}")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            found = [
+                number
+                for held_out in (True, False)
+                for number in seeds(buffer.newest("default", 99, held_out=held_out))
+            ]
+            assert sorted(found) == [3, 4, 5, 6, 7]
+    assert buffer.damaged == set(ids[:3])
+    assert len(caplog.records) == 3  # told once each
+
+
+def test_ids_rise_over_deletions_and_over_a_new_file(tmp_path: Path) -> None:
+    clocks = Clocks()
+    path = tmp_path / "b.sqlite"
+    last = 0
+    for _ in range(3):
+        buffer = Buffer(path, settings(), clock=clocks.clock, up=clocks.up)
+        for _ in range(3):
+            buffer.append([entry(1)])
+            assert buffer.last_id("default") > last
+            last = buffer.last_id("default")
+            with buffer._database.writing() as connection:
+                connection.execute("DELETE FROM records")
+        buffer.close()
+        path.unlink()
+        clocks.pass_time(1)
+
+
+def test_growth_and_time_bring_upkeep_by_themselves(tmp_path: Path) -> None:
+    clocks = Clocks()
+    small = settings(max_megabytes=0.2)
+    buffer = Buffer(tmp_path / "b.sqlite", small, clock=clocks.clock, up=clocks.up)
+    for start in range(0, 400, 10):
+        buffer.append(entries(range(start, start + 10), tokens=40, width=8))
+    size = sum(path.stat().st_size for path in tmp_path.glob("b.sqlite"))
+    assert size < 300_000
+    clocks.pass_time(40 * 86400)
+    buffer.append([entry(1000)])
+    assert buffer.count("default", held_out=held(1000)) == 1
+    assert buffer.count("default", held_out=not held(1000)) == 0
+    buffer.close()
+
+
+def write(path: Path, route: str, count: int) -> None:
+    buffer = Buffer(path, settings())
+    for number in range(count):
+        buffer.append([entry(number, route)])
+    buffer.close()
+
+
+def test_processes_write_and_read_at_once(tmp_path: Path) -> None:
+    """Two writers and this reader; every look sees whole appends, and none is lost."""
+    path = tmp_path / "b.sqlite"
+    buffer = Buffer(path, settings(), gate_fraction=1.0)
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=write, args=(path, route, 60)) for route in ("a", "b")]
+    for writer in writers:
+        writer.start()
+    looks = 0
+    while any(writer.is_alive() for writer in writers):
+        found = seeds(buffer.newest("a", 99, held_out=True))
+        assert found == list(range(len(found)))[::-1]
+        looks += 1
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    assert [buffer.count(route, held_out=True) for route in ("a", "b")] == [60, 60]
+    assert looks > 5
+    assert not buffer.damaged
+    buffer.close()
+
+
+def test_a_reader_in_the_middle_of_a_look_does_not_hold_up_a_writer(buffer: Buffer) -> None:
+    buffer.append(entries(range(5)))
+    reader = sqlite3.connect(buffer._database.path, isolation_level=None)
+    reader.execute("BEGIN")
+    seen = reader.execute("SELECT count(*) FROM records").fetchone()
+    buffer.append(entries(range(5, 10)))
+    assert reader.execute("SELECT count(*) FROM records").fetchone() == seen == (5,)
+    buffer.maintain()  # the log is emptied another time
+    reader.execute("COMMIT")
+    assert reader.execute("SELECT count(*) FROM records").fetchone() == (10,)
+    reader.close()
+
+
+def test_threads_share_a_buffer(buffer: Buffer) -> None:
+    def work(start: int) -> None:
+        for number in range(start, start + 20):
+            buffer.append([entry(number)])
+            buffer.set_load(queued=number, running=0)
+
+    threads = [threading.Thread(target=work, args=(start,)) for start in (0, 20, 40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(buffer.count("default", held_out=side) for side in (True, False)) == 60
+
+
+def test_the_files_are_for_their_owner_alone(buffer: Buffer) -> None:
+    buffer.append([entry(1)])
+    modes = {
+        path.name: path.stat().st_mode & 0o777 for path in buffer._database.path.parent.iterdir()
+    }
+    assert set(modes.values()) == {0o600}
+    assert len(modes) == 4
+
+
+def test_a_closed_buffer_says_so(tmp_path: Path) -> None:
+    buffer = Buffer(tmp_path / "b.sqlite", settings())
+    buffer.close()
+    buffer.close()
+    with pytest.raises(ValueError, match=r"b\.sqlite is closed"):
+        buffer.append([entry(1)])
+    assert sorted(os.listdir(tmp_path)) == ["b.sqlite", "b.sqlite.lock"]

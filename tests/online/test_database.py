@@ -1,0 +1,275 @@
+"""Opening a file: by whom it is looked over, what is refused, and what is set aside."""
+
+import errno
+import logging
+import multiprocessing
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftkit.online.buffer import Buffer
+from draftkit.online.database import Database, Recovery, recover
+from tests.online.traffic import entries, entry, settings
+
+
+def made(path: Path, numbers: range = range(20)) -> None:
+    """A buffer that was closed well."""
+    buffer = Buffer(path, settings())
+    buffer.append(entries(numbers))
+    buffer.close()
+
+
+def left_by_a_kill(path: Path, *, appends: int, checkpointed: int = 0) -> None:
+    """A buffer with its log, as a killed writer leaves it; `checkpointed` appends are in the file.
+
+    All the log is there still: copying it into the file does not empty it.
+    """
+    live = path.with_name("live")
+    buffer = Buffer(live, settings())
+    for number in range(appends):
+        if number and number == checkpointed:
+            with buffer._database._session() as connection:
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        if not (number and number == checkpointed):
+            buffer.append([entry(number)])
+    for ending in ("", "-wal"):
+        shutil.copy(f"{live}{ending}", f"{path}{ending}")
+    buffer.close()
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 0xFF
+    path.write_bytes(content)
+
+
+def seeds(buffer: Buffer) -> list[int]:
+    return sorted(
+        stored.record.seed
+        for held_out in (True, False)
+        for stored in buffer.newest("default", 999, held_out=held_out)
+    )
+
+
+def test_a_file_that_was_closed_or_left_by_a_kill_needs_nothing(tmp_path: Path) -> None:
+    made(tmp_path / "closed")
+    left_by_a_kill(tmp_path / "killed", appends=20)
+    for name in ("closed", "killed"):
+        buffer = Buffer(tmp_path / name, settings())
+        assert seeds(buffer) == list(range(20))
+        assert not buffer.recovered
+        assert str(buffer.recovered) == "nothing to recover"
+        buffer.close()
+
+
+def test_a_damaged_page_of_the_log_loses_what_follows_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "b.sqlite"
+    left_by_a_kill(path, appends=20)
+    flip(Path(f"{path}-wal"), Path(f"{path}-wal").stat().st_size - 100)
+    with caplog.at_level(logging.WARNING):
+        buffer = Buffer(path, settings())
+    assert seeds(buffer) == list(range(19))
+    assert buffer.recovered == Recovery(dropped_frames=1, dropped_commits=1)
+    assert "from there on up to 1 transactions (1 pages) are lost" in caplog.text
+    buffer.append([entry(30)])
+    buffer.close()
+    buffer = Buffer(path, settings())
+    assert seeds(buffer) == [*range(19), 30]
+    assert not buffer.recovered
+    buffer.close()
+
+
+@pytest.mark.parametrize("part", [0.02, 0.3, 0.6, 0.9])
+def test_a_damaged_log_that_is_in_the_file_already_takes_nothing_back(
+    tmp_path: Path, part: float
+) -> None:
+    """The undamaged beginning of such a log holds older pages than the file."""
+    path = tmp_path / "b.sqlite"
+    left_by_a_kill(path, appends=21, checkpointed=20)
+    log = Path(f"{path}-wal")
+    flip(log, int(part * log.stat().st_size))
+    buffer = Buffer(path, settings())
+    assert seeds(buffer) == list(range(20))
+    if part > 0.1:  # else the log's beginning says nothing, and the loss is feared in vain
+        assert not buffer.recovered
+    assert sorted(file.name for file in tmp_path.glob("b.sqlite*")) == [
+        f"b.sqlite{ending}" for ending in ("", "-shm", "-wal", ".lock")
+    ]
+    buffer.close()
+
+
+@pytest.mark.parametrize("damage", ["no database", "cut", "inner page", "zeros"])
+def test_a_damaged_file_is_set_aside_and_a_new_one_begun(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "b.sqlite"
+    for number in (1, 2):
+        made(path, range(300))
+        content = path.read_bytes()
+        path.write_bytes(
+            {
+                "no database": b"this is no database, whatever its name says" * 100,
+                "cut": content[: len(content) // 2],
+                "inner page": content[:8192] + b"\xa5" * 16384 + content[24576:],
+                "zeros": b"\0" * len(content),
+            }[damage]
+        )
+        damaged = path.read_bytes()
+        with caplog.at_level(logging.WARNING):
+            buffer = Buffer(path, settings())
+        aside = tmp_path / f"b.sqlite.damaged-{number}"
+        assert buffer.recovered == Recovery(set_aside=aside)
+        assert f"it is now {aside.name}, a new one begins" in caplog.text
+        assert aside.read_bytes() == damaged
+        assert seeds(buffer) == []
+        buffer.append([entry(5)])
+        assert seeds(buffer) == [5]
+        buffer.close()
+
+
+def test_a_kill_while_a_file_is_set_aside_is_made_good(tmp_path: Path) -> None:
+    path = tmp_path / "b.sqlite"
+    left_by_a_kill(path, appends=5)
+    path.unlink()  # the first of the two renames was done
+    (tmp_path / "b.sqlite.look").mkdir()
+    buffer = Buffer(path, settings())
+    assert buffer.recovered.set_aside == tmp_path / "b.sqlite.damaged-1"
+    assert (tmp_path / "b.sqlite.damaged-1-wal").is_file()
+    assert not (tmp_path / "b.sqlite.look").exists()
+    assert seeds(buffer) == []
+    buffer.close()
+
+
+def test_an_empty_file_is_begun(tmp_path: Path) -> None:
+    (tmp_path / "b.sqlite").touch()
+    assert recover(tmp_path / "b.sqlite") == Recovery()
+    made(tmp_path / "b.sqlite")
+
+
+def test_another_format_and_another_programs_file_are_refused_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "b.sqlite"
+    made(path)
+    for pragma, expected in (
+        ("user_version=2", "is a traffic buffer of format 2, this is 1: move it away"),
+        ("application_id=7", "is not a traffic buffer: name another file"),
+    ):
+        other = sqlite3.connect(path)
+        other.execute(f"PRAGMA {pragma}")
+        other.close()
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match=expected) as caught:
+            Buffer(path, settings())
+        assert "\n" not in str(caught.value)
+        assert path.read_bytes() == before
+
+
+def test_the_format_is_looked_at_beside_an_open_file_too(tmp_path: Path) -> None:
+    buffer = Buffer(tmp_path / "b.sqlite", settings())
+    with buffer._database._session() as connection:
+        connection.execute("PRAGMA user_version=2")
+    with pytest.raises(ValueError, match="format 2"):
+        Buffer(tmp_path / "b.sqlite", settings())
+    buffer.close()
+
+
+def test_a_file_that_others_use_is_left_alone(tmp_path: Path) -> None:
+    """Its log is being written: only who is alone looks it over."""
+    path = tmp_path / "b.sqlite"
+    first = Buffer(path, settings())
+    first.append(entries(range(5)))
+    inode = path.stat().st_ino
+    flip(Path(f"{path}-wal"), 0)
+    second = Buffer(path, settings())
+    assert not second.recovered
+    assert path.stat().st_ino == inode
+    first.append([entry(7)])
+    assert seeds(second) == [*range(5), 7]
+    first.close()
+    second.close()
+
+
+LOCKED = """
+import fcntl, sys
+with open(sys.argv[1], "r+b") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 510, 0x40000002)
+"""
+
+
+def test_a_second_buffer_of_a_process_leaves_the_first_its_locks(tmp_path: Path) -> None:
+    """Closing any descriptor of a file drops all locks of the process on it."""
+    path = tmp_path / "b.sqlite"
+    buffer = Buffer(path, settings())
+    Buffer(path, settings())._database.close()
+    buffer.append([entry(1)])
+    second = Buffer(path, settings())
+    done = subprocess.run([sys.executable, "-c", LOCKED, path], capture_output=True, check=False)
+    assert b"BlockingIOError" in done.stderr
+    second.close()
+    buffer.close()
+
+
+def begin(path: Path) -> None:
+    Buffer(path, settings()).append([entry(os.getpid())])
+
+
+def test_many_begin_a_file_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=begin, args=(tmp_path / "new" / "b.sqlite",)) for _ in range(6)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    buffer = Buffer(tmp_path / "new" / "b.sqlite", settings())
+    assert len(seeds(buffer)) == 6
+    assert not list(tmp_path.rglob("*damaged*"))
+    buffer.close()
+
+
+def test_a_file_that_breaks_while_it_is_open_is_let_go_and_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "b.sqlite"
+    made(path, range(300))
+    buffer = Buffer(path, settings())
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(os.urandom(path.stat().st_size - 4096))
+    with pytest.raises(OSError, match="it is damaged") as caught:
+        seeds(buffer)
+    assert caught.value.errno == errno.EIO
+    assert seeds(buffer) == []
+    assert buffer.recovered.set_aside == tmp_path / "b.sqlite.damaged-1"
+    buffer.append([entry(1)])
+    assert seeds(buffer) == [1]
+    buffer.close()
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        Buffer(tmp_path / "file" / "b.sqlite", settings())
+
+
+def test_an_exception_undoes_the_transaction(tmp_path: Path) -> None:
+    database = Database(tmp_path / "d", lambda c: c.execute("CREATE TABLE IF NOT EXISTS t (x)"))
+
+    def doomed() -> None:
+        with database.writing(flushed=False) as connection:
+            connection.execute("INSERT INTO t VALUES (1)")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        doomed()
+    with database.reading() as connection:
+        assert connection.execute("SELECT count(*) FROM t").fetchone() == (0,)
+    with database.writing() as connection:
+        assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
+    database.close()

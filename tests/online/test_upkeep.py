@@ -1,0 +1,207 @@
+"""Room and retention: the newest stay, the sample of the others is uniform, the file is bounded."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from draftkit.online import upkeep
+from draftkit.online.buffer import Buffer
+from draftkit.online.upkeep import draw, fitting, lowered
+from tests.online.traffic import DAY, MARK, Clocks, entries, entry, settings
+
+
+def numbers(buffer: Buffer, route: str = "default") -> list[int]:
+    """Of all records of a route, the oldest first."""
+    found = [
+        stored.record.seed
+        for held_out in (False, True)
+        for stored in buffer.newest(route, 10**6, held_out=held_out)
+    ]
+    return sorted(found)
+
+
+def file_bytes(buffer: Buffer) -> int:
+    with buffer._database.reading() as connection:
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        return pages * connection.execute("PRAGMA page_size").fetchone()[0]
+
+
+def test_what_fits_is_a_beginning_of_the_rows() -> None:
+    rows = [(1, 4), (2, 4), (3, 4), (4, 1)]
+    assert [fitting(rows, room) for room in (0, 3, 4, 9, 12, 13)] == [0, 0, 1, 2, 3, 4]
+
+
+def test_the_bar_falls_to_the_first_that_does_not_fit() -> None:
+    rows = [(number, 10) for number in range(20)]
+    order = sorted(range(20), key=draw)
+    assert lowered(rows, 1.0, 70) == draw(order[7])
+    assert lowered(rows, 1.0, 200) == 1.0
+    # Those at or above the bar are as good as gone: they take no room, whatever their draw.
+    assert lowered(rows, draw(order[5]), 70) == draw(order[5])
+
+
+def test_the_bar_rises_again_where_half_of_the_room_is_free() -> None:
+    rows = [(number, 10) for number in range(20)]
+    bar = draw(sorted(range(20), key=draw)[5])
+    assert lowered(rows, bar, 100) == bar
+    assert lowered(rows, bar, 102) == min(1.0, 2 * bar)
+    assert lowered([], 0.9, 100) == 1.0
+
+
+def stream(*, aged: int, sizes: random.Random, start: int) -> set[int]:
+    """Ids in a reservoir after `aged` records came in small parts, as `bound` does it."""
+    bar, rows = 1.0, []
+    for number in range(aged):
+        rows.append((start + number, sizes.choice((5, 20))))
+        if number % 7 == 0 or number == aged - 1:
+            bar = lowered(rows, bar, 400)
+            rows = [row for row in rows if draw(row[0]) < bar]
+    return {record_id for record_id, _ in rows}
+
+
+def test_the_reservoir_is_a_uniform_sample_of_all_that_aged() -> None:
+    """Early and late, small and large ones alike: chi-square over 10 parts of the stream."""
+    parts: Counter[int] = Counter()
+    large = kept = 0
+    for trial in range(400):
+        sizes = random.Random(trial)
+        start = 1000 * trial
+        found = stream(aged=300, sizes=sizes, start=start)
+        again = random.Random(trial)
+        size_of = {start + number: again.choice((5, 20)) for number in range(300)}
+        large += sum(size_of[record_id] == 20 for record_id in found)
+        kept += len(found)
+        parts.update((record_id - start) // 30 for record_id in found)
+    expected = kept / 10
+    statistic = sum((parts[part] - expected) ** 2 / expected for part in range(10))
+    assert statistic < 33.7  # 9 degrees of freedom, p = 1e-4
+    assert abs(large / kept - 0.5) < 0.03
+
+
+def test_the_newest_stay_and_the_file_keeps_its_bound(tmp_path: Path) -> None:
+    buffer = Buffer(tmp_path / "b.sqlite", settings(max_megabytes=0.4, reservoir_fraction=0.5))
+    for start in range(0, 400, 20):
+        buffer.append(entries(range(start, start + 20), tokens=40, width=8))
+        buffer.maintain()
+        assert file_bytes(buffer) <= 400_000
+    found = numbers(buffer)
+    newest = [number for number in range(400) if set(range(number, 400)) <= set(found)]
+    assert 30 <= len(newest) <= 90
+    older = [number for number in found if number < newest[0]]
+    assert 30 <= len(older) <= 90
+    assert min(older) < 100 < 200 < max(older)
+    buffer.close()
+
+
+def test_no_reservoir_means_the_newest_alone(tmp_path: Path) -> None:
+    buffer = Buffer(tmp_path / "b.sqlite", settings(max_megabytes=0.2, reservoir_fraction=0.0))
+    buffer.append(entries(range(200), tokens=40, width=8))
+    buffer.maintain()
+    found = numbers(buffer)
+    assert found == list(range(found[0], 200))
+    assert 30 < len(found) < 90
+    buffer.close()
+
+
+def test_a_busy_route_does_not_push_out_a_quiet_one(tmp_path: Path) -> None:
+    buffer = Buffer(tmp_path / "b.sqlite", settings(max_megabytes=0.4))
+    buffer.append(entries(range(20), "quiet", tokens=40, width=8))
+    for start in range(0, 600, 100):
+        buffer.append(entries(range(start, start + 100), "busy", tokens=40, width=8))
+        buffer.maintain()
+    assert numbers(buffer, "quiet") == list(range(20))
+    assert 20 < len(numbers(buffer, "busy")) < 120
+    buffer.close()
+
+
+def test_a_kill_between_the_deletions_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is decided is stored before anything goes, so that the next upkeep goes on with it."""
+
+    def made(name: str) -> Buffer:
+        buffer = Buffer(
+            tmp_path / name, settings(max_megabytes=0.2), clock=lambda: 0.0, up=Clocks().up
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(buffer, "maintain", lambda: None)
+            buffer.append(entries(range(200), tokens=40, width=8))
+        return buffer
+
+    whole, killed = made("whole"), made("killed")
+    whole.maintain()
+    delete, seen = upkeep._delete, []
+
+    def torn(database: object, ids: list[int]) -> None:
+        delete(database, ids[: len(ids) // 2])
+        seen.append(len(ids))
+        if ids:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(upkeep, "_delete", torn)
+        with pytest.raises(KeyboardInterrupt):
+            killed.maintain()
+    assert seen[-1] > 50
+    killed.maintain()
+    assert set(numbers(killed)) <= set(numbers(whole))
+    assert len(numbers(killed)) > 0.8 * len(numbers(whole))
+    whole.close()
+    killed.close()
+
+
+def test_records_go_when_their_time_is_over_whatever_their_own_time_says(tmp_path: Path) -> None:
+    clocks = Clocks()
+    buffer = Buffer(
+        tmp_path / "b.sqlite", settings(retention_days=3), clock=clocks.clock, up=clocks.up
+    )
+    for day in range(6):
+        buffer.append([entry(day)])  # told to be of 1970
+        clocks.pass_time(DAY)
+    buffer.maintain()
+    assert numbers(buffer) == [3, 4, 5]
+    clocks.pass_time(1.5 * DAY)
+    buffer.maintain()
+    assert numbers(buffer) == [5]
+    buffer.close()
+
+
+def test_what_is_deleted_is_not_in_the_files_any_more(tmp_path: Path) -> None:
+    clocks = Clocks()
+    buffer = Buffer(
+        tmp_path / "b.sqlite", settings(retention_days=3), clock=clocks.clock, up=clocks.up
+    )
+
+    def traces(number: int) -> int:
+        wanted = (MARK + number).to_bytes(4, "little"), f"document {number}".encode()
+        contents = [path.read_bytes() for path in tmp_path.iterdir()]
+        return sum(content.count(part) for content in contents for part in wanted)
+
+    buffer.append(entries(range(100, 150), tokens=300, width=8))
+    clocks.pass_time(2 * DAY)
+    buffer.append(entries(range(150, 200)))
+    assert all(traces(number) for number in range(100, 200))
+    clocks.pass_time(2 * DAY)
+    buffer.maintain()
+    assert [traces(number) for number in range(100, 150)] == [0] * 50
+    assert all(traces(number) for number in range(150, 200))
+    assert (tmp_path / "b.sqlite-wal").stat().st_size == 0
+    assert (tmp_path / "b.sqlite").stat().st_size < 200_000
+    buffer.close()
+
+
+def test_files_that_were_set_aside_hold_text_too_and_go_as_well(tmp_path: Path) -> None:
+    clocks = Clocks()
+    clocks.wall = 1e11
+    aside = tmp_path / "b.sqlite.damaged-1"
+    aside.write_text("text")
+    for days, there in ((1e6, False), (1e7, True)):
+        aside.write_text("text")
+        buffer = Buffer(
+            tmp_path / "b.sqlite", settings(retention_days=days), clock=clocks.clock, up=clocks.up
+        )
+        buffer.maintain()
+        buffer.close()
+        assert aside.exists() == there

@@ -1,0 +1,78 @@
+"""Served answers whose every field follows from a number, so that a mixed one is seen."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from draftkit.config.service import BufferConfig
+from draftkit.data.rollouts import Record
+from draftkit.online.ages import Uptime
+from draftkit.online.buffer import Entry
+
+MARK = 0x5EED0000  # ids of answers begin here: four bytes that no other content of a file has
+DAY = 86400.0
+
+
+def record(number: int, *, tokens: int = 8, width: int = 3) -> Record:
+    """Of that number; its prompt too, so that each is its own for the held-out split."""
+    ids = [MARK + number] * tokens
+    return Record(
+        prompt_ids=[MARK + number, number % 7],
+        output_ids=ids,
+        sampler="speculative",
+        sampler_version=f"v{number:06d}",
+        sampling={"temperature": 1 + number / 7, "top_k": 0.0},
+        seed=number,
+        row=number % 3,
+        document=f"document {number}",
+        domain="d",
+        proposals=[number, *[-1] * (tokens - 1)],
+        rejected=[True, *[False] * (tokens - 1)],
+        topk_ids=[[number + place for place in range(width)] for _ in ids],
+        topk_log_probs=[[-number / 64 - place for place in range(width)] for _ in ids],
+        tail_mass=[number / 1048576] * tokens,
+    )
+
+
+def entry(number: int, route: str = "default", **shape: int) -> Entry:
+    """The answer of that number on `route`."""
+    return Entry(
+        record=record(number, **shape),
+        route=route,
+        version=f"v{number:06d}",
+        seconds=float(number),
+    )
+
+
+def entries(numbers: Sequence[int] | range, route: str = "default", **shape: int) -> list[Entry]:
+    """The answers of those numbers."""
+    return [entry(number, route, **shape) for number in numbers]
+
+
+def settings(**changes: Any) -> BufferConfig:
+    """A small buffer."""
+    return BufferConfig(**{"max_megabytes": 16.0} | changes)
+
+
+class Clocks:
+    """A wall clock and an uptime that move when told."""
+
+    def __init__(self) -> None:
+        self.wall, self.boot, self.seconds = 1e9, "first", 1000.0
+
+    def pass_time(self, seconds: float) -> None:
+        """Time passes while the machine is up."""
+        self.wall += seconds
+        self.seconds += seconds
+
+    def reboot(self, off_seconds: float) -> None:
+        """The machine is off for a while."""
+        self.wall += off_seconds
+        self.boot, self.seconds = self.boot + "'", 1.0
+
+    def clock(self) -> float:
+        """The wall clock."""
+        return self.wall
+
+    def up(self) -> Uptime:
+        """The uptime."""
+        return Uptime(boot=self.boot, seconds=self.seconds)

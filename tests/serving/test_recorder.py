@@ -4,7 +4,9 @@ import copy
 import threading
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from draftkit.config import BufferConfig, SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.trace import TraceRound
 from draftkit.models.adapter import Adapter
+from draftkit.online.buffer import Buffer
 from draftkit.serving.drafters import START
 from draftkit.serving.jobs import DrafterCounters, Load
 from draftkit.serving.recorder import BATCH, Answered, Recorder, entry, served
@@ -228,3 +231,33 @@ def test_counts_are_told_as_what_came_since() -> None:
     assert (row.route, row.version) == ("code", "v2")
     assert (row.requests, row.tokens, row.rounds, row.drafted) == (2, 15, 0, 0)
     assert (row.tested, row.acceptance) == (12, 9.5)
+
+
+def test_the_real_buffer_holds_what_was_served_and_no_trace_of_who_opted_out(
+    tmp_path: Path,
+) -> None:
+    buffer = Buffer(tmp_path / "traffic.db", BufferConfig(top_k=K))
+    secret, open_ = [251, 3, 199, 77, 12, 254, 90, 41], [33, 250, 7, 201, 66, 154, 9, 240]
+    with serving(TARGET, draft, disk=buffer) as engine:
+        answers(
+            engine, job(secret, 9, records=False), job(open_, 9), job(open_, 4, route="default")
+        )
+        written = engine.counters().drafters["default", START]
+    stored = [
+        found
+        for held_out in (True, False)
+        for found in buffer.newest("default", 9, held_out=held_out)
+    ]
+    assert [found.record.prompt_ids for found in stored] == [open_] * 2
+    check_record(next(found.record for found in stored if len(found.record.output_ids) == 9), 1.0)
+    (counts,) = buffer.served("default")
+    assert (counts.requests, counts.tokens) == (written.requests, written.tokens) == (3, 22)
+    load = buffer.load()
+    assert load is not None
+    assert (load.queued, load.running) == (0, 0)
+    files = b"".join(path.read_bytes() for path in tmp_path.iterdir() if path.is_file())
+    buffer.close()
+    for ids, is_there in ((open_, True), (secret, False)):
+        forms = [np.array(ids, dtype=kind).tobytes() for kind in ("<i4", "<i8", "<u2", "u1")]
+        forms += [", ".join(map(str, ids)).encode(), ",".join(map(str, ids)).encode()]
+        assert any(form in files for form in forms) == is_there

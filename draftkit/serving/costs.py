@@ -16,8 +16,9 @@ from draftkit.decoding.state import Request
 from draftkit.evaluation.walltime import synchronised_clock
 from draftkit.theory.speedup import Costs
 
-ROUNDS = 6  # of each kind that are timed,
-WARM = 2  # after some that are not
+TURNS = 3  # in which each kind is timed, so that what disturbs the machine disturbs all,
+ROUNDS = 3  # for so many rounds,
+WARM = 1  # after one that does not count
 PROMPT_TOKENS = 8
 
 
@@ -53,7 +54,14 @@ def sizes(decoder: Decoder) -> list[int]:
 
 def measure(decoder: Decoder, proposer_id: str, size: int, gammas: Sequence[int]) -> Costs:
     """The costs of rounds of `size` rows with each of `gammas`, which hold 0 and a larger one."""
-    seconds = {gamma: _rounds(decoder, proposer_id, size, gamma) for gamma in gammas}
+    timed: dict[int, list[RoundSeconds]] = {gamma: [] for gamma in gammas}
+    for _ in range(TURNS):
+        for gamma, found in timed.items():
+            found += _rounds(decoder, proposer_id, size, gamma)
+    seconds = {
+        gamma: RoundSeconds(*(statistics.median(column) for column in zip(*found, strict=True)))
+        for gamma, found in timed.items()
+    }
     gamma = max(gammas)
     plain = sum(seconds[0])
     verify_ratios = {g: found.verify / plain for g, found in seconds.items()}
@@ -66,8 +74,8 @@ def measure(decoder: Decoder, proposer_id: str, size: int, gammas: Sequence[int]
     )
 
 
-def _rounds(decoder: Decoder, proposer_id: str, size: int, gamma: int) -> RoundSeconds:
-    """Medians over a few rounds of `size` rows."""
+def _rounds(decoder: Decoder, proposer_id: str, size: int, gamma: int) -> list[RoundSeconds]:
+    """A few rounds of `size` rows, at least one."""
     room = decoder.capacity - 2 * (gamma + 1)
     prompt = min(PROMPT_TOKENS, room - 1)
     requests = [
@@ -91,5 +99,4 @@ def _rounds(decoder: Decoder, proposer_id: str, size: int, gamma: int) -> RoundS
     finally:
         decoder.leave(slots)
         decoder.late, decoder.clock = late, None
-    timed = [result.seconds for result in results[min(WARM, len(results) - 1) :]]
-    return RoundSeconds(*(statistics.median(column) for column in zip(*timed, strict=True)))
+    return [result.seconds for result in results[min(WARM, len(results) - 1) :]]

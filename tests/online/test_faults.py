@@ -21,7 +21,7 @@ import pytest
 from draftkit.online.buffer import Buffer, Served
 from draftkit.online.registry import Registry
 from draftkit.online.versions import is_whole
-from tests.online.test_registry import TOLD, weights
+from tests.online.drafters import TOLD, weights
 from tests.online.traffic import DAY, Clocks, entries, entry, settings
 from tests.test_stage_kill import killed_at
 

@@ -1,55 +1,18 @@
-"""Versions stay as published; pointers move as told; what is damaged or gone is gone around."""
+"""Versions stay as published; pointers move as told; garbage goes and nothing else."""
 
-import json
-import logging
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from draftkit.online import registry as registry_module
 from draftkit.online.registry import Registry
-from draftkit.online.versions import Version, is_whole, read_version
-
-TOLD = {"metrics": {"alpha": 0.5}, "window": {"first": 1, "last": 9}}
-
-
-def weights(value: float) -> Callable[[Path], None]:
-    """A drafter in two files, with a tokenizer beside it."""
-
-    def write(folder: Path) -> None:
-        assert list(folder.iterdir()) == []
-        for part in (1, 2):
-            tensors = {f"layer{part}": torch.full((3, part), float(value))}
-            save_file(tensors, folder / f"model-{part}.safetensors")
-        (folder / "tokenizer").mkdir()
-        (folder / "tokenizer" / "vocabulary.json").write_text(f"[{value}]")
-
-    return write
+from draftkit.online.versions import is_whole, read_version
+from tests.online.drafters import TOLD, chain, happened, name_of, publish, weights
 
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Registry:
     return Registry(tmp_path / "registry")
-
-
-def publish(registry: Registry, value: float, *, canary: bool = False, **more: str) -> Version:
-    return registry.publish(weights(value), **TOLD, canary=canary, **more)
-
-
-def chain(registry: Registry, count: int) -> list[Version]:
-    return [registry.seed(weights(0)), *(publish(registry, n) for n in range(1, count))]
-
-
-def name_of(version: Version | None) -> str | None:
-    return None if version is None else version.name
-
-
-def happened(registry: Registry) -> list[tuple[str, str]]:
-    return [(event["event"], event["name"]) for event in registry.events()]
 
 
 def test_nothing_is_served_before_the_seed_and_nothing_is_written(registry: Registry) -> None:
@@ -171,103 +134,6 @@ def test_what_fails_while_it_is_written_changes_nothing(registry: Registry) -> N
     assert publish(registry, 3).name == "v000003"
 
 
-def damage(path: Path, how: str) -> None:
-    content = bytearray(path.read_bytes())
-    if how == "flip":
-        content[-1] ^= 1
-        path.write_bytes(content)
-    elif how == "cut":
-        path.write_bytes(content[:-4])
-    else:
-        path.unlink()
-
-
-@pytest.mark.parametrize("how", ["flip", "cut", "gone"])
-@pytest.mark.parametrize("file", ["model-2.safetensors", "tokenizer/vocabulary.json"])
-def test_weights_of_a_damaged_version_are_not_read(registry: Registry, how: str, file: str) -> None:
-    version = registry.seed(weights(1))
-    damage(version.path / file, how)
-    with pytest.raises(ValueError, match=f"{file} of v000001 (differs|cannot be read)") as caught:
-        registry.read(version)
-    assert "\n" not in str(caught.value)
-    assert not is_whole(version)
-
-
-@pytest.mark.parametrize("how", ["flip", "cut", "gone", "version.json", "folder"])
-def test_a_damaged_current_version_is_replaced_by_its_nearest_whole_ancestor(
-    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    writer = Registry(tmp_path)
-    versions = chain(writer, 4)
-    assert writer.current() == versions[3]
-    for version in versions[2:]:
-        if how == "folder":
-            version.path.rename(tmp_path / version.name)
-        elif how == "version.json":
-            damage(version.path / how, "cut")
-        else:
-            damage(version.path / "model-1.safetensors", how)
-    for registry in (writer, Registry(tmp_path)):
-        with caplog.at_level(logging.WARNING):
-            caplog.clear()
-            assert [registry.current() for _ in range(3)] == [versions[1]] * 3
-            assert "v000004 is deleted or damaged: v000002 is served instead" in caplog.text
-            assert len(caplog.records) == 1
-    assert happened(writer)[-2:] == [("fell_back", "v000004")] * 2
-    # The next one is made of what is served, under a name that was never used.
-    after = publish(writer, 5)
-    assert (after.name, after.ancestors) == ("v000005", ("v000002", "v000001"))
-    assert writer.current() == after
-    assert writer.rollback(reason="").name == "v000002"
-
-
-def test_a_damaged_candidate_is_none(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
-    registry.seed(weights(0))
-    version = publish(registry, 1, canary=True)
-    damage(version.path / "model-1.safetensors", "flip")
-    with caplog.at_level(logging.WARNING):
-        assert registry.candidate() is None
-    assert "no candidate is served instead" in caplog.text
-    with pytest.raises(ValueError, match="v000002 is deleted or damaged: withdraw it"):
-        registry.promote("v000002")
-    registry.withdraw("v000002", reason="damaged")
-    assert publish(registry, 2, canary=True) == registry.candidate()
-
-
-def test_where_nothing_is_whole_the_start_begins_again(registry: Registry) -> None:
-    for version in chain(registry, 2):
-        damage(version.path / "model-1.safetensors", "flip")
-    with pytest.raises(ValueError, match="v000002 and all before it are deleted or damaged"):
-        registry.current()
-    again = registry.seed(weights(7))
-    assert (again.name, again.parent) == ("v000003", None)
-    assert registry.current() == again
-
-
-@pytest.mark.parametrize("content", [None, "", "{", "[1]", '{"name": "v000001"}'])
-def test_a_lost_pointer_is_known_from_the_events(registry: Registry, content: str | None) -> None:
-    chain(registry, 3)
-    registry.rollback(reason="")
-    publish(registry, 8, canary=True)
-    for kind in ("current", "candidate"):
-        (registry.path / kind).unlink()
-        if content is not None:
-            (registry.path / kind).write_text(content)
-    assert name_of(registry.current()) == "v000002"
-    assert registry.candidate() is None
-    assert registry.seed(weights(1)).name == "v000002"
-
-
-def test_a_pointer_leads_nowhere_but_to_versions(registry: Registry, tmp_path: Path) -> None:
-    first = registry.seed(weights(0))
-    outside = tmp_path / "outside"
-    first.path.rename(outside)
-    told = {"name": "../../../outside", "ancestors": ["/etc", "v000001/../../x"]}
-    (registry.path / "current").write_text(json.dumps(told))
-    with pytest.raises(ValueError, match="deleted or damaged"):
-        registry.current()
-
-
 def test_pointers_differ_after_every_change_and_only_then(registry: Registry) -> None:
     seen = [registry.pointers()]
 
@@ -343,44 +209,6 @@ def test_a_moved_registry_is_the_same_registry(tmp_path: Path) -> None:
     assert moved is not None
     assert moved == read_version(tmp_path / "b" / "default" / "versions" / "v000002")
     assert is_whole(moved)
-
-
-def test_a_torn_event_is_left_out_and_the_next_one_is_whole(registry: Registry) -> None:
-    chain(registry, 2)
-    with (registry.path / "events.jsonl").open("a") as file:
-        file.write('{"time": 1, "event": "publ')
-    assert len(registry.events()) == 2
-    publish(registry, 3)
-    assert happened(registry)[-1] == ("published", "v000003")
-    assert len(registry.events()) == 3
-
-
-def test_a_full_disk_does_not_keep_a_reader_from_falling_back(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    versions = chain(registry, 2)
-    damage(versions[1].path / "model-1.safetensors", "gone")
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Registry, "_note", full)
-    assert registry.current() == versions[0]
-
-
-def test_checksums_are_computed_once_while_files_are_unchanged(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    whole = registry_module.is_whole
-    monkeypatch.setattr(registry_module, "is_whole", lambda v: seen.append(v.name) or whole(v))
-    version = registry.seed(weights(0))
-    for _ in range(3):
-        assert registry.current() == version
-    assert seen == ["v000001"]
-    damage(version.path / "model-1.safetensors", "flip")
-    with pytest.raises(ValueError, match="deleted or damaged"):
-        registry.current()
 
 
 def test_writers_wait_for_each_other(registry: Registry) -> None:

@@ -145,13 +145,19 @@ def test_the_load_has_an_age_that_no_clock_changes(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_a_load_that_is_not_flushed_leaves_appends_flushed(buffer: Buffer) -> None:
-    buffer.set_load(queued=0, running=0)
-    connection = buffer._database._connection
-    assert connection is not None
-    assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
-    assert connection.execute("PRAGMA secure_delete").fetchone() == (1,)
-    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+def test_appends_are_flushed_before_and_after_a_load_that_is_not(buffer: Buffer) -> None:
+    def said(name: str) -> object:
+        with buffer._database._session() as connection:
+            return connection.execute(f"PRAGMA {name}").fetchone()[0]
+
+    for _ in range(2):
+        names = ("synchronous", "journal_mode", "secure_delete", "temp_store")
+        assert [said(name) for name in names] == [2, "wal", 1, 2]
+        with buffer._database.writing(flushed=False):
+            pass
+        buffer.set_load(queued=0, running=0)
+    with buffer._database.writing(flushed=False) as connection:
+        assert connection.execute("PRAGMA synchronous").fetchone() == (1,)
 
 
 def test_all_of_an_append_is_stored_or_nothing(buffer: Buffer) -> None:

@@ -77,7 +77,10 @@ def test_a_torn_last_frame_is_not_a_damaged_one(tmp_path: Path) -> None:
     assert inspect(log) == LogState(frames=whole.frames - 1)
 
 
-@pytest.mark.parametrize("case", range(40))
+SOAKED = [pytest.param(case, marks=pytest.mark.soak) for case in range(12, 60)]
+
+
+@pytest.mark.parametrize("case", [*range(12), *SOAKED])
 def test_a_flipped_bit_loses_what_sqlite_loses_from_there_on(tmp_path: Path, case: int) -> None:
     log = transactions(tmp_path)
     frames = inspect(log).frames

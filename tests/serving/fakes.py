@@ -100,7 +100,8 @@ class FakeEngine:
                     return listener(Piece("", (), self.ends or "cancelled"))
                 time.sleep(self.round_seconds)
                 place = done % (len(said) // 2)
-                ids = said[place : place + self.per_round][: None if self.endless else job.max_new_tokens - done]
+                left = self.per_round if self.endless else job.max_new_tokens - done
+                ids = said[place : place + min(self.per_round, left)]
                 done += len(ids)
                 text, reason = stream.push(ids), None
                 if stream.stop is not None:

@@ -122,6 +122,7 @@ def test_the_end_waits_for_answers_and_takes_no_more() -> None:
         thread.start()
         assert wait_for(lambda: engine.running)
     thread.join()
+    assert engine.draining
     assert replies[0].status == 200
     assert replies[0].json["usage"]["completion_tokens"] == 20
     with pytest.raises(ConnectionRefusedError):

@@ -13,7 +13,17 @@ from draftkit.serving import limits
 from draftkit.serving.limits import Limits
 from tests.serving.fakes import FakeEngine, ask, chat, completion, serving
 
-PATHS = ["/v1/models", "/v1/models/tiny", "/metrics", "/openapi.json", "/docs", "/redoc", "/", "/x"]
+PATHS = [
+    "/v1/models",
+    "/v1/models/health",
+    "/v1/models/tiny",
+    "/metrics",
+    "/openapi.json",
+    "/docs",
+    "/redoc",
+    "/",
+    "/x",
+]
 KEY = "a key, ü"
 
 

@@ -67,7 +67,7 @@ def test_any_other_prompt_is_refused(prompt: Any) -> None:
         *(("stop", value) for value in ("", [""], ["a"] * 17, "a" * 257, 7, "\ud800")),
         *(("stream", value) for value in (1, "true")),
         ("stream_options", {"usage": True}),
-        *(("frequency_penalty", value) for value in (0.5, True, "0")),
+        *(("frequency_penalty", value) for value in (0.5, True, False, "0")),
         ("presence_penalty", 1),
         ("logit_bias", {"5": 10}),
         ("model", 7),

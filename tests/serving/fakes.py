@@ -136,8 +136,26 @@ class FakeEngine:
 
 SOME_COUNTS = Counters(
     drafters={
-        ("default", "v000001"): DrafterCounters(3, 40, 10, 40, 20, (9, 6, 4, 1), 24, 18.0),
-        ("default", "v000002"): DrafterCounters(2, 30, 5, 20, 15, (5, 4, 3, 3), 16, 14.4),
+        ("default", "v000001"): DrafterCounters(
+            requests=3,
+            tokens=40,
+            drafts=10,
+            drafted=40,
+            accepted=20,
+            accepted_per_position=(9, 6, 4, 1),
+            tested=24,
+            acceptance=18.0,
+        ),
+        ("default", "v000002"): DrafterCounters(
+            requests=2,
+            tokens=30,
+            drafts=5,
+            drafted=20,
+            accepted=15,
+            accepted_per_position=(5, 4, 3, 3),
+            tested=16,
+            acceptance=14.4,
+        ),
         ("code", "v000001"): DrafterCounters(),
     },
     prompt_tokens=77,

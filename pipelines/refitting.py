@@ -32,7 +32,7 @@ from pipelines.folder import SUMMARY, locked
 from pipelines.generate import generate, read_rollouts
 from pipelines.inputs import models
 from pipelines.scores import read_scores, read_validation, scores
-from pipelines.service import open_buffer, open_registry, seed_registry, service_folder
+from pipelines.service import buffer_of, registry_of, seeded_registry, service_folder
 from pipelines.stage import tracker_of
 
 STATE = "refit"  # folder of the trainers' states
@@ -41,7 +41,7 @@ STATE = "refit"  # folder of the trainers' states
 def rollback(config: Config) -> None:
     """Make another version of a route current; the server takes it at its next look."""
     options = config.online
-    registry = open_registry(config, options.route)
+    registry = registry_of(config, options.route)
     version = registry.rollback(options.version, reason="by command")
     print(f"online: {options.route} is back at {version.name}")
 
@@ -69,7 +69,7 @@ def daemon(config: Config) -> None:
 def watch(config: Config, folder: Path, stop: Event) -> None:
     """Load what refitting needs, and run the loop."""
     target, outline = load_teacher(config)
-    buffer = open_buffer(config)
+    buffer = buffer_of(config)
     anchors = load_anchors(config)
     refits = [make_refit(config, route, target, outline, anchors) for route in config.online.routes]
     place = daemon_folder(config)
@@ -135,7 +135,7 @@ def make_refit(
     config: Config, route: str, target: Target | None, outline: Outline, anchors: Anchors
 ) -> Refit:
     """The refit of one route, as its last update left it."""
-    registry = seed_registry(config, route, outline)
+    registry = seeded_registry(config, route, outline)
     start = models(config)[1]
 
     def trainer_of(folder: Path) -> Trainer:
@@ -147,7 +147,7 @@ def make_refit(
     assert current is not None
     return Refit(
         route=route,
-        buffer=open_buffer(config),
+        buffer=buffer_of(config),
         registry=registry,
         make_trainer=trainer_of,
         save=partial(save_trained, outline),

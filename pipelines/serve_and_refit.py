@@ -25,7 +25,7 @@ from pipelines.folder import SUMMARY
 from pipelines.inputs import models
 from pipelines.refitting import daemon, daemon_folder, load_anchors
 from pipelines.serve import serve
-from pipelines.service import open_buffer
+from pipelines.service import buffer_of
 from pipelines.stage import StageFolder
 from pipelines.texts import splits_of
 
@@ -115,7 +115,9 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
     examples = [one for one in splits_of(config).train if one.domain == traffic.domain]
     if not examples:
         raise ValueError(f"online.traffic.domain: the text has no prompts of {traffic.domain!r}")
-    prompts = [one.prompt_ids for one in itertools.islice(itertools.cycle(examples), traffic.requests)]
+    prompts = [
+        one.prompt_ids for one in itertools.islice(itertools.cycle(examples), traffic.requests)
+    ]
     serving = replace(config.serve, host="127.0.0.1", port=free_port("127.0.0.1"))
     both = replace(config, serve=serving)
     url = f"http://127.0.0.1:{serving.port}"
@@ -124,7 +126,7 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
         with running(daemon, both) as refitting:
             told = ask(url, prompts, both)
             alive = {"server": server.is_alive(), "daemon": refitting.is_alive()}
-    buffer = open_buffer(both)
+    buffer = buffer_of(both)
     rows = [served_row(served) for served in buffer.served(DEFAULT_ROUTE)]
     buffer.close()
     path = daemon_folder(both) / SUMMARY

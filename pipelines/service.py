@@ -1,12 +1,12 @@
-"""Where server and daemon meet: one folder with the traffic and the drafters.
+"""Where a server and its refit loop meet: the folder `<root>/<name>/service/`.
 
-    <root>/<name>/service/buffer.sqlite             what was served
-    <root>/<name>/service/drafters/<route>/         versions, and which is in force
-
-Either may be started first, and either may be killed.
+`buffer.sqlite` is what was served, `drafters/<route>/` the versions of each route's drafter. It is
+no stage: nothing in it is ever complete, and either process may be started first, or killed.
 """
 
 from pathlib import Path
+
+import torch
 
 from draftkit.config import Config
 from draftkit.models.loading import Outline, load_draft, save_model
@@ -16,32 +16,30 @@ from pipelines.inputs import models
 
 
 def service_folder(config: Config) -> Path:
-    """The folder of the service, made if missing."""
-    path = Path(config.root) / config.name / "service"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    """The folder of the experiment's service, made if it is not there."""
+    folder = Path(config.root) / config.name / "service"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
-def open_buffer(config: Config) -> Buffer:
+def buffer_of(config: Config) -> Buffer:
     """The traffic buffer of the service."""
     path = service_folder(config) / "buffer.sqlite"
     return Buffer(path, config.online.buffer, gate_fraction=config.online.gate.fraction)
 
 
-def open_registry(config: Config, route: str) -> Registry:
-    """The drafters of a route; there may be none yet."""
+def registry_of(config: Config, route: str) -> Registry:
+    """The drafter versions of a route; there may be none yet."""
     return Registry(service_folder(config) / "drafters", route)
 
 
-def seed_registry(config: Config, route: str, outline: Outline) -> Registry:
-    """The drafters of a route; the first version is the starting drafter."""
-    registry = open_registry(config, route)
-    if registry.current() is None:
-        draft = load_draft(models(config)[1], outline)
+def seeded_registry(config: Config, route: str, outline: Outline) -> Registry:
+    """The drafter versions of a route, of which the first is the starting drafter."""
+    registry = registry_of(config, route)
 
-        registry.seed(
-            lambda folder: save_model(
-                draft.model, outline.tokenizer, folder, kept_ids=draft.kept_ids
-            )
-        )
+    def write(folder: Path) -> None:
+        draft = load_draft(models(config)[1], outline, dtype=torch.float32)
+        save_model(draft.model, outline.tokenizer, folder, kept_ids=draft.kept_ids)
+
+    registry.seed(write)
     return registry

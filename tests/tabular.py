@@ -89,6 +89,9 @@ class TabularAdapter:
         for name, weight in own.items():
             weight.copy_(state_dict[name])
 
+    def weights(self) -> dict[str, Tensor]:
+        return self.state_dict()
+
     def state_dict(self) -> dict[str, Tensor]:
         return {"table": self.table, "memory": self.memory}
 

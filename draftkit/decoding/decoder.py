@@ -51,11 +51,11 @@ class Decoder:
 
     `slots` rows of at most `capacity` tokens, scratch space included: a request needs
     `limit + 2 (gamma + 1)` of them, and of `encoder_capacity` encoder tokens where the target has
-    an encoder. `compiled` runs rounds as compiled units (`graphs`), with the
-    same results for the same noise, in batches of `batch_sizes` (default: a few) or of all slots:
-    each size is code of its own. `late` lets `round` return what the round before it did, so
-    that the device never waits for the host (default: on CUDA, without a clock). `clock` (seconds,
-    synchronised) fills `RoundResult.seconds`.
+    an encoder. `compiled` runs rounds as compiled units (`graphs`), with the same results for the
+    same noise, in batches of `batch_sizes` (default: a few) or of all slots: each size is code of
+    its own. `late` lets `round` return what the round before it did, so that the device never
+    waits for the host (default: on CUDA, without a clock). `top_k` is how many of the target's
+    likeliest ids results name. `clock` (seconds, synchronised) fills `RoundResult.seconds`.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Decoder:
         compiled: bool = False,
         batch_sizes: Sequence[int] | None = None,
         late: bool | None = None,
+        top_k: int = 0,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.target = target
@@ -80,6 +81,7 @@ class Decoder:
         self.verification = verification
         self.verifier = VERIFIERS[verification]
         self.noise = noise_function
+        self.top_k = min(top_k, target.vocab_size - 1)
         self.gamma_policy = gamma_policy
         self.eos_token_ids = torch.tensor(
             list(eos_token_ids), dtype=torch.long, device=target.device
@@ -325,7 +327,7 @@ class Decoder:
         proposal = inputs.proposal
         assert proposal is not None
         sampled = None if proposal.draft_probs is None else proposal.draft_probs.dtype
-        key = (self.verification, sampled, self._shape_key(inputs))
+        key = (self.verification, sampled, self.top_k, self._shape_key(inputs))
         return self._units.run(
             units.verify,
             self,

@@ -48,6 +48,11 @@ class RoundResult:
     served_log_sum_exp: Tensor  # [B, K + 1] of logits / temperature (1 where greedy)
     proposer_version: str
     seconds: RoundSeconds = NO_SECONDS
+    # The target's likeliest ids [B, K + 1, k] at each candidate's place, where asked for, their
+    # log p (temperature 1), and the mass [B, K + 1] of all others as served (1 where greedy).
+    topk_ids: Tensor | None = None
+    topk_log_probs: Tensor | None = None
+    tail_mass: Tensor | None = None
 
 
 class Launched(NamedTuple):
@@ -113,6 +118,9 @@ def read(launched: Launched, tickets: Mapping[int, int]) -> RoundResult:
         log_sum_exp=outcome.log_sum_exp,
         served_log_sum_exp=outcome.served_log_sum_exp,
         proposer_version=launched.proposer_version,
+        topk_ids=outcome.topk_ids,
+        topk_log_probs=outcome.topk_log_probs,
+        tail_mass=outcome.tail_mass,
     )
 
 

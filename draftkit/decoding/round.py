@@ -4,7 +4,7 @@ Both are functions of tensors that wait for nothing: no value is read on the hos
 depends on one. So each can be compiled as a whole (`graphs`), and what the decoder's bookkeeping
 costs is all that is left of a round outside them.
 
-Shapes: B rows of a group, fillers included, K proposed tokens, V vocabulary.
+Shapes: B rows of a group, fillers included, K proposed tokens, V vocabulary, k reported ids.
 """
 
 from typing import NamedTuple, Protocol
@@ -20,6 +20,7 @@ from draftkit.decoding.stopping import cut_round
 from draftkit.models.adapter import Adapter
 from draftkit.theory.acceptance import sampled_acceptance
 from draftkit.theory.noise import ACCEPT, NEXT
+from draftkit.theory.truncation import most_likely_served
 from draftkit.theory.verification import Verification, Verifier, greedy_verification
 from draftkit.theory.warping import promote, seen_along, warp
 
@@ -33,6 +34,7 @@ class Bench(Protocol):
     eos_token_ids: Tensor  # [E]
     verifier: Verifier
     noise: NoiseFunction
+    top_k: int  # of the target's likeliest ids that are reported; 0: none
 
 
 class RoundInputs(NamedTuple):
@@ -52,10 +54,13 @@ class Outcome(NamedTuple):
     log_probs: Tensor  # [B, K + 1]
     log_sum_exp: Tensor  # [B, K + 1]
     served_log_sum_exp: Tensor  # [B, K + 1]
+    topk_ids: Tensor | None = None  # [B, K + 1, k]
+    topk_log_probs: Tensor | None = None  # [B, K + 1, k]
+    tail_mass: Tensor | None = None  # [B, K + 1]
 
     def select(self, places: Tensor) -> "Outcome":
         """The rows at `places`."""
-        return Outcome(*(part[places] for part in self))
+        return map_tensors(lambda part: part[places], self)
 
 
 def propose(places: tuple[Proposer, Bench], inputs: RoundInputs) -> Proposal:
@@ -81,6 +86,16 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
     verdict = _verdict(bench, view, proposal, target_probs)
     candidates, report = _commit(bench, view, proposal, verdict)
     log_probs, log_sum_exp, served = target_log_probs(logits, candidates, view.group)
+    most_likely = (None, None, None)
+    if bench.top_k > 0:
+        most_likely = most_likely_served(
+            logits,
+            bench.top_k,
+            log_sum_exp=log_sum_exp,
+            temperature=view.group.params.temperature[:, None],
+            served_log_sum_exp=served,
+        )
+    ids, log_probs_of_ids, tail = most_likely
     return Outcome(
         report=report,
         tokens=candidates,
@@ -88,6 +103,9 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
         log_probs=log_probs,
         log_sum_exp=log_sum_exp,
         served_log_sum_exp=served,
+        topk_ids=ids,
+        topk_log_probs=log_probs_of_ids,
+        tail_mass=tail,
     )
 
 

@@ -142,6 +142,12 @@ class TextStream:
         """The stop string that has ended the text, if any; later ids yield no text."""
         return self._watch.found
 
+    @property
+    def holds(self) -> bool:
+        """Whether text of the ids so far has not been sent: a later id may end before it."""
+        window = self._watch.window
+        return window.characters_before + len(self._decode(window.ids)) > self._sent
+
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids; return the text that is final with them, perhaps none."""
         self._watch.push(ids)

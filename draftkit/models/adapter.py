@@ -79,6 +79,10 @@ class Adapter(Protocol):
         """Copy weights in place."""
         ...
 
+    def weights(self) -> dict[str, Tensor]:
+        """What `load_weights` writes, by name: the tensors themselves, no copies."""
+        ...
+
 
 @dataclass(frozen=True)
 class Head:
@@ -269,6 +273,10 @@ class CausalAdapter(nn.Module):
         """`copy_weights` into the model."""
         copy_weights(self.model, state_dict)
         self._renew_kept_head()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state."""
+        return self.model.state_dict()
 
     def _cut(self, logits: Tensor) -> Tensor:
         """The model's own logits [..., padded V] of the ids that count."""

@@ -200,6 +200,10 @@ class Seq2SeqAdapter(nn.Module):
         """`copy_weights` into the model; stored encoder texts stay those of the old weights."""
         copy_weights(self.model, state_dict)
 
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state."""
+        return self.model.state_dict()
+
     @property
     def _decoder(self) -> Any:
         return self.model.get_decoder()
@@ -326,6 +330,10 @@ class PrefixedAdapter(nn.Module):
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         """Copy weights of the draft in place."""
         self.draft.load_weights(state_dict)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of the draft."""
+        return self.draft.weights()
 
     def _feed_behind(self, feed: Feed, tokens: Tensor, positions: Tensor, cache: Any) -> Any:
         positions = positions + cache.encoder_lengths[:, None]

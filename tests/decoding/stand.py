@@ -95,6 +95,7 @@ class Stand:
         self.target: Adapter = target
         self.verifier = verifier
         self.noise = noise_function
+        self.top_k = 0
         self.eos_token_ids = torch.tensor(eos, dtype=torch.long)
         self.cache = SlotCache(rows, capacity)
         self.state = DecodeState.empty(rows, capacity, torch.device("cpu"))

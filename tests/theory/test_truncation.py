@@ -6,7 +6,12 @@ import torch
 from draftkit.config import DivergenceConfig
 from draftkit.theory.acceptance import sampled_acceptance, tail_bound
 from draftkit.theory.divergences import DIVERGENCES
-from draftkit.theory.truncation import coarse_draft, coarse_target, most_likely
+from draftkit.theory.truncation import (
+    coarse_draft,
+    coarse_target,
+    most_likely,
+    most_likely_served,
+)
 from draftkit.theory.warping import SamplingParams, warp
 
 TOKENS, VOCAB = 40, 12
@@ -112,3 +117,18 @@ def test_gradients_are_those_of_the_divergence_over_fewer_outcomes(logits):
         )
 
     assert torch.autograd.gradcheck(loss, draft[:3].clone().requires_grad_())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_ids_and_tails_from_known_sums_are_the_same(logits, temperature):
+    target, _ = logits
+    expected = stored(target, 4, temperature)
+    found = most_likely_served(
+        target,
+        4,
+        log_sum_exp=target.logsumexp(-1),
+        temperature=torch.tensor(temperature, dtype=torch.float64),
+        served_log_sum_exp=(target / temperature).logsumexp(-1),
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,281 @@
+"""The engine: jobs in, pieces of answers out, by continuous batching on a thread of its own.
+
+Between two rounds of the decoder new weights are installed, rows that were cancelled or are late
+leave, and waiting jobs join in the order in which they came. Whoever submits hears of an answer by
+its listener, on the engine's thread. Knows no HTTP; text only through `decode`.
+
+A seeded job keeps `decode.gamma` and the current drafter, so its answer does not depend on the
+rows beside it; all others propose as many tokens as pay at the moment.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from draftkit.config import DecodeConfig, ServeConfig
+from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.streaming import Decode
+from draftkit.models.adapter import Adapter
+from draftkit.serving.answers import Answer, begin
+from draftkit.serving.costs import measured_policy
+from draftkit.serving.drafters import Drafters
+from draftkit.serving.jobs import Counters, Draining, Job, Listener, Load, QueueFull
+from draftkit.serving.recorder import Recorder
+from draftkit.serving.rows import Rows
+
+IDLE_SECONDS = 1.0  # after which an engine without jobs shows that it lives
+STALLED_SECONDS = 120.0  # a round of compiled code may have to be compiled first
+MOST_ERRORS = 3  # rounds in a row that may fail
+ERROR_SECONDS = 0.1  # until the next try
+SEEDS = 1 << 63
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Owns the decoder of `target`; see the module's docstring.
+
+    `decode` is the text of ids, special tokens left out. `submit`, `cancel`, `load`, `counters` and
+    `healthy` may be called from any thread and wait for no round.
+    """
+
+    def __init__(
+        self,
+        target: Adapter,
+        drafters: Drafters,
+        *,
+        decode: Decode,
+        eos_token_ids: Sequence[int] = (),
+        serve: ServeConfig,
+        decoding: DecodeConfig,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.drafters = drafters
+        self.recorder = recorder
+        self._serve = serve
+        self._gamma = decoding.gamma
+        self._decode = decode
+        on_device = decoding.compile == "auto" and target.device.type == "cuda"
+        recorded = 0 if recorder is None else recorder.top_k
+        if 0 < recorded < serve.top_logprobs:
+            raise ValueError(
+                f"online.buffer.top_k must be 0 or at least serve.top_logprobs = "
+                f"{serve.top_logprobs}, got {recorded}: both come from one list of a round"
+            )
+        models = [target.max_positions]
+        models += [route.current.proposer.max_positions for route in drafters.routes.values()]
+        self.max_length = min(serve.max_length, *models)
+        self.decoder = Decoder(
+            target,
+            slots=serve.slots,
+            capacity=self.max_length + 2 * (decoding.gamma + 1),
+            eos_token_ids=eos_token_ids,
+            verification=decoding.verification,
+            compiled=on_device or decoding.compile == "true",
+            top_k=max(serve.top_logprobs, recorded),
+        )
+        drafters.attach(self.decoder)
+        self._rows = Rows(self.decoder, drafters, recorder, gamma=decoding.gamma)
+        self._changed = threading.Condition()  # guards what follows
+        self._waiting: deque[Answer] = deque()
+        self._cancelled: set[int] = set()
+        self._next = 0
+        self._draining = self._stopping = False
+        self._beat = time.monotonic()
+        self._thread: threading.Thread | None = None
+
+    # For any thread
+
+    def submit(self, jobs: Sequence[Job], listeners: Sequence[Listener]) -> list[int]:
+        """Queue `jobs`, all or none; return their numbers. Pieces may come before this returns.
+
+        Raises QueueFull; Draining; ValueError for a job that can never be served.
+        """
+        for job in jobs:
+            self._check(job)
+        room = self._serve.queue + self._serve.slots
+        if len(jobs) > room:
+            raise ValueError(f"{len(jobs)} answers at once, the server has room for {room}")
+        now = time.monotonic()
+        with self._changed:
+            if self._draining:
+                raise Draining("the server is about to stop")
+            busy = len(self._waiting) + len(self._rows)
+            if busy + len(jobs) > room:
+                raise QueueFull(self._retry_after())
+            answers = []
+            for job, listener in zip(jobs, listeners, strict=True):
+                seed = secrets.randbelow(SEEDS) if job.seed is None else job.seed % SEEDS
+                answers.append(
+                    begin(self._next, job, listener, decode=self._decode, seed=seed, now=now)
+                )
+                self._next += 1
+            self._waiting.extend(answers)
+            self._changed.notify()
+        return [answer.number for answer in answers]
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        """End jobs as "cancelled" at the next round; those that have ended are left alone."""
+        with self._changed:
+            self._cancelled.update(ids)
+            self._changed.notify()
+
+    def load(self) -> Load:
+        """How busy it is."""
+        with self._changed:
+            return Load(
+                len(self._waiting), len(self._rows), self._serve.slots, draining=self._draining
+            )
+
+    def counters(self) -> Counters:
+        """All counts since the start."""
+        counts = self.drafters.counts
+        return self._rows.counting.snapshot(
+            swaps=counts.swaps,
+            refused=counts.refused,
+            swap_seconds=counts.last_seconds,
+            records_dropped=0 if self.recorder is None else self.recorder.dropped,
+        )
+
+    def versions(self) -> dict[str, str]:
+        """The drafter version in force on each route."""
+        return self.drafters.versions()
+
+    def healthy(self) -> bool:
+        """Whether the thread lives, makes progress, and not every round fails."""
+        alive = self._thread is not None and self._thread.is_alive()
+        moves = time.monotonic() - self._beat < STALLED_SECONDS
+        return alive and moves and self._rows.errors_in_a_row < MOST_ERRORS
+
+    # Life
+
+    def start(self) -> None:
+        """Load the current drafters, measure what rounds cost, and serve from then on."""
+        self.drafters.poll()
+        if self._serve.adapts and self._gamma > 0:
+            proposer_id = next(iter(self.drafters.routes.values())).current.proposer_id
+            self.decoder.gamma_policy = measured_policy(self.decoder, proposer_id, self._gamma)
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self.drafters.wake = self._wake
+        self.drafters.start()
+        if self.recorder is not None:
+            self.recorder.start(self.load, self._rows.counting.drafters)
+
+    def drain(self, seconds: float) -> bool:
+        """Take no more jobs, wait for those there are, and cancel what is left after `seconds`.
+
+        Returns whether all came to their own end. The engine still runs: `stop` it.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            self._draining = True
+            done = self._changed.wait_for(self._is_idle, timeout=seconds)
+            if not done:
+                self._cancelled.update(answer.number for answer in self._answers())
+                self._changed.notify_all()
+                self._changed.wait_for(self._is_idle, timeout=max(5.0, deadline - time.monotonic()))
+        return done
+
+    def stop(self) -> None:
+        """Cancel what runs, and end all threads; records that wait are written."""
+        with self._changed:
+            self._draining = self._stopping = True
+            self._changed.notify_all()
+        self.drafters.stop()
+        if self._thread is not None:
+            self._thread.join()
+        if self.recorder is not None:
+            self.recorder.stop()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def _is_idle(self) -> bool:
+        return not self._waiting and not len(self._rows)
+
+    def _answers(self) -> list[Answer]:
+        return [*self._waiting, *self._rows.answers]
+
+    def _check(self, job: Job) -> None:
+        prompt, new = len(job.prompt_ids), job.max_new_tokens
+        if prompt < 1 or new < 1:
+            raise ValueError("a prompt and an answer hold at least one token each")
+        if prompt + new > self.max_length:
+            raise ValueError(
+                f"{prompt} prompt tokens and {new} new ones exceed the {self.max_length} "
+                "that the server has room for"
+            )
+        size = self.decoder.target.vocab_size
+        if not all(0 <= token < size for token in job.prompt_ids):
+            raise ValueError(f"a prompt holds ids outside the vocabulary of {size}")
+        if job.route not in self.drafters.routes:
+            raise ValueError(f"there is no route {job.route!r}")
+        if job.top_logprobs > self._serve.top_logprobs:
+            raise ValueError(f"at most {self._serve.top_logprobs} alternatives a token")
+
+    def _retry_after(self) -> float:
+        turns = 1 + len(self._waiting) / self._serve.slots
+        return min(60.0, max(1.0, turns * self._rows.job_seconds))
+
+    # The thread
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._beat = time.monotonic()
+            try:
+                self._step()
+            except Exception:  # not of a round: those end their own rows
+                log.exception("the engine met an error between two rounds")
+                self._rows.errors_in_a_row += 1
+                self._end({answer.number: "error" for answer in self._answers()})
+                with self._changed:
+                    self._changed.wait(ERROR_SECONDS)
+        self._end({answer.number: "cancelled" for answer in self._answers()})
+
+    def _step(self) -> None:
+        """One round with all that comes before it; without rows, wait for some."""
+        self.drafters.install()
+        self._drop()
+        self._admit()
+        if len(self._rows):
+            self._rows.round()
+            return
+        with self._changed:
+            self._changed.notify_all()  # who drains waits for this
+            if not self._waiting and not self._stopping and not self.drafters.waits:
+                self._changed.wait(IDLE_SECONDS)
+
+    def _drop(self) -> None:
+        """End what was cancelled or is late, waiting or running."""
+        now = time.monotonic()
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, set()
+            answers = self._answers()
+        reasons = {a.number: "cancelled" for a in answers if a.number in cancelled}
+        for answer in answers:
+            deadline = answer.job.deadline
+            if deadline is not None and now >= deadline:
+                reasons.setdefault(answer.number, "timeout")
+        if reasons:
+            self._end(reasons)
+
+    def _end(self, reasons: Mapping[int, str]) -> None:
+        with self._changed:
+            gone = [answer for answer in self._waiting if answer.number in reasons]
+            for answer in gone:
+                self._waiting.remove(answer)
+        for answer in gone:
+            self._rows.finish(answer, answer.end(reasons[answer.number]))
+        self._rows.end(reasons)
+
+    def _admit(self) -> None:
+        """Let waiting jobs join, the longest waiting first."""
+        while self.decoder.free_slots and self._waiting:
+            self._rows.join(self._waiting[0])
+            with self._changed:  # only now, so that it is nowhere lost to view
+                self._waiting.popleft()

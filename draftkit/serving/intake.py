@@ -1,0 +1,233 @@
+"""From a valid request to jobs for the engine: prompts as ids, limits, routes, defaults.
+
+Raises BadRequest for what the request asks and this server cannot give; knows no streams and no
+sockets.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+
+from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
+from draftkit.serving.jobs import Job
+from draftkit.serving.protocol import (
+    SHOWN,
+    BadRequest,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from draftkit.serving.replies import ChatForm, Choice, CompletionForm, Form
+from draftkit.serving.texts import Offsets, Texts
+
+ROUTE_HEADER = "x-draftkit-route"
+RECORD_HEADER = "x-draftkit-record"
+COMPLETION_TOKENS = 16  # where a completion names no bound, as OpenAI's
+
+
+class UnknownModel(Exception):
+    """No model of that name is served."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """One request, ready for the engine."""
+
+    jobs: list[Job]
+    choices: list[Choice]  # one for each job
+    echoes: list[str]  # what each answer begins with
+    prompt_tokens: int
+    form: Form
+    streams: bool
+    includes_usage: bool
+
+
+class Intake:
+    """What requests are measured against."""
+
+    def __init__(
+        self,
+        texts: Texts,
+        settings: ServeConfig,
+        *,
+        max_length: int,
+        sampling: SamplingConfig,
+        routes: Sequence[str],
+        model_name: str,
+    ) -> None:
+        """`max_length`: tokens of prompt and answer; `sampling`: where a request names none."""
+        self._texts = texts
+        self._settings = settings
+        self._max_length = max_length
+        self._sampling = sampling
+        self._routes = routes
+        self._model_name = model_name
+
+    async def completion(self, body: CompletionRequest, headers: Headers, name: str) -> Asked:
+        """The jobs of a completion; `name` is the request's own."""
+        self._check(body)
+        body.check()
+        self._check_top(body.logprobs, "logprobs")
+        prompts = body.prompts
+        self._check_count(body, len(prompts))
+        ids = [await self._ids(prompt) for prompt in prompts]
+        echoes = [""] * len(prompts)
+        if body.echo:
+            decoded = (p if isinstance(p, str) else self._texts.decode(p) for p in prompts)
+            echoes = [text for text in decoded]
+        wants = body.logprobs is not None
+        form = CompletionForm(self._texts, model=self._model_name, name=name, logprobs=wants)
+        return self._asked(
+            body,
+            headers,
+            form,
+            ids=ids,
+            echoes=echoes,
+            most=body.max_tokens or COMPLETION_TOKENS,
+            top=body.logprobs or 0,
+        )
+
+    async def chat(self, body: ChatRequest, headers: Headers, name: str) -> Asked:
+        """The jobs of a chat."""
+        self._check(body)
+        body.check()
+        self._check_top(body.top_logprobs, "top_logprobs")
+        self._check_count(body, 1)
+        messages = [{"role": turn.role, "content": turn.text} for turn in body.messages]
+        self._check_size(sum(len(turn["content"]) for turn in messages), "messages")
+        try:
+            ids = await asyncio.to_thread(self._texts.chat, messages)
+        except ValueError as error:
+            raise BadRequest(str(error), param="messages", code="chat_template") from error
+        wants = bool(body.logprobs)
+        form = ChatForm(self._texts, model=self._model_name, name=name, logprobs=wants)
+        room = self._max_length - len(ids)
+        return self._asked(
+            body,
+            headers,
+            form,
+            ids=[ids],
+            echoes=[""],
+            most=body.most_tokens or max(room, 1),
+            top=body.top_logprobs or 0,
+        )
+
+    def _asked(
+        self,
+        body: GenerationRequest,
+        headers: Headers,
+        form: Form,
+        *,
+        ids: list[list[int]],
+        echoes: list[str],
+        most: int,
+        top: int,
+    ) -> Asked:
+        for prompt in ids:
+            self._check_length(len(prompt), most)
+        shared = {
+            "max_new_tokens": most,
+            "sampling": body.sampling(self._sampling),
+            "seed": body.seed,
+            "stops": body.stops,
+            "top_logprobs": top,
+            "route": self._route(headers),
+            "records": _records(headers),
+            "deadline": time.monotonic() + self._settings.request_seconds,
+        }
+        # The same prompt and seed give the same answers, whatever else the request asks.
+        jobs = [
+            Job(prompt_ids=prompt, row=row, **shared)
+            for prompt in ids
+            for row in range(body.choices)
+        ]
+        starts = [echo for echo in echoes for _ in range(body.choices)]
+        return Asked(
+            jobs=jobs,
+            choices=[
+                Choice(index, Offsets(self._texts, len(start)), keeps=not body.stream)
+                for index, start in enumerate(starts)
+            ],
+            echoes=starts,
+            prompt_tokens=sum(map(len, ids)),
+            form=form,
+            streams=bool(body.stream),
+            includes_usage=body.includes_usage,
+        )
+
+    async def _ids(self, prompt: str | list[int]) -> list[int]:
+        """The ids of a prompt. Encoding long texts takes a while: not on the event loop."""
+        if not isinstance(prompt, str):
+            wrong = next((i for i in prompt if i >= self._texts.vocab_size), None)
+            if wrong is not None:
+                size = self._texts.vocab_size
+                raise BadRequest(f"prompt: token id {wrong} is not below {size}", param="prompt")
+            return prompt
+        self._check_size(len(prompt), "prompt")
+        ids = await asyncio.to_thread(self._texts.encode, prompt)
+        if not ids:
+            raise BadRequest("prompt must not be empty: it has no token", param="prompt")
+        return ids
+
+    def _check(self, body: GenerationRequest) -> None:
+        if body.model != self._model_name:
+            raise UnknownModel(body.model)
+
+    def _check_top(self, asked: int | None, param: str) -> None:
+        most = self._settings.top_logprobs
+        if (asked or 0) > most:
+            raise BadRequest(f"{param} must be at most {most}, got {asked}", param=param)
+
+    def _check_count(self, body: GenerationRequest, prompts: int) -> None:
+        most, room = self._settings.max_choices, self._settings.queue + self._settings.slots
+        if body.choices > most:
+            raise BadRequest(f"n must be at most {most}, got {body.choices}", param="n")
+        if prompts * body.choices > room:
+            raise BadRequest(
+                f"{prompts} prompts with n={body.choices} are more answers than there is room for "
+                f"({room}): send fewer at once",
+                param="prompt",
+            )
+
+    def _check_size(self, characters: int, param: str) -> None:
+        """Refuse texts that cannot fit before they are encoded."""
+        least = characters // self._texts.longest_token
+        if least > self._max_length:
+            raise self._too_long(f"{param} of at least {least} tokens", param)
+
+    def _check_length(self, prompt: int, most: int) -> None:
+        if prompt >= self._max_length:
+            raise self._too_long(f"a prompt of {prompt} tokens", "prompt")
+        if prompt + most > self._max_length:
+            raise self._too_long(
+                f"a prompt of {prompt} tokens with max_tokens {most}", "max_tokens"
+            )
+
+    def _too_long(self, what: str, param: str) -> BadRequest:
+        return BadRequest(
+            f"{what} does not fit the {self._max_length} tokens of a prompt and its answer",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+    def _route(self, headers: Headers) -> str:
+        route = headers.get(ROUTE_HEADER, DEFAULT_ROUTE)
+        if route not in self._routes:
+            raise BadRequest(
+                f"{ROUTE_HEADER} must be one of {', '.join(self._routes)}, got {route[:SHOWN]!r}",
+                param=ROUTE_HEADER,
+                code="unknown_route",
+            )
+        return route
+
+
+def _records(headers: Headers) -> bool:
+    """Whether the owner lets the request be recorded; one `no` among several headers suffices."""
+    words = [value.strip().lower() for value in headers.getlist(RECORD_HEADER)]
+    if wrong := [word for word in words if word not in ("yes", "no")]:
+        shown = wrong[0][:SHOWN]
+        raise BadRequest(f"{RECORD_HEADER} must be yes or no, got {shown!r}", param=RECORD_HEADER)
+    return "no" not in words

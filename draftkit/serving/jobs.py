@@ -1,0 +1,118 @@
+"""What goes into the engine and what comes out of it: jobs, pieces of answers, counts.
+
+Plain values without models, files or HTTP: the engine makes them on its thread, others read them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from draftkit.config import DEFAULT_ROUTE, SamplingConfig
+
+
+class QueueFull(Exception):
+    """No room for the jobs; `retry_after` seconds are a guess at when there will be."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(f"the queue is full; try again in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class Draining(Exception):
+    """The engine takes no more jobs: it is about to stop."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One answer to be decoded: a choice of a request."""
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    sampling: SamplingConfig
+    # None: the engine draws one. Given: fixed gamma and drafter, so that the answer does not
+    # depend on the rows beside it.
+    seed: int | None = None
+    row: int = 0  # number of the choice: with the seed, the key of the noise
+    stops: tuple[str, ...] = ()
+    top_logprobs: int = 0  # alternatives wanted for each token
+    route: str = DEFAULT_ROUTE
+    records: bool = True  # False: the owner opted out, nothing of it may reach the disk
+    deadline: float | None = None  # time.monotonic() at which it ends as "timeout"
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """One output token under the target at temperature 1, without penalties or cuts."""
+
+    token_id: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest ids, descending, `top_logprobs` of them
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What speculation did for one answer."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    tested: int  # positions at which an acceptance test was made
+    acceptance: float  # sum of sum_x min(p, q) over them
+    accept_counts: tuple[int, ...]  # rounds with 0..gamma accepted proposals
+    version: str  # of the drafter, at the end
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a round brought for one job; the last piece alone has a finish reason.
+
+    "stop", "length", "timeout", "cancelled" or "error". `text` is final: unfinished characters
+    and what may be the beginning of a stop string come with a later piece.
+    """
+
+    text: str
+    scores: tuple[TokenScore, ...]
+    finish_reason: str | None = None
+    speculation: Speculation | None = None
+
+
+Listener = Callable[[Piece], None]  # called on the engine's thread, must not block
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the engine is: jobs that wait, jobs that run, and rows in all."""
+
+    queued: int
+    running: int
+    slots: int
+    draining: bool
+
+
+@dataclass(frozen=True)
+class DrafterCounters:
+    """Sums since the start over the finished and running jobs of one route and version."""
+
+    requests: int = 0  # finished, by whatever reason
+    tokens: int = 0
+    rounds: int = 0
+    drafts: int = 0  # rounds with proposals
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    tested: int = 0
+    acceptance: float = 0.0
+    seconds: float = 0.0  # of its rounds, whose time their rows share
+
+
+@dataclass(frozen=True)
+class Counters:
+    """A snapshot of all counts since the start."""
+
+    drafters: dict[tuple[str, str], DrafterCounters] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    swaps: int = 0
+    refused_versions: int = 0
+    last_swap_seconds: float = 0.0  # for which rounds waited
+    records_dropped: int = 0
+    errors: int = 0  # rounds that failed

@@ -1,0 +1,205 @@
+"""From finished answers to the traffic buffer, on a thread of its own: serving never waits.
+
+Answers wait in a bounded queue and are written together; where the queue is full or the disk
+refuses, records are dropped and counted. Of requests whose owner opted out only counts are
+written, which hold no text. Knows no models and no HTTP.
+"""
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Protocol
+
+import numpy as np
+
+from draftkit.config import BufferConfig
+from draftkit.data.rollouts import Record
+from draftkit.decoding.trace import TraceRound
+from draftkit.distillation.samplers import verdicts
+from draftkit.online.buffer import Entry, Served
+from draftkit.serving.jobs import DrafterCounters, Job, Load
+
+BATCH = 64  # records of a transaction, at most
+GATHER_SECONDS = 0.25  # for which a batch is gathered, as each costs a flush to the disk
+TELL_SECONDS = 1.0  # between two tellings of counts and load
+CLOSE_SECONDS = 10.0  # for what is still in the queue at the end
+log = logging.getLogger(__name__)
+
+Likeliest = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, log-probs [N, k], tails [N]
+
+
+class Store(Protocol):
+    """The part of `online.buffer.Buffer` that a server writes."""
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        """Store them in one transaction."""
+        ...
+
+    def add_served(self, rows: Sequence[Served]) -> None:
+        """Add counts."""
+        ...
+
+    def set_load(self, *, queued: int, running: int) -> None:
+        """Tell how busy the server is."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """A finished answer, as it is handed over; the work of making a record of it comes later."""
+
+    job: Job
+    seed: int
+    output_ids: list[int]
+    steps: list[TraceRound]
+    likeliest: list[Likeliest]  # of each round
+    version: str
+    seconds: float  # unix time
+
+
+class Recorder:
+    """Writes a `settings.fraction` of what `offer` is given; see the module's docstring."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: BufferConfig,
+        *,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self.top_k = settings.top_k
+        self.dropped = 0  # records that should have been written
+        self._store = store
+        self._fraction = settings.fraction
+        self._draw = draw
+        self._queue: queue.Queue[Answered] = queue.Queue(settings.queue)
+        self._told: dict[tuple[str, str], DrafterCounters] = {}
+        self._failing = False
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def takes(self, job: Job) -> bool:
+        """Whether the answer to `job` is to be offered. Drawn anew in every call."""
+        return job.records and self._draw() < self._fraction
+
+    def offer(self, answered: Answered) -> None:
+        """Take an answer, or count it as dropped; never waits."""
+        if not answered.job.records or not answered.output_ids:
+            return
+        try:
+            self._queue.put_nowait(answered)
+        except queue.Full:
+            self.dropped += 1
+
+    def start(
+        self,
+        load: Callable[[], Load],
+        counters: Callable[[], Mapping[tuple[str, str], DrafterCounters]],
+    ) -> None:
+        """Write from now on, and now and then what `load` and `counters` say."""
+        self._thread = threading.Thread(
+            target=self._run, args=(load, counters), name="recorder", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what is left, within `CLOSE_SECONDS`, and end."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(
+        self,
+        load: Callable[[], Load],
+        counters: Callable[[], Mapping[tuple[str, str], DrafterCounters]],
+    ) -> None:
+        told = -TELL_SECONDS
+        while not self._stopping.is_set():
+            self._write(self._gather())
+            if time.monotonic() >= told + TELL_SECONDS:
+                told = time.monotonic()
+                self._tell(load(), counters())
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while not self._queue.empty() and time.monotonic() < deadline:
+            self._write(self._gather())
+        self.dropped += self._queue.qsize()
+        self._tell(load(), counters())
+
+    def _gather(self) -> list[Answered]:
+        """The next batch, perhaps empty."""
+        batch: list[Answered] = []
+        deadline = time.monotonic() + GATHER_SECONDS
+        while len(batch) < BATCH:
+            left = deadline - time.monotonic()
+            waits = left > 0 and not self._stopping.is_set()
+            try:
+                batch.append(self._queue.get(timeout=left) if waits else self._queue.get_nowait())
+            except queue.Empty:
+                if not waits:
+                    break
+        return batch
+
+    def _write(self, batch: list[Answered]) -> None:
+        if batch and not self._try(lambda: self._store.append([entry(found) for found in batch])):
+            self.dropped += len(batch)
+
+    def _tell(self, load: Load, counters: Mapping[tuple[str, str], DrafterCounters]) -> None:
+        """Write what has been counted since the last time."""
+        rows = [
+            served(route, version, now, self._told.get((route, version), DrafterCounters()))
+            for (route, version), now in counters.items()
+            if now != self._told.get((route, version))
+        ]
+        if rows and self._try(lambda: self._store.add_served(rows)):
+            self._told = dict(counters)
+        self._try(lambda: self._store.set_load(queued=load.queued, running=load.running))
+
+    def _try(self, write: Callable[[], None]) -> bool:
+        """Whether `write` could; told once until it can again."""
+        try:
+            write()
+        except Exception as error:  # serving goes on, whatever the disk says
+            if not self._failing:
+                log.error("the traffic buffer cannot be written, records are lost: %s", error)
+            self._failing = True
+            return False
+        if self._failing:
+            log.warning("the traffic buffer can be written again")
+        self._failing = False
+        return True
+
+
+def entry(answered: Answered) -> Entry:
+    """What the buffer keeps of an answer."""
+    job, count = answered.job, len(answered.output_ids)
+    proposals, rejected = verdicts(answered.steps)  # those of a stop string's end are cut off
+    ids = log_probs = tail = None
+    if answered.likeliest:
+        parts = zip(*answered.likeliest, strict=True)
+        ids, log_probs, tail = (np.concatenate(part)[:count].tolist() for part in parts)
+    record = Record(
+        prompt_ids=list(job.prompt_ids),
+        output_ids=answered.output_ids,
+        sampler="speculative",
+        sampler_version=answered.version,
+        sampling={name: float(value) for name, value in asdict(job.sampling).items()},
+        seed=answered.seed,
+        row=job.row,
+        proposals=proposals[:count],
+        rejected=rejected[:count],
+        topk_ids=ids,
+        topk_log_probs=log_probs,
+        tail_mass=tail,
+    )
+    return Entry(record=record, route=job.route, version=answered.version, seconds=answered.seconds)
+
+
+def served(route: str, version: str, now: DrafterCounters, before: DrafterCounters) -> Served:
+    """What came to the counts of a drafter since `before`."""
+    names = [field.name for field in fields(Served) if field.name not in ("route", "version")]
+    came = {name: getattr(now, name) - getattr(before, name) for name in names}
+    return Served(route=route, version=version, **came)

@@ -1,0 +1,119 @@
+"""The tokenizer as the server needs it: prompts to ids, ids to text, single tokens to bytes.
+
+Encoding runs on a copy of the tokenizer and one call at a time: the engine's thread decodes with
+the original meanwhile, and a fast tokenizer that is changed while it is read raises. Knows no
+requests and no models.
+"""
+
+import codecs
+import copy
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece tokens
+
+
+class Texts:
+    """A tokenizer for many callers.
+
+    Ids are below `vocab_size`, and no token stands for more than `longest_token` characters.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer: Any = copy.deepcopy(tokenizer)
+        self._lock = threading.Lock()
+        self._special = set(tokenizer.all_special_ids)
+        decoder = json.dumps(json.loads(self._serialised()).get("decoder"))
+        self._byte_of = {c: b for b, c in bytes_to_unicode().items()}
+        self._is_byte_level = '"ByteLevel"' in decoder
+        known = range(min(vocab_size, len(self._tokenizer)))
+        self.longest_token = max(1, *(len(self.token_bytes(token_id)) for token_id in known))
+
+    def _serialised(self) -> str:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return "{}" if backend is None else backend.to_str()
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt, with what the tokenizer puts before a text. Slow for long texts."""
+        with self._lock:
+            return self._tokenizer(text, verbose=False)["input_ids"]
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a chat that awaits its answer.
+
+        Raises ValueError where the tokenizer has no chat template, or its template refuses.
+        """
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                "the tokenizer of this model has no chat template: use /v1/completions"
+            )
+        with self._lock:
+            try:
+                return self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    add_generation_prompt=True,
+                    return_dict=True,
+                    tokenizer_kwargs={"verbose": False},
+                )["input_ids"]
+            except jinja2.TemplateError as error:
+                reason = " ".join(str(error).split())[:200]
+                raise ValueError(
+                    f"the chat template of this model refuses the messages ({reason})"
+                ) from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens left out."""
+        with self._lock:
+            return self._tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text; a special token's name, for a text does not show it."""
+        piece = self._tokenizer.convert_ids_to_tokens(token_id) or ""
+        if token_id in self._special:
+            return piece.encode()
+        if self._is_byte_level and all(c in self._byte_of for c in piece):
+            return bytes(self._byte_of[c] for c in piece)
+        if found := _BYTE_TOKEN.fullmatch(piece):
+            return bytes.fromhex(found.group(1))
+        return piece.replace(_SPACE, " ").encode("utf-8", "replace")
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a text does not show it."""
+        return token_id in self._special
+
+
+class Offsets:
+    """Where the tokens of one answer begin in its text, counted in characters from `start`."""
+
+    def __init__(self, texts: Texts, start: int = 0) -> None:
+        self._texts = texts
+        self._place = start
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int]) -> list[int]:
+        """The places of the next ids: the number of whole characters before each."""
+        places = []
+        for token_id in ids:
+            places.append(self._place)
+            if not self._texts.is_special(token_id):
+                self._place += len(self._decoder.decode(self._texts.token_bytes(token_id)))
+        return places
+
+
+def readable(content: bytes) -> str:
+    """A token as text; part of a character as OpenAI writes it, `bytes:\\xe2`."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)

@@ -1,0 +1,120 @@
+"""`python -m pipelines.serve`: target and drafter behind an OpenAI-compatible API.
+
+Serves the newest published drafter of the experiment's service folder (at first the starting
+draft), follows what `pipelines.online` publishes there, and records traffic for it. SIGTERM and
+Ctrl-C end it in order: no new requests, those under way are answered, exit code 0. A key in the
+environment variable DRAFTKIT_API_KEY closes it to everybody without.
+"""
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftkit.config import Config, ModelConfig
+from draftkit.models.loading import Target, load_draft, load_target, outline_of
+from draftkit.serving.api import make_app
+from draftkit.serving.connections import Server, listen, room_for
+from draftkit.serving.drafters import Drafters, Route
+from draftkit.serving.engine import Engine
+from draftkit.serving.recorder import Recorder
+from draftkit.serving.texts import Texts
+from pipelines.command import run_command
+from pipelines.inputs import models
+from pipelines.service import buffer_of, seeded_registry
+
+KEY_VARIABLE = "DRAFTKIT_API_KEY"
+LOOPBACK = ("127.", "::1", "localhost")
+
+
+def api_key() -> str | None:
+    """The key that clients must send, None for none. Raises ValueError for an empty one."""
+    key = os.environ.get(KEY_VARIABLE)
+    if key is not None and not key.strip():
+        raise ValueError(f"{KEY_VARIABLE} is empty: unset it, or give it a key")
+    return None if key is None else key.strip()
+
+
+def drafters_of(config: Config, draft: ModelConfig, target: Target) -> Drafters:
+    """A drafter for each route, following its registry; one that is empty gets the starting one."""
+    routes = []
+    for name in config.online.routes:
+        registry = seeded_registry(config, name, outline_of(target))
+        routes.append(Route(name, lambda: load_draft(draft, target), registry))
+    return Drafters(routes, config.online.gate, poll_seconds=config.serve.poll_seconds)
+
+
+def decoder_of(target: Target) -> Callable[[list[int]], str]:
+    """The text of ids, special tokens left out."""
+    tokenizer: Any = target.tokenizer
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    return decode
+
+
+def answered_at(address: Sequence[Any]) -> str:
+    """The URL of a listening address."""
+    host, port = address[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(config: Config, swept: str = "") -> None:
+    """Serve until told to stop. `swept`: there is one server, so a sweep is refused."""
+    if swept:
+        raise ValueError("a server cannot be swept: start one for each setting, without -m")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    if config.hardware.threads is not None:
+        torch.set_num_threads(config.hardware.threads)
+    settings, key = config.serve, api_key()
+    with ExitStack() as stack:
+        listening = listen(
+            settings.host, settings.port, stalled_seconds=settings.request_seconds
+        )  # before the models are loaded, lest that was in vain
+        stack.enter_context(closing(listening))
+        target_config, draft = models(config)
+        target = load_target(target_config, config.hardware)
+        buffer = stack.enter_context(closing(buffer_of(config)))
+        engine = Engine(
+            target.adapter,
+            drafters_of(config, draft, target),
+            decode=decoder_of(target),
+            eos_token_ids=target.eos_token_ids,
+            serve=settings,
+            decoding=config.decode,
+            recorder=Recorder(buffer, config.online.buffer),
+        )
+        name = settings.model_name or Path(str(target_config.path)).name
+        app = make_app(
+            engine,
+            Texts(target.tokenizer, target.adapter.vocab_size),
+            settings,
+            sampling=config.sampling,
+            routes=config.online.routes,
+            model_name=name,
+            key=key,
+        )
+        server = Server(
+            app,
+            connections=room_for(settings.connections),
+            drain_seconds=settings.drain_seconds,
+            drain=lambda: engine.drain(settings.drain_seconds),
+        )
+        stack.callback(engine.stop)
+        engine.start()
+        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
+            signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+        if key is None and not settings.host.startswith(LOOPBACK):
+            print(f"serve: {KEY_VARIABLE} is not set: whoever reaches {settings.host} may ask")
+        print(f"serve: {name} answers at {answered_at(listening.getsockname())}/v1", flush=True)
+        server.run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    run_command("serve", serve)

@@ -1,0 +1,283 @@
+"""An engine without models, a server around any engine, and clients for it."""
+
+import contextlib
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from socket import SO_SNDBUF, SOL_SOCKET
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from draftkit.config import SamplingConfig, ServeConfig
+from draftkit.decoding.streaming import TextStream
+from draftkit.serving.api import make_app
+from draftkit.serving.connections import Server, listen
+from draftkit.serving.jobs import (
+    Counters,
+    DrafterCounters,
+    Draining,
+    Job,
+    Listener,
+    Load,
+    Piece,
+    QueueFull,
+    Speculation,
+    TokenScore,
+)
+from draftkit.serving.streams import AnyEngine
+from draftkit.serving.texts import Texts
+from tests.tiny import VOCAB_SIZE, byte_tokenizer
+
+NAME = "tiny"
+ROUTES = ("default", "code")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
+    "{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+SAID = "Grüße an alle. "  # again and again; with characters of two bytes
+TOKENIZER = byte_tokenizer()
+SAID_IDS: list[int] = TOKENIZER(SAID * 100)["input_ids"]
+SPECULATION = Speculation(3, 9, 6, 8, 6.4, (0, 1, 1, 1), "v000002")
+
+
+def decode(ids: Sequence[int]) -> str:
+    """The text of ids."""
+    return str(TOKENIZER.decode(list(ids)))
+
+
+def scores_of(ids: Sequence[int], job: Job) -> tuple[TokenScore, ...]:
+    """Every token has -0.5, its alternatives 1 less each."""
+    wanted = range(job.top_logprobs)
+    return tuple(TokenScore(i, -0.5, tuple(((i + a) % 256, -0.5 - a) for a in wanted)) for i in ids)
+
+
+def chat_tokenizer() -> PreTrainedTokenizerBase:
+    """The byte tokenizer with a template that refuses the role `tool`."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@dataclass
+class FakeEngine:
+    """Says SAID, `per_round` bytes a round, from a thread for each job."""
+
+    max_length: int = 120
+    room: int = 64  # jobs at once
+    per_round: int = 2
+    round_seconds: float = 0.0
+    ends: str | None = None  # the reason that every job ends with, at once
+    endless: bool = False  # ignores max_new_tokens
+    draining: bool = False
+    is_healthy: bool = True
+    jobs: list[Job] = field(default_factory=list)
+    cancelled: set[int] = field(default_factory=set)
+    running: set[int] = field(default_factory=set)
+    counts: Counters = field(default_factory=Counters)
+
+    def submit(self, jobs: Sequence[Job], listeners: Sequence[Listener]) -> list[int]:
+        if self.draining:
+            raise Draining
+        if len(self.running) + len(jobs) > self.room:
+            raise QueueFull(2.5)
+        ids = list(range(len(self.jobs), len(self.jobs) + len(jobs)))
+        self.jobs += jobs
+        self.running.update(ids)
+        for number, job, listener in zip(ids, jobs, listeners, strict=True):
+            threading.Thread(target=self._run, args=(number, job, listener), daemon=True).start()
+        return ids
+
+    def _run(self, number: int, job: Job, listener: Listener) -> None:
+        said, stream, done = SAID_IDS[job.row :], TextStream(decode, job.stops), 0
+        try:
+            while self.endless or done < job.max_new_tokens:
+                if number in self.cancelled or self.ends is not None:
+                    return listener(Piece("", (), self.ends or "cancelled"))
+                time.sleep(self.round_seconds)
+                place = done % (len(said) // 2)
+                left = self.per_round if self.endless else job.max_new_tokens - done
+                ids = said[place : place + min(self.per_round, left)]
+                done += len(ids)
+                text, reason = stream.push(ids), None
+                if stream.stop is not None:
+                    reason = "stop"
+                elif done >= job.max_new_tokens and not self.endless:
+                    text, reason = text + stream.flush(), "length"
+                listener(Piece(text, scores_of(ids, job), reason, SPECULATION if reason else None))
+                if reason is not None:
+                    return None
+        finally:
+            self.running.discard(number)
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        self.cancelled.update(ids)
+
+    def load(self) -> Load:
+        return Load(queued=1, running=len(self.running), slots=4, draining=self.draining)
+
+    def counters(self) -> Counters:
+        return self.counts
+
+    def versions(self) -> dict[str, str]:
+        return {"default": "v000002"}
+
+    def healthy(self) -> bool:
+        return self.is_healthy
+
+    def drain(self) -> bool:
+        self.draining = True
+        return wait_for(lambda: not self.running)
+
+
+SOME_COUNTS = Counters(
+    drafters={
+        ("default", "v000001"): DrafterCounters(
+            requests=3,
+            tokens=40,
+            drafts=10,
+            drafted=40,
+            accepted=20,
+            accepted_per_position=(9, 6, 4, 1),
+            tested=24,
+            acceptance=18.0,
+        ),
+        ("default", "v000002"): DrafterCounters(
+            requests=2,
+            tokens=30,
+            drafts=5,
+            drafted=20,
+            accepted=15,
+            accepted_per_position=(5, 4, 3, 3),
+            tested=16,
+            acceptance=14.4,
+        ),
+        ("code", "v000001"): DrafterCounters(),
+    },
+    prompt_tokens=77,
+    generated_tokens=70,
+    swaps=1,
+    refused_versions=2,
+    last_swap_seconds=0.25,
+    records_dropped=3,
+    errors=4,
+)
+
+
+def wait_for(condition: Any, seconds: float = 10.0) -> bool:
+    """Poll until `condition()` holds or the time is over; whether it holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+@contextlib.contextmanager
+def serving(
+    engine: AnyEngine,
+    settings: ServeConfig | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    sampling: SamplingConfig | None = None,
+    key: str | None = None,
+    drain: Any = lambda: True,
+    send_buffer: int | None = None,
+) -> Iterator[str]:
+    """A server on a free port of loopback; its address, `127.0.0.1:PORT`.
+
+    send_buffer: bytes that the kernel takes for a reader who does not read.
+    """
+    settings = settings or ServeConfig()
+    texts = Texts(tokenizer or chat_tokenizer(), VOCAB_SIZE)
+    app = make_app(
+        engine,
+        texts,
+        settings,
+        sampling=sampling or SamplingConfig(),
+        routes=ROUTES,
+        model_name=NAME,
+        key=key,
+    )
+    socket = listen("127.0.0.1", 0, stalled_seconds=settings.request_seconds)
+    if send_buffer is not None:
+        socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)
+    address = "{}:{}".format(*socket.getsockname())
+    server = Server(app, connections=settings.connections, drain_seconds=1, drain=drain)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
+    thread.start()
+    try:
+        assert wait_for(lambda: server.started)
+        yield address
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@dataclass
+class Reply:
+    """What the server answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error, which has OpenAI's four keys and one line."""
+        found = self.json["error"]
+        assert set(found) == {"message", "type", "param", "code"}
+        assert found["message"]
+        assert "\n" not in found["message"]
+        assert len(found["message"]) < 400
+        return found
+
+
+def ask(
+    address: str,
+    path: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+    *,
+    method: str | None = None,
+) -> Reply:
+    """One request over a connection of its own; a body that is no bytes is sent as JSON."""
+    connection = http.client.HTTPConnection(address, timeout=30)
+    try:
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        kind = {"content-type": "application/json"} if content is not None else {}
+        verb = method or ("GET" if content is None else "POST")
+        connection.request(verb, path, content, kind | (headers or {}))
+        answer = connection.getresponse()
+        found = {name.lower(): value for name, value in answer.getheaders()}
+        return Reply(answer.status, found, answer.read())
+    finally:
+        connection.close()
+
+
+def completion(**changes: Any) -> dict[str, Any]:
+    """The body of a small completion."""
+    return {"model": NAME, "prompt": "Say: ", "max_tokens": 8, **changes}
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    """The body of a small chat."""
+    return {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], **changes}
+
+
+def events(body: bytes) -> list[Any]:
+    """The JSON of a stream's events, and "[DONE]" for its end."""
+    lines = [line for line in body.split(b"\n\n") if line]
+    assert all(line.startswith(b"data: ") for line in lines)
+    texts = [line.removeprefix(b"data: ").decode() for line in lines]
+    return [text if text == "[DONE]" else json.loads(text) for text in texts]

@@ -1,0 +1,247 @@
+"""An engine in the process, clients that wait for its answers, and stand-ins for disk and registry.
+
+Every wait has a deadline; engines are stopped when their `with` ends.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from draftkit.config import BufferConfig, DecodeConfig, GateConfig, SamplingConfig, ServeConfig
+from draftkit.models.adapter import Adapter
+from draftkit.online.buffer import Entry, Served
+from draftkit.online.registry import Version
+from draftkit.serving.drafters import Drafters, Route
+from draftkit.serving.engine import Engine
+from draftkit.serving.jobs import Job, Piece, Speculation
+from draftkit.serving.recorder import Recorder
+from tests import tiny
+
+PATIENCE = 60.0  # seconds that any answer may take
+GREEDY = SamplingConfig(temperature=0.0)
+TOKENIZER = tiny.byte_tokenizer()
+
+
+def bytes_text(ids: list[int]) -> str:
+    """The text of ids of the byte tokenizer."""
+    return str(TOKENIZER.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def letters(ids: list[int]) -> str:
+    """A letter for each id, from a on."""
+    return "".join(chr(97 + token) for token in ids)
+
+
+class Client:
+    """Listens to one answer."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.pieces: list[Piece] = []
+        self.ended = threading.Event()
+        self.started = threading.Event()
+
+    def __call__(self, piece: Piece) -> None:
+        assert not self.ended.is_set(), "a piece after the last one"
+        self.pieces.append(piece)
+        self.started.set()
+        if piece.finish_reason is not None:
+            self.ended.set()
+
+    def wait(self) -> "Client":
+        assert self.ended.wait(PATIENCE), "no answer came"
+        return self
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def ids(self) -> list[int]:
+        return [score.token_id for piece in self.pieces for score in piece.scores]
+
+    @property
+    def reason(self) -> str | None:
+        return self.pieces[-1].finish_reason
+
+    @property
+    def speculation(self) -> Speculation:
+        found = self.pieces[-1].speculation
+        assert found is not None
+        return found
+
+
+def job(prompt: Sequence[int], new: int = 12, **others: Any) -> Job:
+    settings: dict[str, Any] = {"sampling": SamplingConfig()} | others
+    return Job(prompt_ids=prompt, max_new_tokens=new, **settings)
+
+
+def ask(engine: Engine, *jobs: Job) -> list[Client]:
+    """Submit `jobs` together."""
+    clients = [Client(one) for one in jobs]
+    engine.submit(jobs, clients)
+    return clients
+
+
+def answers(engine: Engine, *jobs: Job) -> list[Client]:
+    """Submit `jobs` together and wait for them."""
+    return [client.wait() for client in ask(engine, *jobs)]
+
+
+@dataclass
+class Shelf:
+    """A registry in memory; a version without weights is a damaged one."""
+
+    route: str = "default"
+    weights: dict[str, dict[str, Tensor] | None] = field(default_factory=dict)
+    known: dict[str, Version] = field(default_factory=dict)
+    now: str | None = None
+    tried: str | None = None
+    told: list[tuple[str, ...]] = field(default_factory=list)
+    changes: int = 0
+
+    def publish(self, weights: dict[str, Tensor] | None, *, canary: bool = False) -> str:
+        name = f"v{len(self.known) + 1:06d}"
+        parent = self.known[self.now] if self.now is not None else None
+        self.known[name] = Version(
+            name=name,
+            path=Path(name),
+            parent=None if parent is None else parent.name,
+            ancestors=() if parent is None else (parent.name, *parent.ancestors),
+            sha256={},
+            metrics={},
+            window={},
+            created=0.0,
+        )
+        self.weights[name] = weights
+        if canary:
+            self.tried = name
+        else:
+            self.now = name
+        self.changes += 1
+        return name
+
+    def current(self) -> Version | None:
+        return None if self.now is None else self.known[self.now]
+
+    def candidate(self) -> Version | None:
+        return None if self.tried is None else self.known[self.tried]
+
+    def read(self, version: Version) -> dict[str, Tensor]:
+        found = self.weights[version.name]
+        if found is None:
+            raise ValueError(f"{version.path}: differs from its checksum")
+        return found
+
+    def pointers(self) -> int:
+        return self.changes
+
+    def promote(self, name: str) -> Version:
+        assert name == self.tried
+        self.now, self.tried = name, None
+        self.told.append(("promote", name))
+        self.changes += 1
+        return self.known[name]
+
+    def withdraw(self, name: str, *, reason: str) -> None:
+        assert name == self.tried
+        self.tried = None
+        self.told.append(("withdraw", name, reason))
+        self.changes += 1
+
+    def rollback(self, to: str | None = None, *, reason: str) -> Version:
+        assert to is not None
+        self.told.append(("rollback", to, reason))
+        self.now = to
+        self.changes += 1
+        return self.known[to]
+
+
+@dataclass
+class Disk:
+    """A traffic buffer in memory; `fails` is what writing raises."""
+
+    entries: list[Entry] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    counts: list[Served] = field(default_factory=list)
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    fails: Exception | None = None
+    open: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.open.set()
+
+    def append(self, entries: Sequence[Entry]) -> None:
+        assert self.open.wait(PATIENCE)
+        if self.fails is not None:
+            raise self.fails
+        self.entries += entries
+        self.batches.append(len(entries))
+
+    def add_served(self, rows: Sequence[Served]) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.counts += rows
+
+    def set_load(self, *, queued: int, running: int) -> None:
+        self.loads.append((queued, running))
+
+
+Make = Callable[[], Adapter]
+
+
+@contextmanager
+def serving(
+    target: Adapter,
+    make: Make,
+    *,
+    registries: dict[str, Any] | None = None,
+    gate: GateConfig | None = None,
+    disk: Any = None,
+    buffer: BufferConfig | None = None,
+    eos: Sequence[int] = (),
+    decode: Callable[[list[int]], str] = bytes_text,
+    gamma: int = 3,
+    verification: str = "speculative",
+    started: bool = True,
+    **serve: Any,
+) -> Iterator[Engine]:
+    """A running engine of `target` and one drafter a route: `make` makes each of them."""
+    settings = {"slots": 4, "max_length": 96, "adapts": False, "top_logprobs": 5}
+    routes = registries or {"default": None}
+    drafters = Drafters(
+        [Route(name, make, registry) for name, registry in routes.items()],
+        gate or GateConfig(),
+        poll_seconds=0.01,
+    )
+    recorder = None if disk is None else Recorder(disk, buffer or BufferConfig(top_k=6))
+    engine = Engine(
+        target,
+        drafters,
+        decode=decode,
+        eos_token_ids=eos,
+        serve=ServeConfig(**settings | serve),
+        decoding=DecodeConfig(gamma=gamma, compile="false", verification=verification),
+        recorder=recorder,
+    )
+    if started:
+        engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for `condition`."""
+    pause = threading.Event()
+    for _ in range(int(PATIENCE / 0.01)):
+        if condition():
+            return
+        pause.wait(0.01)
+    raise AssertionError("it did not come to that")

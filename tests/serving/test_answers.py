@@ -1,0 +1,79 @@
+"""What may be told of an answer when: text that is final, scores that no stop string takes back."""
+
+from draftkit.serving.answers import Answer, begin
+from draftkit.serving.jobs import Piece, TokenScore
+from tests.serving.running import job
+
+
+def pairs(ids: list[int]) -> str:
+    return "".join(f"{token:02d}" for token in ids)
+
+
+def answer(*stops: str) -> Answer:
+    return begin(0, job([1], stops=stops), lambda _: None, decode=pairs, seed=0, now=0.0)
+
+
+def take(made: Answer, ids: list[int], *, done: bool = False, version: str = "v1") -> Piece | None:
+    made.completion.output_ids += ids
+    return made.take([TokenScore(n, -1.0) for n in ids], version=version, done=done)
+
+
+def ids(piece: Piece | None) -> list[int]:
+    assert piece is not None
+    return [score.token_id for score in piece.scores]
+
+
+def test_without_stop_strings_everything_is_told_at_once() -> None:
+    made = answer()
+    piece = take(made, [12, 34])
+    assert piece is not None
+    assert (piece.text, ids(piece), piece.finish_reason) == ("1234", [12, 34], None)
+    assert piece.speculation is None
+    last = take(made, [56], done=True)
+    assert last is not None
+    assert (last.text, ids(last), last.finish_reason) == ("56", [56], "length")
+    assert last.speculation is not None
+
+
+def test_scores_wait_while_text_may_be_the_beginning_of_a_stop_string() -> None:
+    made = answer("4567")
+    assert ids(take(made, [12])) == [12]
+    piece = take(made, [34])  # "4" may begin it
+    assert piece is not None
+    assert (piece.text, ids(piece)) == ("3", [])
+    assert take(made, [56]) is None
+    piece = take(made, [88])  # it was none
+    assert piece is not None
+    assert (piece.text, ids(piece)) == ("45688", [34, 56, 88])
+
+
+def test_a_stop_string_takes_back_what_was_held() -> None:
+    made = answer("4567")
+    take(made, [12])
+    take(made, [34])
+    piece = take(made, [56, 78, 99])
+    assert piece is not None
+    assert (piece.text, ids(piece), piece.finish_reason) == ("", [34], "stop")
+    assert made.completion.output_ids == [12, 34]
+
+
+def test_an_end_of_text_is_a_stop_and_an_early_end_tells_what_was_held() -> None:
+    made = answer("4567")
+    take(made, [34])
+    made.completion.ended = True
+    piece = take(made, [50], done=True)
+    assert piece is not None
+    assert (piece.text, ids(piece), piece.finish_reason) == ("450", [34, 50], "stop")
+    made = answer("4567")
+    take(made, [34])
+    piece = made.end("timeout")
+    assert (piece.text, ids(piece), piece.finish_reason) == ("4", [34], "timeout")
+
+
+def test_versions_are_kept_in_order_and_each_change_once() -> None:
+    made = answer()
+    assert made.version == ""
+    for version in ("v1", "v1", "v2"):
+        take(made, [1], version=version)
+    assert made.versions == ["v1", "v2"]
+    assert made.speculation().version == made.version == "v2"

@@ -1,0 +1,355 @@
+"""The API as the official client sees it, over a real server and an engine without models."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from draftkit.config import SamplingConfig, ServeConfig
+from tests.serving.fakes import (
+    NAME,
+    SAID,
+    FakeEngine,
+    ask,
+    chat,
+    completion,
+    events,
+    serving,
+    wait_for,
+)
+
+ERROR = "internal_error"
+SERVED = SamplingConfig(temperature=0.7, top_k=5)
+
+
+def client_for(address: str, key: str = "none") -> OpenAI:
+    """The client, without the proxies that the environment may name."""
+    http = httpx.Client(trust_env=False)
+    return OpenAI(
+        base_url=f"http://{address}/v1", api_key=key, max_retries=0, timeout=30, http_client=http
+    )
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def address(engine: FakeEngine) -> Iterator[str]:
+    with serving(engine, sampling=SERVED) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[OpenAI]:
+    with client_for(address) as found:
+        yield found
+
+
+def test_a_completion(client: OpenAI, engine: FakeEngine) -> None:
+    made = client.completions.create(model=NAME, prompt="Say: ", max_tokens=16)
+    assert made.choices[0].text == SAID[:14]  # two characters are of two bytes
+    assert made.choices[0].finish_reason == "length"
+    assert made.choices[0].logprobs is None
+    assert made.model == NAME
+    assert made.usage is not None
+    counted = made.usage
+    assert (counted.prompt_tokens, counted.completion_tokens, counted.total_tokens) == (5, 16, 21)
+    job = engine.jobs[-1]
+    assert (job.sampling, job.seed, job.stops, job.records) == (SERVED, None, (), True)
+    assert (job.route, job.top_logprobs, job.max_new_tokens) == ("default", 0, 16)
+    assert job.deadline is not None
+    assert 299 < job.deadline - time.monotonic() <= 300
+
+
+def test_every_parameter_reaches_the_engine(client: OpenAI, engine: FakeEngine) -> None:
+    extra = {"top_k": 3, "repetition_penalty": 1.2}
+    client.completions.create(
+        model=NAME,
+        prompt="a",
+        temperature=0.5,
+        top_p=0.8,
+        seed=11,
+        stop=["x", "yz"],
+        logprobs=2,
+        max_tokens=3,
+        extra_body=extra,
+        extra_headers={"X-Draftkit-Route": "code", "X-Draftkit-Record": "no"},
+    )
+    job = engine.jobs[-1]
+    assert job.sampling == SamplingConfig(
+        temperature=0.5, top_p=0.8, top_k=3, repetition_penalty=1.2
+    )
+    assert (job.seed, job.stops, job.top_logprobs, job.max_new_tokens) == (11, ("x", "yz"), 2, 3)
+    assert (job.route, job.records) == ("code", False)
+
+
+def test_prompts_and_choices_are_numbered_in_order(client: OpenAI, engine: FakeEngine) -> None:
+    made = client.completions.create(
+        model=NAME, prompt=["a", "bc"], n=2, seed=1, max_tokens=4, echo=True
+    )
+    assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
+    said = [SAID.encode()[row : row + 4].decode(errors="replace") for row in (0, 1)]
+    texts = [choice.text for choice in made.choices]
+    assert [text[:1] for text in texts] == ["a", "a", "b", "b"]
+    assert texts[0] == f"a{said[0]}"
+    assert texts[2] == f"bc{said[0]}"
+    jobs = engine.jobs[-4:]
+    assert [job.row for job in jobs] == [0, 1, 0, 1]  # a prompt's answers do not depend on others
+    assert [len(job.prompt_ids) for job in jobs] == [1, 1, 2, 2]
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == 3
+
+
+def test_a_prompt_of_token_ids(client: OpenAI, engine: FakeEngine) -> None:
+    made = client.completions.create(model=NAME, prompt=[1, 2, 257], max_tokens=2, echo=True)
+    assert engine.jobs[-1].prompt_ids == [1, 2, 257]
+    assert made.choices[0].text.endswith(SAID[:2])
+    with pytest.raises(openai.BadRequestError, match="token id 258 is not below 258"):
+        client.completions.create(model=NAME, prompt=[1, 258])
+
+
+def test_the_default_bounds_of_an_answer(client: OpenAI, engine: FakeEngine) -> None:
+    client.completions.create(model=NAME, prompt="a")
+    assert engine.jobs[-1].max_new_tokens == 16
+    client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "Hi"}])
+    job = engine.jobs[-1]
+    assert job.max_new_tokens == engine.max_length - len(job.prompt_ids)
+
+
+def test_a_stop_string(client: OpenAI) -> None:
+    made = client.completions.create(model=NAME, prompt="a", max_tokens=60, stop=["an", "zzz"])
+    assert made.choices[0].text == "Grüße "
+    assert made.choices[0].finish_reason == "stop"
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client: OpenAI) -> None:
+    whole = client.completions.create(model=NAME, prompt="a", max_tokens=20)
+    chunks = list(
+        client.completions.create(
+            model=NAME,
+            prompt="a",
+            max_tokens=20,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    *parts, last = chunks
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert [part.choices[0].finish_reason for part in parts][-1] == "length"
+    assert last.choices == []
+    assert last.usage is not None
+    assert whole.usage is not None
+    assert last.usage.completion_tokens == whole.usage.completion_tokens == 20
+
+
+def test_a_stream_begins_with_the_echo_and_mixes_no_choices(client: OpenAI) -> None:
+    texts = {0: "", 1: ""}
+    for chunk in client.completions.create(
+        model=NAME, prompt="a", n=2, max_tokens=10, stream=True, echo=True
+    ):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == {row: "a" + SAID.encode()[row : row + 10].decode() for row in (0, 1)}
+
+
+def test_a_chat(client: OpenAI, engine: FakeEngine) -> None:
+    made = client.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": "Hi"}],
+        max_completion_tokens=6,
+    )
+    assert made.choices[0].message.content == "Grüß"
+    assert made.choices[0].message.role == "assistant"
+    assert len(engine.jobs[-1].prompt_ids) == len("user: Hi\nassistant: ")
+
+
+def test_a_chat_as_a_stream(client: OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": "Hi"}],
+            max_tokens=8,
+            stream=True,
+            logprobs=True,
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Grüße "
+    scored = [c.choices[0].logprobs.content or [] for c in chunks if c.choices[0].logprobs]
+    assert sum(map(len, scored)) == 8
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_log_probs_of_a_completion(client: OpenAI) -> None:
+    made = client.completions.create(model=NAME, prompt="a", max_tokens=4, logprobs=2)
+    found = made.choices[0].logprobs
+    assert found is not None
+    assert found.tokens == ["G", "r", "bytes:\\xc3", "bytes:\\xbc"]
+    assert found.token_logprobs == [-0.5] * 4
+    assert found.text_offset == [0, 1, 2, 2]
+    assert found.top_logprobs is not None
+    assert found.top_logprobs[0] == {"G": -0.5, "H": -1.5}
+
+
+def test_log_probs_of_a_chat(client: OpenAI) -> None:
+    made = client.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=3,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    found = made.choices[0].logprobs
+    assert found is not None
+    assert found.content is not None
+    assert [entry.bytes for entry in found.content] == [[71], [114], [0xC3]]
+    assert [top.logprob for top in found.content[0].top_logprobs] == [-0.5, -1.5]
+
+
+def test_offsets_of_a_stream_go_on_from_chunk_to_chunk(address: str) -> None:
+    body = completion(max_tokens=6, logprobs=0, stream=True)
+    chunks = events(ask(address, "/v1/completions", body).body)[:-1]
+    scored = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [place for one in scored for place in one["text_offset"]] == [0, 1, 2, 2, 3, 3]
+
+
+def test_what_speculation_did(address: str) -> None:
+    expected = {
+        "rounds": 6,
+        "drafted": 18,
+        "accepted": 12,
+        "acceptance_length": 3.0,
+        "alpha": 0.8,
+        "drafter_version": "v000002",
+    }
+    assert ask(address, "/v1/completions", completion(n=2)).json["speculative"] == expected
+    *chunks, done = events(ask(address, "/v1/completions", completion(stream=True)).body)
+    assert done == "[DONE]"
+    assert chunks[-1]["speculative"]["rounds"] == 3
+    assert all("speculative" not in chunk for chunk in chunks[:-1])
+
+
+def test_models(client: OpenAI, address: str) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+        client.completions.create(model="other", prompt="a")
+    for name in (
+        "tiny2",
+        "..%2f..%2fetc%2fpasswd",
+        "../health",
+        "%00",
+        "tiny%0d%0aX-Evil:1",
+        "%ff%fe",
+    ):
+        assert ask(address, f"/v1/models/{name}").status == 404
+
+
+def test_latencies_are_measured(client: OpenAI, address: str) -> None:
+    def count(name: str) -> float:
+        text = ask(address, "/metrics").body.decode()
+        line = next(line for line in text.splitlines() if line.startswith(name))
+        return float(line.split()[-1])
+
+    names = ["vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds"]
+    names.append("vllm:inter_token_latency_seconds")
+    before = [count(f"{name}_count") for name in names]
+    client.completions.create(model=NAME, prompt="a", max_tokens=8)
+    after = [count(f"{name}_count") for name in names]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1, 6]
+
+
+def test_the_key() -> None:
+    with serving(FakeEngine(), key="secret") as address:
+        with client_for(address, "wrong") as wrong, pytest.raises(openai.AuthenticationError):
+            wrong.completions.create(model=NAME, prompt="a")
+        with client_for(address, "secret") as right:
+            assert right.completions.create(model=NAME, prompt="a").choices
+
+
+def test_a_full_queue() -> None:
+    engine = FakeEngine(room=2)
+    with serving(engine, ServeConfig(queue=3, slots=1)) as address, client_for(address) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model=NAME, prompt="a", n=3)
+        assert caught.value.response.headers["retry-after"] == "3"
+        assert client.completions.create(model=NAME, prompt="a", n=2).choices
+        with pytest.raises(openai.BadRequestError, match="more answers than there is room for"):
+            client.completions.create(model=NAME, prompt=["a"] * 5)
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "code"),
+    [
+        ("timeout", 408, "timeout"),
+        ("cancelled", 503, "cancelled"),
+        ("error", 500, "internal_error"),
+    ],
+)
+def test_an_answer_that_ends_before_it_is_complete(reason: str, status: int, code: str) -> None:
+    with serving(FakeEngine(ends=reason)) as address:
+        whole = ask(address, "/v1/completions", completion())
+        assert (whole.status, whole.error["code"]) == (status, code)
+        assert whole.headers["x-should-retry"] == "false"
+        streamed = events(ask(address, "/v1/completions", completion(stream=True)).body)
+        assert [event["error"]["code"] for event in streamed[:-1]] == [code]
+        assert streamed[-1] == "[DONE]"
+        with client_for(address) as client, pytest.raises(openai.APIError):
+            list(client.completions.create(model=NAME, prompt="a", stream=True))
+
+
+def test_draining() -> None:
+    with serving(FakeEngine(draining=True)) as address:
+        refused = ask(address, "/v1/completions", completion())
+        assert (refused.status, refused.error["code"]) == (503, "draining")
+        assert ask(address, "/health").json == {"status": "draining"}
+
+
+def test_health_is_that_of_the_engine() -> None:
+    engine = FakeEngine()
+    with serving(engine) as address:
+        assert ask(address, "/health").status == 200
+        engine.is_healthy = False
+        assert ask(address, "/health").status == 503
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_leaves_frees_its_rows(streams: bool) -> None:
+    engine = FakeEngine(endless=True, round_seconds=0.01)
+    with serving(engine) as address, httpx.Client(trust_env=False, timeout=0.3) as client:
+        body: Any = completion(n=2, stream=streams)
+        if streams:
+            with client.stream("POST", f"http://{address}/v1/completions", json=body) as answer:
+                next(answer.iter_raw())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(f"http://{address}/v1/completions", json=body)
+        assert wait_for(lambda: engine.cancelled == {0, 1})
+        assert wait_for(lambda: not engine.running)
+
+
+def test_an_answer_that_ended_is_not_cancelled(address: str, engine: FakeEngine) -> None:
+    before = set(engine.cancelled)
+    ask(address, "/v1/completions", completion())
+    ask(address, "/v1/completions", completion(stream=True))
+    ask(address, "/v1/chat/completions", chat())
+    assert engine.cancelled == before
+
+
+def test_the_shape_of_whole_answers(address: str) -> None:
+    made = ask(address, "/v1/completions", completion()).json
+    keys = {"id", "object", "created", "model", "choices", "usage", "speculative"}
+    assert set(made) == keys
+    assert set(made["choices"][0]) == {"index", "text", "logprobs", "finish_reason"}
+    made = ask(address, "/v1/chat/completions", chat()).json
+    assert set(made) == keys
+    assert set(made["choices"][0]) == {"index", "message", "logprobs", "finish_reason"}
+    assert json.dumps(made)

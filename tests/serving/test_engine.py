@@ -1,0 +1,339 @@
+"""Jobs in, answers out: the target's own text, in order, whole, and none lost or mixed."""
+
+import copy
+import threading
+import time
+
+import pytest
+import torch
+
+from draftkit.config import SamplingConfig
+from draftkit.models.adapter import Adapter
+from draftkit.serving.jobs import Draining, QueueFull
+from tests import tiny
+from tests.serving.running import GREEDY, answers, ask, bytes_text, job, serving, until
+
+TARGET, DRAFT = tiny.pair()
+
+
+def draft() -> Adapter:
+    return copy.deepcopy(DRAFT)
+
+
+def plain(prompt: list[int], new: int) -> list[int]:
+    """Greedy decoding by whole passes of the target."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(new):
+            ids.append(int(TARGET.model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+PROMPTS = tiny.prompts([5, 17, 1, 9, 30, 3, 12, 8, 2, 21])
+LENGTHS = [12, 5, 20, 1, 9, 16, 3, 14, 7, 11]
+OWN = [plain(prompt, new) for prompt, new in zip(PROMPTS, LENGTHS, strict=True)]
+
+
+def test_greedy_answers_are_the_targets_whoever_joins_and_leaves() -> None:
+    with serving(TARGET, draft, slots=3) as engine:
+        jobs = [job(p, n, sampling=GREEDY) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+        clients = answers(engine, *jobs)
+        counters = engine.counters()
+    assert [client.ids for client in clients] == OWN
+    assert [client.text for client in clients] == [bytes_text(ids) for ids in OWN]
+    assert {client.reason for client in clients} == {"length"}
+    (tally,) = counters.drafters.values()
+    assert tally.requests == len(jobs)
+    assert counters.generated_tokens == tally.tokens == sum(LENGTHS)
+    assert counters.prompt_tokens == sum(map(len, PROMPTS))
+    speculations = [client.speculation for client in clients]
+    assert tally.rounds == sum(s.rounds for s in speculations)
+    assert tally.drafted == sum(s.drafted for s in speculations)
+    assert tally.accepted == sum(s.accepted for s in speculations) > 0
+    assert tally.accepted_per_position[0] >= tally.accepted_per_position[-1] > 0
+    assert sum(tally.accepted_per_position) == tally.accepted
+    assert tally.tested == sum(s.tested for s in speculations)
+    assert tally.acceptance == pytest.approx(sum(s.acceptance for s in speculations))
+    assert 0 < tally.acceptance <= tally.tested
+    assert tally.seconds > 0
+
+
+def test_adapting_answers_are_the_targets_too_and_rounds_have_been_measured() -> None:
+    with serving(TARGET, draft, adapts=True) as engine:
+        assert engine.decoder.gamma_policy is not None
+        assert engine.decoder.free_slots == 4
+        jobs = [job(p, n, sampling=GREEDY) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+        assert [client.ids for client in answers(engine, *jobs)] == OWN
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig(temperature=2.0), SamplingConfig(temperature=2.5, top_k=9)]
+)
+def test_a_seeded_job_says_the_same_alone_and_in_company(sampling: SamplingConfig) -> None:
+    seeded = [job(PROMPTS[n], 14, seed=2**64 + 5, row=n, sampling=sampling) for n in range(3)]
+    with serving(TARGET, draft, adapts=True, slots=8) as engine:
+        alone = [answers(engine, one)[0].ids for one in seeded]
+        company = [job(prompt, 20) for prompt in PROMPTS[:4]]
+        together = answers(engine, *company, *seeded)[4:]
+        assert [client.ids for client in together] == alone
+        again = [job(PROMPTS[0], 14, seed=2**64 + 5, row=row, sampling=sampling) for row in (0, 1)]
+        first, second = answers(engine, *again)
+        assert first.ids == alone[0] != second.ids
+        free = answers(engine, *[job(PROMPTS[0], 14, sampling=sampling) for _ in range(3)])
+        assert len({tuple(client.ids) for client in free}) == 3
+
+
+def test_scores_are_the_targets_at_temperature_one() -> None:
+    sampling = SamplingConfig(temperature=0.8, top_k=20, repetition_penalty=1.2)
+    with serving(TARGET, draft) as engine:
+        (client,) = answers(engine, job(PROMPTS[1], 15, sampling=sampling, top_logprobs=4))
+    text = torch.tensor([PROMPTS[1] + client.ids])
+    with torch.no_grad():
+        own = TARGET.model(text).logits[0, len(PROMPTS[1]) - 1 : -1].log_softmax(-1)
+    scores = [score for piece in client.pieces for score in piece.scores]
+    expected = own.gather(1, torch.tensor(client.ids)[:, None])[:, 0]
+    found = torch.tensor([score.log_prob for score in scores])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    best = own.topk(4)
+    assert [[token for token, _ in score.top] for score in scores] == best.indices.tolist()
+    values = torch.tensor([[value for _, value in score.top] for score in scores])
+    torch.testing.assert_close(values, best.values, atol=1e-4, rtol=0)
+
+
+def test_an_end_of_text_ends_an_answer_and_counts_as_a_token() -> None:
+    own = OWN[2]
+    end = own[7]
+    with serving(TARGET, draft, eos=[end]) as engine:
+        (client,) = answers(engine, job(PROMPTS[2], 20, sampling=GREEDY))
+    assert client.ids == own[: own.index(end) + 1]
+    assert client.reason == "stop"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_stop_string_cuts_the_overrun_and_no_score_behind_it_was_sent(seed: int) -> None:
+    """Two characters a token, so that stop strings begin and end inside of tokens and rounds."""
+    sampling = SamplingConfig(temperature=2.0)
+
+    def pairs(ids: list[int]) -> str:
+        return "".join(f"{token:02x}" for token in ids if token < 256)
+
+    with serving(TARGET, draft, slots=2, decode=pairs) as engine:
+        (whole,) = answers(engine, job(PROMPTS[1], 30, seed=seed, sampling=sampling))
+        for first in range(8, 14):
+            stop = whole.text[first : first + 5]
+            # The others are beginnings that never become a stop string, and hold text back.
+            stops = (stop, whole.text[4:7] + "!", whole.text[20:28] + "!")
+            request = job(PROMPTS[1], 30, seed=seed, sampling=sampling, stops=stops)
+            (client,) = answers(engine, request)
+            assert client.text == whole.text[: whole.text.index(stop)]
+            assert client.reason == "stop"
+            assert client.ids == whole.ids[: len(client.ids)]
+            assert pairs(client.ids).startswith(client.text)
+            assert not pairs(client.ids[:-1]).startswith(client.text)
+            assert client.speculation.rounds <= whole.speculation.rounds
+        request = job(PROMPTS[1], 30, seed=seed, sampling=sampling, stops=(whole.text[-4:] + "!",))
+        (client,) = answers(engine, request)
+        assert (client.text, client.ids) == (whole.text, whole.ids)
+        assert client.reason == "length"
+
+
+def test_a_cancelled_answer_frees_its_row_and_the_next_one_joins() -> None:
+    with serving(TARGET, draft, slots=1) as engine:
+        long, short = ask(engine, job(PROMPTS[0], 90), job(PROMPTS[1], 3))
+        assert long.started.wait(30)
+        engine.cancel([0])
+        engine.cancel([0, 99])
+        assert long.wait().reason == "cancelled"
+        assert 0 < len(long.ids) < 90
+        assert short.wait().reason == "length"
+        waiting = ask(engine, job(PROMPTS[0], 90), job(PROMPTS[1], 70))
+        engine.cancel([3, 2])
+        assert [client.wait().reason for client in waiting] == ["cancelled"] * 2
+        until(lambda: engine.load().running == 0)
+        assert engine.load().queued == 0
+        assert engine.decoder.free_slots == 1
+
+
+def test_a_row_is_free_at_the_round_after_a_cancellation() -> None:
+    with serving(TARGET, draft, slots=1, started=False) as engine:
+        (client,) = ask(engine, job(PROMPTS[0], 90))
+        engine._step()
+        assert engine.decoder.free_slots == 0
+        engine.cancel([0])
+        (other,) = ask(engine, job(PROMPTS[1], 2))
+        engine._step()
+        assert client.reason == "cancelled"
+        assert other.pieces
+
+
+def test_an_answer_that_is_late_ends_whether_it_runs_or_waits() -> None:
+    with serving(TARGET, draft, slots=1) as engine:
+        past = time.monotonic() + 0.05
+        running, waiting = ask(
+            engine, job(PROMPTS[0], 90), job(PROMPTS[1], 70, deadline=time.monotonic())
+        )
+        assert waiting.wait().reason == "timeout"
+        assert waiting.ids == []
+        engine.cancel([0])
+        running.wait()
+        (late,) = answers(engine, job(PROMPTS[0], 90, deadline=past))
+        assert late.reason == "timeout"
+
+
+def test_the_queue_is_bounded_and_takes_all_choices_of_a_request_or_none() -> None:
+    with serving(TARGET, draft, slots=1, queue=2, started=False) as engine:
+        clients = ask(engine, job(PROMPTS[0], 2), job(PROMPTS[1], 2))
+        with pytest.raises(QueueFull) as full:
+            ask(engine, job(PROMPTS[2], 2), job(PROMPTS[2], 2))
+        assert 1 <= full.value.retry_after <= 60
+        clients += ask(engine, job(PROMPTS[3], 2))
+        assert engine.load().queued == 3
+        with pytest.raises(QueueFull):
+            ask(engine, job(PROMPTS[2], 2))
+        with pytest.raises(ValueError, match="4 answers at once"):
+            ask(engine, *[job(PROMPTS[2], 2)] * 4)
+        engine.start()
+        assert {client.wait().reason for client in clients} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (job([], 3), "at least one token"),
+        (job([1], 0), "at least one token"),
+        (job([1] * 90, 7), "exceed the 96"),
+        (job([1, 258], 3), "outside the vocabulary of 258"),
+        (job([-1], 3), "outside the vocabulary"),
+        (job([1], 3, route="other"), "no route 'other'"),
+        (job([1], 3, top_logprobs=6), "at most 5"),
+        (job([1], 3, stops=("",)), "stop string is empty"),
+    ],
+)
+def test_a_job_that_cannot_be_served_is_refused_at_once(bad: object, says: str) -> None:
+    with serving(TARGET, draft, started=False) as engine:
+        with pytest.raises(ValueError, match=says):
+            ask(engine, job([1], 2), bad)  # pyrefly: ignore
+        assert engine.load().queued == 0
+
+
+def test_many_clients_get_their_own_answers_and_fair_turns() -> None:
+    """32 at once, each several jobs one after the other: none lost, none mixed, none starved."""
+    waits: list[list[float]] = [[] for _ in range(32)]
+    failures: list[BaseException] = []
+
+    def client(number: int) -> None:
+        try:
+            for turn in range(3):
+                which = (number + turn) % len(PROMPTS)
+                started = time.monotonic()
+                request = job(PROMPTS[which], LENGTHS[which], sampling=GREEDY)
+                (found,) = answers(engine, request)
+                waits[number].append(time.monotonic() - started)
+                assert found.ids == OWN[which]
+        except BaseException as error:
+            failures.append(error)
+
+    with serving(TARGET, draft, slots=8, queue=64) as engine:
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(32)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (tally,) = engine.counters().drafters.values()
+    assert not failures
+    assert tally.requests == 96
+    totals = sorted(sum(wait) for wait in waits)
+    assert totals[-1] <= 2 * totals[len(totals) // 2]
+
+
+def test_waiting_jobs_join_in_the_order_in_which_they_came() -> None:
+    with serving(TARGET, draft, slots=2, started=False) as engine:
+        ended: list[int] = []
+        clients = ask(engine, *[job(PROMPTS[n % 3], 6, sampling=GREEDY) for n in range(8)])
+        for number, client in enumerate(clients):
+            listener = client.__call__
+
+            def noting(piece: object, number: int = number, listener: object = listener) -> None:
+                if number not in ended:
+                    ended.append(number)
+                listener(piece)  # pyrefly: ignore
+
+            engine._waiting[number].listener = noting
+        engine.start()
+        for client in clients:
+            client.wait()
+        assert ended == sorted(ended)
+
+
+def test_rows_of_a_failing_round_end_as_errors_and_others_go_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(TARGET, draft, slots=2) as engine:
+        step, calls = TARGET.step, []
+
+        def failing(*arguments: object, **others: object) -> object:
+            calls.append(1)
+            if len(calls) == 3:
+                raise RuntimeError("the device is gone")
+            return step(*arguments, **others)  # pyrefly: ignore
+
+        monkeypatch.setattr(TARGET, "step", failing)
+        jobs = [job(p, 12, sampling=GREEDY) for p in PROMPTS[:5]]
+        clients = answers(engine, *jobs)
+        assert [client.reason for client in clients] == ["error"] * 2 + ["length"] * 3
+        assert [client.ids for client in clients[2:]] == [plain(p, 12) for p in PROMPTS[2:5]]
+        assert engine.counters().errors == 1
+        assert engine.healthy()
+        monkeypatch.setattr(TARGET, "step", lambda *_, **__: 1 / 0)
+        for _ in range(3):
+            assert answers(engine, jobs[0])[0].reason == "error"
+        assert not engine.healthy()
+    assert "the device is gone" in caplog.text
+    assert not engine.healthy()
+
+
+def test_an_error_between_rounds_ends_answers_and_not_the_engine(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(TARGET, draft) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_admit", lambda: 1 / 0)
+            assert answers(engine, job(PROMPTS[0], 5))[0].reason == "error"
+        assert answers(engine, job(PROMPTS[0], 5))[0].reason == "length"
+        assert engine.healthy()
+
+
+def test_a_listener_that_fails_harms_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_: object) -> None:
+        raise OSError("gone")
+
+    with serving(TARGET, draft) as engine:
+        engine.submit([job(PROMPTS[0], 90)], [broken])
+        (client,) = answers(engine, job(PROMPTS[2], LENGTHS[2], sampling=GREEDY))
+        assert client.ids == OWN[2]
+        until(lambda: engine.load().running == 0)
+        assert engine.counters().generated_tokens < 90
+
+
+def test_draining_takes_no_more_and_lets_the_rest_finish() -> None:
+    with serving(TARGET, draft, slots=2) as engine:
+        clients = ask(engine, *[job(p, 20, sampling=GREEDY) for p in PROMPTS[:6]])
+        assert engine.drain(60)
+        assert [client.reason for client in clients] == ["length"] * 6
+        assert engine.load().draining
+        with pytest.raises(Draining):
+            ask(engine, job(PROMPTS[0], 2))
+
+
+def test_draining_cancels_what_is_left_at_its_end() -> None:
+    with serving(TARGET, draft, slots=1) as engine:
+        clients = ask(engine, job(PROMPTS[0], 90), job(PROMPTS[1], 60))
+        assert not engine.drain(0.0)
+        assert [client.wait().reason for client in clients] == ["cancelled"] * 2
+
+
+def test_stopping_leaves_nobody_waiting() -> None:
+    with serving(TARGET, draft, slots=1) as engine:
+        clients = ask(engine, job(PROMPTS[0], 90), job(PROMPTS[1], 60))
+    assert [client.reason for client in clients] == ["cancelled"] * 2
+    assert not engine.healthy()

@@ -1,0 +1,161 @@
+"""What the engine serves has the target's law, before, while and after drafters are swapped.
+
+Thousands of unseeded jobs on a pair of tables, judged by chi-square over positions and pairs of
+positions. The mutants are what a hot swap could break: proposals of the old weights verified
+against the q of the new ones, and noise that repeats.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from draftkit.config import GateConfig, SamplingConfig
+from draftkit.decoding.proposers import DraftModelProposer, Proposal
+from draftkit.serving import engine as engine_module
+from draftkit.serving.engine import Engine
+from tests.decoding.checks import served
+from tests.serving.running import Shelf, ask, job, letters, serving, until
+from tests.tabular import TabularAdapter
+from tests.theory.checks import adversarial_tables
+from tests.theory.laws import START, LawBroken, check_sample, pair_laws, sequences
+
+TOKENS = 6
+SAMPLING = SamplingConfig(temperature=0.8, top_k=6, top_p=0.9)
+
+
+def tables() -> tuple[TabularAdapter, TabularAdapter]:
+    target, draft = (
+        TabularAdapter(torch.cat([t, t[:1]]).double().log()) for t in adversarial_tables()
+    )
+    return target, draft
+
+
+def other_weights(draft: TabularAdapter, seed: int) -> dict[str, torch.Tensor]:
+    """A drafter that errs elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(draft.vocab_size, generator=generator)
+    table = draft.table[..., order].clamp(min=-60.0)  # weights are finite
+    return {"table": table, "memory": draft.memory.clone()}
+
+
+def sample(engine: Engine, count: int, sampling: SamplingConfig) -> torch.Tensor:
+    """The tokens of `count` jobs [count, TOKENS], through the queue as it has room."""
+    texts: list[list[int]] = []
+    while len(texts) < count:
+        clients = ask(
+            engine, *[job(START, TOKENS, sampling=sampling) for _ in range(min(256, count))]
+        )
+        texts += [client.wait().ids for client in clients]
+    return torch.tensor(texts[:count])
+
+
+def check(tokens: torch.Tensor, target: TabularAdapter, sampling: SamplingConfig) -> None:
+    size = target.vocab_size
+    law = served(target, sequences(size, 2), sampling).view(size, size, size)
+    check_sample(tokens, pair_laws(law, TOKENS))
+
+
+@contextmanager
+def swapping(shelf: Shelf, draft: TabularAdapter, *, canary: bool = False) -> Iterator[None]:
+    """Versions that come one after the other, as fast as they are installed."""
+    ended = threading.Event()
+
+    def publish() -> None:
+        number = 0
+        while not ended.wait(0.02):
+            number += 1
+            shelf.publish(other_weights(draft, number), canary=canary and shelf.tried is None)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def engine_on(target: TabularAdapter, draft: TabularAdapter, **others: Any) -> Iterator[Engine]:
+    def make() -> TabularAdapter:
+        return TabularAdapter(draft.table, draft.memory)
+
+    settings: dict[str, Any] = {"slots": 64, "queue": 256, "max_length": 16, "decode": letters}
+    with serving(target, make, **settings | others) as engine:
+        yield engine
+
+
+def serve_and_swap(count: int) -> int:
+    """Law before, during and after swaps; returns how many there were."""
+    target, draft = tables()
+    shelf = Shelf()
+    with engine_on(target, draft, registries={"default": shelf}) as engine:
+        check(sample(engine, count, SAMPLING), target, SAMPLING)
+        with swapping(shelf, draft):
+            during = sample(engine, count, SAMPLING)
+        until(lambda: engine.versions()["default"] == shelf.now)
+        check(during, target, SAMPLING)
+        check(sample(engine, count, SAMPLING), target, SAMPLING)
+        return engine.counters().swaps
+
+
+def test_served_text_has_the_targets_law_before_during_and_after_swaps() -> None:
+    assert serve_and_swap(3000) >= 5
+
+
+@pytest.mark.soak
+def test_served_text_has_the_targets_law_in_fifty_thousand_answers() -> None:
+    assert serve_and_swap(50_000) >= 50
+
+
+def test_a_canary_beside_the_current_version_changes_no_law() -> None:
+    target, draft = tables()
+    shelf = Shelf()
+    gate = GateConfig(canary_fraction=0.4, canary_tokens=10**9)
+    with engine_on(target, draft, registries={"default": shelf}, gate=gate) as engine:
+        shelf.publish(other_weights(draft, 1))
+        name = shelf.publish(other_weights(draft, 2), canary=True)
+        until(lambda: engine.drafters.routes["default"].tries)
+        check(sample(engine, 3000, SAMPLING), target, SAMPLING)
+        rows = {key[1]: tally.requests for key, tally in engine.counters().drafters.items()}
+    assert 900 < rows[name] < 1500
+
+
+@pytest.mark.parametrize("verification", ["block", "match"])
+def test_other_rules_of_verification_serve_the_law_too(verification: str) -> None:
+    target, draft = tables()
+    with engine_on(target, draft, verification=verification, adapts=True) as engine:
+        check(sample(engine, 3000, SAMPLING), target, SAMPLING)
+
+
+class Torn(DraftModelProposer):
+    """Proposes with one set of weights and tells the q of another: a swap that tears a round."""
+
+    def propose(self, view: Any, gamma: int) -> Proposal:
+        proposal = super().propose(view, gamma)
+        assert proposal.draft_probs is not None
+        order = torch.randperm(self.draft.vocab_size, generator=torch.Generator().manual_seed(1))
+        return proposal._replace(draft_probs=proposal.draft_probs[..., order])
+
+
+def test_a_round_torn_by_a_swap_is_found_out() -> None:
+    target, draft = tables()
+    with engine_on(target, draft, started=False) as engine:
+        engine.drafters.routes["default"].current.proposer.__class__ = Torn
+        engine.start()
+        tokens = sample(engine, 3000, SAMPLING)
+    with pytest.raises(LawBroken):
+        check(tokens, target, SAMPLING)
+
+
+def test_noise_that_repeats_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module.secrets, "randbelow", lambda _: 7)
+    target, draft = tables()
+    with engine_on(target, draft) as engine:
+        tokens = sample(engine, 500, SAMPLING)
+    with pytest.raises(LawBroken):
+        check(tokens, target, SAMPLING)

@@ -1,0 +1,159 @@
+"""Whatever is sent: an answer or one clear line, never an error of the server."""
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from draftkit.config import ServeConfig
+from tests.serving.fakes import NAME, FakeEngine, Reply, ask, chat, completion, serving
+from tests.serving.schemas import JUNK, Schemas
+
+SETTINGS = ServeConfig(max_body_bytes=20_000)
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+FIXED: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"model": NAME, "prompt": "a", "max_tokens": 4, "n": 2},
+    CHAT: {**chat(), "max_tokens": 4, "n": 2},
+}
+FUZZED = {COMPLETIONS: "CompletionRequest", CHAT: "ChatRequest"}
+HUGE = b'{"model": "tiny", "prompt": "a", "n": 1' + b"0" * 5000 + b"}"
+DEEP = b'{"model": "tiny", "prompt": ' + b"[" * 9000 + b"1" + b"]" * 9000 + b"}"
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def address(engine: FakeEngine) -> Iterator[str]:
+    with serving(engine, SETTINGS) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def schemas(address: str) -> Schemas:
+    return Schemas(ask(address, "/openapi.json").json)
+
+
+def fits(reply: Reply) -> None:
+    """An answer, or an error in OpenAI's form whose status is the client's."""
+    if reply.status == 200:
+        assert reply.body.endswith(b"data: [DONE]\n\n") or reply.json["choices"]
+    else:
+        assert 400 <= reply.status < 500
+        assert reply.status != 422
+        assert reply.error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"a"',
+        b"\xff\xfe\xfd",
+        b'{"model": "tiny", "prompt": "\xc3\x28"}',
+        b'{"model": "tiny", "prompt": "\\ud800"}',
+        b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
+        b'{"model": "tiny", "prompt": "a", "temperature": 1e400}',
+        b'{"model": "tiny", "prompt": "a", "\\ud800": 1}',
+        b'{"model": "tiny", "prompt": "a", "seed": 1e3}',
+        b'{"model": "tiny", "prompt": "a"} {}',
+        HUGE,
+        DEEP,
+        b"[" * 20_000,
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_bodies_that_are_no_request(address: str, path: str, body: bytes) -> None:
+    reply = ask(address, path, body)
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+
+
+def test_a_nul_is_a_character_like_others(address: str) -> None:
+    made = ask(address, COMPLETIONS, completion(prompt="a\x00b", echo=True, stop="\x00"))
+    assert made.json["choices"][0]["text"].startswith("a\x00b")
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "BREW"])
+def test_other_methods(address: str, method: str) -> None:
+    reply = ask(address, COMPLETIONS, completion() if method == "PUT" else None, method=method)
+    assert reply.status == 405
+    assert reply.error["message"].startswith(method)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET / HTTP/9.9\r\nConnection: close\r\n\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\nContent-Length: 8\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"GET /%00%ff%0d%0a HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: upgrade, close\r\n\r\n",
+    ],
+)
+def test_what_is_hardly_http(address: str, raw: bytes) -> None:
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        received = b""
+        try:
+            connection.sendall(raw)
+            while part := connection.recv(65536):
+                received += part
+        except ConnectionError:  # it was thrown out before all was read
+            pass
+    assert received[:10] in (b"", b"HTTP/1.1 4", b"HTTP/1.1 2")
+    assert ask(address, "/health").status == 200
+
+
+def check_fuzzed(address: str, path: str, schemas: Schemas, count: int) -> set[int]:
+    """Send `count` bodies to `path`; the statuses that came."""
+    statuses: set[int] = set()
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(schemas.body(FUZZED[path], FIXED[path]) | JUNK)
+    def send(body: Any) -> None:
+        reply = ask(address, path, json.dumps(body).encode())
+        statuses.add(reply.status)
+        fits(reply)
+
+    send()
+    return statuses
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_bodies_by_the_openapi_description(address: str, path: str, schemas: Schemas) -> None:
+    assert {200, 400} <= check_fuzzed(address, path, schemas, 300)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_many_bodies_by_the_openapi_description(address: str, path: str, schemas: Schemas) -> None:
+    assert {200, 400} <= check_fuzzed(address, path, schemas, 5000)
+
+
+@settings(max_examples=100, deadline=None, database=None, derandomize=True)
+@given(st.binary(max_size=40), st.sampled_from(["x-draftkit-route", "x-draftkit-record"]))
+def test_headers_of_any_bytes(address: str, value: bytes, name: str) -> None:
+    clean = value.translate(None, b"\r\n\x00").strip().decode("latin-1")
+    reply = ask(address, COMPLETIONS, completion(), {name: clean})
+    assert reply.status in (200, 400)
+    assert not any("evil" in key for key in reply.headers)

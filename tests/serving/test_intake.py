@@ -1,0 +1,110 @@
+"""From requests to jobs: limits and defaults."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.datastructures import Headers
+
+from draftkit.config import SamplingConfig, ServeConfig
+from draftkit.serving.intake import Asked, Intake, UnknownModel
+from draftkit.serving.protocol import BadRequest, ChatRequest, CompletionRequest
+from draftkit.serving.texts import Texts
+from tests.serving.fakes import chat, chat_tokenizer, completion
+from tests.tiny import VOCAB_SIZE
+
+TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
+
+
+def intake(texts: Texts = TEXTS, **settings: Any) -> Intake:
+    return Intake(
+        texts,
+        ServeConfig(**settings),
+        max_length=40,
+        sampling=SamplingConfig(),
+        routes=("default", "code"),
+        model_name="tiny",
+    )
+
+
+def complete(found: Intake, headers: dict[str, str] | None = None, **rest: Any) -> Asked:
+    body = CompletionRequest.model_validate(completion(**rest))
+    return asyncio.run(found.completion(body, Headers(headers), "name"))
+
+
+def converse(found: Intake, **rest: Any) -> Asked:
+    return asyncio.run(found.chat(ChatRequest.model_validate(chat(**rest)), Headers(), "name"))
+
+
+def test_a_prompt_and_its_answer_fit_exactly() -> None:
+    assert len(complete(intake(), prompt="a" * 39, max_tokens=1).jobs) == 1
+    with pytest.raises(BadRequest, match=r"prompt of 40 tokens does not fit the 40 tokens"):
+        complete(intake(), prompt="a" * 40, max_tokens=1)
+    with pytest.raises(BadRequest, match=r"prompt of 30 tokens with max_tokens 11 does not fit"):
+        complete(intake(), prompt="a" * 30, max_tokens=11)
+
+
+def test_a_text_that_cannot_fit_is_not_even_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(text: str) -> list[int]:
+        raise AssertionError("a text of any length would take any time")
+
+    monkeypatch.setattr(TEXTS, "encode", encode)
+    monkeypatch.setattr(TEXTS, "chat", encode)
+    with pytest.raises(BadRequest, match=r"prompt of at least 142 tokens does not fit") as caught:
+        complete(intake(), prompt="a" * 1000)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(BadRequest, match="messages of at least"):
+        converse(intake(), messages=[{"role": "user", "content": "a" * 500}] * 2)
+
+
+def test_a_chat_may_fill_what_its_prompt_leaves() -> None:
+    job = converse(intake()).jobs[0]
+    assert len(job.prompt_ids) + job.max_new_tokens == 40
+    with pytest.raises(BadRequest, match="does not fit"):
+        converse(intake(), messages=[{"role": "user", "content": "a" * 40}])
+
+
+def test_numbers_are_bounded_by_the_settings() -> None:
+    small = intake(max_choices=3, top_logprobs=2, queue=4, slots=1)
+    with pytest.raises(BadRequest, match="n must be at most 3, got 4"):
+        complete(small, n=4)
+    with pytest.raises(BadRequest, match="logprobs must be at most 2, got 3"):
+        complete(small, logprobs=3)
+    with pytest.raises(BadRequest, match="top_logprobs must be at most 2, got 3"):
+        converse(small, logprobs=True, top_logprobs=3)
+    with pytest.raises(BadRequest, match="2 prompts with n=3 are more answers"):
+        complete(small, prompt=["a", "b"], n=3)
+    assert len(complete(small, prompt=["a"] * 5).jobs) == 5
+
+
+def test_routes_and_recording() -> None:
+    plain = complete(intake()).jobs[0]
+    assert (plain.route, plain.records) == ("default", True)
+    told = complete(intake(), {"X-Draftkit-Route": "code", "X-Draftkit-Record": " No "}).jobs[0]
+    assert (told.route, told.records) == ("code", False)
+    with pytest.raises(BadRequest, match=r"must be one of default, code, got '\.\./x'"):
+        complete(intake(), {"x-draftkit-route": "../x"})
+    with pytest.raises(BadRequest, match="must be yes or no, got 'never'"):
+        complete(intake(), {"x-draftkit-record": "never"})
+
+
+def test_one_no_among_several_suffices() -> None:
+    raw = [(b"x-draftkit-record", b"yes"), (b"x-draftkit-record", b"no")]
+    body = CompletionRequest.model_validate(completion())
+    for headers in (raw, raw[::-1]):
+        asked = asyncio.run(intake().completion(body, Headers(raw=headers), "name"))
+        assert not asked.jobs[0].records
+
+
+def test_other_models_and_empty_prompts() -> None:
+    with pytest.raises(UnknownModel):
+        complete(intake(), model="tinier")
+    with pytest.raises(BadRequest, match="prompt must not be empty"):
+        complete(intake(), prompt="")
+
+
+def test_a_chat_without_a_template_is_refused() -> None:
+    from tests.tiny import byte_tokenizer
+
+    with pytest.raises(BadRequest, match="no chat template"):
+        converse(intake(Texts(byte_tokenizer(), VOCAB_SIZE)))

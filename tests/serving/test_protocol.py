@@ -1,0 +1,176 @@
+"""Request bodies: what is taken, what is refused, and with which line."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from draftkit.config import SamplingConfig
+from draftkit.serving.protocol import (
+    BadRequest,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    explain,
+)
+
+NAN, INFINITY = float("nan"), float("inf")
+SERVED = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.1)
+
+
+def refusal(kind: type[GenerationRequest], body: Any) -> BadRequest:
+    """How `body` is refused, as the app would say it."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    errors: list[Any] = caught.value.errors()
+    return explain([{**error, "loc": ("body", *error["loc"])} for error in errors], kind)
+
+
+def completion(**rest: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": "p", **rest}
+
+
+def chat(**rest: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **rest}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), ("", [""]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]],) * 2],
+)
+def test_a_prompt_has_four_forms(prompt: Any, prompts: Any) -> None:
+    assert CompletionRequest.model_validate(completion(prompt=prompt)).prompts == prompts
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], [[]], ["a", 1], [1, -1], [1.5], [True], None, {}, 3, "\ud800"]
+)
+def test_any_other_prompt_is_refused(prompt: Any) -> None:
+    wrong = refusal(CompletionRequest, completion(prompt=prompt))
+    assert wrong.param == "prompt"
+    assert str(wrong).startswith("prompt must be a string, token ids, or a list of either, and not")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            ("temperature", value)
+            for value in (-1, 11, float("nan"), float("inf"), "1", True, 1e-9)
+        ),
+        *(("top_p", value) for value in (0, 1.1, -0.5, NAN, [])),
+        *(("top_k", value) for value in (-2, 1.5, 2**40)),
+        *(("repetition_penalty", value) for value in (0, -1, 1e9)),
+        *(("n", value) for value in (0, -1, 1.5, "2", True)),
+        *(("max_tokens", value) for value in (0, -5, 1e3, NAN)),
+        *(("seed", value) for value in (2**63, -(2**63) - 1, 0.5)),
+        *(("stop", value) for value in ("", [""], ["a"] * 17, "a" * 257, 7, "\ud800")),
+        *(("stream", value) for value in (1, "true")),
+        ("stream_options", {"usage": True}),
+        *(("frequency_penalty", value) for value in (0.5, True, False, "0")),
+        ("presence_penalty", 1),
+        ("logit_bias", {"5": 10}),
+        ("model", 7),
+    ],
+)
+def test_a_value_that_breaks_its_rule_is_named_with_the_rule(name: str, value: Any) -> None:
+    for kind, body in ((CompletionRequest, completion), (ChatRequest, chat)):
+        wrong = refusal(kind, body(**{name: value}))
+        assert wrong.param == name
+        assert str(wrong).startswith(f"{name} must {kind.model_fields[name].description}, got ")
+        assert "\n" not in str(wrong)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": 0, "top_p": 1, "top_k": -1, "n": 3, "seed": -(2**63), "stop": None},
+        {"temperature": 0.001, "max_tokens": 1, "stop": ["a", "b"], "seed": 2**63 - 1},
+        {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "user": "u"},
+        {"stream": True, "stream_options": {"include_usage": True}, "metadata": {"a": "b"}},
+    ],
+)
+def test_bounds_and_neutral_values_are_taken(body: dict[str, Any]) -> None:
+    CompletionRequest.model_validate(completion(**body))
+    ChatRequest.model_validate(chat(**body))
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"), [(CompletionRequest, completion()), (ChatRequest, chat())]
+)
+def test_null_is_absence(kind: type[GenerationRequest], body: dict[str, Any]) -> None:
+    """Clients send it for whatever their user has left out."""
+    nulls = dict.fromkeys(kind.model_fields.keys() - body.keys())
+    assert kind.model_validate(nulls | body).model_dump() == kind.model_validate(body).model_dump()
+
+
+def test_a_misspelt_parameter_is_refused_with_the_near_match() -> None:
+    wrong = refusal(CompletionRequest, completion(temprature=1))
+    assert str(wrong) == "there is no parameter 'temprature': did you mean temperature?"
+    assert wrong.param == "temprature"
+    assert str(refusal(ChatRequest, chat(prompt="p"))).startswith("there is no parameter 'prompt'")
+
+
+def test_a_missing_parameter_is_named() -> None:
+    assert str(refusal(CompletionRequest, {"model": "m"})) == "prompt is missing"
+    assert str(refusal(ChatRequest, {"messages": []})) == "model is missing"
+    assert str(refusal(ChatRequest, [])) == "the body must be a JSON object"
+
+
+def test_long_values_and_names_are_shortened() -> None:
+    assert len(str(refusal(CompletionRequest, completion(n="9" * 10_000)))) < 200
+    assert len(str(refusal(CompletionRequest, completion(**{"x" * 10_000: 1})))) < 200
+
+
+def test_what_a_request_names_replaces_the_served_sampling() -> None:
+    plain = CompletionRequest.model_validate(completion())
+    assert plain.sampling(SERVED) == SERVED
+    all_kept = CompletionRequest.model_validate(completion(temperature=0, top_k=-1, top_p=1))
+    assert all_kept.sampling(SERVED) == SamplingConfig(temperature=0, repetition_penalty=1.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionRequest, completion(best_of=2), "best_of"),
+        (CompletionRequest, completion(echo=True, logprobs=0), "echo"),
+        (ChatRequest, chat(top_logprobs=2), "top_logprobs"),
+        (ChatRequest, chat(max_tokens=3, max_completion_tokens=4), "max_tokens"),
+    ],
+)
+def test_parameters_that_contradict_each_other(kind: Any, body: Any, param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        kind.model_validate(body).check()
+    assert caught.value.param == param
+
+
+def test_parameters_that_agree() -> None:
+    CompletionRequest.model_validate(completion(best_of=2, n=2, echo=True)).check()
+    both = ChatRequest.model_validate(chat(max_tokens=3, max_completion_tokens=3))
+    both.check()
+    assert both.most_tokens == 3
+    ChatRequest.model_validate(chat(logprobs=True, top_logprobs=2)).check()
+
+
+def test_stream_options_need_a_stream() -> None:
+    body = completion(stream_options={"include_usage": True})
+    with pytest.raises(BadRequest, match="stream_options needs stream"):
+        _ = CompletionRequest.model_validate(body).includes_usage
+    assert CompletionRequest.model_validate(body | {"stream": True}).includes_usage
+
+
+def test_messages_hold_text_in_two_forms_and_nothing_else() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    turn = {"role": "assistant", "content": parts, "refusal": None, "annotations": []}
+    assert ChatRequest.model_validate(chat(messages=[turn])).messages[0].text == "ab"
+    for wrong in (
+        [],
+        [{"role": "king", "content": "a"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        "hello",
+    ):
+        assert refusal(ChatRequest, chat(messages=wrong)).param == "messages"
+    deep = refusal(ChatRequest, chat(messages=[{"role": "king", "content": "a"}]))
+    assert str(deep).endswith("got 'king' (at messages.0.role)")

@@ -1,0 +1,263 @@
+"""What is served is recorded as it was, without waiting, and only of those who did not opt out."""
+
+import copy
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from draftkit.config import BufferConfig, SamplingConfig
+from draftkit.data.rollouts import Record
+from draftkit.decoding.trace import TraceRound
+from draftkit.models.adapter import Adapter
+from draftkit.online.buffer import Buffer
+from draftkit.serving.drafters import START
+from draftkit.serving.jobs import DrafterCounters, Load
+from draftkit.serving.recorder import BATCH, Answered, Recorder, entry, served
+from tests import tiny
+from tests.serving.running import GREEDY, Disk, answers, ask, job, serving, until
+
+TARGET, DRAFT = tiny.pair()
+PROMPTS = tiny.prompts([5, 17, 1, 9])
+K = 6
+
+
+def draft() -> Adapter:
+    return copy.deepcopy(DRAFT)
+
+
+def answered(number: int = 0, *, records: bool = True) -> Answered:
+    step = TraceRound([7, 8], 1, 9, 2)
+    return Answered(
+        job=job([1, 2, number], records=records),
+        seed=number,
+        output_ids=[7, 9],
+        steps=[step],
+        likeliest=[],
+        version="v1",
+        seconds=100.0,
+    )
+
+
+def nothing() -> tuple[Load, dict[tuple[str, str], DrafterCounters]]:
+    return Load(0, 0, 1, draining=False), {}
+
+
+def running(disk: Disk, settings: BufferConfig | None = None) -> Recorder:
+    recorder = Recorder(disk, settings or BufferConfig())
+    recorder.start(lambda: nothing()[0], lambda: nothing()[1])
+    return recorder
+
+
+def check_record(record: Record, temperature: float) -> None:
+    """The numbers of `record` are those of a fresh pass."""
+    text = torch.tensor([record.prompt_ids + record.output_ids])
+    with torch.no_grad():
+        logits = TARGET.model(text).logits[0, len(record.prompt_ids) - 1 : -1].double()
+    own = logits.log_softmax(-1).topk(K)
+    assert record.topk_ids == own.indices.tolist()
+    found = torch.tensor(record.topk_log_probs, dtype=torch.float64)
+    torch.testing.assert_close(found, own.values, atol=1e-4, rtol=0)
+    tail = torch.ones(len(logits), dtype=torch.float64)
+    if temperature > 0:
+        tail -= (logits / temperature).softmax(-1).gather(1, own.indices).sum(-1)
+    tails = torch.tensor(record.tail_mass, dtype=torch.float64)
+    torch.testing.assert_close(tails, tail, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_record_tells_the_answer_and_how_it_came_about(temperature: float) -> None:
+    disk = Disk()
+    sampling = SamplingConfig(temperature=temperature, top_p=0.95)
+    with serving(TARGET, draft, disk=disk) as engine:
+        jobs = [job(p, 9 + n, sampling=sampling, row=n) for n, p in enumerate(PROMPTS)]
+        clients = answers(engine, *jobs)
+        counters = engine.counters()
+    assert len(disk.entries) == 4
+    by_row = {entry.record.row: entry for entry in disk.entries}
+    for number, client in enumerate(clients):
+        record = by_row[number].record
+        assert record.prompt_ids == PROMPTS[number]
+        assert record.output_ids == client.ids
+        assert (record.sampler, record.sampler_version) == ("speculative", START)
+        assert record.sampling["temperature"] == temperature
+        assert record.sampling["top_p"] == 0.95
+        assert (by_row[number].route, by_row[number].version) == ("default", START)
+        check_record(record, temperature)
+        assert record.proposals is not None
+        assert record.rejected is not None
+        refused = [
+            (proposed, token)
+            for proposed, token, gone in zip(
+                record.proposals, record.output_ids, record.rejected, strict=True
+            )
+            if gone
+        ]
+        assert all(proposed != token for proposed, token in refused)
+        kept = sum(
+            p == t and not r
+            for p, t, r in zip(record.proposals, record.output_ids, record.rejected, strict=True)
+        )
+        assert kept <= client.speculation.accepted
+    assert len({entry.record.seed for entry in disk.entries}) == 4
+    total = sum(row.tokens for row in disk.counts)
+    assert total == counters.generated_tokens
+    assert disk.loads[-1] == (0, 0)
+
+
+def test_a_record_of_a_stopped_answer_ends_where_the_answer_does() -> None:
+    disk = Disk()
+    sampling = SamplingConfig(temperature=2.0)
+
+    def pairs(ids: list[int]) -> str:
+        return "".join(f"{token:02x}" for token in ids if token < 256)
+
+    with serving(TARGET, draft, disk=disk, decode=pairs) as engine:
+        (whole,) = answers(engine, job(PROMPTS[1], 20, seed=1, sampling=sampling))
+        stop = whole.text[9:14]
+        (client,) = answers(
+            engine, job(PROMPTS[1], 20, seed=1, sampling=sampling, stops=(stop,), row=0)
+        )
+    record = disk.entries[-1].record
+    assert record.output_ids == client.ids
+    assert len(client.ids) < 20
+    check_record(record, 2.0)
+
+
+def test_nothing_of_who_opted_out_is_written_but_it_is_counted() -> None:
+    disk = Disk()
+    with serving(TARGET, draft, disk=disk) as engine:
+        out = [job(PROMPTS[0], 8, records=False) for _ in range(5)]
+        answers(engine, *out, job(PROMPTS[1], 8))
+    (kept,) = disk.entries
+    assert kept.record.prompt_ids == PROMPTS[1]
+    assert sum(row.requests for row in disk.counts) == 6
+    recorder = running(disk)
+    recorder.offer(answered(records=False))
+    recorder.stop()
+    assert len(disk.entries) == 1
+    assert recorder.dropped == 0
+
+
+def test_a_broken_off_answer_is_not_recorded() -> None:
+    disk = Disk()
+    with serving(TARGET, draft, disk=disk) as engine:
+        (client,) = ask(engine, job(PROMPTS[0], 80))
+        assert client.started.wait(30)
+        engine.cancel([0])
+        client.wait()
+    assert disk.entries == []
+    assert sum(row.requests for row in disk.counts) == 1
+
+
+def test_a_fraction_of_the_answers_is_recorded() -> None:
+    disk = Disk()
+    recorder = Recorder(disk, BufferConfig(fraction=0.25))
+    taken = Counter(recorder.takes(job([1])) for _ in range(4000))
+    assert 850 < taken[True] < 1150
+    assert not any(recorder.takes(job([1], records=False)) for _ in range(100))
+    none = Recorder(disk, BufferConfig(fraction=0.0))
+    assert not any(none.takes(job([1])) for _ in range(100))
+
+
+def test_records_are_written_together_and_what_finds_no_room_is_dropped() -> None:
+    disk = Disk()
+    disk.open.clear()
+    recorder = running(disk, BufferConfig(queue=100))
+    recorder.offer(answered(0))
+    until(lambda: recorder._queue.empty())  # the thread waits for the disk with the first batch
+    pause = threading.Event()
+    pause.wait(0.5)
+    for number in range(1, 131):
+        recorder.offer(answered(number))
+    assert recorder.dropped == 30
+    disk.open.set()
+    recorder.stop()
+    assert [entry.record.seed for entry in disk.entries] == list(range(101))
+    assert max(disk.batches) == BATCH
+    assert len(disk.batches) <= 3
+
+
+def test_a_disk_that_refuses_costs_records_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = Disk(fails=OSError(28, "No space left on device"))
+    with serving(TARGET, draft, disk=disk) as engine:
+        clients = answers(engine, *[job(p, 8, sampling=GREEDY) for p in PROMPTS])
+        assert {client.reason for client in clients} == {"length"}
+        until(lambda: engine.counters().records_dropped == 4)
+        first = engine.counters().generated_tokens
+        disk.fails = None
+        answers(engine, job(PROMPTS[0], 8))
+        until(lambda: len(disk.entries) == 1)
+    assert caplog.text.count("No space left on device") == 1
+    assert "can be written again" in caplog.text
+    assert sum(row.tokens for row in disk.counts) == first + 8  # counts wait for the disk
+
+
+def test_without_ids_a_record_has_none() -> None:
+    disk = Disk()
+    with serving(TARGET, draft, disk=disk, buffer=BufferConfig(top_k=0)) as engine:
+        answers(engine, job(PROMPTS[0], 8))
+    assert disk.entries[0].record.topk_ids is None
+    assert disk.entries[0].record.proposals is not None
+
+
+def test_fewer_ids_than_clients_may_ask_for_are_refused_by_name() -> None:
+    with (
+        pytest.raises(ValueError, match=r"online.buffer.top_k must be .* serve.top_logprobs = 5"),
+        serving(TARGET, draft, disk=Disk(), buffer=BufferConfig(top_k=4)),
+    ):
+        pass
+
+
+def test_an_entry_holds_what_was_proposed_in_the_place_of_each_token() -> None:
+    found = entry(answered(3))
+    assert found.record.proposals == [7, 8]
+    assert found.record.rejected == [False, True]
+    assert (found.route, found.version, found.seconds) == ("default", "v1", 100.0)
+    cut = entry(replace(answered(3), output_ids=[7]))
+    assert cut.record.proposals == [7]
+
+
+def test_counts_are_told_as_what_came_since() -> None:
+    before = DrafterCounters(requests=1, tokens=10, rounds=4, drafted=12, accepted=6, tested=8)
+    now = replace(before, requests=3, tokens=25, tested=20, acceptance=9.5)
+    row = served("code", "v2", now, before)
+    assert (row.route, row.version) == ("code", "v2")
+    assert (row.requests, row.tokens, row.rounds, row.drafted) == (2, 15, 0, 0)
+    assert (row.tested, row.acceptance) == (12, 9.5)
+
+
+def test_the_real_buffer_holds_what_was_served_and_no_trace_of_who_opted_out(
+    tmp_path: Path,
+) -> None:
+    buffer = Buffer(tmp_path / "traffic.db", BufferConfig(top_k=K))
+    secret, open_ = [251, 3, 199, 77, 12, 254, 90, 41], [33, 250, 7, 201, 66, 154, 9, 240]
+    with serving(TARGET, draft, disk=buffer) as engine:
+        answers(
+            engine, job(secret, 9, records=False), job(open_, 9), job(open_, 4, route="default")
+        )
+        written = engine.counters().drafters["default", START]
+    stored = [
+        found
+        for held_out in (True, False)
+        for found in buffer.newest("default", 9, held_out=held_out)
+    ]
+    assert [found.record.prompt_ids for found in stored] == [open_] * 2
+    check_record(next(found.record for found in stored if len(found.record.output_ids) == 9), 1.0)
+    (counts,) = buffer.served("default")
+    assert (counts.requests, counts.tokens) == (written.requests, written.tokens) == (3, 22)
+    load = buffer.load()
+    assert load is not None
+    assert (load.queued, load.running) == (0, 0)
+    files = b"".join(path.read_bytes() for path in tmp_path.iterdir() if path.is_file())
+    buffer.close()
+    for ids, is_there in ((open_, True), (secret, False)):
+        forms = [np.array(ids, dtype=kind).tobytes() for kind in ("<i4", "<i8", "<u2", "u1")]
+        forms += [", ".join(map(str, ids)).encode(), ",".join(map(str, ids)).encode()]
+        assert any(form in files for form in forms) == is_there

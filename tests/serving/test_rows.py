@@ -1,0 +1,127 @@
+"""What a round brings reaches counts, drafters and listeners, each thing once."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from draftkit.config import GateConfig
+from draftkit.decoding.decoder import Decoder
+from draftkit.serving import rows as rows_module
+from draftkit.serving.answers import Answer, begin
+from draftkit.serving.drafters import Drafters, Route
+from draftkit.serving.jobs import Job
+from draftkit.serving.rows import Rows
+from tests import tiny
+from tests.serving.running import GREEDY, Client, Shelf, bytes_text, job
+
+TARGET, DRAFT = tiny.pair()
+PROMPT = tiny.prompts([6])[0]
+
+
+class Stand:
+    """Rows without an engine, whose drafter is version v000001."""
+
+    def __init__(self, slots: int = 3) -> None:
+        self.shelf = Shelf()
+        self.shelf.publish(DRAFT.weights())
+        route: Any = Route("default", lambda: copy.deepcopy(DRAFT), self.shelf)
+        self.drafters = Drafters([route], GateConfig())
+        self.decoder = Decoder(TARGET, slots=slots, capacity=96)
+        self.drafters.attach(self.decoder)
+        self.drafters.poll()
+        self.rows = Rows(self.decoder, self.drafters, None, gamma=3)
+        self.served = lambda: self.drafters.routes["default"].current.served
+        self.joined = 0
+
+    def join(self, one: Job) -> tuple[Client, Answer]:
+        client = Client(one)
+        answer = begin(self.joined, one, client, decode=bytes_text, seed=1, now=0.0)
+        self.joined += 1
+        self.rows.join(answer)
+        return client, answer
+
+    def finish(self) -> None:
+        while len(self.rows):
+            self.rows.round()
+
+
+def test_acceptance_of_unseeded_answers_under_one_version_is_observed() -> None:
+    stand = Stand()
+    client, _ = stand.join(job(PROMPT, 12, sampling=GREEDY))
+    stand.join(job(PROMPT, 12, seed=4))
+    stand.finish()
+    assert list(stand.served().tested) == [client.speculation.tested]
+    assert list(stand.served().acceptance) == [client.speculation.acceptance]
+
+
+def test_an_answer_of_two_versions_speaks_for_neither() -> None:
+    stand = Stand()
+    stand.join(job(PROMPT, 40))
+    stand.rows.round()
+    stand.shelf.publish(TARGET.weights())
+    stand.drafters.poll()
+    stand.finish()
+    assert stand.served().positions == 0
+    keys = {version for _, version in stand.rows.counting.drafters()}
+    assert keys == {"v000001", "v000002"}
+
+
+def test_rows_share_the_time_of_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand()
+    ticks = iter(range(1000))
+    stand.join(job(PROMPT, 9, sampling=GREEDY))
+    stand.join(job(PROMPT, 9, sampling=GREEDY))
+    monkeypatch.setattr(rows_module.time, "perf_counter", lambda: float(next(ticks)))
+    stand.rows.round()
+    (tally,) = stand.rows.counting.drafters().values()
+    assert tally.seconds == 1.0
+    assert tally.rounds == 2
+
+
+def test_an_answer_that_ended_before_its_round_failed_ends_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand = Stand()
+    done, _ = stand.join(job(PROMPT, 1))
+    other, _ = stand.join(job(PROMPT, 9))
+    leave = stand.rows._leave
+
+    def failing(slots: Any) -> None:
+        monkeypatch.setattr(stand.rows, "_leave", leave)
+        raise RuntimeError("between the end of an answer and its leaving")
+
+    monkeypatch.setattr(stand.rows, "_leave", failing)
+    stand.rows.round()
+    assert (done.reason, other.reason) == ("length", "error")
+    assert len(stand.rows) == 0
+    assert stand.decoder.free_slots == 3
+    assert stand.rows.errors_in_a_row == 1
+    client, _ = stand.join(job(PROMPT, 4))
+    stand.finish()
+    assert client.reason == "length"
+    assert stand.rows.errors_in_a_row == 0
+
+
+def test_an_answer_that_cannot_join_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
+    stand = Stand()
+    good, _ = stand.join(job(PROMPT, 5))
+    bad, _ = stand.join(job(PROMPT, 500))
+    assert bad.reason == "error"
+    stand.finish()
+    assert good.reason == "length"
+
+
+def test_a_listener_that_failed_is_not_called_again(caplog: pytest.LogCaptureFixture) -> None:
+    stand = Stand()
+    calls: list[int] = []
+
+    def broken(_: object) -> None:
+        calls.append(1)
+        raise OSError("gone")
+
+    one = job(PROMPT, 50)
+    stand.rows.join(begin(0, one, broken, decode=bytes_text, seed=1, now=0.0))
+    stand.rows.round()
+    assert len(stand.rows) == 0
+    assert calls == [1]

@@ -1,0 +1,97 @@
+"""The tokenizer behind a server."""
+
+import threading
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from draftkit.serving.texts import Offsets, Texts, readable
+from tests.serving.fakes import chat_tokenizer
+from tests.tiny import END, VOCAB_SIZE, byte_tokenizer
+
+TEXT = "Grüße, 猫!"
+
+
+@pytest.fixture(scope="module")
+def texts() -> Texts:
+    return Texts(chat_tokenizer(), VOCAB_SIZE)
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with a space before them, and bytes for what is no word."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁Hi", "▁you", "!"]
+    model = models.BPE(
+        vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+def test_text_to_ids_and_back(texts: Texts) -> None:
+    ids = texts.encode(TEXT)
+    assert len(ids) == len(TEXT.encode())
+    assert texts.decode(ids) == TEXT
+
+
+def test_tokens_of_bytes_are_their_bytes(texts: Texts) -> None:
+    assert b"".join(map(texts.token_bytes, texts.encode(TEXT))) == TEXT.encode()
+
+
+def test_tokens_of_sentencepiece_keep_their_spaces_and_bytes() -> None:
+    tokenizer = sentencepiece_tokenizer()
+    texts = Texts(tokenizer, len(tokenizer))
+    ids = tokenizer.convert_tokens_to_ids(["▁Hi", "▁you", "<0xC3>", "<0xBC>", "!"])
+    assert [texts.token_bytes(i) for i in ids] == [b" Hi", b" you", b"\xc3", b"\xbc", b"!"]
+    assert Offsets(texts).push(ids) == [0, 3, 7, 7, 8]
+    assert texts.longest_token == 5  # <unk>, as it is a name
+
+
+def test_a_special_token_shows_its_name_and_takes_no_room(texts: Texts) -> None:
+    end = byte_tokenizer().convert_tokens_to_ids(END)
+    assert texts.token_bytes(end) == END.encode()
+    ids = [*texts.encode("a"), end, *texts.encode("b")]
+    assert Offsets(texts).push(ids) == [0, 1, 1]
+    assert texts.decode(ids) == "ab"
+
+
+def test_offsets_count_whole_characters_in_any_pieces(texts: Texts) -> None:
+    ids = texts.encode(TEXT)
+    whole = Offsets(texts, start=10).push(ids)
+    assert whole[:5] == [10, 11, 12, 12, 13]
+    assert whole[-1] == 10 + len(TEXT) - 1
+    pieces = Offsets(texts, start=10)
+    assert [place for i in ids for place in pieces.push([i])] == whole
+
+
+def test_readable_bytes() -> None:
+    assert readable("ü".encode()) == "ü"
+    assert readable(b"\xc3") == "bytes:\\xc3"
+
+
+def test_a_chat_follows_the_template(texts: Texts) -> None:
+    ids = texts.chat([{"role": "user", "content": "Hi"}])
+    assert texts.decode(ids) == "user: Hi\nassistant: "
+
+
+def test_a_chat_without_a_template_or_against_it_is_refused(texts: Texts) -> None:
+    with pytest.raises(ValueError, match="no chat template: use /v1/completions"):
+        Texts(byte_tokenizer(), VOCAB_SIZE).chat([{"role": "user", "content": "Hi"}])
+    with pytest.raises(ValueError, match=r"refuses the messages \(no tools here\)"):
+        texts.chat([{"role": "tool", "content": "Hi"}])
+
+
+def test_many_threads_may_encode(texts: Texts) -> None:
+    found: list[list[int]] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(texts.encode(TEXT * 50))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [texts.encode(TEXT * 50)] * 8

@@ -1,0 +1,56 @@
+"""Weights from outside are taken in the drafter's form, or not at all."""
+
+import pytest
+import torch
+
+from draftkit.serving.weights import fitted, same
+
+
+def own() -> dict[str, torch.Tensor]:
+    shared = torch.zeros(4, 3, dtype=torch.bfloat16)
+    return {"embed": shared, "head": shared, "scale": torch.ones(3), "steps": torch.tensor(3)}
+
+
+def given(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    made = {"embed": torch.rand(4, 3), "scale": torch.rand(3).double(), "steps": torch.tensor(5)}
+    return made | changes
+
+
+def test_weights_come_in_the_drafters_precision_and_tied_ones_under_each_name() -> None:
+    new = given()
+    found = fitted(own(), new)
+    assert set(found) == set(own())
+    assert found["embed"].dtype == torch.bfloat16
+    assert torch.equal(found["head"], new["embed"].bfloat16())
+    assert found["scale"].dtype == torch.float32
+    assert found["steps"] == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"more": torch.ones(1)}, "has no more"),
+        ({"scale": torch.ones(4)}, r"scale is \[4\], the drafter's \[3\]"),
+        ({"scale": torch.ones(3).long()}, "scale holds torch.int64"),
+        ({"scale": torch.tensor([1.0, torch.inf, 0.0])}, "scale holds numbers that are not finite"),
+        ({"embed": torch.full((4, 3), 3.4e38)}, "embed holds numbers that are not finite"),
+    ],
+)
+def test_other_weights_are_refused_by_name(changes: dict[str, torch.Tensor], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        fitted(own(), given(**changes))
+
+
+def test_missing_weights_are_refused_by_name() -> None:
+    made = given()
+    del made["scale"]
+    with pytest.raises(ValueError, match="scale is missing"):
+        fitted(own(), made)
+
+
+def test_one_bit_makes_a_difference() -> None:
+    mine = {"a": torch.rand(5), "b": torch.rand(2)}
+    other = {name: tensor.clone() for name, tensor in mine.items()}
+    assert same(mine, other)
+    other["b"][1] = torch.nextafter(other["b"][1], torch.tensor(2.0))
+    assert not same(mine, other)

@@ -1,0 +1,145 @@
+"""The command that serves: a process of its own, its folder, its end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from draftkit.models.loading import save_model
+from draftkit.online.registry import Registry
+from draftkit.serving.connections import listen
+from pipelines.configuration import compose_config
+from pipelines.serve import KEY_VARIABLE, answered_at, api_key, serve
+from pipelines.service import buffer_of
+from tests import tiny
+from tests.launching import ROOT
+from tests.serving.fakes import ask, chat_tokenizer, completion, wait_for
+from tests.tiny import byte_tokenizer
+
+STARTING = 60  # seconds for a process to come up beside others
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A pair on disk, as the overrides that name it."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = tiny.model()
+    save_model(target, chat_tokenizer(), folder / "target")
+    save_model(tiny.related(target), byte_tokenizer(), folder / "draft")
+    return [f"target.path={folder / 'target'}", f"draft.path={folder / 'draft'}"]
+
+
+def overrides(pair: list[str], root: Path, *more: str) -> list[str]:
+    fixed = ["serve.port=0", "hardware.device=cpu", "hardware.threads=1", "decode.compile='false'"]
+    return [*pair, f"root={root}", "name=served", *fixed, *more]
+
+
+@contextmanager
+def running(
+    arguments: list[str], **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The command in a process; its address, once it has told it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipelines.serve", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    clock = threading.Timer(STARTING, process.kill)
+    clock.start()
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        clock.cancel()
+        assert " answers at http://127.0.0.1:" in line, process.communicate()
+        yield line.rpartition("http://")[2].removesuffix("/v1\n"), process
+    finally:
+        clock.cancel()
+        process.kill()
+        process.communicate()
+
+
+def test_a_server_from_start_to_end(pair: list[str], tmp_path: Path) -> None:
+    """Serves, records, drains on SIGTERM, and begins again with what its folder holds."""
+    arguments = overrides(pair, tmp_path, "serve.model_name=mine", "online.routes=[default,code]")
+    folder = tmp_path / "served" / "service"
+    with running(arguments, **{KEY_VARIABLE: "secret"}) as (address, process):
+        key = {"authorization": "Bearer secret"}
+        assert ask(address, "/v1/models").status == 401
+        assert ask(address, "/v1/models", headers=key).json["data"][0]["id"] == "mine"
+        body = completion(model="mine", max_tokens=5)
+        made = ask(address, "/v1/completions", body, key).json
+        assert made["speculative"]["drafter_version"] == "v000001"
+        chat = {"model": "mine", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+        code = {**key, "x-draftkit-route": "code"}
+        assert ask(address, "/v1/chat/completions", chat, code).status == 200
+        for route in ("default", "code"):
+            found = Registry(folder / "drafters", route).current()
+            assert found is not None
+            assert found.name == "v000001"
+        long = completion(model="mine", max_tokens=900, prompt="a" * 5)
+        assert ask(address, "/v1/completions", long, key).status == 400  # the model holds 128
+        long["max_tokens"] = 100
+        with ThreadPoolExecutor(1) as pool:
+            last = pool.submit(ask, address, "/v1/completions", long, key)
+            wait_for(
+                lambda: (
+                    b'running{model_name="mine"} 1' in ask(address, "/metrics", headers=key).body
+                ),
+                2,
+            )
+            process.send_signal(signal.SIGTERM)
+            assert last.result().status == 200
+        out, errors = process.communicate(timeout=30)
+        assert (process.returncode, out, errors) == (0, "", "")
+    config = compose_config(arguments)
+    buffer = buffer_of(config)
+    stored = [
+        entry for held in (True, False) for entry in buffer.newest("default", 9, held_out=held)
+    ]
+    buffer.close()
+    assert sorted(len(entry.record.output_ids) for entry in stored) == [5, 100]
+    with running(arguments) as (address, process):
+        assert ask(address, "/health").status == 200
+        assert len(Registry(folder / "drafters", "default").versions()) == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+
+
+def test_a_port_in_use_ends_at_once(pair: list[str], tmp_path: Path) -> None:
+    """With a ValueError, which `run_command` tells in one line; no model is loaded before it."""
+    with listen("127.0.0.1", 0, stalled_seconds=1) as taken:
+        port = taken.getsockname()[1]
+        config = compose_config(overrides(pair, tmp_path, f"serve.port={port}"))
+        with pytest.raises(ValueError, match=rf"serve\.port={port} \(Address already in use\)"):
+            serve(config)
+    assert not (tmp_path / "served").exists()
+
+
+def test_an_empty_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, " ")
+    with pytest.raises(ValueError, match="DRAFTKIT_API_KEY is empty"):
+        api_key()
+    monkeypatch.setenv(KEY_VARIABLE, "word ")
+    assert api_key() == "word"
+    monkeypatch.delenv(KEY_VARIABLE)
+    assert api_key() is None
+
+
+def test_a_server_is_not_swept() -> None:
+    with pytest.raises(ValueError, match="cannot be swept"):
+        serve(compose_config(["+experiment=serve"]), "swept")
+
+
+def test_an_address_as_a_url() -> None:
+    assert answered_at(("127.0.0.1", 80)) == "http://127.0.0.1:80"
+    assert answered_at(("::1", 80, 0, 0)) == "http://[::1]:80"

@@ -161,7 +161,8 @@ class Captured:
         for tensor, value in zip(written, kept, strict=True):
             tensor.copy_(value)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        # Other threads may use the device meanwhile: a server reads new weights beside its rounds.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._outputs = function(places, self._inputs)
 
     def __call__(self, inputs: Any) -> Any:

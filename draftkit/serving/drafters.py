@@ -87,6 +87,7 @@ class Route:
         self.before: tuple[Version, Served] | None = None  # what a version on trial replaced
         self.refused: set[str] = set()
         self.seen: Hashable = None  # the pointers that have been followed
+        self.trouble = ""  # with the registry, as it was told
 
     @property
     def roles(self) -> list[Role]:
@@ -192,10 +193,13 @@ class Drafters:
                 try:
                     self._follow(route, route.registry, route.candidate)
                     self._judge(route, route.registry, route.candidate)
+                    route.trouble = ""
                 except _Stopped:
                     return
-                except Exception:  # a registry out of reach must not end the watching
-                    log.exception("route %s: its registry could not be followed", route.name)
+                except Exception as error:  # a registry out of reach is tried again, and told once
+                    if str(error) != route.trouble:
+                        log.exception("route %s: its registry cannot be followed", route.name)
+                    route.trouble = str(error)
 
     def _watch(self) -> None:
         while not self._stopping.wait(self._poll_seconds):
@@ -212,11 +216,8 @@ class Drafters:
             self._replace(route, registry, current)
         if tried is None or (current is not None and tried.name == current.name):
             route.tries = False
-        elif self._is_new(route, candidate, tried):
-            route.tries = False
-            self._try(route, registry, candidate, tried)
         else:
-            route.tries = tried.name not in route.refused
+            self._try(route, registry, candidate, tried)
         route.seen = pointers
 
     def _is_new(self, route: Route, role: Role, version: Version) -> bool:
@@ -237,13 +238,18 @@ class Drafters:
 
     def _try(self, route: Route, registry: Registry, role: Role, version: Version) -> None:
         """Let `version` have its share of the rows, or all of them where nothing is tried first."""
-        if not self._load(route, registry, role, version):
+        is_new = self._is_new(route, role, version)
+        if is_new:
+            route.tries = False
+            self._load(route, registry, role, version)
+        if version.name in route.refused:
             registry.withdraw(version.name, reason="refused by the server: its weights do not fit")
         elif self._gate.canary_fraction == 0:
             registry.promote(version.name)
         else:
-            with self._lock:
-                route.current.served = Served()  # both see the same traffic from now on
+            if is_new:
+                with self._lock:
+                    route.current.served = Served()  # both see the same traffic from now on
             route.tries = True
 
     def _load(self, route: Route, registry: Registry, role: Role, version: Version) -> bool:
@@ -307,11 +313,11 @@ class Drafters:
             verdict = self._verdict(candidate, route.current.served)
             if verdict is None:
                 return
-            route.tries = False
             if verdict.stays:
                 registry.promote(candidate.version.name)
             else:
                 registry.withdraw(candidate.version.name, reason=verdict.reason)
+            route.tries = False
             self._tell(route, candidate.version, verdict)
             self._follow(route, registry, candidate)
         elif route.before is not None and route.current.version is not None:
@@ -319,9 +325,9 @@ class Drafters:
             verdict = self._verdict(route.current, served)
             if verdict is None:
                 return
-            route.before = None
             if not verdict.stays:
                 registry.rollback(before.name, reason=verdict.reason)
+            route.before = None
             self._tell(route, version, verdict)
             self._follow(route, registry, candidate)
 

@@ -288,6 +288,37 @@ def test_a_candidate_is_promoted_at_once_where_nothing_is_tried_first() -> None:
         assert shelf.told == [("promote", name)]
 
 
+@pytest.mark.parametrize("event", ["promote", "withdraw", "refused", "at once"])
+def test_a_registry_that_cannot_be_written_is_written_later(
+    event: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Shelf()
+    shelf.publish(WEIGHTS)
+    gate = GateConfig(canary_fraction=0.0) if event == "at once" else GATE
+    weights = {"promote": EXACT, "at once": EXACT, "withdraw": noisy(3.0), "refused": None}
+    full: list[str] = []
+
+    def failing(name: str, **_: str) -> None:
+        full.append(name)
+        raise OSError(28, "No space left on device")
+
+    with serving(TARGET, draft, registries={"default": shelf}, gate=gate, slots=8) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(shelf, "promote", failing)
+            patch.setattr(shelf, "withdraw", failing)
+            name = shelf.publish(weights[event], canary=True)
+            for _ in range(40):
+                served(engine, 8)
+                if len(full) > 2:
+                    break
+            assert len(full) > 2
+        until(lambda: shelf.tried is None)
+        told = "promote" if weights[event] is EXACT else "withdraw"
+        assert shelf.told[0][:2] == (told, name)
+        until(lambda: engine.versions()["default"] == shelf.now)
+    assert caplog.text.count("cannot be followed") == 1
+
+
 def test_routes_have_their_own_drafters() -> None:
     shelves = {"default": Shelf(), "code": Shelf()}
     with serving(TARGET, draft, registries=shelves) as engine:

@@ -1,0 +1,123 @@
+"""Under load: throughput, fairness, what recording costs, and for how long a swap holds rounds.
+
+Ratios of neighbours in time, medians of them: other work on the machine hits both sides.
+"""
+
+import copy
+import statistics
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from draftkit.config import BufferConfig, SamplingConfig
+from draftkit.models.adapter import Adapter
+from draftkit.online.buffer import Buffer
+from draftkit.serving.engine import Engine
+from tests import tiny
+from tests.serving.running import Shelf, answers, job, serving, until
+
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+TARGET, DRAFT = tiny.pair(**SHAPE, noise=0.05)
+PROMPTS = tiny.prompts([12] * 32)
+SAMPLING = SamplingConfig(temperature=0.8)
+NEW = 32
+
+
+def draft() -> Adapter:
+    return copy.deepcopy(DRAFT)
+
+
+def run(engine: Engine, clients: int, each: int) -> tuple[float, list[list[float]]]:
+    """Requests a second of so many clients at once, and how long each of theirs took."""
+    waits: list[list[float]] = [[] for _ in range(clients)]
+    failures: list[BaseException] = []
+
+    def client(number: int) -> None:
+        try:
+            for _ in range(each):
+                started = time.monotonic()
+                (found,) = answers(engine, job(PROMPTS[number], NEW, sampling=SAMPLING))
+                waits[number].append(time.monotonic() - started)
+                assert found.reason == "length"
+                assert len(found.ids) == NEW
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    return clients * each / (time.monotonic() - started), waits
+
+
+@pytest.mark.soak
+def test_many_clients_are_served_at_twice_the_rate_of_one_and_fairly() -> None:
+    with serving(TARGET, draft, slots=16, queue=64) as engine:
+        run(engine, 16, 1)
+        ratios = []
+        for _ in range(3):
+            single, _ = run(engine, 1, 6)
+            many, _ = run(engine, 32, 3)
+            ratios.append(many / single)
+        assert statistics.median(ratios) >= 2
+        _, waits = run(engine, 32, 20)
+        assert engine.counters().errors == 0
+    totals = [sum(wait) for wait in waits]  # of 20 requests: mates in the same queue
+    assert max(totals) <= 2 * statistics.median(totals)
+    for turn in range(20):
+        batch = [wait[turn] for wait in waits]
+        assert max(batch) <= 2 * statistics.median(batch) + 0.5
+
+
+@pytest.mark.soak
+def test_recording_costs_at_most_three_hundredths_of_the_processor(tmp_path: Path) -> None:
+    """By processor time, which other work on the machine moves less than the rate."""
+    buffer = Buffer(tmp_path / "traffic.db", BufferConfig())
+    ids = BufferConfig().top_k
+    with (
+        serving(TARGET, draft, slots=16, queue=64, top_logprobs=ids) as bare,
+        serving(
+            TARGET, draft, slots=16, queue=64, top_logprobs=ids, disk=buffer, buffer=BufferConfig()
+        ) as recording,
+    ):
+        ratios = []
+        for _ in range(12):
+            spent = []
+            for engine in (bare, recording):
+                started = time.process_time()
+                run(engine, 32, 2)
+                spent.append(time.process_time() - started)
+            ratios.append(spent[1] / spent[0])
+    buffer.close()
+    assert statistics.median(ratios[2:]) <= 1.03
+
+
+@pytest.mark.soak
+def test_a_swap_holds_the_rounds_for_less_than_one_of_them() -> None:
+    shelf = Shelf()
+    weights = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
+    with serving(TARGET, draft, slots=16, queue=64, registries={"default": shelf}) as engine:
+        rounds: list[float] = []
+        step = engine._rows.round
+
+        def timed() -> None:
+            started = time.perf_counter()
+            step()
+            rounds.append(time.perf_counter() - started)
+
+        engine._rows.round = timed
+        swaps = []
+        load = threading.Thread(target=run, args=(engine, 32, 8))
+        load.start()
+        while load.is_alive():
+            name = shelf.publish(weights)
+            until(lambda name=name: engine.versions()["default"] == name)
+            swaps.append(engine.counters().last_swap_seconds)
+        load.join()
+    assert len(swaps) >= 20
+    assert statistics.median(swaps) < statistics.median(rounds)

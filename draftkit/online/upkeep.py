@@ -1,10 +1,10 @@
 """What stays in the traffic buffer: retention by time, and room by bytes.
 
 Every route has an equal share of the room. Its newest records fill one part of the share; what no
-longer fits there is aged, and of all aged ones a uniform sample fills the other part. Whether an
-aged record is in the sample is a number drawn for its id: it stays while that is below the
-route's bar, and the bar falls until all below it fit. So every aged record had the same chance,
-however large it is and whenever it came. This module knows the tables, not what is in a record.
+longer fits there is aged, and of all aged ones a uniform sample fills the other part: those with
+the lowest of the numbers that are drawn for their ids, as many as fit. Who is out has been beaten
+by ones that are still there or have expired, so every aged record has the same chance, however
+large it is and whenever it came. This module knows the tables, not what is in a record.
 """
 
 import hashlib
@@ -21,8 +21,6 @@ CREATE TABLE IF NOT EXISTS records (
     checksum BLOB NOT NULL, content BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS records_by_route ON records (route, id, split, size);
 CREATE INDEX IF NOT EXISTS records_by_time ON records (kept);
-CREATE TABLE IF NOT EXISTS routes (
-    route TEXT PRIMARY KEY, aged INTEGER NOT NULL DEFAULT 0, bar REAL NOT NULL DEFAULT 1);
 CREATE TABLE IF NOT EXISTS served (
     route TEXT NOT NULL, version TEXT NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL,
     rounds INTEGER NOT NULL, drafted INTEGER NOT NULL, accepted INTEGER NOT NULL,
@@ -48,19 +46,10 @@ def fitting(rows: Iterable[tuple[int, int]], room: float) -> int:
     return count
 
 
-def lowered(rows: Sequence[tuple[int, int]], bar: float, room: float) -> float:
-    """The bar of a reservoir whose aged records are `rows` (id, bytes).
-
-    It falls to the first draw that does not fit. Where less than half of the room is used, as when
-    traffic has become less and old records have expired, it rises again, twofold at most: newer
-    records then stand in for the expired.
-    """
-    drawn = sorted((draw(record_id), size) for record_id, size in rows)
-    below = [(0, size) for value, size in drawn if value < bar]
-    count = fitting(below, room)
-    if count < len(below):
-        return drawn[count][0]
-    return min(1.0, 2 * bar) if sum(size for _, size in below) < room / 2 else bar
+def unsampled(rows: Sequence[tuple[int, int]], room: float) -> list[int]:
+    """Of aged records `rows` (id, bytes), the ids that are not in a reservoir of `room` bytes."""
+    drawn = sorted(rows, key=lambda row: draw(row[0]))
+    return [record_id for record_id, _ in drawn[fitting(drawn, room) :]]
 
 
 def _delete(database: Database, ids: Sequence[int]) -> None:
@@ -93,20 +82,13 @@ def _room(connection: sqlite3.Connection, most_bytes: float) -> float:
 def bound(database: Database, *, most_bytes: float, reservoir_fraction: float) -> int:
     """Age and delete until the file fits into `most_bytes`; how many records went."""
     gone: list[int] = []
-    # What is decided is stored before anything goes: a kill in between changes nothing.
-    with database.writing() as connection:
+    with database.reading() as connection:
         routes = [row[0] for row in connection.execute("SELECT DISTINCT route FROM records")]
         share = _room(connection, most_bytes) / max(1, len(routes))
         for route in routes:
             query = "SELECT id, size FROM records WHERE route = ? ORDER BY id DESC"
             rows = connection.execute(query, (route,)).fetchall()
-            query = "SELECT aged, bar FROM routes WHERE route = ?"
-            aged, bar = connection.execute(query, (route,)).fetchone() or (0, 1.0)
-            fits = fitting(rows, (1 - reservoir_fraction) * share)
-            aged = max(aged, rows[fits][0] if fits < len(rows) else 0)
-            old = [row for row in rows if row[0] <= aged]
-            bar = lowered(old, bar, reservoir_fraction * share)
-            connection.execute("REPLACE INTO routes VALUES (?, ?, ?)", (route, aged, bar))
-            gone += [record_id for record_id, _ in old if draw(record_id) >= bar]
+            recent = fitting(rows, (1 - reservoir_fraction) * share)
+            gone += unsampled(rows[recent:], reservoir_fraction * share)
     _delete(database, gone)
     return len(gone)

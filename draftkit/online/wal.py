@@ -96,9 +96,7 @@ def inspect(path: str | Path) -> LogState:
     frames = content[_HEADER : _HEADER + count * (page + _FRAME)].reshape(count, page + _FRAME)
     if not count:
         return LogState()
-    # In a damaged header the salts may be what is damaged: then the first frame's, which a use of
-    # the file always writes first.
-    salts = head[16:24] if whole else frames[0, 8:16].tobytes()
+    salts = head[16:24]
     valid, check = 0, _Checksum((page + 8) // 8)
     while whole and valid < count:
         chunk = frames[valid : valid + _CHUNK]

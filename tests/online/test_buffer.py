@@ -156,8 +156,12 @@ def test_appends_are_flushed_before_and_after_a_load_that_is_not(buffer: Buffer)
         with buffer._database.writing(flushed=False):
             pass
         buffer.set_load(queued=0, running=0)
-    with buffer._database.writing(flushed=False) as connection:
-        assert connection.execute("PRAGMA synchronous").fetchone() == (1,)
+    statements: list[str] = []
+    with buffer._database._session() as connection:
+        connection.set_trace_callback(statements.append)
+    buffer.set_load(queued=0, running=0)
+    assert statements[0] == "PRAGMA synchronous=NORMAL"
+    assert statements[-1] == "PRAGMA synchronous=FULL"
 
 
 def test_all_of_an_append_is_stored_or_nothing(buffer: Buffer) -> None:

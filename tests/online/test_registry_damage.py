@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,22 @@ def test_checksums_are_computed_once_while_files_are_unchanged(
     damage(version.path / "model-1.safetensors", "flip")
     with pytest.raises(ValueError, match="deleted or damaged"):
         registry.current()
+
+
+def test_a_kill_within_a_promotion_leaves_no_candidate(registry: Registry) -> None:
+    """The pointer to the current version is written first, the candidate's goes then."""
+    registry.seed(weights(0))
+    second = publish(registry, 1, canary=True)
+    candidate = (registry.path / "candidate").read_bytes()
+    registry.promote("v000002")
+    (registry.path / "candidate").write_bytes(candidate)
+    assert (registry.current(), registry.candidate()) == (second, None)
+
+
+def test_a_name_that_only_a_pointer_remembers_is_not_used_again(registry: Registry) -> None:
+    first, second = chain(registry, 2)
+    shutil.rmtree(second.path)
+    (registry.path / "events.jsonl").unlink()
+    assert registry.current() == first
+    (registry.path / "events.jsonl").unlink()
+    assert publish(registry, 2).name == "v000003"

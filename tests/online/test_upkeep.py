@@ -8,7 +8,7 @@ import pytest
 
 from draftkit.online import upkeep
 from draftkit.online.buffer import Buffer
-from draftkit.online.upkeep import draw, fitting, lowered
+from draftkit.online.upkeep import draw, fitting, unsampled
 from tests.online.traffic import DAY, MARK, Clocks, entries, entry, settings
 
 
@@ -33,31 +33,22 @@ def test_what_fits_is_a_beginning_of_the_rows() -> None:
     assert [fitting(rows, room) for room in (0, 3, 4, 9, 12, 13)] == [0, 0, 1, 2, 3, 4]
 
 
-def test_the_bar_falls_to_the_first_that_does_not_fit() -> None:
+def test_the_reservoir_holds_the_lowest_draws_that_fit() -> None:
     rows = [(number, 10) for number in range(20)]
     order = sorted(range(20), key=draw)
-    assert lowered(rows, 1.0, 70) == draw(order[7])
-    assert lowered(rows, 1.0, 200) == 1.0
-    # Those at or above the bar are as good as gone: they take no room, whatever their draw.
-    assert lowered(rows, draw(order[5]), 70) == draw(order[5])
-
-
-def test_the_bar_rises_again_where_half_of_the_room_is_free() -> None:
-    rows = [(number, 10) for number in range(20)]
-    bar = draw(sorted(range(20), key=draw)[5])
-    assert lowered(rows, bar, 100) == bar
-    assert lowered(rows, bar, 102) == min(1.0, 2 * bar)
-    assert lowered([], 0.9, 100) == 1.0
+    assert unsampled(rows, 70) == order[7:]
+    assert unsampled(rows, 200) == []
+    assert unsampled(rows, 0) == order
 
 
 def stream(*, aged: int, sizes: random.Random, start: int) -> set[int]:
     """Ids in a reservoir after `aged` records came in small parts, as `bound` does it."""
-    bar, rows = 1.0, []
+    rows: list[tuple[int, int]] = []
     for number in range(aged):
         rows.append((start + number, sizes.choice((5, 20))))
         if number % 7 == 0 or number == aged - 1:
-            bar = lowered(rows, bar, 400)
-            rows = [row for row in rows if draw(row[0]) < bar]
+            gone = set(unsampled(rows, 400))
+            rows = [row for row in rows if row[0] not in gone]
     return {record_id for record_id, _ in rows}
 
 
@@ -111,6 +102,7 @@ def test_a_busy_route_does_not_push_out_a_quiet_one(tmp_path: Path) -> None:
     for start in range(0, 600, 100):
         buffer.append(entries(range(start, start + 100), "busy", tokens=40, width=8))
         buffer.maintain()
+        assert file_bytes(buffer) <= 400_000
     assert numbers(buffer, "quiet") == list(range(20))
     assert 20 < len(numbers(buffer, "busy")) < 120
     buffer.close()
@@ -119,7 +111,7 @@ def test_a_busy_route_does_not_push_out_a_quiet_one(tmp_path: Path) -> None:
 def test_a_kill_between_the_deletions_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is decided is stored before anything goes, so that the next upkeep goes on with it."""
+    """The next upkeep comes to the same decision."""
 
     def made(name: str) -> Buffer:
         buffer = Buffer(

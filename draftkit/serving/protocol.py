@@ -18,6 +18,7 @@ from draftkit.config import SamplingConfig
 
 LARGEST_SEED = 2**63 - 1
 MOST_STOPS = 16
+MOST_PROMPTS = 4096  # no longer list is looked through
 _PARTS = ("role", "content", "type", "text")  # of a message, that an error may lie in
 SHOWN = 60  # characters of a wrong value that an error message repeats
 
@@ -158,9 +159,12 @@ class CompletionRequest(GenerationRequest):
     prompt: (
         Text
         | TokenIds
-        | Annotated[list[Text], Field(fail_fast=True, min_length=1)]
-        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
-    ) = Field(description="be a string, token ids, or a list of either, and not empty")
+        | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+        | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+    ) = Field(
+        description=f"be a string, token ids, or a list of at most {MOST_PROMPTS} of either, "
+        "and not empty"
+    )
     echo: bool | None = Field(None, description="be true or false")
     logprobs: int | None = Field(None, ge=0, description="be an integer of at least 0")
     best_of: int | None = Field(None, description="equal n: nothing is ranked")

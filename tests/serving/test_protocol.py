@@ -43,12 +43,12 @@ def test_a_prompt_has_four_forms(prompt: Any, prompts: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [[], [[]], ["a", 1], [1, -1], [1.5], [True], None, {}, 3, "\ud800"]
+    "prompt", [[], [[]], ["a", 1], [1, -1], [1.5], [True], None, {}, 3, "\ud800", ["a"] * 4097]
 )
 def test_any_other_prompt_is_refused(prompt: Any) -> None:
     wrong = refusal(CompletionRequest, completion(prompt=prompt))
     assert wrong.param == "prompt"
-    assert str(wrong).startswith("prompt must be a string, token ids, or a list of either, and not")
+    assert str(wrong).startswith("prompt must be a string, token ids, or a list of at most 4096 of")
 
 
 @pytest.mark.parametrize(

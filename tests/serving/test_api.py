@@ -353,3 +353,29 @@ def test_the_shape_of_whole_answers(address: str) -> None:
     assert set(made) == keys
     assert set(made["choices"][0]) == {"index", "message", "logprobs", "finish_reason"}
     assert json.dumps(made)
+
+
+def test_a_bug_is_told_without_its_details(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def submit(*_: Any) -> list[int]:
+        raise RuntimeError("a detail of the inside")
+
+    engine = FakeEngine()
+    monkeypatch.setattr(engine, "submit", submit)
+    with serving(engine) as address:
+        for streams in (True, False):
+            reply = ask(address, "/v1/completions", completion(stream=streams, prompt="private"))
+            assert (reply.status, reply.error["code"]) == (500, "internal_error")
+            assert b"detail" not in reply.body
+    assert "a detail of the inside" in caplog.text
+    assert "private" not in caplog.text
+
+
+def test_nothing_of_a_request_is_logged(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(0)
+    for body in (completion(prompt="private"), completion(prompt="private", n=0)):
+        ask(address, "/v1/completions", body)
+    ask(address, "/v1/completions", b'{"prompt": "private"')
+    assert "private" not in caplog.text
+    assert "/v1/completions" not in caplog.text

@@ -129,6 +129,12 @@ def test_the_end_waits_for_answers_and_takes_no_more() -> None:
         opened(address)
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
+def test_the_kernel_ends_connections_whose_reader_takes_nothing() -> None:
+    with listen("127.0.0.1", 0, stalled_seconds=1.5) as made:
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1500
+
+
 def test_a_port_in_use_is_named() -> None:
     with listen("127.0.0.1", 0, stalled_seconds=1) as taken:
         port = taken.getsockname()[1]

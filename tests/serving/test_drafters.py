@@ -215,8 +215,12 @@ def test_a_candidate_gets_its_share_of_the_rows_and_never_a_seeded_one() -> None
     first = shelf.publish(WEIGHTS)
     gate = GateConfig(canary_fraction=0.3, canary_tokens=10**9)
     with serving(TARGET, draft, registries={"default": shelf}, gate=gate, slots=8) as engine:
+        served(engine, 8)
+        assert engine.drafters.routes["default"].current.served.positions > 0
         tried = shelf.publish(noisy(0.3), canary=True)
         until(lambda: engine.drafters.routes["default"].tries)
+        # What came before was other traffic: both are judged by what they see from now on.
+        assert engine.drafters.routes["default"].current.served.positions == 0
         versions = served(engine, 160)
         assert 25 < versions.count(tried) < 75
         assert versions.count(first) == 160 - versions.count(tried)
@@ -270,11 +274,11 @@ def test_without_canaries_a_new_version_is_on_trial_after_the_swap(good: bool) -
         route = engine.drafters.routes["default"]
         for _ in range(40):
             served(engine, 8)
-            if route.before is None:
+            if route.before is None or shelf.told:
                 break
         until(lambda: engine.versions()["default"] == (new if good else first))
         assert [told[:2] for told in shelf.told] == ([] if good else [("rollback", first)])
-        served(engine, 8)
+        until(lambda: route.seen == shelf.changes)
         assert route.before is None  # what was rolled back to is not on trial
 
 

@@ -139,7 +139,8 @@ class OnlineConfig:
     recent_fraction: float = 0.5  # of the rows of a step
     anchor_fraction: float = 0.25  # of the rows of a step; the rest is of the reservoir
     most_updates: int | None = None  # null: until told to stop
-    backoff: float = 2.0  # how much longer to wait after an update that was not published
+    worth: float = 0.005  # alpha that an update must gain, lest the next one wait longer
+    backoff: float = 2.0  # how much longer: times this
     backoff_most: float = 16.0
     pause_queue: int = 8  # requests waiting at the server above which training pauses
     nice: int = 10  # niceness of the training process
@@ -169,6 +170,7 @@ class OnlineConfig:
             "leave room beside online.anchor_fraction",
             self.recent_fraction,
         )
+        require(self.worth >= 0, "online.worth", "be at least 0", self.worth)
         require(self.backoff >= 1, "online.backoff", "be at least 1", self.backoff)
         most = self.backoff_most
         require(most >= 1, "online.backoff_most", "be at least 1", most)

@@ -180,7 +180,8 @@ class Refit:
     def _note(self, update: Update, base: Version, last_id: int) -> None:
         """Count `update` in the state, and let training begin anew where it has forgotten."""
         state, published = self.state, update.version is not None
-        wait = 1.0 if published else state["wait"] * self.settings.backoff
+        pays = published and update.verdict.gain.mean >= self.settings.worth
+        wait = 1.0 if pays else state["wait"] * self.settings.backoff
         if update.version is not None:
             lengths = [
                 1 + expected_accepted(alpha.mean, self._gamma)

@@ -281,6 +281,13 @@ def test_an_update_that_is_refused_makes_the_next_one_wait(shop, records, monkey
     assert not shop.refit.due()
 
 
+def test_a_gain_that_is_not_worth_it_is_published_and_makes_the_next_one_wait(tmp_path, records):
+    shop = Shop(tmp_path, worth=0.9)
+    shop.buffer.append(entries(records[:60]))
+    assert shop.refit.update().version == "v000002"
+    assert shop.refit.wanted == 32
+
+
 def test_a_drift_ends_the_wait(shop, records, monkeypatch):
     refuse(monkeypatch)
     shop.refit.update()

@@ -191,10 +191,10 @@ def fill(config: Any, records: list[Record]) -> None:
     buffer.close()
 
 
-def start(root: Path, name: str, *overrides: str) -> subprocess.Popen[str]:
+def start(root: Path, name: str, *overrides: str, stage: str = "online") -> subprocess.Popen[str]:
     words = ["+experiment=serve", f"root={root}", f"name={name}", *SMALL, *overrides]
     return subprocess.Popen(
-        [sys.executable, "-m", "pipelines.online", *words],
+        [sys.executable, "-m", f"pipelines.{stage}", *words],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

@@ -8,7 +8,13 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
-from draftkit.evaluation.alpha import estimates, gains, score_contexts, score_stored
+from draftkit.evaluation.alpha import (
+    estimates,
+    gains,
+    score_contexts,
+    score_drafts,
+    score_stored,
+)
 from draftkit.theory.truncation import most_likely
 
 VOCAB = 7
@@ -165,3 +171,21 @@ def test_a_penalty_is_refused_where_scores_are_stored():
         score_stored(
             BigramModel(1), [], sampling=SamplingConfig(repetition_penalty=1.1), batch_size=1
         )
+
+
+def test_drafts_scored_together_score_as_each_alone_and_the_target_reads_once():
+    class Counting(BigramModel):
+        rows = 0
+
+        def score(self, tokens, keep):
+            self.rows += len(tokens)
+            return super().score(tokens, keep)
+
+    target, drafts = Counting(0), {"near": BigramModel(1), "far": BigramModel(2)}
+    options = {"sampling": SamplingConfig(temperature=0.7, top_p=0.9), "batch_size": 2}
+    together = score_drafts(target, drafts, contexts(), **options)
+    assert target.rows == len(contexts())
+    for name, draft in drafts.items():
+        alone = score_contexts(target, draft, contexts(), **options)
+        assert together[name].as_dict() == alone.as_dict()
+    assert together["near"].as_dict() != together["far"].as_dict()

@@ -163,6 +163,32 @@ def test_a_quotient_is_the_speedup_of_total_time_on_the_same_prompts() -> None:
     assert 8 / 5 <= speedup.low < 2 < speedup.high <= 8 / 3
 
 
+def test_what_was_recovered_is_the_share_of_the_way_and_paired() -> None:
+    """The prompts differ far more than the drafters: only the differences count."""
+    generator = torch.Generator().manual_seed(3)
+    counts = torch.full((60,), 20.0, dtype=torch.float64)
+    start = 10 + 5 * torch.rand(60, generator=generator, dtype=torch.float64)
+    way = 2 + 0.2 * torch.rand(60, generator=generator, dtype=torch.float64)
+    noise = 0.05 * torch.randn(60, generator=generator, dtype=torch.float64)
+    found = acceptance.estimate_recovered(
+        totals=start + 0.7 * way + noise,
+        start_totals=start,
+        best_totals=start + way,
+        counts=counts,
+    )
+    assert found.mean == pytest.approx(0.7, abs=0.02)
+    assert found.low < 0.7 < found.high
+    assert found.high - found.low < 0.03
+    assert (found.n, found.prompts) == (1200, 60)
+    ends = [
+        acceptance.estimate_recovered(
+            totals=totals, start_totals=start, best_totals=start + way, counts=counts
+        )
+        for totals in (start, start + way)
+    ]
+    assert [(end.low, end.high) for end in ends] == [(0.0, 0.0), (1.0, 1.0)]
+
+
 def test_an_interval_from_fewer_than_two_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2 prompts"):
         estimate_ratio(torch.tensor([3.0]), torch.tensor([4.0]))

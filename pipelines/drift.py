@@ -9,6 +9,7 @@ stream, and what is left of the first domain, on held-out text of the test split
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 from draftkit.artifacts import write_json
@@ -34,7 +35,7 @@ from pipelines.inputs import models
 from pipelines.stage import StageFolder
 
 ONLINE, BARE = "online", "without_anchors"
-SCORED = 48  # requests of a point of the curve
+SCORED = 32  # requests of a point of the curve
 EARLY = 0.1  # of a domain's stream: where recovery is read off
 ENOUGH = 0.7  # of the gap: recovered
 CURVE = "curve.json"
@@ -161,7 +162,7 @@ def run(lab: Lab) -> Log:
         lab.folder.note(said(log.points[-1]))
         passed[point.domain] = passed.get(point.domain, 0) + 1
         share = passed[point.domain] / drift.points
-        if share == 1 or share - 1 / drift.points < EARLY <= share:
+        if passed[point.domain] in (ceil(EARLY * drift.points), drift.points):
             for service in services:
                 service.follow()
             drafts = {**fixed[point.domain], **{one.name: one.draft for one in services}}

@@ -32,7 +32,7 @@ from draftkit.theory.acceptance import Estimate, estimate_ratio, expected_accept
 
 STATE = "state.safetensors"
 NEWEST = 32  # records by which a drift shows
-LEAST_HELD_OUT = 16  # records, below which no gate is asked: the bootstrap of fewer is too narrow
+LEAST_HELD_OUT = 8  # records, below which no gate is asked: the bootstrap of fewer is too narrow
 
 
 @dataclass(frozen=True)

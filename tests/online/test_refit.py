@@ -153,8 +153,8 @@ def test_it_waits_for_records_and_for_a_gate_that_can_judge(tmp_path, records):
         shop.buffer.append(entries(records[count : count + 4]))
         held_out = shop.buffer.count("default", held_out=True)
         fresh = shop.buffer.count("default", held_out=False)
-        assert shop.refit.due() == (fresh >= 16 and held_out >= 16)
-    assert held_out >= 16
+        assert shop.refit.due() == (fresh >= 16 and held_out >= 8)
+    assert held_out >= 8
 
 
 def test_no_update_begins_while_a_canary_is_judged(shop):

@@ -18,7 +18,7 @@ COLOURS = {
     "static": "#444444",
 }
 LABELS = {
-    "oracle": "oracle: distilled on the whole stream",
+    "oracle": "oracle (has learned these very requests)",
     "online": "online, with anchors",
     "without_anchors": "online, without anchors",
     "static": "static",
@@ -77,7 +77,7 @@ def drift_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     domains = list(dict.fromkeys(point["domain"] for point in points))
@@ -102,7 +102,7 @@ def drift_figure(
             axes.axvline(update["request"], ymax=height, color=colour, linewidth=1)
     axes.set(xlabel="requests (ticks below: updates, long ones published)", ylabel="alpha")
     axes.set_ylim(bottom, top)
-    axes.legend(frameon=False, loc="lower right", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     with atomic_path(path) as temporary:

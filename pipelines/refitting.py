@@ -162,6 +162,7 @@ def make_refit(
         folder=service_folder(config) / STATE / route,
         gamma=config.decode.gamma,
         seed=config.seed,
+        stored_at=None if target else config.training_temperature,
     )
 
 

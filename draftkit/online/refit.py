@@ -25,7 +25,7 @@ from draftkit.distillation.checkpoint import load_checkpoint, save_checkpoint
 from draftkit.distillation.sources import sequence_of_record
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.lora import merged_weights
-from draftkit.online.buffer import Buffer
+from draftkit.online.buffer import Buffer, Stored
 from draftkit.online.gate import Judge, Verdict, judge
 from draftkit.online.registry import Registry, Version
 from draftkit.theory.acceptance import Estimate, estimate_ratio, expected_accepted
@@ -63,6 +63,8 @@ class Refit:
 
     make_trainer(folder): a trainer whose draft starts from a version's folder.
     save(trainer, folder): write the draft as a folder that serving can load.
+    stored_at: where the target is known by stored scores, the temperature of their tails; records
+    that were served at another, or have none, are left out. None: every record will do.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Refit:
         folder: Path,
         gamma: int,
         seed: int,
+        stored_at: float | None = None,
     ) -> None:
         self.route = route
         self.registry = registry
@@ -104,6 +107,7 @@ class Refit:
         self._path = folder / STATE
         self._gamma = gamma
         self._seed = seed
+        self._stored_at = stored_at
         self._trainer: Trainer | None = None
         self._first_on_anchors: Any = None
 
@@ -131,7 +135,10 @@ class Refit:
             return False
         after = self.state["last_id"]
         newest = self._buffer.newest(self.route, NEWEST, held_out=False, after=after)
-        scored = self._judge.score(self.registry.read(base), [stored.record for stored in newest])
+        usable = self._usable(newest)
+        if len(usable) < 2:
+            return False
+        scored = self._judge.score(self.registry.read(base), usable)
         return estimate_ratio(scored.totals["alpha"], scored.counts).high < known
 
     @property
@@ -148,14 +155,27 @@ class Refit:
     def update(self, hold: Callable[[], None] = lambda: None) -> Update:
         """Train `online.steps` steps, ask the gate, publish what it lets through.
 
-        `hold` is called before every step: it may wait, or raise to give the update up.
+        `hold` is called before every step: it may wait, or raise to give the update up. Raises
+        ValueError where the records cannot be used. Then the next one starts where this one did.
         """
+        try:
+            return self._update(hold)
+        except BaseException:
+            self._trainer = None  # half trained; the state of the last update is on the disk
+            raise
+
+    def _update(self, hold: Callable[[], None]) -> Update:
         started = time.perf_counter()
         trainer, base = self._restore()
         number, news = self.state["update"], self.new_records()
         last_id = self._buffer.last_id(self.route)
         losses, tokens = [], trainer.tokens
         pools = self._pools(number)
+        if not pools[0]:
+            raise ValueError(
+                "no recent record has scores at the temperature of the loss: use "
+                "online.teacher=target, or divergence.temperature as it is served"
+            )
         for step in range(self.settings.steps):
             hold()
             losses.append(trainer.step(self._batch(pools, number, step)).loss)
@@ -263,7 +283,18 @@ class Refit:
             recent=settings.recent,
             reservoir=True,
         )
-        return [stored.record for stored in recent], [stored.record for stored in older]
+        return self._usable(recent), self._usable(older)
+
+    def _usable(self, stored: Sequence[Stored]) -> list[Record]:
+        """The records that the teacher and the judge can use."""
+        records = [one.record for one in stored]
+        if self._stored_at is None:
+            return records
+        return [
+            replace(record, loss_tail_mass=record.loss_tail_mass or record.tail_mass)
+            for record in records
+            if record.topk_ids is not None and served_at(record) == self._stored_at
+        ]
 
     def _batch(self, pools: tuple[list[Record], list[Record]], number: int, step: int) -> Batch:
         """The rows of a step. A kind of which there is nothing leaves its room to recent ones."""
@@ -293,7 +324,7 @@ class Refit:
         """The verdict on the weights as they are; alpha of the version in force, and theirs."""
         gate, weights = self.settings.gate, merged_weights(trainer.draft.model)
         stored = self._buffer.newest(self.route, gate.records, held_out=True)
-        traffic = [entry.record for entry in stored]
+        traffic = self._usable(stored)
         after = self._judge.score(weights, traffic)
         before = self._judge.score(self.registry.read(base), traffic)
         anchors = self._anchors.held_out
@@ -325,6 +356,11 @@ def has_forgotten(verdict: Verdict, tolerance: float) -> bool:
     """Whether the anchors have lost more than is allowed."""
     change = verdict.anchor_change
     return change is not None and change.low < -tolerance
+
+
+def served_at(record: Record) -> float:
+    """The temperature of a record's stored tails: the served one, 1 where that is 0."""
+    return record.sampling["temperature"] or 1.0
 
 
 def row_of(record: Record) -> TokenSequence:

@@ -253,6 +253,11 @@ def test_an_update_that_is_given_up_changes_nothing(shop, steps):
     assert [version.name for version in shop.registry.versions()] == ["v000001"]
     assert shop.refit.state["update"] == 0
     assert shop.refit.due()
+    fresh = make_trainer(shop.registry.current().path)
+    for (name, weight), (_, own) in zip(
+        shop.refit._working().trained(), fresh.trained(), strict=True
+    ):
+        assert torch.equal(weight, own), name
 
 
 def test_what_was_rolled_back_is_not_gone_on_with(shop, records):
@@ -350,6 +355,26 @@ def test_a_record_without_verdicts_counts_whole_where_rejected_tokens_do(records
     known = row_of(making.refused(records[0], [2]))
     given = len(records[0].prompt_ids)
     assert [place for place, no in enumerate(known.rejected) if no] == [given + 2]
+
+
+def test_with_stored_scores_only_records_of_the_same_temperature_are_used(tmp_path, records):
+    """As a server records them: the mass outside at the served temperature alone."""
+    served = [dataclasses.replace(record, loss_tail_mass=None) for record in records]
+    others = [
+        dataclasses.replace(record, sampling={**record.sampling, "temperature": 0.5})
+        for record in served[60:]
+    ]
+    shop = Shop(tmp_path)
+    shop.refit._stored_at = 1.0
+    shop.buffer.append(entries(others))
+    assert shop.refit.due()
+    with pytest.raises(ValueError, match=r"online\.teacher=target"):
+        shop.refit.update()
+    shop.buffer.append(entries(served[:60]))
+    held_out = [e.record for e in shop.buffer.newest("default", 99, held_out=True)]
+    usable = shop.refit._usable(shop.buffer.newest("default", 99, held_out=True))
+    assert 2 < len(usable) < len(held_out)
+    assert shop.refit.update().version == "v000002"
 
 
 def test_rows_repeat_only_where_there_are_too_few():

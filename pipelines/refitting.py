@@ -10,6 +10,8 @@ from threading import Event
 from types import FrameType
 from typing import Any
 
+import torch
+
 from draftkit.artifacts import provenance, write_json
 from draftkit.config import Config
 from draftkit.distillation.trainer import Trainer
@@ -49,6 +51,8 @@ def rollback(config: Config) -> None:
 def daemon(config: Config) -> None:
     """Refit until told to stop. Raises ValueError where a daemon of this service runs already."""
     os.nice(config.online.nice)
+    if config.hardware.threads is not None:
+        torch.set_num_threads(config.hardware.threads)
     folder = service_folder(config)
     stop, heard = Event(), []
 

@@ -114,7 +114,7 @@ class DriftConfig:
 class TrafficConfig:
     """The load that `online.task=serve_and_refit` puts on its own server."""
 
-    requests: int = 1200
+    requests: int = 800
     clients: int = 4  # that wait for their answers before they ask again
     max_new_tokens: int = 64
     domain: str = "prose"  # whose prompts they send

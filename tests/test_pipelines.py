@@ -318,9 +318,10 @@ def test_killed_rollouts_go_on_with_the_next_part(finished, root, tmp_path):
     before = first.stat().st_mtime_ns
     generate.launch(config)
     assert first.stat().st_mtime_ns == before
-    whole = read_rollouts(next((root / "shared" / "generate").iterdir()))
-    resumed = read_rollouts(generate.path(config))
-    assert [r.output_ids for r in resumed] == [r.output_ids for r in whole]
+    # In parts as large: in half precision a row may differ by rounding with those beside it.
+    whole = smoke(tmp_path / "whole", *models, "generate.batch_size=4")
+    found = [read_rollouts(generate.ensure(one)) for one in (config, whole)]
+    assert [r.output_ids for r in found[0]] == [r.output_ids for r in found[1]]
 
 
 # Any two folders and any file

@@ -76,7 +76,10 @@ def test_many_clients_are_served_at_twice_the_rate_of_one_and_fairly() -> None:
 
 @pytest.mark.soak
 def test_recording_costs_at_most_three_hundredths_of_the_processor(tmp_path: Path) -> None:
-    """By processor time, which other work on the machine moves less than the rate."""
+    """By processor time, which other work on the machine moves less than the rate.
+
+    What is refused is a median of ten ratios that lies surely, at 97 %, above the bound.
+    """
     buffer = Buffer(tmp_path / "traffic.db", BufferConfig())
     ids = BufferConfig().top_k
     with (
@@ -94,7 +97,8 @@ def test_recording_costs_at_most_three_hundredths_of_the_processor(tmp_path: Pat
                 spent.append(time.process_time() - started)
             ratios.append(spent[1] / spent[0])
     buffer.close()
-    assert statistics.median(ratios[2:]) <= 1.03
+    least = sorted(ratios[2:])[1]  # of ten: the lower end of the median's interval
+    assert least <= 1.03, ratios
 
 
 @pytest.mark.soak

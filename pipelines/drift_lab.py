@@ -20,7 +20,7 @@ from draftkit.distillation.sources import TextSource, sequence_of_record
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
-from draftkit.models.loading import Target, load_draft, outline_of, save_model, with_path
+from draftkit.models.loading import Target, load_draft, outline_of, with_path
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.buffer import Buffer
 from draftkit.online.drift import Service
@@ -31,6 +31,7 @@ from draftkit.theory.acceptance import estimate_ratio
 from pipelines.fitting import Models, load_learner, make_trainer
 from pipelines.prepare import pretrain
 from pipelines.progress import progress
+from pipelines.refitting import save_trained
 from pipelines.stage import StageFolder
 from pipelines.texts import splits_of
 
@@ -88,11 +89,6 @@ def learner(lab: Lab, folder: Path, **changes: Any) -> Trainer:
     return trainer
 
 
-def save(lab: Lab, trainer: Trainer, folder: Path) -> None:
-    """Write the trained draft as a folder that serving can load."""
-    save_model(trainer.draft.model, lab.target.tokenizer, folder)
-
-
 def distil(
     lab: Lab,
     name: str,
@@ -130,7 +126,7 @@ def distil(
             lab.folder.tracker.log(name, step.steps, {"loss": step.metrics.loss})
 
         train(trainer, source, work, evaluate=evaluate, log=log)
-    save(lab, trainer, path)
+    save_trained(outline_of(lab.target), trainer, path)
     remove(work)
     return path
 
@@ -160,7 +156,7 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
             buffer=buffer,
             registry=registry,
             make_trainer=lambda path: learner(lab, path, lr_scheduler_type="constant"),
-            save=partial(save, lab),
+            save=partial(save_trained, outline_of(lab.target)),
             judge=Judge(
                 judge_draft,
                 lab.reader,

@@ -34,13 +34,8 @@ def test_a_daemon_killed_anywhere_leaves_whole_versions(root: Path, records: lis
     config = composed(root, "+experiment=serve", f"name={name}")
     fill(config, records)
     registry = registry_of(config, "default")
-    eager = [
-        *BARE,
-        "online.min_records=1",
-        "online.worth=0",
-        "online.backoff=1",
-        "online.poll_seconds=0.05",
-    ]
+    eager = [*BARE, "online.min_records=1", "online.backoff=1", "online.poll_seconds=0.05"]
+    eager += ["online.gate.canary_fraction=0"]  # nobody serves who could judge one
     published: list[str] = []
     for turn in range(ROUNDS):
         daemon = start(root, name, *eager, "online.keep=100", "optim.learning_rate=1e-4")

@@ -25,8 +25,9 @@ from draftkit.serving.engine import Engine
 from draftkit.serving.recorder import Recorder
 from draftkit.serving.texts import Texts
 from pipelines.command import run_command
+from pipelines.folder import locked
 from pipelines.inputs import models
-from pipelines.service import buffer_of, seeded_registry
+from pipelines.service import buffer_of, seeded_registry, service_folder
 
 KEY_VARIABLE = "DRAFTKIT_API_KEY"
 LOOPBACK = ("127.", "::1", "localhost")
@@ -78,6 +79,8 @@ def serve(config: Config, swept: str = "") -> None:
             settings.host, settings.port, stalled_seconds=settings.request_seconds
         )  # before the models are loaded, lest that was in vain
         stack.enter_context(closing(listening))
+        # Two would judge the same canaries, each by half of the traffic.
+        stack.enter_context(locked(service_folder(config) / "server", wait=False))
         target_config, draft = models(config)
         target = load_target(target_config, config.hardware)
         buffer = stack.enter_context(closing(buffer_of(config)))

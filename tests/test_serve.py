@@ -16,8 +16,9 @@ from draftkit.models.loading import save_model
 from draftkit.online.registry import Registry
 from draftkit.serving.connections import listen
 from pipelines.configuration import compose_config
+from pipelines.folder import locked
 from pipelines.serve import KEY_VARIABLE, answered_at, api_key, serve
-from pipelines.service import buffer_of
+from pipelines.service import buffer_of, service_folder
 from tests import tiny
 from tests.launching import ROOT
 from tests.serving.fakes import ask, chat_tokenizer, completion, wait_for
@@ -123,6 +124,16 @@ def test_a_port_in_use_ends_at_once(pair: list[str], tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"serve\.port={port} \(Address already in use\)"):
             serve(config)
     assert not (tmp_path / "served").exists()
+
+
+def test_a_second_server_of_a_service_is_refused(pair: list[str], tmp_path: Path) -> None:
+    """Whatever its port; a server that has ended, or was killed, holds nothing."""
+    config = compose_config(overrides(pair, tmp_path))
+    with (
+        locked(service_folder(config) / "server", wait=False),
+        pytest.raises(ValueError, match="server is in use by another run"),
+    ):
+        serve(config)
 
 
 def test_an_empty_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,17 +225,26 @@ class Engine:
     # The thread
 
     def _run(self) -> None:
-        while not self._stopping:
-            self._beat = time.monotonic()
-            try:
-                self._step()
-            except Exception:  # not of a round: those end their own rows
-                log.exception("the engine met an error between two rounds")
-                self._rows.errors_in_a_row += 1
-                self._end({answer.number: "error" for answer in self._answers()})
-                with self._changed:
-                    self._changed.wait(ERROR_SECONDS)
-        self._end({answer.number: "cancelled" for answer in self._answers()})
+        reason = "error"  # why answers end where the thread does, for whatever cause
+        try:
+            while not self._stopping:
+                self._beat = time.monotonic()
+                self._try_step()
+            reason = "cancelled"
+        finally:
+            with self._changed:
+                self._draining = True  # nobody is there for new jobs
+            self._end({answer.number: reason for answer in self._answers()})
+
+    def _try_step(self) -> None:
+        try:
+            self._step()
+        except Exception:  # not of a round: those end their own rows
+            log.exception("the engine met an error between two rounds")
+            self._rows.errors_in_a_row += 1
+            self._end({answer.number: "error" for answer in self._answers()})
+            with self._changed:
+                self._changed.wait(ERROR_SECONDS)
 
     def _step(self) -> None:
         """One round with all that comes before it; without rows, wait for some."""

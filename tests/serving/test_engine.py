@@ -303,6 +303,21 @@ def test_an_error_between_rounds_ends_answers_and_not_the_engine(
         assert engine.healthy()
 
 
+def test_a_thread_that_dies_leaves_nobody_waiting_and_takes_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def dies() -> None:
+        raise SystemExit
+
+    with serving(TARGET, draft, slots=1) as engine:
+        clients = ask(engine, job(PROMPTS[0], 90), job(PROMPTS[1], 60))
+        monkeypatch.setattr(engine, "_step", dies)
+        assert [client.wait().reason for client in clients] == ["error"] * 2
+        until(lambda: not engine.healthy())
+        with pytest.raises(Draining):
+            ask(engine, job(PROMPTS[0], 2))
+
+
 def test_a_listener_that_fails_harms_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
     def broken(_: object) -> None:
         raise OSError("gone")

@@ -2,7 +2,9 @@
 
 Shows that a service gets better while it serves: clients send prompts of one domain, the daemon
 refits the drafter from what was recorded, the server takes each version that the gate lets
-through. Ends when all requests are answered. What is told comes from the buffer's counts.
+through. With several routes each has a domain and a drafter of its own (as Liu et
+al. 2310.07177 customise drafts by topic), and the requests take turns. Ends when all are answered.
+What is told comes from the buffer's counts.
 """
 
 import itertools
@@ -19,8 +21,9 @@ from typing import Any
 import httpx
 
 from draftkit.artifacts import read_json
-from draftkit.config import DEFAULT_ROUTE, Config
+from draftkit.config import Config
 from draftkit.online.buffer import Served
+from draftkit.serving.intake import ROUTE_HEADER
 from pipelines.folder import SUMMARY
 from pipelines.inputs import models
 from pipelines.refitting import daemon, daemon_folder, load_anchors
@@ -68,22 +71,44 @@ def wait_until_healthy(url: str, process: Any) -> None:
     raise ValueError("the server did not start: see its message above")
 
 
-def ask(url: str, prompts: Sequence[Sequence[int]], config: Config) -> dict[str, Any]:
-    """Send all prompts, `clients` at a time; how many were answered, and how fast."""
+def asked(config: Config) -> list[tuple[str, Sequence[int]]]:
+    """Route and prompt ids of every request, in turn. Raises ValueError naming the keys."""
+    online, traffic = config.online, config.online.traffic
+    if len(traffic.domains) != len(online.routes):
+        raise ValueError(
+            f"online.traffic.domains names {len(traffic.domains)} domains for "
+            f"{len(online.routes)} of online.routes: give one for each"
+        )
+    turns = []
+    for route, domain in zip(online.routes, traffic.domains, strict=True):
+        examples = [one for one in splits_of(config).train if one.domain == domain]
+        if not examples:
+            raise ValueError(f"online.traffic.domains: the text has no prompts of {domain!r}")
+        turns.append([(route, example.prompt_ids) for example in examples])
+    taken = itertools.chain.from_iterable(zip(*map(itertools.cycle, turns), strict=True))
+    return list(itertools.islice(taken, traffic.requests))
+
+
+def ask(url: str, requests: Sequence[tuple[str, Sequence[int]]], config: Config) -> dict[str, Any]:
+    """Send all requests, `clients` at a time; how many were answered, and how fast."""
     traffic, seconds, tokens = config.online.traffic, [], 0
     name = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
 
-    def one(prompt: Sequence[int]) -> tuple[float, int]:
+    def one(request: tuple[str, Sequence[int]]) -> tuple[float, int]:
+        route, prompt = request
         body = {"model": name, "prompt": list(prompt), "max_tokens": traffic.max_new_tokens}
+        headers = {ROUTE_HEADER: route}
         started = time.perf_counter()
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=REQUEST_SECONDS)
+        answer = httpx.post(
+            f"{url}/v1/completions", json=body, headers=headers, timeout=REQUEST_SECONDS
+        )
         answer.raise_for_status()
         used = int(answer.json()["usage"]["completion_tokens"])
         return time.perf_counter() - started, used
 
     started = time.perf_counter()
     with ThreadPoolExecutor(traffic.clients) as clients:
-        for took, used in clients.map(one, prompts):
+        for took, used in clients.map(one, requests):
             seconds.append(took)
             tokens += used
     whole = time.perf_counter() - started
@@ -109,25 +134,20 @@ def served_row(served: Served) -> dict[str, Any]:
 
 def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Run both, put the load on them, and tell what each version did."""
-    traffic = config.online.traffic
+    requests = asked(config)
     models(config)  # what both need is made once, before they start
     load_anchors(config)
-    examples = [one for one in splits_of(config).train if one.domain == traffic.domain]
-    if not examples:
-        raise ValueError(f"online.traffic.domain: the text has no prompts of {traffic.domain!r}")
-    prompts = [
-        one.prompt_ids for one in itertools.islice(itertools.cycle(examples), traffic.requests)
-    ]
     serving = replace(config.serve, host="127.0.0.1", port=free_port("127.0.0.1"))
     both = replace(config, serve=serving)
     url = f"http://127.0.0.1:{serving.port}"
     with running(serve, both) as server:
         wait_until_healthy(url, server)
         with running(daemon, both) as refitting:
-            told = ask(url, prompts, both)
+            told = ask(url, requests, both)
             alive = {"server": server.is_alive(), "daemon": refitting.is_alive()}
     buffer = buffer_of(both)
-    rows = [served_row(served) for served in buffer.served(DEFAULT_ROUTE)]
+    routes = config.online.routes
+    rows = [{"route": r, **served_row(one)} for r in routes for one in buffer.served(r)]
     buffer.close()
     path = daemon_folder(both) / SUMMARY
     updates = read_json(path) if path.exists() else {}
@@ -138,9 +158,10 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 def said(row: dict[str, Any]) -> str:
     """What one version did, in a line."""
+    name = f"{row['route']}/{row['version']}"
     if row["alpha"] is None:
-        return f"{row['version']}: {row['requests']} answers, nothing drafted"
+        return f"{name}: {row['requests']} answers, nothing drafted"
     return (
-        f"{row['version']}: {row['requests']} answers, alpha {row['alpha']:.3f}, "
+        f"{name}: {row['requests']} answers, alpha {row['alpha']:.3f}, "
         f"tau {row['acceptance_length']:.2f}"
     )

@@ -117,7 +117,8 @@ class TrafficConfig:
     requests: int = 800
     clients: int = 4  # that wait for their answers before they ask again
     max_new_tokens: int = 64
-    domain: str = "prose"  # whose prompts they send
+    # Whose prompts are sent: one for each of `online.routes`.
+    domains: list[str] = field(default_factory=lambda: ["prose"])
 
     def __post_init__(self) -> None:
         require_positive(self, "online.traffic", "requests", "clients", "max_new_tokens")

@@ -284,6 +284,9 @@ class Stage:
         """The stage's own function, seeded; random state outside stays as it was."""
         import torch
 
+        from pipelines.memory import keep_freed_memory
+
+        keep_freed_memory()
         if config.hardware.threads is not None:
             torch.set_num_threads(config.hardware.threads)
         me = _Running(self.name)

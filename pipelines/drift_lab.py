@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from draftkit.artifacts import remove
-from draftkit.config import Config
+from draftkit.config import Config, OptimConfig
 from draftkit.data.prompts import Example
-from draftkit.data.rollouts import Record, read_records, write_records
+from draftkit.data.rollouts import Record
 from draftkit.distillation.loop import Progress, train
-from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
 from draftkit.distillation.sources import TextSource, sequence_of_record
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
@@ -29,9 +27,10 @@ from draftkit.online.refit import Anchors, Refit
 from draftkit.online.registry import Registry
 from draftkit.theory.acceptance import estimate_ratio
 from pipelines.fitting import Models, load_learner, make_trainer
+from pipelines.generate import sampled, target_sampler
 from pipelines.prepare import pretrain
 from pipelines.progress import progress
-from pipelines.refitting import save_trained
+from pipelines.refitting import optim_of_update, save_trained
 from pipelines.stage import StageFolder
 from pipelines.texts import splits_of
 
@@ -55,36 +54,34 @@ class Lab:
 
 def sample(lab: Lab, name: str, examples: Sequence[Example], count: int) -> list[Record]:
     """Answers of the target to `count` prompts, in files called `name`."""
-    config, target = lab.config, lab.target
-    settings = AnswerSettings(
-        sampling=config.sampling,
-        eos_token_ids=target.eos_token_ids,
-        max_new_tokens=config.online.drift.max_new_tokens,
-        max_length=config.data.max_length,
-        batch_size=config.generate.batch_size,
-        seed=config.seed,
-    )
-    sampler = DecoderSampler(model=target.adapter, name="target", settings=settings)
+    config = lab.config
     folder = lab.path / "text"
     folder.mkdir(exist_ok=True)
-    records: list[Record] = []
-    for first in range(0, min(count, len(examples)), SAMPLED):
-        path = folder / f"{name}-{first:06d}.parquet"
-        if not path.exists():
-            rows = range(first, min(first + SAMPLED, count, len(examples)))
-            prompts = [examples[row].prompt_ids for row in rows]
-            write_records(path, sampler.sample(prompts, rows=rows, version="target"))
-        records += read_records(path)
+    lots = sampled(
+        target_sampler(
+            config,
+            lab.target,
+            max_new_tokens=config.online.drift.max_new_tokens,
+            batch_size=config.generate.batch_size,
+            max_length=config.data.max_length,
+        ),
+        examples,
+        min(count, len(examples)),
+        size=SAMPLED,
+        version="target",
+        path_of=lambda first: folder / f"{name}-{first:06d}.parquet",
+    )
+    records = [record for lot in lots for record in lot]
     lab.folder.note(f"{name}: {len(records)} answers")
     return records
 
 
-def learner(lab: Lab, folder: Path, **changes: Any) -> Trainer:
-    """A trainer of the draft in `folder` towards the target; `changes` are to `optim`."""
+def learner(lab: Lab, folder: Path, optim: OptimConfig) -> Trainer:
+    """A trainer of the draft in `folder` towards the target."""
     config, outline = lab.config, outline_of(lab.target)
     draft = load_learner(config, with_path(config.draft, folder), outline)
     loaded = Models(lab.target, outline, draft)
-    trainer = make_trainer(config, loaded, replace(config.optim, **changes))
+    trainer = make_trainer(config, loaded, optim)
     trainer.teacher = TargetTeacher(lab.reader)
     return trainer
 
@@ -103,7 +100,8 @@ def distil(
         return path
     config = lab.config
     every = max(1, steps // 6)
-    trainer = learner(lab, start, max_steps=steps, eval_steps=every, save_steps=every)
+    optim = replace(config.optim, max_steps=steps, eval_steps=every, save_steps=every)
+    trainer = learner(lab, start, optim)
     source = TextSource(
         [sequence_of_record(record) for record in records],
         batch_size=trainer.optim.rows_of_a_process,
@@ -155,7 +153,7 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
             route="default",
             buffer=buffer,
             registry=registry,
-            make_trainer=lambda path: learner(lab, path, lr_scheduler_type="constant"),
+            make_trainer=lambda path: learner(lab, path, optim_of_update(config)),
             save=partial(save_trained, outline_of(lab.target)),
             judge=Judge(
                 judge_draft,

@@ -5,16 +5,17 @@ HTTP (`generate.engine=openai`). Written in parts, so that a kill costs one part
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from draftkit.config import Config
+from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record, RecordParts, read_records, write_records
 from draftkit.distillation.engines import RETOKENISED, OpenAISampler
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, Sampler
-from draftkit.models.loading import load_outline, load_target
+from draftkit.models.loading import Target, load_outline, load_target
 from pipelines.inputs import models, target_hashes
 from pipelines.stage import StageFolder, stage
 from pipelines.texts import splits_of
@@ -24,10 +25,15 @@ ROLLOUT_SETTINGS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size",
 
 
 def target_sampler(
-    config: Config, *, max_new_tokens: int, batch_size: int, max_length: int | None = None
+    config: Config,
+    target: Target | None = None,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    max_length: int | None = None,
 ) -> DecoderSampler:
-    """The target, sampled as it is served."""
-    target = load_target(models(config)[0], config.hardware)
+    """The target, which is loaded unless it is given, sampled as it is served."""
+    target = target or load_target(models(config)[0], config.hardware)
     settings = AnswerSettings(
         sampling=config.sampling,
         eos_token_ids=target.eos_token_ids,
@@ -69,6 +75,29 @@ def engine_sampler(config: Config) -> OpenAISampler:
     )
 
 
+def sampled(
+    sampler: Sampler,
+    examples: Sequence[Example],
+    total: int,
+    *,
+    size: int,
+    version: str,
+    path_of: Callable[[int], Path],
+) -> Iterator[list[Record]]:
+    """Answers to `total` prompts of `examples`, `size` at a time, each lot in a file of its own.
+
+    Row i is example i, and they come again when all have been asked. `path_of(i)` is the file of
+    the lot that begins with row i; one that is there is not sampled again.
+    """
+    for first in range(0, total, size):
+        path = path_of(first)
+        if not path.exists():
+            rows = range(first, min(first + size, total))
+            prompts = [examples[row % len(examples)].prompt_ids for row in rows]
+            write_records(path, sampler.sample(prompts, rows=rows, version=version))
+        yield read_records(path)
+
+
 def read_rollouts(folder: Path) -> Sequence[Record]:
     """All records of a complete `generate` folder."""
     return RecordParts(sorted(folder.glob("part-*.parquet")))
@@ -91,19 +120,19 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
         sampler = engine_sampler(config)
     else:
         sampler = target_sampler(config, max_new_tokens=length, batch_size=size, max_length=length)
-    tokens = retokenised = 0
-    examples = splits_of(config).train
-    version = target_hashes(config)["target"]
-    for first in range(0, total, size):
-        path = folder.path / f"part-{first:08d}.parquet"
-        if not path.exists():
-            wanted = range(first, min(first + size, total))
-            prompts = [examples[i % len(examples)].prompt_ids for i in wanted]
-            write_records(path, sampler.sample(prompts, rows=wanted, version=version))
-        records = read_records(path)
+    rollouts = tokens = retokenised = 0
+    for records in sampled(
+        sampler,
+        splits_of(config).train,
+        total,
+        size=size,
+        version=target_hashes(config)["target"],
+        path_of=lambda first: folder.path / f"part-{first:08d}.parquet",
+    ):
+        rollouts += len(records)
         tokens += sum(len(record.output_ids) for record in records)
         retokenised += sum(record.sampler == RETOKENISED for record in records)
-        folder.note(f"{min(first + size, total)}/{total} rollouts, {tokens:,} tokens")
+        folder.note(f"{rollouts}/{total} rollouts, {tokens:,} tokens")
     if retokenised:
         folder.note(f"{retokenised} answers came as text: their tokens may not be those sampled")
     return {"rollouts": total, "tokens": tokens, "retokenised": retokenised}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from draftkit.artifacts import provenance, write_json
-from draftkit.config import Config
+from draftkit.config import Config, OptimConfig
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.loading import (
     Outline,
@@ -144,8 +144,7 @@ def make_refit(
 
     def trainer_of(folder: Path) -> Trainer:
         draft = load_learner(config, with_path(start, folder), outline)
-        optim = replace(config.optim, lr_scheduler_type="constant")
-        return make_trainer(config, Models(target, outline, draft), optim)
+        return make_trainer(config, Models(target, outline, draft), optim_of_update(config))
 
     current = registry.current()
     assert current is not None
@@ -168,6 +167,15 @@ def make_refit(
         seed=config.seed,
         stored_at=None if target else config.training_temperature,
     )
+
+
+def optim_of_update(config: Config) -> OptimConfig:
+    """`optim` for updates: the rate falls to 0 in each of them, without a warm-up.
+
+    At a constant rate what is served would be as far from its optimum as the last step was long.
+    """
+    steps = config.online.steps
+    return replace(config.optim, lr_scheduler_type="linear", max_steps=steps, warmup_steps=0)
 
 
 def save_trained(outline: Outline, trainer: Trainer, folder: Path) -> None:

@@ -45,13 +45,17 @@ def learning_rate_for(width: int) -> float:
 
 
 def schedule(step: int, optim: OptimConfig) -> float:
-    """Share of the peak rate at `step` (from 0): linear warm-up, then cosine to 0.1, or 1."""
+    """Share of the peak rate at `step` (from 0): linear warm-up, then it falls to 0.1 (cosine) or
+    to 0 (linear), or stays (constant)."""
     if step < optim.warmup_steps:
         return (step + 1) / optim.warmup_steps
     if optim.lr_scheduler_type == "constant":
         return 1.0
     done = (step - optim.warmup_steps) / max(1, optim.max_steps - optim.warmup_steps)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
+    done = min(1.0, done)
+    if optim.lr_scheduler_type == "linear":
+        return 1.0 - done
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Trainer:
         self.reference = reference
         self.steps = 0
         self.tokens = 0
+        self._begun = 0  # step at which the schedule of the rate began
         self.peak_rate = optim.learning_rate or learning_rate_for(draft.width)
         self._autocast = autocast
         self.accelerator = Accelerator(cpu=draft.device.type == "cpu")
@@ -117,6 +122,10 @@ class Trainer:
         named = self.draft.named_parameters()
         return [(name, weight) for name, weight in named if weight.requires_grad]
 
+    def begin(self) -> None:
+        """Let the schedule of the rate begin here, as in a run of its own; moments stay."""
+        self._begun = self.steps
+
     def step(self, batch: Batch, *, measure: bool = False) -> StepMetrics:
         """Take one optimizer step on `batch`; with `measure`, also report its alpha.
 
@@ -124,7 +133,7 @@ class Trainer:
         of the last step.
         """
         started = time.perf_counter()
-        rate = self.peak_rate * schedule(self.steps, self.optim)
+        rate = self.peak_rate * schedule(self.steps - self._begun, self.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parts = batch.micro_batches(self.optim.gradient_accumulation_steps)

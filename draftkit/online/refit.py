@@ -61,7 +61,8 @@ class Update:
 class Refit:
     """One route: its buffer, its registry, and the trainer whose weights become versions.
 
-    make_trainer(folder): a trainer whose draft starts from a version's folder.
+    make_trainer(folder): a trainer whose draft starts from a version's folder. The schedule of its
+    rate begins anew with each update: what the gate sees, and users get, has come to rest.
     save(trainer, folder): write the draft as a folder that serving can load.
     stored_at: where the target is known by stored scores, the temperature of their tails; records
     that were served at another, or have none, are left out. None: every record will do.
@@ -176,6 +177,7 @@ class Refit:
                 "no recent record has scores at the temperature of the loss: use "
                 "online.teacher=target, or divergence.temperature as it is served"
             )
+        trainer.begin()
         for step in range(self.settings.steps):
             hold()
             losses.append(trainer.step(self._batch(pools, number, step)).loss)

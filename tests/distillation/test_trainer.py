@@ -150,6 +150,8 @@ def test_the_schedule_warms_up_linearly_and_falls_to_a_tenth():
     assert rates[54] == pytest.approx(0.55)
     assert rates[104] == pytest.approx(0.1)
     assert rates[4:] == sorted(rates[4:], reverse=True)
+    down = OptimConfig(warmup_steps=0, max_steps=4, lr_scheduler_type="linear")
+    assert [schedule(step, down) for step in range(6)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     flat = OptimConfig(warmup_steps=1, lr_scheduler_type="constant")
     assert schedule(77, flat) == 1.0
 
@@ -159,6 +161,16 @@ def test_the_rate_is_the_one_asked_for_or_falls_with_the_width():
     asked = trainer(learning_rate=0.3, warmup_steps=3).step(batch_of(*ROWS))
     assert asked.learning_rate == pytest.approx(0.1)
     assert trainer(learning_rate=None).peak_rate == learning_rate_for(VOCAB)
+
+
+def test_a_schedule_begins_anew_where_it_is_told_to():
+    options = {"learning_rate": 0.2, "warmup_steps": 0, "max_steps": 2}
+    learner = trainer(**options, lr_scheduler_type="linear")
+    rates = [learner.step(batch_of(*ROWS)).learning_rate for _ in range(2)]
+    learner.begin()
+    rates += [learner.step(batch_of(*ROWS)).learning_rate for _ in range(2)]
+    assert rates == pytest.approx([0.2, 0.1, 0.2, 0.1])
+    assert learner.steps == 4
 
 
 def adapted(**options):

@@ -90,6 +90,8 @@ def tested(
         row[f"recovered_{name}"] = None if come is None else come.as_dict()
         change = gains(after=kept[name], before=kept["static"], seed=0, resamples=2000)["alpha"]
         row[f"first_domain_change_{name}"] = change.as_dict()
+    kept_by = gains(after=kept[ONLINE], before=kept[BARE], seed=0, resamples=2000)["alpha"]
+    row["first_domain_kept_by_anchors"] = kept_by.as_dict()
     return row
 
 

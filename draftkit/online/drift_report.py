@@ -52,6 +52,8 @@ def drift_table(summary: dict[str, Any]) -> Table:
     for name, label in (("online", "first domain"), ("without_anchors", "  without anchors")):
         key = f"first_domain_change_{name}"
         table.add_row(label, *(short(test[key], signed=True) for test in tests))
+    kept = (short(test["first_domain_kept_by_anchors"], signed=True) for test in tests)
+    table.add_row("  kept by anchors", *kept)
     return table
 
 

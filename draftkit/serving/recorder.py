@@ -180,7 +180,7 @@ def entry(answered: Answered) -> Entry:
     ids = log_probs = tail = None
     if answered.likeliest:
         parts = zip(*answered.likeliest, strict=True)
-        ids, log_probs, tail = (np.concatenate(part)[:count].tolist() for part in parts)
+        ids, log_probs, tail = (np.concatenate(part)[:count] for part in parts)  # stored as such
     record = Record(
         prompt_ids=list(job.prompt_ids),
         output_ids=answered.output_ids,

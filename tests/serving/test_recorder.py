@@ -59,7 +59,7 @@ def check_record(record: Record, temperature: float) -> None:
     with torch.no_grad():
         logits = TARGET.model(text).logits[0, len(record.prompt_ids) - 1 : -1].double()
     own = logits.log_softmax(-1).topk(K)
-    assert record.topk_ids == own.indices.tolist()
+    assert np.array_equal(record.topk_ids, own.indices)
     found = torch.tensor(record.topk_log_probs, dtype=torch.float64)
     torch.testing.assert_close(found, own.values, atol=1e-4, rtol=0)
     tail = torch.ones(len(logits), dtype=torch.float64)

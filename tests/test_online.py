@@ -150,7 +150,7 @@ def test_recovery_is_the_share_of_the_way_that_was_come() -> None:
 
 def test_the_first_share_with_enough_is_of_unseen_requests() -> None:
     def point(first: int, online: float) -> dict[str, Any]:
-        alphas = {"static": 0.5, "oracle": 0.6, "online": online}
+        alphas = {"static": 0.5, "oracle": 0.7, "online": online}  # it has learned these
         return {
             "domain": "prose",
             "first": first,
@@ -158,7 +158,13 @@ def test_the_first_share_with_enough_is_of_unseen_requests() -> None:
             "alpha": {name: {"mean": mean} for name, mean in alphas.items()},
         }
 
-    log = drift_module.Log(points=[point(40, 0.5), point(50, 0.56), point(60, 0.58)])
+    held_out = {
+        f"alpha_{name}": {"mean": mean} for name, mean in (("static", 0.5), ("oracle", 0.6))
+    }
+    log = drift_module.Log(
+        points=[point(40, 0.5), point(50, 0.56), point(60, 0.58)],
+        tests=[{"domain": "cpp"}, {"domain": "prose", **held_out}],
+    )
     assert early_enough(log, "prose", "online") == pytest.approx(20 / 30)
     log.points.pop()
     assert early_enough(log, "prose", "online") is None

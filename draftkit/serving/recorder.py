@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -177,10 +177,12 @@ def entry(answered: Answered) -> Entry:
     """What the buffer keeps of an answer."""
     job, count = answered.job, len(answered.output_ids)
     proposals, rejected = verdicts(answered.steps)  # those of a stop string's end are cut off
-    ids = log_probs = tail = None
+    scores: dict[str, Any] = {}  # arrays, which the buffer stores as they are
     if answered.likeliest:
         parts = zip(*answered.likeliest, strict=True)
-        ids, log_probs, tail = (np.concatenate(part)[:count] for part in parts)  # stored as such
+        names = ("topk_ids", "topk_log_probs", "tail_mass")
+        joined = (np.concatenate(part)[:count] for part in parts)
+        scores = dict(zip(names, joined, strict=True))
     record = Record(
         prompt_ids=list(job.prompt_ids),
         output_ids=answered.output_ids,
@@ -191,9 +193,7 @@ def entry(answered: Answered) -> Entry:
         row=job.row,
         proposals=proposals[:count],
         rejected=rejected[:count],
-        topk_ids=ids,
-        topk_log_probs=log_probs,
-        tail_mass=tail,
+        **scores,
     )
     return Entry(record=record, route=job.route, version=answered.version, seconds=answered.seconds)
 

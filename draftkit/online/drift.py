@@ -91,7 +91,8 @@ def stream(
             versions = {service.name: service.version for service in services}
             for start in range(first, last, step):
                 for service in services:
-                    for update in service.record(records[start : min(last, start + step)]):
-                        tell(service, before + start + step, update)
+                    recorded = min(last, start + step)
+                    for update in service.record(records[start:recorded]):
+                        tell(service, before + recorded, update)
             yield Point(domain, before + first, before + last, found, versions)
         before += len(records)

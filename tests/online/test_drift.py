@@ -97,6 +97,12 @@ def test_updates_happen_between_requests_and_versions_are_taken(service):
     assert service.draft.weights == ["v0", "v1", "v2"]
 
 
+def test_an_update_is_dated_by_what_was_recorded_by_then(service):
+    """Though a point's requests are fewer than are recorded at a time."""
+    _, _, told = run(service, {"prose": records(20)}, step=100)
+    assert [request for request, _ in told] == [10, 20]
+
+
 def test_a_version_in_force_is_not_loaded_again(service):
     service.follow()
     service.follow()

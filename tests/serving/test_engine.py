@@ -303,6 +303,7 @@ def test_an_error_between_rounds_ends_answers_and_not_the_engine(
         assert engine.healthy()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_dies_leaves_nobody_waiting_and_takes_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -20,7 +20,7 @@ test: $(DEV)
 
 # The same suites at full counts: more draws, more cases, longer faults.
 soak: $(DEV)
-	$(PYTEST) $(FLAGS) -m "soak and not gpu"
+	$(PYTEST) -m "soak and not gpu"
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -90,8 +90,13 @@ def judge(
         change = gains(after=anchor_after, before=anchor_first, seed=seed, resamples=RESAMPLES)
         change = change["alpha"]
     if change is not None and change.low < -tolerance:
-        reason = f"anchors: {change.signed()} since the first version, {-tolerance:g} is allowed"
+        reason = f"anchors: {shown(change)} since the first version, {-tolerance:g} is allowed"
         return Verdict(False, reason, gain, change)
     if gain.low <= 0:
-        return Verdict(False, f"no sure gain on recent traffic: {gain.signed()}", gain, change)
-    return Verdict(True, f"alpha {gain.signed()} on held-out recent traffic", gain, change)
+        return Verdict(False, f"no sure gain on recent traffic: {shown(gain)}", gain, change)
+    return Verdict(True, f"alpha {shown(gain)} on held-out recent traffic", gain, change)
+
+
+def shown(change: Estimate) -> str:
+    """A difference with its interval."""
+    return f"{change.mean:+.3f} [{change.low:+.3f}, {change.high:+.3f}]"

@@ -20,7 +20,6 @@ Shapes: V vocabulary, P prompts.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import hypot
 from typing import Any
 
 import torch
@@ -64,10 +63,6 @@ class Estimate:
             "n": self.n,
             "prompts": self.prompts,
         }
-
-    def signed(self) -> str:
-        """A difference in a line: +0.012 [+0.003, +0.021]."""
-        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
     def excludes(self, value: float) -> bool:
         """Whether `value` lies outside the interval."""
@@ -148,18 +143,6 @@ def estimate_gain(
         seed=seed,
         resamples=resamples,
     )
-
-
-def estimate_change(*, after: Estimate, before: Estimate) -> Estimate:
-    """`after` minus `before` where both are of different prompts: the two intervals, joined.
-
-    The ends lie as far from the difference as the root of the squared distances (the method of
-    variance estimates recovery; Zou and Donner, Statistics in Medicine 27, 2008).
-    """
-    mean = after.mean - before.mean
-    down = hypot(after.mean - after.low, before.high - before.mean)
-    up = hypot(after.high - after.mean, before.mean - before.low)
-    return Estimate(mean, mean - down, mean + up, after.n, after.prompts)
 
 
 def estimate_quotient(

@@ -257,7 +257,7 @@ def test_a_bad_candidate_is_withdrawn(caplog: pytest.LogCaptureFixture) -> None:
     shelf, tried, after = try_out(noisy(3.0))
     ((event, name, reason),) = shelf.told
     assert (event, name) == ("withdraw", tried)
-    assert "of the old one" in reason
+    assert "is below" in reason
     assert after == ["v000001"] * 16
     assert f"version {tried} goes" in caplog.text
 

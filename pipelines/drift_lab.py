@@ -14,7 +14,7 @@ from draftkit.config import Config, OptimConfig
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.distillation.loop import Progress, train
-from draftkit.distillation.sources import TextSource, sequence_of_record
+from draftkit.distillation.sources import TextSource
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
@@ -23,7 +23,7 @@ from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.buffer import Buffer
 from draftkit.online.drift import Service
 from draftkit.online.gate import Judge
-from draftkit.online.refit import Anchors, Refit
+from draftkit.online.refit import Anchors, Refit, row_of
 from draftkit.online.registry import Registry
 from draftkit.theory.acceptance import estimate_ratio
 from pipelines.fitting import Models, load_learner, make_trainer
@@ -99,11 +99,11 @@ def distil(
     if path.exists():
         return path
     config = lab.config
-    every = max(1, steps // 6)
+    every = max(1, steps // 4)
     optim = replace(config.optim, max_steps=steps, eval_steps=every, save_steps=every)
     trainer = learner(lab, start, optim)
     source = TextSource(
-        [sequence_of_record(record) for record in records],
+        [row_of(record, prompts=config.online.prompts) for record in records],
         batch_size=trainer.optim.rows_of_a_process,
         seed=config.seed,
         device=trainer.draft.device,

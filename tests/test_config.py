@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,20 +10,26 @@ import pytest
 from draftkit import config as settings
 from draftkit.config import (
     BenchmarkConfig,
+    BufferConfig,
     Config,
     DataConfig,
     DecodeConfig,
     DivergenceConfig,
+    DriftConfig,
     EvaluateConfig,
+    GateConfig,
     GenerateConfig,
     HardwareConfig,
     MixtureConfig,
     ModelConfig,
+    OnlineConfig,
     OptimConfig,
     PretrainConfig,
     SamplingConfig,
+    ServeConfig,
     SourceConfig,
     TrackerConfig,
+    TrafficConfig,
     flatten,
 )
 from draftkit.config.text import LoraConfig, ShrinkConfig
@@ -90,6 +97,27 @@ REFUSED: list[tuple[str, Make]] = [
     ("hardware.device", lambda: HardwareConfig(device="tpu")),
     ("hardware.dtype", lambda: HardwareConfig(dtype="float16")),
     ("hardware.threads", lambda: HardwareConfig(threads=0)),
+    ("serve.port", lambda: ServeConfig(port=-1)),
+    ("serve.top_logprobs", lambda: ServeConfig(top_logprobs=-1)),
+    ("online.task", lambda: OnlineConfig(task="train")),
+    ("online.teacher", lambda: OnlineConfig(teacher="draft")),
+    ("online.prompts", lambda: OnlineConfig(prompts=True, teacher="stored")),
+    ("online.routes", lambda: OnlineConfig(routes=["default", "../code"])),
+    ("online.routes", lambda: OnlineConfig(routes=["code"])),
+    ("online.route", lambda: OnlineConfig(route="code")),
+    ("online.recent_fraction", lambda: OnlineConfig(recent_fraction=0.8)),
+    ("online.anchor_fraction", lambda: OnlineConfig(anchor_fraction=-0.1)),
+    ("online.worth", lambda: OnlineConfig(worth=-1)),
+    ("online.backoff", lambda: OnlineConfig(backoff=0.5)),
+    ("online.nice", lambda: OnlineConfig(nice=20)),
+    ("online.buffer.fraction", lambda: BufferConfig(fraction=1.1)),
+    ("online.buffer.reservoir_fraction", lambda: BufferConfig(reservoir_fraction=1)),
+    ("online.gate.fraction", lambda: GateConfig(fraction=0)),
+    ("online.gate.records", lambda: GateConfig(records=1)),
+    ("online.gate.canary_fraction", lambda: GateConfig(canary_fraction=1)),
+    ("online.drift.points", lambda: DriftConfig(points=1)),
+    ("online.drift.first", lambda: DriftConfig(first="prose")),
+    ("online.traffic.requests", lambda: TrafficConfig(requests=0)),
     ("tracker.mode", lambda: TrackerConfig(mode="quiet")),
     ("name", lambda: Config(name="../elsewhere")),
     ("name", lambda: Config(name="")),
@@ -131,6 +159,20 @@ def test_a_value_out_of_range_is_refused_by_its_key_in_one_line(key: str, make: 
         make()
     assert str(error.value).startswith(f"{key} must ")
     assert "\n" not in str(error.value)
+
+
+def test_losses_are_compiled_by_themselves_where_it_pays_and_a_compiler_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not OptimConfig(max_steps=1000).compiles
+    assert OptimConfig(max_steps=1, compile="true").compiles  # who says so hears why it cannot
+    (tmp_path / "g++").touch(mode=0o755)
+    assert OptimConfig(max_steps=1000).compiles
+    assert not OptimConfig(max_steps=100).compiles
+    monkeypatch.setenv("CXX", "absent")
+    assert not OptimConfig(max_steps=1000).compiles
 
 
 def test_a_refused_choice_is_answered_with_all_choices() -> None:

@@ -51,6 +51,7 @@ SMALL = [
     "evaluate.validation_prompts=12",
     "evaluate.max_new_tokens=16",
     "optim.max_steps=12",
+    "optim.compile=false",
     "optim.warmup_steps=0",
     "optim.per_device_train_batch_size=8",
     "online.min_records=24",

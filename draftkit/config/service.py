@@ -133,6 +133,7 @@ class OnlineConfig:
     route: str = DEFAULT_ROUTE  # task=rollback: of which
     version: str | None = None  # task=rollback: to which; null: the one before
     teacher: str = "target"  # in memory; stored: its scores in the buffer, exact for the kept ids
+    prompts: bool = False  # learn from prompts too: for short ones that differ; asks the target
     poll_seconds: float = 2.0
     min_records: int = 64  # new ones that an update waits for
     steps: int = 20  # of an update
@@ -154,6 +155,12 @@ class OnlineConfig:
     def __post_init__(self) -> None:
         require_choice("online.task", self.task, ONLINE_TASKS)
         require_choice("online.teacher", self.teacher, TEACHER_NAMES)
+        require(
+            not self.prompts or self.teacher == "target",
+            "online.prompts",
+            "be false with online.teacher=stored, which knows answers alone",
+            self.prompts,
+        )
         for route in self.routes:
             fits = ROUTE.fullmatch(route) is not None
             require(fits, "online.routes", "be of a-z, 0-9, _ and -, at most 32 long", route)

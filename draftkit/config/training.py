@@ -1,5 +1,7 @@
 """What the draft learns from, by which divergence, and how fast."""
 
+import os
+import shutil
 from dataclasses import asdict, dataclass, field
 
 from draftkit.config.choices import (
@@ -150,6 +152,11 @@ class GenerateConfig:
         require("@" not in (self.url or ""), "generate.url", "hold no password", "...@...")
 
 
+def has_compiler() -> bool:
+    """Whether the machine has what turns generated code into machine code."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "clang++"))
+
+
 @dataclass(kw_only=True)
 class OptimConfig:
     """AdamW, warm-up and schedule, in optimizer steps. Names are those of `transformers`.
@@ -174,7 +181,8 @@ class OptimConfig:
     logging_steps: int = 5
     group_by_length: bool = False  # texts (prompts, where the draft samples) of like length a step
     activation_checkpointing: bool = False  # less memory for a third more of the draft's work
-    compile: str = "auto"  # auto: where the run is long enough to earn back half a minute
+    # auto: where there is a C++ compiler and the run is long enough to earn back half a minute
+    compile: str = "auto"
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
@@ -200,5 +208,5 @@ class OptimConfig:
     def compiles(self) -> bool:
         """Whether losses and sampling run as machine code; results differ by rounding."""
         if self.compile == "auto":
-            return self.max_steps >= WORTH_COMPILING
+            return self.max_steps >= WORTH_COMPILING and has_compiler()
         return self.compile == "true"

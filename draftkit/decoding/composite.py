@@ -152,7 +152,8 @@ class StagedProposer:
         if view.group.greedy:
             return Proposal(tokens, None, lengths=lengths)
         law = torch.cat([p.law for p in passes], dim=1)
-        return Proposal(tokens, law.take_along_dim(index[..., None], dim=1), lengths=lengths)
+        rows = torch.arange(len(index), device=index.device)[:, None]
+        return Proposal(tokens, law[rows, index], lengths=lengths)
 
     def _pass(self, view: RoundView, width: int, uniforms: Tensor, end: Tensor) -> Pass:
         """One round of speculative decoding, with the model in the target's place."""

@@ -126,6 +126,11 @@ def sequence_of_record(record: Record) -> TokenSequence:
     return with_stored_scores(text, record)
 
 
+def all_learned(text: TokenSequence) -> TokenSequence:
+    """The same text, loss on the prompt too, of which no scores are stored: ask the target."""
+    return replace(text, generated=[False] + [True] * (len(text.token_ids) - 1))
+
+
 def with_stored_scores(text: TokenSequence, record: Record) -> TokenSequence:
     """`text`, that of `record`, with the scores that lie there, if any."""
     ids, log_probs, tails = record.topk_ids, record.topk_log_probs, record.loss_tail_mass

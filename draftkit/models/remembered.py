@@ -2,7 +2,8 @@
 
 The states before the head are kept in memory, not logits: with H = 384 a token takes 768 bytes in
 half precision, and the head is all that is run again. For experiments that come back to the same
-texts many times; a model that learns must not be remembered.
+texts many times; a model that learns must not be remembered. All of a text is kept, whatever part
+is asked for, so that a loss on a whole text and a score of its answer read it once between them.
 
 Shapes: B rows, T tokens, M kept positions, H width of the states, V vocabulary.
 """
@@ -15,7 +16,7 @@ from draftkit.models.adapter import CausalAdapter, Head, Packing
 
 class RememberedAdapter:
     """`adapter` as teachers and judges of drafts see it. A row is known by its tokens up to the
-    last kept position, and by which positions are kept.
+    last kept position.
     """
 
     def __init__(self, adapter: CausalAdapter) -> None:
@@ -24,7 +25,7 @@ class RememberedAdapter:
         self.device = adapter.device
         self.head: Head | None = adapter.head
         self._adapter = adapter
-        self._known: dict[tuple[tuple[int, ...], tuple[bool, ...]], Tensor] = {}
+        self._known: dict[tuple[int, ...], Tensor] = {}
 
     def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
         """Logits [M, V] at the true positions of `keep` [B, T]."""
@@ -35,15 +36,16 @@ class RememberedAdapter:
         """As `CausalAdapter.states`: [M, H]. Packed rows are read anew."""
         if packing is not None:
             return self._adapter.states(tokens, keep, packing)
-        lengths = (keep * torch.arange(1, keep.shape[1] + 1, device=keep.device)).amax(1).tolist()
-        rows = zip(tokens.tolist(), keep.tolist(), lengths, strict=True)
-        keys = [(tuple(ids[:end]), tuple(kept[:end])) for ids, kept, end in rows]
-        unknown = [row for row, key in enumerate(keys) if key not in self._known]
+        ends = (keep * torch.arange(1, keep.shape[1] + 1, device=keep.device)).amax(1)
+        lengths = ends.tolist()
+        texts = [tuple(ids[:end]) for ids, end in zip(tokens.tolist(), lengths, strict=True)]
+        unknown = [row for row, text in enumerate(texts) if text not in self._known]
         if unknown:
-            width = max(lengths[row] for row in unknown)
             index = torch.tensor(unknown, device=tokens.device)
-            part = keep[index, :width]
-            made = self._adapter.states(tokens[index, :width], part)
-            for row, states in zip(unknown, made.split(part.sum(1).tolist()), strict=True):
-                self._known[keys[row]] = states.clone()
-        return torch.cat([self._known[key] for key in keys])
+            width = int(ends[index].max())
+            inside = torch.arange(width, device=keep.device) < ends[index, None]
+            made = self._adapter.states(tokens[index, :width], inside)
+            for row, states in zip(unknown, made.split(ends[index].tolist()), strict=True):
+                self._known[texts[row]] = states.clone()
+        rows = zip(texts, keep, lengths, strict=True)
+        return torch.cat([self._known[text][kept[:end]] for text, kept, end in rows])

@@ -22,7 +22,7 @@ from draftkit.config import OnlineConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.batch import Batch, TokenSequence, collate
 from draftkit.distillation.checkpoint import load_checkpoint, save_checkpoint
-from draftkit.distillation.sources import sequence_of_record
+from draftkit.distillation.sources import all_learned, sequence_of_record
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.lora import merged_weights
 from draftkit.online.buffer import Buffer, Stored
@@ -314,7 +314,7 @@ class Refit:
             (self._anchors.train, anchors),
         )
         rows = [
-            row_of(kind[place])
+            row_of(kind[place], prompts=settings.prompts)
             for kind, count in kinds
             for place in chosen(len(kind), count, generator)
         ]
@@ -365,10 +365,15 @@ def served_at(record: Record) -> float:
     return record.sampling["temperature"] or 1.0
 
 
-def row_of(record: Record) -> TokenSequence:
-    """A record's text; where nobody knows what was refused, all of it counts as if it had been."""
+def row_of(record: Record, *, prompts: bool) -> TokenSequence:
+    """A record's text; where nobody knows what was refused, all of it counts as if it had been.
+
+    With `prompts` the prompt is learned from too, though nobody proposed it.
+    """
     text = sequence_of_record(record)
-    return text if text.rejected is not None else replace(text, rejected=list(text.generated))
+    if text.rejected is None:
+        text = replace(text, rejected=list(text.generated))
+    return all_learned(text) if prompts else text
 
 
 def chosen(count: int, wanted: int, generator: torch.Generator) -> list[int]:

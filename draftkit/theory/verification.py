@@ -79,7 +79,8 @@ def _of_tokens(probs: Tensor, draft_tokens: Tensor) -> Tensor:
 
 def _at(values: Tensor, index: Tensor) -> Tensor:
     """The position `index` [B] of each row: [B, K + 1, V] to [B, V]."""
-    return values.take_along_dim(index[:, None, None], dim=1)[:, 0]
+    rows = torch.arange(len(index), device=index.device)
+    return values[rows, index]  # take_along_dim would look at an index for each of V
 
 
 def _leading(flags: Tensor) -> Tensor:

@@ -249,11 +249,43 @@ def test_low_rank_updates_are_published_as_plain_weights(tmp_path, records, monk
 
 
 def test_a_record_without_verdicts_counts_whole_where_rejected_tokens_do(records):
-    text = row_of(records[0])
+    text = row_of(records[0], prompts=False)
     assert text.rejected == text.generated
-    known = row_of(making.refused(records[0], [2]))
+    known = row_of(making.refused(records[0], [2]), prompts=False)
     given = len(records[0].prompt_ids)
     assert [place for place, no in enumerate(known.rejected) if no] == [given + 2]
+
+
+def test_prompts_are_learned_from_where_asked(tmp_path, records, monkeypatch):
+    seen = []
+
+    def watched(rows, **options):
+        seen.extend(rows)
+        return collate(rows, **options)
+
+    collate = refit_module.collate
+    monkeypatch.setattr(refit_module, "collate", watched)
+    for prompts in (False, True):
+        shop = Shop(tmp_path / str(prompts), prompts=prompts)
+        shop.buffer.append(entries(records[:60]))
+        tokens = shop.refit.update().tokens
+        given = {
+            tuple(record.prompt_ids + record.output_ids): len(record.prompt_ids)
+            for record in records
+        }
+        for row in seen:
+            first = 1 if prompts else given[tuple(row.token_ids)]
+            assert row.generated.index(True) == first
+            assert all(row.generated[first:])
+        assert tokens == sum(sum(row.generated) for row in seen)
+        seen.clear()
+        shop.buffer.close()
+
+
+def test_a_prompt_was_never_proposed_so_never_refused(records):
+    text = row_of(making.refused(records[0], [2]), prompts=True)
+    given = len(records[0].prompt_ids)
+    assert [place for place, no in enumerate(text.rejected) if no] == [given + 2]
 
 
 def test_with_stored_scores_only_records_of_the_same_temperature_are_used(tmp_path, records):

@@ -35,7 +35,7 @@ from pipelines.inputs import models
 from pipelines.stage import StageFolder
 
 ONLINE, BARE = "online", "without_anchors"
-SCORED = 32  # requests of a point of the curve
+SCORED = 24  # requests of a point of the curve
 EARLY = 0.1  # of a domain's stream: where recovery is read off
 ENOUGH = 0.7  # of the gap: recovered
 CURVE = "curve.json"

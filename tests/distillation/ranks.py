@@ -1,4 +1,7 @@
-"""A process of several that train together; run as a program by `test_ranks.py`."""
+"""A process of several that train together; run as a program by `test_ranks.py`.
+
+Its arguments are divergence and dtype of one run, and of the next; each writes a line.
+"""
 
 import json
 import sys
@@ -59,7 +62,7 @@ def losses(divergence, dtype, *, accumulation):
 
 
 if __name__ == "__main__":
-    sys.stdout.write(
-        json.dumps(losses(sys.argv[1], getattr(torch, sys.argv[2]), accumulation=1)) + "\n"
-    )
+    for divergence, dtype in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        found = losses(divergence, getattr(torch, dtype), accumulation=1)
+        sys.stdout.write(json.dumps(found) + "\n")
     torch.distributed.destroy_process_group()

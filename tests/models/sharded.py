@@ -1,4 +1,7 @@
-"""A process of several that share a model; run as a program by `test_sharding.py`."""
+"""A process of several that share models; run as a program by `test_sharding.py`.
+
+Its arguments are architectures; each writes a line.
+"""
 
 import json
 import sys
@@ -9,10 +12,10 @@ import torch.distributed
 from draftkit.models.sharding import layers_of, shard_layers
 from tests import tiny
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    adapter = tiny.adapter(sys.argv[1], seed=3)
+
+def shares(architecture):
+    """How far a model in parts is from itself as a whole, and how much of it is held here."""
+    adapter = tiny.adapter(architecture, seed=3)
     adapter.requires_grad_(False)
     whole = sum(weight.numel() for weight in layers_of(adapter.model).parameters())
     tokens = torch.randint(1, tiny.VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -25,13 +28,15 @@ if __name__ == "__main__":
         with mode():
             found.append(adapter.score(tokens, keep))
     held = sum(w.to_local().numel() for w in layers_of(adapter.model).parameters())
-    sys.stdout.write(
-        json.dumps(
-            {
-                "difference": max(float((one - expected).abs().max()) for one in found),
-                "share": held / whole,
-            }
-        )
-        + "\n"
-    )
+    return {
+        "difference": max(float((one - expected).abs().max()) for one in found),
+        "share": held / whole,
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    for name in sys.argv[1:]:
+        sys.stdout.write(json.dumps(shares(name)) + "\n")
     torch.distributed.destroy_process_group()

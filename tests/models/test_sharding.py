@@ -1,6 +1,7 @@
 """A model in parts scores as a whole one, and each process holds its part."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -8,13 +9,25 @@ from draftkit.models.sharding import shard_layers
 from tests import tiny
 from tests.launching import run_processes
 
+ARCHITECTURES = ["llama", "gpt2"]
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_two_processes_hold_half_of_the_layers_each_and_score_the_same(architecture: str) -> None:
-    for output in run_processes("tests.models.sharded", architecture):
-        found = json.loads(output.splitlines()[-1])
-        assert found["difference"] < 1e-5
-        assert found["share"] == pytest.approx(0.5, abs=0.02)
+
+@pytest.fixture(scope="module")
+def ranks() -> list[list[dict[str, Any]]]:
+    """What each of two processes found of each architecture."""
+    outputs = run_processes("tests.models.sharded", *ARCHITECTURES)
+    last = -len(ARCHITECTURES)
+    return [[json.loads(line) for line in output.splitlines()[last:]] for output in outputs]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_two_processes_hold_half_of_the_layers_each_and_score_the_same(
+    ranks: list[list[dict[str, Any]]], architecture: str
+) -> None:
+    for found in ranks:
+        mine = found[ARCHITECTURES.index(architecture)]
+        assert mine["difference"] < 1e-5
+        assert mine["share"] == pytest.approx(0.5, abs=0.02)
 
 
 def test_one_process_has_nobody_to_share_with() -> None:

@@ -77,7 +77,7 @@ def test_a_server_from_start_to_end(pair: list[str], tmp_path: Path) -> None:
         key = {"authorization": "Bearer secret"}
         assert ask(address, "/v1/models").status == 401
         assert ask(address, "/v1/models", headers=key).json["data"][0]["id"] == "mine"
-        body = completion(model="mine", max_tokens=5)
+        body = completion(model="mine", max_tokens=5, temperature=0)  # sampled text may end early
         made = ask(address, "/v1/completions", body, key).json
         assert made["speculative"]["drafter_version"] == "v000001"
         chat = {"model": "mine", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
@@ -87,7 +87,7 @@ def test_a_server_from_start_to_end(pair: list[str], tmp_path: Path) -> None:
             found = Registry(folder / "drafters", route).current()
             assert found is not None
             assert found.name == "v000001"
-        long = completion(model="mine", max_tokens=900, prompt="a" * 5)
+        long = completion(model="mine", max_tokens=900, prompt="a" * 5, temperature=0)
         assert ask(address, "/v1/completions", long, key).status == 400  # the model holds 128
         long["max_tokens"] = 100
         with ThreadPoolExecutor(1) as pool:
@@ -99,8 +99,7 @@ def test_a_server_from_start_to_end(pair: list[str], tmp_path: Path) -> None:
                 2,
             )
             process.send_signal(signal.SIGTERM)
-            found = last.result()
-            assert found.status == 200
+            assert last.result().status == 200
         out, errors = process.communicate(timeout=30)
         assert (process.returncode, out, errors) == (0, "", "")
     config = compose_config(arguments)
@@ -109,8 +108,7 @@ def test_a_server_from_start_to_end(pair: list[str], tmp_path: Path) -> None:
         entry for held in (True, False) for entry in buffer.newest("default", 9, held_out=held)
     ]
     buffer.close()
-    sizes = sorted(len(entry.record.output_ids) for entry in stored)
-    assert sizes == sorted(answer["usage"]["completion_tokens"] for answer in (made, found.json))
+    assert sorted(len(entry.record.output_ids) for entry in stored) == [5, 100]
     with running(arguments) as (address, process):
         assert ask(address, "/health").status == 200
         assert len(Registry(folder / "drafters", "default").versions()) == 1

@@ -29,9 +29,10 @@ from pipelines import benchmark_distill
 from pipelines.checksums import model_sha256
 from pipelines.contexts import contexts, read_contexts
 from pipelines.evaluate import drafts_of
-from pipelines.inputs import models, pair_hashes
+from pipelines.inputs import pair_hashes
 from pipelines.memory import peak_memory_bytes
 from pipelines.stage import StageFolder, stage
+from pipelines.target import target_of
 
 MIN_CHUNKS = 6  # fewer admit no 95 % interval of a median
 RANDOM_CALIBRATION_PROMPTS = 8
@@ -58,7 +59,7 @@ def drafter(config: Config) -> ModelConfig:
 
 def held_out_pair(config: Config) -> tuple[Pair, Prompts]:
     """The experiment's models, and prompts that neither was trained on."""
-    target = load_target(models(config)[0], config.hardware)
+    target = load_target(target_of(config), config.hardware)
     found = contexts.ensure(config)
     test, validation = (
         [record.prompt_ids for record in read_contexts(found, split)]

@@ -11,8 +11,9 @@ from typing import Any
 from draftkit.config import Config
 from draftkit.data.rollouts import Record, read_records, write_records
 from pipelines.generate import target_sampler
-from pipelines.inputs import prompts_of, target_hashes
+from pipelines.inputs import prompts_of
 from pipelines.stage import StageFolder, stage
+from pipelines.target import target_hashes
 from pipelines.texts import splits_of
 
 

@@ -31,8 +31,8 @@ from pipelines.drift_lab import (
     make_texts,
     scores_of,
 )
-from pipelines.inputs import models
 from pipelines.stage import StageFolder
+from pipelines.target import target_of
 
 ONLINE, BARE = "online", "without_anchors"
 SCORED = 24  # requests of a point of the curve
@@ -227,7 +227,7 @@ def summary_of(log: Log, domains: list[str]) -> dict[str, Any]:
 
 def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Run the experiment in `folder`; figure and curve lie there, the table is in the summary."""
-    target = load_target(models(config)[0], config.hardware)
+    target = load_target(target_of(config), config.hardware)
     lab = Lab(config, folder, target, RememberedAdapter(target.adapter))
     log = run(lab)
     write_json(folder.path / CURVE, {"points": log.points, "updates": log.updates})

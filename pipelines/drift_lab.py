@@ -28,7 +28,7 @@ from draftkit.online.registry import Registry
 from draftkit.theory.acceptance import estimate_ratio
 from pipelines.fitting import Models, load_learner, make_trainer
 from pipelines.generate import sampled, target_sampler
-from pipelines.prepare import pretrain
+from pipelines.pretraining import pretrain
 from pipelines.progress import progress
 from pipelines.refitting import optim_of_update, save_trained
 from pipelines.stage import StageFolder

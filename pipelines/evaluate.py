@@ -21,8 +21,9 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
 from pipelines.checksums import model_sha256
 from pipelines.contexts import contexts, read_contexts
-from pipelines.inputs import models, pair_hashes
+from pipelines.inputs import draft_of, pair_hashes
 from pipelines.stage import StageFolder, stage
+from pipelines.target import target_of
 
 TRACES = 4
 PROMPTS = "prompts.json"  # what was found prompt by prompt, so that runs can be paired
@@ -43,7 +44,7 @@ def trained_draft(config: Config) -> Path:
 
 def drafts_of(config: Config) -> dict[str, ModelConfig]:
     """The drafts to judge by name, the one that the summary is about last."""
-    _, given = models(config)
+    given = draft_of(config)
     if config.evaluate.draft == "given":
         return {"given": given}
     return {"before": given, "after": with_path(given, trained_draft(config))}
@@ -59,7 +60,7 @@ def load_all(
     config: Config, configs: dict[str, ModelConfig], dtype: torch.dtype | None = None
 ) -> tuple[Target, dict[str, Adapter]]:
     """The target and the judged drafts, in `dtype` or the hardware's."""
-    target = load_target(models(config)[0], config.hardware, dtype=dtype)
+    target = load_target(target_of(config), config.hardware, dtype=dtype)
     return target, {name: load_draft(draft, target) for name, draft in configs.items()}
 
 

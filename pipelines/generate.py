@@ -16,8 +16,8 @@ from draftkit.data.rollouts import Record, RecordParts, read_records, write_reco
 from draftkit.distillation.engines import RETOKENISED, OpenAISampler
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, Sampler
 from draftkit.models.loading import Target, load_outline, load_target
-from pipelines.inputs import models, target_hashes
 from pipelines.stage import StageFolder, stage
+from pipelines.target import target_hashes, target_of
 from pipelines.texts import splits_of
 
 # Where an engine answers, and to how many at a time, is no part of what it answers.
@@ -33,7 +33,7 @@ def target_sampler(
     max_length: int | None = None,
 ) -> DecoderSampler:
     """The target, which is loaded unless it is given, sampled as it is served."""
-    target = target or load_target(models(config)[0], config.hardware)
+    target = target or load_target(target_of(config), config.hardware)
     settings = AnswerSettings(
         sampling=config.sampling,
         eos_token_ids=target.eos_token_ids,
@@ -47,7 +47,7 @@ def target_sampler(
 
 def engine_sampler(config: Config) -> OpenAISampler:
     """The target, as the engine at `generate.url` serves it; its weights are not loaded here."""
-    target, options = models(config)[0], config.generate
+    target, options = target_of(config), config.generate
     assert options.url is not None
     assert target.path is not None
     outline = load_outline(target, config.hardware)

@@ -1,7 +1,7 @@
-"""What several stages read: the models, their checksums, and held-out prompts.
+"""What several stages read: the pair, its checksums, and held-out prompts.
 
-A model that the configuration names is read where it lies; one that it leaves null comes from
-`prepare`.
+A model that the configuration names is read where it lies; one that it leaves null is made first:
+the target by `target`, the draft by `prepare`.
 """
 
 from collections.abc import Sequence
@@ -10,26 +10,25 @@ from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import Example
 from draftkit.models.loading import load_tokenizer, with_path
 from draftkit.models.vocabulary import check_same_tokenizer
-from pipelines.checksums import data_sha256, model_sha256
+from pipelines.checksums import model_sha256
 from pipelines.prepare import prepare
+from pipelines.target import target_hashes, target_of
+
+
+def draft_of(config: Config) -> ModelConfig:
+    """The starting draft, from where it lies or from `prepare`."""
+    if config.draft.path is not None:
+        return config.draft
+    return with_path(config.draft, prepare.ensure(config) / "draft")
 
 
 def models(config: Config) -> tuple[ModelConfig, ModelConfig]:
-    """Target and starting draft, from where they lie or from `prepare`."""
-    target, draft = config.target, config.draft
-    if target.path is not None and draft.path is not None:
-        return target, draft
-    made = prepare.ensure(config)
-    return (
-        target if target.path is not None else with_path(target, made / "target"),
-        draft if draft.path is not None else with_path(draft, made / "draft"),
-    )
+    """Target and starting draft.
 
-
-def target_hashes(config: Config) -> dict[str, str]:
-    """Checksums of what the target's own text depends on."""
-    target, _ = models(config)
-    return {"target": model_sha256(target, "target"), "data": data_sha256(config.data)}
+    The draft first: one that cannot be cut is refused before a target is trained for it.
+    """
+    draft = draft_of(config)
+    return target_of(config), draft
 
 
 def pair_hashes(config: Config) -> dict[str, str]:

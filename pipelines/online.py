@@ -15,10 +15,10 @@ from draftkit.config import Config
 from draftkit.online.drift_report import drift_table
 from pipelines.command import run_command
 from pipelines.drift import drift
-from pipelines.inputs import target_hashes
 from pipelines.refitting import daemon, rollback
 from pipelines.serve_and_refit import serve_and_refit
 from pipelines.stage import StageFolder, stage
+from pipelines.target import target_hashes
 
 SERVICE = {"daemon": daemon, "rollback": rollback}  # go on for ever, or change what is there
 EXPERIMENTS = {"drift": drift, "serve_and_refit": serve_and_refit}  # are complete one day

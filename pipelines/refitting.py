@@ -32,10 +32,11 @@ from pipelines.contexts import contexts, read_contexts
 from pipelines.fitting import Models, load_learner, make_trainer
 from pipelines.folder import SUMMARY, locked
 from pipelines.generate import generate, read_rollouts
-from pipelines.inputs import models
+from pipelines.inputs import draft_of
 from pipelines.scores import read_scores, read_validation, scores
 from pipelines.service import buffer_of, registry_of, seeded_registry, service_folder
 from pipelines.stage import tracker_of
+from pipelines.target import target_of
 
 STATE = "refit"  # folder of the trainers' states
 
@@ -102,7 +103,7 @@ def daemon_folder(config: Config) -> Path:
 
 def load_teacher(config: Config) -> tuple[Target | None, Outline]:
     """The target, where the buffer's stored scores shall not stand for it."""
-    named = models(config)[0]
+    named = target_of(config)
     if config.online.teacher == "target":
         target = load_target(named, config.hardware)
         return target, outline_of(target)
@@ -140,7 +141,7 @@ def make_refit(
 ) -> Refit:
     """The refit of one route, as its last update left it."""
     registry = seeded_registry(config, route, outline)
-    start = models(config)[1]
+    start = draft_of(config)
 
     def trainer_of(folder: Path) -> Trainer:
         draft = load_learner(config, with_path(start, folder), outline)

@@ -17,8 +17,8 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import load_target
 from pipelines.contexts import contexts, read_contexts
 from pipelines.generate import ROLLOUT_SETTINGS, generate, read_rollouts
-from pipelines.inputs import models, target_hashes
 from pipelines.stage import StageFolder, stage
+from pipelines.target import target_hashes, target_of
 from pipelines.texts import splits_of
 
 VALIDATION = "validation"
@@ -92,7 +92,7 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Score the texts that `source` names, and the validation contexts."""
     records = texts_of(config)
     held_out = read_contexts(contexts.ensure(config), VALIDATION)
-    target = load_target(models(config)[0], config.hardware).adapter
+    target = load_target(target_of(config), config.hardware).adapter
     write_records(folder.path / f"{VALIDATION}.parquet", scored_by(target, held_out, config))
     tail, tokens = 0.0, 0
     for first in range(0, len(records), PART):

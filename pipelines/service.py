@@ -12,7 +12,7 @@ from draftkit.config import Config
 from draftkit.models.loading import Outline, load_draft, save_model
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
-from pipelines.inputs import models
+from pipelines.inputs import draft_of
 
 
 def service_folder(config: Config) -> Path:
@@ -38,7 +38,7 @@ def seeded_registry(config: Config, route: str, outline: Outline) -> Registry:
     registry = registry_of(config, route)
 
     def write(folder: Path) -> None:
-        draft = load_draft(models(config)[1], outline, dtype=torch.float32)
+        draft = load_draft(draft_of(config), outline, dtype=torch.float32)
         save_model(draft.model, outline.tokenizer, folder, kept_ids=draft.kept_ids)
 
     registry.seed(write)

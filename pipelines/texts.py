@@ -1,28 +1,75 @@
-"""Training texts: what `data` names, split and tokenised once, on disk for all that read it."""
+"""`python -m pipelines.texts`: what `data` names, split and tokenised once, for all that read it.
 
+A target that is given brings its tokenizer; where none is, a byte-level BPE is trained on the
+training split, for the target that `target.py` will train.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from draftkit.artifacts import remove
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from draftkit.artifacts import atomic_path, remove
 from draftkit.config import Config
-from draftkit.data.corpora import store_documents
+from draftkit.data.corpora import Document, split_documents, store_documents
 from draftkit.data.prompts import Splits, make_splits, read_splits
 from draftkit.models.loading import load_tokenizer
-from pipelines.inputs import models, target_hashes
+from draftkit.models.vocabulary import train_byte_bpe
+from pipelines.checksums import data_sha256, model_sha256
 from pipelines.stage import StageFolder, stage
 
 DOCUMENTS = "documents.arrow"
+TOKENIZER = "tokenizer"
 
 
-@stage(sections=("data",), shared=True, inputs=target_hashes)
+def inputs(config: Config) -> dict[str, str]:
+    """The text, and the target where one is given: its tokenizer counts."""
+    hashes = {"data": data_sha256(config.data)}
+    if config.target.path is not None:
+        hashes["target"] = model_sha256(config.target, "target")
+    return hashes
+
+
+def make_tokenizer(
+    config: Config, documents: Sequence[Document], path: Path
+) -> PreTrainedTokenizerBase:
+    """The given target's tokenizer, or one trained on the training split and kept in `path`."""
+    if config.target.path is not None:
+        return load_tokenizer(config.target, "target")
+    if not path.exists():
+        training = split_documents(documents, config.data)["train"]
+        rows = (str(text) for document in training for text in document.row.values())
+        with atomic_path(path) as temporary:
+            train_byte_bpe(rows, config.data.vocab_size).save_pretrained(temporary)
+    return PreTrainedTokenizerFast.from_pretrained(path)
+
+
+@stage(sections=("data",), shared=True, inputs=inputs)
 def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Tokenise the text of all splits as the target reads it."""
     documents = store_documents(config.data, folder.path / DOCUMENTS)
-    tokenizer = load_tokenizer(models(config)[0], "target")
+    tokenizer = make_tokenizer(config, documents, folder.path / TOKENIZER)
     splits = make_splits(documents, config.data, tokenizer, folder.path)
     remove(folder.path / DOCUMENTS)
-    return {"text_sha256": splits.sha256, **splits.counts}
+    folder.note(
+        f"{len(splits.train)} training windows of {config.data.max_length} tokens, "
+        f"vocabulary {len(tokenizer)}"
+    )
+    return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256, **splits.counts}
+
+
+def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer that the texts were read with."""
+    if config.target.path is not None:
+        return load_tokenizer(config.target, "target")
+    return PreTrainedTokenizerFast.from_pretrained(texts.ensure(config) / TOKENIZER)
 
 
 def splits_of(config: Config) -> Splits:
     """Train, validation and test examples under the target's tokenizer."""
     return read_splits(texts.ensure(config))
+
+
+if __name__ == "__main__":
+    texts.main()

@@ -12,6 +12,7 @@ os.environ["MPLBACKEND"] = "agg"
 for _key in ("WANDB_API_KEY", "HYDRA_FULL_ERROR", "RANK", "WORLD_SIZE"):
     os.environ.pop(_key, None)
 
+import gc  # noqa: E402
 import socket  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from typing import Any  # noqa: E402
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(_FIRST)))
 
 
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of garbage collection: every stage ends with one."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _loopback_only() -> Iterator[None]:
     """Refuse every connection that leaves this machine."""
@@ -74,3 +81,13 @@ def _one_thread() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def short_bursts() -> Iterator[None]:
+    """Calibrate in a few rounds, where nobody looks at what they cost."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("draftkit.evaluation.calibration.BURST", 3)
+    patch.setattr("draftkit.evaluation.calibration.SETTLING", 1)
+    yield
+    patch.undo()

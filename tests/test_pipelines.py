@@ -1,22 +1,17 @@
 """The commands on tiny models: the chain, interruption by `kill -9`, repetition, bad input."""
 
-import json
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from draftkit.models.loading import new_llama, save_model
-from draftkit.models.vocabulary import train_byte_bpe
 from draftkit.tracking import read_metrics
 from pipelines.benchmark import benchmark
 from pipelines.configuration import compose_config
@@ -27,15 +22,10 @@ from pipelines.generate import generate, read_rollouts
 from pipelines.prepare import prepare
 from pipelines.scores import scores
 from pipelines.stage import Stage
+from pipelines.target import target
+from tests.smoke import made_in, numbers, same_weights, smoke
 
-TIMES = ("time", "seconds", "tokens_per_second")
-TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
-
-
-def smoke(root: Path, *overrides: str) -> Config:
-    """The smallest experiment, in `root`, nothing compiled."""
-    given = ["+experiment=smoke", f"root={root}", "tracker=none", "decode.compile=false"]
-    return compose_config([*given, *overrides])
+pytestmark = pytest.mark.usefixtures("short_bursts")
 
 
 @pytest.fixture(scope="module")
@@ -49,23 +39,6 @@ def finished(root) -> Path:
     """A finished smoke experiment."""
     distill.launch(smoke(root))
     return root / "smoke"
-
-
-def numbers(path: Path) -> list[dict[str, Any]]:
-    """What a metrics file says, times excluded."""
-    return [
-        {key: value for key, value in line.items() if key not in TIMES}
-        for line in read_metrics(path / "metrics.jsonl")
-    ]
-
-
-def weights(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model.safetensors")
-
-
-def same_weights(*, first: Path, second: Path) -> bool:
-    a, b = weights(first), weights(second)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def kill_when(ready: Callable[[], bool], stage: Stage, config: Config) -> None:
@@ -152,11 +125,11 @@ def test_the_trained_drafter_is_a_plain_model_folder_with_the_targets_tokenizer(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = finished / "distill" / "draft"
-    made = next((root / "shared" / "prepare").iterdir())
+    target_path, draft_path = made_in(root)
     AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(made / "target").get_vocab()
-    assert not same_weights(first=folder, second=made / "draft")
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(target_path).get_vocab()
+    assert not same_weights(first=folder, second=draft_path)
 
 
 @pytest.fixture
@@ -298,20 +271,20 @@ def test_a_killed_distillation_ends_like_an_uninterrupted_one(root):
 
 
 def test_a_killed_preparation_ends_like_an_uninterrupted_one(finished, root, tmp_path):
-    whole = next((root / "shared" / "prepare").iterdir())
     config = smoke(tmp_path, "optim.save_steps=5")
-    folder = prepare.path(config)
-    kill_when((folder / "target-training" / "checkpoint.safetensors").exists, prepare, config)
-    kill_when((folder / "target" / "config.json").exists, prepare, config)
+    trained = target.path(config)
+    kill_when((trained / "target-training" / "checkpoint.safetensors").exists, prepare, config)
+    kill_when((trained / "target" / "config.json").exists, prepare, config)
+    kill_when(lambda: any(tmp_path.rglob("draft-training/checkpoint.safetensors")), prepare, config)
     prepare.launch(config)
-    for model in ("target", "draft"):
-        assert same_weights(first=folder / model, second=whole / model)
-    assert numbers(folder) == numbers(whole)
+    for made, whole in zip(made_in(tmp_path), made_in(root), strict=True):
+        assert same_weights(first=made, second=whole)
+        assert numbers(made.parent) == numbers(whole.parent)
 
 
 def test_killed_rollouts_go_on_with_the_next_part(finished, root, tmp_path):
-    made = next((root / "shared" / "prepare").iterdir())
-    models = [f"target.path={made / 'target'}", f"draft.path={made / 'draft'}"]
+    paths = made_in(root)
+    models = [f"target.path={paths[0]}", f"draft.path={paths[1]}"]
     config = smoke(tmp_path, *models, "generate.batch_size=4")
     first = generate.path(config) / "part-00000000.parquet"
     kill_when(first.exists, generate, config)
@@ -322,75 +295,3 @@ def test_killed_rollouts_go_on_with_the_next_part(finished, root, tmp_path):
     whole = smoke(tmp_path / "whole", *models, "generate.batch_size=4")
     found = [read_rollouts(generate.ensure(one)) for one in (config, whole)]
     assert [r.output_ids for r in found[0]] == [r.output_ids for r in found[1]]
-
-
-# Any two folders and any file
-
-
-@pytest.fixture(scope="module")
-def own(tmp_path_factory) -> Path:
-    """A user's own folder: two models, a file of prompts and completions, bad ones beside them."""
-    folder = tmp_path_factory.mktemp("own")
-    rows = [TEXT.format(i, i * 7, i * 13) for i in range(60)]
-    tokenizer = train_byte_bpe(rows, 300)
-    config = smoke(folder)
-    cpu = torch.device("cpu")
-    for name, shape, seed in (
-        ("target", config.target.pretrain, 1),
-        ("draft", config.draft.pretrain, 2),
-    ):
-        save_model(new_llama(shape, tokenizer, seed=seed, device=cpu), tokenizer, folder / name)
-    other = train_byte_bpe([row.upper() for row in rows], 300)
-    save_model(new_llama(config.draft.pretrain, other, seed=3, device=cpu), other, folder / "other")
-    with (folder / "rows.jsonl").open("w") as file:
-        for i, row in enumerate(rows):
-            pair = {"prompt": row[: 20 + i % 9], "completion": row[20 + i % 9 :]}
-            file.write(json.dumps(pair) + "\n")
-    good = (folder / "rows.jsonl").read_text()
-    (folder / "broken.jsonl").write_text(good + '{"prompt": "half\n')
-    (folder / "empty.jsonl").write_text("")
-    (folder / "hollow").mkdir()
-    return folder
-
-
-def pair_config(own: Path, root: Path, *overrides: str) -> Config:
-    given = [f"target.path={own / 'target'}", f"draft.path={own / 'draft'}"]
-    small = ["data=local", f"data.path={own / 'rows.jsonl'}", "name=pair", "source=draft"]
-    return smoke(root, *small, *given, "optim.max_steps=4", *overrides)
-
-
-def test_two_folders_and_a_file_are_enough(own, tmp_path):
-    distill.launch(pair_config(own, tmp_path))
-    summary = read_json(tmp_path / "pair" / "evaluate" / "summary.json")
-    assert summary["lossless"]["passed"]
-    assert summary["before"]["alpha"]["prompts"] == summary["alpha"]["prompts"]
-    assert not (tmp_path / "shared" / "prepare").exists()
-
-
-def test_a_run_that_makes_the_drafter_worse_says_so_and_keeps_the_start(own, tmp_path, capsys):
-    config = pair_config(own, tmp_path, "optim.learning_rate=3", "optim.warmup_steps=0")
-    distill.launch(config)
-    summary = read_json(tmp_path / "pair" / "distill" / "summary.json")
-    assert "no step beat the starting drafter" in capsys.readouterr().out
-    assert summary["best_step"] == 0
-    assert summary["alpha_gain"]["mean"] == 0
-    assert same_weights(first=tmp_path / "pair" / "distill" / "draft", second=own / "draft")
-
-
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("target.path=/no/such/folder", r"^target\.path /no/such/folder: no such folder"),
-        ("draft.path={own}/other", r"^draft\.path: target and draft have different vocabularies"),
-        ("draft.path={own}/hollow", r"^draft\.path .*hollow: holds no config\.json"),
-        ("data.path={own}/missing.jsonl", r"^data\.path .*missing\.jsonl: no such file"),
-        ("data.path={own}/empty.jsonl", r"data\.path .*empty\.jsonl"),
-        ("data.path={own}/broken.jsonl", r"data\.path .*broken\.jsonl, line 61"),
-        ("data.prompt_column=question", r"question.*completion, prompt|question.*prompt"),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_no_stage_folder(own, tmp_path, override, line):
-    with pytest.raises(ValueError, match=line) as error:
-        distill.launch(pair_config(own, tmp_path, override.format(own=own)))
-    assert "\n" not in str(error.value)
-    assert not list(tmp_path.rglob("manifest.json"))

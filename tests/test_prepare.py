@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.models.loading import load_draft, load_target
+from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
 from pipelines.inputs import models
 from pipelines.prepare import prepare
+from pipelines.target import target_of
 from pipelines.texts import splits_of
 
 TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
@@ -57,14 +59,19 @@ def test_a_drafter_is_cut_from_the_target_that_was_trained_or_given(
 ) -> None:
     trained = smoke(root, *SHRUNK)
     made = prepare.ensure(trained)
-    check_cut(made / "target", made / "draft")
-    assert not list(made.glob("*-training"))  # no drafter was trained
+    target = Path(str(target_of(trained).path))
+    check_cut(target, made / "draft")
+    assert not read_metrics(made / "metrics.jsonl")  # no drafter was trained
     assert "% of the validation text" in capsys.readouterr().out
-    given = smoke(root, *SHRUNK, f"target.path={made / 'target'}")
-    again = prepare.ensure(given)
-    assert again != made
-    assert not (again / "target").exists()
-    check_cut(made / "target", again / "draft")
+    given = smoke(root, *SHRUNK, f"target.path={target}")
+    assert prepare.ensure(given) == made  # the same target, wherever it lies
+
+
+def test_another_drafter_is_made_for_the_same_target(root: Path) -> None:
+    kinds = ([], SHRUNK, ["draft.pretrain.num_hidden_layers=2"])
+    configs = [smoke(root, *options) for options in kinds]
+    assert len({prepare.ensure(config) for config in configs}) == 3
+    assert len({target_of(config).path for config in configs}) == 1
 
 
 def test_it_proposes_the_most_frequent_ids_of_the_training_split(root: Path) -> None:

@@ -1,0 +1,44 @@
+"""The smallest experiment, and what two runs of it have in common."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from draftkit.config import Config
+from draftkit.tracking import read_metrics
+from pipelines.configuration import compose_config
+
+TIMES = ("time", "seconds", "tokens_per_second")
+TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
+
+
+def smoke(root: Path, *overrides: str) -> Config:
+    """The smallest experiment, in `root`, nothing compiled."""
+    given = ["+experiment=smoke", f"root={root}", "tracker=none", "decode.compile=false"]
+    return compose_config([*given, *overrides])
+
+
+def numbers(path: Path) -> list[dict[str, Any]]:
+    """What a metrics file says, times excluded."""
+    return [
+        {key: value for key, value in line.items() if key not in TIMES}
+        for line in read_metrics(path / "metrics.jsonl")
+    ]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path / "model.safetensors")
+
+
+def same_weights(*, first: Path, second: Path) -> bool:
+    a, b = weights(first), weights(second)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def made_in(root: Path) -> tuple[Path, Path]:
+    """Target and draft, of the one pair that was made in `root`."""
+    shared = root / "shared"
+    (target_path,), (draft_path,) = shared.glob("target/*/target"), shared.glob("prepare/*/draft")
+    return target_path, draft_path

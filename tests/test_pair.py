@@ -1,0 +1,86 @@
+"""Any two folders and any file: distilled as they are, refused in one line where they are bad."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftkit.artifacts import read_json
+from draftkit.config import Config
+from draftkit.models.loading import new_llama, save_model
+from draftkit.models.vocabulary import train_byte_bpe
+from pipelines.distill import distill
+from tests.smoke import TEXT, same_weights, smoke
+
+pytestmark = pytest.mark.usefixtures("short_bursts")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> Path:
+    """A user's own folder: two models, a file of prompts and completions, bad ones beside them."""
+    folder = tmp_path_factory.mktemp("own")
+    rows = [TEXT.format(i, i * 7, i * 13) for i in range(60)]
+    tokenizer = train_byte_bpe(rows, 300)
+    config = smoke(folder)
+    cpu = torch.device("cpu")
+    for name, shape, seed in (
+        ("target", config.target.pretrain, 1),
+        ("draft", config.draft.pretrain, 2),
+    ):
+        save_model(new_llama(shape, tokenizer, seed=seed, device=cpu), tokenizer, folder / name)
+    other = train_byte_bpe([row.upper() for row in rows], 300)
+    save_model(new_llama(config.draft.pretrain, other, seed=3, device=cpu), other, folder / "other")
+    with (folder / "rows.jsonl").open("w") as file:
+        for i, row in enumerate(rows):
+            pair = {"prompt": row[: 20 + i % 9], "completion": row[20 + i % 9 :]}
+            file.write(json.dumps(pair) + "\n")
+    good = (folder / "rows.jsonl").read_text()
+    (folder / "broken.jsonl").write_text(good + '{"prompt": "half\n')
+    (folder / "empty.jsonl").write_text("")
+    (folder / "hollow").mkdir()
+    return folder
+
+
+def pair_config(own: Path, root: Path, *overrides: str) -> Config:
+    given = [f"target.path={own / 'target'}", f"draft.path={own / 'draft'}"]
+    small = ["data=local", f"data.path={own / 'rows.jsonl'}", "name=pair", "source=draft"]
+    return smoke(root, *small, *given, "optim.max_steps=4", *overrides)
+
+
+def test_two_folders_and_a_file_are_enough(own, tmp_path):
+    distill.launch(pair_config(own, tmp_path))
+    summary = read_json(tmp_path / "pair" / "evaluate" / "summary.json")
+    assert summary["lossless"]["passed"]
+    assert summary["before"]["alpha"]["prompts"] == summary["alpha"]["prompts"]
+    assert not (tmp_path / "shared" / "prepare").exists()
+    assert not (tmp_path / "shared" / "target").exists()
+
+
+def test_a_run_that_makes_the_drafter_worse_says_so_and_keeps_the_start(own, tmp_path, capsys):
+    config = pair_config(own, tmp_path, "optim.learning_rate=3", "optim.warmup_steps=0")
+    distill.launch(config)
+    summary = read_json(tmp_path / "pair" / "distill" / "summary.json")
+    assert "no step beat the starting drafter" in capsys.readouterr().out
+    assert summary["best_step"] == 0
+    assert summary["alpha_gain"]["mean"] == 0
+    assert same_weights(first=tmp_path / "pair" / "distill" / "draft", second=own / "draft")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("target.path=/no/such/folder", r"^target\.path /no/such/folder: no such folder"),
+        ("draft.path={own}/other", r"^draft\.path: target and draft have different vocabularies"),
+        ("draft.path={own}/hollow", r"^draft\.path .*hollow: holds no config\.json"),
+        ("data.path={own}/missing.jsonl", r"^data\.path .*missing\.jsonl: no such file"),
+        ("data.path={own}/empty.jsonl", r"data\.path .*empty\.jsonl"),
+        ("data.path={own}/broken.jsonl", r"data\.path .*broken\.jsonl, line 61"),
+        ("data.prompt_column=question", r"question.*completion, prompt|question.*prompt"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_no_stage_folder(own, tmp_path, override, line):
+    with pytest.raises(ValueError, match=line) as error:
+        distill.launch(pair_config(own, tmp_path, override.format(own=own)))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.rglob("manifest.json"))

@@ -13,6 +13,8 @@ from draftkit.config import Config, flatten
 from pipelines import configuration
 from pipelines.configuration import CONF_DIR, compose_config, groups
 
+ROOT = CONF_DIR.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 GIVEN = {"target": "some/target", "draft": "some/draft", "data": "some/rows.jsonl"}
 FILES = sorted(path.relative_to(CONF_DIR) for path in CONF_DIR.rglob("*.yaml"))
 CHOICES = [path for path in FILES if len(path.parts) == 2]
@@ -64,21 +66,25 @@ def header(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", CHOICES, ids=str)
-def test_every_file_composes_to_a_config(path: Path) -> None:
-    assert isinstance(compose_config(overrides(path)), Config)
-
-
-@pytest.mark.parametrize("path", CHOICES, ids=str)
 def test_every_value_of_a_file_arrives_in_the_config(path: Path) -> None:
     """A file that nothing selects, or a key that something else overrides, is dead."""
     group = path.parts[0]
-    flat = flatten(compose_config(overrides(path)))
-
+    config = compose_config(overrides(path))
+    assert isinstance(config, Config)
+    flat = flatten(config)
     for key, value in leaves(read(path), "" if group == "experiment" else f"{group}.").items():
         if value == "":
             assert flat[key] == GIVEN[group]
         elif not str(value).startswith("${"):
             assert flat[key] == (float(value) if isinstance(flat[key], float) else value)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_that_is_told_can_be_run(path: Path) -> None:
+    named = set(re.findall(r"python -m pipelines\.(\w+)", path.read_text(encoding="utf-8")))
+    for command in named:
+        code = (ROOT / "pipelines" / f"{command}.py").read_text(encoding="utf-8")
+        assert '\nif __name__ == "__main__":\n' in code, command
 
 
 def test_the_files_are_one_primary_config_and_choices_of_known_groups() -> None:

@@ -25,6 +25,7 @@ _LOOPBACK = ("127.", "::1", "localhost")
 # and those that fork do so while the worker is small (a large one takes five times as long).
 _FIRST = (
     "test_stage_kill",
+    "test_stage",
     "test_service_kill",
     "test_faults",
     "test_pipelines",

@@ -150,8 +150,8 @@ def test_every_source_trains(root, source):
 
 @pytest.mark.usefixtures("unjudged")
 @pytest.mark.parametrize("source", ["fixed", "target"])
-def test_stored_scores_teach_without_the_target_in_memory(root, source, monkeypatch):
-    config = smoke(root, f"source={source}", "generate.top_k=40", f"name=stored_{source}")
+def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monkeypatch):
+    config = smoke(tmp_path, f"source={source}", "generate.top_k=40", "data.max_megabytes=0.1")
     scores.ensure(config)
 
     def absent(*_, **__):

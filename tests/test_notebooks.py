@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
 SHOWN = {  # by notebook
     "quickstart": ("gain in alpha", "break-even alpha"),
+    "theory_of_acceptance": ("tau", "best by tvd", "break-even alpha"),
     "online_drift": ("records for the gate", "request ", "would have been published", "in force"),
 }
 

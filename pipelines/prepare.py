@@ -68,16 +68,11 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     tokenizer = load_tokenizer(target_of(config), "target")
     splits = splits_of(config)
     if not (folder.path / "draft").exists():
-        make = cut if config.draft.shrink.layers else pretrain_draft
-        make(config, folder, tokenizer, splits)
+        if config.draft.shrink.layers:
+            cut(config, folder, tokenizer, splits)
+        else:
+            pretrain("draft", config, folder, tokenizer, splits)
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256}
-
-
-def pretrain_draft(
-    config: Config, folder: StageFolder, tokenizer: PreTrainedTokenizerBase, splits: Splits
-) -> None:
-    """Train the drafter from scratch."""
-    pretrain("draft", config, folder, tokenizer, splits)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from draftkit.config.choices import (
 
 @dataclass(kw_only=True)
 class PretrainConfig:
-    """The Llama-type model that `prepare` builds and trains where `path` is null."""
+    """The Llama-type model that is built and trained where `path` is null."""
 
     num_hidden_layers: int = 8
     hidden_size: int = 384
@@ -76,7 +76,7 @@ class ShrinkConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """One model: a local folder or hub name, or null for the one that `prepare` makes."""
+    """One model: a local folder or hub name, or null for one that is made first."""
 
     path: str | None = None
     revision: str | None = None
@@ -130,7 +130,7 @@ class DataConfig:
     domains: list[str] = field(default_factory=lambda: list(DOMAIN_NAMES))
     max_megabytes: float = 8.0  # of `installed` text, shared equally by its domains
     max_rows: int | None = None  # of a file or hub data set
-    vocab_size: int = 4096  # of the tokenizer that `prepare` trains
+    vocab_size: int = 4096  # of the tokenizer that `texts` trains
     prompt_column: str | None = None
     completion_column: str | None = None
     prompt_tokens: int = 32  # the prompt of a `text` row

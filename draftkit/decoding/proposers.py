@@ -92,10 +92,16 @@ class Picker(Protocol):
 def most_likely(view: RoundView) -> RoundView:
     """`view` for proposals that are not sampled: the first token of the largest logit each."""
     params = view.group.params
-    zeros = torch.zeros_like(params.temperature)
-    # What is cut off by top-k or top-p is never the largest.
-    params = replace(params, temperature=zeros, uses_top_k=False, uses_top_p=False)
-    return replace(view, group=replace(view.group, params=params, greedy=True))
+    params = replace(
+        params,
+        temperature=torch.zeros_like(params.temperature),
+        uses_greedy=True,
+        uses_sampling=False,
+        # What is cut off by top-k or top-p is never the largest.
+        uses_top_k=False,
+        uses_top_p=False,
+    )
+    return replace(view, group=replace(view.group, params=params))
 
 
 def draw(

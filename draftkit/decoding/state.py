@@ -140,17 +140,24 @@ class Group:
     active: Tensor  # [B] bool
     places: list[int] | None  # where `slots` stand in `index`; None: no fillers
     params: SamplingParams
-    greedy: bool
     gamma: int
     proposer_id: str | None
     adapts: bool = False
 
     @property
+    def greedy(self) -> bool:
+        """Whether all rows are."""
+        return not self.params.uses_sampling
+
+    @property
     def key(self) -> tuple[object, ...]:
         """What compiled code depends on, tensors' contents apart."""
         params = self.params
-        flags = (params.uses_top_k, params.uses_top_p, params.uses_penalty, params.largest_top_k)
-        return (len(self.index), self.rows is None, self.greedy, self.gamma, flags)
+        flags = (
+            *(params.uses_top_k, params.uses_top_p, params.uses_penalty),
+            *(params.uses_greedy, params.uses_sampling, params.largest_top_k),
+        )
+        return (len(self.index), self.rows is None, self.gamma, flags)
 
 
 def make_group(
@@ -182,6 +189,8 @@ def make_group(
         uses_top_k=any(s.top_k > 0 for s in rows),
         uses_top_p=any(s.top_p < 1 for s in rows),
         uses_penalty=any(s.repetition_penalty != 1 for s in rows),
+        uses_greedy=any(s.temperature == 0 for s in rows),
+        uses_sampling=any(s.temperature > 0 for s in rows),
     )
     place = {slot: number for number, slot in enumerate(index)}
     places = [place[slot] for slot in slots]
@@ -193,7 +202,6 @@ def make_group(
         active=torch.tensor([slot in sampling for slot in index], device=device),
         places=None if len(index) == len(slots) else places,
         params=params,
-        greedy=all(s.temperature == 0 for s in rows),
         gamma=gamma,
         proposer_id=proposer_id,
         adapts=adapts,

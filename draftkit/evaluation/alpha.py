@@ -7,7 +7,7 @@ very function that serves (P1), and the three acceptance modes are summed by pro
 Shapes: M generated positions, V vocabulary, P prompts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,18 +75,10 @@ def score_drafts(
     totals: dict[str, dict[str, list[float]]] = {n: {m: [] for m in MODES} for n in drafts}
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
-        tokens, keep = padded(chunk, target.device)
-        lengths = [len(context.output_ids) for context in chunk]
-        target_rows = target.score(tokens, keep).split(lengths)
+        target_rows = list(_served(target, chunk, sampling))
         for name, draft in drafts.items():
-            draft_rows = draft.score(tokens, keep).split(lengths)
-            for context, target_logits, draft_logits in zip(
-                chunk, target_rows, draft_rows, strict=True
-            ):
-                seen = history(context, sampling, target.vocab_size, target.device)
-                params = sampling_params(sampling, target.device)
-                target_probs = warp(target_logits[None], params, seen)[0]
-                draft_probs = warp(draft_logits[None], params, seen)[0]
+            draft_rows = _served(draft, chunk, sampling)
+            for target_probs, draft_probs in zip(target_rows, draft_rows, strict=True):
                 for mode, acceptance in MODES.items():
                     values = acceptance(target_probs=target_probs, draft_probs=draft_probs)
                     totals[name][mode].append(float(values.double().sum()))
@@ -98,6 +90,21 @@ def score_drafts(
         )
         for name, found in totals.items()
     }
+
+
+def _served(
+    model: Adapter | RememberedAdapter, contexts: Sequence[Record], sampling: SamplingConfig
+) -> Iterator[Tensor]:
+    """The served probabilities [M, V] of `model` at the outputs of each of `contexts`.
+
+    One text at a time, so that what is made of its logits stays in a processor's cache.
+    """
+    tokens, keep = padded(contexts, model.device)
+    params = sampling_params(sampling, model.device)
+    logits = model.score(tokens, keep).split([len(one.output_ids) for one in contexts])
+    for context, rows in zip(contexts, logits, strict=True):
+        seen = history(context, sampling, model.vocab_size, model.device)
+        yield warp(rows[None], params, seen)[0]
 
 
 @torch.inference_mode()

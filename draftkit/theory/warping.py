@@ -37,6 +37,8 @@ class SamplingParams:
     uses_top_k: bool
     uses_top_p: bool
     uses_penalty: bool
+    uses_greedy: bool  # a row has temperature 0
+    uses_sampling: bool  # a row has another
     largest_top_k: int | None = None  # no row keeps more; None where a row keeps all
 
     @staticmethod
@@ -62,6 +64,8 @@ class SamplingParams:
             uses_top_k=top_k > 0,
             uses_top_p=top_p < 1,
             uses_penalty=repetition_penalty != 1,
+            uses_greedy=temperature == 0,
+            uses_sampling=temperature != 0,
             largest_top_k=top_k or None,
         )
 
@@ -75,6 +79,8 @@ class SamplingParams:
             uses_top_k=self.uses_top_k,
             uses_top_p=self.uses_top_p,
             uses_penalty=self.uses_penalty,
+            uses_greedy=self.uses_greedy,
+            uses_sampling=self.uses_sampling,
             largest_top_k=self.largest_top_k,
         )
 
@@ -90,6 +96,8 @@ class SamplingParams:
             uses_top_k=any(part.uses_top_k for part in parts),
             uses_top_p=any(part.uses_top_p for part in parts),
             uses_penalty=any(part.uses_penalty for part in parts),
+            uses_greedy=any(part.uses_greedy for part in parts),
+            uses_sampling=any(part.uses_sampling for part in parts),
             largest_top_k=max(bounds) if len(bounds) == len(parts) else None,
         )
 
@@ -98,6 +106,21 @@ def _penalised(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
     """Logits of tokens seen before, moved towards less likely (CTRL, arXiv 1909.05858)."""
     lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
     return torch.where(seen, lowered, logits)
+
+
+def _with_history(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
+    """Logits in at least float32, penalised where a row asks for it."""
+    logits = promote(logits)
+    if not params.uses_penalty:
+        return logits
+    assert seen is not None, "a repetition penalty needs the tokens seen before each position"
+    return _penalised(logits, params.repetition_penalty.to(logits.dtype)[:, None, None], seen)
+
+
+def _one_hot(logits: Tensor, *, inside: float, outside: float) -> Tensor:
+    """`inside` at the (first) largest logit, `outside` elsewhere."""
+    best = logits.argmax(-1, keepdim=True)  # [B, T, 1]
+    return torch.full_like(logits, outside).scatter_(-1, best, inside)
 
 
 def _truncated(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -130,19 +153,16 @@ def warped_logits(logits: Tensor, params: SamplingParams, seen: Tensor | None = 
     seen: [B, T, V] bool, the tokens in the history of each position; needed where any row has a
     repetition penalty. Temperature 0 gives 0 at the (first) largest logit and -inf elsewhere.
     """
-    logits = promote(logits)
-    if params.uses_penalty:
-        assert seen is not None, "a repetition penalty needs the tokens seen before each position"
-        penalty = params.repetition_penalty.to(logits.dtype)[:, None, None]
-        logits = _penalised(logits, penalty, seen)
+    logits = _with_history(logits, params, seen)
+    one_hot = _one_hot(logits, inside=0.0, outside=-torch.inf) if params.uses_greedy else logits
+    if not params.uses_sampling:
+        return one_hot
     temperature = params.temperature.to(logits.dtype)[:, None, None]
     is_greedy = temperature == 0
-    best = logits.argmax(-1, keepdim=True)  # [B, T, 1]
     logits = logits / torch.where(is_greedy, 1.0, temperature)
     if params.uses_top_k or params.uses_top_p:
         logits = _truncated(logits, params)
-    one_hot = torch.full_like(logits, -torch.inf).scatter(-1, best, 0.0)
-    return torch.where(is_greedy, one_hot, logits)
+    return torch.where(is_greedy, one_hot, logits) if params.uses_greedy else logits
 
 
 def tempered(logits: Tensor, temperature: float) -> Tensor:
@@ -154,6 +174,8 @@ def tempered(logits: Tensor, temperature: float) -> Tensor:
 
 def warp(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
     """The served probabilities [B, T, V] of `logits`; arguments as in `warped_logits`."""
+    if not params.uses_sampling:
+        return _one_hot(_with_history(logits, params, seen), inside=1.0, outside=0.0)
     return warped_logits(logits, params, seen).softmax(-1)
 
 

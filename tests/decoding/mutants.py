@@ -103,8 +103,13 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "one greedy row makes all greedy": (
         state,
-        "greedy=all(s.temperature == 0",
-        "greedy=any(s.temperature == 0",
+        "uses_sampling=any(s.temperature > 0",
+        "uses_sampling=all(s.temperature > 0",
+    ),
+    "a greedy row beside sampled ones is sampled": (
+        state,
+        "uses_greedy=any(s.temperature == 0",
+        "uses_greedy=all(s.temperature == 0",
     ),
     "sampling of the wrong rows": (
         state,

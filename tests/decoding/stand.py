@@ -110,7 +110,6 @@ class Stand:
             active=torch.ones(rows, dtype=torch.bool),
             places=None,
             params=params,
-            greedy=bool((params.temperature == 0).all()),
             gamma=gamma,
             proposer_id="draft",
         )

@@ -117,6 +117,7 @@ REJECTED_BY: list[tuple[str, Check]] = [
     ("a rejected end of text ends", joint_law_to_the_end_of_text),
     ("length limit ignored", joint_law),
     ("one greedy row makes all greedy", joint_law_of_mixed_rows),
+    ("a greedy row beside sampled ones is sampled", joint_law_of_mixed_rows),
     ("sampling of the wrong rows", joint_law_of_mixed_rows),
     ("temperature in single precision", joint_law_when_cut),
     ("cache slots shifted by one", joint_law),

@@ -110,6 +110,7 @@ def test_rows_do_not_see_each_others_settings() -> None:
 def test_the_flags_spare_work_but_never_change_a_result() -> None:
     neutral = SamplingParams.uniform(3)
     assert [neutral.uses_top_k, neutral.uses_top_p, neutral.uses_penalty] == [False] * 3
+    assert (neutral.uses_greedy, neutral.uses_sampling) == (False, True)
     everything = SamplingParams(
         temperature=neutral.temperature,
         top_k=neutral.top_k,
@@ -118,6 +119,8 @@ def test_the_flags_spare_work_but_never_change_a_result() -> None:
         uses_top_k=True,
         uses_top_p=True,
         uses_penalty=True,
+        uses_greedy=True,
+        uses_sampling=True,
     )
     logits = random_batch(3, 2, torch.float32)
     logits[0, 0, 0] = 200.0  # all other probabilities round away, but none may be cut
@@ -145,14 +148,32 @@ def test_the_bound_on_top_k_is_lifted_by_a_single_row_that_keeps_all() -> None:
     assert bounded.select(torch.tensor([1])).largest_top_k == 7
 
 
-@pytest.mark.parametrize("name", ["top_k", "top_p", "repetition_penalty"])
+@pytest.mark.parametrize("name", ["top_k", "top_p", "repetition_penalty", "temperature"])
 def test_a_flag_is_set_exactly_when_a_row_needs_it(name: str) -> None:
-    active = {"top_k": 3, "top_p": 0.5, "repetition_penalty": 1.2}
-    flag = {"top_k": "uses_top_k", "top_p": "uses_top_p", "repetition_penalty": "uses_penalty"}
+    active = {"top_k": 3, "top_p": 0.5, "repetition_penalty": 1.2, "temperature": 0.0}
+    flag = {
+        "top_k": "uses_top_k",
+        "top_p": "uses_top_p",
+        "repetition_penalty": "uses_penalty",
+        "temperature": "uses_greedy",
+    }
     one = SamplingParams.uniform(1, **{name: active[name]})
     both = SamplingParams.concatenate([SamplingParams.uniform(1), one])
     for params in (one, both):
         assert [getattr(params, each) for each in flag.values()] == [each == name for each in flag]
+    assert one.uses_sampling == (name != "temperature")
+    assert both.uses_sampling
+
+
+def test_greedy_rows_alone_and_beside_sampled_ones_are_the_same() -> None:
+    logits = random_batch(2, 3, torch.float32, ties=True)
+    greedy = SamplingParams.uniform(1, temperature=0.0)
+    both = SamplingParams.concatenate([greedy, SamplingParams.uniform(1)])
+    for function in (warped_logits, warp):
+        assert torch.equal(function(logits[:1], greedy), function(logits, both)[:1])
+        assert torch.equal(
+            function(logits[1:], SamplingParams.uniform(1)), function(logits, both)[1:]
+        )
 
 
 def test_a_repetition_penalty_without_a_history_is_refused() -> None:

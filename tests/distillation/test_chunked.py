@@ -42,12 +42,14 @@ def loss_of(scores, name="forward_kl"):
     return weighted
 
 
-def test_chunks_cover_every_token_once():
+def test_chunks_cover_every_token_once(monkeypatch):
     for count in range(1, 12):
         found = [i for rows in chunks(count, VOCAB) for i in range(rows.start, rows.stop)]
         assert found == list(range(count))
     assert [rows.stop - rows.start for rows in chunks(7, VOCAB)] == [3, 3, 1]
     assert [rows.stop for rows in chunks(2, 10 * VOCAB)] == [1, 2]  # one token at least
+    monkeypatch.setattr(chunked, "CHUNK_TOKENS", 2)
+    assert [rows.stop for rows in chunks(5, VOCAB)] == [2, 4, 5]
 
 
 @pytest.mark.parametrize("name", DIVERGENCE_NAMES)

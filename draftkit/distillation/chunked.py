@@ -26,7 +26,7 @@ LossOf = Callable[[Tensor, slice], Tensor]  # logits [m, V] of the tokens in a s
 
 
 def chunks(count: int, vocab_size: int) -> Iterator[slice]:
-    """Slices of `count` tokens, at most `CHUNK_TOKENS` with `CHUNK_BYTES` of logits (but one)."""
+    """Slices of `count` tokens: at most `CHUNK_TOKENS`, `CHUNK_BYTES` of logits; at least one."""
     size = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // (4 * vocab_size)))
     return (slice(first, min(first + size, count)) for first in range(0, count, size))
 

@@ -58,9 +58,9 @@ def test_costs_are_positive_and_the_decoder_is_idle_again(late: bool) -> None:
     costs = measure(made, DRAFT, 4, [0, 1, 3])
     assert set(costs.verify_ratios) == {0, 1, 3}
     assert costs.plain_seconds > 0
-    assert costs.cost_ratio > 0
+    assert 0.1 < costs.cost_ratio < 10  # the draft is as large as the target
     assert costs.overhead_ratio > 0
-    assert 0 < costs.verify_ratios[0] < 1
+    assert costs.verify_ratios[0] < 1 < costs.verify_ratios[0] + 0.9
     assert made.free_slots == 8
     assert (made.late, made.clock) == (late, None)
     made.join([request([1, 2, 3], gamma=2)])

@@ -23,7 +23,8 @@ from draftkit.evaluation.benchmark import PLAIN, Pair, Point, headline, measure
 from draftkit.evaluation.benchmark_report import LEGEND, benchmark_tables
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import PromptIds, Setting, row_capacity
-from draftkit.models.loading import load_draft, load_target, resolve_device, resolve_dtype
+from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.loading import load_draft, load_target
 from draftkit.theory.speedup import Costs
 from pipelines import benchmark_distill
 from pipelines.checksums import model_sha256

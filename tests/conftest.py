@@ -40,6 +40,15 @@ _FIRST = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide CUDA devices from all tests but those marked `gpu`, which run alone (`-m gpu`).
+
+    The suite is the same everywhere: what chooses a device by itself would choose another one.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order files by `_FIRST`; the Makefile keeps xdist from ordering them by their number."""
     places = {name: place for place, name in enumerate(_FIRST)}

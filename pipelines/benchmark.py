@@ -121,7 +121,8 @@ def setting_of(config: Config, pair: Pair, prompts: Prompts, temperature: float)
 def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder) -> list[Point]:
     """Measure every method at every temperature and batch size."""
     options = config.benchmark
-    compiling = options.compiled_batch_sizes if config.decode.compile != "false" else []
+    decode = config.decode
+    fixed = options.compiled_batch_sizes if decode.compiles or decode.captures else []
     points: list[Point] = []
     for temperature in options.temperatures:
         costs: dict[bool, dict[int, Costs]] = {True: {}, False: {}}
@@ -129,7 +130,8 @@ def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder)
             setting = replace(
                 setting_of(config, pair, prompts, temperature),
                 batch_size=size,
-                compiled=size in compiling,
+                compiled=decode.compiles and size in fixed,
+                captured=decode.captures and size in fixed,
             )
             wanted = min(chunks_of(config, size), len(prompts.test) // size)
             if wanted < 2:
@@ -143,7 +145,7 @@ def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder)
                 replace(prompts, test=prompts.test[: wanted * size]),
                 setting,
                 options.methods,
-                costs=costs[setting.compiled],
+                costs=costs[size in fixed],
                 resamples=config.evaluate.bootstrap,
             )
             log(folder, len(points), found)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from draftkit.config.choices import (
     BENCHMARK_METHOD_NAMES,
     BENCHMARK_METHODS,
-    COMPILE_NAMES,
+    CODE_NAMES,
     DRAFT_ROLES,
     SUBJECT_NAMES,
     VERIFICATION_NAMES,
@@ -22,13 +22,26 @@ class DecodeConfig:
 
     gamma: int = 4
     verification: str = "speculative"
-    compile: str = "auto"  # auto: on CUDA, and wherever decoding itself is what is measured
+    # captured: CUDA graphs of eager code, ready at once, where compiling takes its time for every
+    # shape of a round (without CUDA: false). auto: a server on CUDA captures and one on a CPU does
+    # neither; compiled wherever decoding itself is what is measured.
+    compile: str = "auto"
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
         require(0 <= self.gamma <= 32, "decode.gamma", "lie in 0..32", self.gamma)
         require_choice("decode.verification", self.verification, VERIFICATION_NAMES)
-        require_choice("decode.compile", self.compile, COMPILE_NAMES)
+        require_choice("decode.compile", self.compile, CODE_NAMES)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether code is compiled where decoding itself is what is measured."""
+        return self.compile in ("auto", "true")
+
+    @property
+    def captures(self) -> bool:
+        """Whether eager code is captured there instead."""
+        return self.compile == "captured"
 
 
 @dataclass(kw_only=True)

@@ -92,7 +92,7 @@ class Bench:
         """Our decoder; compiled as the setting says unless told otherwise."""
         setting = self.setting
         if compiled is not None:
-            setting = replace(setting, compiled=compiled)
+            setting = replace(setting, compiled=compiled, captured=False)
         return decoding(self.pair.target, self.pair.draft if speculates else None, setting)
 
     def adaptive(self) -> Method:
@@ -196,6 +196,7 @@ def base_point(name: str, timed: dict[str, Timed], setting: Setting) -> Point:
         "batch_size": setting.batch_size,
         "gamma": 0 if name in (PLAIN, "eager_plain", HF_PLAIN) else setting.gamma,
         "compiled": ours and setting.compiled and not name.startswith("eager_"),
+        "captured": ours and setting.captured and not name.startswith("eager_"),
         "prompts": len(mine.completions),
         "chunks": len(mine.tokens),
         "tokens": sum(mine.tokens),

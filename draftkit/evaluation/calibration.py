@@ -152,7 +152,7 @@ class Calibrator:
     ) -> None:
         self._gamma = max(setting.gamma, 1)
         guess = TextProposer(FirstToken(target.vocab_size))
-        eager = replace(setting, compiled=False)
+        eager = replace(setting, compiled=False, captured=False)
         self._flows = {
             PLAIN: Flow(target, None, prompts, setting, 0),
             "draft": Flow(target, DraftModelProposer(draft), prompts, setting, self._gamma),

@@ -44,6 +44,7 @@ class Setting:
     eos_token_ids: Sequence[int]
     seed: int
     compiled: bool
+    captured: bool = False  # eager code, on CUDA
 
 
 class FullBatch(NamedTuple):
@@ -144,6 +145,7 @@ def make_decoder(
         verification=setting.verification,
         gamma_policy=gamma_policy,
         compiled=setting.compiled,
+        captured=setting.captured,
         clock=clock,
     )
     if proposer is not None:
@@ -210,7 +212,7 @@ def time_chunk(
 def shapes(setting: Setting) -> list[int]:
     """Numbers of rows that stand for all that a batch may shrink to: one for each compiled code."""
     rows = setting.batch_size
-    if not setting.compiled:
+    if not (setting.compiled or setting.captured):
         return [rows]
     return sorted({batch_size(left, rows) for left in range(1, rows + 1)})
 

@@ -25,6 +25,7 @@ from draftkit.online.records import checksum, decode, encode, split
 UPKEEP_SECONDS = 600.0  # between two upkeeps of a buffer that is written, unless it grows fast
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
 _DAY = 86400.0
+_SIGN = {True: "<", False: ">="}  # of the split against the gate's fraction, by `held_out`
 _COLUMNS = "id, route, version, seconds, kept, split, checksum, content"
 _log = logging.getLogger(__name__)
 
@@ -73,9 +74,10 @@ class Load:
 
 
 class Buffer:
-    """Records by route, bounded in bytes and in time, part of the prompts held out.
+    """Records by route, bounded in bytes and in time, part of the conversations held out.
 
-    A prompt is on the same side of the held-out split for ever (for one `gate_fraction`).
+    A conversation, by `Record.document` or else by the prompt, is on the same side of the held-out
+    split for ever (for one `gate_fraction`).
     `recovered` says what had to be done to open the file; `damaged` holds the ids of rows that
     were read and found damaged.
     """
@@ -146,7 +148,7 @@ class Buffer:
         for entry in entries:
             content = encode(entry.record)
             told = (entry.route, entry.version, float(entry.seconds), ledger.now)
-            place = (*told, split(entry.record.prompt_ids))
+            place = (*told, split(entry.record))
             rows.append((*place, len(content), checksum(content, *place), content))
         with self._database.writing() as connection:
             connection.executemany(
@@ -206,6 +208,17 @@ class Buffer:
         with self._database.reading() as connection:
             return len(self._ids(connection, route, held_out=held_out, after=after))
 
+    def conversations(self, route: str, *, held_out: bool, newest: int) -> int:
+        """How many conversations the `newest` records of a side of `route` belong to."""
+        query = (
+            "SELECT count(DISTINCT split) FROM (SELECT split FROM records INDEXED BY"
+            f" records_by_route WHERE route = ? AND split {_SIGN[held_out]} ?"
+            " ORDER BY id DESC LIMIT ?)"
+        )
+        with self._database.reading() as connection:
+            values = (route, self._gate_fraction, newest)
+            return connection.execute(query, values).fetchone()[0]
+
     def last_id(self, route: str) -> int:
         """The highest id stored for `route`, 0 if there is none."""
         query = "SELECT coalesce(max(id), 0) FROM records WHERE route = ?"
@@ -216,10 +229,9 @@ class Buffer:
         self, connection: sqlite3.Connection, route: str, *, held_out: bool, after: int = 0
     ) -> list[int]:
         """Of one side of a route, the newest first."""
-        sign = "<" if held_out else ">="
         query = (
             "SELECT id FROM records INDEXED BY records_by_route"
-            f" WHERE route = ? AND id > ? AND split {sign} ? ORDER BY id DESC"
+            f" WHERE route = ? AND id > ? AND split {_SIGN[held_out]} ? ORDER BY id DESC"
         )
         return [row[0] for row in connection.execute(query, (route, after, self._gate_fraction))]
 

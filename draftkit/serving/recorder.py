@@ -191,6 +191,7 @@ def entry(answered: Answered) -> Entry:
         sampling={name: float(value) for name, value in asdict(job.sampling).items()},
         seed=answered.seed,
         row=job.row,
+        document=job.conversation,
         proposals=proposals[:count],
         rejected=rejected[:count],
         **scores,

@@ -385,6 +385,7 @@ def test_with_stored_scores_only_records_of_the_same_temperature_are_used(tmp_pa
     with pytest.raises(ValueError, match=r"online\.teacher=target"):
         shop.refit.update()
     shop.buffer.append(entries(served[:60]))
+    shop.refit._restore()
     stored = shop.buffer.newest("default", 999, held_out=False)
     usable = shop.refit._learnable(stored)
     assert 2 < len(usable) < len(stored)

@@ -127,6 +127,16 @@ def estimate_ratio(
     )
 
 
+def ratio_error(totals: Tensor, counts: Tensor) -> Tensor:
+    """The standard error of sum(totals) / sum(counts), [P] each, over prompts; nan of one prompt.
+
+    sqrt(P / (P - 1) sum_i (t_i - r n_i)^2) / sum_i n_i, r the ratio: linearised in both sums
+    (Cochran, Sampling Techniques, chapter 6). It costs no resampling.
+    """
+    ratio = totals.sum() / counts.sum()
+    return (totals - ratio * counts).std() * len(totals) ** 0.5 / counts.sum()
+
+
 def estimate_gain(
     *,
     totals: Tensor,

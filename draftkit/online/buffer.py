@@ -5,6 +5,7 @@ number of processes may open the same file, and several threads may use one `Buf
 row is left out and counted; a damaged file is set aside and a new one begun.
 """
 
+import contextlib
 import json
 import logging
 import random
@@ -26,6 +27,7 @@ UPKEEP_SECONDS = 600.0  # between two upkeeps of a buffer that is written, unles
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
 _DAY = 86400.0
 _SIGN = {True: "<", False: ">="}  # of the split against the gate's fraction, by `held_out`
+_ASIDE_SECONDS = _DAY  # for which a damaged file is kept, whose records may be due any moment
 _COLUMNS = "id, route, version, seconds, kept, split, checksum, content"
 _log = logging.getLogger(__name__)
 
@@ -286,6 +288,7 @@ class Buffer:
     def maintain(self) -> None:
         """Delete what is too old or too much, really: no deleted token stays in the files.
 
+        Files that were set aside go after a day: how old their records are cannot be known.
         Call it now and then, with or without traffic. Raises OSError as `append`.
         """
         self._grown, self._looked_after = 0, self._up()
@@ -298,8 +301,9 @@ class Buffer:
         if not self._database.shrink():
             _log.warning("%s: a reader is busy, the log is emptied later", self._database.path)
         for aside in self._database.path.parent.glob(f"{self._database.path.name}.damaged-*"):
-            if self._clock() - aside.stat().st_mtime > keep_seconds:
-                aside.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # others look after the file too
+                if now - aside.stat().st_mtime > min(_ASIDE_SECONDS, keep_seconds):
+                    aside.unlink()
 
     def close(self) -> None:
         """Close the file. Closing twice does nothing."""

@@ -129,6 +129,16 @@ def estimate_ratio(
     )
 
 
+def ratio_error(totals: Tensor, counts: Tensor) -> float:
+    """The standard error of sum(totals) / sum(counts), [P] each, over prompts; NaN for one prompt.
+
+    sqrt(sum_i e_i^2 / (P (P - 1))), e_i what a prompt adds to the ratio r linearised at the data,
+    (t_i - r n_i) / mean(n) (Cochran, Sampling Techniques, chapter 6).
+    """
+    _, residuals = _linearised(totals.double(), counts.double())
+    return float(residuals.std()) / len(totals) ** 0.5
+
+
 def estimate_gain(
     *,
     totals: Tensor,

@@ -106,8 +106,10 @@ def _differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 
 def _is_of(identity: Identity, manifest: Any) -> bool:
     """Whether the stage wrote this manifest: at its start, or before it cleared the folder."""
-    if not isinstance(manifest, dict) or manifest == _CLEARED:
-        return manifest == _CLEARED  # a folder that an older commit was clearing names no stage
+    if manifest == _CLEARED:  # earlier versions did not note whose folder they cleared
+        return True
+    if not isinstance(manifest, dict):
+        return False
     known = "settings" in manifest or manifest.get("cleared") is True
     return known and manifest.get("stage") == identity.stage
 
@@ -133,7 +135,7 @@ def _foreign(identity: Identity, name: str) -> ValueError:
     )
 
 
-def stored_manifest(identity: Identity) -> dict[str, Any] | None:
+def _stored(identity: Identity) -> dict[str, Any] | None:
     """The manifest that belongs to a usable folder; None where the stage has to start.
 
     Raises ValueError: naming the keys, if the folder was made with other settings; naming a file,
@@ -154,9 +156,9 @@ def stored_manifest(identity: Identity) -> dict[str, Any] | None:
 def complete_summary(identity: Identity) -> dict[str, Any] | None:
     """The summary, if the folder is complete and its inputs are the present ones.
 
-    Raises ValueError as `stored_manifest` does.
+    Raises ValueError as `_stored` does.
     """
-    stored = stored_manifest(identity)
+    stored = _stored(identity)
     summary = identity.path / SUMMARY
     if stored is None or stored["inputs"] != identity.inputs or not summary.is_file():
         return None
@@ -197,7 +199,7 @@ def claim(identity: Identity, *, overwrite: bool) -> tuple[dict[str, Any] | None
         if foreign:
             raise _foreign(identity, foreign[0])
         return None, ""
-    stored = _manifest(identity) if overwrite else stored_manifest(identity)
+    stored = _manifest(identity) if overwrite else _stored(identity)
     if stored is None or overwrite:
         _clear(identity)
         return None, f"redoing {path} (overwrite=true)" if overwrite else ""

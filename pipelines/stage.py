@@ -162,6 +162,11 @@ class Stage:
             path = Path(config.root) / config.name / _swept.get() / self.name
         return Identity(self.name, path, settings, inputs)
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether this process is running the stage, and whoever asks is a part of that."""
+        return any(running.name == self.name for running in _running.get())
+
     def path(self, config: Config) -> Path:
         """The stage folder of `config`, complete or not."""
         return self.identity(config).path

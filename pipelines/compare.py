@@ -4,7 +4,7 @@ Reads finished folders (an experiment's, a sweep's or one stage's) and, for `wan
 runs uploaded to Weights & Biases. Shows acceptance, speedup, verdict and the settings that differ;
 of a sweep over divergences and sources also what each cell gained, as tables and a heat map.
 It measures nothing, and says that one run is better only where the 95 % intervals do not overlap
-and target, text and sampling are the same.
+and target, text (by their checksums) and sampling are the same.
 """
 
 from collections.abc import Mapping
@@ -37,7 +37,8 @@ PRODUCT = "compare.json"
 HEAT_MAP = "heat_map.png"
 REMOTE = "wandb:"
 _NOT_SHOWN = ("name", "root", "overwrite", "runs", "tracker")
-_SAME_QUESTION = ("target", "data", "sampling", "evaluate.temperatures")
+_SAME_QUESTION = ("target", "data", "sampling", "evaluate.temperatures", "evaluate.max_new_tokens")
+_CONTENT = ("target", "data")  # inputs of which the settings do not tell all: a seed makes a target
 _SAME_MACHINE = (*_SAME_QUESTION, "hardware", "machine")
 
 Row = dict[str, Any]
@@ -99,13 +100,20 @@ def read_run(folder: Path) -> Row:
     for path in reversed(stages):
         if (path / CONFIG).is_file():
             settings |= _flat(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
-    machine = read_json(stages[0] / MANIFEST).get("provenance", {}).get("hardware", {})
+    manifest = read_json(stages[0] / MANIFEST)
+    machine = manifest.get("provenance", {}).get("hardware", {})
     shown = {key: value for key, value in settings.items() if key.split(".")[0] not in _NOT_SHOWN}
+    shown |= checksums(manifest.get("inputs", {}))
     unfinished = [path.name for path in stages if path not in finished]
     cells = [asdict(cell) for path in finished for cell in cells_in(path, settings)]
     return {"run": str(folder), "unfinished": unfinished, **numbers, "cells": cells} | {
         "settings": shown | {f"machine.{key}": value for key, value in machine.items()}
     }
+
+
+def checksums(inputs: Mapping[str, str]) -> dict[str, str]:
+    """Beginnings of the checksums of target and text, as settings that may differ."""
+    return {f"{name}.sha256": inputs[name][:12] for name in _CONTENT if name in inputs}
 
 
 def cells_in(path: Path, settings: Mapping[str, Any]) -> list[Cell]:
@@ -151,7 +159,7 @@ def read_remote(name: str) -> list[Row]:
             key: value
             for key, value in _flat(run.config).items()
             if key.split(".")[0] not in (*_NOT_SHOWN, "provenance", "inputs")
-        }
+        } | checksums(run.config.get("inputs", {}))
         unfinished = [] if run.state == "finished" else [STAGES[0]]
         row = {"run": f"{REMOTE}{project}/{run.name}", "unfinished": unfinished}
         rows.append(row | _numbers(flat | numbers) | {"settings": settings})

@@ -30,15 +30,14 @@ PROMPTS = "prompts.json"  # what was found prompt by prompt, so that runs can be
 
 
 def trained_draft(config: Config) -> Path:
-    """The folder of the drafter that `distill` made, which runs first where there is none.
+    """The folder of the drafter that `distill` made, which runs first where it is not complete.
 
     `distill` calls this stage before its own summary exists: its product is then taken as it is.
+    Raises ValueError naming the keys, where it was made with other settings.
     """
     from pipelines.distill import DRAFT, distill
 
-    folder = distill.path(config)
-    if (folder / "summary.json").exists() or not (folder / DRAFT).exists():
-        folder = distill.ensure(config)
+    folder = distill.path(config) if distill.is_at_work else distill.ensure(config)
     return folder / DRAFT
 
 

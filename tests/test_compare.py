@@ -23,7 +23,8 @@ def estimate(mean: float, half: float = 0.02) -> dict[str, Any]:
 def write_stage(folder: Path, *, summary: dict[str, Any] | None, **settings: Any) -> None:
     folder.mkdir(parents=True)
     machine = settings.pop("machine", {"cpu": "one", "cores": 2})
-    manifest = {"settings": {}, "inputs": {}, "provenance": {"hardware": machine}}
+    inputs = settings.pop("inputs", {})
+    manifest = {"settings": {}, "inputs": inputs, "provenance": {"hardware": machine}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     content = {"name": folder.parent.name, "seed": 0, "data": {"max_length": 128}} | settings
     (folder / "config.yaml").write_text(yaml.safe_dump(content))
@@ -128,6 +129,33 @@ def test_runs_that_answer_another_question_are_not_compared(tmp_path: Path) -> N
     assert finding(rows, "alpha", "alpha", SAME) == (
         "alpha: not comparable, data.max_length differ"
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"seed": 1, "inputs": {"target": "b" * 64, "data": "d" * 16}}, "target.sha256 differ"),
+        ({"inputs": {"target": "a" * 64, "data": "e" * 16}}, "data.sha256 differ"),
+        ({"evaluate": {"max_new_tokens": 8}}, "evaluate.max_new_tokens differ"),
+        ({"seed": 1}, "a is above the others"),  # a given target is the same under any seed
+    ],
+)
+@pytest.mark.usefixtures("two")
+def test_a_target_is_what_its_checksum_says_whatever_it_is_called(
+    changed: dict[str, Any], told: str
+) -> None:
+    """The embedded one has no path, and another seed, or other text, makes another of it."""
+    embedded = {
+        "target": {"path": None},
+        "evaluate": {"max_new_tokens": 64},
+        "inputs": {"target": "a" * 64, "data": "d" * 16, "draft": "f" * 64},
+    }
+    runs = [
+        str(experiment(Path("outputs"), name, alpha, **{**embedded, **settings}))
+        for name, alpha, settings in (("a", 0.9, {}), ("c", 0.5, changed))
+    ]
+    summary = compare.launch(Config(runs=runs, tracker=TrackerConfig(mode="none")))
+    assert told in summary["findings"][0]
 
 
 def test_times_of_two_machines_are_not_compared(tmp_path: Path) -> None:
@@ -236,6 +264,7 @@ class FakeApi:
         run.summary = {"alpha": 0.8, "alpha/low": 0.7, "alpha/high": 0.9, "verdict": "deploy"}
         run.summary |= {"speedup/measured": 1.2, "speedup/ci95/0": 1.1, "speedup/ci95/1": 1.3}
         run.config = {"seed": 3, "optim": {"max_steps": 4}, "provenance": {"python": "3"}}
+        run.config["inputs"] = {"target": "a" * 64, "draft": "f" * 64}
         return [run] if filters["jobType"] == "evaluate" else []
 
 
@@ -247,7 +276,7 @@ def test_uploaded_runs_are_read_from_the_scalars_that_the_tracker_sent(
     assert row["alpha"] == {"mean": 0.8, "ci95": [0.7, 0.9]}
     assert row["speedup"] == {"measured": 1.2, "ci95": [1.1, 1.3], "predicted": None}
     assert row["verdict"] == "deploy"
-    assert row["settings"] == {"seed": 3, "optim.max_steps": 4}
+    assert row["settings"] == {"seed": 3, "optim.max_steps": 4, "target.sha256": "a" * 12}
     assert row["unfinished"] == []
 
 

@@ -164,6 +164,28 @@ def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monk
     assert 0 < read_json(folder / "summary.json")["alpha_error_bound"] < 1
 
 
+def test_the_drafter_of_a_killed_distillation_is_judged_as_what_it_was_made_of(
+    finished, root, monkeypatch
+):
+    """The kill fell between the drafter and the summary."""
+
+    def killed(config):
+        raise KeyboardInterrupt
+
+    options = ["name=unfinished", "source=fixed", "optim.max_steps=2"]
+    monkeypatch.setattr("pipelines.distill.judge", killed)
+    with pytest.raises(KeyboardInterrupt):
+        distill.ensure(smoke(root, *options))
+    folder = root / "unfinished" / "distill"
+    assert (folder / "draft").exists()
+    with pytest.raises(ValueError, match=r"divergence\.name was 'forward_kl', now 'jsd'"):
+        evaluate.identity(smoke(root, *options, "divergence=jsd"))
+    assert not (folder / "summary.json").exists()
+    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
+    evaluate.identity(smoke(root, *options))
+    assert (folder / "summary.json").exists()
+
+
 def test_several_temperatures_are_evaluated_in_one_go(finished, root):
     config = smoke(
         root,

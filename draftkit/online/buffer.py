@@ -11,7 +11,7 @@ import logging
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from draftkit.data.rollouts import Record
 from draftkit.online import upkeep
 from draftkit.online.ages import Ledger, Uptime, look, seconds_since, uptime
 from draftkit.online.database import Database, Recovery
+from draftkit.online.fingerprints import require_same
 from draftkit.online.records import checksum, decode, encode, split
 
 UPKEEP_SECONDS = 600.0  # between two upkeeps of a buffer that is written, unless it grows fast
@@ -90,17 +91,20 @@ class Buffer:
         settings: BufferConfig,
         *,
         gate_fraction: float = 0.2,
+        fingerprints: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.time,
         up: Callable[[], Uptime] = uptime,
     ) -> None:
         """Open or begin the file `path`. `clock` is the wall's, `up` the machine's uptime.
 
-        Raises ValueError, one line, for a file of another format; OSError where the file cannot
-        be opened or written.
+        `fingerprints`: of what its records are made with, by configuration key; a new file keeps
+        them. None: whoever opens it does not ask. Raises ValueError, one line, for a file with
+        other ones or of another format; OSError where the file cannot be opened or written.
         """
         self.settings = settings
         self.damaged: set[int] = set()
         self._gate_fraction = gate_fraction
+        self._path, self._fingerprints = Path(path), fingerprints
         self._clock, self._up = clock, up
         self._ledger: Ledger | None = None
         self._grown, self._looked_after = 0, up()
@@ -119,7 +123,20 @@ class Buffer:
         first = max(0, int(1000 * self._clock()))
         if not connection.execute("SELECT count(*) FROM sqlite_sequence").fetchone()[0]:
             connection.execute("INSERT INTO sqlite_sequence VALUES ('records', ?)", (first,))
+        self._belong(connection)
         self._look(connection)
+
+    def _belong(self, connection: sqlite3.Connection) -> None:
+        """Note in an empty file what it is for. ValueError for one that is for something else."""
+        wanted = self._fingerprints
+        if wanted is None:
+            return
+        stored = self._fact(connection, "fingerprints")
+        used = "SELECT EXISTS (SELECT 1 FROM records) OR EXISTS (SELECT 1 FROM served)"
+        if stored is None and not connection.execute(used).fetchone()[0]:
+            self._set_fact(connection, "fingerprints", dict(wanted))
+        else:
+            require_same(self._path, stored=stored or {}, wanted=wanted)
 
     def _look(self, connection: sqlite3.Connection) -> Ledger:
         """The time of the file's ledger, which is stored."""

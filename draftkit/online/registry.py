@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config.service import DEFAULT_ROUTE, ROUTE
+from draftkit.online.fingerprints import require_same
 from draftkit.online.versions import (
     NAME,
     Version,
@@ -48,12 +49,23 @@ class NotInForce(ValueError):
 class Registry:
     """The versions of one route, below `<folder>/<route>/`. Several threads may use it."""
 
-    def __init__(self, folder: str | Path, route: str = DEFAULT_ROUTE) -> None:
-        """Look at the registry in `folder`; nothing is written. ValueError for a bad route name."""
+    def __init__(
+        self,
+        folder: str | Path,
+        route: str = DEFAULT_ROUTE,
+        *,
+        fingerprints: Mapping[str, str] | None = None,
+    ) -> None:
+        """Look at the registry in `folder`; nothing is written. ValueError for a bad route name.
+
+        `fingerprints`: of what its versions are made with, by configuration key; each of them
+        tells, and `seed` refuses others. None: nobody knows, so nobody asks.
+        """
         if ROUTE.fullmatch(route) is None:
             raise ValueError(f"route {route!r} must be of a-z, 0-9, _ and -, at most 32 long")
         self.route = route
         self.path = Path(folder) / route
+        self._fingerprints = dict(fingerprints or {})
         self._versions = self.path / "versions"
         self._events = self.path / "events.jsonl"
         self._checked: dict[str, tuple[Any, bool]] = {}  # name: state of its files, whether whole
@@ -220,7 +232,10 @@ class Registry:
         return numbered(1 + max((_number(name) for name in names), default=0))
 
     def seed(self, write: Callable[[Path], None]) -> Version:
-        """The current version; where there is none, what `write` puts into a folder becomes it."""
+        """The current version; where there is none, what `write` puts into a folder becomes it.
+
+        Raises ValueError, one line, for a version that was made with something else.
+        """
         with self._changing():
             try:
                 version = self.current()
@@ -229,9 +244,17 @@ class Registry:
                 version = None
             if version is None:
                 version = write_version(
-                    self._versions / self._next(), write, ancestors=(), metrics={}, window={}
+                    self._versions / self._next(),
+                    write,
+                    ancestors=(),
+                    metrics={},
+                    window={},
+                    fingerprints=self._fingerprints,
                 )
                 self._point(CURRENT, version, "published", reason="the starting drafter")
+            elif self._fingerprints:
+                stored, wanted = version.fingerprints, self._fingerprints
+                require_same(version.path, stored=stored, wanted=wanted)
             return version
 
     def publish(
@@ -259,6 +282,7 @@ class Registry:
                 ancestors=ancestors,
                 metrics=metrics,
                 window=window,
+                fingerprints=self._fingerprints,
             )
             kind = CANDIDATE if canary else CURRENT
             self._point(kind, version, "published", reason=f"as the {kind} version")

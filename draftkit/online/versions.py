@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Version:
     metrics: dict[str, Any]
     window: dict[str, Any]  # the data it was trained on: ids, times, records
     created: float  # unix time
+    # Of what it was made with, by configuration key; empty where nobody told.
+    fingerprints: dict[str, str] = field(default_factory=dict)
 
 
 def numbered(number: int) -> str:
@@ -55,6 +57,7 @@ def write_version(
     ancestors: tuple[str, ...],
     metrics: dict[str, Any],
     window: dict[str, Any],
+    fingerprints: dict[str, str],
 ) -> Version:
     """Make the folder `path` of what `write` puts into the empty one it is given.
 
@@ -76,6 +79,7 @@ def write_version(
             metrics=metrics,
             window=window,
             created=time.time(),
+            fingerprints=fingerprints,
         )
         # Without the path: the registry may be moved.
         told = {name: value for name, value in asdict(version).items() if name != "path"}
@@ -93,7 +97,8 @@ def read_version(path: Path) -> Version:
         told = read_json(path / TOLD)
         ancestors = tuple(told.pop("ancestors"))
         version = Version(path=path, ancestors=ancestors, **told)
-        if version.name != path.name or not isinstance(version.sha256, dict):
+        tables = (version.sha256, version.fingerprints)
+        if version.name != path.name or not all(isinstance(table, dict) for table in tables):
             raise ValueError("it is of another version")
         return version
     except _GONE as error:

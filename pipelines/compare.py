@@ -36,6 +36,7 @@ STAGES = ("evaluate", "distill")  # the first that is there gives the numbers
 PRODUCT = "compare.json"
 HEAT_MAP = "heat_map.png"
 REMOTE = "wandb:"
+CAPTION = "means over 95 % intervals; end to end: speedup with prefill and waiting"
 _NOT_SHOWN = ("name", "root", "overwrite", "runs", "tracker")
 _SAME_QUESTION = ("target", "data", "sampling", "evaluate.temperatures", "evaluate.max_new_tokens")
 _CONTENT = ("target", "data")  # inputs of which the settings do not tell all: a seed makes a target
@@ -76,10 +77,12 @@ def expand(run: str) -> list[Path]:
 
 
 def _numbers(summary: Mapping[str, Any]) -> Row:
+    speedup = summary.get("speedup")
     return {
         "alpha": summary.get("alpha", summary.get("alpha_after")),
         "acceptance_length": summary.get("acceptance_length"),
-        "speedup": summary.get("speedup"),
+        "speedup": speedup,
+        "end_to_end": summary.get("end_to_end", (speedup or {}).get("end_to_end")),
         "verdict": summary.get("verdict"),
         "seconds": summary.get("seconds"),
     }
@@ -154,7 +157,8 @@ def read_remote(name: str) -> list[Row]:
         speedup = {"ci95": [flat.get("speedup/ci95/0"), flat.get("speedup/ci95/1")]}
         speedup |= {key: flat.get(f"speedup/{key}") for key in ("measured", "predicted")}
         numbers = {key: estimate(key) for key in ("alpha", "acceptance_length")}
-        numbers |= {"speedup": speedup, "verdict": flat.get("verdict")}
+        numbers |= {"speedup": speedup, "end_to_end": estimate("speedup/end_to_end")}
+        numbers |= {"verdict": flat.get("verdict")}
         settings = {
             key: value
             for key, value in _flat(run.config).items()
@@ -216,9 +220,9 @@ def _shown(row: Row, key: str, mean: str, unit: str = "") -> str:
 
 def render(rows: list[Row], findings: list[str], console: Console) -> None:
     """Print the numbers, the settings that differ, and the findings."""
-    table = Table(box=box.SIMPLE_HEAD, caption="means over 95 % intervals", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, caption=CAPTION, pad_edge=False)
     table.add_column("run", overflow="fold")
-    for title in ("alpha", "tau", "speedup", "verdict", "seconds"):
+    for title in ("alpha", "tau", "end to end", "verdict", "seconds"):
         table.add_column(title, justify="right")
     for row in rows:
         verdict = (row["verdict"] or "-").replace("_", " ")
@@ -229,7 +233,7 @@ def render(rows: list[Row], findings: list[str], console: Console) -> None:
             row["run"],
             _shown(row, "alpha", "mean"),
             _shown(row, "acceptance_length", "mean"),
-            _shown(row, "speedup", "measured", "x"),
+            _shown(row, "end_to_end", "mean", "x"),
             verdict,
             seconds,
         )
@@ -272,7 +276,7 @@ def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
     findings = [
         finding(rows, "alpha", "alpha", _SAME_QUESTION),
         finding(rows, "acceptance_length", "tau", (*_SAME_QUESTION, "decode.gamma")),
-        finding(rows, "speedup", "speedup", _SAME_MACHINE),
+        finding(rows, "end_to_end", "speedup end to end", _SAME_MACHINE),
     ]
     findings = [line for line in findings if line]
     product = {"runs": rows, "differing": differing(rows), "findings": findings}
@@ -282,11 +286,11 @@ def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
         if is_matrix(cells):
             heat_map(cells, folder.path / HEAT_MAP)
             folder.tracker.figure("compare/heat_map", folder.path / HEAT_MAP)
-    columns = ["run", "alpha", "acceptance_length", "speedup", "verdict"]
+    columns = ["run", "alpha", "acceptance_length", "end_to_end", "speedup", "verdict"]
     cells = [
         [
             row["run"],
-            *((row[key] or {}).get("mean") for key in columns[1:3]),
+            *((row[key] or {}).get("mean") for key in columns[1:4]),
             (row["speedup"] or {}).get("measured"),
             row["verdict"],
         ]

@@ -99,6 +99,7 @@ def make_trainer(config: Config, loaded: Models, optim: OptimConfig) -> Trainer:
         autocast=outline.dtype if outline.dtype != torch.float32 else None,
         reference=reference,
         compiled=config.optim.compiles,
+        seed=config.seed,
     )
     if config.hardware.shard_target and target:  # not before the processes know each other
         shard_layers(target.adapter.model)

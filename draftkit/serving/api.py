@@ -117,7 +117,8 @@ def make_app(
         responses={"4XX": {"description": "What is wrong, in OpenAI's form of errors"}},
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.add_middleware(Limits, key=key, max_body_bytes=settings.max_body_bytes)
+    limits = {"key": key, "host": settings.host, "max_body_bytes": settings.max_body_bytes}
+    app.add_middleware(Limits, **limits)
     _add_generation(app, Service(engine, intake, metrics, seconds=seconds))
     _add_information(app, engine, metrics, model_name)
     _add_errors(app)

@@ -39,7 +39,7 @@ class Job:
     deadline: float | None = None  # time.monotonic() at which it ends as "timeout"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenScore:
     """One output token under the target at temperature 1, without penalties or cuts."""
 

@@ -7,11 +7,12 @@ requests and no models.
 
 import codecs
 import copy
+import functools
 import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,17 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece tokens
+
+
+_SHOWN_TOKENS = 1 << 16  # whose forms are remembered
+
+
+class Shown(NamedTuple):
+    """A token as answers show it."""
+
+    text: str  # parts of characters replaced
+    readable: str  # parts of characters as OpenAI writes them, `bytes:\\xe2`
+    values: list[int]  # of its bytes
 
 
 class Texts:
@@ -31,6 +43,7 @@ class Texts:
         self.vocab_size = vocab_size
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
+        self.shown = functools.lru_cache(_SHOWN_TOKENS)(self._shown)
         self._special = set(tokenizer.all_special_ids)
         decoder = json.dumps(json.loads(self._serialised()).get("decoder"))
         self._byte_of = {c: b for b, c in bytes_to_unicode().items()}
@@ -87,6 +100,10 @@ class Texts:
         if found := _BYTE_TOKEN.fullmatch(piece):
             return bytes.fromhex(found.group(1))
         return piece.replace(_SPACE, " ").encode("utf-8", "replace")
+
+    def _shown(self, token_id: int) -> Shown:
+        content = self.token_bytes(token_id)
+        return Shown(content.decode("utf-8", "replace"), readable(content), list(content))
 
     def is_special(self, token_id: int) -> bool:
         """Whether a text does not show it."""

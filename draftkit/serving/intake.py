@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
+from draftkit.decoding.streaming import final_text
 from draftkit.serving.jobs import Job
 from draftkit.serving.protocol import (
     SHOWN,
@@ -130,6 +131,7 @@ class Intake:
     ) -> Asked:
         shared = {
             "max_new_tokens": most,
+            "continues": isinstance(body, CompletionRequest),
             "sampling": body.sampling(self._sampling),
             "seed": body.seed,
             "stops": body.stops,
@@ -148,8 +150,12 @@ class Intake:
         return Asked(
             jobs=jobs,
             choices=[
-                Choice(index, Offsets(self._texts, len(start)), keeps=not body.stream)
-                for index, start in enumerate(starts)
+                Choice(
+                    index,
+                    Offsets(self._texts, len(start), before=job.prompt_ids),
+                    keeps=not body.stream,
+                )
+                for index, (job, start) in enumerate(zip(jobs, starts, strict=True))
             ],
             echoes=starts,
             prompt_tokens=sum(map(len, ids)),
@@ -177,10 +183,10 @@ class Intake:
         return ids
 
     async def _echo(self, prompt: str | list[int]) -> str:
-        """What an answer to `prompt` begins with; whoever encodes meanwhile is waited for."""
+        """What an answer to `prompt` begins with: a character that it cuts off is the answer's."""
         if isinstance(prompt, str):
             return prompt
-        return await asyncio.to_thread(self._texts.decode, prompt)
+        return await asyncio.to_thread(final_text, prompt, self._texts.decode)
 
     def _check_model(self, body: GenerationRequest) -> None:
         if body.model != self._model_name:

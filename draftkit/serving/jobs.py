@@ -31,6 +31,7 @@ class Job:
     # None: the engine draws one. Given: fixed gamma and drafter, so that the answer does not
     # depend on the rows beside it.
     seed: int | None = None
+    continues: bool = True  # the prompt's text; a chat's answer is a text of its own
     row: int = 0  # number of the choice: with the seed, the key of the noise
     stops: tuple[str, ...] = ()
     top_logprobs: int = 0  # alternatives wanted for each token

@@ -32,6 +32,7 @@ class Rows:
         self.counting = Counting()
         self.job_seconds = 1.0  # a running mean over answers, waiting included
         self.errors_in_a_row = 0  # rounds
+        self.failed_at = 0.0  # the last of them, in the clock time.monotonic()
         self._drafters = drafters
         self._recorder = recorder
         self._records_ids = recorder is not None and recorder.top_k > 0
@@ -89,9 +90,14 @@ class Rows:
                 self._take(result, seconds / rows)
             self.errors_in_a_row = 0
         except Exception:
-            self.errors_in_a_row += 1
+            self.count_error()
             self._fail(self.answers)
             self._leave(list(self._running))
+
+    def count_error(self) -> None:
+        """One more without a round that succeeded in between."""
+        self.errors_in_a_row += 1
+        self.failed_at = time.monotonic()
 
     def _leave(self, slots: Sequence[int]) -> None:
         for slot in slots:

@@ -7,6 +7,7 @@ Ctrl-C end it in order: no new requests, those under way are answered, exit code
 environment variable DRAFTKIT_API_KEY closes it to everybody without.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -125,6 +126,8 @@ def serve(config: Config, swept: str = "") -> None:
         )
         stack.callback(engine.stop)
         engine.start()
+        gc.collect()
+        gc.freeze()  # libraries and models: to look through them stops every thread for 0.2 s
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         if key is None and not settings.host.startswith(LOOPBACK):

@@ -78,7 +78,7 @@ class Recorder:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.top_k = settings.top_k
-        self.dropped = 0  # records that should have been written
+        self._refused = self._lost = 0  # by whoever offers, and by the thread that writes
         self._store = store
         self._fraction = settings.fraction
         self._draw = draw
@@ -87,6 +87,11 @@ class Recorder:
         self._failing = False
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def dropped(self) -> int:
+        """Records that should have been written."""
+        return self._refused + self._lost
 
     def takes(self, job: Job) -> bool:
         """Whether the answer to `job` is to be offered. Drawn anew in every call."""
@@ -99,7 +104,7 @@ class Recorder:
         try:
             self._queue.put_nowait(answered)
         except queue.Full:
-            self.dropped += 1
+            self._refused += 1
 
     def start(
         self,
@@ -135,7 +140,7 @@ class Recorder:
         deadline = time.monotonic() + CLOSE_SECONDS
         while not self._queue.empty() and time.monotonic() < deadline:
             self._write(self._gather())
-        self.dropped += self._queue.qsize()
+        self._lost += self._queue.qsize()
         self._tell(load(), counters())
 
     def _gather(self) -> list[Answered]:
@@ -152,9 +157,23 @@ class Recorder:
                     break
         return batch
 
-    def _write(self, batch: list[Answered]) -> None:
-        if batch and not self._try(lambda: self._store.append([entry(found) for found in batch])):
-            self.dropped += len(batch)
+    def _write(self, batch: Sequence[Answered]) -> None:
+        """Store them together; one that makes no record is lost alone."""
+        if not batch:
+            return
+        try:
+            written = self._try(
+                lambda: self._store.append([entry(found) for found in batch]), OSError
+            )
+        except Exception as error:
+            if len(batch) > 1:
+                for one in batch:
+                    self._write([one])
+                return
+            log.error("an answer cannot be recorded: %s", error)
+            written = False
+        if not written:
+            self._lost += len(batch)
 
     def _tell(self, load: Load, counters: Mapping[tuple[str, str], DrafterCounters]) -> None:
         """Write what has been counted since the last time."""
@@ -167,11 +186,11 @@ class Recorder:
             self._told = dict(counters)
         self._try(lambda: self._store.set_load(queued=load.queued, running=load.running))
 
-    def _try(self, write: Callable[[], None]) -> bool:
+    def _try(self, write: Callable[[], None], expected: type[Exception] = Exception) -> bool:
         """Whether `write` could; told once until it can again."""
         try:
             write()
-        except Exception as error:  # serving goes on, whatever the disk says
+        except expected as error:  # serving goes on, whatever the disk says
             if not self._failing:
                 log.error("the traffic buffer cannot be written, records are lost: %s", error)
             self._failing = True

@@ -202,6 +202,8 @@ class Disk:
         self.counts += rows
 
     def set_load(self, *, queued: int, running: int) -> None:
+        if self.fails is not None:
+            raise self.fails
         self.loads.append((queued, running))
 
     def maintain(self) -> None:

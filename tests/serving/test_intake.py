@@ -1,6 +1,7 @@
 """From requests to jobs: limits and defaults."""
 
 import asyncio
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,43 @@ def test_a_text_that_cannot_fit_is_not_even_encoded(monkeypatch: pytest.MonkeyPa
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(BadRequest, match="messages of at least"):
         converse(intake(), messages=[{"role": "user", "content": "a" * 500}] * 2)
+
+
+def test_the_echo_of_token_ids_is_decoded_once_they_fit_and_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decode, threads = TEXTS.decode, []
+
+    def noting(ids: list[int]) -> str:
+        threads.append(threading.get_ident())
+        return decode(ids)
+
+    monkeypatch.setattr(TEXTS, "decode", noting)
+    for prompt in ([5] * 40, [[5], [5] * 100_000]):
+        with pytest.raises(BadRequest, match="does not fit the 40 tokens") as caught:
+            complete(intake(), prompt=prompt, echo=True)
+        assert caught.value.param == "prompt"
+    assert threads == []
+    asked = complete(intake(), prompt=[[65, 66], [67]], echo=True, max_tokens=1)
+    assert asked.echoes == [decode([65, 66]), decode([67])]
+    assert threading.get_ident() not in threads
+
+
+def test_what_does_not_fit_is_named() -> None:
+    long = [{"role": "user", "content": "a" * 40}]
+    short = long[0]["content"][:20]
+    for options, param in (
+        ({"messages": long}, "messages"),
+        ({"max_tokens": 39}, "max_tokens"),
+        ({"max_completion_tokens": 39}, "max_completion_tokens"),
+    ):
+        with pytest.raises(BadRequest, match="does not fit the 40 tokens") as caught:
+            converse(intake(), **options)
+        assert caught.value.param == param
+        assert f"{param} " in str(caught.value)
+    with pytest.raises(BadRequest, match="prompt of 20 tokens with max_tokens 21") as caught:
+        complete(intake(), prompt=short, max_tokens=21)
+    assert caught.value.param == "max_tokens"
 
 
 def test_a_chat_may_fill_what_its_prompt_leaves() -> None:

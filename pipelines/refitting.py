@@ -172,7 +172,6 @@ def make_refit(
         judge=Judge(
             load_draft(with_path(start, current.path), outline),
             target.adapter if target else None,
-            sampling=config.sampling,
             batch_size=config.evaluate.batch_size,
         ),
         anchors=anchors,
@@ -229,14 +228,14 @@ def said(refit: Refit, update: Update) -> str:
 def summary_of(refits: Sequence[Refit]) -> dict[str, Any]:
     """Totals so far: the keys of `online`'s summary, over all routes."""
     states = [refit.state for refit in refits]
-    published = sum(len(state["growth"]) for state in states)
+    published = sum(len(state["chosen"]) for state in states)
     return {
         "versions_published": published,
         "versions_rejected": sum(state["update"] for state in states) - published,
         "alpha_by_version": {
-            f"{refit.route}/{name}": alpha
+            f"{refit.route}/{name}": refit.state["alphas"].get(name)
             for refit in refits
-            for name, alpha in refit.state["alphas"].items()
+            for name in refit.state["chosen"]
         },
         "records_seen": sum(refit.records_seen() for refit in refits),
         "recovered_fraction": None,

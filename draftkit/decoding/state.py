@@ -8,13 +8,14 @@ Shapes: S slots, B rows of a group, L tokens a row can hold, K proposed tokens, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
+from draftkit.decoding.gamma import GammaPolicy
 from draftkit.theory import noise
 from draftkit.theory.warping import SamplingParams, seen_tokens
 
@@ -206,6 +207,23 @@ def make_group(
         proposer_id=proposer_id,
         adapts=adapts,
     )
+
+
+def with_gammas(groups: Sequence[Group], policy: GammaPolicy | None) -> list[Group]:
+    """`groups` with the gamma of a round: for all that adapt what `policy` chooses for the largest.
+
+    So drafters that are compared on the same traffic propose alike. Were the few rows of one given
+    a larger gamma, its deeper places, which are reached in easier contexts, would raise its mean.
+    """
+    if policy is None:
+        return list(groups)
+    batch = max((len(group.slots) for group in groups if group.adapts), default=1)
+    return [
+        replace(group, gamma=policy.choose(batch=batch, most=group.gamma))
+        if group.adapts
+        else group
+        for group in groups
+    ]
 
 
 @dataclass(frozen=True)

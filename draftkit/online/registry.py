@@ -6,7 +6,8 @@
 
 It knows folders, checksums and names; not what a drafter computes, who trains it or who serves it.
 Changes take a lock between processes, readers take none. A process killed at any moment leaves
-the pointers on whole versions; what else it leaves, the next change clears away.
+the pointers on whole versions; what else it leaves, the next change clears away. A version that is
+gone or has other content is damaged; what merely cannot be read at the moment raises OSError.
 """
 
 import contextlib
@@ -39,6 +40,10 @@ from draftkit.online.versions import (
 
 CURRENT, CANDIDATE = "current", "candidate"
 _log = logging.getLogger(__name__)
+
+
+class NotInForce(ValueError):
+    """What a new version was made of is not in force: it has been taken back meanwhile."""
 
 
 class Registry:
@@ -115,7 +120,7 @@ class Registry:
             return {"name": str(told["name"]), "ancestors": [str(n) for n in told["ancestors"]]}
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             _log.warning("%s is damaged: %s", self.path / kind, error)
         if kind == CURRENT:
             for event in reversed(self.events()):
@@ -195,8 +200,9 @@ class Registry:
         self._versions.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for leftover in self._versions.glob(".*"):  # nobody writes here while this one may
-                shutil.rmtree(leftover)
+            for path in self._versions.glob(".*"):  # nobody writes here while this one may
+                if NAME.fullmatch(path.name[1:].partition(".")[0]):  # others' files are theirs
+                    shutil.rmtree(path, ignore_errors=True)
             yield
 
     def _note(self, event: str, name: str, **more: Any) -> None:
@@ -265,10 +271,10 @@ class Registry:
         It becomes the candidate with `canary`, else the current one; a candidate before it is one
         no more. `parent` null: the current one. Whatever `write` raises passes through, and
         nothing has changed then; ValueError if it leaves no safetensors file, or `parent` is not
-        there.
+        there; NotInForce if `parent` is neither the current version nor the candidate.
         """
         with self._changing():
-            before = self.current() if parent is None else self.version(parent)
+            before = self.current() if parent is None else self._in_force(parent)
             ancestors = () if before is None else (before.name, *before.ancestors)
             version = write_version(
                 self._versions / self._next(),
@@ -281,6 +287,17 @@ class Registry:
             kind = CANDIDATE if canary else CURRENT
             self._point(kind, version, "published", reason=f"as the {kind} version")
             return version
+
+    def _in_force(self, name: str) -> Version:
+        """The version `name`, which is the current one or the candidate."""
+        version = self.version(name)
+        in_force = [one.name for one in (self.current(), self.candidate()) if one is not None]
+        if name not in in_force:
+            chosen = " and ".join(in_force) or "nothing"
+            raise NotInForce(
+                f"nothing is published: it was made of {name}, and {chosen} is in force now"
+            )
+        return version
 
     def _candidate(self, name: str) -> None:
         told = self._pointer(CANDIDATE)

@@ -5,8 +5,10 @@ sockets.
 """
 
 import asyncio
+import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
@@ -112,6 +114,7 @@ class Intake:
             echoes=[""],
             most=body.most_tokens or max(room, 1),
             top=body.top_logprobs or 0,
+            conversation=conversation_of(messages),
         )
 
     def _asked(
@@ -124,6 +127,7 @@ class Intake:
         echoes: list[str],
         most: int,
         top: int,
+        conversation: str = "",
     ) -> Asked:
         for prompt in ids:
             self._check_length(len(prompt), most)
@@ -134,6 +138,7 @@ class Intake:
             "stops": body.stops,
             "top_logprobs": top,
             "route": self._route(headers),
+            "conversation": conversation,
             "records": _records(headers),
             "deadline": time.monotonic() + self._settings.request_seconds,
         }
@@ -221,6 +226,16 @@ class Intake:
                 code="unknown_route",
             )
         return route
+
+
+def conversation_of(messages: Sequence[Mapping[str, str]]) -> str:
+    """A name that all turns of a conversation share: a hash of it up to the first user turn.
+
+    Later turns hold the answers to earlier ones, so all of them are learned from, or none.
+    """
+    first = next((i for i, turn in enumerate(messages) if turn["role"] == "user"), len(messages))
+    content = json.dumps(messages[: first + 1], sort_keys=True).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _records(headers: Headers) -> bool:

@@ -35,6 +35,7 @@ class Job:
     stops: tuple[str, ...] = ()
     top_logprobs: int = 0  # alternatives wanted for each token
     route: str = DEFAULT_ROUTE
+    conversation: str = ""  # of which it is a turn; empty: the prompt stands for itself
     records: bool = True  # False: the owner opted out, nothing of it may reach the disk
     deadline: float | None = None  # time.monotonic() at which it ends as "timeout"
 

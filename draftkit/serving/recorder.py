@@ -2,10 +2,12 @@
 
 Answers wait in a bounded queue and are written together; where the queue is full or the disk
 refuses, records are dropped and counted. Of requests whose owner opted out only counts are
-written, which hold no text. Knows no models and no HTTP.
+written, which hold no text. Whatever is recorded, what is in the buffer does not outlive its time:
+the same thread looks after it. Knows no models and no HTTP.
 """
 
 import logging
+import math
 import queue
 import random
 import threading
@@ -20,7 +22,7 @@ from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.trace import TraceRound
 from draftkit.distillation.samplers import verdicts
-from draftkit.online.buffer import Entry, Served
+from draftkit.online.buffer import UPKEEP_SECONDS, Entry, Served
 from draftkit.serving.jobs import DrafterCounters, Job, Load
 
 BATCH = 64  # records of a transaction, at most
@@ -45,6 +47,10 @@ class Store(Protocol):
 
     def set_load(self, *, queued: int, running: int) -> None:
         """Tell how busy the server is."""
+        ...
+
+    def maintain(self) -> None:
+        """Delete what is too old or too much."""
         ...
 
 
@@ -100,7 +106,7 @@ class Recorder:
         load: Callable[[], Load],
         counters: Callable[[], Mapping[tuple[str, str], DrafterCounters]],
     ) -> None:
-        """Write from now on, and now and then what `load` and `counters` say."""
+        """Write from now on, also what `load` and `counters` say, and delete what is too old."""
         self._thread = threading.Thread(
             target=self._run, args=(load, counters), name="recorder", daemon=True
         )
@@ -117,12 +123,15 @@ class Recorder:
         load: Callable[[], Load],
         counters: Callable[[], Mapping[tuple[str, str], DrafterCounters]],
     ) -> None:
-        told = -TELL_SECONDS
+        told = maintained = -math.inf
         while not self._stopping.is_set():
             self._write(self._gather())
             if time.monotonic() >= told + TELL_SECONDS:
                 told = time.monotonic()
                 self._tell(load(), counters())
+            if time.monotonic() >= maintained + UPKEEP_SECONDS:
+                maintained = time.monotonic()
+                self._try(self._store.maintain)
         deadline = time.monotonic() + CLOSE_SECONDS
         while not self._queue.empty() and time.monotonic() < deadline:
             self._write(self._gather())
@@ -191,6 +200,7 @@ def entry(answered: Answered) -> Entry:
         sampling={name: float(value) for name, value in asdict(job.sampling).items()},
         seed=answered.seed,
         row=job.row,
+        document=job.conversation,
         proposals=proposals[:count],
         rejected=rejected[:count],
         **scores,

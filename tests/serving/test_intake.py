@@ -1,14 +1,19 @@
 """From requests to jobs: limits and defaults."""
 
 import asyncio
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.datastructures import Headers
 
-from draftkit.config import SamplingConfig, ServeConfig
-from draftkit.serving.intake import Asked, Intake, UnknownModel
+from draftkit.config import BufferConfig, SamplingConfig, ServeConfig
+from draftkit.decoding.trace import TraceRound
+from draftkit.online.buffer import Buffer
+from draftkit.serving.intake import Asked, Intake, UnknownModel, conversation_of
 from draftkit.serving.protocol import BadRequest, ChatRequest, CompletionRequest
+from draftkit.serving.recorder import Answered, entry
 from draftkit.serving.texts import Texts
 from tests.serving.fakes import chat, chat_tokenizer, completion
 from tests.tiny import VOCAB_SIZE
@@ -16,11 +21,11 @@ from tests.tiny import VOCAB_SIZE
 TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
 
 
-def intake(texts: Texts = TEXTS, **settings: Any) -> Intake:
+def intake(texts: Texts = TEXTS, max_length: int = 40, **settings: Any) -> Intake:
     return Intake(
         texts,
         ServeConfig(**settings),
-        max_length=40,
+        max_length=max_length,
         sampling=SamplingConfig(),
         routes=("default", "code"),
         model_name="tiny",
@@ -108,3 +113,44 @@ def test_a_chat_without_a_template_is_refused() -> None:
 
     with pytest.raises(BadRequest, match="no chat template"):
         converse(intake(Texts(byte_tokenizer(), VOCAB_SIZE)))
+
+
+def test_all_turns_of_a_conversation_are_on_one_side_of_the_held_out_split(tmp_path: Path) -> None:
+    """A later turn holds the answers to earlier ones, which a gate may be judging."""
+    found = intake(max_length=200)
+    with closing(Buffer(tmp_path / "buffer.sqlite", BufferConfig(), gate_fraction=0.5)) as buffer:
+        for number in range(24):
+            turns = [{"role": "user", "content": f"q{number}"}]
+            for answer in ("a", "b"):
+                (job,) = converse(found, messages=turns, max_tokens=1).jobs
+                finished = Answered(
+                    job=job,
+                    seed=0,
+                    output_ids=[7, 9],
+                    steps=[TraceRound([7, 8], 1, 9, 2)],
+                    likeliest=[],
+                    version="v",
+                    seconds=0,
+                )
+                buffer.append([entry(finished)])
+                turns += [{"role": "assistant", "content": answer}]
+                turns += [{"role": "user", "content": "?"}]
+        sides = [
+            {one.id for one in buffer.newest("default", 99, held_out=side)}
+            for side in (True, False)
+        ]
+    first = min(sides[0] | sides[1])
+    for number in range(24):
+        pair = {first + 2 * number, first + 2 * number + 1}
+        assert pair <= sides[0] or pair <= sides[1]
+    assert min(map(len, sides)) > 8
+
+
+def test_a_conversation_is_known_by_what_comes_before_its_first_answer() -> None:
+    system = {"role": "system", "content": "s"}
+    first, other = ({"role": "user", "content": text} for text in ("a", "b"))
+    later = [{"role": "assistant", "content": "x"}, other]
+    assert conversation_of([system, first]) == conversation_of([system, first, *later])
+    assert len({conversation_of([t]) for t in (system, first, other)}) == 3
+    assert conversation_of([first]) != conversation_of([system, first])
+    assert complete(intake(), prompt="a", max_tokens=1).jobs[0].conversation == ""

@@ -62,9 +62,7 @@ def check_record(record: Record, temperature: float) -> None:
     assert np.array_equal(record.topk_ids, own.indices)
     found = torch.tensor(record.topk_log_probs, dtype=torch.float64)
     torch.testing.assert_close(found, own.values, atol=1e-4, rtol=0)
-    tail = torch.ones(len(logits), dtype=torch.float64)
-    if temperature > 0:
-        tail -= (logits / temperature).softmax(-1).gather(1, own.indices).sum(-1)
+    tail = 1 - (logits / (temperature or 1)).softmax(-1).gather(1, own.indices).sum(-1)
     tails = torch.tensor(record.tail_mass, dtype=torch.float64)
     torch.testing.assert_close(tails, tail, atol=1e-5, rtol=0)
 

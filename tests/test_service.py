@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
 from draftkit.models.loading import load_outline
-from draftkit.online.buffer import Buffer, Served
+from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
 from draftkit.online.versions import Version
 from pipelines.configuration import compose_config
@@ -175,26 +175,6 @@ def test_a_pair_that_cannot_be_used_clears_nothing(config: Config, tmp_path: Pat
         with pytest.raises(ValueError, match=r"draft\.path"):
             run(replace(config, draft=missing, overwrite=True))
     assert count(config) == 1
-
-
-@pytest.mark.parametrize("left", [{"records"}, {"counts"}, set()])
-def test_a_buffer_that_tells_nothing_is_taken_only_while_it_is_empty(
-    config: Config, left: set[str]
-) -> None:
-    """As one of an older version, or of a program that gives no fingerprints."""
-    buffer = Buffer(service_folder(config) / "buffer.sqlite", config.online.buffer)
-    if "records" in left:
-        buffer.append([entry(0)])
-    if "counts" in left:
-        buffer.add_served([Served(route="default", version="v000001", requests=1)])
-    buffer.close()
-    if left:
-        with pytest.raises(ValueError, match="does not tell with which target and draft and"):
-            buffer_of(config)
-        assert count(config) == len(left & {"records"})
-    else:
-        buffer_of(config).close()
-        buffer_of(config).close()
 
 
 def test_a_version_that_tells_nothing_is_refused(config: Config) -> None:

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from draftkit.artifacts import fingerprint, read_json
-from draftkit.config import Config, ModelConfig
+from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.bandwidth import copy_bandwidth, random_llama
 from draftkit.evaluation.benchmark import PLAIN, Pair, Point, headline, measure
@@ -35,7 +35,6 @@ from pipelines.memory import peak_memory_bytes
 from pipelines.stage import StageFolder, stage
 from pipelines.target import target_of
 
-MIN_CHUNKS = 6  # fewer admit no 95 % interval of a median
 RANDOM_CALIBRATION_PROMPTS = 8
 
 

@@ -4,7 +4,7 @@ Reads finished folders (an experiment's, a sweep's or one stage's) and, for `wan
 runs uploaded to Weights & Biases. Shows acceptance, speedup, verdict and the settings that differ;
 of a sweep over divergences and sources also what each cell gained, as tables and a heat map.
 It measures nothing, and says that one run is better only where the 95 % intervals do not overlap
-and target, text and sampling are the same.
+and target, text (by their checksums) and sampling are the same.
 """
 
 from collections.abc import Mapping
@@ -36,8 +36,10 @@ STAGES = ("evaluate", "distill")  # the first that is there gives the numbers
 PRODUCT = "compare.json"
 HEAT_MAP = "heat_map.png"
 REMOTE = "wandb:"
+CAPTION = "means over 95 % intervals; end to end: speedup with prefill and waiting"
 _NOT_SHOWN = ("name", "root", "overwrite", "runs", "tracker")
-_SAME_QUESTION = ("target", "data", "sampling", "evaluate.temperatures")
+_SAME_QUESTION = ("target", "data", "sampling", "evaluate.temperatures", "evaluate.max_new_tokens")
+_CONTENT = ("target", "data")  # inputs of which the settings do not tell all: a seed makes a target
 _SAME_MACHINE = (*_SAME_QUESTION, "hardware", "machine")
 
 Row = dict[str, Any]
@@ -75,10 +77,12 @@ def expand(run: str) -> list[Path]:
 
 
 def _numbers(summary: Mapping[str, Any]) -> Row:
+    speedup = summary.get("speedup")
     return {
         "alpha": summary.get("alpha", summary.get("alpha_after")),
         "acceptance_length": summary.get("acceptance_length"),
-        "speedup": summary.get("speedup"),
+        "speedup": speedup,
+        "end_to_end": summary.get("end_to_end", (speedup or {}).get("end_to_end")),
         "verdict": summary.get("verdict"),
         "seconds": summary.get("seconds"),
     }
@@ -99,13 +103,20 @@ def read_run(folder: Path) -> Row:
     for path in reversed(stages):
         if (path / CONFIG).is_file():
             settings |= _flat(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
-    machine = read_json(stages[0] / MANIFEST).get("provenance", {}).get("hardware", {})
+    manifest = read_json(stages[0] / MANIFEST)
+    machine = manifest.get("provenance", {}).get("hardware", {})
     shown = {key: value for key, value in settings.items() if key.split(".")[0] not in _NOT_SHOWN}
+    shown |= checksums(manifest.get("inputs", {}))
     unfinished = [path.name for path in stages if path not in finished]
     cells = [asdict(cell) for path in finished for cell in cells_in(path, settings)]
     return {"run": str(folder), "unfinished": unfinished, **numbers, "cells": cells} | {
         "settings": shown | {f"machine.{key}": value for key, value in machine.items()}
     }
+
+
+def checksums(inputs: Mapping[str, str]) -> dict[str, str]:
+    """Beginnings of the checksums of target and text, as settings that may differ."""
+    return {f"{name}.sha256": inputs[name][:12] for name in _CONTENT if name in inputs}
 
 
 def cells_in(path: Path, settings: Mapping[str, Any]) -> list[Cell]:
@@ -146,12 +157,13 @@ def read_remote(name: str) -> list[Row]:
         speedup = {"ci95": [flat.get("speedup/ci95/0"), flat.get("speedup/ci95/1")]}
         speedup |= {key: flat.get(f"speedup/{key}") for key in ("measured", "predicted")}
         numbers = {key: estimate(key) for key in ("alpha", "acceptance_length")}
-        numbers |= {"speedup": speedup, "verdict": flat.get("verdict")}
+        numbers |= {"speedup": speedup, "end_to_end": estimate("speedup/end_to_end")}
+        numbers |= {"verdict": flat.get("verdict")}
         settings = {
             key: value
             for key, value in _flat(run.config).items()
             if key.split(".")[0] not in (*_NOT_SHOWN, "provenance", "inputs")
-        }
+        } | checksums(run.config.get("inputs", {}))
         unfinished = [] if run.state == "finished" else [STAGES[0]]
         row = {"run": f"{REMOTE}{project}/{run.name}", "unfinished": unfinished}
         rows.append(row | _numbers(flat | numbers) | {"settings": settings})
@@ -208,9 +220,9 @@ def _shown(row: Row, key: str, mean: str, unit: str = "") -> str:
 
 def render(rows: list[Row], findings: list[str], console: Console) -> None:
     """Print the numbers, the settings that differ, and the findings."""
-    table = Table(box=box.SIMPLE_HEAD, caption="means over 95 % intervals", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, caption=CAPTION, pad_edge=False)
     table.add_column("run", overflow="fold")
-    for title in ("alpha", "tau", "speedup", "verdict", "seconds"):
+    for title in ("alpha", "tau", "end to end", "verdict", "seconds"):
         table.add_column(title, justify="right")
     for row in rows:
         verdict = (row["verdict"] or "-").replace("_", " ")
@@ -221,7 +233,7 @@ def render(rows: list[Row], findings: list[str], console: Console) -> None:
             row["run"],
             _shown(row, "alpha", "mean"),
             _shown(row, "acceptance_length", "mean"),
-            _shown(row, "speedup", "measured", "x"),
+            _shown(row, "end_to_end", "mean", "x"),
             verdict,
             seconds,
         )
@@ -264,7 +276,7 @@ def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
     findings = [
         finding(rows, "alpha", "alpha", _SAME_QUESTION),
         finding(rows, "acceptance_length", "tau", (*_SAME_QUESTION, "decode.gamma")),
-        finding(rows, "speedup", "speedup", _SAME_MACHINE),
+        finding(rows, "end_to_end", "speedup end to end", _SAME_MACHINE),
     ]
     findings = [line for line in findings if line]
     product = {"runs": rows, "differing": differing(rows), "findings": findings}
@@ -274,11 +286,11 @@ def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
         if is_matrix(cells):
             heat_map(cells, folder.path / HEAT_MAP)
             folder.tracker.figure("compare/heat_map", folder.path / HEAT_MAP)
-    columns = ["run", "alpha", "acceptance_length", "speedup", "verdict"]
+    columns = ["run", "alpha", "acceptance_length", "end_to_end", "speedup", "verdict"]
     cells = [
         [
             row["run"],
-            *((row[key] or {}).get("mean") for key in columns[1:3]),
+            *((row[key] or {}).get("mean") for key in columns[1:4]),
             (row["speedup"] or {}).get("measured"),
             row["verdict"],
         ]

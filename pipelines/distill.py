@@ -17,7 +17,7 @@ from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.report import evaluation_table, training_figure
 from draftkit.models.loading import save_model
 from draftkit.tracking import FILE_NAME, read_metrics
-from pipelines.evaluate import evaluate
+from pipelines.evaluate import check_gamma, check_prompts, evaluate
 from pipelines.fitting import fit
 from pipelines.generate import ROLLOUT_SETTINGS
 from pipelines.inputs import pair_hashes
@@ -30,6 +30,7 @@ DRAFT = "draft"
 
 def inputs(config: Config) -> dict[str, str]:
     """Checksums of the pair and the text, after a look at what no single section can check."""
+    check_gamma(config)
     temperature, served = config.training_temperature, config.sampling.temperature
     if temperature != served and config.divergence.name != "ce_argmax":
         print(f"distill: the loss is taken at temperature {temperature:g}, served is {served:g}")
@@ -72,6 +73,7 @@ def show(config: Config, folder: Path) -> None:
 )
 def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train, then judge against the starting drafter on the test split."""
+    check_prompts(config)
     loaded, outcome, rates = fit(config, folder)
     draft = loaded.draft
     if folder.is_main:

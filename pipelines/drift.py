@@ -21,7 +21,7 @@ from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.drift import Point, Service, stream
 from draftkit.online.drift_report import drift_figure
 from draftkit.online.refit import Anchors, Update
-from draftkit.theory.acceptance import Estimate, estimate_gain, estimate_ratio, estimate_recovered
+from draftkit.theory.acceptance import Estimate, estimate_gain, estimate_recovered
 from pipelines.drift_lab import (
     Lab,
     Texts,
@@ -48,11 +48,6 @@ class Log:
     points: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
     tests: list[dict[str, Any]] = field(default_factory=list)
-
-
-def alpha_of(scored: PromptTotals) -> Estimate:
-    """Alpha with its interval."""
-    return estimate_ratio(scored.totals["alpha"], scored.counts)
 
 
 def recovered(scored: Mapping[str, PromptTotals], name: str) -> Estimate | None:
@@ -84,7 +79,7 @@ def tested(
     kept = score({k: v for k, v in drafts.items() if k != "oracle"}, texts.test[first])
     row: dict[str, Any] = {"domain": domain, "share": share}
     for name, scores in found.items():
-        row[f"alpha_{name}"] = alpha_of(scores).as_dict()
+        row[f"alpha_{name}"] = scores.alpha.as_dict()
     for name in (ONLINE, BARE):
         come = recovered(found, name)
         row[f"recovered_{name}"] = None if come is None else come.as_dict()
@@ -97,7 +92,7 @@ def tested(
 
 def pointed(point: Point) -> dict[str, Any]:
     """A point of the curve as it is stored."""
-    alphas = {name: alpha_of(scored).as_dict() for name, scored in point.scored.items()}
+    alphas = {name: scored.alpha.as_dict() for name, scored in point.scored.items()}
     return {
         "domain": point.domain,
         "first": point.first,

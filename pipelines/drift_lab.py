@@ -25,7 +25,6 @@ from draftkit.online.drift import Service
 from draftkit.online.gate import Judge
 from draftkit.online.refit import Anchors, Refit, row_of
 from draftkit.online.registry import Registry
-from draftkit.theory.acceptance import estimate_ratio
 from pipelines.fitting import Models, load_learner, make_trainer
 from pipelines.generate import sampled, target_sampler
 from pipelines.pretraining import pretrain
@@ -111,7 +110,7 @@ def distil(
 
     def evaluate(step: int) -> float:
         sums = scores_of(lab)({name: trainer.draft}, held_out)[name]
-        alpha = estimate_ratio(sums.totals["alpha"], sums.counts).mean
+        alpha = sums.alpha.mean
         lab.folder.tracker.log(f"{name}_validation", step, {"alpha": alpha})
         return alpha
 
@@ -158,7 +157,6 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
             judge=Judge(
                 judge_draft,
                 lab.reader,
-                sampling=config.sampling,
                 batch_size=config.evaluate.batch_size,
             ),
             anchors=anchors,

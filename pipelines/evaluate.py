@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from draftkit.artifacts import read_json, write_json, write_text
-from draftkit.config import Config, ModelConfig
+from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.decoding.trace import html, terminal
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, compare, gather
 from draftkit.evaluation.report import evaluation_table
@@ -24,21 +24,21 @@ from pipelines.contexts import contexts, read_contexts
 from pipelines.inputs import draft_of, pair_hashes
 from pipelines.stage import StageFolder, stage
 from pipelines.target import target_of
+from pipelines.texts import splits_of
 
 TRACES = 4
 PROMPTS = "prompts.json"  # what was found prompt by prompt, so that runs can be paired
 
 
 def trained_draft(config: Config) -> Path:
-    """The folder of the drafter that `distill` made, which runs first where there is none.
+    """The folder of the drafter that `distill` made, which runs first where it is not complete.
 
     `distill` calls this stage before its own summary exists: its product is then taken as it is.
+    Raises ValueError naming the keys, where it was made with other settings.
     """
     from pipelines.distill import DRAFT, distill
 
-    folder = distill.path(config)
-    if (folder / "summary.json").exists() or not (folder / DRAFT).exists():
-        folder = distill.ensure(config)
+    folder = distill.path(config) if distill.is_at_work else distill.ensure(config)
     return folder / DRAFT
 
 
@@ -50,8 +50,28 @@ def drafts_of(config: Config) -> dict[str, ModelConfig]:
     return {"before": given, "after": with_path(given, trained_draft(config))}
 
 
+def check_gamma(config: Config) -> None:
+    """Raise ValueError where nothing is proposed, and so nothing can be judged."""
+    if config.decode.gamma == 0:
+        raise ValueError(
+            "decode.gamma=0 proposes nothing, so there is no drafter to judge: use 1 or more"
+        )
+
+
+def check_prompts(config: Config) -> None:
+    """Raise ValueError where the test split is too small for a verdict."""
+    available, size = len(splits_of(config).test), config.evaluate.timing_batch_size
+    if available < MIN_CHUNKS * size:
+        raise ValueError(
+            f"data: {available} held-out prompts, a verdict needs {MIN_CHUNKS * size} "
+            f"({MIN_CHUNKS} batches of evaluate.timing_batch_size={size}): give more rows, or "
+            "raise data.test_fraction"
+        )
+
+
 def inputs(config: Config) -> dict[str, str]:
     """Checksums of the pair, the text and the judged drafts."""
+    check_gamma(config)
     judged = {name: model_sha256(draft, "draft") for name, draft in drafts_of(config).items()}
     return {**pair_hashes(config), **judged}
 
@@ -74,6 +94,7 @@ def log(folder: StageFolder, temperature: float, summary: dict[str, Any], main: 
             "alpha": summary["alpha"]["mean"],
             "acceptance_length": summary["acceptance_length"]["mean"],
             "speedup": summary["speedup"]["measured"],
+            "speedup_end_to_end": summary["speedup"]["end_to_end"]["mean"],
         },
     )
     columns = ["prompt", "tokens", "rounds", "accepted", "acceptance"]
@@ -110,6 +131,7 @@ def show(config: Config, folder: Path) -> None:
 )
 def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Judge the drafts under every temperature of `evaluate.temperatures`."""
+    check_prompts(config)
     configs = drafts_of(config)
     main = list(configs)[-1]
     found = contexts.ensure(config)

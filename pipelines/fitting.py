@@ -1,5 +1,6 @@
 """From a configuration to a fitted drafter: teacher, texts, validation, and the learning rate."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from pipelines.inputs import models
 from pipelines.progress import progress
 from pipelines.scores import read_validation, scores
 from pipelines.sources import make_source
-from pipelines.stage import StageFolder
+from pipelines.stage import StageFolder, agree
 
 TRAIN = "train"  # what metrics of the run itself are called
 TRIALS = "rates"  # folder of the runs that choose a rate
@@ -45,6 +46,10 @@ class Models:
     target: Target | None
     outline: Outline
     draft: CausalAdapter
+
+
+class TrainingFailed(ValueError):
+    """A step could not be taken: the loss was not finite, or no token counted."""
 
 
 def load_models(config: Config) -> Models:
@@ -94,6 +99,7 @@ def make_trainer(config: Config, loaded: Models, optim: OptimConfig) -> Trainer:
         autocast=outline.dtype if outline.dtype != torch.float32 else None,
         reference=reference,
         compiled=config.optim.compiles,
+        seed=config.seed,
     )
     if config.hardware.shard_target and target:  # not before the processes know each other
         shard_layers(target.adapter.model)
@@ -146,7 +152,8 @@ def chosen_by(config: Config) -> str:
 def run(config: Config, folder: StageFolder, optim: OptimConfig, path: Path, name: str) -> Any:
     """Train from the starting draft, resuming what lies in `path`; the models and the outcome.
 
-    `name` is that of the metrics.
+    `name` is that of the metrics. Raises `TrainingFailed` where a step could not be taken, on all
+    ranks: the loss is that of all.
     """
     loaded = load_models(config)
     trainer = make_trainer(config, loaded, optim)
@@ -163,41 +170,71 @@ def run(config: Config, folder: StageFolder, optim: OptimConfig, path: Path, nam
 
         section = "validation" if name == TRAIN else f"{name}_validation"
         measure = validation_alpha(config, loaded.target, loaded.draft, folder, section)
-        outcome: Outcome = train(trainer, source, path, evaluate=measure, log=log)
+        try:
+            outcome: Outcome = train(trainer, source, path, evaluate=measure, log=log)
+        except ValueError as error:
+            raise TrainingFailed(str(error)) from error
     return loaded, outcome
 
 
-def choose_rate(config: Config, folder: StageFolder) -> dict[float, float]:
+def tried_rate(config: Config, folder: StageFolder, optim: OptimConfig, factor: float) -> Any:
+    """How the trial of `factor` times the learning rate of `optim` ended, the same on all ranks.
+
+    `alpha` is that of the last validation; null or not a number where training diverged, and
+    `error` then says how. A trial that has ended is not run again.
+    """
+    path = folder.path / TRIALS / f"{factor:g}"
+    result = path / "alpha.json"
+    ended = agree(read_json(result) if folder.is_main and result.exists() else None)
+    if ended is not None:
+        return ended
+    if folder.is_main:
+        path.mkdir(parents=True, exist_ok=True)
+    try:
+        _, outcome = run(config, folder, optim, path, f"rate_{factor:g}")
+        ended = {"alpha": outcome.last_alpha}
+    except TrainingFailed as error:
+        folder.note(f"the trial at learning rate {optim.learning_rate:.2e} failed: {error}")
+        ended = {"alpha": None, "error": str(error)}
+    if folder.is_main:
+        write_json(result, ended)
+    return agree(ended)
+
+
+def choose_rate(config: Config, folder: StageFolder) -> dict[float, float | None]:
     """Validation alpha by learning rate, each tried on a quarter of the steps.
 
-    Rates are multiples (`optim.rate_factors`) of `optim.learning_rate`. A trial that has ended is
-    not run again.
+    Rates are multiples (`optim.rate_factors`) of `optim.learning_rate`; alpha is None where
+    training diverged. Raises ValueError where it did at every rate.
     """
     optim = config.optim
     base = optim.learning_rate or learning_rate_for(load_models(config).draft.width)
     steps = max(1, optim.max_steps // TRIAL_SHARE)
-    found = {}
+    trial = replace(
+        optim,
+        max_steps=steps,
+        eval_steps=steps,
+        warmup_steps=min(optim.warmup_steps, max(1, steps // 10)),
+    )
+    found: dict[float, float | None] = {}
+    reason = "alpha was not a number: lower optim.learning_rate"
     for factor in optim.rate_factors:
-        path = folder.path / TRIALS / f"{factor:g}"
-        result = path / "alpha.json"
-        if not result.exists():
-            if folder.is_main:
-                path.mkdir(parents=True, exist_ok=True)
-            trial = replace(
-                optim,
-                learning_rate=base * factor,
-                max_steps=steps,
-                eval_steps=steps,
-                warmup_steps=min(optim.warmup_steps, max(1, steps // 10)),
-            )
-            _, outcome = run(config, folder, trial, path, f"rate_{factor:g}")
-            if folder.is_main:
-                write_json(result, {"alpha": outcome.last_alpha})
-        found[base * factor] = read_json(result)["alpha"]
+        rate = base * factor
+        ended = tried_rate(config, folder, replace(trial, learning_rate=rate), factor)
+        alpha, reason = ended["alpha"], ended.get("error", reason)
+        found[rate] = alpha if alpha is not None and math.isfinite(alpha) else None
+    if not finite(found):
+        rates = ", ".join(f"{rate:.2e}" for rate in found)
+        raise ValueError(f"optim.rate_factors: training failed at every rate ({rates}): {reason}")
     return found
 
 
-def fit(config: Config, folder: StageFolder) -> tuple[Models, Outcome, dict[float, float]]:
+def finite(found: dict[float, float | None]) -> dict[float, float]:
+    """The rates that did not diverge."""
+    return {rate: alpha for rate, alpha in found.items() if alpha is not None}
+
+
+def fit(config: Config, folder: StageFolder) -> tuple[Models, Outcome, dict[float, float | None]]:
     """Train by the best of the rates that are to be tried, or by the one that is given.
 
     Returns the models with the best weights, how training ended, and alpha by tried rate.
@@ -205,5 +242,6 @@ def fit(config: Config, folder: StageFolder) -> tuple[Models, Outcome, dict[floa
     optim, tried = config.optim, {}
     if optim.rate_factors:
         tried = choose_rate(config, folder)
-        optim = replace(optim, learning_rate=max(tried, key=lambda rate: tried[rate]))
+        by_rate = finite(tried)
+        optim = replace(optim, learning_rate=max(by_rate, key=lambda rate: by_rate[rate]))
     return *run(config, folder, optim, folder.path, TRAIN), tried

@@ -24,6 +24,7 @@ from draftkit.tracking import Tracker
 CONFIG, MANIFEST, METRICS, SUMMARY = "config.yaml", "manifest.json", "metrics.jsonl", "summary.json"
 RECORDS = (CONFIG, MANIFEST, METRICS, SUMMARY, "wandb")
 LOCK = ".lock"
+_CLEARED = {"cleared": True}
 _POLL_SECONDS = 1.0
 
 
@@ -103,14 +104,45 @@ def _differences(stored: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return [f"{key} was {shown(stored, key)}, now {shown(wanted, key)}" for key in keys]
 
 
+def _is_of(identity: Identity, manifest: Any) -> bool:
+    """Whether the stage wrote this manifest: at its start, or before it cleared the folder."""
+    if manifest == _CLEARED:  # earlier versions did not note whose folder they cleared
+        return True
+    if not isinstance(manifest, dict):
+        return False
+    known = "settings" in manifest or manifest.get("cleared") is True
+    return known and manifest.get("stage") == identity.stage
+
+
+def _manifest(identity: Identity) -> dict[str, Any] | None:
+    """What the stage has written about the folder; None where it has to begin.
+
+    Raises ValueError for a folder that holds the files of somebody else.
+    """
+    path = identity.path / MANIFEST
+    if not path.is_file():
+        return None
+    manifest = read_json(path)
+    if not _is_of(identity, manifest):
+        raise _foreign(identity, MANIFEST)
+    return manifest if "settings" in manifest else None
+
+
+def _foreign(identity: Identity, name: str) -> ValueError:
+    return ValueError(
+        f"{identity.path} holds files that no {identity.stage} stage wrote ({name}, ...):"
+        " move them away, or use name=..."
+    )
+
+
 def _stored(identity: Identity) -> dict[str, Any] | None:
     """The manifest that belongs to a usable folder; None where the stage has to start.
 
-    Raises ValueError naming the keys, if the folder was made with other settings.
+    Raises ValueError: naming the keys, if the folder was made with other settings; naming a file,
+    if another than this stage has written it.
     """
-    manifest = identity.path / MANIFEST
-    stored = read_json(manifest) if manifest.is_file() else {}
-    if "settings" not in stored:  # absent, or being cleared when it was killed
+    stored = _manifest(identity)
+    if stored is None:
         return None
     if differences := _differences(stored["settings"], identity.settings):
         raise ValueError(
@@ -124,7 +156,7 @@ def _stored(identity: Identity) -> dict[str, Any] | None:
 def complete_summary(identity: Identity) -> dict[str, Any] | None:
     """The summary, if the folder is complete and its inputs are the present ones.
 
-    Raises ValueError naming the keys, if the folder was made with other settings.
+    Raises ValueError as `_stored` does.
     """
     stored = _stored(identity)
     summary = identity.path / SUMMARY
@@ -139,10 +171,11 @@ def wait_until_complete(identity: Identity) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _clear(path: Path) -> None:
+def _clear(identity: Identity) -> None:
     """Empty the folder but for its lock. A kill inside leaves a manifest that says so."""
+    path = identity.path
     (path / SUMMARY).unlink(missing_ok=True)
-    write_json(path / MANIFEST, {"cleared": True})
+    write_json(path / MANIFEST, {"stage": identity.stage, **_CLEARED})
     for child in list(path.iterdir()):
         if child.name in (LOCK, MANIFEST):
             continue
@@ -155,34 +188,28 @@ def _clear(path: Path) -> None:
 def claim(identity: Identity, *, overwrite: bool) -> tuple[dict[str, Any] | None, str]:
     """Make the locked folder usable: its manifest if an interrupted run goes on, and what was done.
 
-    The second value is a line for the person, or empty. Raises ValueError when the folder holds
-    something else or was made with other settings.
+    The second value is a line for the person, or empty. Raises ValueError when the folder was made
+    with other settings (unless `overwrite`), or holds the files of somebody else.
     """
     path = identity.path
     recover(path)
     recover_tree(path)
     if not (path / MANIFEST).is_file():
-        foreign = sorted(child.name for child in path.iterdir() if not is_record(child.name))
+        foreign = sorted({child.name for child in path.iterdir()} - {*RECORDS, LOCK})
         if foreign:
-            raise ValueError(
-                f"{path} holds files that no {identity.stage} stage wrote ({foreign[0]}, ...):"
-                " move them away, or use name=..."
-            )
+            raise _foreign(identity, foreign[0])
         return None, ""
-    if overwrite:
-        _clear(path)
-        return None, f"redoing {path} (overwrite=true)"
-    stored = _stored(identity)
-    if stored is None:
-        _clear(path)
-        return None, ""
+    stored = _manifest(identity) if overwrite else _stored(identity)
+    if stored is None or overwrite:
+        _clear(identity)
+        return None, f"redoing {path} (overwrite=true)" if overwrite else ""
     if stored["inputs"] != identity.inputs:
         changed = sorted(
             key
             for key in {**stored["inputs"], **identity.inputs}
             if stored["inputs"].get(key) != identity.inputs.get(key)
         )
-        _clear(path)
+        _clear(identity)
         return None, f"{path} is stale, redoing it (changed: {', '.join(changed)})"
     return stored, f"going on in {path}"
 

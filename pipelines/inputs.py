@@ -10,9 +10,9 @@ from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import Example
 from draftkit.models.loading import load_tokenizer, with_path
 from draftkit.models.vocabulary import check_same_tokenizer
-from pipelines.checksums import model_sha256
+from pipelines.checksums import data_sha256, model_sha256
 from pipelines.prepare import prepare
-from pipelines.target import target_hashes, target_of
+from pipelines.target import target_of
 
 
 def draft_of(config: Config) -> ModelConfig:
@@ -31,8 +31,8 @@ def models(config: Config) -> tuple[ModelConfig, ModelConfig]:
     return target_of(config), draft
 
 
-def pair_hashes(config: Config) -> dict[str, str]:
-    """Checksums of target, starting draft and text.
+def model_hashes(config: Config) -> dict[str, str]:
+    """Checksums of target and starting draft, tokenizer and kept ids included.
 
     Raises ValueError for a draft of another vocabulary, before anything is sampled for it.
     """
@@ -41,7 +41,12 @@ def pair_hashes(config: Config) -> dict[str, str]:
         target_tokenizer=load_tokenizer(target, "target"),
         draft_tokenizer=load_tokenizer(draft, "draft"),
     )
-    return {**target_hashes(config), "draft": model_sha256(draft, "draft")}
+    return {"target": model_sha256(target, "target"), "draft": model_sha256(draft, "draft")}
+
+
+def pair_hashes(config: Config) -> dict[str, str]:
+    """Checksums of target, starting draft and text. Raises ValueError as `model_hashes` does."""
+    return {**model_hashes(config), "data": data_sha256(config.data)}
 
 
 def prompts_of(examples: Sequence[Example], count: int) -> list[list[int]]:

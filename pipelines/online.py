@@ -15,6 +15,8 @@ from draftkit.config import Config
 from draftkit.online.drift_report import drift_table
 from pipelines.command import run_command
 from pipelines.drift import drift
+from pipelines.generate import ROLLOUT_SETTINGS
+from pipelines.inputs import pair_hashes
 from pipelines.refitting import daemon, rollback
 from pipelines.serve_and_refit import serve_and_refit
 from pipelines.stage import StageFolder, stage
@@ -22,6 +24,11 @@ from pipelines.target import target_hashes
 
 SERVICE = {"daemon": daemon, "rollback": rollback}  # go on for ever, or change what is there
 EXPERIMENTS = {"drift": drift, "serve_and_refit": serve_and_refit}  # are complete one day
+
+
+def inputs(config: Config) -> dict[str, str]:
+    """Checksums of target, text and, where the task does not train its own, starting draft."""
+    return target_hashes(config) if config.online.task == "drift" else pair_hashes(config)
 
 
 def show(config: Config, folder: Path) -> None:
@@ -38,13 +45,19 @@ def show(config: Config, folder: Path) -> None:
         "sampling",
         "divergence",
         "optim",
+        "decode",
+        "serve",
         "online",
         "draft.pretrain",
-        "generate.batch_size",
+        "draft.lora",
+        "draft.freeze_head",
+        *ROLLOUT_SETTINGS,
         "evaluate.prompts",
         "evaluate.validation_prompts",
+        "evaluate.max_new_tokens",
+        "evaluate.batch_size",
     ),
-    inputs=target_hashes,
+    inputs=inputs,
     after=show,
 )
 def online(config: Config, folder: StageFolder) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,13 +32,20 @@ from pipelines.contexts import contexts, read_contexts
 from pipelines.fitting import Models, load_learner, make_trainer
 from pipelines.folder import SUMMARY, locked
 from pipelines.generate import generate, read_rollouts
-from pipelines.inputs import draft_of
+from pipelines.inputs import draft_of, model_hashes
 from pipelines.scores import read_scores, read_validation, scores
-from pipelines.service import buffer_of, registry_of, seeded_registry, service_folder
+from pipelines.service import (
+    SERVER,
+    STATE,
+    buffer_of,
+    clear_service,
+    daemon_folder,
+    registry_of,
+    seeded_registry,
+    service_folder,
+)
 from pipelines.stage import tracker_of
 from pipelines.target import target_of
-
-STATE = "refit"  # folder of the trainers' states
 
 
 def rollback(config: Config) -> None:
@@ -72,11 +79,18 @@ def daemon(config: Config) -> None:
 
 
 def watch(config: Config, folder: Path, stop: Event) -> None:
-    """Load what refitting needs, and run the loop."""
+    """Load what refitting needs, and run the loop; with `overwrite` from an empty folder on."""
+    fingerprints = model_hashes(config)
+    if config.overwrite:
+        print(f"online: clearing {folder} (overwrite=true)", flush=True)
+        clear_service(config, SERVER)
+    buffer = buffer_of(config, fingerprints)
     target, outline = load_teacher(config)
-    buffer = buffer_of(config)
     anchors = load_anchors(config)
-    refits = [make_refit(config, route, target, outline, anchors) for route in config.online.routes]
+    refits = [
+        make_refit(config, route, target, outline, anchors, fingerprints)
+        for route in config.online.routes
+    ]
     place = daemon_folder(config)
     tracker = tracker_of(config, place, "online", {"provenance": provenance(), "inputs": {}})
 
@@ -94,11 +108,6 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     finally:
         tracker.finish()
         buffer.close()
-
-
-def daemon_folder(config: Config) -> Path:
-    """Where the daemon tells what it does: metrics and totals."""
-    return Path(config.root) / config.name / "refit"
 
 
 def load_teacher(config: Config) -> tuple[Target | None, Outline]:
@@ -137,10 +146,15 @@ def load_anchors(config: Config) -> Anchors:
 
 
 def make_refit(
-    config: Config, route: str, target: Target | None, outline: Outline, anchors: Anchors
+    config: Config,
+    route: str,
+    target: Target | None,
+    outline: Outline,
+    anchors: Anchors,
+    fingerprints: Mapping[str, str],
 ) -> Refit:
     """The refit of one route, as its last update left it."""
-    registry = seeded_registry(config, route, outline)
+    registry = seeded_registry(config, route, outline, fingerprints)
     start = draft_of(config)
 
     def trainer_of(folder: Path) -> Trainer:
@@ -151,14 +165,13 @@ def make_refit(
     assert current is not None
     return Refit(
         route=route,
-        buffer=buffer_of(config),
+        buffer=buffer_of(config, fingerprints),
         registry=registry,
         make_trainer=trainer_of,
         save=partial(save_trained, outline),
         judge=Judge(
             load_draft(with_path(start, current.path), outline),
             target.adapter if target else None,
-            sampling=config.sampling,
             batch_size=config.evaluate.batch_size,
         ),
         anchors=anchors,
@@ -215,14 +228,14 @@ def said(refit: Refit, update: Update) -> str:
 def summary_of(refits: Sequence[Refit]) -> dict[str, Any]:
     """Totals so far: the keys of `online`'s summary, over all routes."""
     states = [refit.state for refit in refits]
-    published = sum(len(state["growth"]) for state in states)
+    published = sum(len(state["chosen"]) for state in states)
     return {
         "versions_published": published,
         "versions_rejected": sum(state["update"] for state in states) - published,
         "alpha_by_version": {
-            f"{refit.route}/{name}": alpha
+            f"{refit.route}/{name}": refit.state["alphas"].get(name)
             for refit in refits
-            for name, alpha in refit.state["alphas"].items()
+            for name in refit.state["chosen"]
         },
         "records_seen": sum(refit.records_seen() for refit in refits),
         "recovered_fraction": None,

@@ -1,15 +1,17 @@
 """`python -m pipelines.serve`: target and drafter behind an OpenAI-compatible API.
 
 Serves the newest published drafter of the experiment's service folder (at first the starting
-draft), follows what `pipelines.online` publishes there, and records traffic for it. SIGTERM and
+draft), follows what `pipelines.online` publishes there, and records traffic for it. A folder that
+was made with another target or starting draft is refused; `overwrite=true` clears it. SIGTERM and
 Ctrl-C end it in order: no new requests, those under way are answered, exit code 0. A key in the
 environment variable DRAFTKIT_API_KEY closes it to everybody without.
 """
 
+import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,15 @@ from draftkit.serving.recorder import Recorder
 from draftkit.serving.texts import Texts
 from pipelines.command import run_command
 from pipelines.folder import locked
-from pipelines.inputs import models
-from pipelines.service import buffer_of, seeded_registry, service_folder
+from pipelines.inputs import model_hashes, models
+from pipelines.service import (
+    SERVER,
+    STATE,
+    buffer_of,
+    clear_service,
+    seeded_registry,
+    service_folder,
+)
 
 KEY_VARIABLE = "DRAFTKIT_API_KEY"
 LOOPBACK = ("127.", "::1", "localhost")
@@ -41,11 +50,13 @@ def api_key() -> str | None:
     return None if key is None else key.strip()
 
 
-def drafters_of(config: Config, draft: ModelConfig, target: Target) -> Drafters:
+def drafters_of(
+    config: Config, draft: ModelConfig, target: Target, fingerprints: Mapping[str, str]
+) -> Drafters:
     """A drafter for each route, following its registry; one that is empty gets the starting one."""
     routes = []
     for name in config.online.routes:
-        registry = seeded_registry(config, name, outline_of(target))
+        registry = seeded_registry(config, name, outline_of(target), fingerprints)
         routes.append(Route(name, lambda: load_draft(draft, target), registry))
     return Drafters(routes, config.online.gate, poll_seconds=config.serve.poll_seconds)
 
@@ -80,13 +91,17 @@ def serve(config: Config, swept: str = "") -> None:
         )  # before the models are loaded, lest that was in vain
         stack.enter_context(closing(listening))
         # Two would judge the same canaries, each by half of the traffic.
-        stack.enter_context(locked(service_folder(config) / "server", wait=False))
+        stack.enter_context(locked(service_folder(config) / SERVER, wait=False))
         target_config, draft = models(config)
+        fingerprints = model_hashes(config)
+        if config.overwrite:
+            print(f"serve: clearing {service_folder(config)} (overwrite=true)", flush=True)
+            clear_service(config, STATE)
+        buffer = stack.enter_context(closing(buffer_of(config, fingerprints)))
         target = load_target(target_config, config.hardware)
-        buffer = stack.enter_context(closing(buffer_of(config)))
         engine = Engine(
             target.adapter,
-            drafters_of(config, draft, target),
+            drafters_of(config, draft, target, fingerprints),
             decode=decoder_of(target),
             eos_token_ids=target.eos_token_ids,
             serve=settings,
@@ -111,6 +126,8 @@ def serve(config: Config, swept: str = "") -> None:
         )
         stack.callback(engine.stop)
         engine.start()
+        gc.collect()
+        gc.freeze()  # libraries and models: to look through them stops every thread for 0.2 s
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         if key is None and not settings.host.startswith(LOOPBACK):

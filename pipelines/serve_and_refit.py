@@ -9,6 +9,8 @@ What is told comes from the buffer's counts.
 
 import itertools
 import multiprocessing
+import os
+import signal
 import socket
 import statistics
 import time
@@ -16,25 +18,27 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import httpx
 
-from draftkit.artifacts import read_json
+from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
 from draftkit.online.buffer import Served
 from draftkit.serving.intake import ROUTE_HEADER
 from pipelines.folder import SUMMARY
 from pipelines.inputs import models
-from pipelines.refitting import daemon, daemon_folder, load_anchors
+from pipelines.refitting import daemon, load_anchors
 from pipelines.serve import serve
-from pipelines.service import buffer_of
+from pipelines.service import begin_anew, buffer_of, daemon_folder, service_folder
 from pipelines.stage import StageFolder
 from pipelines.texts import splits_of
 
 START_SECONDS = 300.0  # until the server must have answered
 END_SECONDS = 60.0  # until a process that was told to stop must have
 REQUEST_SECONDS = 120.0
+BEGUN = "service.json"  # in the stage folder: the service folder's content is this experiment's
 
 
 def free_port(host: str) -> int:
@@ -44,10 +48,24 @@ def free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
+def attended(task: Callable[[Config], None], config: Config) -> None:
+    """`task(config)`, told to stop when the process that started this one is dead, killed too."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=follow, daemon=True).start()
+    task(config)
+
+
 @contextmanager
 def running(task: Callable[[Config], None], config: Config) -> Iterator[Any]:
     """`task(config)` in a process of its own, told to stop at the end."""
-    process = multiprocessing.get_context("spawn").Process(target=task, args=(config,), daemon=True)
+    spawning = multiprocessing.get_context("spawn")
+    process = spawning.Process(target=attended, args=(task, config), daemon=True)
     process.start()
     try:
         yield process
@@ -133,12 +151,18 @@ def served_row(served: Served) -> dict[str, Any]:
 
 
 def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Run both, put the load on them, and tell what each version did."""
+    """Run both from an empty service folder, load them, and tell what each version did.
+
+    Raises ValueError where that folder holds what no run of this experiment has left.
+    """
     requests = asked(config)
     models(config)  # what both need is made once, before they start
     load_anchors(config)
+    begun = folder.path / BEGUN
+    begin_anew(config, ours=config.overwrite or begun.exists())
+    write_json(begun, {"service": str(service_folder(config))})
     serving = replace(config.serve, host="127.0.0.1", port=free_port("127.0.0.1"))
-    both = replace(config, serve=serving)
+    both = replace(config, serve=serving, overwrite=False)
     url = f"http://127.0.0.1:{serving.port}"
     with running(serve, both) as server:
         wait_until_healthy(url, server)

@@ -1,18 +1,28 @@
 """Where a server and its refit loop meet: the folder `<root>/<name>/service/`.
 
 `buffer.sqlite` is what was served, `drafters/<route>/` the versions of each route's drafter. It is
-no stage: nothing in it is ever complete, and either process may be started first, or killed.
+no stage: nothing in it is ever complete, and either process may be started first, or killed. It is
+for one target and one starting drafter, whose fingerprints the buffer and every version keep; with
+others it is refused, unless `overwrite=true` clears it first.
 """
 
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
+from draftkit.artifacts import remove
 from draftkit.config import Config
 from draftkit.models.loading import Outline, load_draft, save_model
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
-from pipelines.inputs import draft_of
+from pipelines.folder import LOCK, METRICS, SUMMARY, locked
+from pipelines.inputs import draft_of, model_hashes
+
+BUFFER, DRAFTERS = "buffer.sqlite", "drafters"
+SERVER, STATE = "server", "refit"  # folders that server and daemon hold; trainers' states too
 
 
 def service_folder(config: Config) -> Path:
@@ -22,20 +32,47 @@ def service_folder(config: Config) -> Path:
     return folder
 
 
-def buffer_of(config: Config) -> Buffer:
-    """The traffic buffer of the service."""
-    path = service_folder(config) / "buffer.sqlite"
-    return Buffer(path, config.online.buffer, gate_fraction=config.online.gate.fraction)
+def daemon_folder(config: Config) -> Path:
+    """Where the daemon tells what it does: metrics and totals."""
+    return Path(config.root) / config.name / "refit"
 
 
-def registry_of(config: Config, route: str) -> Registry:
+def buffer_of(config: Config, fingerprints: Mapping[str, str] | None = None) -> Buffer:
+    """The traffic buffer of the service.
+
+    `fingerprints`: those of `model_hashes`, where the caller has them. Raises ValueError naming
+    the keys, where the records are of another target, starting drafter or `online.buffer.top_k`.
+    """
+    settings = config.online.buffer
+    known = model_hashes(config) if fingerprints is None else fingerprints
+    return Buffer(
+        service_folder(config) / BUFFER,
+        settings,
+        gate_fraction=config.online.gate.fraction,
+        fingerprints={**known, "online.buffer.top_k": str(settings.top_k)},
+    )
+
+
+def registry_of(
+    config: Config, route: str, fingerprints: Mapping[str, str] | None = None
+) -> Registry:
     """The drafter versions of a route; there may be none yet."""
-    return Registry(service_folder(config) / "drafters", route)
+    return Registry(service_folder(config) / DRAFTERS, route, fingerprints=fingerprints)
 
 
-def seeded_registry(config: Config, route: str, outline: Outline) -> Registry:
-    """The drafter versions of a route, of which the first is the starting drafter."""
-    registry = registry_of(config, route)
+def seeded_registry(
+    config: Config,
+    route: str,
+    outline: Outline,
+    fingerprints: Mapping[str, str] | None = None,
+) -> Registry:
+    """The drafter versions of a route, of which the first is the starting drafter.
+
+    `fingerprints`: those of `model_hashes`, where the caller has them. Raises ValueError naming
+    the keys, where the versions are of another target or starting drafter.
+    """
+    known = model_hashes(config) if fingerprints is None else fingerprints
+    registry = registry_of(config, route, known)
 
     def write(folder: Path) -> None:
         draft = load_draft(draft_of(config), outline, dtype=torch.float32)
@@ -43,3 +80,35 @@ def seeded_registry(config: Config, route: str, outline: Outline) -> Registry:
 
     registry.seed(write)
     return registry
+
+
+def clear_service(config: Config, *roles: str) -> None:
+    """Delete records, versions, trainers' states and the daemon's account of them, nothing else.
+
+    `roles`: those of `SERVER` and `STATE` that the caller does not hold. Raises ValueError where
+    another process holds one: then nothing is deleted. A kill inside leaves a part, which is
+    refused with other models as the whole would be.
+    """
+    folder, account = service_folder(config), daemon_folder(config)
+    with ExitStack() as stack:
+        for role in roles:
+            stack.enter_context(locked(folder / role, wait=False))
+        states = [path for path in (folder / STATE).iterdir() if path.name != LOCK]
+        for path in (*states, folder / DRAFTERS, account / SUMMARY, account / METRICS):
+            remove(path)
+        for path in sorted(folder.glob(f"{BUFFER}*"), reverse=True):  # a log before its file
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def begin_anew(config: Config, *, ours: bool) -> None:
+    """Clear the service folder for an experiment that starts a server and a daemon of its own.
+
+    Raises ValueError where one of them runs, or where there is something and it is not `ours`.
+    """
+    folder = service_folder(config)
+    if not ours and any((folder / name).exists() for name in (BUFFER, DRAFTERS)):
+        raise ValueError(
+            f"{folder} holds a service that this experiment has not begun: use name=..., or "
+            "overwrite=true to delete its records and all its drafter versions"
+        )
+    clear_service(config, SERVER, STATE)

@@ -62,7 +62,7 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _agree(value: Any) -> Any:
+def agree(value: Any) -> Any:
     """The first rank's `value`, on every rank of a distributed launch."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return value
@@ -162,6 +162,11 @@ class Stage:
             path = Path(config.root) / config.name / _swept.get() / self.name
         return Identity(self.name, path, settings, inputs)
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether this process is running the stage, and whoever asks is a part of that."""
+        return any(running.name == self.name for running in _running.get())
+
     def path(self, config: Config) -> Path:
         """The stage folder of `config`, complete or not."""
         return self.identity(config).path
@@ -204,14 +209,14 @@ class Stage:
         finally:
             _running.reset(mark)
         done = None if config.overwrite else complete_summary(identity)
-        if _agree(done is not None):
+        if agree(done is not None):
             assert done is not None
             where = f"{identity.path} is complete, nothing to do"
             self._print(f"{where} (overwrite=true redoes it)")
         elif _rank() == 0:
             done = self._make(config, identity, overwrite=config.overwrite, upstream=False)
         else:
-            resumed = _agree(None)
+            resumed = agree(None)
             follower = StageFolder(identity.path, Tracker(None), resumed, False, self.name)
             return self._compute(config, follower)
         if self._after is not None and _rank() == 0:
@@ -268,7 +273,7 @@ class Stage:
         tracker = tracker_of(config, path, self.name, manifest, _swept.get())
         resumed = stored is not None
         if not alone:
-            _agree(resumed)
+            agree(resumed)
         exit_code = 1
         try:
             summary = self._compute(config, StageFolder(path, tracker, resumed, True, self.name))

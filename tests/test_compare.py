@@ -23,7 +23,8 @@ def estimate(mean: float, half: float = 0.02) -> dict[str, Any]:
 def write_stage(folder: Path, *, summary: dict[str, Any] | None, **settings: Any) -> None:
     folder.mkdir(parents=True)
     machine = settings.pop("machine", {"cpu": "one", "cores": 2})
-    manifest = {"settings": {}, "inputs": {}, "provenance": {"hardware": machine}}
+    inputs = settings.pop("inputs", {})
+    manifest = {"settings": {}, "inputs": inputs, "provenance": {"hardware": machine}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     content = {"name": folder.parent.name, "seed": 0, "data": {"max_length": 128}} | settings
     (folder / "config.yaml").write_text(yaml.safe_dump(content))
@@ -35,7 +36,8 @@ def experiment(root: Path, name: str, alpha: float, **settings: Any) -> Path:
     summary = {
         "alpha": estimate(alpha),
         "acceptance_length": estimate(1 + 3 * alpha),
-        "speedup": {"measured": 1.5, "ci95": [1.4, 1.6], "predicted": 1.55, "ceiling": 2.0},
+        "speedup": {"measured": 1.5, "ci95": [1.4, 1.6], "predicted": 1.55, "ceiling": 2.0}
+        | {"end_to_end": {"mean": 0.9, "ci95": [0.85, 0.95], "chunks": 24}},
         "verdict": "do_not_deploy",
         "seconds": 30.0,
     }
@@ -130,6 +132,33 @@ def test_runs_that_answer_another_question_are_not_compared(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"seed": 1, "inputs": {"target": "b" * 64, "data": "d" * 16}}, "target.sha256 differ"),
+        ({"inputs": {"target": "a" * 64, "data": "e" * 16}}, "data.sha256 differ"),
+        ({"evaluate": {"max_new_tokens": 8}}, "evaluate.max_new_tokens differ"),
+        ({"seed": 1}, "a is above the others"),  # a given target is the same under any seed
+    ],
+)
+@pytest.mark.usefixtures("two")
+def test_a_target_is_what_its_checksum_says_whatever_it_is_called(
+    changed: dict[str, Any], told: str
+) -> None:
+    """The embedded one has no path, and another seed, or other text, makes another of it."""
+    embedded = {
+        "target": {"path": None},
+        "evaluate": {"max_new_tokens": 64},
+        "inputs": {"target": "a" * 64, "data": "d" * 16, "draft": "f" * 64},
+    }
+    runs = [
+        str(experiment(Path("outputs"), name, alpha, **{**embedded, **settings}))
+        for name, alpha, settings in (("a", 0.9, {}), ("c", 0.5, changed))
+    ]
+    summary = compare.launch(Config(runs=runs, tracker=TrackerConfig(mode="none")))
+    assert told in summary["findings"][0]
+
+
 def test_times_of_two_machines_are_not_compared(tmp_path: Path) -> None:
     rows = [
         read_run(experiment(tmp_path, "a", 0.9)),
@@ -166,7 +195,8 @@ def test_the_command_shows_80_columns_and_keeps_what_it_showed(
     out, err = capsys.readouterr()
     assert err == ""
     assert max(len(line) for line in out.splitlines()) <= 80
-    for part in ("0.800", "0.78-0.82", "3.400", "1.500x", "130", "seed=1", "seed=2", "is above"):
+    speedup = ("0.900x", "0.85-0.95")  # the one that the verdict rests on
+    for part in ("0.800", "0.78-0.82", "3.400", *speedup, "130", "seed=1", "seed=2", "is above"):
         assert part in out
     stored = read_json("outputs/default/compare/compare.json")
     assert [row["run"] for row in stored["runs"]] == two
@@ -235,7 +265,9 @@ class FakeApi:
         run.name, run.state = "quick-evaluate", "finished"
         run.summary = {"alpha": 0.8, "alpha/low": 0.7, "alpha/high": 0.9, "verdict": "deploy"}
         run.summary |= {"speedup/measured": 1.2, "speedup/ci95/0": 1.1, "speedup/ci95/1": 1.3}
+        run.summary |= {f"speedup/end_to_end{end}": 1.1 for end in ("", "/low", "/high")}
         run.config = {"seed": 3, "optim": {"max_steps": 4}, "provenance": {"python": "3"}}
+        run.config["inputs"] = {"target": "a" * 64, "draft": "f" * 64}
         return [run] if filters["jobType"] == "evaluate" else []
 
 
@@ -246,8 +278,9 @@ def test_uploaded_runs_are_read_from_the_scalars_that_the_tracker_sent(
     (row,) = read_runs(["wandb:me/draftkit/quick"])
     assert row["alpha"] == {"mean": 0.8, "ci95": [0.7, 0.9]}
     assert row["speedup"] == {"measured": 1.2, "ci95": [1.1, 1.3], "predicted": None}
+    assert row["end_to_end"] == {"mean": 1.1, "ci95": [1.1, 1.1]}
     assert row["verdict"] == "deploy"
-    assert row["settings"] == {"seed": 3, "optim.max_steps": 4}
+    assert row["settings"] == {"seed": 3, "optim.max_steps": 4, "target.sha256": "a" * 12}
     assert row["unfinished"] == []
 
 

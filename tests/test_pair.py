@@ -45,6 +45,7 @@ def own(tmp_path_factory) -> Path:
 def pair_config(own: Path, root: Path, *overrides: str) -> Config:
     given = [f"target.path={own / 'target'}", f"draft.path={own / 'draft'}"]
     small = ["data=local", f"data.path={own / 'rows.jsonl'}", "name=pair", "source=draft"]
+    small += ["data.test_fraction=0.2"]  # of 60 rows: enough for a verdict
     return smoke(root, *small, *given, "optim.max_steps=4", *overrides)
 
 
@@ -65,6 +66,17 @@ def test_a_run_that_makes_the_drafter_worse_says_so_and_keeps_the_start(own, tmp
     assert summary["best_step"] == 0
     assert summary["alpha_gain"]["mean"] == 0
     assert same_weights(first=tmp_path / "pair" / "distill" / "draft", second=own / "draft")
+
+
+def test_too_few_held_out_prompts_for_a_verdict_are_refused_before_anything_is_trained(
+    own, tmp_path
+):
+    many = ["evaluate.timing_batch_size=9", "evaluate.prompts=54", "evaluate.timing_prompts=54"]
+    said = r"^data: \d+ held-out prompts, a verdict needs 54 .*data\.test_fraction$"
+    with pytest.raises(ValueError, match=said) as error:
+        distill.launch(pair_config(own, tmp_path, *many))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "pair" / "distill").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftkit.artifacts import read_json
-from draftkit.config import Config
+from draftkit.config import MIN_CHUNKS, Config
 from draftkit.tracking import read_metrics
 from pipelines.benchmark import benchmark
 from pipelines.configuration import compose_config
@@ -93,6 +93,8 @@ def test_the_evaluation_holds_every_key_that_others_rely_on(finished):
         assert 0 < summary["alpha_exact_match"]["mean"] <= summary["alpha"]["mean"] <= 1
         assert len(summary["acceptance_per_position"]) == summary["gamma"]
         assert set(summary["speedup"]) >= {"measured", "ci95", "predicted", "ceiling"}
+        assert set(summary["speedup"]["end_to_end"]) == {"mean", "ci95", "chunks"}
+        assert summary["speedup"]["end_to_end"]["chunks"] >= MIN_CHUNKS
         assert summary["lossless"]["passed"] is True
         assert summary["verdict"] in ("deploy", "do_not_deploy", "inconclusive")
         for key in ("cost_ratio", "verify_ratio", "overhead_ratio"):
@@ -162,6 +164,35 @@ def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monk
     lines = [line for line in numbers(folder) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert 0 < read_json(folder / "summary.json")["alpha_error_bound"] < 1
+
+
+def test_the_drafter_of_a_killed_distillation_is_judged_as_what_it_was_made_of(
+    finished, root, monkeypatch
+):
+    """The kill fell between the drafter and the summary."""
+
+    def killed(config):
+        raise KeyboardInterrupt
+
+    options = ["name=unfinished", "source=fixed", "optim.max_steps=2"]
+    monkeypatch.setattr("pipelines.distill.judge", killed)
+    with pytest.raises(KeyboardInterrupt):
+        distill.ensure(smoke(root, *options))
+    folder = root / "unfinished" / "distill"
+    assert (folder / "draft").exists()
+    with pytest.raises(ValueError, match=r"divergence\.name was 'forward_kl', now 'jsd'"):
+        evaluate.identity(smoke(root, *options, "divergence=jsd"))
+    assert not (folder / "summary.json").exists()
+    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
+    evaluate.identity(smoke(root, *options))
+    assert (folder / "summary.json").exists()
+
+
+@pytest.mark.parametrize("stage", [distill, evaluate], ids=["distill", "evaluate"])
+def test_without_proposals_there_is_nothing_to_judge_and_nothing_is_made(tmp_path, stage):
+    with pytest.raises(ValueError, match=r"^decode\.gamma=0 proposes nothing.*use 1 or more$"):
+        stage.launch(smoke(tmp_path, "decode.gamma=0"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_several_temperatures_are_evaluated_in_one_go(finished, root):

@@ -363,7 +363,7 @@ def _ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_another_rank_computes_and_writes_nothing(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pipelines.stage, "_agree", lambda value: value)
+    monkeypatch.setattr(pipelines.stage, "agree", lambda value: value)
     seen: list[StageFolder] = []
 
     def run(config: Config, folder: StageFolder) -> dict[str, Any]:

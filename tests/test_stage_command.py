@@ -71,7 +71,7 @@ def test_a_command_composes_runs_and_then_has_nothing_to_do(command: Command, to
         "shared",
         "smoke",
     ]
-    assert Path("outputs/.hydra/smoke/down/overrides.yaml").is_file()
+    assert Path("outputs/.hydra/down/overrides.yaml").is_file()
     assert [child.name for child in Path().iterdir()] == ["outputs"]
 
 
@@ -99,6 +99,25 @@ def test_bad_input_is_one_line_exit_code_2_and_no_stage_folder(
     assert err.startswith("down: ")
     assert toy.runs == []
     assert not Path("outputs/default").exists()
+
+
+@pytest.mark.parametrize("sweep", [(), ("-m",), ("seed=1,2", "-m")])
+def test_a_name_that_leads_elsewhere_is_refused_before_anything_is_written(
+    command: Command, toy: Toy, sweep: tuple[str, ...]
+) -> None:
+    """Hydra writes records of its own before a setting is looked at."""
+    other = Path("outputs/other/down")
+    other.mkdir(parents=True)
+    (other / "config.yaml").write_text("precious: true\n")
+    code, out, err = command("name=../other", *sweep)
+    assert (code, out) == (2, "")
+    assert "name must be a plain folder name" in one_line(err)
+    files = sorted(path for path in Path().rglob("*") if path.is_file())
+    assert [path for path in files if ".hydra" not in path.parts] == [other / "config.yaml"]
+    assert (other / "config.yaml").read_text() == "precious: true\n"
+    assert [child.name for child in Path().iterdir()] == ["outputs"]
+    assert sorted(child.name for child in Path("outputs").iterdir()) == [".hydra", "other"]
+    assert toy.runs == []
 
 
 def test_a_folder_of_another_configuration_is_one_line(command: Command) -> None:

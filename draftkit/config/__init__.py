@@ -41,6 +41,7 @@ from draftkit.config.experiment import (
     flatten,
 )
 from draftkit.config.measuring import (
+    MIN_CHUNKS,
     BenchmarkConfig,
     DecodeConfig,
     EvaluateConfig,
@@ -83,6 +84,7 @@ __all__ = [
     "DTYPE_NAMES",
     "ENGINE_NAMES",
     "GRANULARITY_NAMES",
+    "MIN_CHUNKS",
     "MIXTURE",
     "ONLINE_TASKS",
     "OTHER_NAMES",

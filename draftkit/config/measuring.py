@@ -15,6 +15,8 @@ from draftkit.config.choices import (
     require_positive,
 )
 
+MIN_CHUNKS = 6  # of timed prompts: fewer admit no 95 % interval of a median
+
 
 @dataclass(kw_only=True)
 class DecodeConfig:
@@ -54,7 +56,7 @@ class EvaluateConfig:
     max_new_tokens: int = 64
     batch_size: int = 32
     validation_prompts: int = 48  # of the selection in `distill`; the first of them calibrate
-    timing_prompts: int = 24
+    timing_prompts: int = 24  # a verdict rests on MIN_CHUNKS batches of them or more
     timing_batch_size: int = 1
     calibration_turns: int = 12  # bursts of rounds by which c, v and o are measured
     lossless_prompts: int = 32
@@ -64,7 +66,11 @@ class EvaluateConfig:
         require_choice("evaluate.draft", self.draft, DRAFT_ROLES)
         counts = [name for name, value in asdict(self).items() if isinstance(value, int)]
         require_positive(self, "evaluate", *counts)
-        require(self.prompts >= 2, "evaluate.prompts", "be at least 2", self.prompts)
+        least = MIN_CHUNKS * self.timing_batch_size
+        rule = f"be at least {least}, {MIN_CHUNKS} batches of evaluate.timing_batch_size"
+        for name in ("timing_prompts", "prompts"):
+            value = getattr(self, name)
+            require(value >= least, f"evaluate.{name}", rule, value)
         for temperature in self.temperatures or []:
             require(temperature >= 0, "evaluate.temperatures", "be at least 0", temperature)
 

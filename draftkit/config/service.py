@@ -12,6 +12,7 @@ from draftkit.config.choices import (
 )
 
 DEFAULT_ROUTE = "default"
+LEAST_PROMPTS = 20  # different ones, below which no gate decides: intervals of fewer are too narrow
 ROUTE = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")  # also the name of a folder
 
 
@@ -65,7 +66,7 @@ class BufferConfig:
 class GateConfig:
     """When a refitted drafter may be served."""
 
-    fraction: float = 0.2  # of the recorded prompts are never trained on: the gate's
+    fraction: float = 0.2  # of the recorded conversations are never trained on: the gate's
     records: int = 128  # of them, the most recent
     anchors: int = 64  # held-out texts of `data`
     anchor_tolerance: float = 0.02  # alpha that they may lose since the first version, at most
@@ -74,7 +75,8 @@ class GateConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.fraction < 1, "online.gate.fraction", "lie inside (0, 1)", self.fraction)
-        require(self.records >= 2, "online.gate.records", "be at least 2", self.records)
+        least = f"be at least {LEAST_PROMPTS}, as it takes so many prompts to decide"
+        require(self.records >= LEAST_PROMPTS, "online.gate.records", least, self.records)
         require(self.anchors >= 0, "online.gate.anchors", "be at least 0 (0: none)", self.anchors)
         require(
             self.anchor_tolerance >= 0,

@@ -68,7 +68,7 @@ class Record:
     sampling: dict[str, float]  # temperature, top_k, top_p, repetition_penalty
     seed: int
     row: int  # with the seed, the key of the noise
-    document: str = ""
+    document: str = ""  # where its prompt is from; of a served one, the conversation
     domain: str = ""
     proposals: list[int] | None = None  # what the draft proposed there; -1 for nothing
     rejected: list[bool] | None = None  # whether that proposal was refused

@@ -36,6 +36,7 @@ from draftkit.decoding.state import (
     group_shape,
     make_group,
     tokens_needed,
+    with_gammas,
 )
 from draftkit.models.adapter import Adapter
 from draftkit.models.seq2seq import EncodingAdapter
@@ -233,7 +234,7 @@ class Decoder:
             self._running = self._groups()
         unread = len(self._pending)
         results = []
-        for group in list(self._running):
+        for group in with_gammas(self._running, self.gamma_policy):
             self._pending.append(self._launch(group))
             if not self.late:
                 results.append(self._read(self._pending.popleft()))
@@ -261,9 +262,6 @@ class Decoder:
     def _launch(self, group: Group) -> Launched:
         """Set a round of `group` going; nothing here waits for the device."""
         ticks = [self._tick()]
-        if group.adapts and self.gamma_policy is not None:
-            gamma = self.gamma_policy.choose(batch=len(group.slots), most=group.gamma)
-            group = replace(group, gamma=gamma)
         if self._units.is_fixed:
             self._make_buffers(group)
         inputs = RoundInputs(group, self._visible(group))

@@ -132,13 +132,14 @@ def stopped(
     return ends
 
 
-def stop_at(stops: Sequence[str], decode: Decode) -> Listener:
-    """A listener that ends each answer before the first of `stops` in its text."""
+def stop_at(stops: Sequence[str], decode: Decode, prompts: Sequence[Sequence[int]]) -> Listener:
+    """A listener that ends the answer to each of `prompts` before the first of `stops` in it."""
     watches: dict[int, StopStrings] = {}
 
     def listener(number: int, ids: list[int]) -> int | None:
-        watch = watches.setdefault(number, StopStrings(stops, decode))
-        stop = watch.push(ids)
+        if number not in watches:
+            watches[number] = StopStrings(stops, decode, prompts[number])
+        stop = watches[number].push(ids)
         return None if stop is None else stop.tokens
 
     return listener

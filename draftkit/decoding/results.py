@@ -50,7 +50,8 @@ class RoundResult:
     proposer_version: str
     seconds: RoundSeconds = NO_SECONDS
     # The target's likeliest ids [B, K + 1, k] at each candidate's place, where asked for, their
-    # log p (temperature 1), and the mass [B, K + 1] of all others as served (1 where greedy).
+    # log p (temperature 1), and the mass [B, K + 1] of all others at the served temperature (1
+    # where greedy).
     topk_ids: Tensor | None = None
     topk_log_probs: Tensor | None = None
     tail_mass: Tensor | None = None

@@ -76,7 +76,16 @@ def propose(places: tuple[Proposer, Bench], inputs: RoundInputs) -> Proposal:
     """Let the proposer guess `group.gamma` tokens for every row."""
     proposer, bench = places
     proposal = proposer.propose(round_view(bench, inputs), inputs.group.gamma)
+    proposal = within_context(bench, inputs, proposal, proposer.max_positions)
     return map_tensors(Tensor.contiguous, proposal)  # compiled verification knows one layout
+
+
+def within_context(
+    bench: Bench, inputs: RoundInputs, proposal: Proposal, max_positions: int
+) -> Proposal:
+    """`proposal` as far as a model's context reaches: what lies beyond shares its last position."""
+    room = (max_positions - bench.state.length[inputs.group.index]).clamp(min=0)
+    return proposal._replace(lengths=torch.minimum(proposal.lengths, room))
 
 
 def no_proposal(inputs: RoundInputs) -> Proposal:
@@ -89,6 +98,7 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
     """One target pass, the verdict on the proposals, and the commitment of what passed."""
     view, proposal = round_view(bench, inputs), inputs.proposal
     assert proposal is not None
+    proposal = within_context(bench, inputs, proposal, bench.target.max_positions)
     logits = _target_logits(bench, view, proposal)
     history = None if view.seen is None else seen_along(view.seen, proposal.tokens)
     target_probs = warp(logits, view.group.params, history)  # [B, K + 1, V]

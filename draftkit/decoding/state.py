@@ -8,13 +8,14 @@ Shapes: S slots, B rows of a group, L tokens a row can hold, K proposed tokens, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
+from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import Units, batch_size
 from draftkit.decoding.transfer import to_device
 from draftkit.theory import noise
@@ -247,6 +248,23 @@ def _largest_top_k(top_ks: list[int]) -> int | None:
     if min(top_ks, default=0) == 0:
         return None
     return max(LEAST_TOP_K, 1 << (max(top_ks) - 1).bit_length())
+
+
+def with_gammas(groups: Sequence[Group], policy: GammaPolicy | None) -> list[Group]:
+    """`groups` with the gamma of a round: for all that adapt what `policy` chooses for the largest.
+
+    So drafters that are compared on the same traffic propose alike. Were the few rows of one given
+    a larger gamma, its deeper places, which are reached in easier contexts, would raise its mean.
+    """
+    if policy is None:
+        return list(groups)
+    batch = max((len(group.slots) for group in groups if group.adapts), default=1)
+    return [
+        replace(group, gamma=policy.choose(batch=batch, most=group.gamma))
+        if group.adapts
+        else group
+        for group in groups
+    ]
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 A token is no unit of text. It may hold part of a character, a stop string may begin inside one
 and end rounds later, and decoders drop the space before the first word. So ids are decoded
-together with some that came before them, and only the difference counts. That context is bounded:
-a round costs the same at any length of the answer.
+together with some that came before them, those of a prompt at first, and only the difference
+counts. That context is bounded: a round costs the same at any length of the answer.
 
 `decode` is any function from ids to text that only appends: more ids extend the text, except that
 they may replace U+FFFD signs at its end, which stand for characters with bytes still missing.
@@ -22,6 +22,7 @@ Decode = Callable[[list[int]], str]
 REPLACEMENT = "\ufffd"
 MISSING = 3  # of a character's at most 4 bytes, each perhaps a token
 WINDOW = 32  # ids that are decoded again; above that, the older half goes
+CONTEXT = (8, 32)  # ids of what comes before a text; more where fewer have no text
 
 
 class Stop(NamedTuple):
@@ -50,19 +51,45 @@ def final_text(ids: list[int], decode: Decode) -> str:
     return text[:-1]
 
 
+def context_of(ids: Sequence[int], decode: Decode) -> list[int]:
+    """The last of `ids` that text behind them depends on.
+
+    They have text themselves, lest a space behind them be dropped, and begin with a character: in
+    byte fallback one that is cut off spoils the run of bytes behind it.
+    """
+    for count in CONTEXT:
+        for start in range(len(ids) - count, len(ids) - count - MISSING - 1, -1):
+            kept = list(ids[max(0, start) :])
+            text = final_text(kept, decode)
+            if start <= 0 or (text and not text.startswith(REPLACEMENT)):
+                return kept
+    return list(ids[-CONTEXT[0] :])
+
+
 class _Window:
     """The last ids of a row and their final text; what came before is counted.
 
-    At least `reach` + 1 characters that were final before a push are still there after it.
+    Tokens and characters of `context` stand before the row, so their places are below 0. At least
+    `reach` + 1 characters that were final before a push are still there after it.
     """
 
-    def __init__(self, decode: Decode, reach: int) -> None:
-        self.ids: list[int] = []
-        self.text = ""
-        self.tokens_before = 0
-        self.characters_before = 0
+    def __init__(self, decode: Decode, reach: int, context: Sequence[int]) -> None:
+        self.ids = context_of(context, decode)
+        self.text = final_text(self.ids, decode)
+        self.tokens_before = -len(self.ids)
+        self.characters_before = -len(self.text)
         self._decode = decode
         self._reach = reach
+
+    @property
+    def first_token(self) -> int:
+        """The place in `ids` of the row's first token, or of the first that is still there."""
+        return max(0, -self.tokens_before)
+
+    @property
+    def first_character(self) -> int:
+        """As `first_token`, in `text`."""
+        return max(0, -self.characters_before)
 
     def push(self, ids: Sequence[int]) -> None:
         if len(self.ids) > WINDOW:
@@ -87,16 +114,17 @@ class StopStrings:
 
     The first token that completes a stop string decides; among the stop strings in the text up to
     it, the earliest wins, then the longest. So the answer does not depend on how many tokens a
-    round brings. Raises ValueError for an empty stop string.
+    round brings. `context` is what comes before the row, in which nothing is looked for. Raises
+    ValueError for an empty stop string.
     """
 
-    def __init__(self, stops: Sequence[str], decode: Decode) -> None:
+    def __init__(self, stops: Sequence[str], decode: Decode, context: Sequence[int] = ()) -> None:
         if "" in stops:
             raise ValueError("a stop string is empty: it would end every answer before it begins")
         self.strings = tuple(stops)
         self.found: Stop | None = None
         self.reach = max(map(len, stops), default=1) - 1  # of a stop string still incomplete
-        self.window = _Window(decode, self.reach)
+        self.window = _Window(decode, self.reach, context)
         self._decode = decode
 
     def push(self, ids: Sequence[int]) -> Stop | None:
@@ -109,18 +137,20 @@ class StopStrings:
 
     def _matches(self, text: str) -> list[tuple[int, int, str]]:
         """Stop strings in `text`, each with its place; the least one counts."""
-        return [(text.index(s), -len(s), s) for s in self.strings if s in text]
+        first = self.window.first_character
+        places = ((text.find(s, first), s) for s in self.strings)
+        return [(place, -len(s), s) for place, s in places if place >= 0]
 
     def _locate(self) -> Stop:
         """Walk the window by tokens, as a decoder without speculation would have."""
-        window = self.window
-        prefixes = [window.ids[:count] for count in range(len(window.ids) + 1)]
+        window, first = self.window, self.window.first_token
+        prefixes = [window.ids[:count] for count in range(first, len(window.ids) + 1)]
         texts = (final_text(prefix, self._decode) for prefix in prefixes)
         text = next(text for text in texts if self._matches(text))
         place, _, string = min(self._matches(text))
         tokens = next(
             count
-            for count, prefix in enumerate(prefixes)
+            for count, prefix in enumerate(prefixes, first)
             if self._decode(prefix).startswith(text[:place])
         )
         return Stop(string, window.tokens_before + tokens, window.characters_before + place)
@@ -129,12 +159,15 @@ class StopStrings:
 class TextStream:
     """The text of one row in pieces: together they are `decode` of all its ids, up to a stop.
 
-    Held back are unfinished characters and what may be the beginning of one of `stops`.
+    With a `context` they are what the ids add to its text, where a first space stays. Held back are
+    unfinished characters and what may be the beginning of one of `stops`.
     """
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, decode: Decode, stops: Sequence[str] = (), context: Sequence[int] = ()
+    ) -> None:
         self._decode = decode
-        self._watch = StopStrings(stops, decode)
+        self._watch = StopStrings(stops, decode, context)
         self._sent = 0  # characters
 
     @property
@@ -152,7 +185,8 @@ class TextStream:
         """Take the next ids; return the text that is final with them, perhaps none."""
         self._watch.push(ids)
         text = self._watch.window.text
-        ends = range(max(0, len(text) - self._watch.reach), len(text))
+        first = self._watch.window.first_character
+        ends = range(max(first, len(text) - self._watch.reach), len(text))
         held = (end for end in ends if self._begins_a_stop(text[end:]))
         return self._send(text, next(held, len(text)))
 

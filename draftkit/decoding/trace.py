@@ -21,8 +21,6 @@ from rich.text import Text
 
 from draftkit.decoding.streaming import REPLACEMENT, Decode, TextStream
 
-CONTEXT = 32  # ids decoded before a token: its text depends on those before it
-
 
 @dataclass(frozen=True)
 class TraceRound:
@@ -154,8 +152,7 @@ def pieces(before: list[int], ids: list[int], decode: Decode) -> Iterator[tuple[
 
     What has no text, as an end of text, is shown by its ids.
     """
-    stream = TextStream(decode)
-    stream.push(before[-CONTEXT:])
+    stream = TextStream(decode, context=before)
     together: list[int] = []
     for count, token_id in enumerate(ids, start=1):
         together.append(token_id)

@@ -90,14 +90,14 @@ class Batch:
         return self.generated((rows + inside).expand_as(self.input_ids))
 
     def micro_batches(self, count: int) -> list["Batch"]:
-        """Split the rows into at most `count` parts, cut to the longest row of each.
+        """Split the rows, at least `count`, into that many parts, cut to the longest row of each.
 
         Rows of like length go together, so that little is padding.
         """
         columns = torch.arange(self.loss_mask.shape[1], device=self.loss_mask.device)
         lengths = (self.loss_mask * columns).amax(1)
         by_length = lengths.argsort(descending=True, stable=True)
-        return [self.select(rows).cut() for rows in by_length.chunk(count)]
+        return [self.select(rows).cut() for rows in by_length.tensor_split(count)]
 
     def select(self, rows: Tensor) -> "Batch":
         """The rows named by index."""

@@ -1,4 +1,4 @@
-"""A training state in one safetensors file: weights, AdamW moments, counters. No pickle.
+"""A training state in one safetensors file: weights, AdamW's state, counters. No pickle.
 
 Written atomically, so a kill at any moment leaves the previous checkpoint. Data order, noise and
 learning rate are functions of the step, so this file is all that resuming needs to give the same
@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from draftkit.artifacts import atomic_path
 from draftkit.distillation.trainer import Trainer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# Of each weight. AdamW counts its own steps: fewer than the trainer's where moments began anew.
+ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 def save_checkpoint(path: Path, trainer: Trainer, notes: dict[str, Any]) -> None:
@@ -29,10 +30,10 @@ def save_checkpoint(path: Path, trainer: Trainer, notes: dict[str, Any]) -> None
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in trainer.trained():
         tensors[f"weight.{name}"] = parameter.detach().cpu().contiguous()
-        for moment in MOMENTS:
-            if parameter in trainer.optimizer.state:
-                state = trainer.optimizer.state[parameter][moment]
-                tensors[f"{moment}.{name}"] = state.cpu().contiguous()
+        if parameter in trainer.optimizer.state:
+            for part in ADAMW_STATE:
+                state = trainer.optimizer.state[parameter][part]
+                tensors[f"{part}.{name}"] = state.cpu().contiguous()
     record = {"steps": trainer.steps, "tokens": trainer.tokens, "notes": notes}
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"training": json.dumps(record)})
@@ -51,21 +52,22 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
         raise ValueError(
             f"{path}: not a readable checkpoint ({error}): delete it to train from the start"
         ) from error
-    steps = torch.tensor(float(record["steps"]))
+    trainer.optimizer.state.clear()
     with torch.no_grad():
         for name, parameter in trainer.trained():
             weight = tensors.get(f"weight.{name}")
-            if weight is None or weight.shape != parameter.shape:
+            parts = [part for part in ADAMW_STATE if f"{part}.{name}" in tensors]
+            known = parts in ([], [*ADAMW_STATE])
+            if weight is None or weight.shape != parameter.shape or not known:
                 raise ValueError(
                     f"{path}: {name} does not fit this model: delete it to train from the start"
                 )
             parameter.copy_(weight)
-            if f"{MOMENTS[0]}.{name}" in tensors:
-                moments = {m: tensors[f"{m}.{name}"].to(parameter.device) for m in MOMENTS}
+            if parts:
                 trainer.optimizer.state[parameter] = {
-                    "step": steps.to(parameter.device, copy=True),
-                    **moments,
+                    part: tensors[f"{part}.{name}"].to(parameter.device) for part in parts
                 }
+    trainer.draft.renew()
     trainer.steps, trainer.tokens = record["steps"], record["tokens"]
     return record["notes"]
 
@@ -84,3 +86,4 @@ def load_weights(path: Path, trainer: Trainer) -> None:
     with safe_open(path, framework="pt") as file, torch.no_grad():
         for name, parameter in trainer.trained():
             parameter.copy_(file.get_tensor(name))
+    trainer.draft.renew()

@@ -69,11 +69,13 @@ class OpenAISampler:
             if told is not None and told != prompt:
                 raise self._failure("it changes prompts: they do not come back as they were sent")
             output = self._tokenise(prompt, choice["text"]) if ids is None else list(ids)
+            if ended:
+                output += self._end_of(choice)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise self._failure(f"its answer is not a completion ({error!r})") from error
         return self.settings.record(
             prompt,
-            self._cut(prompt, output, ended),
+            self._cut(prompt, output),
             row=row,
             sampler=RETOKENISED if ids is None else SAMPLED,
             sampler_version=version,
@@ -132,14 +134,21 @@ class OpenAISampler:
             )
         return whole[len(prompt) :]
 
-    def _cut(self, prompt: list[int], output: list[int], ended: bool) -> list[int]:
-        """`output` to its first end of text, which engines may leave out, or to the limit."""
+    def _end_of(self, choice: dict[str, Any]) -> list[int]:
+        """The end of text of an answer that came to it, for an engine that leaves it out.
+
+        Which one of several it was vLLM says as `stop_reason` and SGLang as `matched_stop`. Where
+        nobody says, the answer goes without rather than with an end that was not sampled.
+        """
         ends = self.settings.eos_token_ids
-        for place, token in enumerate(output):
-            if token in ends:
-                return output[: place + 1][: self._room(prompt)]
-        kept = [*output, ends[0]] if ended and ends else output
-        return kept[: self._room(prompt)]
+        stop = choice.get("stop_reason", choice.get("matched_stop"))
+        return [stop] if stop in ends else list(ends) if len(ends) == 1 else []
+
+    def _cut(self, prompt: list[int], output: list[int]) -> list[int]:
+        """`output` to its first end of text, or to the limit."""
+        ends = self.settings.eos_token_ids
+        place = next((n for n, token in enumerate(output, start=1) if token in ends), None)
+        return output[:place][: self._room(prompt)]
 
     def _failure(self, reason: str) -> ValueError:
         return ValueError(f"generate.url {self.url}: {' '.join(reason.split())}")

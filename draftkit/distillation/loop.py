@@ -5,10 +5,13 @@ run that makes the draft worse ends with the draft it began with. Everything tha
 happens next is in the checkpoint or a function of the step.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from accelerate.utils import broadcast_object_list
 
 from draftkit.distillation.checkpoint import (
     load_checkpoint,
@@ -34,7 +37,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Where training ended. `best_step` 0 means that the starting weights were the best."""
+    """Where training ended. `best_step` 0 means that the starting weights were the best.
+
+    `best_alpha` is None where nothing was evaluated, or nothing but NaN came out.
+    """
 
     steps: int
     tokens: int
@@ -64,6 +70,8 @@ def train(
     weights count as the best.
     """
     optim = trainer.optim
+    if evaluate is not None:
+        evaluate = agreed(trainer, evaluate)
     notes: dict = {"best_step": 0, "best_alpha": None, "last_alpha": None}
     if (folder / CHECKPOINT).exists():
         notes = load_checkpoint(folder / CHECKPOINT, trainer)
@@ -91,6 +99,21 @@ def train(
     return Outcome(trainer.steps, trainer.tokens, **notes)
 
 
+def agreed(trainer: Trainer, evaluate: Callable[[int], float]) -> Callable[[int], float]:
+    """`evaluate`, with what the first of several processes measured as the answer of all.
+
+    What rounds otherwise on one of them must not let it keep other weights.
+    """
+
+    def of_the_first(step: int) -> float:
+        values = [evaluate(step)]
+        if trainer.accelerator.num_processes > 1:
+            broadcast_object_list(values)
+        return values[0]
+
+    return of_the_first
+
+
 def due(step: int, every: int, last: int) -> bool:
     """Whether something that happens every `every` steps, and at the last, happens at `step`."""
     return step % every == 0 or step == last
@@ -102,13 +125,17 @@ def best_path(folder: Path, step: int) -> Path:
 
 
 def consider(trainer: Trainer, folder: Path, notes: dict, alpha: float) -> dict:
-    """Keep the present weights if `alpha` beats the best so far; return the notes."""
-    notes = {**notes, "last_alpha": alpha}
-    if notes["best_alpha"] is not None and alpha <= notes["best_alpha"]:
+    """Keep the present weights if `alpha` beats the best so far, as NaN never does; the notes.
+
+    The weights that a run starts from are kept whatever their alpha.
+    """
+    notes, best = {**notes, "last_alpha": alpha}, notes["best_alpha"]
+    if trainer.steps > 0 and not alpha > (-math.inf if best is None else best):
         return notes
     # The older file stays until a checkpoint names the newer one: a kill in between loses nothing.
     save_weights(best_path(folder, trainer.steps), trainer)
-    return {**notes, "best_step": trainer.steps, "best_alpha": alpha}
+    best = None if math.isnan(alpha) else alpha
+    return {**notes, "best_step": trainer.steps, "best_alpha": best}
 
 
 def forget_others(folder: Path, best_step: int) -> None:

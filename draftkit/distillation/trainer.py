@@ -8,8 +8,10 @@ knows no source, no folder and no schedule of evaluation.
 
 import math
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -21,6 +23,7 @@ from draftkit.distillation.chunked import chunked_sum
 from draftkit.distillation.losses import Objective, token_weights
 from draftkit.distillation.teacher import TargetScores, Teacher
 from draftkit.models.adapter import CausalAdapter
+from draftkit.theory.noise import DROPOUT, uniform
 
 RATE_TIMES_WIDTH = 0.1
 
@@ -58,6 +61,21 @@ def schedule(step: int, optim: OptimConfig) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
+def dropout_seed(*, seed: int, process: int, step: int) -> int:
+    """What the generators of dropout begin a step with: another number for each step and process.
+
+    Below 2^52.
+    """
+    number = uniform(
+        seed=torch.tensor([seed]),
+        row=torch.tensor([process]),
+        length=torch.tensor([step]),
+        count=1,
+        purpose=DROPOUT,
+    )
+    return int(float(number) * 2**52)
+
+
 @dataclass(frozen=True)
 class Task:
     """A micro-batch with what its loss needs."""
@@ -79,6 +97,8 @@ class Trainer:
     """A draft, its optimizer, and the teacher that it learns from (None for `next_token`).
 
     reference: the draft against which `divergence.tokens=top` measures what there is to learn.
+    seed: of the noise of dropout, which is a function of it, the step and the process: a run that
+    is resumed repeats it, and no two processes share a mask.
     """
 
     def __init__(
@@ -93,6 +113,7 @@ class Trainer:
         autocast: torch.dtype | None = None,
         reference: CausalAdapter | None = None,
         compiled: bool = False,
+        seed: int = 0,
     ) -> None:
         self.draft = draft
         self.teacher = teacher
@@ -106,6 +127,7 @@ class Trainer:
         self._begun = 0  # step at which the schedule of the rate began
         self.peak_rate = optim.learning_rate or learning_rate_for(draft.width)
         self._autocast = autocast
+        self._seed = seed
         self.accelerator = Accelerator(cpu=draft.device.type == "cpu")
         self.optimizer = torch.optim.AdamW(
             [weight for _, weight in self.trained()],
@@ -129,54 +151,99 @@ class Trainer:
     def step(self, batch: Batch, *, measure: bool = False) -> StepMetrics:
         """Take one optimizer step on `batch`; with `measure`, also report its alpha.
 
-        Raises ValueError when no token counts or the loss is not finite: the weights stay those
-        of the last step.
+        Raises ValueError when no token counts, or the loss or the norm of its gradient is not
+        finite, on all ranks alike: weights and moments stay those of the last step.
         """
         started = time.perf_counter()
         rate = self.peak_rate * schedule(self.steps - self._begun, self.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        parts = batch.micro_batches(self.optim.gradient_accumulation_steps)
+        parts = self._parts(batch)
         weights = [self._weights(part) for part in parts]
         tokens = int(self._over_ranks(sum(map(len, weights))))
         whole = self._over_ranks(sum(float(values.sum()) for values in weights))
         if whole == 0:
             raise ValueError(f"no token counts at step {self.steps}: use divergence.tokens=all")
-        self._module.train()
-        loss, overlap = 0.0, 0.0
-        for index, part in enumerate(parts):
-            last = index + 1 == len(parts)
-            # Ranks exchange gradients once a step, with the last micro-batch.
-            quiet = nullcontext() if last else self.accelerator.no_sync(self._module)
-            with quiet:
-                task = Task(part, self._scores(part), weights[index])
-                value, part_overlap = self._loss(task, measure)
-                # Data-parallel wrappers average over ranks; the loss is a mean over all tokens.
-                self.accelerator.backward(value / whole * self.accelerator.num_processes)
-            loss += float(value.detach())
-            overlap += part_overlap
-        loss = self._over_ranks(loss) / whole
-        if not math.isfinite(loss):
-            self.optimizer.zero_grad()
-            raise ValueError(
-                f"the loss became {loss} at step {self.steps}: lower optim.learning_rate"
-            )
-        norm = self.accelerator.clip_grad_norm_(self._module.parameters(), self.optim.max_grad_norm)
-        assert norm is not None
+        with self._training():
+            tasks = zip(parts, weights, strict=True)
+            loss, overlap = self._backward([*tasks], whole, measure)
+        norm = self._clip(loss)
         self._step_optimizer.step()
         self._step_optimizer.zero_grad()
-        self._module.eval()  # whoever samples or scores between steps sees no dropout
+        self.draft.renew()
         self.steps += 1
         self.tokens += tokens
         measured = measure and self.teacher is not None
         return StepMetrics(
             loss=loss,
             alpha=self._over_ranks(overlap) / tokens if measured else None,
-            grad_norm=float(norm),
+            grad_norm=norm,
             learning_rate=rate,
             tokens=tokens,
             seconds=time.perf_counter() - started,
         )
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """The micro-batches of a step, of which every rank has as many.
+
+        Ranks that share the target's layers make its passes together, and packed rows are not
+        as many on all ranks.
+        """
+        count = min(self.optim.gradient_accumulation_steps, len(batch.input_ids))
+        if self.accelerator.num_processes > 1:
+            own = torch.tensor([count], device=self.draft.device)
+            gathered: Any = self.accelerator.gather(own)
+            count = int(gathered.min())
+        return batch.micro_batches(count)
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """Dropout at work, with noise of its own; whoever samples or scores later sees none."""
+        device, process = self.draft.device, self.accelerator.process_index
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(dropout_seed(seed=self._seed, process=process, step=self.steps))
+            self._module.train()
+            try:
+                yield
+            finally:
+                self._module.eval()
+
+    def _backward(
+        self, tasks: list[tuple[Batch, Tensor]], whole: float, measure: bool
+    ) -> tuple[float, float]:
+        """Gradients of all micro-batches and their weights, whose sum is `whole` over all ranks.
+
+        Returns the loss of all ranks, and this one's sum of min(p, q) if asked.
+        """
+        loss, overlap = 0.0, 0.0
+        for index, (part, weights) in enumerate(tasks):
+            last = index + 1 == len(tasks)
+            # Ranks exchange gradients once a step, with the last micro-batch.
+            quiet = nullcontext() if last else self.accelerator.no_sync(self._module)
+            with quiet:
+                task = Task(part, self._scores(part), weights)
+                value, part_overlap = self._loss(task, measure)
+                # Data-parallel wrappers average over ranks; the loss is a mean over all tokens.
+                self.accelerator.backward(value / whole * self.accelerator.num_processes)
+            loss += float(value.detach())
+            overlap += part_overlap
+        return self._over_ranks(loss) / whole, overlap
+
+    def _clip(self, loss: float) -> float:
+        """Clip the gradient; return the norm that it had.
+
+        Raises ValueError, with the gradient forgotten, unless `loss` and norm are finite.
+        """
+        limit = self.optim.max_grad_norm
+        norm = self.accelerator.clip_grad_norm_(self._module.parameters(), limit)
+        assert norm is not None
+        for name, value in (("loss", loss), ("norm of the gradient", float(norm))):
+            if not math.isfinite(value):
+                self._step_optimizer.zero_grad()
+                raise ValueError(
+                    f"the {name} became {value} at step {self.steps}: lower optim.learning_rate"
+                )
+        return float(norm)
 
     def _over_ranks(self, value: float) -> float:
         """The sum of `value` over all ranks."""

@@ -2,12 +2,13 @@
 
 The target continues held-out prompts once under the served sampling; every draft that is compared
 is scored on those same positions, so gains are paired. At each position p and q are warped by the
-very function that serves (P1), and the three acceptance modes are summed by prompt.
+very function that serves (P1), and the three acceptance modes are summed by prompt. Where
+`sampling` is null, each context is scored under the sampling that it was served with.
 
 Shapes: M generated positions, V vocabulary, P prompts.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,13 +49,28 @@ class PromptTotals:
         lists = {mode: totals.tolist() for mode, totals in self.totals.items()}
         return {**lists, "positions": self.counts.tolist()}
 
+    @property
+    def alpha(self) -> Estimate:
+        """Alpha over all positions, its interval over rows. ValueError with fewer than 2."""
+        return estimate_ratio(self.totals["alpha"], self.counts)
+
+    def summed(self, keys: Sequence[Hashable]) -> "PromptTotals":
+        """Rows of equal key [P] together, in the order in which the keys first occur."""
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        index = torch.tensor([numbers[key] for key in keys])
+
+        def sums(values: Tensor) -> Tensor:
+            return values.new_zeros(len(numbers)).index_add(0, index, values)
+
+        return PromptTotals({m: sums(v) for m, v in self.totals.items()}, sums(self.counts))
+
 
 def score_contexts(
     target: Adapter | RememberedAdapter,
     draft: Adapter,
     contexts: Sequence[Record],
     *,
-    sampling: SamplingConfig,
+    sampling: SamplingConfig | None,
     batch_size: int,
 ) -> PromptTotals:
     """Return the three acceptance modes of `draft` on `contexts`, summed by prompt in float64."""
@@ -68,7 +84,7 @@ def score_drafts(
     drafts: Mapping[str, Adapter],
     contexts: Sequence[Record],
     *,
-    sampling: SamplingConfig,
+    sampling: SamplingConfig | None,
     batch_size: int,
 ) -> dict[str, PromptTotals]:
     """`score_contexts` of several drafts, for which the target reads each context once."""
@@ -93,55 +109,62 @@ def score_drafts(
 
 
 def _served(
-    model: Adapter | RememberedAdapter, contexts: Sequence[Record], sampling: SamplingConfig
+    model: Adapter | RememberedAdapter, contexts: Sequence[Record], sampling: SamplingConfig | None
 ) -> Iterator[Tensor]:
     """The served probabilities [M, V] of `model` at the outputs of each of `contexts`.
 
     One text at a time, so that what is made of its logits stays in a processor's cache.
     """
     tokens, keep = padded(contexts, model.device)
-    params = sampling_params(sampling, model.device)
     logits = model.score(tokens, keep).split([len(one.output_ids) for one in contexts])
     for context, rows in zip(contexts, logits, strict=True):
-        seen = history(context, sampling, model.vocab_size, model.device)
-        yield warp(rows[None], params, seen)[0]
+        served = sampling or sampling_of(context)
+        seen = history(context, served, model.vocab_size, model.device)
+        yield warp(rows[None], sampling_params(served, model.device), seen)[0]
 
 
 @torch.inference_mode()
 def score_stored(
-    draft: Adapter, contexts: Sequence[Record], *, sampling: SamplingConfig, batch_size: int
+    draft: Adapter, contexts: Sequence[Record], *, sampling: SamplingConfig | None, batch_size: int
 ) -> tuple[PromptTotals, Tensor]:
     """Alpha of `draft` on contexts with stored scores of the target, which need not be in memory.
 
     Counts what both give to the stored ids alone, so that alpha is never overstated; returned with
-    it, by prompt [P]: the most that is missing, sum of min(tail_p, tail_q) over positions. Raises
-    ValueError under a repetition penalty, of which stored scores know nothing.
+    it, by prompt [P]: the most that is missing, summed over positions. That is min(tail_p, tail_q),
+    and where top-k or top-p cuts beyond the stored ids, what these gain by the cut: at most all
+    that the others have. Raises ValueError under a repetition penalty, of which stored scores know
+    nothing.
     """
-    if sampling.repetition_penalty != 1:
-        raise ValueError(
-            "generate.top_k: stored scores do not know a repetition penalty: use generate.top_k=0"
-        )
-    served, device = sampling_params(sampling, draft.device), draft.device
-    totals, missing = [], []
+    device, totals, missing = draft.device, [], []
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
         tokens, keep = padded(chunk, device)
         lengths = [len(context.output_ids) for context in chunk]
         for context, logits in zip(chunk, draft.score(tokens, keep).split(lengths), strict=True):
+            served = sampling or sampling_of(context)
+            if served.repetition_penalty != 1:
+                raise ValueError(
+                    "generate.top_k: stored scores do not know a repetition penalty: use"
+                    " generate.top_k=0"
+                )
             ids = torch.tensor(context.topk_ids, device=device)
             target_probs = distribution(
                 coarse_target(
                     torch.tensor(context.topk_log_probs, device=device),
                     torch.tensor(context.tail_mass, device=device),
-                    temperature=sampling.temperature or 1.0,
-                    top_k=sampling.top_k if sampling.temperature > 0 else 1,
-                    top_p=sampling.top_p,
+                    temperature=served.temperature or 1.0,
+                    top_k=served.top_k if served.temperature > 0 else 1,
+                    top_p=served.top_p if served.temperature > 0 else 1.0,
                 )
             )
-            draft_probs = warp(logits[None], served)[0].gather(-1, ids)
-            overlap = torch.minimum(target_probs[:, :-1], draft_probs).sum(-1)
-            low, high = tail_bound(
-                kept_overlap=overlap,
+            params = sampling_params(served, device)
+            draft_probs = warp(logits[None], params)[0].gather(-1, ids)
+            kept = target_probs[:, :-1]
+            low = torch.minimum(kept, draft_probs).sum(-1)
+            if served.top_k > 0 or served.top_p < 1:
+                kept = kept / kept.sum(-1, keepdim=True)
+            _, high = tail_bound(
+                kept_overlap=torch.minimum(kept, draft_probs).sum(-1),
                 target_tail=target_probs[:, -1],
                 draft_tail=(1 - draft_probs.sum(-1)).clamp(min=0),
             )
@@ -178,6 +201,17 @@ def gains(
         )
         for mode in after.totals
     }
+
+
+def sampling_of(context: Record) -> SamplingConfig:
+    """The sampling that `context` was served with."""
+    values = context.sampling
+    return SamplingConfig(
+        temperature=values["temperature"],
+        top_k=int(values["top_k"]),
+        top_p=values["top_p"],
+        repetition_penalty=values["repetition_penalty"],
+    )
 
 
 def sampling_params(sampling: SamplingConfig, device: torch.device) -> SamplingParams:

@@ -283,7 +283,7 @@ def greedy_agreement(
         if mine.output_ids != other.output_ids
     ]
     tolerance = TIE_MARGINS[target.dtype]
-    different = sum(margin > tolerance for margin in margins)
+    different = sum(not margin <= tolerance for margin in margins)  # NaN is no tie
     return {
         "compared": len(ours),
         "identical": len(ours) - len(margins),

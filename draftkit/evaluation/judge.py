@@ -24,6 +24,7 @@ from draftkit.evaluation.walltime import (
     Setting,
     Timed,
     chunk_count,
+    end_to_end_speedup,
     full_speedup,
     measured_speedup,
     row_capacity,
@@ -161,8 +162,10 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
     gamma, costs, timed = config.decode.gamma, evidence.costs, evidence.timed
     acceptance = estimates(evidence.scored, seed=seed, resamples=resamples)
     counted = count_rounds(timed, gamma, seed=seed, resamples=resamples)
-    speedup = measured_speedup(
-        speculative=timed, plain=evidence.plain, seed=seed, resamples=resamples
+    pair: dict[str, Any] = {"speculative": timed, "plain": evidence.plain}
+    measured, full, whole = (
+        speedup(**pair, seed=seed, resamples=resamples)
+        for speedup in (measured_speedup, full_speedup, end_to_end_speedup)
     )
     round_costs = {
         "cost_ratio": costs.cost_ratio,
@@ -170,11 +173,14 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         "overhead_ratio": costs.overhead_ratio,
     }
     predicted = speedup_from_length(timed.full_length, gamma, **round_costs)
-    full = full_speedup(speculative=timed, plain=evidence.plain, seed=seed, resamples=resamples)
     limit = ceiling(gamma, **round_costs)
     break_even = break_even_alpha(gamma, **round_costs)
     decision, reason = verdict(
-        speedup=speedup, lossless=evidence.lossless, ceiling=limit, break_even_alpha=break_even
+        speedup=whole,
+        rounds=measured,
+        lossless=evidence.lossless,
+        ceiling=limit,
+        break_even_alpha=break_even,
     )
     chosen, factor = best_gamma(
         acceptance["alpha"].mean,
@@ -201,11 +207,16 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
             "speculative": sum(timed.prefill_seconds),
         },
         "speedup": {
-            "measured": speedup.mean,
-            "ci95": [speedup.low, speedup.high],
+            "measured": measured.mean,
+            "ci95": [measured.low, measured.high],
             "predicted": predicted,
             "prediction_error": full.mean / predicted - 1,
             "ceiling": limit,
+            "end_to_end": {
+                "mean": whole.mean,
+                "ci95": [whole.low, whole.high],
+                "chunks": whole.prompts,
+            },
         },
         "break_even_alpha": break_even,
         "best_gamma": chosen,

@@ -4,6 +4,8 @@ over plain training.
 A cell is an experiment; several of one cell (other seeds) stand in it together. Differences are
 paired: both drafts are judged on the same continuations of the same prompts. The bootstrap
 resamples prompts, each with what all seeds made of it: seeds of one prompt are no new prompts.
+Every interval speaks of its own cell. Of many cells some lie outside of theirs, and the best of
+many is more likely than others to have been lucky, as is the control that did best.
 """
 
 from collections.abc import Mapping, Sequence
@@ -165,11 +167,21 @@ def over_control(cells: Sequence[Cell], controls: Sequence[Cell]) -> Number | No
     return paired([cell for cell, _ in both], [other.after for _, other in both])
 
 
+def by_themselves(cells: Sequence[Cell], temperature: float) -> str:
+    """What the intervals of the cells at `temperature` are, and what they are not."""
+    rows = grid(cells, temperature).values()
+    count = sum(bool(found) for by_source in rows for found in by_source.values())
+    return (
+        f"95 % intervals, paired by prompt, each of its own cell and not of all {count} at once: "
+        "the best of many may have been lucky"
+    )
+
+
 def matrix_table(cells: Sequence[Cell], temperature: float) -> Table:
     """Gain of alpha with its interval, and of tokens per target pass, by divergence and source."""
     table = empty_table(
         f"alpha gained, temperature {temperature:g}",
-        "95 % intervals, paired by prompt; x: tokens a target pass over those before",
+        f"{by_themselves(cells, temperature)}; x: tokens a target pass over those before",
     )
     return fill(table, cells, temperature, cell_text)
 
@@ -181,7 +193,7 @@ def control_table(cells: Sequence[Cell], temperature: float) -> Table | None:
         return None
     table = empty_table(
         f"alpha over {CONTROL} on {controls[0].source} text, temperature {temperature:g}",
-        "95 % intervals, paired by prompt",
+        by_themselves(cells, temperature),
     )
 
     def text(found: Sequence[Cell]) -> str:
@@ -261,5 +273,6 @@ def heat_map(cells: Sequence[Cell], path: Path) -> None:
         axes.set_title(f"alpha gained, temperature {temperature:g}", fontsize=10)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
+    figure.supxlabel("intervals: 95 %, each of its own cell, not of all at once", fontsize=7)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=130)

@@ -32,7 +32,7 @@ def interval(estimate: dict[str, Any], digits: int = 3) -> str:
 
 
 def speedup_text(summary: dict[str, Any]) -> str:
-    """The measured speed-up with its interval."""
+    """The measured speed-up of the rounds with its interval."""
     speedup = summary["speedup"]
     return interval({"mean": speedup["measured"], "ci95": speedup["ci95"]}, 2)
 
@@ -68,6 +68,7 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
     row("speedup measured", *map(speedup_text, columns))
     row("speedup predicted", *(f"{column['speedup']['predicted']:.2f}" for column in columns))
     row("ceiling at alpha = 1", *(f"{column['speedup']['ceiling']:.2f}" for column in columns))
+    row("speedup end to end", *(interval(c["speedup"]["end_to_end"], 2) for c in columns))
     row("best gamma", *(str(column["best_gamma"]) for column in columns))
     for key, label in (("autoregressive", "tokens/s plain"), ("speculative", "tokens/s drafted")):
         row(label, *(f"{column['tokens_per_second'][key]:.0f}" for column in columns))

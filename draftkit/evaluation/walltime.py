@@ -96,10 +96,14 @@ class Timed:
         return sum(self.tokens) / sum(self.seconds)
 
     @property
+    def whole_seconds(self) -> list[float]:
+        """From request to last token, prefill included, by chunk."""
+        return [a + b for a, b in zip(self.prefill_seconds, self.seconds, strict=True)]
+
+    @property
     def rates(self) -> list[float]:
-        """Tokens per second from request to last token, prefill included, by chunk."""
-        whole = zip(self.tokens, self.prefill_seconds, self.seconds, strict=True)
-        return [tokens / (prefill + seconds) for tokens, prefill, seconds in whole]
+        """Tokens per second from request to last token, by chunk."""
+        return [n / whole for n, whole in zip(self.tokens, self.whole_seconds, strict=True)]
 
     @property
     def full_length(self) -> float:
@@ -300,6 +304,19 @@ def measured_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: 
     return _quotient(
         (speculative.tokens, speculative.seconds),
         (plain.tokens, plain.seconds),
+        seed=seed,
+        resamples=resamples,
+    )
+
+
+def end_to_end_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: int) -> Estimate:
+    """`measured_speedup` from the request to the last token: what who asks gains.
+
+    The prefill of both models counts, and the time that rows wait for the slowest of their batch.
+    """
+    return _quotient(
+        (speculative.tokens, speculative.whole_seconds),
+        (plain.tokens, plain.whole_seconds),
         seed=seed,
         resamples=resamples,
     )

@@ -188,7 +188,7 @@ class CausalAdapter(nn.Module):
         kept_ids = None if kept_ids is None else kept_ids.to(self.device)
         self.register_buffer("kept_ids", kept_ids, persistent=False)
         self._kept_head: Head | None = None
-        self._renew_kept_head()
+        self.renew()
 
     @property
     def device(self) -> torch.device:
@@ -230,7 +230,6 @@ class CausalAdapter(nn.Module):
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: KeyValueCache) -> None:
         """Fill slots `positions` [B, N] of the cache; the head is not run."""
-        self._renew_kept_head()
         self.model.base_model(**self._cached_inputs(tokens, positions, cache))
 
     def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
@@ -272,23 +271,13 @@ class CausalAdapter(nn.Module):
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         """`copy_weights` into the model."""
         copy_weights(self.model, state_dict)
-        self._renew_kept_head()
+        self.renew()
 
-    def weights(self) -> dict[str, Tensor]:
-        """The model's state."""
-        return self.model.state_dict()
+    def renew(self) -> None:
+        """Follow weights that were changed in place by others than `load_weights`, as in training.
 
-    def _cut(self, logits: Tensor) -> Tensor:
-        """The model's own logits [..., padded V] of the ids that count."""
-        if self.kept_ids is None:
-            return logits[..., : self.vocab_size]
-        return widened(logits[..., self.kept_ids], self.kept_ids, self.vocab_size)
-
-    def _renew_kept_head(self) -> None:
-        """Copy the kept rows of a plain head to where `step` reads them.
-
-        Selecting rows costs more than using them, so that is not done in every step, but for every
-        prompt and for new weights. In place, as compiled code knows the copy by its address.
+        Copies the kept rows of a plain head to where `step` reads them: selecting rows costs more
+        than using them. In place, as compiled code knows the copy by its address.
         """
         if self.kept_ids is None:
             return
@@ -301,6 +290,16 @@ class CausalAdapter(nn.Module):
             kept.weight.copy_(fresh.weight)
             if kept.bias is not None and fresh.bias is not None:
                 kept.bias.copy_(fresh.bias)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state."""
+        return self.model.state_dict()
+
+    def _cut(self, logits: Tensor) -> Tensor:
+        """The model's own logits [..., padded V] of the ids that count."""
+        if self.kept_ids is None:
+            return logits[..., : self.vocab_size]
+        return widened(logits[..., self.kept_ids], self.kept_ids, self.vocab_size)
 
     def _head_is_plain(self) -> bool:
         """Whether logits are head(hidden), found once.

@@ -5,12 +5,13 @@ number of processes may open the same file, and several threads may use one `Buf
 row is left out and counted; a damaged file is set aside and a new one begun.
 """
 
+import contextlib
 import json
 import logging
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,14 @@ from draftkit.data.rollouts import Record
 from draftkit.online import upkeep
 from draftkit.online.ages import Ledger, Uptime, look, seconds_since, uptime
 from draftkit.online.database import Database, Recovery
+from draftkit.online.fingerprints import require_same
 from draftkit.online.records import checksum, decode, encode, split
 
 UPKEEP_SECONDS = 600.0  # between two upkeeps of a buffer that is written, unless it grows fast
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
 _DAY = 86400.0
+_SIGN = {True: "<", False: ">="}  # of the split against the gate's fraction, by `held_out`
+_ASIDE_SECONDS = _DAY  # for which a damaged file is kept, whose records may be due any moment
 _COLUMNS = "id, route, version, seconds, kept, split, checksum, content"
 _log = logging.getLogger(__name__)
 
@@ -73,9 +77,10 @@ class Load:
 
 
 class Buffer:
-    """Records by route, bounded in bytes and in time, part of the prompts held out.
+    """Records by route, bounded in bytes and in time, part of the conversations held out.
 
-    A prompt is on the same side of the held-out split for ever (for one `gate_fraction`).
+    A conversation, by `Record.document` or else by the prompt, is on the same side of the held-out
+    split for ever (for one `gate_fraction`).
     `recovered` says what had to be done to open the file; `damaged` holds the ids of rows that
     were read and found damaged.
     """
@@ -86,17 +91,20 @@ class Buffer:
         settings: BufferConfig,
         *,
         gate_fraction: float = 0.2,
+        fingerprints: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.time,
         up: Callable[[], Uptime] = uptime,
     ) -> None:
         """Open or begin the file `path`. `clock` is the wall's, `up` the machine's uptime.
 
-        Raises ValueError, one line, for a file of another format; OSError where the file cannot
-        be opened or written.
+        `fingerprints`: of what its records are made with, by configuration key; a new file keeps
+        them. None: whoever opens it does not ask. Raises ValueError, one line, for a file with
+        other ones or of another format; OSError where the file cannot be opened or written.
         """
         self.settings = settings
         self.damaged: set[int] = set()
         self._gate_fraction = gate_fraction
+        self._path, self._fingerprints = Path(path), fingerprints
         self._clock, self._up = clock, up
         self._ledger: Ledger | None = None
         self._grown, self._looked_after = 0, up()
@@ -115,7 +123,20 @@ class Buffer:
         first = max(0, int(1000 * self._clock()))
         if not connection.execute("SELECT count(*) FROM sqlite_sequence").fetchone()[0]:
             connection.execute("INSERT INTO sqlite_sequence VALUES ('records', ?)", (first,))
+        self._belong(connection)
         self._look(connection)
+
+    def _belong(self, connection: sqlite3.Connection) -> None:
+        """Note in an empty file what it is for. ValueError for one that is for something else."""
+        wanted = self._fingerprints
+        if wanted is None:
+            return
+        stored = self._fact(connection, "fingerprints")
+        used = "SELECT EXISTS (SELECT 1 FROM records) OR EXISTS (SELECT 1 FROM served)"
+        if stored is None and not connection.execute(used).fetchone()[0]:
+            self._set_fact(connection, "fingerprints", dict(wanted))
+        else:
+            require_same(self._path, stored=stored or {}, wanted=wanted)
 
     def _look(self, connection: sqlite3.Connection) -> Ledger:
         """The time of the file's ledger, which is stored."""
@@ -146,7 +167,7 @@ class Buffer:
         for entry in entries:
             content = encode(entry.record)
             told = (entry.route, entry.version, float(entry.seconds), ledger.now)
-            place = (*told, split(entry.record.prompt_ids))
+            place = (*told, split(entry.record))
             rows.append((*place, len(content), checksum(content, *place), content))
         with self._database.writing() as connection:
             connection.executemany(
@@ -206,6 +227,17 @@ class Buffer:
         with self._database.reading() as connection:
             return len(self._ids(connection, route, held_out=held_out, after=after))
 
+    def conversations(self, route: str, *, held_out: bool, newest: int) -> int:
+        """How many conversations the `newest` records of a side of `route` belong to."""
+        query = (
+            "SELECT count(DISTINCT split) FROM (SELECT split FROM records INDEXED BY"
+            f" records_by_route WHERE route = ? AND split {_SIGN[held_out]} ?"
+            " ORDER BY id DESC LIMIT ?)"
+        )
+        with self._database.reading() as connection:
+            values = (route, self._gate_fraction, newest)
+            return connection.execute(query, values).fetchone()[0]
+
     def last_id(self, route: str) -> int:
         """The highest id stored for `route`, 0 if there is none."""
         query = "SELECT coalesce(max(id), 0) FROM records WHERE route = ?"
@@ -216,10 +248,9 @@ class Buffer:
         self, connection: sqlite3.Connection, route: str, *, held_out: bool, after: int = 0
     ) -> list[int]:
         """Of one side of a route, the newest first."""
-        sign = "<" if held_out else ">="
         query = (
             "SELECT id FROM records INDEXED BY records_by_route"
-            f" WHERE route = ? AND id > ? AND split {sign} ? ORDER BY id DESC"
+            f" WHERE route = ? AND id > ? AND split {_SIGN[held_out]} ? ORDER BY id DESC"
         )
         return [row[0] for row in connection.execute(query, (route, after, self._gate_fraction))]
 
@@ -274,6 +305,7 @@ class Buffer:
     def maintain(self) -> None:
         """Delete what is too old or too much, really: no deleted token stays in the files.
 
+        Files that were set aside go after a day: how old their records are cannot be known.
         Call it now and then, with or without traffic. Raises OSError as `append`.
         """
         self._grown, self._looked_after = 0, self._up()
@@ -286,8 +318,9 @@ class Buffer:
         if not self._database.shrink():
             _log.warning("%s: a reader is busy, the log is emptied later", self._database.path)
         for aside in self._database.path.parent.glob(f"{self._database.path.name}.damaged-*"):
-            if self._clock() - aside.stat().st_mtime > keep_seconds:
-                aside.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # others look after the file too
+                if now - aside.stat().st_mtime > min(_ASIDE_SECONDS, keep_seconds):
+                    aside.unlink()
 
     def close(self) -> None:
         """Close the file. Closing twice does nothing."""

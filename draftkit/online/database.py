@@ -118,7 +118,7 @@ def _whole_without_log(path: Path) -> bool:
     alone = _last_id(path, "immutable=1")
     look = _beside(path, ".look")
     try:
-        look.mkdir()
+        look.mkdir(mode=0o700)  # the copies hold served text
         for ending in ("", "-wal"):
             shutil.copyfile(_beside(path, ending), look / f"copy{ending}")
         with_log = _last_id(look / "copy")
@@ -137,6 +137,7 @@ def _set_aside(path: Path) -> Path:
     for ending in ("", "-wal"):
         if _beside(path, ending).exists():
             _beside(path, ending).rename(_beside(aside, ending))
+            os.utime(_beside(aside, ending))  # since when it lies there
     _beside(path, "-shm").unlink(missing_ok=True)
     return aside
 

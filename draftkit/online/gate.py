@@ -1,13 +1,16 @@
 """May a refitted drafter be served? Two paired tests, and a sentence.
 
-On held-out recent traffic, which no training saw, the new weights must beat those in force: the
-95 % interval of the gain in alpha lies above 0. On the anchors, held-out text of before, they must
-not have lost more than a tolerance since the first version: the interval of the change lies above
--tolerance. So what is published is better for the traffic of today and has not forgotten the rest,
-however many small steps led there.
+On held-out recent traffic, which no training saw, the new weights must beat those in force. Weights
+that are refused are trained on and judged again, so the tests against one version share a budget:
+all of them together publish weights that gain nothing with a probability of at most
+`FALSE_PASSES`. On the anchors, held-out text of before, they must not have lost more than a
+tolerance since the first version: the 95 % interval of the change lies above -tolerance. So what is
+published is better for the traffic of today and has not forgotten the rest, however many small
+steps led there.
 
-Scores are sums of sum_x min(p, q) by prompt (`evaluation.alpha`), on the same prompts and
-positions for both, so that both tests are paired. Knows no folder and no training.
+Scores are sums of sum_x min(p, q) (`evaluation.alpha`) by conversation, since texts of one are not
+independent, on the same positions for both, so that both tests are paired. Each text is scored
+under the sampling that it was served with. Knows no folder and no training.
 """
 
 from collections.abc import Sequence
@@ -16,30 +19,40 @@ from typing import Any
 
 from torch import Tensor
 
-from draftkit.config import SamplingConfig
+from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record
 from draftkit.evaluation.alpha import PromptTotals, gains, score_contexts, score_stored
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.remembered import RememberedAdapter
-from draftkit.theory.acceptance import Estimate
+from draftkit.theory.acceptance import Estimate, gain_p_value
 
 RESAMPLES = 1000
+FALSE_PASSES = 0.05  # of weights that gain nothing, over all gates of a version in force
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Whether to publish, why, and the alpha gained since the version in force (traffic) and since
-    the first (anchors; None without any)."""
+    the first (anchors; None without any).
+
+    The gain of weights that pass is that of the test which chose them, so on average too high.
+    """
 
     publish: bool
     reason: str
     gain: Estimate
     anchor_change: Estimate | None
+    p_value: float  # of the gain
 
     def as_dict(self) -> dict[str, Any]:
         """As a version's metrics hold it."""
         change = None if self.anchor_change is None else self.anchor_change.as_dict()
-        return {"gain": self.gain.as_dict(), "anchor_change": change, "reason": self.reason}
+        return {
+            "gain": self.gain.as_dict(),
+            "p_value": self.p_value,
+            "anchor_change": change,
+            "reason": self.reason,
+        }
 
 
 class Judge:
@@ -54,21 +67,34 @@ class Judge:
         draft: CausalAdapter,
         target: CausalAdapter | RememberedAdapter | None,
         *,
-        sampling: SamplingConfig,
         batch_size: int,
     ) -> None:
         self.draft = draft
         self._target = target
-        self._sampling = sampling
         self._batch_size = batch_size
 
+    def can_score(self, record: Record) -> bool:
+        """Whether what is known of `record` suffices."""
+        if self._target is not None:
+            return True
+        return record.topk_ids is not None and record.sampling["repetition_penalty"] == 1
+
     def score(self, weights: dict[str, Tensor], records: Sequence[Record]) -> PromptTotals:
-        """Sums by prompt of the draft with `weights`."""
+        """Sums by record of the draft with `weights`."""
         self.draft.load_weights(weights)
-        options: dict[str, Any] = {"sampling": self._sampling, "batch_size": self._batch_size}
+        options: dict[str, Any] = {"sampling": None, "batch_size": self._batch_size}
         if self._target is None:
             return score_stored(self.draft, records, **options)[0]
         return score_contexts(self._target, self.draft, records, **options)
+
+
+def level_of(gate: int) -> float:
+    """The p-value that the `gate`-th test (from 1) against one version must not exceed.
+
+    The levels of all of them add up to `FALSE_PASSES`, and so bound what they let through together
+    (Bonferroni), whatever the drafters have in common. The first one's is 0.025.
+    """
+    return FALSE_PASSES / (gate * (gate + 1))
 
 
 def judge(
@@ -78,23 +104,41 @@ def judge(
     anchor_after: PromptTotals | None,
     anchor_first: PromptTotals | None,
     tolerance: float,
+    gate: int,
     seed: int,
 ) -> Verdict:
     """Compare new weights (`after`) with those in force (`before`), and with the first on anchors.
 
-    Raises ValueError with fewer than 2 prompts.
+    gate: the how-manieth test (from 1) this is against the version in force. Raises ValueError with
+    fewer than 2 prompts; with fewer than `LEAST_PROMPTS` nothing is published.
     """
     gain = gains(after=after, before=before, seed=seed, resamples=RESAMPLES)["alpha"]
+    p_value = gain_p_value(
+        totals=after.totals["alpha"],
+        counts=after.counts,
+        baseline_totals=before.totals["alpha"],
+        baseline_counts=before.counts,
+    )
     change = None
     if anchor_after is not None and anchor_first is not None:
         change = gains(after=anchor_after, before=anchor_first, seed=seed, resamples=RESAMPLES)
         change = change["alpha"]
-    if change is not None and change.low < -tolerance:
-        reason = f"anchors: {shown(change)} since the first version, {-tolerance:g} is allowed"
-        return Verdict(False, reason, gain, change)
-    if gain.low <= 0:
-        return Verdict(False, f"no sure gain on recent traffic: {shown(gain)}", gain, change)
-    return Verdict(True, f"alpha {shown(gain)} on held-out recent traffic", gain, change)
+    level, text = level_of(gate), f"alpha {shown(gain)} on held-out recent traffic"
+    # Each condition is one for passing, so that NaN refuses.
+    if change is not None and not change.low >= -tolerance:
+        publish = False
+        text = f"anchors: {shown(change)} since the first version, {-tolerance:g} is allowed"
+    elif not gain.prompts >= LEAST_PROMPTS:
+        publish, text = (
+            False,
+            f"{text}: of {gain.prompts} conversations, {LEAST_PROMPTS} are needed",
+        )
+    elif not p_value <= level:
+        publish = False
+        text = f"no sure gain: {text}, p = {p_value:.2g}, gate {gate} needs {level:.2g}"
+    else:
+        publish, text = True, f"{text}, p = {p_value:.2g}"
+    return Verdict(publish, text, gain, change, p_value)
 
 
 def shown(change: Estimate) -> str:

@@ -114,11 +114,20 @@ def checksum(content: bytes, *columns: Any) -> bytes:
     return digest.digest()
 
 
-def split(prompt_ids: Any) -> float:
-    """A number in [0, 1), uniform over prompts, always the same for the same prompt.
+def conversation_of(record: Record) -> str | tuple[int, ...]:
+    """What `record` shares with all that it is not independent of: `document`, else the prompt."""
+    return record.document or tuple(record.prompt_ids)
+
+
+def split(record: Record) -> float:
+    """A number in [0, 1), uniform over conversations, the same for all records of one.
 
     A record is held out where it is below the gate's fraction.
     """
-    content = _numbers("prompt_ids", prompt_ids).tobytes()
-    digest = hashlib.blake2b(content, digest_size=8, person=b"held out").digest()
+    known = conversation_of(record)
+    if isinstance(known, str):
+        content, person = known.encode(), b"conversation"
+    else:
+        content, person = _numbers("prompt_ids", known).tobytes(), b"held out"
+    digest = hashlib.blake2b(content, digest_size=8, person=person).digest()
     return (int.from_bytes(digest, "little") >> (64 - _SPLIT_BITS)) / (1 << _SPLIT_BITS)

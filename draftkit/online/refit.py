@@ -12,27 +12,28 @@ steps of one. This module knows no server, no clock to wait by and no configurat
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftkit.config import OnlineConfig
+from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record
-from draftkit.distillation.batch import Batch, TokenSequence, collate
+from draftkit.distillation.batch import Batch, collate
 from draftkit.distillation.checkpoint import load_checkpoint, save_checkpoint
-from draftkit.distillation.sources import all_learned, sequence_of_record
 from draftkit.distillation.trainer import Trainer
+from draftkit.evaluation.alpha import PromptTotals
 from draftkit.models.lora import merged_weights
 from draftkit.online.buffer import Buffer, Stored
 from draftkit.online.gate import Judge, Verdict, judge
 from draftkit.online.registry import Registry, Version
-from draftkit.theory.acceptance import Estimate, estimate_ratio, expected_accepted
+from draftkit.online.rows import chosen, kinds, row_of, texts_of, with_scores
+from draftkit.theory.acceptance import Estimate, expected_accepted
 
 STATE = "state.safetensors"
-NEWEST = 32  # records by which a drift shows
-LEAST_HELD_OUT = 8  # records, below which no gate is asked: the bootstrap of fewer is too narrow
+NEWEST = 32  # records by which a drift shows, and after which it is looked for again
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Refit:
     make_trainer(folder): a trainer whose draft starts from a version's folder. The schedule of its
     rate begins anew with each update: what the gate sees, and users get, has come to rest.
     save(trainer, folder): write the draft as a folder that serving can load.
-    stored_at: where the target is known by stored scores, the temperature of their tails; records
-    that were served at another, or have none, are left out. None: every record will do.
+    stored_at: where the target is known by stored scores, the temperature of the loss; records that
+    were served at another, or have none, are not trained on. None: every record will do.
     """
 
     def __init__(
@@ -95,8 +96,11 @@ class Refit:
             "alpha_low": None,  # of that version, on the traffic of the last update
             "seconds": 0.0,  # that updates have taken
             "tokens": 0,  # that they have trained on
+            "gates": {},  # version -> how often other weights were tested against it
+            "chosen": {},  # version -> the newest record of the gate that let it through
+            # What later records say of the version in force; those of its gate chose it.
             "growth": {},  # version -> its acceptance length over that of the one before
-            "alphas": {},  # version -> its alpha on the held-out traffic that let it through
+            "alphas": {},  # version -> its alpha on held-out traffic
             "anchor_change": None,  # of the weights of the last update, since the first version
             "records": 0,  # that updates have seen, of the training side
         }
@@ -110,37 +114,42 @@ class Refit:
         self._seed = seed
         self._stored_at = stored_at
         self._trainer: Trainer | None = None
-        self._first_on_anchors: Any = None
+        self._first_on_anchors: PromptTotals | None = None
+        self._drift_looked_at = 0  # new records at the last look for a drift
 
     # When
 
     def due(self) -> bool:
         """Whether enough was recorded since the last update, and no canary is being judged."""
         self._restore()
-        held_out = self._buffer.count(self.route, held_out=True)
-        if held_out < min(LEAST_HELD_OUT, self.settings.gate.records):
-            return False
         news = self.new_records()
         if news < self.settings.min_records or self.registry.candidate() is not None:
+            return False
+        known = self._buffer.conversations(
+            self.route, held_out=True, newest=self.settings.gate.records
+        )
+        if known < LEAST_PROMPTS:
             return False
         return news >= self.wanted or self.has_drifted()
 
     def has_drifted(self) -> bool:
         """Whether alpha on the newest records lies below what the last update left.
 
-        Then the wait of updates that did not pay is over: the traffic is another.
+        Then the wait of updates that did not pay is over: the traffic is another. Models run only
+        where `NEWEST` records have come since the last look. A false alarm costs an early update,
+        which the gate judges like any other.
         """
-        known = self.state["alpha_low"]
+        known, news = self.state["alpha_low"], self.new_records()
         base = self.registry.current()
-        if known is None or base is None:
+        if known is None or base is None or news < self._drift_looked_at + NEWEST:
             return False
-        after = self.state["last_id"]
-        newest = self._buffer.newest(self.route, NEWEST, held_out=False, after=after)
-        usable = self._usable(newest)
-        if len(usable) < 2:
+        self._drift_looked_at = news
+        stored = self._scorable(NEWEST, held_out=False, after=self.state["last_id"])
+        records, units = texts_of(stored)
+        if len(set(units)) < LEAST_PROMPTS:
             return False
-        scored = self._judge.score(self.registry.read(base), usable)
-        return estimate_ratio(scored.totals["alpha"], scored.counts).high < known
+        scored = self._judge.score(self.registry.read(base), records).summed(units)
+        return scored.alpha.high < known
 
     @property
     def wanted(self) -> int:
@@ -177,12 +186,18 @@ class Refit:
                 "no recent record has scores at the temperature of the loss: use "
                 "online.teacher=target, or divergence.temperature as it is served"
             )
+        _, units = texts_of(self._scorable(self.settings.gate.records, held_out=True))
+        if (known := len(set(units))) < LEAST_PROMPTS:
+            raise ValueError(
+                f"the gate can score {known} held-out conversations and needs {LEAST_PROMPTS}: use"
+                " online.teacher=target, or wait for more traffic without a repetition penalty"
+            )
         trainer.begin()
         for step in range(self.settings.steps):
             hold()
             losses.append(trainer.step(self._batch(pools, number, step)).loss)
         hold()
-        verdict, before, after = self._ask(trainer, base)
+        verdict, before, after, newest = self._test(trainer, base)
         version = self._publish(trainer, base, verdict) if verdict.publish else None
         update = Update(
             number=number,
@@ -195,22 +210,22 @@ class Refit:
             verdict=verdict,
             version=None if version is None else version.name,
         )
-        self._note(update, base, last_id)
+        self._note(update, base, last_id=last_id, newest=newest)
         save_checkpoint(self._path, self._working(), self.state)
         return update
 
-    def _note(self, update: Update, base: Version, last_id: int) -> None:
-        """Count `update` in the state, and let training begin anew where it has forgotten."""
+    def _note(self, update: Update, base: Version, *, last_id: int, newest: int) -> None:
+        """Count `update` in the state, and let training begin anew where it has forgotten.
+
+        last_id: of the records that it has seen; newest: of those of its gate.
+        """
         state, published = self.state, update.version is not None
         pays = published and update.verdict.gain.mean >= self.settings.worth
         wait = 1.0 if pays else state["wait"] * self.settings.backoff
+        state["gates"][base.name] = state["gates"].get(base.name, 0) + 1
+        self._drift_looked_at = 0
         if update.version is not None:
-            lengths = [
-                1 + expected_accepted(alpha.mean, self._gamma)
-                for alpha in (update.before, update.after)
-            ]
-            state["growth"][update.version] = lengths[1] / lengths[0]
-            state["alphas"][update.version] = update.after.as_dict()
+            state["chosen"][update.version] = newest
         if update.verdict.anchor_change is not None:
             state["anchor_change"] = update.verdict.anchor_change.as_dict()
         state |= {
@@ -232,7 +247,8 @@ class Refit:
 
     def seconds_saved(self) -> float:
         """Seconds of decoding that published versions have saved: of each, what it has served times
-        the growth of tau over the version before it, by the theory at the gate's paired alphas.
+        the growth of tau over the version before it, by the theory at paired alphas. A version
+        whose growth is not known yet has saved nothing.
         """
         growth = self.state["growth"]
         served = self._buffer.served(self.route)
@@ -285,51 +301,53 @@ class Refit:
             recent=settings.recent,
             reservoir=True,
         )
-        return self._usable(recent), self._usable(older)
+        return self._learnable(recent), self._learnable(older)
 
-    def _usable(self, stored: Sequence[Stored]) -> list[Record]:
-        """The records that the teacher and the judge can use."""
+    def _learnable(self, stored: Sequence[Stored]) -> list[Record]:
+        """The records that the teacher can use."""
         records = [one.record for one in stored]
         if self._stored_at is None:
             return records
-        return [
-            replace(record, loss_tail_mass=record.loss_tail_mass or record.tail_mass)
-            for record in records
-            if record.topk_ids is not None and served_at(record) == self._stored_at
-        ]
+        others = self._working().draft.vocab_size - 1
+        width = min(self.settings.buffer.top_k, others)
+        return with_scores(records, temperature=self._stored_at, width=width)
 
     def _batch(self, pools: tuple[list[Record], list[Record]], number: int, step: int) -> Batch:
-        """The rows of a step. A kind of which there is nothing leaves its room to recent ones."""
+        """The rows of a step."""
         settings, trainer = self.settings, self._working()
-        recent, older = pools
-        size = trainer.optim.rows_of_a_process
-        anchors = round(size * settings.anchor_fraction) if self._anchors.train else 0
-        fresh = round(size * settings.recent_fraction)
-        reservoir = size - anchors - fresh if older else 0
+        pool = (*pools, self._anchors.train)
+        counts = kinds(
+            trainer.optim.rows_of_a_process,
+            settings,
+            has_older=bool(pools[1]),
+            has_anchors=bool(self._anchors.train),
+        )
         generator = torch.Generator()
         generator.manual_seed((self._seed * 1_000_003 + number) * 100_003 + step)
-        kinds = (
-            (recent, size - anchors - reservoir),
-            (older, reservoir),
-            (self._anchors.train, anchors),
-        )
         rows = [
-            row_of(kind[place], prompts=settings.prompts)
-            for kind, count in kinds
-            for place in chosen(len(kind), count, generator)
+            row_of(records[index], prompts=settings.prompts)
+            for records, count in zip(pool, counts, strict=True)
+            for index in chosen(len(records), count, generator)
         ]
         return collate(rows, device=trainer.draft.device, sampler_version="served")
 
     # The gate
 
-    def _ask(self, trainer: Trainer, base: Version) -> tuple[Verdict, Estimate, Estimate]:
-        """The verdict on the weights as they are; alpha of the version in force, and theirs."""
+    def _scorable(self, count: int, *, held_out: bool, after: int = 0) -> list[Stored]:
+        """Those of the `count` newest records that the judge can score, the newest first."""
+        stored = self._buffer.newest(self.route, count, held_out=held_out, after=after)
+        return [one for one in stored if self._judge.can_score(one.record)]
+
+    def _test(self, trainer: Trainer, base: Version) -> tuple[Verdict, Estimate, Estimate, int]:
+        """The verdict on the weights as they are; alpha of the version in force, and theirs; the
+        newest record that it rests on.
+        """
         gate, weights = self.settings.gate, merged_weights(trainer.draft.model)
-        stored = self._buffer.newest(self.route, gate.records, held_out=True)
-        traffic = self._usable(stored)
-        after = self._judge.score(weights, traffic)
-        before = self._judge.score(self.registry.read(base), traffic)
-        anchors = self._anchors.held_out
+        stored = self._scorable(gate.records, held_out=True)
+        traffic, units = texts_of(stored)
+        after = self._judge.score(weights, traffic).summed(units)
+        before = self._judge.score(self.registry.read(base), traffic).summed(units)
+        anchors = list(self._anchors.held_out)
         if anchors and self._first_on_anchors is None:
             first = self.registry.versions()[0]
             self._first_on_anchors = self._judge.score(self.registry.read(first), anchors)
@@ -339,10 +357,34 @@ class Refit:
             anchor_after=self._judge.score(weights, anchors) if anchors else None,
             anchor_first=self._first_on_anchors,
             tolerance=gate.anchor_tolerance,
+            gate=self.state["gates"].get(base.name, 0) + 1,
             seed=self._seed,
         )
-        served, new = (estimate_ratio(s.totals["alpha"], s.counts) for s in (before, after))
-        return verdict, served, new
+        self._measure(base, stored)
+        return verdict, before.alpha, after.alpha, max(one.id for one in stored)
+
+    def _measure(self, base: Version, stored: Sequence[Stored]) -> None:
+        """Alpha and growth of the version in force, on records that came after its own gate.
+
+        Those of the gate chose it, so what they say of it is too high.
+        """
+        since = self.state["chosen"].get(base.name)
+        if since is None or base.parent is None:
+            return
+        fresh, units = texts_of([one for one in stored if one.id > since])
+        if len(set(units)) < LEAST_PROMPTS:
+            return
+        try:
+            earlier = self.registry.read(self.registry.version(base.parent))
+        except ValueError:  # deleted or damaged: there is nothing to compare with
+            return
+        alphas = [
+            self._judge.score(weights, fresh).summed(units).alpha
+            for weights in (earlier, self.registry.read(base))
+        ]
+        lengths = [1 + expected_accepted(alpha.mean, self._gamma) for alpha in alphas]
+        self.state["growth"][base.name] = lengths[1] / lengths[0]
+        self.state["alphas"][base.name] = alphas[1].as_dict()
 
     def _publish(self, trainer: Trainer, base: Version, verdict: Verdict) -> Version:
         return self.registry.publish(
@@ -358,28 +400,3 @@ def has_forgotten(verdict: Verdict, tolerance: float) -> bool:
     """Whether the anchors have lost more than is allowed."""
     change = verdict.anchor_change
     return change is not None and change.low < -tolerance
-
-
-def served_at(record: Record) -> float:
-    """The temperature of a record's stored tails: the served one, 1 where that is 0."""
-    return record.sampling["temperature"] or 1.0
-
-
-def row_of(record: Record, *, prompts: bool) -> TokenSequence:
-    """A record's text; where nobody knows what was refused, all of it counts as if it had been.
-
-    With `prompts` the prompt is learned from too, though nobody proposed it.
-    """
-    text = sequence_of_record(record)
-    if text.rejected is None:
-        text = replace(text, rejected=list(text.generated))
-    return all_learned(text) if prompts else text
-
-
-def chosen(count: int, wanted: int, generator: torch.Generator) -> list[int]:
-    """`wanted` places of `count`, none twice while there are enough."""
-    if wanted == 0:
-        return []
-    rounds = -(-wanted // count)
-    order = [torch.randperm(count, generator=generator) for _ in range(rounds)]
-    return torch.cat(order)[:wanted].tolist()

@@ -6,7 +6,8 @@
 
 It knows folders, checksums and names; not what a drafter computes, who trains it or who serves it.
 Changes take a lock between processes, readers take none. A process killed at any moment leaves
-the pointers on whole versions; what else it leaves, the next change clears away.
+the pointers on whole versions; what else it leaves, the next change clears away. A version that is
+gone or has other content is damaged; what merely cannot be read at the moment raises OSError.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config.service import DEFAULT_ROUTE, ROUTE
+from draftkit.online.fingerprints import require_same
 from draftkit.online.versions import (
     NAME,
     Version,
@@ -40,15 +42,30 @@ CURRENT, CANDIDATE = "current", "candidate"
 _log = logging.getLogger(__name__)
 
 
+class NotInForce(ValueError):
+    """What a new version was made of is not in force: it has been taken back meanwhile."""
+
+
 class Registry:
     """The versions of one route, below `<folder>/<route>/`. Several threads may use it."""
 
-    def __init__(self, folder: str | Path, route: str = DEFAULT_ROUTE) -> None:
-        """Look at the registry in `folder`; nothing is written. ValueError for a bad route name."""
+    def __init__(
+        self,
+        folder: str | Path,
+        route: str = DEFAULT_ROUTE,
+        *,
+        fingerprints: Mapping[str, str] | None = None,
+    ) -> None:
+        """Look at the registry in `folder`; nothing is written. ValueError for a bad route name.
+
+        `fingerprints`: of what its versions are made with, by configuration key; each of them
+        tells, and `seed` refuses others. None: nobody knows, so nobody asks.
+        """
         if ROUTE.fullmatch(route) is None:
             raise ValueError(f"route {route!r} must be of a-z, 0-9, _ and -, at most 32 long")
         self.route = route
         self.path = Path(folder) / route
+        self._fingerprints = dict(fingerprints or {})
         self._versions = self.path / "versions"
         self._events = self.path / "events.jsonl"
         self._checked: dict[str, tuple[Any, bool]] = {}  # name: state of its files, whether whole
@@ -103,7 +120,7 @@ class Registry:
             return {"name": str(told["name"]), "ancestors": [str(n) for n in told["ancestors"]]}
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             _log.warning("%s is damaged: %s", self.path / kind, error)
         if kind == CURRENT:
             for event in reversed(self.events()):
@@ -183,8 +200,9 @@ class Registry:
         self._versions.mkdir(parents=True, exist_ok=True)
         with (self.path / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for leftover in self._versions.glob(".*"):  # nobody writes here while this one may
-                shutil.rmtree(leftover)
+            for path in self._versions.glob(".*"):  # nobody writes here while this one may
+                if NAME.fullmatch(path.name[1:].partition(".")[0]):  # others' files are theirs
+                    shutil.rmtree(path, ignore_errors=True)
             yield
 
     def _note(self, event: str, name: str, **more: Any) -> None:
@@ -214,7 +232,10 @@ class Registry:
         return numbered(1 + max((_number(name) for name in names), default=0))
 
     def seed(self, write: Callable[[Path], None]) -> Version:
-        """The current version; where there is none, what `write` puts into a folder becomes it."""
+        """The current version; where there is none, what `write` puts into a folder becomes it.
+
+        Raises ValueError, one line, for a version that was made with something else.
+        """
         with self._changing():
             try:
                 version = self.current()
@@ -223,9 +244,17 @@ class Registry:
                 version = None
             if version is None:
                 version = write_version(
-                    self._versions / self._next(), write, ancestors=(), metrics={}, window={}
+                    self._versions / self._next(),
+                    write,
+                    ancestors=(),
+                    metrics={},
+                    window={},
+                    fingerprints=self._fingerprints,
                 )
                 self._point(CURRENT, version, "published", reason="the starting drafter")
+            elif self._fingerprints:
+                stored, wanted = version.fingerprints, self._fingerprints
+                require_same(version.path, stored=stored, wanted=wanted)
             return version
 
     def publish(
@@ -242,10 +271,10 @@ class Registry:
         It becomes the candidate with `canary`, else the current one; a candidate before it is one
         no more. `parent` null: the current one. Whatever `write` raises passes through, and
         nothing has changed then; ValueError if it leaves no safetensors file, or `parent` is not
-        there.
+        there; NotInForce if `parent` is neither the current version nor the candidate.
         """
         with self._changing():
-            before = self.current() if parent is None else self.version(parent)
+            before = self.current() if parent is None else self._in_force(parent)
             ancestors = () if before is None else (before.name, *before.ancestors)
             version = write_version(
                 self._versions / self._next(),
@@ -253,10 +282,22 @@ class Registry:
                 ancestors=ancestors,
                 metrics=metrics,
                 window=window,
+                fingerprints=self._fingerprints,
             )
             kind = CANDIDATE if canary else CURRENT
             self._point(kind, version, "published", reason=f"as the {kind} version")
             return version
+
+    def _in_force(self, name: str) -> Version:
+        """The version `name`, which is the current one or the candidate."""
+        version = self.version(name)
+        in_force = [one.name for one in (self.current(), self.candidate()) if one is not None]
+        if name not in in_force:
+            chosen = " and ".join(in_force) or "nothing"
+            raise NotInForce(
+                f"nothing is published: it was made of {name}, and {chosen} is in force now"
+            )
+        return version
 
     def _candidate(self, name: str) -> None:
         told = self._pointer(CANDIDATE)

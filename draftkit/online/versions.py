@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from draftkit.artifacts import atomic_path, read_json, sha256_file, write_json
 NAME = re.compile(r"v[0-9]{6,12}")
 TOLD = "version.json"
 _WEIGHTS = ".safetensors"
+_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other OSErrors may pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class Version:
     metrics: dict[str, Any]
     window: dict[str, Any]  # the data it was trained on: ids, times, records
     created: float  # unix time
+    # Of what it was made with, by configuration key; empty where nobody told.
+    fingerprints: dict[str, str] = field(default_factory=dict)
 
 
 def numbered(number: int) -> str:
@@ -54,6 +57,7 @@ def write_version(
     ancestors: tuple[str, ...],
     metrics: dict[str, Any],
     window: dict[str, Any],
+    fingerprints: dict[str, str],
 ) -> Version:
     """Make the folder `path` of what `write` puts into the empty one it is given.
 
@@ -75,6 +79,7 @@ def write_version(
             metrics=metrics,
             window=window,
             created=time.time(),
+            fingerprints=fingerprints,
         )
         # Without the path: the registry may be moved.
         told = {name: value for name, value in asdict(version).items() if name != "path"}
@@ -85,25 +90,28 @@ def write_version(
 def read_version(path: Path) -> Version:
     """The version in the folder `path`; its files are not looked at.
 
-    Raises ValueError, one line, if it is not there or is damaged.
+    Raises ValueError, one line, if it is not there or is damaged; OSError if that cannot be known
+    at the moment.
     """
     try:
         told = read_json(path / TOLD)
         ancestors = tuple(told.pop("ancestors"))
         version = Version(path=path, ancestors=ancestors, **told)
-        if version.name != path.name or not isinstance(version.sha256, dict):
+        tables = (version.sha256, version.fingerprints)
+        if version.name != path.name or not all(isinstance(table, dict) for table in tables):
             raise ValueError("it is of another version")
         return version
-    except FileNotFoundError as error:
+    except _GONE as error:
         raise ValueError(f"{path.parent} has no version {path.name}") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"{path / TOLD} is damaged: roll back to another version") from error
 
 
 def read_weights(version: Version) -> dict[str, Tensor]:
     """The tensors of all its safetensors files, from the very bytes whose checksums were right.
 
-    Raises ValueError, one line, if any of its files differs from its checksum.
+    Raises ValueError, one line, if any of its files is gone or differs from its checksum; OSError
+    if one cannot be read at the moment.
     """
     tensors: dict[str, Tensor] = {}
     for name, told in version.sha256.items():
@@ -115,7 +123,7 @@ def read_weights(version: Version) -> dict[str, Tensor]:
                 content = file.read_bytes()
                 whole = hashlib.sha256(content).hexdigest() == told
                 tensors |= safetensors.torch.load(content) if whole else {}
-        except (OSError, SafetensorError) as error:
+        except (*_GONE, SafetensorError) as error:
             raise ValueError(f"{file} of {version.name} cannot be read ({error})") from error
         if not whole:
             raise ValueError(f"{file} of {version.name} differs from its checksum")
@@ -123,22 +131,22 @@ def read_weights(version: Version) -> dict[str, Tensor]:
 
 
 def state_of(version: Version) -> tuple[Any, ...] | None:
-    """Stands for the files as the file system sees them; None if one is missing.
+    """Stands for the files as the file system sees them; None if one is gone.
 
     While it is the same, so are the contents: checksums need not be computed again.
     """
     try:
         found = [os.stat(version.path / name) for name in version.sha256]
-    except OSError:
+    except _GONE:
         return None
     return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
 
 
 def is_whole(version: Version) -> bool:
-    """Whether every file has its checksum."""
+    """Whether every file has its checksum. Raises OSError if one cannot be read at the moment."""
     try:
         return all(
             sha256_file(version.path / name) == told for name, told in version.sha256.items()
         )
-    except OSError:
+    except _GONE:
         return False

@@ -96,7 +96,7 @@ def begin(
         job=job,
         listener=listener,
         seed=seed,
-        stream=TextStream(decode, job.stops),
+        stream=TextStream(decode, job.stops, job.prompt_ids if job.continues else ()),
         completion=Completion(list(job.prompt_ids)),
         started=now,
     )

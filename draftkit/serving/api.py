@@ -20,6 +20,7 @@ from draftkit.serving.delivery import (
     EventStream,
     Failed,
     Reader,
+    WholeAnswer,
     failure_of,
     json_response,
 )
@@ -52,6 +53,7 @@ class Service:
         self.intake = intake
         self.metrics = metrics
         self._seconds = seconds
+        self._turn = asyncio.Lock()  # to make a part of a whole answer
 
     async def answer(self, request: Request, asked: Asked, began: float) -> Response:
         """Submit the jobs; the whole answer, or the beginning of a stream."""
@@ -59,9 +61,11 @@ class Service:
         reader = Reader(asked, answers, self.metrics, began)
         if asked.streams:
             return EventStream(reader, seconds=self._seconds)
+        is_whole = False
         try:
             async with asyncio.timeout(self._seconds):
                 await unless_left(request.receive, reader.all())
+            is_whole = True
         except ClientLeft:
             return Response(status_code=499)  # nobody reads it
         except TimeoutError:
@@ -69,8 +73,9 @@ class Service:
             assert failed is not None
             raise failed from None
         finally:
-            reader.close()
-        return json_response(asked.form.response(asked.choices, asked.echoes, reader.used))
+            if not is_whole:
+                await reader.close()
+        return WholeAnswer(reader, turn=self._turn, seconds=self._seconds)
 
     def _submitted(self, asked: Asked) -> Answers:
         try:
@@ -117,7 +122,8 @@ def make_app(
         responses={"4XX": {"description": "What is wrong, in OpenAI's form of errors"}},
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.add_middleware(Limits, key=key, max_body_bytes=settings.max_body_bytes)
+    limits = {"key": key, "host": settings.host, "max_body_bytes": settings.max_body_bytes}
+    app.add_middleware(Limits, **limits)
     _add_generation(app, Service(engine, intake, metrics, seconds=seconds))
     _add_information(app, engine, metrics, model_name)
     _add_errors(app)

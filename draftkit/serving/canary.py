@@ -5,14 +5,17 @@ handful of requests tell more than counts of accepted tokens would. The two draf
 traffic at the same time, drawn at random. Knows no drafters and no registry.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
 import torch
 
-from draftkit.theory.acceptance import Estimate, estimate_ratio
+from draftkit.theory.acceptance import ratio_error
 
-KEPT = 4096  # requests that an interval is made of, the last ones
+KEPT = 4096  # requests that a mean is made of, the last ones
+REQUESTS = 20  # of each version, at least: of fewer the error of a mean is not known
+WIDTH = 1.96  # standard errors: an equal version exceeds them on one side once in 40 times
 
 
 @dataclass
@@ -21,31 +24,29 @@ class Served:
 
     tested: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
     acceptance: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    positions: int = 0  # tested, those of requests that are kept no more included
 
     def add(self, tested: int, acceptance: float) -> None:
         """One more request; one without a test tells nothing."""
         if tested > 0:
             self.tested.append(tested)
             self.acceptance.append(acceptance)
+            self.positions += tested
 
     def copy(self) -> "Served":
         """What is known by now."""
-        return Served(self.tested.copy(), self.acceptance.copy())
-
-    @property
-    def positions(self) -> int:
-        """Tested positions."""
-        return sum(self.tested)
+        return Served(self.tested.copy(), self.acceptance.copy(), self.positions)
 
     @property
     def mean(self) -> float:
         """Acceptance per tested position; there must be one."""
-        return sum(self.acceptance) / self.positions
+        return sum(self.acceptance) / sum(self.tested)
 
-    def interval(self) -> Estimate:
-        """The mean with its 95 % interval over requests. Raises ValueError for fewer than 2."""
+    @property
+    def error(self) -> float:
+        """The standard error of the mean over requests, of which there must be two."""
         totals = torch.tensor(self.acceptance, dtype=torch.float64)
-        return estimate_ratio(totals, torch.tensor(self.tested, dtype=torch.float64))
+        return ratio_error(totals, torch.tensor(self.tested, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,30 @@ class Verdict:
 def judge(*, new: Served, old: Served, positions: int) -> Verdict | None:
     """The verdict on `new` once it has `positions` tested positions; None as long as it is open.
 
-    It goes only where its mean lies below the interval of the old version.
+    It goes only where it is surely worse: where the 95 % interval of the difference of the means
+    lies below 0. One that is exactly as good goes with a probability of 1/40.
     """
-    if new.positions < positions or len(old.tested) < 2:
+    if new.positions < positions or min(len(new.tested), len(old.tested)) < REQUESTS:
         return None
-    interval = old.interval()
-    stays = new.mean >= interval.low
+    change, width = new.mean - old.mean, WIDTH * math.hypot(new.error, old.error)
+    stays = change + width >= 0
     compared = f"{new.mean:.4f} over {new.positions} positions"
-    side = "not below" if stays else "below"
+    side = "not surely below" if stays else "below"
+    reason = f"acceptance {compared} is {side} the old one's {old.mean:.4f}"
+    return Verdict(stays, f"{reason}: {change:+.4f} \u00b1{width:.4f}")
+
+
+def give_up(*, new: Served, rows: int, share: float, positions: int) -> Verdict | None:
+    """The end of a trial that the traffic does not decide; None while it still may.
+
+    `rows` have begun since it did, of which `share` was meant for `new`. It goes where by one test
+    a row it would have been judged: then nearly all rows have a seed, or gamma is 0.
+    """
+    if rows * share < max(positions, 4 * REQUESTS):
+        return None
     return Verdict(
-        stays, f"acceptance {compared} is {side} {interval.low:.4f}, the old one's least"
+        False,
+        f"it cannot be judged: of {rows} rows it has {new.positions} tested positions, and "
+        f"online.gate.canary_tokens asks for {positions}; rows with a seed do not try it, gamma 0 "
+        "tests nothing, and online.gate.canary_fraction=0 publishes without a trial",
     )

@@ -2,8 +2,9 @@
 
 uvicorn waits for ever for the first request of a connection, and for the rest of its headers.
 Here a connection that is not waiting for an answer has HEADER_SECONDS to send its next request's
-headers. The listening socket lets the kernel drop readers that take nothing any more. Nothing is
-logged of requests. Knows no routes and no engine.
+headers. A body comes in CHUNKS chunks at most: each costs the event loop microseconds, and one
+read may bring tens of thousands. The listening socket lets the kernel drop readers that take
+nothing any more. Nothing is logged of requests. Knows no routes and no engine.
 """
 
 import asyncio
@@ -17,28 +18,107 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from draftkit.serving.limits import REFUSAL
+
 HEADER_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 30.0  # between the requests of a connection
 CLOSING_SECONDS = 5.0  # for the last answers to be sent, after the engine has drained
+CHUNKS = 1024  # of a body with Transfer-Encoding: chunked
+PIECE = 16_384  # bytes that are parsed at once: as many as headers may have
+UNREAD_BYTES = 64_000_000  # thrown away of a request that is answered before its end
 SPARE_FILES = 128  # descriptors for models, database and logs beside the connections
+
+
+class _Parser(h11.Connection):
+    """Takes nothing more from a body that comes in more than CHUNKS chunks."""
+
+    chunks = 0  # of the body under way
+
+    def next_event(self) -> Any:
+        """As h11's; PAUSED from the first chunk on that is too many."""
+        if self.chunks > CHUNKS:
+            return h11.PAUSED
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self.chunks = 0
+        elif isinstance(event, h11.Data):
+            self.chunks += event.chunk_start
+        return event
+
+
+class _Transport:
+    """A transport that leaves to its connection what it means to close it."""
+
+    def __init__(self, inner: Any, connection: "Connection") -> None:
+        self._inner = inner
+        self._connection = connection
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.end()
+
+    def is_closing(self) -> bool:
+        """Whether nothing more is to be sent."""
+        return self._connection.lingers or self._inner.is_closing()
 
 
 class Connection(H11Protocol):
     """One connection of a client."""
 
     header_seconds = HEADER_SECONDS
+    lingers = False  # answered and ended; what still comes is thrown away
+    _unread = 0
     _clock: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._parser = _Parser(h11.SERVER, PIECE)
+        self.conn = self._parser
 
     def connection_made(self, transport: Any) -> None:
         """Start the clock."""
-        super().connection_made(transport)
+        self._inner = transport
+        super().connection_made(_Transport(transport, self))  # pyrefly: ignore
         self.access_log = False  # whatever handlers a host program gives to its logs
         self._watch()
 
     def data_received(self, data: bytes) -> None:
         """Stop the clock once headers are complete; other bytes do not set it back."""
-        super().data_received(data)
-        self._watch()
+        for start in range(0, len(data), PIECE):
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + PIECE])
+        if self.lingers:
+            self._unread += len(data)
+            if self._unread > UNREAD_BYTES:
+                self.transport.abort()
+        else:
+            self._watch()
+
+    def handle_events(self) -> None:
+        """Handle what has come; a body of too many chunks is a reason to refuse its request."""
+        super().handle_events()
+        if self._parser.chunks > CHUNKS:
+            self.scope["state"][REFUSAL] = (
+                f"the body comes in more than {CHUNKS} chunks: send larger ones, or Content-Length"
+            )
+
+    def end(self) -> None:
+        """Close the connection, at once if the request has come to its end.
+
+        To close before would reset it, and the client might lose the answer: so only this side
+        ends. What still comes is not parsed, and bounded in bytes and in time.
+        """
+        if self.lingers or self.conn.their_state is not h11.SEND_BODY:
+            self._inner.close()
+        elif not self._inner.is_closing():
+            self.lingers = True
+            self._inner.write_eof()
+            self._inner.resume_reading()
+            self._stop()
+            self._clock = self.loop.call_later(self.header_seconds, self._inner.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock."""
@@ -46,8 +126,7 @@ class Connection(H11Protocol):
         self._stop()
 
     def _watch(self) -> None:
-        # DONE: answered before its body had come, the rest of which is thrown away.
-        if self.conn.our_state not in (h11.IDLE, h11.DONE):
+        if self.conn.our_state is not h11.IDLE:
             self._stop()
         elif self._clock is None and not self.transport.is_closing():
             self._clock = self.loop.call_later(self.header_seconds, self.transport.abort)

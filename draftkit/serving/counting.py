@@ -51,7 +51,6 @@ class Counting:
         self,
         key: tuple[str, str],
         *,
-        tokens: int,
         drafted: int,
         accepted: int,
         tested: int,
@@ -61,7 +60,6 @@ class Counting:
         """One row's round; `seconds` is its share of the time."""
         with self._lock:
             tally = self._tallies.setdefault(key, _Tally())
-            tally.tokens += tokens
             tally.rounds += 1
             tally.drafts += drafted > 0
             tally.drafted += drafted
@@ -72,6 +70,11 @@ class Counting:
             tally.tested += tested
             tally.acceptance += acceptance
             tally.seconds += seconds
+
+    def tokens(self, key: tuple[str, str], count: int) -> None:
+        """Tokens that a listener is told: no stop string takes them back, so sums never fall."""
+        with self._lock:
+            self._tallies.setdefault(key, _Tally()).tokens += count
 
     def request(self, key: tuple[str, str]) -> None:
         """A row has come to its end."""

@@ -1,23 +1,27 @@
 """From answers that grow to what is sent: whole, as server-sent events, or as an error.
 
-A stream is sent no faster than it is read; latencies are measured on the way. Knows the shape of
-no answer (see `replies`) and no routes.
+Both are sent no faster than they are read, and made in parts between which others have their turn
+on the event loop. Latencies are measured on the way. Knows the shape of no answer (see `replies`)
+and no routes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from draftkit.serving.intake import Asked
-from draftkit.serving.jobs import Piece
+from draftkit.serving.jobs import Piece, TokenScore
 from draftkit.serving.metrics import Metrics
-from draftkit.serving.replies import Json, encode, error_body, usage
-from draftkit.serving.streams import Answers, ClientLeft, TooSlow, unless_left
+from draftkit.serving.replies import Json, bits, encode, error_body, in_utf8, usage
+from draftkit.serving.streams import Answers, Arrival, ClientLeft, TooSlow, unless_left
 
 DONE = b"data: [DONE]\n\n"
+EVENT = 1000  # token scores and alternatives of one event, from which on the next one begins
+PART = 16_384  # characters of a whole answer that are made at once, in a few ms
 # Why an answer may end without being one: status, message, code.
 FAILURES = {
     "timeout": (408, "the answer took longer than serve.request_seconds", "timeout"),
@@ -60,20 +64,34 @@ class Reader:
         self._last: dict[int, float] = {}
 
     async def steps(self) -> AsyncIterator[list[tuple[int, Piece]]]:
-        """What has come since the last step: at most one piece for each choice.
+        """What has come since the last step: one piece for each choice, more of one that is long.
 
         Raises Failed where an answer will not be completed.
         """
+        async for arrivals in self._arrivals():
+            by_choice: dict[int, list[Piece]] = {}
+            for index, piece, _ in arrivals:
+                by_choice.setdefault(index, []).append(piece)
+            yield [(index, one) for index, all_ in by_choice.items() for one in _joined(all_)]
+
+    async def all(self) -> None:
+        """Wait for the whole of every answer. Raises Failed where there will be none."""
+        async for _ in self._arrivals():
+            pass
+
+    async def send(self, sending: Awaitable[None]) -> None:
+        """Wait for the client, which is too slow where too much arrives meanwhile."""
+        await self._answers.send(sending)
+
+    async def _arrivals(self) -> AsyncIterator[list[Arrival]]:
         try:
             async for arrivals in self._answers.arrivals():
-                merged: dict[int, list[Piece]] = {}
                 for index, piece, at in arrivals:
                     self._measure(index, piece, at)
                     self.asked.choices[index].push(piece)
                     if failed := failure_of(piece.finish_reason):
                         raise failed
-                    merged.setdefault(index, []).append(piece)
-                yield [(index, _joined(pieces)) for index, pieces in merged.items()]
+                yield arrivals
         except TooSlow:
             raise Failed(408, "the stream was read too slowly", "slow_reader") from None
 
@@ -96,24 +114,29 @@ class Reader:
         written = sum(choice.tokens for choice in self.asked.choices)
         return usage(prompt_tokens=self.asked.prompt_tokens, completion_tokens=written)
 
-    async def all(self) -> None:
-        """Wait for the whole of every answer. Raises Failed where there will be none."""
-        async for _ in self.steps():
-            pass
-
-    def close(self) -> None:
-        """Free the rows of what has not ended."""
+    async def close(self) -> None:
+        """Free the rows of what has not ended, and one choice after the other: that takes time."""
         self._answers.cancel()
+        for choice in self.asked.choices:
+            if choice.scores:
+                choice.scores.clear()
+                await asyncio.sleep(0)
 
 
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    last = pieces[-1]
-    return Piece(
-        "".join(piece.text for piece in pieces),
-        tuple(score for piece in pieces for score in piece.scores),
-        last.finish_reason,
-        last.speculation,
-    )
+def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces of a choice in as few as make events of bounded size."""
+    texts: list[str] = []
+    scores: list[TokenScore] = []
+    entries = 0
+    for piece in pieces:
+        texts.append(piece.text)
+        scores += piece.scores
+        entries += sum(1 + len(score.top) for score in piece.scores)
+        if entries >= EVENT or piece.finish_reason is not None:
+            yield Piece("".join(texts), tuple(scores), piece.finish_reason, piece.speculation)
+            texts, scores, entries = [], [], 0
+    if texts:
+        yield Piece("".join(texts), tuple(scores))
 
 
 class EventStream(Response):
@@ -136,7 +159,7 @@ class EventStream(Response):
         except (ClientLeft, TimeoutError):
             pass
         finally:
-            self._reader.close()
+            await self._reader.close()
 
     async def _send(self, send: Send) -> None:
         await send(
@@ -147,7 +170,9 @@ class EventStream(Response):
             }
         )
         async for event in self._events():
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            message = {"type": "http.response.body", "body": event, "more_body": True}
+            await self._reader.send(send(message))
+            await asyncio.sleep(0)  # others have their turn
         await send({"type": "http.response.body", "body": DONE, "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -166,6 +191,63 @@ class EventStream(Response):
             return
         if asked.includes_usage:
             yield _event(form.closing(self._reader.used))
+
+
+class WholeAnswer(Response):
+    """The answers in one JSON value, which is made while it is sent and never held as a whole."""
+
+    media_type = "application/json"
+
+    def __init__(self, reader: Reader, *, turn: asyncio.Lock, seconds: float) -> None:
+        """`turn`: to make a part, of all answers; `seconds`: as of a stream."""
+        super().__init__()
+        del self.headers["content-length"]
+        self._reader = reader
+        self._turn = turn
+        self._seconds = seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all of it; stop where the client leaves."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                await unless_left(receive, self._send(send))
+        except (ClientLeft, TimeoutError):
+            pass
+        finally:
+            await self._reader.close()
+
+    async def _send(self, send: Send) -> None:
+        asked, is_first, more = self._reader.asked, True, True
+        parts = _parts(asked.form.response(asked.choices, asked.echoes, self._reader.used))
+        while more:
+            async with self._turn:
+                began = time.thread_time()
+                part, more = next(parts)
+                if more:  # as long again for others: rounds need the interpreter too
+                    await asyncio.sleep(time.thread_time() - began)
+            if is_first:
+                await self._start(send, None if more else len(part))
+                is_first = False
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+    async def _start(self, send: Send, length: int | None) -> None:
+        if length is not None:
+            self.headers["content-length"] = str(length)
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send(start | {"headers": self.raw_headers})
+
+
+def _parts(value: Json) -> Iterator[tuple[bytes, bool]]:
+    """`value` as JSON in parts of little more than PART characters, and whether one follows."""
+    gathered: list[str] = []
+    size = 0
+    for bit in bits(value):
+        if size >= PART:
+            yield in_utf8("".join(gathered)), True
+            gathered, size = [], 0
+        gathered.append(bit)
+        size += len(bit)
+    yield in_utf8("".join(gathered)), False
 
 
 def _event(content: Json) -> bytes:

@@ -24,7 +24,7 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.adapter import Adapter
 from draftkit.online.registry import Registry, Version
-from draftkit.serving.canary import Served, Verdict, judge
+from draftkit.serving.canary import Served, Verdict, give_up, judge
 from draftkit.serving.weights import fitted, same
 
 START = "start"  # the version of weights that no registry has published
@@ -84,6 +84,7 @@ class Route:
             proposer = DraftModelProposer(make(), version=version)
             self.candidate = Role(f"{name}/candidate", proposer)
         self.tries = False  # whether the candidate gets rows
+        self.rows = 0  # that have begun since it does
         self.before: tuple[Version, Served] | None = None  # what a version on trial replaced
         self.refused: set[str] = set()
         self.seen: Hashable = None  # the pointers that have been followed
@@ -144,6 +145,7 @@ class Drafters:
     def choose(self, route: str, *, seeded: bool) -> str:
         """The proposer of a new row. A seeded one gets the current version, so that it repeats."""
         found = self.routes[route]
+        found.rows += 1
         role = found.candidate
         if role is None or not found.tries or seeded:
             return found.current.proposer_id
@@ -250,6 +252,7 @@ class Drafters:
             if is_new:
                 with self._lock:
                     route.current.served = Served()  # both see the same traffic from now on
+                    route.rows = 0
             route.tries = True
 
     def _load(self, route: Route, registry: Registry, role: Role, version: Version) -> bool:
@@ -310,7 +313,12 @@ class Drafters:
 
     def _judge(self, route: Route, registry: Registry, candidate: Role) -> None:
         if route.tries and candidate.version is not None:
-            verdict = self._verdict(candidate, route.current.served)
+            verdict = self._verdict(candidate, route.current.served) or give_up(
+                new=candidate.served,
+                rows=route.rows,
+                share=self._gate.canary_fraction,
+                positions=self._gate.canary_tokens,
+            )
             if verdict is None:
                 return
             if verdict.stays:

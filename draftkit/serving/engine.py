@@ -29,6 +29,7 @@ from draftkit.serving.rows import Rows
 IDLE_SECONDS = 1.0  # after which an engine without jobs shows that it lives
 STALLED_SECONDS = 120.0  # a round of compiled code may have to be compiled first
 MOST_ERRORS = 3  # rounds in a row that may fail
+REST_SECONDS = 10.0  # after so many, until the next job may show whether rounds succeed again
 ERROR_SECONDS = 0.1  # until the next try
 SEEDS = 1 << 63
 log = logging.getLogger(__name__)
@@ -144,10 +145,15 @@ class Engine:
         return self.drafters.versions()
 
     def healthy(self) -> bool:
-        """Whether the thread lives, makes progress, and not every round fails."""
+        """Whether the thread lives, makes progress, and not every round fails.
+
+        A while after the last failure it is healthy on trial: where nobody sends jobs to a server
+        that is not, no round could ever show that it is. The next failure ends that at once.
+        """
         alive = self._thread is not None and self._thread.is_alive()
         moves = time.monotonic() - self._beat < STALLED_SECONDS
-        return alive and moves and self._rows.errors_in_a_row < MOST_ERRORS
+        rested = time.monotonic() - self._rows.failed_at >= REST_SECONDS
+        return alive and moves and (rested or self._rows.errors_in_a_row < MOST_ERRORS)
 
     # Life
 
@@ -241,7 +247,7 @@ class Engine:
             self._step()
         except Exception:  # not of a round: those end their own rows
             log.exception("the engine met an error between two rounds")
-            self._rows.errors_in_a_row += 1
+            self._rows.count_error()
             self._end({answer.number: "error" for answer in self._answers()})
             with self._changed:
                 self._changed.wait(ERROR_SECONDS)

@@ -5,13 +5,16 @@ sockets.
 """
 
 import asyncio
+import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
+from draftkit.decoding.streaming import final_text
 from draftkit.serving.jobs import Job
 from draftkit.serving.protocol import (
     SHOWN,
@@ -73,10 +76,11 @@ class Intake:
         self._check_top(body.logprobs, "logprobs")
         prompts = body.prompts
         self._check_count(body, len(prompts))
-        ids = [await self._ids(prompt) for prompt in prompts]
+        most = body.max_tokens or COMPLETION_TOKENS
+        ids = [await self._ids(prompt, most) for prompt in prompts]
         echoes = [""] * len(prompts)
         if body.echo:
-            echoes = [p if isinstance(p, str) else self._texts.decode(p) for p in prompts]
+            echoes = [await self._echo(prompt) for prompt in prompts]
         wants = body.logprobs is not None
         form = CompletionForm(self._texts, model=self._model_name, name=name, logprobs=wants)
         return self._asked(
@@ -85,7 +89,7 @@ class Intake:
             form,
             ids=ids,
             echoes=echoes,
-            most=body.max_tokens or COMPLETION_TOKENS,
+            most=most,
             top=body.logprobs or 0,
         )
 
@@ -101,17 +105,20 @@ class Intake:
             ids = await asyncio.to_thread(self._texts.chat, messages)
         except ValueError as error:
             raise BadRequest(str(error), param="messages", code="chat_template") from error
+        most = body.most_tokens or max(self._max_length - len(ids), 1)
+        bound = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        self._check_length(len(ids), most, param="messages", bound=bound)
         wants = bool(body.logprobs)
         form = ChatForm(self._texts, model=self._model_name, name=name, logprobs=wants)
-        room = self._max_length - len(ids)
         return self._asked(
             body,
             headers,
             form,
             ids=[ids],
             echoes=[""],
-            most=body.most_tokens or max(room, 1),
+            most=most,
             top=body.top_logprobs or 0,
+            conversation=conversation_of(messages),
         )
 
     def _asked(
@@ -124,16 +131,17 @@ class Intake:
         echoes: list[str],
         most: int,
         top: int,
+        conversation: str = "",
     ) -> Asked:
-        for prompt in ids:
-            self._check_length(len(prompt), most)
         shared = {
             "max_new_tokens": most,
+            "continues": isinstance(body, CompletionRequest),
             "sampling": body.sampling(self._sampling),
             "seed": body.seed,
             "stops": body.stops,
             "top_logprobs": top,
             "route": self._route(headers),
+            "conversation": conversation,
             "records": _records(headers),
             "deadline": time.monotonic() + self._settings.request_seconds,
         }
@@ -147,8 +155,12 @@ class Intake:
         return Asked(
             jobs=jobs,
             choices=[
-                Choice(index, Offsets(self._texts, len(start)), keeps=not body.stream)
-                for index, start in enumerate(starts)
+                Choice(
+                    index,
+                    Offsets(self._texts, len(start), before=job.prompt_ids),
+                    keeps=not body.stream,
+                )
+                for index, (job, start) in enumerate(zip(jobs, starts, strict=True))
             ],
             echoes=starts,
             prompt_tokens=sum(map(len, ids)),
@@ -157,19 +169,29 @@ class Intake:
             includes_usage=body.includes_usage,
         )
 
-    async def _ids(self, prompt: str | list[int]) -> list[int]:
-        """The ids of a prompt. Encoding long texts takes a while: not on the event loop."""
-        if not isinstance(prompt, str):
-            wrong = next((i for i in prompt if i >= self._texts.vocab_size), None)
-            if wrong is not None:
-                size = self._texts.vocab_size
-                raise BadRequest(f"prompt: token id {wrong} is not below {size}", param="prompt")
-            return prompt
-        self._check_size(len(prompt), "prompt")
-        ids = await asyncio.to_thread(self._texts.encode, prompt)
+    async def _ids(self, prompt: str | list[int], most: int) -> list[int]:
+        """The ids of a prompt that fits together with `most` tokens of an answer.
+
+        Encoding long texts takes a while: not on the event loop.
+        """
+        if isinstance(prompt, str):
+            self._check_size(len(prompt), "prompt")
+            ids = await asyncio.to_thread(self._texts.encode, prompt)
+        else:
+            ids = prompt
         if not ids:
             raise BadRequest("prompt must not be empty: it has no token", param="prompt")
+        self._check_length(len(ids), most, param="prompt", bound="max_tokens")
+        size = self._texts.vocab_size
+        if (wrong := max(ids)) >= size:
+            raise BadRequest(f"prompt: token id {wrong} is not below {size}", param="prompt")
         return ids
+
+    async def _echo(self, prompt: str | list[int]) -> str:
+        """What an answer to `prompt` begins with: a character that it cuts off is the answer's."""
+        if isinstance(prompt, str):
+            return prompt
+        return await asyncio.to_thread(final_text, prompt, self._texts.decode)
 
     def _check_model(self, body: GenerationRequest) -> None:
         if body.model != self._model_name:
@@ -197,13 +219,13 @@ class Intake:
         if least > self._max_length:
             raise self._too_long(f"{param} of at least {least} tokens", param)
 
-    def _check_length(self, prompt: int, most: int) -> None:
-        if prompt >= self._max_length:
-            raise self._too_long(f"a prompt of {prompt} tokens", "prompt")
-        if prompt + most > self._max_length:
-            raise self._too_long(
-                f"a prompt of {prompt} tokens with max_tokens {most}", "max_tokens"
-            )
+    def _check_length(self, tokens: int, most: int, *, param: str, bound: str) -> None:
+        """`param` holds the prompt's tokens, `bound` how many may follow."""
+        what = f"{param} of {tokens} tokens"
+        if tokens >= self._max_length:
+            raise self._too_long(what, param)
+        if tokens + most > self._max_length:
+            raise self._too_long(f"{what} with {bound} {most}", bound)
 
     def _too_long(self, what: str, param: str) -> BadRequest:
         return BadRequest(
@@ -221,6 +243,16 @@ class Intake:
                 code="unknown_route",
             )
         return route
+
+
+def conversation_of(messages: Sequence[Mapping[str, str]]) -> str:
+    """A name that all turns of a conversation share: a hash of it up to the first user turn.
+
+    Later turns hold the answers to earlier ones, so all of them are learned from, or none.
+    """
+    first = next((i for i, turn in enumerate(messages) if turn["role"] == "user"), len(messages))
+    content = json.dumps(messages[: first + 1], sort_keys=True).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _records(headers: Headers) -> bool:

@@ -31,15 +31,17 @@ class Job:
     # None: the engine draws one. Given: fixed gamma and drafter, so that the answer does not
     # depend on the rows beside it.
     seed: int | None = None
+    continues: bool = True  # the prompt's text; a chat's answer is a text of its own
     row: int = 0  # number of the choice: with the seed, the key of the noise
     stops: tuple[str, ...] = ()
     top_logprobs: int = 0  # alternatives wanted for each token
     route: str = DEFAULT_ROUTE
+    conversation: str = ""  # of which it is a turn; empty: the prompt stands for itself
     records: bool = True  # False: the owner opted out, nothing of it may reach the disk
     deadline: float | None = None  # time.monotonic() at which it ends as "timeout"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenScore:
     """One output token under the target at temperature 1, without penalties or cuts."""
 

@@ -1,19 +1,23 @@
-"""The door: the key, the size, kind and pace of a body, the name of each request.
+"""The door: the key or the host, the size, kind and pace of a body, the name of each request.
 
 A pure ASGI layer around the app, so that nothing behind it sees a request without the key or a
-body beyond the limit. It knows no route but `/health` and nothing of what is asked.
+body beyond the limit. An answer that does not wait for the end of its request's body closes the
+connection. It knows no route but `/health` and nothing of what is asked.
 """
 
 import asyncio
 import hmac
+import ipaddress
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from draftkit.serving.protocol import SHOWN
 from draftkit.serving.replies import encode, error_body
 
 BODY_SECONDS = 30.0  # in which a body must have arrived
 OPEN_PATHS = ("/health",)  # answered without the key
+REFUSAL = "refusal"  # in a request's state: why the connection takes no more of its body
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -44,10 +48,16 @@ class Limits:
         *,
         key: str | None,
         max_body_bytes: int,
+        host: str = "localhost",
         body_seconds: float = BODY_SECONDS,
     ) -> None:
-        """`key`: what `Authorization: Bearer` must hold, None to let everybody in."""
+        """`key`: what `Authorization: Bearer` must hold, None to let everybody in.
+
+        Everybody is not the pages of other sites, to whose names a browser may be made to find
+        this server's address: without a key `Host` must be an address, localhost, or `host`.
+        """
         self._app = app
+        self._host = host.lower()
         self._key = None if key is None else key.encode()
         self._max_body_bytes = max_body_bytes
         self._body_seconds = body_seconds
@@ -58,11 +68,14 @@ class Limits:
             return await self._app(scope, receive, send)
         name = secrets.token_hex(12)
         scope.setdefault("state", {})["request_id"] = name
+        unread = _has_body(scope)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = (b"x-request-id", f"req-{name}".encode())
-                message["headers"] = [*message.get("headers", []), own]
+                own = [(b"x-request-id", f"req-{name}".encode())]
+                if unread:
+                    own.append((b"connection", b"close"))
+                message["headers"] = [*message.get("headers", []), *own]
             await send(message)
 
         try:
@@ -72,14 +85,16 @@ class Limits:
                 body = await self._body(scope, receive)
                 if body is None:
                     return None  # the client has left
-                receive = _replay(body, receive)
+                receive, unread = _replay(body, receive), False
         except Refused as refused:
             return await _answer(refused, named)
         return await self._app(scope, receive, named)
 
     def _check_key(self, scope: MutableMapping[str, Any]) -> None:
-        if self._key is None or scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS:
             return
+        if self._key is None:
+            return self._check_host(_header(scope, b"host").decode("latin-1"))
         given = _header(scope, b"authorization")
         kind, _, word = given.partition(b" ")
         right = hmac.compare_digest(word.strip(), self._key)
@@ -89,6 +104,17 @@ class Limits:
                 "the API key is missing or wrong: send Authorization: Bearer KEY",
                 "invalid_api_key",
                 www_authenticate="Bearer",
+            )
+
+    def _check_host(self, given: str) -> None:
+        """No header is no browser's."""
+        host = hostname(given)
+        if host and host not in ("localhost", self._host) and not _is_address(host):
+            raise Refused(
+                403,
+                f"Host {host[:SHOWN]!r} needs a key: set DRAFTKIT_API_KEY at the server and send "
+                "it, or ask at an address or at serve.host",
+                "unknown_host",
             )
 
     def _check_kind(self, scope: MutableMapping[str, Any]) -> None:
@@ -118,9 +144,11 @@ class Limits:
                     more = message.get("more_body", False)
                     if len(body) > self._max_body_bytes:
                         raise self._too_large()
+                    if more and (reason := scope["state"].get(REFUSAL)):
+                        raise Refused(413, reason, "too_many_chunks")
         except TimeoutError:
             reason = f"the body did not arrive within {self._body_seconds:g} s"
-            raise Refused(408, reason, "slow_body", connection="close") from None
+            raise Refused(408, reason, "slow_body") from None
         return bytes(body)
 
     def _too_large(self) -> Refused:
@@ -135,6 +163,26 @@ def _header(scope: MutableMapping[str, Any], name: bytes) -> bytes:
     """A header's value; empty where it is absent, or given twice and so ambiguous."""
     found = [value for key, value in scope["headers"] if key == name]
     return found[0] if len(found) == 1 else b", ".join(found)
+
+
+def _has_body(scope: MutableMapping[str, Any]) -> bool:
+    in_chunks = bool(_header(scope, b"transfer-encoding"))
+    return in_chunks or _header(scope, b"content-length") not in (b"", b"0")
+
+
+def hostname(given: str) -> str:
+    """The host of a `Host` header, without its port, in lower case; an IPv6 address bare."""
+    if given.startswith("["):
+        return given[1:].partition("]")[0].lower()
+    return given.partition(":")[0].lower().removesuffix(".")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

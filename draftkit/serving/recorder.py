@@ -2,10 +2,12 @@
 
 Answers wait in a bounded queue and are written together; where the queue is full or the disk
 refuses, records are dropped and counted. Of requests whose owner opted out only counts are
-written, which hold no text. Knows no models and no HTTP.
+written, which hold no text. Whatever is recorded, what is in the buffer does not outlive its time:
+the same thread looks after it. Knows no models and no HTTP.
 """
 
 import logging
+import math
 import queue
 import random
 import threading
@@ -20,7 +22,7 @@ from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.trace import TraceRound
 from draftkit.distillation.samplers import verdicts
-from draftkit.online.buffer import Entry, Served
+from draftkit.online.buffer import UPKEEP_SECONDS, Entry, Served
 from draftkit.serving.jobs import DrafterCounters, Job, Load
 
 BATCH = 64  # records of a transaction, at most
@@ -45,6 +47,10 @@ class Store(Protocol):
 
     def set_load(self, *, queued: int, running: int) -> None:
         """Tell how busy the server is."""
+        ...
+
+    def maintain(self) -> None:
+        """Delete what is too old or too much."""
         ...
 
 
@@ -72,7 +78,7 @@ class Recorder:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.top_k = settings.top_k
-        self.dropped = 0  # records that should have been written
+        self._refused = self._lost = 0  # by whoever offers, and by the thread that writes
         self._store = store
         self._fraction = settings.fraction
         self._draw = draw
@@ -81,6 +87,11 @@ class Recorder:
         self._failing = False
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+
+    @property
+    def dropped(self) -> int:
+        """Records that should have been written."""
+        return self._refused + self._lost
 
     def takes(self, job: Job) -> bool:
         """Whether the answer to `job` is to be offered. Drawn anew in every call."""
@@ -93,14 +104,14 @@ class Recorder:
         try:
             self._queue.put_nowait(answered)
         except queue.Full:
-            self.dropped += 1
+            self._refused += 1
 
     def start(
         self,
         load: Callable[[], Load],
         counters: Callable[[], Mapping[tuple[str, str], DrafterCounters]],
     ) -> None:
-        """Write from now on, and now and then what `load` and `counters` say."""
+        """Write from now on, also what `load` and `counters` say, and delete what is too old."""
         self._thread = threading.Thread(
             target=self._run, args=(load, counters), name="recorder", daemon=True
         )
@@ -117,16 +128,19 @@ class Recorder:
         load: Callable[[], Load],
         counters: Callable[[], Mapping[tuple[str, str], DrafterCounters]],
     ) -> None:
-        told = -TELL_SECONDS
+        told = maintained = -math.inf
         while not self._stopping.is_set():
             self._write(self._gather())
             if time.monotonic() >= told + TELL_SECONDS:
                 told = time.monotonic()
                 self._tell(load(), counters())
+            if time.monotonic() >= maintained + UPKEEP_SECONDS:
+                maintained = time.monotonic()
+                self._try(self._store.maintain)
         deadline = time.monotonic() + CLOSE_SECONDS
         while not self._queue.empty() and time.monotonic() < deadline:
             self._write(self._gather())
-        self.dropped += self._queue.qsize()
+        self._lost += self._queue.qsize()
         self._tell(load(), counters())
 
     def _gather(self) -> list[Answered]:
@@ -143,9 +157,23 @@ class Recorder:
                     break
         return batch
 
-    def _write(self, batch: list[Answered]) -> None:
-        if batch and not self._try(lambda: self._store.append([entry(found) for found in batch])):
-            self.dropped += len(batch)
+    def _write(self, batch: Sequence[Answered]) -> None:
+        """Store them together; one that makes no record is lost alone."""
+        if not batch:
+            return
+        try:
+            written = self._try(
+                lambda: self._store.append([entry(found) for found in batch]), OSError
+            )
+        except Exception as error:
+            if len(batch) > 1:
+                for one in batch:
+                    self._write([one])
+                return
+            log.error("an answer cannot be recorded: %s", error)
+            written = False
+        if not written:
+            self._lost += len(batch)
 
     def _tell(self, load: Load, counters: Mapping[tuple[str, str], DrafterCounters]) -> None:
         """Write what has been counted since the last time."""
@@ -158,11 +186,11 @@ class Recorder:
             self._told = dict(counters)
         self._try(lambda: self._store.set_load(queued=load.queued, running=load.running))
 
-    def _try(self, write: Callable[[], None]) -> bool:
+    def _try(self, write: Callable[[], None], expected: type[Exception] = Exception) -> bool:
         """Whether `write` could; told once until it can again."""
         try:
             write()
-        except Exception as error:  # serving goes on, whatever the disk says
+        except expected as error:  # serving goes on, whatever the disk says
             if not self._failing:
                 log.error("the traffic buffer cannot be written, records are lost: %s", error)
             self._failing = True
@@ -191,6 +219,7 @@ def entry(answered: Answered) -> Entry:
         sampling={name: float(value) for name, value in asdict(job.sampling).items()},
         seed=answered.seed,
         row=job.row,
+        document=job.conversation,
         proposals=proposals[:count],
         rejected=rejected[:count],
         **scores,

@@ -1,27 +1,58 @@
 """What a client is told, in OpenAI's words: whole answers, chunks of a stream, usage, errors.
 
-Plain JSON values made from the pieces of the engine; nothing here waits, sends or decides.
+JSON values made from the pieces of the engine; nothing here waits, sends or decides. Lists with an
+entry a token are iterators, so that a long answer is made while it is encoded, a little at a time.
 """
 
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from draftkit.serving.jobs import Piece, Speculation, TokenScore
-from draftkit.serving.texts import Offsets, Texts, readable
+from draftkit.serving.texts import Offsets, Texts
 
 LEAST_LOG_PROB = -9999.0  # JSON knows no infinity; OpenAI's word for it
 
 Json = dict[str, Any]
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def encode(value: object) -> bytes:
     """JSON as it is sent. Raises ValueError for NaN and infinity."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")  # half a character, as JSON escapes it
+    return in_utf8("".join(bits(value)))
+
+
+def in_utf8(text: str) -> bytes:
+    """JSON text in bytes, half of a character as JSON escapes it."""
+    return text.encode("utf-8", "backslashreplace")
+
+
+def bits(value: object) -> Iterator[str]:
+    """`value` as JSON, each bit of it made when it is wanted.
+
+    Iterators in it are lists; an entry of an iterator is one bit. Raises ValueError for NaN and
+    infinity.
+    """
+    if isinstance(value, dict):
+        yield "{"
+        for number, (name, each) in enumerate(value.items()):
+            yield f"{',' if number else ''}{_ENCODER.encode(name)}:"
+            yield from bits(each)
+        yield "}"
+    elif isinstance(value, list | Iterator):
+        yield "["
+        for number, each in enumerate(value):
+            if number:
+                yield ","
+            yield from bits(each) if isinstance(value, list) else [_ENCODER.encode(each)]
+        yield "]"
+    else:
+        yield _ENCODER.encode(value)
 
 
 def error_body(
@@ -96,7 +127,7 @@ class Form(ABC):
         self._head = {"id": f"{self.prefix}-{name}", "created": int(time.time()), "model": model}
 
     def response(self, choices: Sequence[Choice], echoes: Sequence[str], used: Json) -> Json:
-        """The whole answer; each of its texts begins with its entry of `echoes`."""
+        """The whole answer, for `bits`; each of its texts begins with its entry of `echoes`."""
         found = [choice.speculation for choice in choices if choice.speculation is not None]
         return {
             **self._head,
@@ -115,7 +146,7 @@ class Form(ABC):
         }
 
     def piece(self, choice: Choice, piece: Piece) -> Json:
-        """A chunk of a stream; the last one of a choice tells what speculation did for it."""
+        """A chunk of a stream, for `bits`; the last one of a choice tells of its speculation."""
         part = {
             "index": choice.index,
             **self.added(piece.text),
@@ -138,9 +169,6 @@ class Form(ABC):
     def _scored(self, scores: Sequence[TokenScore], offsets: Offsets) -> Json | None:
         return self.scored(scores, offsets) if self._logprobs else None
 
-    def _token(self, token_id: int) -> str:
-        return readable(self._texts.token_bytes(token_id))
-
     @abstractmethod
     def said(self, text: str) -> Json:
         """The text as a whole response holds it."""
@@ -151,7 +179,7 @@ class Form(ABC):
 
     @abstractmethod
     def scored(self, scores: Sequence[TokenScore], offsets: Offsets) -> Json:
-        """Log-probabilities of tokens that follow each other."""
+        """Log-probabilities of tokens that follow each other, in iterators."""
 
 
 class CompletionForm(Form):
@@ -168,18 +196,20 @@ class CompletionForm(Form):
 
     def scored(self, scores: Sequence[TokenScore], offsets: Offsets) -> Json:
         """Four lists, an entry a token; alternatives of the same text count once, the likeliest."""
+        shown = self._texts.shown
         return {
-            "tokens": [self._token(score.token_id) for score in scores],
-            "token_logprobs": [max(LEAST_LOG_PROB, score.log_prob) for score in scores],
-            "top_logprobs": [self._alternatives(score) for score in scores],
-            "text_offset": offsets.push([score.token_id for score in scores]),
+            "tokens": (shown(score.token_id).readable for score in scores),
+            "token_logprobs": (max(LEAST_LOG_PROB, score.log_prob) for score in scores),
+            "top_logprobs": (self._alternatives(score) for score in scores),
+            "text_offset": (offsets.push([score.token_id])[0] for score in scores),
         }
 
     def _alternatives(self, score: TokenScore) -> dict[str, float]:
+        shown = self._texts.shown
         pairs = [*score.top, (score.token_id, score.log_prob)] if score.top else []
         found: dict[str, float] = {}
         for token_id, log_prob in pairs:
-            found.setdefault(self._token(token_id), max(LEAST_LOG_PROB, log_prob))
+            found.setdefault(shown(token_id).readable, max(LEAST_LOG_PROB, log_prob))
         return found
 
 
@@ -210,18 +240,17 @@ class ChatForm(Form):
 
     def scored(self, scores: Sequence[TokenScore], offsets: Offsets) -> Json:
         """A list with an entry a token."""
-        content = [
+        content = (
             self._entry(score.token_id, score.log_prob)
             | {"top_logprobs": [self._entry(*pair) for pair in score.top]}
             for score in scores
-        ]
+        )
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, log_prob: float) -> Json:
-        content = self._texts.token_bytes(token_id)
-        token = content.decode("utf-8", "replace")
+        shown = self._texts.shown(token_id)
         return {
-            "token": token,
+            "token": shown.text,
             "logprob": max(LEAST_LOG_PROB, log_prob),
-            "bytes": list(content),
+            "bytes": shown.values,
         }

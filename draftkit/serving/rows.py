@@ -32,6 +32,7 @@ class Rows:
         self.counting = Counting()
         self.job_seconds = 1.0  # a running mean over answers, waiting included
         self.errors_in_a_row = 0  # rounds
+        self.failed_at = 0.0  # the last of them, in the clock time.monotonic()
         self._drafters = drafters
         self._recorder = recorder
         self._records_ids = recorder is not None and recorder.top_k > 0
@@ -89,9 +90,14 @@ class Rows:
                 self._take(result, seconds / rows)
             self.errors_in_a_row = 0
         except Exception:
-            self.errors_in_a_row += 1
+            self.count_error()
             self._fail(self.answers)
             self._leave(list(self._running))
+
+    def count_error(self) -> None:
+        """One more without a round that succeeded in between."""
+        self.errors_in_a_row += 1
+        self.failed_at = time.monotonic()
 
     def _leave(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -110,7 +116,7 @@ class Rows:
         """Bring a group's round to its answers; `seconds` is each row's share of the time."""
         answers = [self._running[slot] for slot in result.slots]
         completions = [answer.completion for answer in answers]
-        before = [(len(c.output_ids), c.tested, c.acceptance_total) for c in completions]
+        before = [(c.tested, c.acceptance_total) for c in completions]
         record(dict(zip(result.slots, completions, strict=True)), result)
         scores = round_scores(result, [answer.job.top_logprobs for answer in answers])
         likeliest: list[Likeliest] = []
@@ -121,17 +127,16 @@ class Rows:
             if answer.records and likeliest:
                 answer.likeliest.append(likeliest[place])
             piece = answer.take(scores[place], version=version, done=result.done[place])
-            completion, (tokens, tested, acceptance) = answer.completion, before[place]
+            completion, (tested, acceptance) = answer.completion, before[place]
             self.counting.round(
                 (answer.job.route, version),
-                tokens=len(completion.output_ids) - tokens,
                 drafted=result.lengths[place],
                 accepted=completion.steps[-1].accepted,
                 tested=completion.tested - tested,
                 acceptance=completion.acceptance_total - acceptance,
                 seconds=seconds,
             )
-            if piece is not None and piece.finish_reason is None and not tell(answer, piece):
+            if piece is not None and piece.finish_reason is None and not self._tell(answer, piece):
                 piece = answer.end("cancelled")
             if piece is not None and piece.finish_reason is not None:
                 ended.append(slot)
@@ -163,15 +168,15 @@ class Rows:
                 seconds=time.time(),
             )
             self._recorder.offer(answered)
-        tell(answer, piece)
+        self._tell(answer, piece)
 
-
-def tell(answer: Answer, piece: Piece) -> bool:
-    """Whether the listener could take `piece`; after a failure it is not called again."""
-    try:
-        answer.listener(piece)
-    except Exception:
-        log.exception("a listener failed; its answer is cancelled")
-        answer.listener = lambda _: None
-        return False
-    return True
+    def _tell(self, answer: Answer, piece: Piece) -> bool:
+        """Whether the listener could take `piece`; after a failure it is not called again."""
+        self.counting.tokens((answer.job.route, answer.version), len(piece.scores))
+        try:
+            answer.listener(piece)
+        except Exception:
+            log.exception("a listener failed; its answer is cancelled")
+            answer.listener = lambda _: None
+            return False
+        return True

@@ -1,8 +1,9 @@
 """From the engine's thread to the event loop: the pieces of one request's answers.
 
 The engine calls a listener and must never wait, so pieces land in a list and the loop is woken.
-What a reader has not taken yet is bounded: past the bound the jobs are cancelled. This module
-knows the engine's interface and nothing of HTTP but that a client may leave.
+What gathers while a reader waits for its client is bounded: past the bound the jobs are cancelled.
+What gathers while the loop has other things to do is no fault of the reader. This module knows
+the engine's interface and nothing of HTTP but that a client may leave.
 """
 
 import asyncio
@@ -14,7 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from draftkit.serving.jobs import Counters, Job, Listener, Load, Piece
 
-BACKLOG = 50_000  # token scores and alternatives of one request that wait for its reader
+BACKLOG = 25_000  # token scores and alternatives of a job, some 100 bytes each, that may wait
+TURNS = 3  # of the loop, in which a reader goes on whose client has made room
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
 
@@ -57,7 +59,7 @@ class ClientLeft(Exception):
 
 
 class TooSlow(Exception):
-    """The reader fell behind the answer by more than BACKLOG; its jobs are cancelled."""
+    """The client fell behind by more than BACKLOG; its jobs are cancelled."""
 
 
 class Arrival(NamedTuple):
@@ -77,7 +79,9 @@ class Answers:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[Arrival] = []
         self._backlog = 0
-        self._too_slow = False
+        self._room = BACKLOG * len(jobs)
+        self._sends = 0
+        self._is_sending = self._is_judged = self._too_slow = False
         self._arrived = asyncio.Event()
         self._open = len(jobs)
         self._ids: list[int] = []
@@ -96,11 +100,31 @@ class Answers:
             return
         self._waiting.append(arrival)
         self._backlog += sum(1 + len(score.top) for score in arrival.piece.scores)
-        if self._backlog > BACKLOG:
+        if self._backlog > self._room and self._is_sending and not self._is_judged:
+            self._is_judged = True
+            self._loop.call_soon(self._judge, self._sends, TURNS)
+        self._arrived.set()
+
+    def _judge(self, send: int, turns: int) -> None:
+        """Give the reader up if it waits for the same `send` after so many turns of the loop."""
+        if send != self._sends or not self._is_sending:
+            self._is_judged = False
+        elif turns > 1:
+            self._loop.call_soon(self._judge, send, turns - 1)
+        else:
             self._too_slow = True
             self._waiting.clear()
             self.cancel()
-        self._arrived.set()
+            self._arrived.set()
+
+    async def send(self, sending: Awaitable[None]) -> None:
+        """Wait for the client to take something: the only time in which a reader is slow."""
+        self._sends += 1
+        self._is_sending = True
+        try:
+            await sending
+        finally:
+            self._is_sending = False
 
     def cancel(self) -> None:
         """Free the rows of the jobs that have not ended."""

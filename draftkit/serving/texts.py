@@ -7,36 +7,55 @@ requests and no models.
 
 import codecs
 import copy
+import functools
 import json
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from draftkit.decoding.streaming import MISSING
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece tokens
+
+
+_SHOWN_TOKENS = 1 << 16  # whose forms are remembered
+
+
+class Shown(NamedTuple):
+    """A token as answers show it."""
+
+    text: str  # parts of characters replaced
+    readable: str  # parts of characters as OpenAI writes them, `bytes:\\xe2`
+    values: list[int]  # of its bytes
 
 
 class Texts:
     """A tokenizer for many callers.
 
     Ids are below `vocab_size`, and no token stands for more than `longest_token` characters.
+    `drops_space`: a text does not show the space that its first token begins with (Llama 2).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
+        self.shown = functools.lru_cache(_SHOWN_TOKENS)(self._shown)
         self._special = set(tokenizer.all_special_ids)
         decoder = json.dumps(json.loads(self._serialised()).get("decoder"))
         self._byte_of = {c: b for b, c in bytes_to_unicode().items()}
         self._is_byte_level = '"ByteLevel"' in decoder
         known = range(min(vocab_size, len(self._tokenizer)))
         self.longest_token = max(1, *(len(self.token_bytes(token_id)) for token_id in known))
+        plain = (i for i in known if i not in self._special)
+        spaced = next((i for i in plain if self.token_bytes(i).startswith(b" ")), None)
+        self.drops_space = spaced is not None and not self.decode([spaced]).startswith(" ")
 
     def _serialised(self) -> str:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
@@ -88,6 +107,10 @@ class Texts:
             return bytes.fromhex(found.group(1))
         return piece.replace(_SPACE, " ").encode("utf-8", "replace")
 
+    def _shown(self, token_id: int) -> Shown:
+        content = self.token_bytes(token_id)
+        return Shown(content.decode("utf-8", "replace"), readable(content), list(content))
+
     def is_special(self, token_id: int) -> bool:
         """Whether a text does not show it."""
         return token_id in self._special
@@ -96,19 +119,31 @@ class Texts:
 class Offsets:
     """Where the tokens of one answer begin in its text, counted in characters from `start`."""
 
-    def __init__(self, texts: Texts, start: int = 0) -> None:
+    def __init__(self, texts: Texts, start: int = 0, *, before: Sequence[int] = ()) -> None:
+        """`before`: the ids that the text goes on from, a character perhaps."""
         self._texts = texts
         self._place = start
+        self._drops = texts.drops_space and all(map(texts.is_special, before))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in before[-MISSING:]:
+            self._characters(token_id)
 
     def push(self, ids: Sequence[int]) -> list[int]:
         """The places of the next ids: the number of whole characters before each."""
         places = []
         for token_id in ids:
             places.append(self._place)
-            if not self._texts.is_special(token_id):
-                self._place += len(self._decoder.decode(self._texts.token_bytes(token_id)))
+            self._place += self._characters(token_id)
+            if self._drops and not self._texts.is_special(token_id):
+                self._place -= self._texts.token_bytes(token_id).startswith(b" ")
+                self._drops = False
         return places
+
+    def _characters(self, token_id: int) -> int:
+        """How many are whole with this token."""
+        if self._texts.is_special(token_id):
+            return 0
+        return len(self._decoder.decode(self._texts.token_bytes(token_id)))
 
 
 def readable(content: bytes) -> str:

@@ -43,15 +43,15 @@ def most_likely_served(
     """`most_likely` of `logits` [..., V] where their log-sum-exps [...] are already known.
 
     Returns ids and log-probabilities [..., k] at temperature 1, and the mass [...] of all other ids
-    at `temperature` (broadcast to [...]), to the precision of a sum of probabilities: what is less
-    may come out as 0. It is 1 where the temperature is 0.
+    at `temperature` (broadcast to [...]; at temperature 1 where it is 0), to the precision of a sum
+    of probabilities: what is less may come out as 0. `served_log_sum_exp` is taken at that same
+    temperature.
     """
     assert 0 < k < logits.shape[-1], (k, logits.shape)
     largest, ids = promote(logits).topk(k)
     divisor = torch.where(temperature > 0, temperature, 1.0).to(largest.dtype)
     served = largest / divisor[..., None] - served_log_sum_exp[..., None]
     tail = (1 - served.exp().sum(-1)).clamp(min=0)
-    tail = torch.where(temperature > 0, tail, 1.0)
     return ids, largest - log_sum_exp[..., None], tail
 
 

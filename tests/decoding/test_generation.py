@@ -17,6 +17,7 @@ from draftkit.decoding.generation import (
     decode,
     finish,
     make_requests,
+    stop_at,
 )
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
@@ -233,6 +234,31 @@ def test_rounds_cut_by_the_length_limit_count_whole(
     assert answer.acceptance_total == pytest.approx(tested)
 
 
+@pytest.mark.parametrize(("of_target", "of_draft"), [(16, 16), (16, 24), (24, 16)])
+def test_what_lies_beyond_the_context_is_neither_tested_nor_counted(
+    of_target: int, of_draft: int
+) -> None:
+    """A draft like its target has all accepted that is tested, also where the texts end."""
+    target, draft = (
+        tiny.adapter("qwen2", max_position_embeddings=context) for context in (of_target, of_draft)
+    )
+    requests = [
+        requests_of([prompt], gamma=3, new=16 - len(prompt))[0]
+        for prompt in tiny.prompts([8, 7, 6, 5])
+    ]
+    answers = run((target, draft), requests)
+    # Of the last round the tokens before the context's end are left, and the one behind it.
+    assert [answer.accept_counts for answer in answers] == [
+        [0, 0, 0, 2],
+        [0, 1, 0, 2],
+        [0, 0, 1, 2],
+        [0, 0, 0, 3],
+    ]
+    for answer in answers:
+        assert answer.tested == answer.accepted
+        assert answer.acceptance_total == pytest.approx(answer.tested)
+
+
 @pytest.mark.parametrize(
     ("place", "counts", "tested"),
     # The last round counts with the tokens that it emitted: 1 to 4.
@@ -346,3 +372,14 @@ def test_requests_are_numbered_and_bounded() -> None:
     assert {(r.seed, r.gamma, r.proposer_id) for r in made} == {(7, 2, DRAFT_ID)}
     (plain,) = make_requests([[1]], max_new_tokens=3, sampling=SAMPLED)
     assert (plain.gamma, plain.proposer_id, plain.max_new_tokens) == (0, None, 3)
+
+
+def test_answers_stop_in_what_they_add_to_their_prompts() -> None:
+    words = [" the", " cat"]
+
+    def text(ids: list[int]) -> str:
+        return "".join(words[token] for token in ids).removeprefix(" ")  # as Llama 2
+
+    listener = stop_at([" cat"], text, [[0], [0, 1]])
+    assert [listener(0, [0]), listener(0, [1])] == [None, 1]
+    assert listener(1, [1]) == 0

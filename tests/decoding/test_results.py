@@ -239,6 +239,34 @@ def test_a_policy_decides_for_those_who_adapt_and_for_nobody_else(late: bool) ->
     assert {fact[0][0] for fact in other.facts} == {2}
 
 
+@LATE
+def test_drafters_beside_each_other_propose_alike(late: bool) -> None:
+    """A version on trial has few rows; compared is how it fares at the depths of all others."""
+
+    class BySize:
+        """The fewer rows, the more tokens; and another number after each round that it hears of."""
+
+        heard = 0
+
+        def choose(self, *, batch: int, most: int) -> int:
+            return most - 2 * batch - self.heard % 2
+
+        def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
+            self.heard += 1
+
+    decoder = decoder_of(late=late, eos=(), gamma_policy=BySize())
+    decoder.attach("tried", DraftModelProposer(random_adapter(8, 3)))
+    requests = [replace(request([1, 2], new=30, gamma=6, row=row), adapts=True) for row in range(3)]
+    decoder.join([*requests[:2], replace(requests[2], proposer_id="tried")])
+    gammas = set()
+    for _ in range(4):
+        found = [result.gamma for result in decoder.round()]
+        assert len(set(found)) <= 1
+        gammas |= set(found)
+    assert gammas <= {1, 2}
+    assert gammas
+
+
 def test_a_schedule_gives_the_same_tokens_late() -> None:
     """One row, so that as many rounds are begun; each has the gamma of its place."""
     for sampling in SAMPLINGS:

@@ -10,9 +10,8 @@ from itertools import product
 import pytest
 from rich.cells import cell_len
 
-from draftkit.decoding.streaming import REPLACEMENT
+from draftkit.decoding.streaming import CONTEXT, REPLACEMENT
 from draftkit.decoding.trace import (
-    CONTEXT,
     KINDS,
     Part,
     Trace,
@@ -199,7 +198,7 @@ def test_text_before_a_token_is_decoded_only_so_far() -> None:
         return decode(ids)
 
     assert list(pieces([THE] * 1000, [CAT], counting)) == [([CAT], " cat")]
-    assert max(lengths) == CONTEXT + 1
+    assert max(lengths) == CONTEXT[0] + 1
 
 
 # Terminal

@@ -44,6 +44,9 @@ class Bigram(nn.Module):
     def prefill(self, tokens, *, positions, cache):
         """Nothing to remember: the last token says all."""
 
+    def renew(self):
+        """Nothing is kept beside the table."""
+
 
 def trainer(draft=None, target=None, divergence="forward_kl", **optim):
     """A trainer of `draft` towards `target`, both bigrams."""

@@ -1,16 +1,19 @@
 """A process of several that train together; run as a program by `test_ranks.py`.
 
-Its arguments are divergence and dtype of one run, and of the next; each writes a line.
+Its arguments are a folder for all, and divergence and dtype of one run, and of the next; each
+writes a line. A last line tells what came of the things that processes could disagree about.
 """
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
-from draftkit.distillation.batch import TokenSequence
+from draftkit.distillation.batch import TokenSequence, collate
+from draftkit.distillation.loop import train
 from draftkit.distillation.sources import Shard, TextSource
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
@@ -25,6 +28,87 @@ def texts():
     lengths = [5 + (7 * row) % 19 for row in range(40)]
     prompts = tiny.prompts(lengths, seed=3)
     return [TokenSequence(ids, [i >= 2 for i in range(len(ids))]) for ids in prompts]
+
+
+def small(architecture="llama", **optim):
+    """A trainer of one layer."""
+    options = {"learning_rate": 1e-2, "warmup_steps": 0, "max_steps": 4, "eval_steps": 2, **optim}
+    layers = {"n_layer": 1} if architecture == "gpt2" else {"num_hidden_layers": 1}
+    return Trainer(
+        tiny.adapter(architecture, seed=1, **layers),
+        TargetTeacher(tiny.adapter(seed=2, num_hidden_layers=1)),
+        optim=OptimConfig(**options),
+        divergence=DivergenceConfig(),
+        sampling=SamplingConfig(),
+    )
+
+
+def batch(count=8, **options):
+    """The same for all processes."""
+    return collate(texts()[:count], device=torch.device("cpu"), **options)
+
+
+def masks():
+    """Which states dropout lets through in two steps, by a trainer and by one of another life."""
+
+    def seen():
+        trainer, found = small("gpt2"), []
+
+        def note(module, given, output):
+            if module.training:
+                found.append((output != 0).flatten().tolist())
+
+        trainer.draft.model.transformer.drop.register_forward_hook(note)
+        for _ in range(2):
+            trainer.step(batch())
+        return found
+
+    return seen(), seen()
+
+
+def refused():
+    """What is said where the gradient of the second process is no number; whether weights stay."""
+    trainer = small()
+    before = [weight.detach().clone() for _, weight in trainer.trained()]
+    if trainer.accelerator.process_index == 1:
+        _, weight = trainer.trained()[0]
+        weight.register_hook(lambda gradient: torch.full_like(gradient, torch.nan))
+    said = ""
+    try:
+        trainer.step(batch())
+    except ValueError as error:
+        said = str(error)
+    after = [weight for _, weight in trainer.trained()]
+    return said, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def best(folder):
+    """The step whose weights are kept where processes measure another alpha, and the weights."""
+    trainer = small()
+    source = TextSource(texts(), batch_size=4, seed=1, device=torch.device("cpu"))
+    alphas = ({0: 0.5, 2: 0.7, 4: 0.6}, {0: 0.5, 2: 0.6, 4: 0.7})[trainer.accelerator.process_index]
+    try:
+        outcome = train(trainer, source, folder, evaluate=alphas.get, log=lambda _: None)
+    except OSError as error:
+        return type(error).__name__
+    weights = float(sum(weight.detach().abs().sum() for _, weight in trainer.trained()))
+    return outcome.best_step, outcome.best_alpha, weights
+
+
+def passes():
+    """How often the target reads in a step, where this process has packed fewer rows or more."""
+    trainer, count = small(gradient_accumulation_steps=3), 0
+    score = trainer.teacher.score
+
+    def counted(part):
+        nonlocal count
+        count += 1
+        return score(part)
+
+    trainer.teacher.score = counted
+    rows = (4, 12)[trainer.accelerator.process_index]
+    trainer.step(batch(rows, packed_length=24))
+    return count
 
 
 def losses(divergence, dtype, *, accumulation):
@@ -62,7 +146,10 @@ def losses(divergence, dtype, *, accumulation):
 
 
 if __name__ == "__main__":
-    for divergence, dtype in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    shared = Path(sys.argv[1])
+    for divergence, dtype in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
         found = losses(divergence, getattr(torch, dtype), accumulation=1)
         sys.stdout.write(json.dumps(found) + "\n")
+    found = {"masks": masks(), "refused": refused(), "best": best(shared), "passes": passes()}
+    sys.stdout.write(json.dumps(found) + "\n")
     torch.distributed.destroy_process_group()

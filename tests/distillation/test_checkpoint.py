@@ -33,6 +33,20 @@ def test_a_restored_trainer_goes_on_as_the_saved_one_would_have(tmp_path):
     assert torch.equal(saved.draft.table, restored.draft.table)
 
 
+def test_moments_that_began_later_than_the_trainer_are_restored_at_their_own_age(tmp_path):
+    """As where a service trains on from another version: its steps go on, AdamW's begin at 0."""
+    saved = trained(0)
+    saved.steps = 300
+    for _ in range(2):
+        saved.step(batch_of(*BATCH))
+    save_checkpoint(tmp_path / "c", saved, {})
+    restored = trainer(Bigram(9))
+    load_checkpoint(tmp_path / "c", restored)
+    for learner in (saved, restored):
+        learner.step(batch_of(*BATCH))
+    assert torch.equal(saved.draft.table, restored.draft.table)
+
+
 def test_without_the_moments_it_would_not(tmp_path):
     saved = trained(3)
     save_weights(tmp_path / "w", saved)
@@ -49,12 +63,17 @@ def test_a_checkpoint_before_the_first_step_is_whole(tmp_path):
     restored = trained(2)
     load_checkpoint(tmp_path / "c", restored)
     assert restored.steps == 0
+    fresh = trained(0)
+    for learner in (fresh, restored):
+        learner.step(batch_of(*BATCH))
+    assert torch.equal(fresh.draft.table, restored.draft.table)
 
 
 def test_the_file_is_safetensors_with_weights_and_moments(tmp_path):
     save_checkpoint(tmp_path / "c", trained(1), {})
     with safe_open(tmp_path / "c", framework="pt") as file:
-        assert set(file.keys()) == {"weight.table", "exp_avg.table", "exp_avg_sq.table"}
+        parts = ("weight", "step", "exp_avg", "exp_avg_sq")
+        assert set(file.keys()) == {f"{part}.table" for part in parts}
 
 
 @pytest.mark.parametrize("content", [b"", b"not safetensors", b"\xff" * 64])

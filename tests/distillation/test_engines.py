@@ -84,10 +84,27 @@ def test_text_alone_is_tokenised_again_and_counted_as_such(engine):
     sampler, _ = sampler_of(engine)
     (record,) = sampler.sample(PROMPTS[:1], rows=[0], version="v")
     assert record.sampler == RETOKENISED
-    assert record.output_ids == [*encode(" ok"), engine.eos_token_ids[0]]
+    assert record.output_ids == encode(" ok")  # nobody says which of two ends it was
     engine.body["choices"][0] |= {"finish_reason": "length", "text": " ok" * 20}
     (record,) = sampler.sample(PROMPTS[:1], rows=[0], version="v")
     assert record.output_ids == encode(" ok" * 20)[: 24 - len(PROMPTS[0])]
+
+
+@pytest.mark.parametrize("name", ["stop_reason", "matched_stop"])
+@pytest.mark.parametrize("ids", [None, [5, 6]])
+def test_the_end_that_an_engine_leaves_out_is_the_one_it_names(engine, name, ids):
+    for end in engine.eos_token_ids:
+        choice = {"text": " ok", "finish_reason": "stop", name: end, "token_ids": ids}
+        engine.body = {"choices": [choice]}
+        (record,) = sampler_of(engine)[0].sample(PROMPTS[1:2], rows=[0], version="v")
+        assert record.output_ids == [*(ids or encode(" ok")), end]
+
+
+def test_where_there_is_one_end_it_needs_no_name(engine):
+    engine.body = {"choices": [{"text": " ok", "finish_reason": "stop", "stop_reason": None}]}
+    settings = replace(sampler_of(engine)[0].settings, eos_token_ids=[7])
+    (record,) = sampler_of(engine, settings=settings)[0].sample(PROMPTS[1:2], rows=[0], version="v")
+    assert record.output_ids == [*encode(" ok"), 7]
 
 
 def test_a_prompt_that_does_not_survive_tokenising_is_refused(engine):

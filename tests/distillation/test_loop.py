@@ -78,6 +78,34 @@ def test_the_weights_with_the_best_validation_alpha_are_kept(tmp_path, alphas, b
     assert [path.name for path in tmp_path.glob("best-*")] == [f"best-{best:06d}.safetensors"]
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("alphas", "best", "best_alpha"),
+    [
+        ([0.5, NAN, 0.4], 0, 0.5),
+        ([0.5, 0.7, NAN], 6, 0.7),
+        ([NAN, 0.3, NAN], 6, 0.3),
+        ([NAN, NAN, NAN], 0, None),
+    ],
+)
+def test_weights_whose_alpha_is_not_a_number_never_count_as_better(
+    tmp_path, alphas, best, best_alpha
+):
+    learner = trainer(save_steps=4, eval_steps=6)
+    seen = {}
+
+    def evaluate(step):
+        seen[step] = learner.draft.table.detach().clone()
+        return alphas[step // 6]
+
+    source = text_source(learner.draft, tmp_path)
+    outcome = train(learner, source, tmp_path, evaluate=evaluate, log=lambda _: None)
+    assert (outcome.best_step, outcome.best_alpha) == (best, best_alpha)
+    assert torch.equal(learner.draft.table, seen[best])
+
+
 def test_a_kill_after_the_best_keeps_it(tmp_path):
     def evaluate(step):
         return {0: 0.5, 6: 0.9, 12: 0.4}[step]

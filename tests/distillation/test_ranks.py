@@ -1,4 +1,4 @@
-"""Two processes take the steps of one that accumulates."""
+"""Two processes take the steps of one that accumulates, and agree where they could differ."""
 
 import json
 from typing import Any
@@ -15,10 +15,55 @@ RUNS = [("forward_kl", "float32", 1e-5), ("next_token", "float32", 1e-5), ("tvd"
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[list[dict[str, Any]]]:
-    """What each of two processes found in each run: started once, as that takes long."""
-    outputs = run_processes("tests.distillation.ranks", *(part for run in RUNS for part in run[:2]))
-    return [[json.loads(line) for line in output.splitlines()[-len(RUNS) :]] for output in outputs]
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """What each of two processes found in each run, and last what they could disagree about.
+
+    Started once, as that takes long.
+    """
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    runs = (part for run in RUNS for part in run[:2])
+    outputs = run_processes("tests.distillation.ranks", folder, *runs)
+    return [
+        [json.loads(line) for line in output.splitlines()[-len(RUNS) - 1 :]] for output in outputs
+    ]
+
+
+def of_both(ranks: list[list[dict[str, Any]]], name: str) -> tuple[Any, Any]:
+    first, second = (found[-1][name] for found in ranks)
+    return first, second
+
+
+def test_each_process_and_each_step_has_a_dropout_mask_of_its_own_that_is_repeated(
+    ranks: list[list[dict[str, Any]]],
+) -> None:
+    (first, again), (second, _) = of_both(ranks, "masks")
+    assert first == again
+    assert len({str(mask) for mask in (*first, *second)}) == 4
+    assert all(0.8 < sum(mask) / len(mask) < 1 for mask in (*first, *second))
+
+
+def test_a_gradient_that_one_process_spoils_is_refused_by_all(
+    ranks: list[list[dict[str, Any]]],
+) -> None:
+    for said, stays in of_both(ranks, "refused"):
+        assert said == ("the norm of the gradient became nan at step 0: lower optim.learning_rate")
+        assert stays
+
+
+def test_all_processes_keep_the_weights_that_the_first_finds_best(
+    ranks: list[list[dict[str, Any]]],
+) -> None:
+    first, second = of_both(ranks, "best")
+    assert first == second
+    assert first[:2] == [2, 0.7]
+
+
+def test_all_processes_read_with_the_target_equally_often(
+    ranks: list[list[dict[str, Any]]],
+) -> None:
+    """Where its layers are shared they wait for each other in every pass."""
+    first, second = of_both(ranks, "passes")
+    assert first == second > 1
 
 
 @pytest.mark.parametrize("place", range(len(RUNS)), ids=[run[0] for run in RUNS])

@@ -1,11 +1,15 @@
 """One step: which tokens carry loss, how it is normalised, and that it learns."""
 
+import math
+
 import pytest
 import torch
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.decoding.cache import SlotCache
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Task, Trainer, learning_rate_for, schedule
+from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.acceptance import greedy_draft_acceptance
 from draftkit.theory.divergences import forward_kl
 from pipelines.fitting import checkpoint_activations
@@ -130,6 +134,63 @@ def test_weights_are_kept_when_a_loss_is_not_finite():
     torch.testing.assert_close(learner.draft.table.detach(), weights, equal_nan=True)
 
 
+def adamw(learner):
+    """What AdamW remembers, as numbers."""
+    return {
+        part: value.tolist() for part, value in learner.optimizer.state[learner.draft.table].items()
+    }
+
+
+@pytest.mark.parametrize("limit", [0.01, math.inf], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(wrong, pieces, limit):
+    """The loss is finite; of several micro-batches the first alone goes wrong."""
+    options = {"gradient_accumulation_steps": pieces, "max_grad_norm": limit, "warmup_steps": 5}
+    refused, spared = trainer(**options), trainer(**options)
+    for learner in (refused, spared):
+        learner.step(batch_of(*ROWS))
+    parts = []
+
+    def spoil(gradient):
+        parts.append(gradient)
+        return torch.full_like(gradient, wrong) if len(parts) == 1 else gradient
+
+    handle = refused.draft.table.register_hook(spoil)
+    said = r"^the norm of the gradient became (nan|inf) at step 1: lower optim\.learning_rate$"
+    with pytest.raises(ValueError, match=said):
+        refused.step(batch_of(*ROWS))
+    handle.remove()
+    assert len(parts) == pieces
+    assert not refused.draft.training
+    assert torch.equal(refused.draft.table, spared.draft.table)
+    assert adamw(refused) == adamw(spared)
+    assert (refused.steps, refused.tokens) == (spared.steps, spared.tokens)
+    after, expected = (learner.step(batch_of(*ROWS)) for learner in (refused, spared))
+    assert (after.loss, after.grad_norm) == (expected.loss, expected.grad_norm)
+    assert after.learning_rate == expected.learning_rate
+    assert torch.equal(refused.draft.table, spared.draft.table)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_gradient_above_the_limit_is_scaled_to_it_and_one_below_left_alone(pieces):
+    """AdamW's first moment after one step is (1 - beta1) times the gradient that it was given."""
+
+    def given(limit):
+        learner = trainer(max_grad_norm=limit, gradient_accumulation_steps=pieces)
+        norm = learner.step(batch_of(*ROWS)).grad_norm
+        moment = learner.optimizer.state[learner.draft.table]["exp_avg"]
+        return norm, moment / (1 - learner.optim.adam_beta1)
+
+    norm, whole = given(1e9)
+    assert norm == pytest.approx(float(whole.norm()), rel=1e-12)
+    for limit in (0.5 * norm, 2 * norm):
+        reported, gradient = given(limit)
+        assert reported == pytest.approx(norm, rel=1e-12)
+        # torch divides by norm + 1e-6, lest it be 0
+        torch.testing.assert_close(gradient, min(1, limit / norm) * whole, rtol=1e-4, atol=0)
+
+
 def test_a_batch_without_generated_tokens_is_refused():
     with pytest.raises(ValueError, match="no generated token"):
         batch_of(([1, 2, 3], 3))
@@ -203,6 +264,31 @@ def test_a_frozen_head_stays_and_the_rest_learns():
 
 def test_checkpointed_activations_take_the_same_steps():
     assert adapted(checkpointing=True)[1] == pytest.approx(adapted()[1], rel=1e-6)
+
+
+def test_a_draft_of_some_ids_samples_with_the_head_that_it_has_learned():
+    """Also where no prompt is read first: a text of one token needs no prefill."""
+    kept = torch.arange(0, tiny.VOCAB_SIZE, 2)
+    draft = CausalAdapter(tiny.model(seed=1), vocab_size=tiny.VOCAB_SIZE, kept_ids=kept)
+    learner = Trainer(
+        draft,
+        TargetTeacher(tiny.adapter(seed=2)),
+        optim=OptimConfig(learning_rate=0.1, max_steps=5),
+        divergence=DivergenceConfig(name="tvd"),
+        sampling=SamplingConfig(),
+    )
+    texts, start = torch.tensor([[5], [9]]), torch.zeros(2, 1, dtype=torch.long)
+
+    @torch.inference_mode()
+    def sampled_from():
+        return draft.step(texts, positions=start, cache=SlotCache(2, 8))[:, 0]
+
+    before = sampled_from()
+    learner.step(batch_of(([3, 4, 6, 8, 10], 1)))
+    with torch.inference_mode():
+        learned = draft.score(texts, torch.ones_like(texts, dtype=torch.bool))
+    torch.testing.assert_close(sampled_from(), learned, atol=1e-4, rtol=0)
+    assert not torch.allclose(before[:, kept], learned[:, kept], atol=1e-2)
 
 
 @pytest.mark.parametrize("reference", [None, 3])

@@ -1,5 +1,6 @@
 """Alpha on shared contexts equals what enumeration of the same tables gives."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,7 +16,7 @@ from draftkit.evaluation.alpha import (
     score_drafts,
     score_stored,
 )
-from draftkit.theory.truncation import most_likely
+from draftkit.theory.truncation import most_likely, most_likely_served
 
 VOCAB = 7
 
@@ -167,10 +168,95 @@ def test_alpha_of_stored_scores_is_at_most_as_far_off_as_it_says(sampling, k):
 
 
 def test_a_penalty_is_refused_where_scores_are_stored():
+    sampling = SamplingConfig(repetition_penalty=1.1)
+    records = stored(BigramModel(0), sampling, 2)
     with pytest.raises(ValueError, match=r"^generate\.top_k: .* repetition penalty"):
-        score_stored(
-            BigramModel(1), [], sampling=SamplingConfig(repetition_penalty=1.1), batch_size=1
+        score_stored(BigramModel(1), records, sampling=sampling, batch_size=1)
+
+
+def greedy_as_recorded(target, k):
+    """Contexts with the scores that a server's rounds give to greedy rows."""
+    found = []
+    for context in stored(target, SamplingConfig(), k):
+        text = [*context.prompt_ids, *context.output_ids]
+        logits = target.table[text[len(context.prompt_ids) - 1 : -1]]
+        sums = logits.logsumexp(-1)
+        ids, log_probs, tail = most_likely_served(
+            logits,
+            k,
+            log_sum_exp=sums,
+            temperature=torch.zeros(len(logits)),
+            served_log_sum_exp=sums,
         )
+        found.append(
+            replace(
+                context,
+                topk_ids=ids.tolist(),
+                topk_log_probs=log_probs.tolist(),
+                tail_mass=tail.tolist(),
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_recorded_greedy_answers_have_the_alpha_of_the_whole_target(temperature):
+    """At the loss's temperature 1 too: their tail is not all there is."""
+    target, sampling = BigramModel(0), SamplingConfig(temperature=temperature)
+    recorded = greedy_as_recorded(target, VOCAB - 1)
+    for draft in (target, BigramModel(1)):
+        whole = score_contexts(target, draft, contexts(), sampling=sampling, batch_size=2)
+        scored, missing = score_stored(draft, recorded, sampling=sampling, batch_size=2)
+        gap = whole.totals["alpha"] - scored.totals["alpha"]
+        assert (gap >= -1e-5).all()
+        assert (gap <= missing + 1e-5).all()
+        assert missing.max() < 1
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 20}, {"top_p": 0.7, "top_k": 30}])
+def test_the_error_of_alpha_is_bounded_where_a_cut_goes_beyond_the_stored_ids(cut):
+    """What the stored id gains by the cut counts: a flat tail loses most of its ids."""
+
+    class Fixed:
+        device = torch.device("cpu")
+
+        def __init__(self, probs):
+            self.table = probs.log()
+            self.vocab_size = len(probs)
+
+        def score(self, tokens, keep):
+            return self.table.expand(int(keep.sum()), -1)
+
+    flat = torch.tensor([0.5, *[0.01] * 50], dtype=torch.float64)
+    target, draft = Fixed(flat), Fixed(torch.tensor([1.0, *[1e-9] * 50], dtype=torch.float64))
+    record = replace(
+        contexts()[0],
+        topk_ids=[[0]] * len(contexts()[0].output_ids),
+        topk_log_probs=[[math.log(0.5)]] * len(contexts()[0].output_ids),
+        tail_mass=[0.5] * len(contexts()[0].output_ids),
+    )
+    options = {"sampling": SamplingConfig(**cut), "batch_size": 1}
+    whole = score_contexts(target, draft, [record], **options).totals["alpha"]
+    scored, missing = score_stored(draft, [record], **options)
+    assert -1e-5 <= whole - scored.totals["alpha"] <= missing + 1e-5
+
+
+def test_without_a_sampling_each_context_is_scored_under_its_own():
+    target, draft = BigramModel(0), BigramModel(1)
+    own = [
+        SamplingConfig(temperature=0),
+        SamplingConfig(temperature=0.5, top_p=0.8),
+        SamplingConfig(top_k=2),
+    ]
+    mixed = [
+        replace(context, sampling=dict(vars(own[number % 3])))
+        for number, context in enumerate(contexts())
+    ]
+    found = score_contexts(target, draft, mixed, sampling=None, batch_size=2).totals["alpha"]
+    for number, context in enumerate(contexts()):
+        options = {"sampling": own[number % 3], "batch_size": 1}
+        alone = score_contexts(target, draft, [context], **options).totals["alpha"]
+        assert float(found[number]) == pytest.approx(float(alone))
 
 
 def test_drafts_scored_together_score_as_each_alone_and_the_target_reads_once():

@@ -6,12 +6,22 @@ from draftkit.evaluation.decision import verdict
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.theory.acceptance import Estimate
 
+NAN = float("nan")
 EXACT = Losslessness(compared=32, mismatches=0, near_ties=0)
 
 
-def decide(low, high, lossless=EXACT, break_even=0.7):
-    speedup = Estimate(mean=(low + high) / 2, low=low, high=high, n=100, prompts=10)
-    return verdict(speedup=speedup, lossless=lossless, ceiling=0.95, break_even_alpha=break_even)
+def estimate(low, high):
+    return Estimate(mean=(low + high) / 2, low=low, high=high, n=100, prompts=10)
+
+
+def decide(low, high, lossless=EXACT, break_even=0.7, rounds=0.9):
+    return verdict(
+        speedup=estimate(low, high),
+        rounds=estimate(rounds, rounds),
+        lossless=lossless,
+        ceiling=0.95,
+        break_even_alpha=break_even,
+    )
 
 
 @pytest.mark.parametrize(
@@ -21,10 +31,13 @@ def decide(low, high, lossless=EXACT, break_even=0.7):
         (0.8, 0.99, "do_not_deploy"),
         (0.9, 1.1, "inconclusive"),
         (1.0, 1.2, "inconclusive"),
+        (NAN, NAN, "inconclusive"),
     ],
 )
 def test_the_interval_against_one_decides(low, high, expected):
-    assert decide(low, high)[0] == expected
+    decision, reason = decide(low, high)
+    assert decision == expected
+    assert reason.startswith(f"end-to-end speedup {(low + high) / 2:.2f} [{low:.2f}, {high:.2f}]")
 
 
 def test_a_draft_that_changes_outputs_is_never_deployed_however_fast():
@@ -40,3 +53,9 @@ def test_near_ties_do_not_stop_a_deployment():
 def test_a_hopeless_pair_is_told_its_ceiling():
     assert "even a perfect draft would reach 0.95" in decide(0.5, 0.6, break_even=None)[1]
     assert "alpha of 0.70" in decide(0.5, 0.6)[1]
+
+
+def test_rounds_that_gain_what_the_prefill_costs_again_are_told_apart():
+    reason = decide(0.8, 0.9, rounds=1.21)[1]
+    assert "rounds alone reach 1.21, but the draft's prefill costs more" in reason
+    assert "alpha" not in reason

@@ -19,10 +19,10 @@ def completion(counts, tested, total):
     return Completion([1], [2] * 12, accept_counts=counts, tested=tested, acceptance_total=total)
 
 
-def evidence(alpha=0.75, seconds=2.0):
+def evidence(alpha=0.75, seconds=2.0, prefill=0.1):
     timed = Timed(
         seconds=[seconds, seconds],
-        prefill_seconds=[0.1, 0.1],
+        prefill_seconds=[prefill, prefill],
         tokens=[12, 12],
         completions=[completion([1, 2, 3], 11, 8.0), completion([2, 2, 2], 10, 6.0)],
         full=[FullBatch(seconds, 12, 6, 14), FullBatch(seconds, 12, 6, 12)],
@@ -79,6 +79,22 @@ def test_verdict_and_break_even_follow():
     assert 1 + alpha + alpha**2 == pytest.approx(1.6)
     assert fast["best_gamma"] > 0
     assert fast["tokens_per_second"] == {"autoregressive": 3.0, "speculative": 6.0}
+
+
+def test_a_draft_whose_prefill_costs_more_than_its_rounds_save_is_not_deployed():
+    """A chunk takes 4.05 s without it; 2 s of rounds with it, and 2.5 s or 0.5 s of prefill."""
+    slow, fast = (evidence(prefill=seconds) for seconds in (2.5, 0.5))
+    for judged, decision, speedup in (
+        (slow, "do_not_deploy", 4.05 / 4.5),
+        (fast, "deploy", 4.05 / 2.5),
+    ):
+        summary = summarise(judged, SERVED, CONFIG)
+        assert summary["verdict"] == decision
+        assert summary["speedup"]["measured"] == pytest.approx(2.0)
+        assert summary["speedup"]["end_to_end"]["mean"] == pytest.approx(speedup)
+        assert summary["speedup"]["end_to_end"]["ci95"] == pytest.approx([speedup, speedup])
+        assert summary["speedup"]["end_to_end"]["chunks"] == 2
+        assert summary["reason"].startswith(f"end-to-end speedup {speedup:.2f}")
 
 
 def test_before_and_after_stand_side_by_side_with_a_paired_gain():

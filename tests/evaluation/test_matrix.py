@@ -82,6 +82,17 @@ def test_the_table_fits_eighty_columns_and_leaves_empty_what_was_not_run():
     assert text.count("[-0.080,-0.060]") == 2
 
 
+def test_the_tables_say_that_intervals_are_those_of_single_cells():
+    plain = judged("next_token", "fixed", 0, [6.0, 20.0], [5.0, 15.0])
+    taught = judged("tvd", "draft", 0, [8.0, 18.0], [5.0, 15.0])
+    for table, count in (
+        (matrix_table(cells(), 1.0), 5),
+        (control_table([plain, taught], 1.0), 2),
+    ):
+        text = " ".join(printed(table).split())
+        assert f"each of its own cell and not of all {count} at once" in text
+
+
 def judged(divergence, source, seed, after, before):
     """A cell with what was found on prompts of 10 and 30 positions."""
     sums = {"positions": [10.0, 30.0]}

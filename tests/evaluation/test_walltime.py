@@ -16,6 +16,7 @@ from draftkit.evaluation.walltime import (
     Setting,
     Timed,
     decoding,
+    end_to_end_speedup,
     full_speedup,
     measured_speedup,
     rotated,
@@ -80,6 +81,16 @@ def test_the_speedup_is_the_quotient_of_tokens_per_second_without_the_prefill():
     estimate = measured_speedup(speculative=fast, plain=plain, seed=0, resamples=500)
     assert estimate.mean == pytest.approx(25 / 10)
     assert estimate.low < estimate.mean < estimate.high
+
+
+def test_the_speedup_end_to_end_holds_the_prefill_of_both_sides():
+    plain = Timed(seconds=[2.0, 4.0], prefill_seconds=[1.0, 3.0], tokens=[20, 40])
+    fast = Timed(seconds=[1.0, 1.0], prefill_seconds=[5.0, 3.0], tokens=[20, 30])
+    estimate = end_to_end_speedup(speculative=fast, plain=plain, seed=0, resamples=500)
+    assert estimate.mean == pytest.approx((50 / 10) / (60 / 10))
+    assert estimate.low == pytest.approx((20 / 6) / (20 / 3))
+    assert estimate.high == pytest.approx((30 / 4) / (40 / 7))
+    assert estimate.prompts == 2
 
 
 def test_rates_from_request_to_last_token_hold_the_prefill():

@@ -28,7 +28,7 @@ def seeds(found: list) -> list[int]:
 
 
 def held(number: int, fraction: float = 0.25) -> bool:
-    return split([MARK + number, number % 7]) < fraction
+    return split(record(number)) < fraction
 
 
 def test_an_entry_comes_back_whole(buffer: Buffer) -> None:

@@ -1,5 +1,6 @@
 """The loop: who is updated when, what it waits for, and how it ends."""
 
+from itertools import pairwise
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ class FakeBuffer:
     def __init__(self) -> None:
         self.queued, self.age, self.known = 0, 0.0, True
         self.maintained = 0
+        self.error: Exception | None = None
 
     def load(self) -> Load | None:
         found = Load(queued=self.queued, running=1, age_seconds=self.age)
@@ -22,6 +24,8 @@ class FakeBuffer:
 
     def maintain(self) -> None:
         self.maintained += 1
+        if self.error is not None:
+            raise self.error
 
 
 class FakeRefit:
@@ -54,6 +58,44 @@ class FakeRefit:
 
     def back_off(self) -> None:
         self.backed_off += 1
+
+
+class Hours(Event):
+    """A `stop` whose waits take no time but move a clock, and that is set after `hours` of it."""
+
+    def __init__(self, hours: float) -> None:
+        super().__init__()
+        self.seconds, self.last = 0.0, 3600 * hours
+
+    def clock(self) -> float:
+        return self.seconds
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.seconds += timeout
+        if self.seconds >= self.last:
+            self.set()
+        return self.is_set()
+
+
+class TimedRefit(FakeRefit):
+    """Is due every `every` seconds of a clock; `fails(seconds)` says whether its update does."""
+
+    def __init__(self, route: str, clock, *, every: float, fails=lambda seconds: False) -> None:
+        super().__init__(route)
+        self.clock, self.every, self.fails = clock, every, fails
+        self.last = -every
+        self.trained: list[float] = []
+
+    def due(self) -> bool:
+        return self.clock() >= self.last + self.every
+
+    def update(self, hold) -> Any:
+        self.trained.append(self.clock())
+        if self.fails(self.clock()):
+            raise ValueError("the loss became nan")
+        self.last = self.clock()
+        return SimpleNamespace(number=0, version=None)
 
 
 def make(*refits: FakeRefit, buffer: FakeBuffer | None = None, **changes: Any):
@@ -131,6 +173,87 @@ def test_an_update_that_fails_is_tried_again(caplog):
     daemon.run()
     assert told == ["default"]
     assert "the loss became nan" in caplog.text
+
+
+def test_whatever_an_update_raises_is_logged_with_its_traceback_and_tried_again(caplog):
+    refits = FakeRefit("a"), FakeRefit("b")
+    refits[0].error = RuntimeError("out of memory")
+    daemon, _, told, _ = make(*refits)
+    daemon.run()
+    assert told == ["b", "a"]  # the other route does not wait for it
+    assert "out of memory" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize("step", ["savings", "log", "collect", "maintain"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("broken")])
+def test_an_error_after_an_update_ends_nothing_and_trains_nothing_again(step, error, caplog):
+    """What else follows the update is done all the same."""
+    refit, buffer, told = FakeRefit(turns=2, version="v2"), FakeBuffer(), []
+
+    def fails(*_: Any) -> Any:
+        raise error
+
+    log: Any = lambda *_: told.append("log")  # noqa: E731
+    if step == "savings":
+        refit.seconds_saved = fails  # type: ignore[method-assign]
+    elif step == "log":
+        log = fails
+    elif step == "collect":
+        refit.registry.collect = fails
+    else:
+        buffer.error = error
+    settings = OnlineConfig(poll_seconds=0.01, most_updates=2)
+    daemon: Any = Daemon([refit], buffer=buffer, settings=settings, log=log, stop=Event())  # type: ignore
+    daemon.run()
+    assert daemon.updates == 2
+    assert refit.state["seconds"] == 2.0  # each was trained once
+    assert told == ([] if step == "log" else ["log"] * 2)
+    assert refit.collected == ([] if step == "collect" else [5, 5])
+    assert buffer.maintained == 2
+    assert caplog.text.count("Traceback") == 2
+    assert str(error) in caplog.text
+
+
+def test_a_route_whose_updates_fail_is_left_alone_for_longer_and_longer_and_no_other_is():
+    stop = Hours(1)
+    bad = TimedRefit("bad", stop.clock, every=0, fails=lambda seconds: True)
+    good = TimedRefit("good", stop.clock, every=60)
+    daemon: Any = Daemon(
+        [bad, good],  # type: ignore[list-item]
+        buffer=FakeBuffer(),  # type: ignore[arg-type]
+        settings=OnlineConfig(poll_seconds=2),
+        log=lambda *_: None,
+        stop=stop,
+        clock=stop.clock,
+    )
+    daemon.run()
+    assert bad.trained[:9] == [0, 2, 6, 14, 30, 62, 126, 254, 510]
+    assert {b - a for a, b in pairwise(bad.trained[8:])} == {300}
+    assert good.trained == list(range(0, 3600, 60))
+
+
+def test_a_turn_without_an_error_ends_the_pauses():
+    stop = Hours(0.02)
+    refit = TimedRefit("a", stop.clock, every=2, fails=lambda seconds: seconds != 14)
+    daemon: Any = Daemon(
+        [refit],  # type: ignore[list-item]
+        buffer=FakeBuffer(),  # type: ignore[arg-type]
+        settings=OnlineConfig(poll_seconds=2),
+        log=lambda *_: None,
+        stop=stop,
+        clock=stop.clock,
+    )
+    daemon.run()
+    assert refit.trained == [0, 2, 6, 14, 16, 18, 22, 30, 46]
+
+
+def test_told_to_stop_it_ends_though_errors_are_caught():
+    refit = FakeRefit()
+    refit.error = KeyboardInterrupt()  # type: ignore[assignment]
+    daemon, *_ = make(refit)
+    with pytest.raises(KeyboardInterrupt):
+        daemon.run()
 
 
 @pytest.mark.parametrize(("saved", "waits"), [(0.0, 0), (0.5, 1), (1.5, 0)])

@@ -105,6 +105,34 @@ def test_a_damaged_log_that_is_in_the_file_already_takes_nothing_back(
     buffer.close()
 
 
+def test_what_is_copied_or_set_aside_is_its_owners_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, modes = tmp_path / "b.sqlite", []
+    left_by_a_kill(path, appends=21, checkpointed=20)
+    path.chmod(0o600)
+    Path(f"{path}-wal").chmod(0o600)
+    flip(Path(f"{path}-wal"), int(0.6 * Path(f"{path}-wal").stat().st_size))
+    copy = shutil.copyfile
+
+    def watched(source: Path, copied: Path) -> None:
+        modes.append(copied.parent.stat().st_mode & 0o777)
+        copy(source, copied)
+
+    monkeypatch.setattr(shutil, "copyfile", watched)
+    mask = os.umask(0)
+    try:
+        Buffer(path, settings()).close()
+        path.write_bytes(b"no database" * 100)
+        Buffer(path, settings()).close()
+    finally:
+        os.umask(mask)
+    assert modes == [0o700] * 2
+    files = sorted(tmp_path.glob("b.sqlite*"))
+    assert "b.sqlite.damaged-1" in [file.name for file in files]
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
 @pytest.mark.parametrize("damage", ["no database", "cut", "inner page", "zeros"])
 def test_a_damaged_file_is_set_aside_and_a_new_one_begun(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture

@@ -1,10 +1,13 @@
 """The gate lets through what is surely better, and nothing that has forgotten."""
 
+import math
+
 import pytest
 import torch
 
 from draftkit.evaluation.alpha import score_contexts
-from draftkit.online.gate import Judge, judge
+from draftkit.online.gate import FALSE_PASSES, Judge, judge, level_of
+from draftkit.theory.acceptance import gain_p_value
 from tests import tiny
 from tests.online import making
 
@@ -18,13 +21,14 @@ def noisy(mean: float, *, seed: int, spread: float = 0.05, common: float = 0.1) 
     return (mean + shared + own).tolist()
 
 
-def asked(after, before, anchor_after=None, anchor_first=None, tolerance=0.02):
+def asked(after, before, anchor_after=None, anchor_first=None, tolerance=0.02, gate=1):
     return judge(
         after=making.totals(after),
         before=making.totals(before),
         anchor_after=None if anchor_after is None else making.totals(anchor_after),
         anchor_first=None if anchor_first is None else making.totals(anchor_first),
         tolerance=tolerance,
+        gate=gate,
         seed=0,
     )
 
@@ -67,7 +71,109 @@ def test_an_uncertain_loss_of_the_anchors_counts_as_one():
     assert not verdict.publish
 
 
-def test_an_equal_drafter_is_published_at_most_as_often_as_the_interval_says():
+def test_what_is_not_a_number_is_never_published():
+    nan, good, bad = [math.nan] * PROMPTS, noisy(0.8, seed=1), noisy(0.6, seed=2)
+    assert asked(good, bad).publish
+    assert not asked(nan, bad).publish
+    assert not asked(nan, nan).publish
+    assert not asked([*good[1:], math.nan], bad).publish
+    assert not asked(good, bad, anchor_after=nan, anchor_first=good).publish
+    assert not asked(good, bad, anchor_after=good, anchor_first=nan).publish
+
+
+def test_a_gain_on_too_few_prompts_is_not_sure():
+    good, bad = noisy(0.8, seed=1), noisy(0.6, seed=2)
+    assert asked(good[:20], bad[:20]).publish
+    verdict = asked(good[:19], bad[:19])
+    assert not verdict.publish
+    assert "of 19 conversations, 20 are needed" in verdict.reason
+
+
+def test_the_levels_of_all_gates_add_up_to_the_false_passes():
+    levels = [level_of(gate) for gate in range(1, 10_001)]
+    assert levels[0] == 0.025
+    assert sum(levels) == pytest.approx(FALSE_PASSES, rel=2e-4)
+    assert sum(levels) < FALSE_PASSES
+    small = asked(noisy(0.63, seed=5), noisy(0.6, seed=6), gate=1)
+    assert level_of(9) < small.p_value < level_of(1)
+    assert small.publish
+    later = asked(noisy(0.63, seed=5), noisy(0.6, seed=6), gate=9)
+    assert not later.publish
+    assert "gate 9 needs" in later.reason
+
+
+def passes(streams: int, drawn, *, levels=level_of, window: int = 24, step: int = 6) -> float:
+    """The share of streams in which drafters that gain nothing pass one of ten gates.
+
+    As in a service: the window of prompts moves by `step` from gate to gate, and weights that were
+    refused are trained on, so that what they gain on a prompt stays half the same.
+    """
+    generator, passed = torch.Generator().manual_seed(3), 0
+    for _ in range(streams):
+        length = window + 9 * step
+        counts = drawn("counts", length, generator)
+        gains = drawn("gains", length, generator)
+        for gate in range(1, 11):
+            gains = 0.5**0.5 * (gains + drawn("gains", length, generator))
+            part = slice((gate - 1) * step, (gate - 1) * step + window)
+            p_value = gain_p_value(
+                totals=counts[part] * (0.6 + 0.05 * gains[part]),
+                counts=counts[part],
+                baseline_totals=counts[part] * 0.6,
+                baseline_counts=counts[part],
+            )
+            if p_value <= levels(gate):
+                passed += 1
+                break
+    return passed / streams
+
+
+def normal(kind, length, generator):
+    """Answers of one length, normal gains."""
+    if kind == "counts":
+        return torch.full((length,), 30.0, dtype=torch.float64)
+    return torch.randn(length, generator=generator, dtype=torch.float64)
+
+
+def ragged(kind, length, generator):
+    """Answers of 1 to 60 tokens, gains as heavy in their tails as Student's t with 5 degrees."""
+    if kind == "counts":
+        return torch.randint(1, 61, (length,), generator=generator).double()
+    draws = torch.randn(6, length, generator=generator, dtype=torch.float64)
+    return draws[0] / draws[1:].square().mean(0).sqrt() * 0.6**0.5
+
+
+@pytest.mark.parametrize("drawn", [normal, ragged])
+def test_an_equal_drafter_passes_one_of_ten_gates_at_most_one_time_in_twenty(drawn):
+    """Of 300 streams, 5 % and three standard errors of that."""
+    assert passes(300, drawn) <= 0.05 + 3 * (0.05 * 0.95 / 300) ** 0.5
+
+
+def test_ten_gates_at_the_level_of_one_would_let_many_through():
+    """What the test above can see: the same level at each gate."""
+    assert passes(300, normal, levels=lambda gate: 0.025) > 0.09
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("drawn", [normal, ragged])
+def test_of_many_streams_at_most_one_in_twenty_lets_an_equal_drafter_through(drawn):
+    assert passes(5000, drawn, window=20, step=5) <= 0.05
+
+
+def test_texts_of_one_conversation_are_one_observation():
+    """16 answers to each of 8 prompts are 8 observations, whose gains are alike."""
+    generator = torch.Generator().manual_seed(0)
+    shared = 0.05 * torch.randn(8, generator=generator).repeat_interleave(16)
+    scored = making.totals((0.6 + shared).tolist())
+    summed = scored.summed([number // 16 for number in range(128)])
+    assert summed.counts.tolist() == [160.0] * 8
+    assert summed.totals["alpha"].sum() == pytest.approx(scored.totals["alpha"].sum())
+    torch.testing.assert_close(summed.totals["alpha"][3], scored.totals["alpha"][48:64].sum())
+    width = [one.alpha.high - one.alpha.low for one in (scored, summed)]
+    assert width[1] > 2.5 * width[0]  # about the root of 16
+
+
+def test_an_equal_drafter_is_published_at_most_as_often_as_the_level_says():
     """One-sided 2.5 %: of 200 equal pairs at most 12 (probability of more: below 0.5 %)."""
     drawn = range(200)
     passed = sum(
@@ -86,7 +192,7 @@ def test_the_pairing_finds_what_independent_intervals_would_miss():
 def test_the_judge_scores_weights_and_not_the_model_it_was_given():
     target, records = making.target(), making.traffic(6)
     good, bad = tiny.adapter(seed=2), tiny.adapter(seed=8)
-    exact = Judge(tiny.adapter(seed=5), target, sampling=making.SAMPLING, batch_size=4)
+    exact = Judge(tiny.adapter(seed=5), target, batch_size=4)
     options = {"sampling": making.SAMPLING, "batch_size": 4}
     for draft in (bad, good, bad):
         found = exact.score(draft.model.state_dict(), records).totals["alpha"]
@@ -97,8 +203,8 @@ def test_the_judge_scores_weights_and_not_the_model_it_was_given():
 def test_stored_scores_never_overstate_alpha():
     target, records = making.target(), making.traffic(6)
     draft = tiny.adapter(seed=8)
-    stored = Judge(tiny.adapter(seed=5), None, sampling=making.SAMPLING, batch_size=4)
-    exact = Judge(tiny.adapter(seed=5), target, sampling=making.SAMPLING, batch_size=4)
+    stored = Judge(tiny.adapter(seed=5), None, batch_size=4)
+    exact = Judge(tiny.adapter(seed=5), target, batch_size=4)
     weights = draft.model.state_dict()
     low = stored.score(weights, records).totals["alpha"]
     assert (low <= exact.score(weights, records).totals["alpha"] + 1e-6).all()

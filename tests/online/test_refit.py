@@ -6,10 +6,16 @@ from collections import Counter
 import pytest
 import torch
 
+from draftkit.config import SamplingConfig
+from draftkit.evaluation.alpha import score_contexts
 from draftkit.models.loading import save_model
 from draftkit.online import refit as refit_module
+from draftkit.online.gate import Judge
 from draftkit.online.refit import Anchors, chosen, row_of
 from draftkit.online.registry import Registry
+from draftkit.online.rows import kinds, with_scores
+from draftkit.theory.acceptance import expected_accepted
+from pipelines.refitting import summary_of
 from tests import tiny
 from tests.online import making
 from tests.online.shop import SETTINGS, Shop, entries, make_trainer, start
@@ -40,8 +46,30 @@ def test_an_update_that_learns_is_published(shop):
     assert current.parent == "v000001"
     assert current.metrics["gain"]["mean"] == update.verdict.gain.mean
     assert any(not torch.equal(before[name], weight) for name, weight in shop.weights().items())
-    assert shop.refit.state["growth"]["v000002"] > 1
     assert not shop.refit.due()  # nothing new
+
+
+def test_what_is_known_of_a_version_comes_from_records_after_the_gate_that_chose_it(shop, records):
+    """Those of the gate were high for the very weights that passed, so they are left out."""
+    assert shop.refit.update().version == "v000002"
+    state, base = shop.refit.state, shop.registry.current()
+    assert "v000002" not in state["growth"]
+    assert "v000002" not in state["alphas"]
+    assert summary_of([shop.refit])["alpha_by_version"] == {"default/v000002": None}
+    seen = {one.id for one in shop.buffer.newest("default", 999, held_out=True)}
+    shop.buffer.append(entries(records[60:]))
+    shop.refit.update()
+    stored = shop.buffer.newest("default", SETTINGS.gate.records, held_out=True)
+    fresh = [one.record for one in stored if one.id not in seen]
+    assert 20 <= len(fresh) < len(stored)
+    alphas = []
+    for name in ("v000001", "v000002"):
+        weights = shop.registry.read(shop.registry.version(name))
+        alphas.append(shop.refit._judge.score(weights, fresh).alpha)
+    assert state["alphas"]["v000002"] == alphas[1].as_dict()
+    lengths = [1 + expected_accepted(alpha.mean, 4) for alpha in alphas]
+    assert state["growth"]["v000002"] == lengths[1] / lengths[0]
+    assert base.metrics["gain"]["mean"] != alphas[1].mean - alphas[0].mean
 
 
 def test_it_waits_for_records_and_for_a_gate_that_can_judge(tmp_path, records):
@@ -52,8 +80,42 @@ def test_it_waits_for_records_and_for_a_gate_that_can_judge(tmp_path, records):
         shop.buffer.append(entries(records[count : count + 4]))
         held_out = shop.buffer.count("default", held_out=True)
         fresh = shop.buffer.count("default", held_out=False)
-        assert shop.refit.due() == (fresh >= 16 and held_out >= 8)
-    assert held_out >= 8
+        assert shop.refit.due() == (fresh >= 16 and held_out >= 20)
+    assert held_out >= 20
+
+
+def test_many_answers_to_few_prompts_are_no_gate(tmp_path, records):
+    """16 answers to each of 8 held-out prompts: texts of one prompt are one observation."""
+    shop = Shop(tmp_path)
+    shop.buffer.append(entries(records[:60]))
+    few = [entry.record for entry in shop.buffer.newest("default", 8, held_out=True)]
+    shop.buffer.append(
+        entries([dataclasses.replace(one, row=row) for row in range(16) for one in few])
+    )
+    assert shop.buffer.count("default", held_out=True) > 128
+    assert not shop.refit.due()
+    shop.buffer.append(entries(records[60:]))
+    assert shop.refit.due()
+
+
+def test_each_gate_of_a_version_asks_for_more(shop, records, monkeypatch):
+    asked = []
+
+    def refusing(**scores):
+        asked.append(scores["gate"])
+        return dataclasses.replace(judged(**scores), publish=False, reason="test")
+
+    judged = refit_module.judge
+    monkeypatch.setattr(refit_module, "judge", refusing)
+    for _ in range(3):
+        shop.refit.update()
+    monkeypatch.setattr(refit_module, "judge", judged)
+    shop.refit.state["gates"]["v000001"] = 0
+    assert shop.refit.update().version == "v000002"
+    monkeypatch.setattr(refit_module, "judge", refusing)
+    shop.refit.update()
+    assert asked == [1, 2, 3, 1]
+    assert shop.refit.state["gates"] == {"v000001": 1, "v000002": 1}
 
 
 def test_no_update_begins_while_a_canary_is_judged(shop):
@@ -180,7 +242,7 @@ def test_an_update_that_is_refused_makes_the_next_one_wait(shop, records, monkey
     shop.refit.update()
     assert shop.refit.wanted == 32
     assert shop.refit.state["base"] == "v000001"
-    shop.buffer.append(entries(records[60:90]))
+    shop.buffer.append(entries(records[60:100]))
     assert 16 <= shop.refit.new_records() < 32
     assert not shop.refit.due()
 
@@ -196,11 +258,32 @@ def test_a_drift_ends_the_wait(shop, records, monkeypatch):
     refuse(monkeypatch)
     shop.refit.update()
     backwards = [
-        dataclasses.replace(record, output_ids=record.output_ids[::-1]) for record in records[60:90]
+        dataclasses.replace(record, output_ids=record.output_ids[::-1])
+        for record in records[60:100]
     ]  # texts that neither model would write, with scores that do not fit
+    monkeypatch.setattr(refit_module, "NEWEST", 20)
     shop.buffer.append(entries(backwards))
-    assert shop.refit.new_records() < 32
+    assert 20 <= shop.refit.new_records() < 32
     assert shop.refit.due()
+
+
+def test_a_drift_is_looked_for_once_in_so_many_records(shop, records, monkeypatch):
+    """Not at every poll: models run, beside a server that may be busy."""
+    refuse(monkeypatch)
+    shop.refit.update()
+    scored = []
+    score = shop.refit._judge.score
+
+    def watched(weights, texts):
+        scored.append(len(texts))
+        return score(weights, texts)
+
+    monkeypatch.setattr(shop.refit._judge, "score", watched)
+    monkeypatch.setattr(refit_module, "NEWEST", 20)
+    shop.buffer.append(entries(records[60:100]))
+    for _ in range(5):
+        shop.refit.due()
+    assert scored == [20]
 
 
 def refuse(monkeypatch, publish=False):
@@ -302,10 +385,67 @@ def test_with_stored_scores_only_records_of_the_same_temperature_are_used(tmp_pa
     with pytest.raises(ValueError, match=r"online\.teacher=target"):
         shop.refit.update()
     shop.buffer.append(entries(served[:60]))
-    held_out = [e.record for e in shop.buffer.newest("default", 99, held_out=True)]
-    usable = shop.refit._usable(shop.buffer.newest("default", 99, held_out=True))
-    assert 2 < len(usable) < len(held_out)
+    shop.refit._restore()
+    stored = shop.buffer.newest("default", 999, held_out=False)
+    usable = shop.refit._learnable(stored)
+    assert 2 < len(usable) < len(stored)
     assert shop.refit.update().version == "v000002"
+
+
+def test_records_with_another_number_of_stored_ids_are_not_mixed(tmp_path, records):
+    """They do not fit into one batch; the judge scores each by itself, so it takes all."""
+    narrow = [
+        dataclasses.replace(
+            record,
+            topk_ids=[ids[:3] for ids in record.topk_ids],
+            topk_log_probs=[row[:3] for row in record.topk_log_probs],
+        )
+        for record in records[:60]
+    ]
+    shop = Shop(tmp_path)
+    shop.refit._stored_at = 1.0
+    shop.buffer.append(entries([*narrow, *records[60:]]))
+    assert shop.refit.update().tokens > 0
+    assert len(with_scores(narrow, temperature=1.0, width=making.TOP_K)) == 0
+
+
+@pytest.mark.parametrize("size", range(1, 13))
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.5, 0.25), (0.0, 1.0), (0.3, 0.7)])
+def test_the_kinds_fill_a_step_of_any_size(size, shares):
+    settings = dataclasses.replace(SETTINGS, recent_fraction=shares[0], anchor_fraction=shares[1])
+    for older in (False, True):
+        for anchors in (False, True):
+            counts = kinds(size, settings, has_older=older, has_anchors=anchors)
+            assert sum(counts) == size
+            assert min(counts) >= 0
+            assert counts[1] == 0 or older
+            assert counts[2] == 0 or anchors
+
+
+def test_records_are_scored_as_they_were_served(tmp_path, records):
+    """Greedy, cut and warm requests in one gate, each under its own sampling."""
+    kinds_of = [
+        {"temperature": 0.0},
+        {"temperature": 0.5, "top_p": 0.8},
+        {"temperature": 1.0, "top_k": 3.0},
+    ]
+    mixed = [
+        dataclasses.replace(record, sampling={**record.sampling, **kinds_of[row % 3]})
+        for row, record in enumerate(records[:9])
+    ]
+    shop = Shop(tmp_path)
+    weights = shop.weights()
+    model = making.target()
+    judge = Judge(start(), model, batch_size=4)
+    found = judge.score(weights, mixed)
+    for row, record in enumerate(mixed):
+        own = SamplingConfig(
+            **{k: int(v) if k == "top_k" else v for k, v in record.sampling.items()}
+        )
+        expected = score_contexts(model, judge.draft, [record], sampling=own, batch_size=1)
+        assert found.totals["alpha"][row] == pytest.approx(float(expected.totals["alpha"]))
+        plain = score_contexts(model, judge.draft, [record], sampling=making.SAMPLING, batch_size=1)
+        assert float(plain.totals["alpha"]) != pytest.approx(float(expected.totals["alpha"]))
 
 
 def test_rows_repeat_only_where_there_are_too_few():

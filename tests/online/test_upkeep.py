@@ -1,6 +1,8 @@
 """Room and retention: the newest stay, the sample of the others is uniform, the file is bounded."""
 
+import os
 import random
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -184,16 +186,24 @@ def test_what_is_deleted_is_not_in_the_files_any_more(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_files_that_were_set_aside_hold_text_too_and_go_as_well(tmp_path: Path) -> None:
+def test_files_that_were_set_aside_hold_text_too_and_go_after_a_day(tmp_path: Path) -> None:
+    """Their oldest records were as old as any may be when they were set aside."""
     clocks = Clocks()
-    clocks.wall = 1e11
-    aside = tmp_path / "b.sqlite.damaged-1"
-    aside.write_text("text")
-    for days, there in ((1e6, False), (1e7, True)):
-        aside.write_text("text")
-        buffer = Buffer(
-            tmp_path / "b.sqlite", settings(retention_days=days), clock=clocks.clock, up=clocks.up
-        )
+    clocks.wall = time.time() - 9 * DAY  # files are stamped by the machine's
+    path, aside = tmp_path / "b.sqlite", tmp_path / "b.sqlite.damaged-1"
+
+    def opened() -> Buffer:
+        return Buffer(path, settings(retention_days=10), clock=clocks.clock, up=clocks.up)
+
+    buffer = opened()
+    buffer.append(entries(range(9)))
+    buffer.close()
+    clocks.pass_time(9 * DAY)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    os.utime(path, (clocks.wall - 5 * DAY,) * 2)  # of its last write, when nobody set it aside
+    buffer = opened()
+    for hours, there in ((0, True), (20, True), (7, False)):
+        clocks.pass_time(3600 * hours)
         buffer.maintain()
-        buffer.close()
         assert aside.exists() == there
+    buffer.close()

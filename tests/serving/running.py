@@ -162,6 +162,19 @@ class Shelf:
         return self.known[to]
 
 
+class Weights:
+    """The part of a decoder that gives its drafters new weights."""
+
+    def __init__(self) -> None:
+        self.proposers: dict[str, Any] = {}
+
+    def attach(self, proposer_id: str, proposer: Any) -> None:
+        self.proposers[proposer_id] = proposer
+
+    def swap(self, proposer_id: str, state_dict: dict[str, Tensor], version: str) -> None:
+        self.proposers[proposer_id].swap(state_dict, version)
+
+
 @dataclass
 class Disk:
     """A traffic buffer in memory; `fails` is what writing raises."""
@@ -189,7 +202,12 @@ class Disk:
         self.counts += rows
 
     def set_load(self, *, queued: int, running: int) -> None:
+        if self.fails is not None:
+            raise self.fails
         self.loads.append((queued, running))
+
+    def maintain(self) -> None:
+        pass
 
 
 Make = Callable[[], Adapter]

@@ -38,7 +38,7 @@ def slow_reader(address: str) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     made.connect((host, int(port)))
     body = json.dumps(completion(stream=True, logprobs=5)).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     made.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return made
 

@@ -1,5 +1,6 @@
 """Connections that do nothing, readers that take nothing, and the end of a server."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -7,12 +8,16 @@ import resource
 import socket
 import threading
 import time
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from uvicorn.server import ServerState
 
 from draftkit.config import ServeConfig
 from draftkit.serving import connections, streams
-from draftkit.serving.connections import Connection, listen, room_for
+from draftkit.serving.connections import Connection, Server, listen, room_for
+from tests.serving.blocks import watched_loops
 from tests.serving.fakes import FakeEngine, ask, completion, serving, wait_for
 
 
@@ -71,6 +76,100 @@ def test_a_request_under_way_has_no_such_clock(monkeypatch: pytest.MonkeyPatch) 
         connection.close()
 
 
+def answer_to(address: str, *parts: bytes) -> bytes:
+    """All that comes back, after every part has been sent."""
+    with opened(address) as connection:
+        connection.settimeout(60)
+        for part in parts:
+            connection.sendall(part)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := connection.recv(65536):
+                received += more
+    return received
+
+
+def in_chunks(method: str = "POST", *more: str) -> bytes:
+    """The head of a request whose body comes in chunks."""
+    lines = [f"{method} /v1/completions HTTP/1.1", "Host: localhost", *more]
+    lines += ["Content-Type: application/json", "Transfer-Encoding: chunked", "", ""]
+    return "\r\n".join(lines).encode()
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "status"), [("POST", "secret", 401), ("POST", None, 413), ("GET", None, 405)]
+)
+def test_bodies_in_one_byte_chunks_do_not_hold_the_loop(
+    method: str, key: str | None, status: int
+) -> None:
+    with serving(FakeEngine(), key=key) as address, watched_loops() as spent:
+        made = answer_to(address, in_chunks(method), *[b"1\r\na\r\n" * 100_000] * 10)
+        assert ask(address, "/health").status == 200
+    assert max(spent) < 0.05
+    assert sum(spent) < 0.5  # nor does its end cost anything
+    head = made.partition(b"\r\n\r\n")[0].lower()
+    assert head.startswith(f"http/1.1 {status}".encode())
+    assert b"\r\nconnection: close" in head
+
+
+def test_a_body_may_come_in_so_many_chunks_and_no_more() -> None:
+    body = json.dumps(completion()).encode()
+    body += b" " * (connections.CHUNKS - len(body))
+    chunks = [b"1\r\n" + bytes([byte]) + b"\r\n" for byte in body]
+    head, end = in_chunks("POST", "Connection: close"), b"0\r\n\r\n"
+    with serving(FakeEngine()) as address:
+        assert answer_to(address, head, *chunks, end).startswith(b"HTTP/1.1 200")
+        refused = answer_to(address, head, b"".join(chunks), b"1\r\n \r\n", end)
+        assert refused.startswith(b"HTTP/1.1 413")
+        assert b"more than 1024 chunks" in refused
+        # A body of a known length is no chunk, in however many parts it comes.
+        known = head.replace(b"Transfer-Encoding: chunked", b"Content-Length: %d" % (len(body) + 1))
+        assert answer_to(address, known, *[bytes([byte]) for byte in body + b" "]).startswith(
+            b"HTTP/1.1 200"
+        )
+
+
+def test_what_comes_behind_a_refusal_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "UNREAD_BYTES", 1_000_000)
+    with serving(FakeEngine(), key="secret") as address, opened(address) as connection:
+        connection.sendall(in_chunks())
+        flood = b"1\r\na\r\n" * 10_000
+        with pytest.raises(OSError, match=r"reset|[Bb]roken"):
+            all(connection.sendall(flood) is None for _ in range(1000))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:b\r\n" * 52_000 + b"\r\n",
+        in_chunks() + b"1\r\na\r\n" * 43_000,
+        in_chunks() + b"0\r\n" + b"a:b\r\n" * 52_000 + b"\r\n",
+    ],
+    ids=["headers", "chunks", "trailers"],
+)
+def test_no_single_read_holds_the_loop(read: bytes) -> None:
+    """As many bytes as a read may bring, without a socket: how they are cut is up to the kernel."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        pass
+
+    async def spent() -> float:
+        server = Server(app, connections=9, drain_seconds=1, drain=lambda: None)
+        config = server.config
+        config.load()
+        connection = Connection(config, ServerState(), {})
+        transport = MagicMock()
+        transport.is_closing = lambda: transport.close.called
+        connection.connection_made(transport)
+        began = time.thread_time()
+        connection.data_received(read)
+        held = time.thread_time() - began
+        await asyncio.sleep(0)  # its request begins
+        return held
+
+    assert asyncio.run(spent()) < 0.05
+
+
 def test_a_reader_that_takes_nothing_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "BACKLOG", 1000)
     engine = FakeEngine(endless=True, per_round=20, round_seconds=0.01)
@@ -81,7 +180,8 @@ def test_a_reader_that_takes_nothing_is_cancelled(monkeypatch: pytest.MonkeyPatc
         made.connect((host, int(port)))
         body = json.dumps(completion(stream=True, logprobs=5)).encode()
         made.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\n"
             + f"Content-Length: {len(body)}\r\n\r\n".encode()
             + body
         )

@@ -9,13 +9,13 @@ def test_rounds_and_requests_add_up_under_their_route_and_version() -> None:
     for drafted, accepted in ((3, 2), (0, 0), (4, 4)):
         counting.round(
             key,
-            tokens=accepted + 1,
             drafted=drafted,
             accepted=accepted,
             tested=min(drafted, accepted + 1),
             acceptance=0.5 * accepted,
             seconds=0.25,
         )
+        counting.tokens(key, accepted + 1)
     counting.request(key)
     counting.request(("code", "v2"))
     before = counting.drafters()

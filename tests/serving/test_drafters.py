@@ -17,7 +17,7 @@ from draftkit.serving.drafters import START, Drafters, Route
 from draftkit.serving.engine import Engine
 from draftkit.serving.weights import same
 from tests import tiny
-from tests.serving.running import GREEDY, Shelf, answers, ask, job, serving, until
+from tests.serving.running import GREEDY, Shelf, Weights, answers, ask, job, serving, until
 
 TARGET, DRAFT = tiny.pair()
 WEIGHTS = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
@@ -260,6 +260,30 @@ def test_a_bad_candidate_is_withdrawn(caplog: pytest.LogCaptureFixture) -> None:
     assert "is below" in reason
     assert after == ["v000001"] * 16
     assert f"version {tried} goes" in caplog.text
+
+
+@pytest.mark.parametrize("why", ["all rows have a seed", "nothing is proposed"])
+def test_a_candidate_that_the_traffic_cannot_judge_is_withdrawn_with_the_reason(
+    why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the daemon would wait for its verdict for ever."""
+    shelf = Shelf()
+    shelf.publish(WEIGHTS)
+    drafters = Drafters([Route("default", draft, shelf)], GATE, draw=lambda: 0.3)
+    drafters.attach(Weights())  # type: ignore[arg-type]
+    drafters.poll()
+    tried = shelf.publish(noisy(0.1), canary=True)
+    for _ in range(2 * GATE.canary_tokens):
+        assert shelf.tried == tried
+        drafters.poll()
+        drafters.choose("default", seeded=why == "all rows have a seed")
+        drafters.observe("default", tried, tested=0, acceptance=0.0)
+    drafters.poll()
+    ((event, name, reason),) = shelf.told
+    assert (event, name) == ("withdraw", tried)
+    assert "online.gate.canary_fraction=0" in reason
+    assert reason in caplog.text
+    assert shelf.now == "v000001"
 
 
 @pytest.mark.parametrize("good", [True, False])

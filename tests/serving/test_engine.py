@@ -3,12 +3,16 @@
 import copy
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from draftkit.config import SamplingConfig
+from draftkit.decoding.streaming import final_text
 from draftkit.models.adapter import Adapter
+from draftkit.serving import engine as engine_module
+from draftkit.serving import rows as rows_module
 from draftkit.serving.jobs import Draining, QueueFull
 from tests import tiny
 from tests.serving.running import GREEDY, answers, ask, bytes_text, job, serving, until
@@ -40,7 +44,11 @@ def test_greedy_answers_are_the_targets_whoever_joins_and_leaves() -> None:
         clients = answers(engine, *jobs)
         counters = engine.counters()
     assert [client.ids for client in clients] == OWN
-    assert [client.text for client in clients] == [bytes_text(ids) for ids in OWN]
+    # Random prompts: some end inside a character, and then it is the answer's.
+    before = [len(final_text(prompt, bytes_text)) for prompt in PROMPTS]
+    texts = [bytes_text(prompt + ids) for prompt, ids in zip(PROMPTS, OWN, strict=True)]
+    expected = [text[count:] for text, count in zip(texts, before, strict=True)]
+    assert [client.text for client in clients] == expected
     assert {client.reason for client in clients} == {"length"}
     (tally,) = counters.drafters.values()
     assert tally.requests == len(jobs)
@@ -290,6 +298,34 @@ def test_rows_of_a_failing_round_end_as_errors_and_others_go_on(
         assert not engine.healthy()
     assert "the device is gone" in caplog.text
     assert not engine.healthy()
+
+
+def test_after_failed_rounds_a_server_rests_and_then_takes_jobs_on_trial(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def later(seconds: float) -> None:
+        clock = SimpleNamespace(
+            monotonic=lambda: time.monotonic() + seconds,
+            perf_counter=time.perf_counter,
+            time=time.time,
+        )
+        monkeypatch.setattr(engine_module, "time", clock)
+        monkeypatch.setattr(rows_module, "time", clock)
+
+    with serving(TARGET, draft) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(TARGET, "step", lambda *_, **__: 1 / 0)
+            for _ in range(3):
+                assert answers(engine, job(PROMPTS[0], 5))[0].reason == "error"
+            assert not engine.healthy()
+            later(30)
+            assert engine.healthy()
+            assert answers(engine, job(PROMPTS[0], 5))[0].reason == "error"
+            assert not engine.healthy()
+        later(60)
+        assert answers(engine, job(PROMPTS[0], 5))[0].reason == "length"
+        later(61)
+        assert engine.healthy()
 
 
 def test_an_error_between_rounds_ends_answers_and_not_the_engine(

@@ -1,14 +1,20 @@
 """From requests to jobs: limits and defaults."""
 
 import asyncio
+import threading
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.datastructures import Headers
 
-from draftkit.config import SamplingConfig, ServeConfig
-from draftkit.serving.intake import Asked, Intake, UnknownModel
+from draftkit.config import BufferConfig, SamplingConfig, ServeConfig
+from draftkit.decoding.trace import TraceRound
+from draftkit.online.buffer import Buffer
+from draftkit.serving.intake import Asked, Intake, UnknownModel, conversation_of
 from draftkit.serving.protocol import BadRequest, ChatRequest, CompletionRequest
+from draftkit.serving.recorder import Answered, entry
 from draftkit.serving.texts import Texts
 from tests.serving.fakes import chat, chat_tokenizer, completion
 from tests.tiny import VOCAB_SIZE
@@ -16,11 +22,11 @@ from tests.tiny import VOCAB_SIZE
 TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
 
 
-def intake(texts: Texts = TEXTS, **settings: Any) -> Intake:
+def intake(texts: Texts = TEXTS, max_length: int = 40, **settings: Any) -> Intake:
     return Intake(
         texts,
         ServeConfig(**settings),
-        max_length=40,
+        max_length=max_length,
         sampling=SamplingConfig(),
         routes=("default", "code"),
         model_name="tiny",
@@ -55,6 +61,43 @@ def test_a_text_that_cannot_fit_is_not_even_encoded(monkeypatch: pytest.MonkeyPa
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(BadRequest, match="messages of at least"):
         converse(intake(), messages=[{"role": "user", "content": "a" * 500}] * 2)
+
+
+def test_the_echo_of_token_ids_is_decoded_once_they_fit_and_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decode, threads = TEXTS.decode, []
+
+    def noting(ids: list[int]) -> str:
+        threads.append(threading.get_ident())
+        return decode(ids)
+
+    monkeypatch.setattr(TEXTS, "decode", noting)
+    for prompt in ([5] * 40, [[5], [5] * 100_000]):
+        with pytest.raises(BadRequest, match="does not fit the 40 tokens") as caught:
+            complete(intake(), prompt=prompt, echo=True)
+        assert caught.value.param == "prompt"
+    assert threads == []
+    asked = complete(intake(), prompt=[[65, 66], [67]], echo=True, max_tokens=1)
+    assert asked.echoes == [decode([65, 66]), decode([67])]
+    assert threading.get_ident() not in threads
+
+
+def test_what_does_not_fit_is_named() -> None:
+    long = [{"role": "user", "content": "a" * 40}]
+    short = long[0]["content"][:20]
+    for options, param in (
+        ({"messages": long}, "messages"),
+        ({"max_tokens": 39}, "max_tokens"),
+        ({"max_completion_tokens": 39}, "max_completion_tokens"),
+    ):
+        with pytest.raises(BadRequest, match="does not fit the 40 tokens") as caught:
+            converse(intake(), **options)
+        assert caught.value.param == param
+        assert f"{param} " in str(caught.value)
+    with pytest.raises(BadRequest, match="prompt of 20 tokens with max_tokens 21") as caught:
+        complete(intake(), prompt=short, max_tokens=21)
+    assert caught.value.param == "max_tokens"
 
 
 def test_a_chat_may_fill_what_its_prompt_leaves() -> None:
@@ -108,3 +151,44 @@ def test_a_chat_without_a_template_is_refused() -> None:
 
     with pytest.raises(BadRequest, match="no chat template"):
         converse(intake(Texts(byte_tokenizer(), VOCAB_SIZE)))
+
+
+def test_all_turns_of_a_conversation_are_on_one_side_of_the_held_out_split(tmp_path: Path) -> None:
+    """A later turn holds the answers to earlier ones, which a gate may be judging."""
+    found = intake(max_length=200)
+    with closing(Buffer(tmp_path / "buffer.sqlite", BufferConfig(), gate_fraction=0.5)) as buffer:
+        for number in range(24):
+            turns = [{"role": "user", "content": f"q{number}"}]
+            for answer in ("a", "b"):
+                (job,) = converse(found, messages=turns, max_tokens=1).jobs
+                finished = Answered(
+                    job=job,
+                    seed=0,
+                    output_ids=[7, 9],
+                    steps=[TraceRound([7, 8], 1, 9, 2)],
+                    likeliest=[],
+                    version="v",
+                    seconds=0,
+                )
+                buffer.append([entry(finished)])
+                turns += [{"role": "assistant", "content": answer}]
+                turns += [{"role": "user", "content": "?"}]
+        sides = [
+            {one.id for one in buffer.newest("default", 99, held_out=side)}
+            for side in (True, False)
+        ]
+    first = min(sides[0] | sides[1])
+    for number in range(24):
+        pair = {first + 2 * number, first + 2 * number + 1}
+        assert pair <= sides[0] or pair <= sides[1]
+    assert min(map(len, sides)) > 8
+
+
+def test_a_conversation_is_known_by_what_comes_before_its_first_answer() -> None:
+    system = {"role": "system", "content": "s"}
+    first, other = ({"role": "user", "content": text} for text in ("a", "b"))
+    later = [{"role": "assistant", "content": "x"}, other]
+    assert conversation_of([system, first]) == conversation_of([system, first, *later])
+    assert len({conversation_of([t]) for t in (system, first, other)}) == 3
+    assert conversation_of([first]) != conversation_of([system, first])
+    assert complete(intake(), prompt="a", max_tokens=1).jobs[0].conversation == ""

@@ -39,6 +39,12 @@ def locked() -> Iterator[str]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def named() -> Iterator[str]:
+    with serving(FakeEngine(), ServeConfig(host="Box.Example")) as found:
+        yield found
+
+
 def bearer(word: str) -> dict[str, str]:
     """The header as bytes that http.client lets through."""
     return {"authorization": f"Bearer {word}".encode().decode("latin-1")}
@@ -109,17 +115,54 @@ def test_a_body_in_chunks_is_counted(address: str) -> None:
     connection.close()
 
 
-def test_a_connection_goes_on_after_a_refused_body(address: str) -> None:
-    connection = http.client.HTTPConnection(address, timeout=10)
-    for _ in range(2):
-        headers = {"content-type": "application/json"}
-        connection.request("POST", "/v1/completions", b"x" * 500_000, headers)
+@pytest.mark.parametrize("size", [10, 500_000, 10_000_000])
+def test_a_refusal_arrives_though_its_body_is_not_read(locked: str, size: int) -> None:
+    """The client writes all of it before it reads, as most do."""
+    connection = http.client.HTTPConnection(locked, timeout=10)
+    for _ in range(3):
+        connection.request("POST", "/v1/completions", b"x" * size)
         answer = connection.getresponse()
-        assert answer.status == 413
-        answer.read()
-    connection.request("GET", "/health")
-    assert connection.getresponse().status == 200
+        assert (answer.status, answer.will_close) == (401, True)
+        assert b"invalid_api_key" in answer.read()
+    connection.request("GET", "/health")  # over a new connection
+    answer = connection.getresponse()
+    assert (answer.status, answer.will_close) == (200, False)
     connection.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_known"),
+    [
+        ("localhost", True),
+        ("LocalHost:8000", True),
+        ("localhost.:8000", True),
+        ("127.0.0.1", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]", True),
+        ("[::1]:8000", True),
+        ("192.168.1.7:8000", True),  # an address is no name that somebody could point here
+        ("box.example:80", True),  # serve.host
+        ("evil.example", False),
+        ("evil.example:8000", False),
+        ("127.0.0.1.evil.example", False),
+        ("localhost.evil.example", False),
+        ("evil.example:80@localhost", False),
+        ("[evil.example]", False),
+    ],
+)
+def test_without_a_key_the_names_of_others_are_no_way_in(
+    named: str, locked: str, host: str, is_known: bool
+) -> None:
+    """Pages of another site reach loopback by a name of theirs that they let point to it."""
+    hosts = {"host": host}
+    reply = ask(named, "/v1/completions", completion(), hosts)
+    assert reply.status == (200 if is_known else 403)
+    if not is_known:
+        assert reply.error["code"] == "unknown_host"
+        assert "DRAFTKIT_API_KEY" in reply.error["message"]
+    assert ask(named, "/health", headers=hosts).status == 200
+    # With a key any name will do: no other site knows it.
+    assert ask(locked, "/v1/models", headers=hosts | bearer(KEY)).status == 200
 
 
 @pytest.mark.parametrize(
@@ -185,7 +228,7 @@ def test_headers_cannot_be_injected(address: str) -> None:
     host, port = address.split(":")
     lines = [
         b"GET /v1/models/a%0d%0aX-Evil:%201 HTTP/1.1",
-        b"Host: a",
+        b"Host: localhost",
         b"X-Request-Id: a\rX-Evil: 1",
         b"X-Draftkit-Route: a\x0bX-Evil: 1",
     ]

@@ -62,9 +62,7 @@ def check_record(record: Record, temperature: float) -> None:
     assert np.array_equal(record.topk_ids, own.indices)
     found = torch.tensor(record.topk_log_probs, dtype=torch.float64)
     torch.testing.assert_close(found, own.values, atol=1e-4, rtol=0)
-    tail = torch.ones(len(logits), dtype=torch.float64)
-    if temperature > 0:
-        tail -= (logits / temperature).softmax(-1).gather(1, own.indices).sum(-1)
+    tail = 1 - (logits / (temperature or 1)).softmax(-1).gather(1, own.indices).sum(-1)
     tails = torch.tensor(record.tail_mass, dtype=torch.float64)
     torch.testing.assert_close(tails, tail, atol=1e-5, rtol=0)
 
@@ -197,6 +195,26 @@ def test_a_disk_that_refuses_costs_records_and_nothing_else(
     assert caplog.text.count("No space left on device") == 1
     assert "can be written again" in caplog.text
     assert sum(row.tokens for row in disk.counts) == first + 8  # counts wait for the disk
+
+
+def test_one_bad_record_costs_no_other(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Neither one of which no entry can be made nor one that the buffer cannot hold."""
+    buffer = Buffer(tmp_path / "traffic.db", BufferConfig())
+    recorder = Recorder(buffer, BufferConfig())
+    broken = [replace(answered(3), steps=None), replace(answered(4), output_ids=[2**40])]
+    for one in [answered(1), answered(2), *broken, answered(5)]:  # type: ignore[list-item]
+        recorder.offer(one)
+    recorder.start(lambda: nothing()[0], lambda: nothing()[1])
+    recorder.stop()
+    stored = [
+        found.record.seed
+        for held_out in (True, False)
+        for found in buffer.newest("default", 9, held_out=held_out)
+    ]
+    buffer.close()
+    assert sorted(stored) == [1, 2, 5]
+    assert recorder.dropped == 2
+    assert caplog.text.count("an answer cannot be recorded") == 2
 
 
 def test_without_ids_a_record_has_none() -> None:

@@ -2,11 +2,20 @@
 
 import json
 import math
+from collections.abc import Iterator
 
 import pytest
 
 from draftkit.serving.jobs import Piece, Speculation, TokenScore
-from draftkit.serving.replies import ChatForm, Choice, CompletionForm, encode, speculative
+from draftkit.serving.replies import (
+    ChatForm,
+    Choice,
+    CompletionForm,
+    Json,
+    bits,
+    encode,
+    speculative,
+)
 from draftkit.serving.texts import Offsets, Texts
 from tests.serving.fakes import TOKENIZER, chat_tokenizer
 from tests.tiny import VOCAB_SIZE
@@ -21,11 +30,33 @@ def choice(*scores: TokenScore, keeps: bool = True) -> Choice:
     return found
 
 
+def received(value: Json) -> Json:
+    """What a client makes of it."""
+    return json.loads(encode(value))
+
+
 def test_json_is_utf8_and_has_no_nan() -> None:
     assert encode({"a": "ü"}) == '{"a":"ü"}'.encode()
     with pytest.raises(ValueError, match="not JSON compliant"):
         encode({"a": math.nan})
     assert json.loads(encode({"a": "\ud800"})) == {"a": "\ud800"}
+
+
+def test_json_in_bits_is_what_the_library_writes() -> None:
+    plain = {"a": [1, -2.5, None, True, "ü\n\u2028"], "b": {"c": [], "d": {}}, "e": [[{"f": "g"}]]}
+    whole = json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
+    assert "".join(bits(plain)) == whole
+    made: list[int] = []
+
+    def entries() -> Iterator[Json]:
+        for number in range(3):
+            made.append(number)
+            yield {"entry": [number]}
+
+    lazy = bits({"first": iter([]), "then": entries()})
+    assert next(bit for bit in lazy if "entry" in bit) == '{"entry":[0]}'
+    assert made == [0]  # no entry is made before it is wanted
+    assert "".join(lazy) == ',{"entry":[1]},{"entry":[2]}]}'
 
 
 def test_speculation_is_summed_over_choices() -> None:
@@ -49,16 +80,18 @@ def test_where_nothing_was_drafted_there_is_no_rate() -> None:
 def test_impossible_tokens_have_a_finite_log_prob() -> None:
     score = TokenScore(A, -0.1, ((A, -0.1), (B, -math.inf)))
     form = CompletionForm(TEXTS, model="m", name="n", logprobs=True)
-    found = form.response([choice(score)], [""], {})["choices"][0]["logprobs"]
+    found = received(form.response([choice(score)], [""], {}))["choices"][0]["logprobs"]
     assert found["top_logprobs"] == [{"a": -0.1, "b": -9999.0}]
     content = ChatForm(TEXTS, model="m", name="n", logprobs=True)
-    entry = content.response([choice(score)], [""], {})["choices"][0]["logprobs"]["content"][0]
+    (made,) = received(content.response([choice(score)], [""], {}))["choices"]
+    (entry,) = made["logprobs"]["content"]
     assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.1, -9999.0]
 
 
 def test_a_token_that_is_not_among_the_likeliest_is_added() -> None:
     form = CompletionForm(TEXTS, model="m", name="n", logprobs=True)
-    found = form.scored([TokenScore(B, -3.0, ((A, -0.1),)), TokenScore(B, -2.0)], Offsets(TEXTS))
+    scores = [TokenScore(B, -3.0, ((A, -0.1),)), TokenScore(B, -2.0)]
+    found = received(form.scored(scores, Offsets(TEXTS)))
     assert found["top_logprobs"] == [{"a": -0.1, "b": -3.0}, {}]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from draftkit.config import GateConfig
 from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.streaming import Decode
 from draftkit.serving import rows as rows_module
 from draftkit.serving.answers import Answer, begin
 from draftkit.serving.drafters import Drafters, Route
@@ -22,7 +23,8 @@ PROMPT = tiny.prompts([6])[0]
 class Stand:
     """Rows without an engine, whose drafter is version v000001."""
 
-    def __init__(self, slots: int = 3) -> None:
+    def __init__(self, slots: int = 3, decode: Decode = bytes_text) -> None:
+        self.decode = decode
         self.shelf = Shelf()
         self.shelf.publish(DRAFT.weights())
         route: Any = Route("default", lambda: copy.deepcopy(DRAFT), self.shelf)
@@ -36,7 +38,7 @@ class Stand:
 
     def join(self, one: Job) -> tuple[Client, Answer]:
         client = Client(one)
-        answer = begin(self.joined, one, client, decode=bytes_text, seed=1, now=0.0)
+        answer = begin(self.joined, one, client, decode=self.decode, seed=1, now=0.0)
         self.joined += 1
         self.rows.join(answer)
         return client, answer
@@ -77,6 +79,30 @@ def test_rows_share_the_time_of_their_round(monkeypatch: pytest.MonkeyPatch) -> 
     (tally,) = stand.rows.counting.drafters().values()
     assert tally.seconds == 1.0
     assert tally.rounds == 2
+
+
+def test_counts_of_tokens_never_fall_and_end_as_what_was_told() -> None:
+    """A stop string of twelve tokens takes back those of several rounds of at most four."""
+
+    def triples(ids: list[int]) -> str:
+        return "".join(f"{token:03x}" for token in ids)
+
+    def run(*stops: str) -> tuple[Client, list[int]]:
+        stand = Stand(decode=triples)
+        client, _ = stand.join(job(PROMPT, 30, seed=3, stops=stops))
+        counts = [0]
+        while len(stand.rows):
+            stand.rows.round()
+            drafters = stand.rows.counting.drafters().values()
+            counts.append(sum(tally.tokens for tally in drafters))
+        return client, counts
+
+    whole, counts = run()
+    assert counts[-1] == len(whole.ids) == 30
+    client, counts = run(whole.text[15:51])
+    assert client.text == whole.text[:15]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(client.ids) == 5
 
 
 def test_an_answer_that_ended_before_its_round_failed_ends_once(

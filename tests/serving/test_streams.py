@@ -70,26 +70,59 @@ def test_what_has_not_ended_is_cancelled() -> None:
     assert run(test).cancelled == {10, 11}
 
 
-def test_a_reader_that_falls_behind_loses_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "BACKLOG", 10)  # a piece with SCORE weighs 2
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_a_reader_whose_client_falls_behind_loses_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "BACKLOG", 5)  # a piece with SCORE weighs 2
 
     async def test(engine: Handed) -> None:
-        answers = Answers(engine, jobs(1))
+        answers = Answers(engine, jobs(2))  # together 10
         found = answers.arrivals()
-        for _ in range(3):  # one that keeps up may take any number
-            engine.say(0, *[Piece("a", (SCORE,))] * 5)
-            assert len(await anext(found)) == 5
+        client = asyncio.Event()
+        sending = asyncio.ensure_future(answers.send(client.wait()))
+        await turns(1)
+        engine.say(0, *[Piece("a", (SCORE,))] * 5)
+        await turns(9)
         assert engine.cancelled == set()
-        engine.say(0, *[Piece("a", (SCORE,))] * 6)
-        await asyncio.sleep(0)
-        assert engine.cancelled == {10}
+        engine.say(1, Piece("a", (SCORE,)))
+        await turns(9)
+        assert engine.cancelled == {10, 11}
         engine.say(0, *[Piece("a", (SCORE,))] * 1000)
-        await asyncio.sleep(0)
+        await turns(1)
         assert len(answers._waiting) == 0  # no memory is held for it
+        client.set()
+        await sending
         with pytest.raises(TooSlow):
             await anext(found)
 
     run(test)
+
+
+def test_a_reader_that_had_no_turn_is_not_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much gathers while the loop is held, whether the reader waits or could go on."""
+    monkeypatch.setattr(streams, "BACKLOG", 10)
+
+    async def test(engine: Handed) -> None:
+        found = (answers := Answers(engine, jobs(1))).arrivals()
+        first = asyncio.ensure_future(anext(found))
+        await turns(1)
+        engine.say(0, *[Piece("a", (SCORE,))] * 1000)  # before the loop goes on
+        assert len(await first) == 1000
+        client = asyncio.Event()
+        sending = asyncio.ensure_future(answers.send(client.wait()))
+        await turns(1)
+        engine.say(0, *[Piece("a", (SCORE,))] * 1000)
+        asyncio.get_running_loop().call_soon(client.set)
+        await sending
+        await turns(9)
+        assert len(await anext(found)) == 1000
+
+    assert run(test).cancelled == set()
 
 
 def test_a_loop_that_has_closed_does_not_hurt_the_engine() -> None:

@@ -68,6 +68,14 @@ def test_offsets_count_whole_characters_in_any_pieces(texts: Texts) -> None:
     assert [place for i in ids for place in pieces.push([i])] == whole
 
 
+def test_offsets_go_on_inside_of_a_character(texts: Texts) -> None:
+    ids = texts.encode(TEXT)
+    first = len("Grüße, ".encode())
+    for cut, places in ((1, [0, 0, 1]), (2, [0, 1])):
+        offsets = Offsets(texts, before=ids[: first + cut])
+        assert offsets.push(ids[first + cut :]) == places
+
+
 def test_readable_bytes() -> None:
     assert readable("ü".encode()) == "ü"
     assert readable(b"\xc3") == "bytes:\\xc3"

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 from draftkit.theory import acceptance, noise
@@ -14,8 +15,10 @@ from draftkit.theory.acceptance import (
     estimate_quotient,
     estimate_ratio,
     exact_match_acceptance,
+    gain_p_value,
     greedy_draft_acceptance,
     sampled_acceptance,
+    student_t_tail,
     tail_bound,
 )
 from draftkit.theory.verification import VERIFIERS
@@ -357,3 +360,39 @@ def test_alpha_lies_within_the_bounds_of_a_truncated_support(kept: int) -> None:
     assert torch.equal(
         tail_bound(kept_overlap=disjoint, target_tail=disjoint, draft_tail=disjoint)[1], disjoint
     )
+
+
+# Whether a ratio lies above another one
+
+
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 19, 20, 127, 500])
+@pytest.mark.parametrize("t", [-4.0, -0.3, 0.0, 0.7, 2.0, 6.5, 30.0])
+def test_the_tail_of_student_s_t_is_that_of_scipy(t: float, degrees: int) -> None:
+    expected = float(stats.t.sf(t, degrees))
+    assert student_t_tail(t, degrees) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_with_answers_of_one_length_the_test_of_a_gain_is_the_paired_t_test() -> None:
+    generator = torch.Generator().manual_seed(1)
+    after, before = torch.rand(2, 23, generator=generator, dtype=torch.float64)
+    counts = torch.full_like(after, 10)
+    found = gain_p_value(
+        totals=after * 10, counts=counts, baseline_totals=before * 10, baseline_counts=counts
+    )
+    expected = stats.ttest_rel(after.numpy(), before.numpy(), alternative="greater").pvalue
+    assert found == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_the_test_of_a_gain_refuses_nothing_to_compare_and_keeps_nan() -> None:
+    ones = torch.ones(5, dtype=torch.float64)
+
+    def p_value(after: Tensor, counts: Tensor = ones) -> float:
+        return gain_p_value(
+            totals=after, counts=counts, baseline_totals=ones / 2, baseline_counts=counts
+        )
+
+    assert p_value(ones / 2) == 1  # the same
+    assert p_value(ones) == 0  # the same gain everywhere
+    assert math.isnan(p_value(ones * math.nan))
+    with pytest.raises(ValueError, match="at least 2 prompts with positions, got 1"):
+        p_value(ones, torch.tensor([3.0, 0, 0, 0, 0], dtype=torch.float64))

@@ -119,16 +119,17 @@ def test_gradients_are_those_of_the_divergence_over_fewer_outcomes(logits):
     assert torch.autograd.gradcheck(loss, draft[:3].clone().requires_grad_())
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7, 0.0])
 def test_ids_and_tails_from_known_sums_are_the_same(logits, temperature):
+    """Greedy rows have the tail of temperature 1, at which a loss can learn from them."""
     target, _ = logits
-    expected = stored(target, 4, temperature)
+    expected = stored(target, 4, temperature or 1.0)
     found = most_likely_served(
         target,
         4,
         log_sum_exp=target.logsumexp(-1),
         temperature=torch.tensor(temperature, dtype=torch.float64),
-        served_log_sum_exp=(target / temperature).logsumexp(-1),
+        served_log_sum_exp=(target / (temperature or 1)).logsumexp(-1),
     )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,75 @@
+"""What of the traffic an update learns from: which records, how many of each kind, and as what.
+
+Pure functions of records and settings; knows no file and no model.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import torch
+
+from draftkit.config import OnlineConfig
+from draftkit.data.rollouts import Record
+from draftkit.distillation.batch import TokenSequence
+from draftkit.distillation.sources import all_learned, sequence_of_record
+from draftkit.online.buffer import Stored
+from draftkit.online.records import conversation_of
+
+
+def with_scores(records: Sequence[Record], *, temperature: float, width: int) -> list[Record]:
+    """Those whose stored scores a loss at `temperature` can use, with the tail that it reads.
+
+    That takes the mass outside the stored ids at this very temperature, so that they were served
+    at it, and `width` ids a token, so that rows fit into one batch.
+    """
+    return [
+        replace(record, loss_tail_mass=record.loss_tail_mass or record.tail_mass)
+        for record in records
+        if record.topk_ids is not None
+        and tail_temperature(record) == temperature
+        and all(len(ids) == width for ids in record.topk_ids)
+    ]
+
+
+def tail_temperature(record: Record) -> float:
+    """The temperature of a record's stored tails: the served one, 1 where that is 0."""
+    return record.sampling["temperature"] or 1.0
+
+
+def kinds(
+    size: int, settings: OnlineConfig, *, has_older: bool, has_anchors: bool
+) -> tuple[int, int, int]:
+    """How many of `size` rows are recent, older and anchors.
+
+    A kind of which there is nothing leaves its room to recent ones.
+    """
+    anchors = round(size * settings.anchor_fraction) if has_anchors else 0
+    fresh = min(round(size * settings.recent_fraction), size - anchors)
+    older = size - anchors - fresh if has_older else 0
+    return size - anchors - older, older, anchors
+
+
+def texts_of(stored: Sequence[Stored]) -> tuple[list[Record], list[Hashable]]:
+    """The records, and the conversation that each belongs to."""
+    records = [one.record for one in stored]
+    return records, [conversation_of(record) for record in records]
+
+
+def row_of(record: Record, *, prompts: bool) -> TokenSequence:
+    """A record's text; where nobody knows what was refused, all of it counts as if it had been.
+
+    With `prompts` the prompt is learned from too, though nobody proposed it.
+    """
+    text = sequence_of_record(record)
+    if text.rejected is None:
+        text = replace(text, rejected=list(text.generated))
+    return all_learned(text) if prompts else text
+
+
+def chosen(count: int, wanted: int, generator: torch.Generator) -> list[int]:
+    """`wanted` indices below `count`, none twice while there are enough."""
+    if wanted == 0:
+        return []
+    rounds = -(-wanted // count)
+    order = [torch.randperm(count, generator=generator) for _ in range(rounds)]
+    return torch.cat(order)[:wanted].tolist()

@@ -1,0 +1,83 @@
+"""A buffer and a registry belong to what they were begun with."""
+
+from pathlib import Path
+
+import pytest
+
+from draftkit.online.buffer import Buffer, Served
+from draftkit.online.fingerprints import require_same
+from draftkit.online.registry import Registry
+from tests.online.drafters import TOLD, weights
+from tests.online.traffic import entries, settings
+
+MINE = {"target": "a", "draft": "b"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "told"),
+    [
+        ({"target": "a", "draft": "c"}, "with another draft:"),
+        ({"target": "x", "draft": "y"}, "with another target and draft:"),
+        ({"target": "a"}, "with another draft:"),
+        ({**MINE, "top_k": "8"}, "with another top_k:"),
+        ({}, "does not tell with which target and draft it was made:"),
+    ],
+)
+def test_what_differs_is_named_in_one_line_with_the_ways_out(
+    stored: dict[str, str], told: str
+) -> None:
+    require_same(Path("x"), stored=dict(MINE), wanted=MINE)
+    with pytest.raises(ValueError, match=r"^x .*name=.*overwrite=true") as error:
+        require_same(Path("x"), stored=stored, wanted=MINE)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_buffer_is_refused_under_other_ones_and_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "b.sqlite"
+    mine = Buffer(path, settings(), fingerprints=MINE)
+    mine.append(entries(range(3)))
+    mine.close()
+    with pytest.raises(ValueError, match="another draft"):
+        Buffer(path, settings(), fingerprints={**MINE, "draft": "c"})
+    for fingerprints in (MINE, None):  # who gives none does not ask
+        again = Buffer(path, settings(), fingerprints=fingerprints)
+        assert sum(again.count("default", held_out=side) for side in (False, True)) == 3
+        again.close()
+
+
+def test_a_buffer_that_tells_nothing_is_adopted_while_it_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "b.sqlite"
+    Buffer(path, settings()).close()
+    Buffer(path, settings(), fingerprints=MINE).close()
+    with pytest.raises(ValueError, match="another draft"):
+        Buffer(path, settings(), fingerprints={**MINE, "draft": "c"})
+
+
+@pytest.mark.parametrize("left", ["records", "counts"])
+def test_a_used_buffer_that_tells_nothing_is_refused(tmp_path: Path, left: str) -> None:
+    """As one of an earlier version, or of a program that gives none: who knows whose it is?"""
+    path = tmp_path / "b.sqlite"
+    buffer = Buffer(path, settings())
+    if left == "records":
+        buffer.append(entries(range(1)))
+    else:
+        buffer.add_served([Served(route="default", version="v000001", requests=1)])
+    buffer.close()
+    with pytest.raises(ValueError, match="does not tell with which target and draft it was made"):
+        Buffer(path, settings(), fingerprints=MINE)
+
+
+def test_every_version_keeps_them_and_a_seed_under_others_is_refused(tmp_path: Path) -> None:
+    registry = Registry(tmp_path, fingerprints=MINE)
+    made = [
+        registry.seed(weights(0)),
+        registry.publish(weights(1), **TOLD, canary=False),
+        registry.publish(weights(2), **TOLD, canary=True),
+    ]
+    assert [version.fingerprints for version in registry.versions()] == [MINE] * len(made)
+    other = Registry(tmp_path, fingerprints={**MINE, "target": "x"})
+    with pytest.raises(ValueError, match="v000002 was made with another target"):
+        other.seed(weights(9))
+    assert registry.versions() == made
+    assert Registry(tmp_path).seed(weights(9)) == made[1]

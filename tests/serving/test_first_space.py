@@ -1,0 +1,124 @@
+"""Tokenizers whose decoder drops the first space of a text, as Llama 2's: an answer keeps its own.
+
+Its text is what it adds to the prompt's; a chat's answer is a text of its own.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from draftkit.serving.answers import begin
+from draftkit.serving.jobs import Job, Listener, TokenScore
+from tests.serving.fakes import FakeEngine, ask, chat, completion, events, serving
+
+WORDS = ["▁Once", "▁upon", "▁a", "▁time", "▁there", "▁was", "▁"]
+SAID = ["▁time", "▁there", "▁was"]
+
+
+def llama_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with the space before them, an opening token, and one space stripped from a text."""
+    vocabulary = [("<unk>", -9.0), ("<s>", -9.0), *((word, 0.0) for word in WORDS)]
+    made = Tokenizer(models.Unigram(vocabulary, unk_id=0))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    return tokenizer
+
+
+TOKENIZER = llama_tokenizer()
+SAID_IDS: list[int] = TOKENIZER.convert_tokens_to_ids(SAID)
+
+
+def decode(ids: list[int]) -> str:
+    return str(TOKENIZER.decode(ids, skip_special_tokens=True))
+
+
+class Saying(FakeEngine):
+    """Says SAID to everybody, a token a round."""
+
+    def submit(self, jobs: Sequence[Job], listeners: Sequence[Listener]) -> list[int]:
+        self.jobs += jobs
+        pairs = zip(jobs, listeners, strict=True)
+        threading.Thread(target=lambda: [self._say(*pair) for pair in pairs]).start()
+        return list(range(len(jobs)))
+
+    def _say(self, job: Job, listener: Listener) -> None:
+        answer = begin(0, job, listener, decode=decode, seed=0, now=0.0)
+        for number, token in enumerate(SAID_IDS, start=1):
+            answer.completion.output_ids.append(token)
+            score = TokenScore(token, -1.0)
+            piece = answer.take([score], version="v", done=number == len(SAID_IDS))
+            if piece is not None:
+                listener(piece)
+            if answer.stream.stop is not None:
+                return
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serving(Saying(), tokenizer=TOKENIZER) as found:
+        yield found
+
+
+def test_the_tokenizer_is_of_that_kind() -> None:
+    ids = TOKENIZER("Once upon a")["input_ids"]
+    assert TOKENIZER.convert_ids_to_tokens(ids) == ["<s>", "▁Once", "▁upon", "▁a"]
+    assert decode(ids) == "Once upon a"
+    assert decode(SAID_IDS) == "time there was"
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_an_answer_goes_on_from_its_prompt(address: str, as_ids: bool) -> None:
+    prompt = TOKENIZER("Once upon a")["input_ids"] if as_ids else "Once upon a"
+    whole = ask(address, "/v1/completions", completion(prompt=prompt, logprobs=0)).json
+    (choice,) = whole["choices"]
+    assert choice["text"] == " time there was"
+    assert choice["logprobs"]["tokens"] == [" time", " there", " was"]
+    assert choice["logprobs"]["text_offset"] == [0, 5, 11]
+    body = completion(prompt=prompt, echo=True)
+    echoed = ask(address, "/v1/completions", body).json["choices"][0]
+    assert echoed["text"] == "Once upon a time there was"
+    body = completion(prompt=prompt, logprobs=0, stream=True)
+    chunks = [c["choices"][0] for c in events(ask(address, "/v1/completions", body).body)[:-1]]
+    assert "".join(chunk["text"] for chunk in chunks) == " time there was"
+    offsets = [place for chunk in chunks for place in chunk["logprobs"]["text_offset"]]
+    assert offsets == [0, 5, 11]
+
+
+def test_where_nothing_comes_before_there_is_no_space(address: str) -> None:
+    """The opening token has no text; tokens show what they are, places count what is there."""
+    body = completion(prompt="", echo=True)
+    assert ask(address, "/v1/completions", body).json["choices"][0]["text"] == "time there was"
+    (choice,) = ask(address, "/v1/completions", completion(prompt="", logprobs=0)).json["choices"]
+    assert choice["text"] == "time there was"
+    assert choice["logprobs"]["text_offset"] == [0, 4, 10]
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "tokens"), [(" time", "", 0), (" there", " time", 1), ("time", " ", 1)]
+)
+def test_stop_strings_that_begin_with_a_space(
+    address: str, stop: str, text: str, tokens: int
+) -> None:
+    for prompt in ("Once upon a", "Once upon a time"):  # in which nothing is looked for
+        made = ask(address, "/v1/completions", completion(prompt=prompt, stop=stop)).json
+        assert made["choices"][0]["text"] == text
+        assert made["choices"][0]["finish_reason"] == "stop"
+        assert made["usage"]["completion_tokens"] == tokens
+
+
+def test_the_answer_of_a_chat_is_a_text_of_its_own(address: str) -> None:
+    message = {"role": "user", "content": "Once upon a"}
+    made = ask(address, "/v1/chat/completions", chat(messages=[message], logprobs=True)).json
+    assert made["choices"][0]["message"]["content"] == "time there was"
+    body = chat(messages=[message], stream=True)
+    chunks = events(ask(address, "/v1/chat/completions", body).body)[:-1]
+    parts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
+    assert "".join(parts) == "time there was"

@@ -1,0 +1,66 @@
+"""What is in the buffer does not outlive its time, whether or not the server records anything."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from draftkit.config import BufferConfig
+from draftkit.online.buffer import Buffer
+from draftkit.serving import recorder as recorder_module
+from draftkit.serving.jobs import Load
+from draftkit.serving.recorder import Recorder
+from tests.online.traffic import DAY, Clocks, entries
+from tests.serving.running import until
+
+
+def held(buffer: Buffer) -> int:
+    return sum(buffer.count("default", held_out=side) for side in (True, False))
+
+
+def opened(path: Path, clocks: Clocks) -> Buffer:
+    return Buffer(path, BufferConfig(retention_days=1), clock=clocks.clock, up=clocks.up)
+
+
+def idle(buffer: Buffer, *, fraction: float = 0.0) -> Recorder:
+    """A running recorder that is offered nothing."""
+    recorder = Recorder(buffer, BufferConfig(retention_days=1, fraction=fraction))
+    recorder.start(lambda: Load(0, 0, 1, draining=False), dict)
+    return recorder
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_a_server_that_starts_deletes_what_is_due(tmp_path: Path, fraction: float) -> None:
+    clocks = Clocks()
+    buffer = opened(tmp_path / "b.sqlite", clocks)
+    buffer.append(entries(range(5)))
+    clocks.pass_time(0.6 * DAY)
+    buffer.append(entries(range(5, 8)))
+    buffer.close()
+    clocks.pass_time(0.6 * DAY)
+    buffer = opened(tmp_path / "b.sqlite", clocks)
+    assert held(buffer) == 8
+    recorder = idle(buffer, fraction=fraction)
+    until(lambda: buffer.load() is not None)  # its first look at everything is over
+    recorder.stop()
+    assert held(buffer) == 3
+    buffer.close()
+
+
+def test_an_idle_server_deletes_what_becomes_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clocks = Clocks()
+    now = SimpleNamespace(monotonic=lambda: time.monotonic() + clocks.seconds)
+    monkeypatch.setattr(recorder_module, "time", now)
+    buffer = opened(tmp_path / "b.sqlite", clocks)
+    buffer.append(entries(range(5)))
+    recorder = idle(buffer)
+    until(lambda: buffer.load() is not None)
+    assert held(buffer) == 5
+    clocks.pass_time(1.5 * DAY)
+    until(lambda: (load := buffer.load()) is not None and load.age_seconds < DAY)
+    recorder.stop()
+    assert held(buffer) == 0
+    buffer.close()

@@ -1,0 +1,137 @@
+"""What cannot be read at the moment is tried again; only what is damaged is refused for good."""
+
+import copy
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftkit.config import GateConfig
+from draftkit.models.adapter import Adapter
+from draftkit.online import versions as versions_module
+from draftkit.online.registry import Registry
+from draftkit.serving.drafters import Drafters, Route
+from draftkit.serving.weights import same
+from tests import tiny
+from tests.serving.running import Weights
+
+DRAFT = tiny.pair()[1]
+WEIGHTS = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
+NEXT = {name: tensor * 0.5 for name, tensor in WEIGHTS.items()}
+
+
+def write(weights: dict[str, Tensor]) -> Any:
+    def to(folder: Path) -> None:
+        save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors")
+
+    return to
+
+
+def make() -> Adapter:
+    return copy.deepcopy(DRAFT)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    made = Registry(tmp_path)
+    made.seed(write(WEIGHTS))
+    return made
+
+
+def following(registry: Registry) -> Drafters:
+    """Drafters that follow `registry` whenever `poll` is called, by the version in force."""
+    gate = GateConfig(canary_fraction=0.5)
+    drafters = Drafters([Route("default", make, Registry(registry.path.parent))], gate)
+    drafters.attach(Weights())  # type: ignore[arg-type]
+    drafters.poll()
+    assert drafters.versions() == {"default": "v000001"}
+    return drafters
+
+
+class Failing:
+    """Reads of the newest version's weights fail `times` times by `number`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int, times: int) -> None:
+        self.left, self.number = times, number
+        read, checksum = Path.read_bytes, versions_module.sha256_file
+        monkeypatch.setattr(Path, "read_bytes", lambda path: self.check(path) or read(path))
+        monkeypatch.setattr(
+            versions_module, "sha256_file", lambda path: self.check(path) or checksum(path)
+        )
+
+    def check(self, path: Path) -> None:
+        if self.left > 0 and path.parent.name == "v000002":
+            self.left -= 1
+            raise OSError(self.number, os.strerror(self.number), str(path))
+
+
+@pytest.mark.parametrize("canary", [False, True])
+@pytest.mark.parametrize("whole", [False, True], ids=["its checksum", "its weights"])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_a_read_error_that_passes_delays_a_version_and_nothing_else(
+    registry: Registry,
+    canary: bool,
+    whole: bool,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    drafters = following(registry)
+    route = drafters.routes["default"]
+    second = registry.publish(write(NEXT), metrics={}, window={}, canary=canary)
+    if whole:  # its files were looked over before
+        assert route.registry is not None
+        route.registry._whole(second.name)
+    failing = Failing(monkeypatch, number, times=3)
+    for _ in range(3):
+        drafters.poll()
+        assert drafters.versions() == {"default": "v000001"}
+        assert not route.tries
+    assert failing.left == 0
+    drafters.poll()
+    role = route.candidate if canary else route.current
+    assert role is not None
+    assert role.version == second
+    assert route.tries == canary
+    assert same(role.proposer.draft.weights(), NEXT)
+    assert drafters.counts.refused == 0
+    assert [event["event"] for event in registry.events()] == ["published"] * 2
+    assert caplog.text.count("cannot be followed") == 1
+    assert os.strerror(number) in caplog.text
+
+
+def test_damage_is_refused_once_and_for_good(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafters = following(registry)
+    second = registry.publish(write(NEXT), metrics={}, window={}, canary=True)
+    own = drafters.routes["default"].registry
+    assert own is not None
+    own._whole(second.name)  # and then the disk fails
+    read = Path.read_bytes
+
+    def other(path: Path) -> bytes:
+        content = read(path)
+        return content if path.parent != second.path else content[:-1] + bytes([content[-1] ^ 1])
+
+    monkeypatch.setattr(Path, "read_bytes", other)
+    for _ in range(3):
+        drafters.poll()
+    assert drafters.counts.refused == 1
+    assert registry.candidate() is None
+    assert drafters.versions() == {"default": "v000001"}
+
+
+def test_a_start_does_not_begin_anew_for_a_read_error(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = registry.publish(write(NEXT), metrics={}, window={}, canary=False)
+    Failing(monkeypatch, errno.EACCES, times=1)
+    with pytest.raises(PermissionError):
+        Registry(registry.path.parent).seed(write(WEIGHTS))
+    again = Registry(registry.path.parent)
+    assert again.seed(write(WEIGHTS)) == second

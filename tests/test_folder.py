@@ -1,0 +1,70 @@
+"""Whose folder it is: a stage clears what it has made, and nothing else."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipelines.stage
+from draftkit.artifacts import read_json, write_json
+from draftkit.config import Config, TrackerConfig
+from tests.toy import Toy
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(root=str(tmp_path / "outputs"), name="toy", tracker=TrackerConfig(mode="none"))
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
+    monkeypatch.setattr(pipelines.stage, "provenance", lambda: {"git_commit": None})
+    return Toy()
+
+
+FOREIGN = {
+    "of an app": {"name": "my app", "icons": []},
+    "of another stage": {"stage": "up", "settings": {"seed": 0}, "inputs": {}},
+    "of settings alone": {"settings": {"seed": 0}, "inputs": {}},
+    "being cleared by another stage": {"stage": "up", "cleared": True},
+    "a list": ["down"],
+}
+
+
+@pytest.mark.parametrize("manifest", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_with_the_manifest_of_somebody_else_is_not_emptied(
+    toy: Toy, config: Config, manifest: Any, overwrite: bool
+) -> None:
+    path = toy.down.path(config)
+    (path / "src").mkdir(parents=True)
+    write_json(path / "manifest.json", manifest)
+    (path / "src" / "code.py").write_text("precious")
+    with pytest.raises(ValueError, match=r"manifest\.json, \.\.\.\): move them away, or use name="):
+        toy.down.launch(replace(config, overwrite=overwrite))
+    assert (path / "src" / "code.py").read_text() == "precious"
+    assert read_json(path / "manifest.json") == manifest
+    assert toy.runs == ["up"]
+
+
+def test_names_with_a_dot_are_somebody_elses_too(toy: Toy, config: Config) -> None:
+    path = toy.down.path(config)
+    (path / ".git").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"\.git, \.\.\."):
+        toy.down.launch(config)
+    assert (path / ".git").is_dir()
+
+
+@pytest.mark.parametrize("stage_is_named", [True, False])
+def test_a_folder_that_was_being_cleared_is_gone_on_with(
+    toy: Toy, config: Config, stage_is_named: bool
+) -> None:
+    """Also one that an older version was clearing, which did not write whose it was."""
+    path = toy.down.path(config)
+    path.mkdir(parents=True)
+    named = {"stage": "down"} if stage_is_named else {}
+    write_json(path / "manifest.json", {**named, "cleared": True})
+    (path / "stray").write_text("of the product before")
+    toy.down.launch(config)
+    assert not (path / "stray").exists()

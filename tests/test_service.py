@@ -1,0 +1,201 @@
+"""The service folder: of one target and one starting drafter, cleared by whoever is alone in it."""
+
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftkit.artifacts import read_json, write_json
+from draftkit.config import Config
+from draftkit.models.loading import load_outline
+from draftkit.online.buffer import Buffer
+from draftkit.online.registry import Registry
+from draftkit.online.versions import Version
+from pipelines.configuration import compose_config
+from pipelines.folder import locked
+from pipelines.refitting import daemon, daemon_folder
+from pipelines.serve import serve
+from pipelines.service import buffer_of, registry_of, seeded_registry, service_folder
+from tests.online.traffic import entry
+from tests.pairs import OTHERS, paths, save_pairs
+
+FIXED = ["name=service", "serve.port=0", "hardware=cpu", "hardware.threads=1", "tracker=none"]
+FIXED += ["decode.compile='false'", "online.nice=0", "optim.compile='false'"]
+FIXED += ["online.anchor_fraction=0", "online.gate.anchors=0"]
+KEYS = {name: " and ".join(models) for name, models in OTHERS.items()}
+KEYS["top_k"] = "online.buffer.top_k"
+COMMANDS = {"serve": (serve, "refit"), "online": (daemon, "server")}  # and the role of the other
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pairs")
+    save_pairs(folder)
+    return folder
+
+
+@pytest.fixture
+def config(pairs: Path, tmp_path: Path) -> Config:
+    return compose_config([*FIXED, *paths(pairs / "pair"), f"root={tmp_path}"])
+
+
+def other(config: Config, pairs: Path, name: str) -> Config:
+    """`config` with what `name` of `KEYS` says changed."""
+    if name == "top_k":
+        buffer = replace(config.online.buffer, top_k=7)
+        return replace(config, online=replace(config.online, buffer=buffer))
+    for model in OTHERS[name]:
+        changed = replace(getattr(config, model), path=str(pairs / name / model))
+        config = replace(config, **{model: changed})
+    return config
+
+
+def count(config: Config) -> int:
+    """Records of the service, whatever it is made with."""
+    path = service_folder(config) / "buffer.sqlite"
+    buffer = Buffer(path, config.online.buffer)
+    found = sum(buffer.count("default", held_out=side) for side in (False, True))
+    buffer.close()
+    return found
+
+
+def begin(config: Config) -> Version:
+    """A service with a record, a version, a state of a trainer and the daemon's account."""
+    buffer = buffer_of(config)
+    buffer.append([entry(0)])
+    buffer.close()
+    outline = load_outline(config.target, config.hardware)
+    version = seeded_registry(config, "default", outline).current()
+    state = service_folder(config) / "refit" / "default" / "state.safetensors"
+    state.parent.mkdir(parents=True)
+    state.write_bytes(b"")
+    write_json(daemon_folder(config) / "summary.json", {"versions_published": 9})
+    assert version is not None
+    return version
+
+
+@pytest.fixture
+def _in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Server and daemon load all that they need, and end where they would begin to wait."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    monkeypatch.setattr("pipelines.serve.Server.run", lambda self, sockets: None)
+    monkeypatch.setattr("draftkit.online.daemon.Daemon.run", lambda self: None)
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_records_and_versions_of_something_else_are_refused_by_its_key(
+    config: Config, pairs: Path, name: str
+) -> None:
+    begin(config)
+    outline = load_outline(config.target, config.hardware)
+    changed, key = other(config, pairs, name), KEYS[name]
+    with pytest.raises(ValueError, match=rf"made with another {key}: use name=.*overwrite=true"):
+        buffer_of(changed)
+    if name == "top_k":  # what is stored of the target; a drafter has nothing of it
+        seeded_registry(changed, "default", outline)
+    else:
+        with pytest.raises(ValueError, match=rf"made with another {key}: use name=") as error:
+            seeded_registry(changed, "default", outline)
+        assert "\n" not in str(error.value)
+    buffer_of(config).close()
+    seeded_registry(config, "default", outline)
+
+
+def test_all_that_is_other_is_named(config: Config, pairs: Path) -> None:
+    buffer_of(config).close()
+    both = other(other(config, pairs, "draft"), pairs, "top_k")
+    with pytest.raises(ValueError, match=r"another draft and online\.buffer\.top_k"):
+        buffer_of(both)
+
+
+def test_a_copy_elsewhere_is_the_same(config: Config, pairs: Path) -> None:
+    begin(config)
+    same = replace(config, target=replace(config.target, path=str(pairs / "draft" / "target")))
+    buffer_of(same).close()
+    seeded_registry(same, "default", load_outline(same.target, same.hardware))
+
+
+@pytest.mark.usefixtures("_in_process")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_server_and_daemon_refuse_the_service_of_another_draft(
+    config: Config, pairs: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = begin(config)
+    run, _ = COMMANDS[command]
+    run(config)
+    with pytest.raises(ValueError, match="made with another draft"):
+        run(other(config, pairs, "draft"))
+    (service_folder(config) / "buffer.sqlite").unlink()  # the versions know it too
+    with pytest.raises(ValueError, match="made with another draft"):
+        run(other(config, pairs, "draft"))
+    assert registry_of(config, "default").current() == version
+
+
+@pytest.mark.usefixtures("_in_process")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_overwrite_clears_the_service_unless_the_other_process_runs(
+    config: Config, pairs: Path, command: str
+) -> None:
+    begin(config)
+    run, role = COMMANDS[command]
+    changed = replace(other(config, pairs, "draft"), overwrite=True)
+    folder = service_folder(config)
+    with locked(folder / role, wait=False), pytest.raises(ValueError, match="in use by another"):
+        run(changed)
+    assert count(config) == 1
+    assert (folder / "refit" / "default" / "state.safetensors").exists()
+    foreign = folder / "notes.txt"
+    foreign.write_text("somebody's")
+    run(changed)
+    assert count(config) == 0
+    assert not (folder / "refit" / "default" / "state.safetensors").exists()
+    (version,) = registry_of(config, "default").versions()
+    assert version.name == "v000001"
+    start = load_file(pairs / "draft" / "draft" / "model.safetensors")
+    weights = load_file(version.path / "model.safetensors")
+    assert all(torch.equal(weights[name], start[name]) for name in start)
+    account = daemon_folder(config) / "summary.json"
+    assert not account.exists() or read_json(account)["versions_published"] == 0
+    assert foreign.read_text() == "somebody's"
+    run(replace(changed, overwrite=False))
+
+
+def test_a_pair_that_cannot_be_used_clears_nothing(config: Config, tmp_path: Path) -> None:
+    begin(config)
+    missing = replace(config.draft, path=str(tmp_path / "missing"))
+    for run, _ in COMMANDS.values():
+        with pytest.raises(ValueError, match=r"draft\.path"):
+            run(replace(config, draft=missing, overwrite=True))
+    assert count(config) == 1
+
+
+def test_a_version_that_tells_nothing_is_refused(config: Config) -> None:
+    outline = load_outline(config.target, config.hardware)
+    version = begin(config)
+    told = version.path / "version.json"
+    content = read_json(told)
+    assert set(content.pop("fingerprints")) == {"target", "draft"}
+    write_json(told, content)
+    with pytest.raises(ValueError, match=r"v000001 does not tell with which target and draft"):
+        seeded_registry(config, "default", outline)
+    assert Registry(service_folder(config) / "drafters").current() is not None
+
+
+def test_published_versions_tell_what_they_were_made_with(config: Config) -> None:
+    first = begin(config)
+    outline = load_outline(config.target, config.hardware)
+    registry = seeded_registry(config, "default", outline)
+
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"")
+
+    later = registry.publish(write, metrics={}, window={}, canary=False)
+    assert later.fingerprints == first.fingerprints

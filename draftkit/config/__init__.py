@@ -12,6 +12,7 @@ with the key as the user types it.
 from draftkit.config.choices import (
     BENCHMARK_METHOD_NAMES,
     BENCHMARK_METHODS,
+    CODE_NAMES,
     COMPILE_NAMES,
     DATA_NAMES,
     DEVICE_NAMES,
@@ -74,6 +75,7 @@ from draftkit.config.training import (
 __all__ = [
     "BENCHMARK_METHODS",
     "BENCHMARK_METHOD_NAMES",
+    "CODE_NAMES",
     "COMPILE_NAMES",
     "DATA_NAMES",
     "DEFAULT_ROUTE",

@@ -32,6 +32,15 @@ def visible_slots(
     return capacity if slots * (2 if joins_last else 1) > capacity else slots
 
 
+def rounded_capacity(capacity: int, device: torch.device) -> int:
+    """The slots that rows of `capacity` get on `device`.
+
+    On CUDA a multiple of `BUCKET`: texts of like lengths share code, and the rows of masks begin
+    where kernels read them without a copy.
+    """
+    return capacity + -capacity % (BUCKET if device.type == "cuda" else 1)
+
+
 class SlotCache(Cache):
     """Keys and values of `rows` rows x `capacity` slots, all layers.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from draftkit.decoding import round as units
-from draftkit.decoding.cache import BUCKET, SlotCache, visible_slots
+from draftkit.decoding.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.decoding.feeding import feed, feed_encoders
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units
@@ -80,7 +80,7 @@ class Decoder:
     ) -> None:
         self.target = target
         self._on_cuda = target.device.type == "cuda"
-        self.capacity = capacity
+        self.capacity = capacity = rounded_capacity(capacity, target.device)
         self.clock = clock
         self.verification = verification
         self.verifier = VERIFIERS[verification]

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from draftkit.config import PretrainConfig
 from draftkit.evaluation.walltime import synchronised_clock
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.attention import fit_to_device
 
 GROUP = 4  # query heads that share a key head, as in Llama 3
 COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # beyond every cache
@@ -65,4 +66,5 @@ def random_llama(
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return CausalAdapter(model.eval().requires_grad_(False), vocab_size=vocab_size)
+    model = fit_to_device(model.eval().requires_grad_(False))
+    return CausalAdapter(model, vocab_size=vocab_size)

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from draftkit.artifacts import atomic_path
 from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.attention import fit_to_cpu
+from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.lora import merged_weights
 from draftkit.models.seq2seq import Seq2SeqAdapter
@@ -214,7 +214,7 @@ def new_llama(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return fit_to_cpu(model.to(device))
+    return fit_to_device(model.to(device))
 
 
 def end_of_text_ids(
@@ -256,7 +256,7 @@ def load_target(
     size = real_vocab_size(tokenizer, loaded.config, "target")
     loaded.requires_grad_(False)  # a target never changes, so compiled code may pack its weights
     return Target(
-        adapter=CausalAdapter(fit_to_cpu(loaded), vocab_size=size),
+        adapter=CausalAdapter(fit_to_device(loaded), vocab_size=size),
         tokenizer=tokenizer,
         eos_token_ids=end_of_text_ids(loaded.generation_config, tokenizer),
     )
@@ -314,7 +314,7 @@ def load_draft(
     """
     loaded, size = _draft_model(model, target, dtype, encoder_decoder=False)
     kept_ids = load_kept_ids(model, size)
-    return CausalAdapter(fit_to_cpu(loaded), vocab_size=size, kept_ids=kept_ids)
+    return CausalAdapter(fit_to_device(loaded), vocab_size=size, kept_ids=kept_ids)
 
 
 def load_kept_ids(model: ModelConfig, vocab_size: int) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import feeding, state
-from draftkit.decoding.cache import BUCKET, SlotCache, visible_slots
+from draftkit.decoding.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.graphs import COMPILED_BUCKET, Units
 from draftkit.decoding.proposers import DraftModelProposer
@@ -219,6 +219,12 @@ def test_prompts_that_are_fed_in_few_widths_are_the_same_text(
     monkeypatch.setattr(type(target), "prefill", noted)
     assert_same(answers(prefix=False), whole, atol=0)
     assert {width % step for width in widths} == {0}
+
+
+def test_on_cuda_rows_have_a_multiple_of_64_slots() -> None:
+    slots = (1, 64, 178, 306, 310, 1034)
+    assert [rounded_capacity(n, CUDA) for n in slots] == [64, 64, 192, 320, 320, 1088]
+    assert [rounded_capacity(n, CPU) for n in slots] == [*slots]
 
 
 def test_on_cuda_the_last_bucket_is_joined_by_all_that_is_more_than_half_of_it() -> None:

@@ -21,8 +21,9 @@ CHUNK_BYTES = 64 << 20  # of float32 logits of one model
 # More at a time gain nothing on a CPU. Of a small vocabulary so many stay in its cache: a step of
 # the embedded drafter on 880 tokens takes 1.25 times as long in one piece (loss not compiled).
 CHUNK_TOKENS = 512
-# There no cache holds them, and each chunk reads the head, and reads and writes its gradient.
-CUDA_CHUNK_BYTES = 256 << 20
+# No cache holds them there, and each chunk reads the head, and reads and writes its gradient: few
+# chunks, but so many that 2,048 tokens of 152,064 ids need under a quarter of what they need whole.
+CUDA_CHUNK_BYTES = 192 << 20
 
 LossOf = Callable[[Tensor, slice], Tensor]  # logits [m, V] of the tokens in a slice: their sum
 

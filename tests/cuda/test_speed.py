@@ -41,11 +41,7 @@ def test_seconds_until_code_is_ready_and_milliseconds_of_a_round(
 ) -> None:
     """Captured or compiled (C3): four layers of 8 B beside a drafter of two small ones."""
     target = llama(device, 4)
-    draft = llama(
-        device,
-        2,
-        **({"hidden_size": 768, "num_attention_heads": 12} if device.type == "cuda" else {}),
-    )
+    draft = llama(device, 2, **(DRAFT_SHAPE if device.type == "cuda" else {}))
     codes = [Code(late=True), Code(captured=True, late=True)]
     codes += [Code(compiled=True, late=True)] if device.type == "cuda" else []
     lines = []

@@ -118,7 +118,7 @@ class GpuConfig:
 
     parts: list[str] = field(default_factory=lambda: list(GPU_PARTS))
     rehearse: bool = False  # every part on a CPU, in tiny shapes: its numbers mean nothing
-    seconds: float = 540.0  # for all parts together; the limit of each is a share of it
+    seconds: float = 520.0  # for all parts together; the limit of each is a share of it
 
     def __post_init__(self) -> None:
         for part in self.parts:

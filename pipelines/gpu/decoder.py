@@ -32,7 +32,6 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import resolve_device, resolve_dtype
 from pipelines.gpu.part import Part
 
-RATES = (0.8, 0.5)  # the first is what most is held against
 PROBED_LAYERS = 4
 CAPTURED, COMPILED = "captured", "compiled"
 # Seconds that steps may take on a GPU before one has been timed: guesses.
@@ -52,6 +51,7 @@ class Size:
     turns: int  # of calibration
     batch_sizes: tuple[int, ...]
     gammas: tuple[int, ...]
+    rates: tuple[float, ...]  # of acceptance; the first is what most is held against
 
 
 def shape(layers: int, hidden: int, inner: int, heads: int, positions: int) -> PretrainConfig:
@@ -75,17 +75,19 @@ REAL = Size(
     turns=6,
     batch_sizes=(1, 8),
     gammas=(4, 8),
+    rates=(0.8, 0.5),
 )
 REHEARSED = Size(
-    target=shape(2, 32, 64, 4, 128),
+    target=shape(1, 32, 64, 4, 128),
     drafts={"0.15B": shape(1, 16, 32, 4, 128), "1B": shape(1, 32, 32, 4, 128)},
     vocab_size=300,
     prompt_tokens=4,
-    new_tokens=8,
+    new_tokens=6,
     chunks=2,
     turns=1,
-    batch_sizes=(1, 2),
+    batch_sizes=(2,),
     gammas=(2,),
+    rates=(0.8,),
 )
 
 
@@ -103,28 +105,28 @@ class Case:
     @property
     def name(self) -> str:
         """As the report has it."""
-        alone = "" if self.methods[2:] == () else " beside Hugging Face"
+        beside = "".join(f", beside {peer}" for peer in self.methods[2:])
         return (
             f"{self.code}, batch {self.batch_size}, gamma {self.gamma}, "
-            f"{self.draft} at {self.rate:g}{alone}"
+            f"{self.draft} at {self.rate:g}{beside}"
         )
 
 
 def cases(size: Size) -> Iterator[Case]:
     """All of them, the most important first."""
-    gamma, draft = size.gammas[0], next(iter(size.drafts))
-    for rate in RATES:
-        yield Case(CAPTURED, 1, gamma, draft, rate)
-    for rate in reversed(RATES):
+    gamma, draft, best = size.gammas[0], next(iter(size.drafts)), size.rates[0]
+    ours = (PLAIN, SPECULATIVE)
+    yield Case(CAPTURED, 1, gamma, draft, best, (*ours, HF_ASSISTED))
+    for rate in size.rates:
         yield Case(COMPILED, 1, gamma, draft, rate)
-    ours, theirs = (PLAIN, SPECULATIVE), (HF_ASSISTED, HF_STATIC)
-    for peer in theirs:
-        yield Case(COMPILED, 1, gamma, draft, RATES[0], (*ours, peer))
-    yield Case(COMPILED, 1, gamma, draft, RATES[1], (*ours, HF_ASSISTED))
-    for other, gamma, rows in product(size.drafts, size.gammas, size.batch_sizes):
-        if (other, gamma, rows) != (draft, size.gammas[0], 1):
-            for rate in RATES:
-                yield Case(CAPTURED, rows, gamma, other, rate)
+    for peer in (HF_STATIC, HF_ASSISTED):
+        yield Case(COMPILED, 1, gamma, draft, best, (*ours, peer))
+    for rate in size.rates[1:]:
+        yield Case(CAPTURED, 1, gamma, draft, rate, (*ours, HF_ASSISTED))
+    for other, number, rows in product(size.drafts, size.gammas, size.batch_sizes):
+        if (other, number, rows) != (draft, gamma, 1):
+            for rate in size.rates:
+                yield Case(CAPTURED, rows, number, other, rate)
 
 
 class Bench:

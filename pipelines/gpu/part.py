@@ -131,13 +131,14 @@ def _die_with_parent() -> None:
 def main(letter: str, folder: str, seconds: str) -> int:
     """Do the part; returns the exit code."""
     _die_with_parent()
-    errors = os.fdopen(os.dup(2), "w")  # whoever captures ours meanwhile
-    faulthandler.enable(errors)  # a crash in compiled code, too, tells where
-    faulthandler.dump_traceback_later(max(0.1, float(seconds) - LAST_WORDS_SECONDS), file=errors)
-    path = Path(folder)
-    part = Part(letter, path, read_config(path / CONFIG), float(seconds))
-    importlib.import_module(MODULES[letter]).run(part)
-    faulthandler.cancel_dump_traceback_later()
+    path, limit = Path(folder), float(seconds)
+    with os.fdopen(os.dup(2), "w") as errors:  # whoever captures ours meanwhile
+        faulthandler.enable(errors)  # a crash in compiled code, too, tells where
+        faulthandler.dump_traceback_later(max(0.1, limit - LAST_WORDS_SECONDS), file=errors)
+        part = Part(letter, path, read_config(path / CONFIG), limit)
+        importlib.import_module(MODULES[letter]).run(part)
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
     return int(part.failed)
 
 

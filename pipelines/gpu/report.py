@@ -12,7 +12,8 @@ REHEARSAL = (
     "anything.** It shows that every part can be begun and comes to its end."
 )
 POINT_COLUMNS = ("code", "batch", "gamma", "drafter", "method", "tokens/s", "x plain")
-POINT_COLUMNS += ("tau", "c", "v", "o", "predicted", "measured", "of a copy")
+OF_PLAIN = ("fraction_of_copy", "making_seconds")  # of a step, shown in the row of its baseline
+POINT_COLUMNS += ("tau", "c", "v", "o", "predicted", "measured", "of a copy", "made in")
 
 
 def report(summary: dict[str, Any], origin: dict[str, Any]) -> str:
@@ -103,7 +104,11 @@ def plain_values(result: Any) -> Iterator[tuple[str, str]]:
         if result is not None:
             yield "", number(result)
         return
-    shown = {key: value for key, value in result.items() if key not in ("points", "failures")}
+    if "points" in result:
+        return
+    shown = {
+        key: value for key, value in result.items() if key not in ("failures", "seconds_by_test")
+    }
     for key, value in scalars(shown):
         yield key, number(value)
 
@@ -125,13 +130,14 @@ def point_row(point: dict[str, Any], result: dict[str, Any]) -> list[str]:
     greedy = "greedy" if point["temperature"] == 0 else "temperature 1"
     tau = point.get("acceptance_length", {}).get("mean")
     ratio = point["ratios"].get("plain", {}).get("median")
+    is_plain = point["method"] == "plain"
     return [
         *(code, str(point["batch_size"]), str(point["gamma"]), drafted or greedy),
         *(point["method"], number(point["tokens_per_second"]["median"])),
         *map(number, (ratio, tau)),
         *(number(point.get(key)) for key in ("cost_ratio", "verify_ratio", "overhead_ratio")),
         *map(number, (speedup.get("predicted"), speedup.get("measured"))),
-        number(result.get("fraction_of_copy") if point["method"] == "plain" else None),
+        *(number(result.get(key)) if is_plain else "" for key in OF_PLAIN),
     ]
 
 

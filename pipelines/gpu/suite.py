@@ -25,7 +25,7 @@ class Counting:
         self.part = part
         self.name = name
         self.results: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0}
-        self.results |= {"seconds": {}, "failures": {}, "reasons": {}}
+        self.results |= {"seconds_by_test": {}, "failures": {}, "reasons": {}}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count one phase of a test: a skip or an error in its set-up, its call, its end."""
@@ -39,7 +39,7 @@ class Counting:
 
     def _count(self, outcome: str, test: str, text: Any, seconds: float) -> None:
         self.results[outcome] += 1
-        self.results["seconds"][test] = round(seconds, 2)
+        self.results["seconds_by_test"][test] = round(seconds, 2)
         if outcome == "failed":
             self.results["failures"][test] = str(text)[-TEXT_CHARACTERS:]
         if outcome == "skipped":

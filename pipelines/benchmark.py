@@ -19,9 +19,10 @@ from rich.console import Console
 from draftkit.artifacts import fingerprint, read_json
 from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.decoding.graphs import compile_seconds
-from draftkit.evaluation.bandwidth import copy_bandwidth, random_llama
+from draftkit.evaluation.bandwidth import random_llama
 from draftkit.evaluation.benchmark import PLAIN, Pair, Point, headline, measure
 from draftkit.evaluation.benchmark_report import LEGEND, benchmark_tables
+from draftkit.evaluation.ceilings import copy_bandwidth
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import PromptIds, Setting, row_capacity
 from draftkit.models.devices import resolve_device, resolve_dtype

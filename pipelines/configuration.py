@@ -92,7 +92,9 @@ def to_config(composed: DictConfig) -> Config:
 
 def read_config(path: Path) -> Config:
     """The `Config` of a stage, from the `config.yaml` that it has written."""
-    return to_config(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    assert isinstance(merged, DictConfig)
+    return to_config(merged)
 
 
 def compose_config(overrides: list[str] | None = None) -> Config:

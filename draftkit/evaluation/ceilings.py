@@ -1,6 +1,7 @@
-"""What a device can do at most, measured: products, launches, waits. Yardsticks for all else.
+"""What a device can do at most, measured: copies, products, launches, waits.
 
-How fast it copies is `bandwidth.copy_bandwidth`. Knows no models.
+Yardsticks for all else: plain decoding reads every weight once a token, which no copy can outrun.
+Knows no models.
 """
 
 import statistics
@@ -10,14 +11,15 @@ from collections.abc import Callable
 import torch
 
 WARM, REPEATS = 3, 10
+COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # beyond every cache
+COPIES = {"cpu": 1, "cuda": 10}  # between two looks at the clock, which cost a copy's hundredth
+TURNS = 5
 LAUNCHES = 1000
 KERNELS = 200  # of a captured graph
 
 
 def seconds_of(function: Callable[[], object], device: torch.device, repeats: int) -> float:
     """Seconds of one call of `function`, to its end on the device: the mean of `repeats`."""
-    for _ in range(WARM):
-        function()
     _wait(device)
     started = time.perf_counter()
     for _ in range(repeats):
@@ -26,16 +28,30 @@ def seconds_of(function: Callable[[], object], device: torch.device, repeats: in
     return (time.perf_counter() - started) / repeats
 
 
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written together, of copying a large tensor on `device`: median."""
+    source = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    copies = COPIES[device.type]
+    turns = [seconds_of(lambda: target.copy_(source), device, copies) for _ in range(TURNS)]
+    return 2 * source.nbytes / statistics.median(turns)
+
+
 def matmul_rate(device: torch.device, size: int, dtype: torch.dtype = torch.bfloat16) -> float:
     """Operations a second of a product of two `size` x `size` matrices of normal numbers."""
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    for _ in range(WARM):
+        left @ right
     return 2 * size**3 / seconds_of(lambda: left @ right, device, REPEATS)
 
 
 def launch_seconds(device: torch.device) -> float:
     """Seconds for which the host is busy with launching one small kernel."""
     number = torch.zeros(1, device=device)
-    seconds_of(lambda: number.add_(1), device, REPEATS)
+    for _ in range(WARM):
+        number.add_(1)
+    _wait(device)
     started = time.perf_counter()
     for _ in range(LAUNCHES):
         number.add_(1)
@@ -73,6 +89,7 @@ def kernel_seconds(device: torch.device) -> float | None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kernels()
+    graph.replay()
     return seconds_of(graph.replay, device, REPEATS) / KERNELS
 
 

@@ -75,12 +75,13 @@ def assistance_given(rate: float) -> Iterator[None]:
         return torch.zeros_like(ratio).masked_fill(draw(ratio) >= rate, math.inf)
 
     def decided(*arguments: Any, **options: Any) -> Any:
-        torch.rand_like = lottery
+        numbers.rand_like = lottery
         try:
             return rule(*arguments, **options)
         finally:
-            torch.rand_like = draw
+            numbers.rand_like = draw
 
+    numbers: Any = torch
     draw = torch.rand_like
     module._speculative_sampling = decided
     try:

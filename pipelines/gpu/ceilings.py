@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from draftkit.evaluation.bandwidth import copy_bandwidth
 from draftkit.evaluation.ceilings import (
+    copy_bandwidth,
     kernel_seconds,
     launch_seconds,
     matmul_rate,
     wait_seconds,
 )
-from draftkit.models.loading import resolve_device
+from draftkit.models.devices import resolve_device
 from pipelines.gpu.part import Part
 
 MATRIX, REHEARSED_MATRIX = 8192, 64

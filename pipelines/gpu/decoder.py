@@ -15,7 +15,7 @@ import torch
 
 from draftkit.config import PretrainConfig, SamplingConfig
 from draftkit.decoding.graphs import compile_seconds
-from draftkit.evaluation.bandwidth import copy_bandwidth, random_llama
+from draftkit.evaluation.bandwidth import random_llama
 from draftkit.evaluation.benchmark import (
     HF_ASSISTED,
     HF_STATIC,
@@ -25,11 +25,12 @@ from draftkit.evaluation.benchmark import (
     Point,
     measure,
 )
+from draftkit.evaluation.ceilings import copy_bandwidth
 from draftkit.evaluation.forced import GIVEN, GivenAcceptance, acceptance_given
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import Setting, row_capacity
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.loading import resolve_device, resolve_dtype
+from draftkit.models.devices import resolve_device, resolve_dtype
 from pipelines.gpu.part import Part
 
 PROBED_LAYERS = 4

@@ -17,7 +17,7 @@ from draftkit.distillation.benchmark import Shape, chunked_costs
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.bandwidth import random_llama
-from draftkit.models.loading import resolve_device, resolve_dtype
+from draftkit.models.devices import resolve_device, resolve_dtype
 from pipelines.gpu.decoder import shape
 from pipelines.gpu.part import Part
 from pipelines.memory import peak_memory_bytes

@@ -34,7 +34,8 @@ from draftkit.evaluation.benchmark import PLAIN, SPECULATIVE, Pair, measure
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import Setting, row_capacity
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.loading import new_llama, resolve_device, resolve_dtype
+from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.loading import new_llama
 from pipelines.gpu.decoder import shape
 from pipelines.gpu.part import Part
 from pipelines.texts import splits_of, tokenizer_of
@@ -110,8 +111,8 @@ class Lesson:
 
     def frozen(self, model: PreTrainedModel) -> CausalAdapter:
         """A copy of `model` for inference."""
-        made = copy.deepcopy(model).to(self.dtype).eval().requires_grad_(False)
-        return self.adapter(made)
+        made: Any = copy.deepcopy(model)
+        return self.adapter(made.to(self.dtype).eval().requires_grad_(False))
 
     def fit(
         self, name: str, model: PreTrainedModel, teacher: Teacher | None, batch: Batch

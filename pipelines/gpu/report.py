@@ -12,6 +12,7 @@ REHEARSAL = (
     "anything.** It shows that every part can be begun and comes to its end."
 )
 POINT_COLUMNS = ("code", "batch", "gamma", "drafter", "method", "tokens/s", "x plain")
+NOT_SHOWN = ("failures", "seconds_by_test")  # as values: the first has lines of its own
 OF_PLAIN = ("fraction_of_copy", "making_seconds")  # of a step, shown in the row of its baseline
 POINT_COLUMNS += ("tau", "c", "v", "o", "predicted", "measured", "of a copy", "made in")
 
@@ -106,10 +107,7 @@ def plain_values(result: Any) -> Iterator[tuple[str, str]]:
         return
     if "points" in result:
         return
-    shown = {
-        key: value for key, value in result.items() if key not in ("failures", "seconds_by_test")
-    }
-    for key, value in scalars(shown):
+    for key, value in scalars({k: v for k, v in result.items() if k not in NOT_SHOWN}):
         yield key, number(value)
 
 

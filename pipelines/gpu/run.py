@@ -13,7 +13,7 @@ from typing import Any
 
 from draftkit.artifacts import fingerprint, read_json, sha256_file, write_text
 from draftkit.config import Config
-from draftkit.models.loading import resolve_device
+from draftkit.models.devices import resolve_device
 from pipelines.configuration import CONF_DIR
 from pipelines.folder import MANIFEST, StageFolder
 from pipelines.gpu import processes

@@ -26,7 +26,7 @@ from draftkit.config import (
 )
 from draftkit.evaluation.bandwidth import random_llama
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.loading import resolve_device, resolve_dtype
+from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.online.registry import Registry
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine

@@ -47,10 +47,10 @@ class Plan:
 
 
 PLANS = {
-    "a": Plan("ceilings and versions", 25, 60),
-    "b": Plan("tests on the GPU", 100, 200),
-    "c": Plan("decoder, acceptance given", 180, 300),
-    "d": Plan("a trained pair", 180, 300),
+    "a": Plan("ceilings and versions", 20, 60),
+    "b": Plan("tests on the GPU", 115, 240),
+    "c": Plan("decoder, acceptance given", 165, 300),
+    "d": Plan("a trained pair", 185, 300),
     "e": Plan("distillation at a vocabulary of 152k", 35, 90),
     "f": Plan("server under load", 0, 180),
 }

@@ -96,7 +96,7 @@ def fetch(requirement: Requirement, folder: Path) -> Path:
     options += [word for platform in platforms for word in ("--platform", platform)]
     plain = f"{requirement.name}{requirement.specifier}"
     if (error := pip("download", *options, "--dest", str(folder), plain)) and (
-        error := pip("wheel", "-w", str(folder), plain)
+        error := pip("wheel", "--wheel-dir", str(folder), plain)
     ):
         raise ValueError(f"{plain}: {error}")
     (made,) = set(folder.glob("*.whl")) - before

@@ -30,9 +30,8 @@ def asked(monkeypatch):
 
     def pip(verb, *arguments):
         requirement = Requirement(arguments[-1])
-        folder = wheels.Path(
-            arguments[arguments.index("--dest" if verb == "download" else "-w") + 1]
-        )
+        option = "--dest" if verb == "download" else "--wheel-dir"
+        folder = wheels.Path(arguments[arguments.index(option) + 1])
         (name,) = (key for key in REGISTRY if key.startswith(f"{requirement.name}-"))
         tags, needs = REGISTRY[name]
         log.append((verb, requirement.name))
@@ -100,8 +99,12 @@ def test_sizes_are_told_and_too_much_is_refused(tmp_path, monkeypatch, capsys):
     assert "more than 56 MB together" in capsys.readouterr().err
 
 
-def test_the_checkout_is_small_and_what_is_wanted_is_what_the_project_declares():
+@pytest.mark.skipif(not (wheels.ROOT / ".git").exists(), reason="git tells what travels")
+def test_the_checkout_is_small():
     assert 1e6 < wheels.tree_bytes() < 20e6
+
+
+def test_what_is_wanted_is_what_the_project_declares():
     names = {requirement.name for requirement in wheels.wanted()}
     assert {"torch", "hydra-core", "wandb"} <= names
     there = wheels.read_present(wheels.PRESENT)

@@ -230,10 +230,12 @@ def probe(bench: Bench) -> dict[str, float]:
 def compiled_guess(bench: Bench, probed: dict[str, float] | None) -> float:
     """Seconds of the first compiled case: its units, each in proportion to its layers."""
     if probed is None:
-        return 120.0
+        return 150.0
     size = bench.size
     draft = next(iter(size.drafts.values()))
-    layers = 2 * size.target.num_hidden_layers + size.gammas[0] * draft.num_hidden_layers
+    passes = 3  # of the target: plain, verifying, and verifying to measure o
+    layers = passes * size.target.num_hidden_layers
+    layers += size.gammas[0] * draft.num_hidden_layers
     return CAPTURED_GUESS + probed["compiled_making_seconds"] * layers / PROBED_LAYERS
 
 

@@ -42,7 +42,7 @@ from pipelines.texts import splits_of, tokenizer_of
 
 SETTLING, PACED = 5, 15  # steps before the pace of training is measured, and until it is
 WARMUP_STEPS = 20
-SPEED_GUESS = 70.0  # seconds
+SPEED_GUESS = 80.0  # seconds
 
 
 @dataclass(frozen=True)

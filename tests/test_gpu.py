@@ -271,6 +271,27 @@ def test_a_part_tells_where_it_hangs_before_its_time_is_over(tmp_path, config):
     assert read_json(part.result_path(tmp_path, "c"))["one"]["result"] == 1
 
 
+ORPHAN = """
+import os, subprocess, sys
+code = "import time; from pipelines.gpu.part import _die_with_parent as die; die()"
+code += "; print('here', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for it")
+def test_a_part_does_not_outlive_the_command(config):
+    process = [sys.executable, "-c", ORPHAN]
+    environment = run.environment_of(config)
+    done = subprocess.run(process, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == -9
+    while not is_gone(int(done.stdout)):
+        time.sleep(0.01)
+
+
 def test_what_crashes_is_named_by_its_signal(tmp_path):
     for code, status in (("import os; os.abort()", "killed by SIGABRT"), ("exit(3)", "failed")):
         ended = processes.run(

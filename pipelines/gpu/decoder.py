@@ -104,9 +104,14 @@ class Case:
     methods: tuple[str, ...] = (PLAIN, SPECULATIVE)
 
     @property
+    def peers(self) -> list[str]:
+        """Those of the methods that are Hugging Face's."""
+        return [method for method in self.methods if method.startswith("hf_")]
+
+    @property
     def name(self) -> str:
         """As the report has it."""
-        beside = "".join(f", beside {peer}" for peer in self.methods[2:])
+        beside = "".join(f", beside {peer}" for peer in self.peers)
         return (
             f"{self.code}, batch {self.batch_size}, gamma {self.gamma}, "
             f"{self.draft} at {self.rate:g}{beside}"
@@ -120,8 +125,8 @@ def cases(size: Size) -> Iterator[Case]:
     yield Case(CAPTURED, 1, gamma, draft, best, (*ours, HF_ASSISTED))
     for rate in size.rates:
         yield Case(COMPILED, 1, gamma, draft, rate)
-    for peer in (HF_STATIC, HF_ASSISTED):
-        yield Case(COMPILED, 1, gamma, draft, best, (*ours, peer))
+    yield Case(COMPILED, 1, gamma, draft, best, (PLAIN, HF_STATIC))
+    yield Case(COMPILED, 1, gamma, draft, best, (*ours, HF_ASSISTED))
     for rate in size.rates[1:]:
         yield Case(CAPTURED, 1, gamma, draft, rate, (*ours, HF_ASSISTED))
     for other, number, rows in product(size.drafts, size.gammas, size.batch_sizes):
@@ -252,9 +257,8 @@ def run(part: Part) -> None:
     probed = part.step("probe of four layers", lambda: probe(bench), guess=PROBE_GUESS)
     compiling, made = compiled_guess(bench, probed), set()
     for case in cases(bench.size):
-        peers = case.methods[2:]
         code = (case.code, case.batch_size, case.gamma, case.draft)
-        guess, kind = PEER_GUESS if peers else CAPTURED_GUESS, f"{code[:2]} {peers}"
+        guess, kind = PEER_GUESS if case.peers else CAPTURED_GUESS, f"{code[:2]} {case.peers}"
         if case.code == COMPILED and code not in made:
             guess, kind = compiling, ""
         if part.step(case.name, lambda case=case: bench.run(case), kind=kind, guess=guess):

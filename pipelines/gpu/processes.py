@@ -50,7 +50,10 @@ def run(
 ) -> Ended:
     """Run `command` for at most `seconds`; what it prints goes to `log` and to our own output."""
     started = time.monotonic()
-    with log.open("w", encoding="utf-8") as written, log.open(errors="replace") as reading:
+    with (
+        log.open("w", encoding="utf-8") as written,
+        log.open(encoding="utf-8", errors="replace") as reading,
+    ):
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

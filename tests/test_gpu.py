@@ -355,7 +355,9 @@ def test_tests_that_fail_are_counted_and_told(tmp_path, config):
 def test_only_files_with_a_marked_test_are_collected(tmp_path):
     (tmp_path / "test_one.py").write_text("@pytest.mark." + "gpu\ndef test(): ...\n")
     (tmp_path / "test_two.py").write_text("import missing\n")
-    assert suite.marked_files(tmp_path) == [tmp_path / "test_one.py"]
+    (tmp_path / "test_three.py").write_text("from tests.cuda.card import on_devices\n")
+    marked = [tmp_path / "test_one.py", tmp_path / "test_three.py"]
+    assert suite.marked_files(tmp_path) == marked
 
 
 def test_training_takes_as_many_steps_as_fit_into_its_time(monkeypatch):

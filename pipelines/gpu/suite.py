@@ -14,7 +14,8 @@ from pipelines.configuration import CONF_DIR
 from pipelines.gpu.part import Part
 
 ROOT = CONF_DIR.parent
-MARKED = re.compile(r"\bmark\.gpu\b")
+# A test is marked itself, or by a parameter or a list of marks that it takes from `tests.cuda`.
+MARKED = re.compile(r"\bmark\.gpu\b|\btests\.cuda\b")
 TEXT_CHARACTERS = 4_000  # of a failure
 
 
@@ -49,7 +50,7 @@ class Counting:
 
 
 def marked_files(folder: Path) -> list[Path]:
-    """Test files below `folder` in which something is marked gpu."""
+    """Test files below `folder` in which something may be marked gpu."""
     files = sorted(folder.rglob("test_*.py"))
     return [file for file in files if MARKED.search(file.read_text(encoding="utf-8"))]
 

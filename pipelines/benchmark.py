@@ -4,7 +4,8 @@ Times our plain and speculative decoding and Hugging Face's `generate` on one pa
 held-out prompts, gamma and precision, in turns, in one process (how: `evaluation/benchmark.py`).
 The pair is the experiment's, its drafter the one that `evaluate.draft` names; or, with
 `benchmark.weights=random`, models of the `pretrain` shapes, for speed and bandwidth alone. With
-`benchmark.subject=distill` it is training that is measured, beside TRL's (`benchmark_distill`).
+`benchmark.subject=distill` it is training that is measured, beside TRL's (`benchmark_distill`), and
+with `benchmark.subject=gpu` all that needs a GPU (`gpu`).
 """
 
 from collections.abc import Sequence
@@ -18,17 +19,20 @@ from rich.console import Console
 from draftkit.artifacts import fingerprint, read_json
 from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.decoding.graphs import compile_seconds
-from draftkit.evaluation.bandwidth import copy_bandwidth, random_llama
+from draftkit.evaluation.bandwidth import random_llama
 from draftkit.evaluation.benchmark import PLAIN, Pair, Point, headline, measure
 from draftkit.evaluation.benchmark_report import LEGEND, benchmark_tables
+from draftkit.evaluation.ceilings import copy_bandwidth
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import PromptIds, Setting, row_capacity
-from draftkit.models.loading import load_draft, load_target, resolve_device, resolve_dtype
+from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.loading import load_draft, load_target
 from draftkit.theory.speedup import Costs
 from pipelines import benchmark_distill
 from pipelines.checksums import model_sha256
 from pipelines.contexts import contexts, read_contexts
 from pipelines.evaluate import drafts_of
+from pipelines.gpu import run as gpu
 from pipelines.inputs import pair_hashes
 from pipelines.memory import peak_memory_bytes
 from pipelines.stage import StageFolder, stage
@@ -42,6 +46,8 @@ def inputs(config: Config) -> dict[str, str]:
 
     Raises ValueError for a device that is not there, before anything is made for it.
     """
+    if config.benchmark.subject == "gpu":
+        return gpu.inputs(config)
     resolve_device(config.hardware)
     if config.benchmark.subject == "distill":
         return pair_hashes(config)
@@ -119,7 +125,8 @@ def setting_of(config: Config, pair: Pair, prompts: Prompts, temperature: float)
 def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder) -> list[Point]:
     """Measure every method at every temperature and batch size."""
     options = config.benchmark
-    compiling = options.compiled_batch_sizes if config.decode.compile != "false" else []
+    decode = config.decode
+    fixed = options.compiled_batch_sizes if decode.compiles or decode.captures else []
     points: list[Point] = []
     for temperature in options.temperatures:
         costs: dict[bool, dict[int, Costs]] = {True: {}, False: {}}
@@ -127,7 +134,8 @@ def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder)
             setting = replace(
                 setting_of(config, pair, prompts, temperature),
                 batch_size=size,
-                compiled=size in compiling,
+                compiled=decode.compiles and size in fixed,
+                captured=decode.captures and size in fixed,
             )
             wanted = min(chunks_of(config, size), len(prompts.test) // size)
             if wanted < 2:
@@ -141,7 +149,7 @@ def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder)
                 replace(prompts, test=prompts.test[: wanted * size]),
                 setting,
                 options.methods,
-                costs=costs[setting.compiled],
+                costs=costs[size in fixed],
                 resamples=config.evaluate.bootstrap,
             )
             log(folder, len(points), found)
@@ -195,6 +203,8 @@ def show(config: Config, folder: Path) -> None:
     summary = read_json(folder / "summary.json")
     if config.benchmark.subject == "distill":
         return benchmark_distill.show(summary)
+    if config.benchmark.subject == "gpu":
+        return gpu.show(summary, folder)
     console = Console(width=80, highlight=False)
     for table in benchmark_tables(summary["points"]):
         console.print(table)
@@ -225,6 +235,8 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Measure all settings; the numbers of greedy decoding of one row stand at the top."""
     if config.benchmark.subject == "distill":
         return benchmark_distill.measure(config, folder)
+    if config.benchmark.subject == "gpu":
+        return gpu.measure(config, folder)
     compiling = -compile_seconds()
     make = random_pair if config.benchmark.weights == "random" else held_out_pair
     pair, prompts = make(config)

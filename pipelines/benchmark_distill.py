@@ -36,7 +36,7 @@ def measure(config: Config, folder: StageFolder) -> dict[str, Any]:
         max_new_tokens=config.data.max_length - config.data.prompt_tokens,
         learning_rate=optim.learning_rate or 1e-4,
         seed=config.seed,
-        compiled=config.decode.compile != "false",
+        compiled=config.decode.compiles,
     )
     folder.note(f"{options.steps} steps of each trainer, in turns")
     found = beside_trl(

@@ -24,7 +24,6 @@ def keep_freed_memory() -> None:
 
 
 def peak_memory_bytes() -> int:
-    """Peak of this process so far: device memory with CUDA, else resident memory."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Peak of this process so far: device memory where it used any, else resident memory."""
+    on_device = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+    return int(on_device) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

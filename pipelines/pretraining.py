@@ -11,7 +11,8 @@ from draftkit.distillation.loop import Progress, train
 from draftkit.distillation.sources import TextSource, whole_text
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.loading import new_llama, resolve_device, resolve_dtype, save_model
+from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.loading import new_llama, save_model
 from pipelines.progress import progress
 from pipelines.stage import StageFolder
 

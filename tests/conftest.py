@@ -28,6 +28,7 @@ _FIRST = (
     "test_stage",
     "test_service_kill",
     "test_faults",
+    "test_gpu",
     "test_pipelines",
     "test_serve_and_refit",
     "test_online",
@@ -38,6 +39,15 @@ _FIRST = (
     "test_stage_command",
     "test_sources",
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide CUDA devices from all tests but those marked `gpu`, which run alone (`-m gpu`).
+
+    The suite is the same everywhere: what chooses a device by itself would choose another one.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

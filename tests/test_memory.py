@@ -4,7 +4,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from pipelines.memory import peak_memory_bytes
 from tests.launching import ROOT
 
 FAULTS = """
@@ -34,3 +36,8 @@ def faults(mode: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="of glibc")
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     assert 20 * faults("keep") < faults("plain")
+
+
+def test_a_process_that_uses_no_device_has_used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert peak_memory_bytes() > 1 << 20

@@ -12,6 +12,7 @@ with the key as the user types it.
 from draftkit.config.choices import (
     BENCHMARK_METHOD_NAMES,
     BENCHMARK_METHODS,
+    CODE_NAMES,
     COMPILE_NAMES,
     DATA_NAMES,
     DEVICE_NAMES,
@@ -20,6 +21,7 @@ from draftkit.config.choices import (
     DRAFT_ROLES,
     DTYPE_NAMES,
     ENGINE_NAMES,
+    GPU_PARTS,
     GRANULARITY_NAMES,
     MIXTURE,
     ONLINE_TASKS,
@@ -45,6 +47,7 @@ from draftkit.config.measuring import (
     BenchmarkConfig,
     DecodeConfig,
     EvaluateConfig,
+    GpuConfig,
 )
 from draftkit.config.service import (
     DEFAULT_ROUTE,
@@ -74,6 +77,7 @@ from draftkit.config.training import (
 __all__ = [
     "BENCHMARK_METHODS",
     "BENCHMARK_METHOD_NAMES",
+    "CODE_NAMES",
     "COMPILE_NAMES",
     "DATA_NAMES",
     "DEFAULT_ROUTE",
@@ -83,6 +87,7 @@ __all__ = [
     "DRAFT_ROLES",
     "DTYPE_NAMES",
     "ENGINE_NAMES",
+    "GPU_PARTS",
     "GRANULARITY_NAMES",
     "MIN_CHUNKS",
     "MIXTURE",
@@ -107,6 +112,7 @@ __all__ = [
     "EvaluateConfig",
     "GateConfig",
     "GenerateConfig",
+    "GpuConfig",
     "HardwareConfig",
     "LoraConfig",
     "MixtureConfig",

@@ -5,8 +5,9 @@ from dataclasses import asdict, dataclass, field
 from draftkit.config.choices import (
     BENCHMARK_METHOD_NAMES,
     BENCHMARK_METHODS,
-    COMPILE_NAMES,
+    CODE_NAMES,
     DRAFT_ROLES,
+    GPU_PARTS,
     SUBJECT_NAMES,
     VERIFICATION_NAMES,
     WEIGHT_NAMES,
@@ -24,13 +25,26 @@ class DecodeConfig:
 
     gamma: int = 4
     verification: str = "speculative"
-    compile: str = "auto"  # auto: on CUDA, and wherever decoding itself is what is measured
+    # captured: CUDA graphs of eager code, ready at once, where compiling takes its time for every
+    # shape of a round (without CUDA: false). auto: a server on CUDA captures and one on a CPU does
+    # neither; compiled wherever decoding itself is what is measured.
+    compile: str = "auto"
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
         require(0 <= self.gamma <= 32, "decode.gamma", "lie in 0..32", self.gamma)
         require_choice("decode.verification", self.verification, VERIFICATION_NAMES)
-        require_choice("decode.compile", self.compile, COMPILE_NAMES)
+        require_choice("decode.compile", self.compile, CODE_NAMES)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether code is compiled where decoding itself is what is measured."""
+        return self.compile in ("auto", "true")
+
+    @property
+    def captures(self) -> bool:
+        """Whether eager code is captured there instead."""
+        return self.compile == "captured"
 
 
 @dataclass(kw_only=True)
@@ -66,7 +80,8 @@ class EvaluateConfig:
 class BenchmarkConfig:
     """Which ways to decode are timed beside each other, and on how much."""
 
-    subject: str = "decoder"  # distill: training steps beside TRL's, and the loss in chunks
+    # distill: training steps beside TRL's, and the loss in chunks; gpu: all that needs a GPU
+    subject: str = "decoder"
     weights: str = "pair"  # random: models of the `pretrain` shapes instead, for speed alone
     methods: list[str] = field(default_factory=lambda: list(BENCHMARK_METHODS))
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
@@ -95,3 +110,19 @@ class BenchmarkConfig:
         require_positive(self, "benchmark", "prompts", "max_new_tokens", "warm_steps")
         require_positive(self, "benchmark", "loss_tokens", "loss_vocab_size")
         require(self.steps >= 2, "benchmark.steps", "be at least 2", self.steps)
+
+
+@dataclass(kw_only=True)
+class GpuConfig:
+    """What of all that needs a GPU is measured (`benchmark.subject=gpu`), and in how long."""
+
+    parts: list[str] = field(default_factory=lambda: list(GPU_PARTS))
+    rehearse: bool = False  # every part on a CPU, in tiny shapes: its numbers mean nothing
+    seconds: float = 520.0  # for all parts together; the limit of each is a share of it
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            require_choice("gpu.parts", part, GPU_PARTS)
+        fits = 0 < len(self.parts) == len(set(self.parts))
+        require(fits, "gpu.parts", "name at least one, none twice", self.parts)
+        require_positive(self, "gpu", "seconds")

@@ -20,12 +20,25 @@ from transformers import Cache
 BUCKET = 64
 
 
-def visible_slots(longest: int, capacity: int, bucket: int = BUCKET) -> int:
+def visible_slots(
+    longest: int, capacity: int, bucket: int = BUCKET, *, joins_last: bool = False
+) -> int:
     """Slots that texts of `longest` tokens attend to: a power of two from `bucket` on.
 
-    Rounded up, so that few shapes occur; never more than `capacity`.
+    Rounded up, so that few shapes occur; never more than `capacity`. With `joins_last` a number
+    of which `capacity` is less than the double is `capacity`: one shape for both.
     """
-    return min(capacity, max(bucket, 1 << (longest - 1).bit_length()))
+    slots = max(bucket, 1 << (longest - 1).bit_length())
+    return capacity if slots * (2 if joins_last else 1) > capacity else slots
+
+
+def rounded_capacity(capacity: int, device: torch.device) -> int:
+    """The slots that rows of `capacity` get on `device`.
+
+    On CUDA a multiple of `BUCKET`: texts of like lengths share code, and the rows of masks begin
+    where kernels read them without a copy.
+    """
+    return capacity + -capacity % (BUCKET if device.type == "cuda" else 1)
 
 
 class SlotCache(Cache):
@@ -42,7 +55,7 @@ class SlotCache(Cache):
         self.visible = capacity
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
-        self._selected: Tensor | None = None  # [B] rows in use, None = all of them in order
+        self._selected: Tensor | int | None = None  # rows in use, as in `select`
         self._positions: Tensor | None = None  # [B, N] slots that the next update writes
         self.encoder_capacity = encoder_capacity
         self.encoder_visible = encoder_capacity
@@ -54,8 +67,8 @@ class SlotCache(Cache):
         """Whether a pass has made the buffers; until then nothing may be compiled over them."""
         return bool(self._keys)
 
-    def select(self, rows: Tensor | None, *, visible: int) -> "SlotCache":
-        """Use `rows` [B] (None: all, in order) and the first `visible` slots."""
+    def select(self, rows: Tensor | int | None, *, visible: int) -> "SlotCache":
+        """Use `rows` [B] (a number: so many from the first on; None: all) and `visible` slots."""
         self._selected = rows
         self.visible = visible
         return self
@@ -90,7 +103,7 @@ class SlotCache(Cache):
         """Keep the encoder texts of the selected rows: their `lengths` [B], and of every decoder
         layer the keys and values [B, E, heads, D] of cross attention (padded on the right).
         """
-        rows = slice(None) if self._selected is None else self._selected
+        rows = self._selected if isinstance(self._selected, Tensor) else slice(self._selected)
         if self._encoder_lengths is None:
             self._encoder_lengths = lengths.new_zeros(self.rows)
         self._encoder_lengths[rows] = lengths
@@ -107,16 +120,14 @@ class SlotCache(Cache):
     @property
     def encoder_lengths(self) -> Tensor:
         """Lengths [B] of the encoder texts of the selected rows."""
-        lengths = self._encoder_lengths
-        assert lengths is not None
-        return lengths if self._selected is None else lengths[self._selected]
+        assert self._encoder_lengths is not None
+        return self._of_rows(self._encoder_lengths)
 
     def _encoder_buffer(self, states: Tensor) -> Tensor:
         return states.new_zeros(self.rows, self.encoder_capacity, *states.shape[2:])
 
     def _read(self, buffer: Tensor) -> Tensor:
-        seen = buffer[:, : self.encoder_visible]
-        return (seen if self._selected is None else seen[self._selected]).transpose(1, 2)
+        return self._of_rows(buffer[:, : self.encoder_visible]).transpose(1, 2)
 
     def _buffer(self, states: Tensor) -> Tensor:
         _, heads, _, size = states.shape
@@ -126,10 +137,13 @@ class SlotCache(Cache):
     def _write(self, buffer: Tensor, states: Tensor) -> Tensor:
         assert self._positions is not None
         rows = self._selected
-        if rows is None:
-            rows = torch.arange(self.rows, device=buffer.device)
+        if not isinstance(rows, Tensor):
+            rows = torch.arange(self.rows if rows is None else rows, device=buffer.device)
         buffer[rows[:, None], :, self._positions] = states.transpose(1, 2)
-        seen = buffer[:, :, : self.visible]
-        if self._selected is not None:
-            seen = seen[self._selected]
-        return seen
+        return self._of_rows(buffer[:, :, : self.visible])
+
+    def _of_rows(self, seen: Tensor) -> Tensor:
+        """The selected rows of `seen`: a copy, unless they are the first so many or all."""
+        if isinstance(self._selected, Tensor):
+            return seen[self._selected]
+        return seen if self._selected is None else seen[: self._selected]

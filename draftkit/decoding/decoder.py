@@ -14,26 +14,28 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftkit.decoding import round as units
-from draftkit.decoding.cache import BUCKET, SlotCache, visible_slots
+from draftkit.decoding.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.decoding.feeding import feed, feed_encoders
 from draftkit.decoding.gamma import GammaPolicy
-from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units, batch_size
+from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units
 from draftkit.decoding.proposers import Picker, Proposal, Proposer
 from draftkit.decoding.results import Launched, RoundResult, RoundSeconds, full_tests, launch, read
-from draftkit.decoding.round import Outcome, RoundInputs
+from draftkit.decoding.round import Packed, RoundInputs
 from draftkit.decoding.state import (
     DecodeState,
     Feeding,
     Group,
     NoiseFunction,
     Request,
+    group_shape,
     make_group,
-    view_of,
+    tokens_needed,
     with_gammas,
 )
 from draftkit.models.adapter import Adapter
@@ -42,8 +44,6 @@ from draftkit.theory import noise
 from draftkit.theory.verification import VERIFIERS
 
 PREFILL_CHUNK = 512  # tokens of a prompt, and
-# Of many rows, a few that are done run along: to leave them out is to copy the cache of the others.
-MANY_ROWS, NEARLY_ALL = 16, 0.75
 PREFILL_ROWS = 8  # prompts, in one pass: what it needs must not grow with those that wait
 
 
@@ -52,11 +52,12 @@ class Decoder:
 
     `slots` rows of at most `capacity` tokens, scratch space included: a request needs
     `limit + 2 (gamma + 1)` of them, and of `encoder_capacity` encoder tokens where the target has
-    an encoder. `compiled` runs rounds as compiled units (`graphs`), with the same results for the
-    same noise, in batches of `batch_sizes` (default: a few) or of all slots: each size is code of
-    its own. `late` lets `round` return what the round before it did, so that the device never
-    waits for the host (default: on CUDA, without a clock). `top_k` is how many of the target's
-    likeliest ids results name. `clock` (seconds, synchronised) fills `RoundResult.seconds`.
+    an encoder. `compiled` runs rounds as compiled units (`graphs`), `captured` as CUDA graphs of
+    eager code (elsewhere: as they are), both with the same results for the same noise, in batches
+    of `batch_sizes` (default: a few) or of all slots: each size is code of its own. `late` lets
+    `round` return what the round before it did, so that the device never waits for the host
+    (default: on CUDA, without a clock). `top_k` is how many of the target's likeliest ids results
+    name. `clock` fills `RoundResult.seconds`: differences of what it returns are seconds.
     """
 
     def __init__(
@@ -71,13 +72,15 @@ class Decoder:
         noise_function: NoiseFunction = noise.uniform,
         gamma_policy: GammaPolicy | None = None,
         compiled: bool = False,
+        captured: bool = False,
         batch_sizes: Sequence[int] | None = None,
         late: bool | None = None,
         top_k: int = 0,
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], Any] | None = None,
     ) -> None:
         self.target = target
-        self.capacity = capacity
+        self._on_cuda = target.device.type == "cuda"
+        self.capacity = capacity = rounded_capacity(capacity, target.device)
         self.clock = clock
         self.verification = verification
         self.verifier = VERIFIERS[verification]
@@ -89,9 +92,10 @@ class Decoder:
         )
         self.cache = SlotCache(slots, capacity, encoder_capacity)
         self.state = DecodeState.empty(slots, capacity, target.device)
-        self.late = target.device.type == "cuda" and clock is None if late is None else late
-        self._units = Units(compiled=compiled, device=target.device)
-        self._batch_sizes = batch_sizes
+        self.late = self._on_cuda and clock is None if late is None else late
+        self._units = Units(
+            compiled=compiled, captured=captured, sizes=batch_sizes, device=target.device
+        )
         self._packs = compiled and is_frozen(target)
         self._packed: set[Hashable] = set()  # keys of graphs with a copy of the weights
         self._encodes = isinstance(target, EncodingAdapter)
@@ -109,12 +113,14 @@ class Decoder:
         self._check_unused(proposer_id)
         proposer.allocate(self.cache.rows, self.capacity, self.cache.encoder_capacity)
         self._proposers[proposer_id] = proposer
-        self._made.discard(proposer_id)
+        self._made.clear()  # others may share the caches that are new
+        self._units.forget([*self._proposers])
 
     def detach(self, proposer_id: str) -> None:
         """Remove a proposer. Raises ValueError while a row still uses it."""
         self._check_unused(proposer_id)
         del self._proposers[proposer_id]
+        self._units.forget([proposer_id])
 
     def _check_unused(self, proposer_id: str) -> None:
         if any(r.proposer_id == proposer_id for r in self.state.requests.values()):
@@ -243,42 +249,41 @@ class Decoder:
             if state.is_ready(slot) and slot not in state.finished:
                 key = (request.gamma, request.proposer_id, request.adapts)
                 members.setdefault(key, []).append(slot)
-        return [self._make_group(slots, *key) for key, slots in members.items()]
-
-    def _make_group(
-        self, slots: list[int], gamma: int, proposer_id: str | None, adapts: bool
-    ) -> Group:
-        rows, size = self.cache.rows, None
-        if self._units.compiled:
-            size = batch_size(len(slots), rows, self._batch_sizes)
-        elif rows >= MANY_ROWS and len(slots) >= NEARLY_ALL * rows:
-            size = rows
-        return make_group(self.state, slots, gamma, proposer_id, adapts=adapts, size=size)
+        groups = []
+        for (gamma, proposer_id, adapts), slots in members.items():
+            size, prefix = group_shape(slots, self.cache.rows, self._units)
+            groups.append(
+                make_group(
+                    state, slots, gamma, proposer_id, adapts=adapts, size=size, prefix=prefix
+                )
+            )
+        return groups
 
     def _launch(self, group: Group) -> Launched:
         """Set a round of `group` going; nothing here waits for the device."""
         ticks = [self._tick()]
-        if self._units.compiled:
+        if self._units.is_fixed:
             self._make_buffers(group)
         inputs = RoundInputs(group, self._visible(group))
         proposal, version = self._propose(inputs)
         ticks.append(self._tick())
-        outcome = self._verify(inputs._replace(proposal=proposal))
+        packed = self._verify(inputs._replace(proposal=proposal))
         ticks.append(self._tick())
         for slot in group.slots:
             self.state.rounds[slot] += 1
         tickets = [self.state.tickets[slot] for slot in group.slots]
-        return launch(group, tickets, proposal, outcome, version, ticks)
+        return launch(group, tickets, packed, self.top_k, version, ticks)
 
-    def _tick(self) -> float:
+    def _tick(self) -> Any:
         return self.clock() if self.clock is not None else 0.0
 
     def _visible(self, group: Group) -> int:
         """Cache slots of a round, by what the host knows of lengths."""
         unread = sum(launched.group.gamma + 1 for launched in self._pending)
         longest = max(self.state.host_length[slot] for slot in group.slots) + unread
-        bucket = COMPILED_BUCKET if self._units.compiled else BUCKET
-        return visible_slots(longest + group.gamma + 1, self.capacity, bucket)
+        bucket = COMPILED_BUCKET if self._units.is_fixed else BUCKET
+        longest += group.gamma + 1
+        return visible_slots(longest, self.capacity, bucket, joins_last=self._on_cuda)
 
     def _make_buffers(self, group: Group) -> None:
         """Feed a first token again where no pass has made a cache yet: code needs it there."""
@@ -304,30 +309,23 @@ class Decoder:
             (chosen, self),
             inputs,
             key=(chosen.signature, self._shape_key(inputs)),
+            holder=group.proposer_id,
         )
         return proposal, proposer.version
 
     def _pick(self, proposer: Proposer, inputs: RoundInputs) -> Proposer:
         """The part of `proposer` that this round needs, where the host can look at the text."""
-        if not isinstance(proposer, Picker) or self.target.device.type == "cuda":
+        if not isinstance(proposer, Picker) or self._on_cuda:
             return proposer
-        vocab_size = self.target.vocab_size
-        view = view_of(
-            self.state,
-            inputs.group,
-            visible=inputs.visible,
-            vocab_size=vocab_size,
-            noise=self.noise,
-        )
-        return proposer.pick(view)
+        return proposer.pick(units.round_view(self, inputs))
 
-    def _verify(self, inputs: RoundInputs) -> Outcome:
+    def _verify(self, inputs: RoundInputs) -> Packed:
         proposal = inputs.proposal
         assert proposal is not None
         sampled = None if proposal.draft_probs is None else proposal.draft_probs.dtype
         key = (self.verification, sampled, self.top_k, self._shape_key(inputs))
         return self._units.run(
-            units.verify,
+            units.verify_and_pack,
             self,
             inputs,
             key=key,
@@ -378,13 +376,9 @@ class Decoder:
                 self._running = None
         if self.gamma_policy is not None and (result.gamma > 0 or launched.group.adapts):
             self.gamma_policy.observe(gamma=result.gamma, accepted=full_tests(result))
-        ticks = [*launched.ticks, self._tick()]
+        # While a round waits to be read late, the next one runs: that is no time of its own.
+        ticks = [*launched.ticks, launched.ticks[-1] if self.late else self._tick()]
         return replace(result, seconds=RoundSeconds(*(b - a for a, b in pairwise(ticks))))
-
-
-def tokens_needed(request: Request) -> int:
-    """Cache slots of one request: its longest text and the scratch space of two rounds."""
-    return request.limit + 2 * (request.gamma + 1)
 
 
 def is_frozen(target: Adapter) -> bool:

@@ -13,7 +13,10 @@ import torch
 from draftkit.decoding.cache import visible_slots
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.round import Bench
+from draftkit.decoding.transfer import to_device
 from draftkit.models.seq2seq import EncodingAdapter
+
+WIDTH_STEPS = {"cuda": 64}  # of passes, by type of device: libraries plan each new width anew
 
 
 def feed(
@@ -27,12 +30,13 @@ def feed(
 ) -> None:
     """Feed the `width` tokens of each of `slots` from `starts` on to target and proposer."""
     device, capacity = bench.target.device, bench.cache.capacity
-    rows = torch.tensor(list(slots), device=device)
-    first = torch.tensor(list(starts), device=device)
-    positions = first[:, None] + torch.arange(width, device=device)  # [B, N]
+    rows, first = to_device([slots, starts], device, torch.long)
+    visible = visible_slots(min(max(starts) + width, capacity), capacity)
+    step = WIDTH_STEPS.get(device.type, 1)
+    wide = -(-width // step) * step  # what is fed beyond `width` is garbage, as in shorter rows
+    positions = first[:, None] + torch.arange(wide, device=device)  # [B, N]
     positions = positions.clamp(max=capacity - 1)
     tokens = bench.state.tokens[rows].gather(1, positions)
-    visible = visible_slots(min(max(starts) + width, capacity), capacity)
     if to_target:
         cache = bench.cache.select(rows, visible=visible)
         bench.target.prefill(tokens, positions=positions, cache=cache)
@@ -46,9 +50,9 @@ def feed_encoders(bench: Bench, slots: Sequence[int], proposer: Proposer | None)
     device = bench.target.device
     texts = [list(bench.state.requests[slot].encoder_ids) for slot in slots]
     longest = max(map(len, texts))
-    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=device)
-    lengths = torch.tensor([len(text) for text in texts], device=device)
-    rows = torch.tensor(list(slots), device=device)
+    padded = [text + [0] * (longest - len(text)) for text in texts]
+    tokens = to_device(padded, device, torch.long)
+    lengths, rows = to_device([[len(text) for text in texts], slots], device, torch.long)
     cache = bench.cache.select(rows, visible=bench.cache.capacity)
     bench.target.encode(tokens, lengths=lengths, cache=cache)
     if proposer is not None:

@@ -155,26 +155,20 @@ def decode(
     verification: str = "speculative",
     gamma_policy: GammaPolicy | None = None,
     compiled: bool = False,
-    capacity: int | None = None,
     listener: Listener | None = None,
 ) -> list[Completion]:
-    """Decode all `requests` on a decoder made to their measure; `proposer` has id `DRAFT_ID`.
-
-    Where the same compiled code shall serve many calls, `capacity` is what a row of any of them
-    may need; then all batches are whole.
-    """
+    """Decode all `requests` on a decoder made to their measure; `proposer` has id `DRAFT_ID`."""
     if not requests:
         return []
     decoder = Decoder(
         target,
-        slots=min(batch_size, len(requests)) if capacity is None else batch_size,
-        capacity=max(map(tokens_needed, requests)) if capacity is None else capacity,
+        slots=min(batch_size, len(requests)),
+        capacity=max(map(tokens_needed, requests)),
         encoder_capacity=max(len(request.encoder_ids) for request in requests),
         eos_token_ids=eos_token_ids,
         verification=verification,
         gamma_policy=gamma_policy,
         compiled=compiled,
-        batch_sizes=None if capacity is None else (),
     )
     if proposer is not None:
         decoder.attach(DRAFT_ID, proposer)

@@ -8,13 +8,17 @@ graph runs (checking costs half a millisecond a pass on a CPU, as much as a draf
 Weights are read where they are in every call, so that copying new ones in place works, unless
 `freeze` packs them into the graph, which is for weights that never change.
 
-On CUDA the compiled unit is also captured, with its kernels' addresses, and replayed.
+On CUDA a unit, compiled or as it is, is captured with all addresses that its kernels use, and
+replayed. What it read then must stay where it is for as long as the capture is used: whoever moves
+it calls `forget`.
 This module knows no models, no rounds and no probabilities.
 """
 
+import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +30,7 @@ Unit = Callable[[Any, Any], Any]
 BATCHES = (1, 4, 16, 64, 256)  # sizes for which code is compiled
 COMPILED_BUCKET = 256  # cache slots: few shapes, since a graph takes seconds to make
 FREEZE_BYTES = 64 << 20  # for packed copies of weights in the frozen graphs of a decoder
+MOST_CAPTURED = 128  # captures of a decoder: each keeps what it reads and returns
 
 _clock = {"seconds": 0.0}
 _shared: dict[Hashable, Unit] = {}
@@ -44,13 +49,31 @@ def batch_size(rows: int, slots: int, sizes: Sequence[int] | None = None) -> int
 
 
 class Units:
-    """Runs units, as they are or compiled."""
+    """Runs units: as they are, `compiled`, and on a CUDA `device` captured.
 
-    def __init__(self, *, compiled: bool, device: torch.device) -> None:
+    There `captured` captures them as they are where they are not compiled. `sizes`: of batches, as
+    for `batch_size`.
+    """
+
+    def __init__(
+        self,
+        *,
+        compiled: bool,
+        device: torch.device,
+        captured: bool = False,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
         self.compiled = compiled
-        self._captures = compiled and device.type == "cuda"
+        self.sizes = sizes
+        self.device = device
+        self._captures = (compiled or captured) and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._captures else None
-        self._captured: dict[Hashable, Captured] = {}
+        self._captured: dict[tuple[Hashable, Hashable], Captured] = {}  # the oldest in use first
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether each shape is code of its own, so that there should be few."""
+        return self.compiled or self._captures
 
     def run(
         self,
@@ -63,41 +86,75 @@ class Units:
         freeze: bool = False,
         pack: bool = True,
         written: tuple[Tensor, ...] = (),
+        holder: Hashable = None,
     ) -> Any:
-        """Call `unit(places, inputs)`.
+        """Call `unit(places, inputs)`; the next call may write over what it returns.
 
         Graphs belong to `owner` and go when it goes; without one, all that have the same unit and
         key share a graph. `freeze` makes constants of the weights, `pack` arranges them for the
         processor. `written` are the tensors of `places` that a second call would change
-        again: capturing needs some calls before the first that counts.
+        again: capturing needs some calls before the first that counts. A capture is of one
+        `holder` of places, until `forget`; parts of `inputs` that are frozen dataclasses must not
+        change in place.
         """
-        if not self.compiled:
+        if not self.is_fixed:
             return unit(places, inputs)
         key = (unit, key)
         if not self._captures:
-            return _compiled(unit, key, owner, freeze, pack)(places, inputs)
-        # A capture is bound to the addresses of its places, which it keeps alive.
-        own = (key, *map(id, places if isinstance(places, tuple) else (places,)))
-        if own not in self._captured:
-            function = _compiled(unit, key, owner, freeze=False)
-            with _timed():
-                self._captured[own] = Captured(function, places, inputs, written, self._pool)
-        return self._captured[own](inputs)
+            return _compiled(unit, key, owner, self.device, freeze, pack)(places, inputs)
+        captured = self._captured.pop((holder, key), None)
+        if captured is None:
+            function = _compiled(unit, key, owner, self.device) if self.compiled else unit
+            captured = self._capture(function, places, inputs, written)
+        self._captured[holder, key] = captured
+        return captured(inputs)
+
+    def forget(self, holders: Sequence[Hashable]) -> None:
+        """Drop the captures of `holders`, whose places have moved or go."""
+        gone = [key for key in self._captured if key[0] in holders]
+        for key in gone:
+            del self._captured[key]
+
+    def _capture(
+        self, function: Unit, places: Any, inputs: Any, written: tuple[Tensor, ...]
+    ) -> "Captured":
+        if len(self._captured) >= MOST_CAPTURED:
+            del self._captured[next(iter(self._captured))]
+        # What another capture returns stays where it is, and need not be copied to be read.
+        staying = {id(part) for made in self._captured.values() for part in made.returned}
+        own = map_tensors(lambda part: part if id(part) in staying else part.clone(), inputs)
+        with _timed():
+            return Captured(function, places, own, written, self._pool, self.device)
 
 
-def _compiled(unit: Unit, key: Hashable, owner: Any, freeze: bool, pack: bool = True) -> Unit:
+def _compiled(
+    unit: Unit,
+    key: Hashable,
+    owner: Any,
+    device: torch.device,
+    freeze: bool = False,
+    pack: bool = True,
+) -> Unit:
     """The graph of `key`; its first call compiles it, under the clock."""
     graphs: MutableMapping[Hashable, Unit] = _shared
     if owner is not None:
         graphs = _by_owner.setdefault(owner, {})
     key = (key, freeze)  # weights that were constant may be opened to training
     if key not in graphs:
-        graphs[key] = _first_call(unit, graphs, key, freeze, pack)
+        # On a CPU, calling kernels from C++ takes a fifth off a pass of a small model, and joining
+        # the projections that read the same states (frozen weights only) a tenth.
+        settings = {
+            "freezing": freeze,
+            "cpp.enable_concat_linear": freeze,
+            "cpp.weight_prepack": pack,
+            "cpp_wrapper": device.type == "cpu",
+        }
+        graphs[key] = _first_call(unit, graphs, key, settings)
     return graphs[key]
 
 
 def _first_call(
-    unit: Unit, graphs: MutableMapping[Hashable, Unit], key: Hashable, freeze: bool, pack: bool
+    unit: Unit, graphs: MutableMapping[Hashable, Unit], key: Hashable, settings: dict[str, Any]
 ) -> Unit:
     import torch._inductor.config as inductor
 
@@ -115,14 +172,6 @@ def _first_call(
     )
 
     def compile_and_call(places: Any, inputs: Any) -> Any:
-        # On a CPU, calling kernels from C++ takes a fifth off a pass of a small model, and joining
-        # the projections that read the same states (frozen weights only) a tenth.
-        settings = {
-            "freezing": freeze,
-            "cpp.enable_concat_linear": freeze,
-            "cpp.weight_prepack": pack,
-            "cpp_wrapper": not torch.cuda.is_available(),
-        }
         with _timed(), inductor.patch(settings), torch._dynamo.config.patch(recompile_limit=1):
             result = graph(places, inputs)
         graphs[key] = graph
@@ -139,7 +188,11 @@ def _timed() -> Iterator[None]:
 
 
 class Captured:
-    """A compiled unit as a CUDA graph: replayed on tensors that stay where they are."""
+    """A unit as a CUDA graph: replayed on tensors that stay where they are.
+
+    It holds none of its places, lest it keep alive who owns it: who owns it keeps them alive. Its
+    own are `inputs`, which calls copy into, and what it returns, the same tensors in every call.
+    """
 
     def __init__(
         self,
@@ -148,28 +201,59 @@ class Captured:
         inputs: Any,
         written: tuple[Tensor, ...],
         pool: Any,
+        device: torch.device,
     ) -> None:
-        self._places = places
-        self._inputs = map_tensors(torch.clone, inputs)
+        self._inputs = inputs
+        self._last: Any = None  # what was copied into them last
         kept = [tensor.clone() for tensor in written]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream, current = _capture_stream(device), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles, then runs once more as it will run
-                function(places, self._inputs)
-        torch.cuda.current_stream().wait_stream(stream)
+                function(places, inputs)
+        current.wait_stream(stream)
         for tensor, value in zip(written, kept, strict=True):
             tensor.copy_(value)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: a server reads new weights beside its rounds.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._outputs = function(places, self._inputs)
+        with (
+            torch.cuda.device(device),
+            _uncollected(),
+            torch.cuda.graph(
+                self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ),
+        ):
+            self._outputs = function(places, inputs)
 
     def __call__(self, inputs: Any) -> Any:
-        """Copy `inputs` in, replay, and copy the outputs out of the way of the next replay."""
-        copy_tensors(source=inputs, target=self._inputs)
+        """Copy what is new in `inputs` in, and replay."""
+        copy_tensors(source=inputs, target=self._inputs, last=self._last)
+        self._last = inputs
         self._graph.replay()
-        return map_tensors(torch.clone, self._outputs)
+        return self._outputs
+
+    @property
+    def returned(self) -> list[Tensor]:
+        """The tensors that calls return."""
+        return list(tensors_of(self._outputs))
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures and what warms up for them: libraries keep memory by stream."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection inside: it may free a graph, which invalidates a capture under way."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -185,13 +269,33 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree
 
 
-def copy_tensors(*, source: Any, target: Any) -> None:
-    """Copy every tensor of `source` into its place in `target`, a tree of the same shape."""
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """The tensors of `tree`, as `map_tensors` meets them."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple):
+        for part in tree:
+            yield from tensors_of(part)
+    elif hasattr(tree, "__dataclass_fields__"):
+        for name in tree.__dataclass_fields__:
+            yield from tensors_of(getattr(tree, name))
+
+
+def copy_tensors(*, source: Any, target: Any, last: Any = None) -> None:
+    """Copy every tensor of `source` into its place in `target`, a tree of the same shape.
+
+    But not fields of frozen dataclasses that are the same objects as in `last`, whence `target`
+    was copied before: they are values, and have not changed.
+    """
     if isinstance(source, Tensor):
-        target.copy_(source, non_blocking=True)
+        if source is not target:
+            target.copy_(source, non_blocking=True)
     elif isinstance(source, tuple):
-        for part, place in zip(source, target, strict=True):
-            copy_tensors(source=part, target=place)
+        before = last if isinstance(last, tuple) else (None,) * len(source)
+        for part, place, old in zip(source, target, before, strict=True):
+            copy_tensors(source=part, target=place, last=old)
     elif hasattr(source, "__dataclass_fields__"):
         for name in source.__dataclass_fields__:
-            copy_tensors(source=getattr(source, name), target=getattr(target, name))
+            part, old = getattr(source, name), getattr(last, name, None)
+            if part is not old:
+                copy_tensors(source=part, target=getattr(target, name), last=old)

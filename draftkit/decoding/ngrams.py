@@ -157,6 +157,8 @@ class NgramMemory:
             raise ValueError(f"max_bytes={max_bytes} holds no {orders} tables; give some MiB")
         self.table = torch.full((orders, 1 << self._bits), -1, device=device)  # [O, places]
         self._orders = torch.arange(min_ngram, max_ngram + 1, device=device)
+        # Where each table begins: made here, since units compute nothing large of indices.
+        self._starts = torch.arange(orders, device=device) << self._bits
         powers = [pow(_MULTIPLIER, n + 1, 1 << 31) for n in range(max_ngram)]
         self._weights = torch.tensor(powers, device=device)  # [C]
 
@@ -211,9 +213,8 @@ class NgramMemory:
         """Marks [N, O] of the contexts `recent` [N, C], newest first, and their places."""
         sums = ((recent + 1) * self._weights).cumsum(1)  # below 2^63 for C up to 128
         marks = sums[:, self._orders - 1] & ((1 << _MARK_BITS) - 1)
-        order = torch.arange(len(self._orders), device=recent.device)
         # The high bits of a mark depend on all bits of all tokens.
-        return marks, (order << self._bits) + (marks >> (_MARK_BITS - self._bits))
+        return marks, self._starts + (marks >> (_MARK_BITS - self._bits))
 
 
 def _check_orders(max_ngram: int, min_ngram: int) -> None:

@@ -1,7 +1,8 @@
-"""What a round did, brought from the device to the host without making the device wait.
+"""What a round did, brought from the device to the host without making either wait.
 
-A round is *launched*, and its small report copied beside; it is *read* when the host needs it, at
-once or a round later. A request may have left in between: then its row is dropped.
+A round is *launched*, and all that it reports is copied behind it; it is *read* when the host
+needs it, at once or a round later, when the device is at work on the next. A request may have left
+in between: then its row is dropped.
 
 Shapes: B rows of a group, K proposed tokens.
 """
@@ -13,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftkit.decoding.proposers import Proposal
-from draftkit.decoding.round import Outcome
+from draftkit.decoding.round import REPORTED, Packed, unpack
 from draftkit.decoding.state import Group
+from draftkit.decoding.transfer import Arriving, to_host
 
 
 class RoundSeconds(NamedTuple):
@@ -31,7 +32,7 @@ NO_SECONDS = RoundSeconds(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What one group of rows did in one round."""
+    """What one group of rows did in one round; all tensors are on the host."""
 
     slots: list[int]
     tokens: Tensor  # [B, K + 1] candidates; the first `committed` of a row count
@@ -61,10 +62,8 @@ class Launched(NamedTuple):
 
     group: Group
     tickets: list[int]  # of the requests that held the slots
-    proposal: Proposal
-    outcome: Outcome
-    report: Tensor  # on the host, once `ready`
-    ready: torch.cuda.Event | None
+    packed: Arriving  # what `round.unpack` takes
+    top_k: int
     proposer_version: str
     ticks: list[float]
 
@@ -72,27 +71,19 @@ class Launched(NamedTuple):
 def launch(
     group: Group,
     tickets: list[int],
-    proposal: Proposal,
-    outcome: Outcome,
+    packed: Packed,
+    top_k: int,
     proposer_version: str,
     ticks: list[float],
 ) -> Launched:
-    """A round whose kernels are queued, with its report on the way to the host."""
-    report, ready = outcome.report, None
-    if report.is_cuda:
-        report = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
-        report.copy_(outcome.report, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-    return Launched(group, tickets, proposal, outcome, report, ready, proposer_version, ticks)
+    """A round whose kernels are queued, with its results on the way to the host."""
+    return Launched(group, tickets, to_host(*packed), top_k, proposer_version, ticks)
 
 
 def read(launched: Launched, tickets: Mapping[int, int]) -> RoundResult:
     """The rows of a launched round that `tickets` (slot -> request) still knows and that moved."""
-    group, outcome, draft_tokens = launched.group, launched.outcome, launched.proposal.tokens
-    if launched.ready is not None:
-        launched.ready.synchronize()
-    report = launched.report.tolist()
+    group, packed = launched.group, Packed(*launched.packed.wait())
+    report = packed.integers[:, :REPORTED].tolist()
     places = range(len(group.slots)) if group.places is None else group.places
     kept = [
         (slot, place)
@@ -100,8 +91,8 @@ def read(launched: Launched, tickets: Mapping[int, int]) -> RoundResult:
         if tickets.get(slot) == ticket and report[place][0] > 0
     ]
     if len(kept) < len(report):
-        chosen = torch.tensor([place for _, place in kept], device=draft_tokens.device)
-        outcome, draft_tokens = outcome.select(chosen.long()), draft_tokens[chosen.long()]
+        packed = packed.select(torch.tensor([place for _, place in kept], dtype=torch.long))
+    outcome, draft_tokens = unpack(packed, gamma=group.gamma, top_k=launched.top_k)
     rows = [report[place] for _, place in kept]
     emitted, committed, ended, done, lengths = ([row[i] for row in rows] for i in range(5))
     return RoundResult(

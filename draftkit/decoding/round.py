@@ -24,6 +24,8 @@ from draftkit.theory.truncation import most_likely_served
 from draftkit.theory.verification import Verification, Verifier, greedy_verification
 from draftkit.theory.warping import promote, seen_along, warp
 
+REPORTED = 5  # columns of a report
+
 
 class Bench(Protocol):
     """Where a round takes place: the part of a decoder that its units need."""
@@ -48,7 +50,7 @@ class RoundInputs(NamedTuple):
 class Outcome(NamedTuple):
     """What verification yields; garbage in rows that are not active."""
 
-    report: Tensor  # [B, 5] int64: emitted, committed, ended, done, valid proposals
+    report: Tensor  # [B, REPORTED] int64: emitted, committed, ended, done, valid proposals
     tokens: Tensor  # [B, K + 1] candidates, the first `committed` of which count
     acceptance: Tensor  # [B, K]
     log_probs: Tensor  # [B, K + 1]
@@ -58,15 +60,22 @@ class Outcome(NamedTuple):
     topk_log_probs: Tensor | None = None  # [B, K + 1, k]
     tail_mass: Tensor | None = None  # [B, K + 1]
 
-    def select(self, places: Tensor) -> "Outcome":
+
+class Packed(NamedTuple):
+    """An outcome and the proposals that it judges, in two tensors: two copies bring all of it."""
+
+    integers: Tensor  # [B, I] int64
+    numbers: Tensor  # [B, F] of the outcome's floats, in the widest of their precisions
+
+    def select(self, places: Tensor) -> "Packed":
         """The rows at `places`."""
-        return map_tensors(lambda part: part[places], self)
+        return Packed(self.integers[places], self.numbers[places])
 
 
 def propose(places: tuple[Proposer, Bench], inputs: RoundInputs) -> Proposal:
     """Let the proposer guess `group.gamma` tokens for every row."""
     proposer, bench = places
-    proposal = proposer.propose(_view(bench, inputs), inputs.group.gamma)
+    proposal = proposer.propose(round_view(bench, inputs), inputs.group.gamma)
     proposal = within_context(bench, inputs, proposal, proposer.max_positions)
     return map_tensors(Tensor.contiguous, proposal)  # compiled verification knows one layout
 
@@ -87,7 +96,7 @@ def no_proposal(inputs: RoundInputs) -> Proposal:
 
 def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
     """One target pass, the verdict on the proposals, and the commitment of what passed."""
-    view, proposal = _view(bench, inputs), inputs.proposal
+    view, proposal = round_view(bench, inputs), inputs.proposal
     assert proposal is not None
     proposal = within_context(bench, inputs, proposal, bench.target.max_positions)
     logits = _target_logits(bench, view, proposal)
@@ -119,7 +128,52 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
     )
 
 
-def _view(bench: Bench, inputs: RoundInputs) -> RoundView:
+def verify_and_pack(bench: Bench, inputs: RoundInputs) -> Packed:
+    """`verify`, its outcome packed with the proposals."""
+    assert inputs.proposal is not None
+    return pack(verify(bench, inputs), inputs.proposal.tokens)
+
+
+def pack(outcome: Outcome, draft_tokens: Tensor) -> Packed:
+    """`outcome` with `draft_tokens` [B, K]."""
+    integers = [outcome.report, outcome.tokens, draft_tokens]
+    numbers = [
+        *(outcome.acceptance, outcome.log_probs),
+        *(outcome.log_sum_exp, outcome.served_log_sum_exp),
+    ]
+    if outcome.topk_ids is not None:
+        assert outcome.topk_log_probs is not None
+        assert outcome.tail_mass is not None
+        integers.append(outcome.topk_ids.flatten(1))
+        numbers += [outcome.topk_log_probs.flatten(1), outcome.tail_mass]
+    return Packed(torch.cat(integers, dim=1), torch.cat(numbers, dim=1))
+
+
+def unpack(packed: Packed, *, gamma: int, top_k: int) -> tuple[Outcome, Tensor]:
+    """The outcome and the draft tokens [B, K] of a round with `gamma` proposals a row.
+
+    top_k: how many of the target's likeliest ids it reports.
+    """
+    wide, likeliest = gamma + 1, (gamma + 1) * top_k
+    report, tokens, draft_tokens, ids = packed.integers.split(
+        [REPORTED, wide, gamma, likeliest], dim=1
+    )
+    acceptance, log_probs, log_sum_exp, served, log_probs_of_ids, tail = packed.numbers.split(
+        [gamma, wide, wide, wide, likeliest, wide if top_k else 0], dim=1
+    )
+    outcome = Outcome(report, tokens, acceptance, log_probs, log_sum_exp, served)
+    if top_k > 0:
+        shape = (wide, top_k)
+        outcome = outcome._replace(
+            topk_ids=ids.unflatten(1, shape),
+            topk_log_probs=log_probs_of_ids.unflatten(1, shape),
+            tail_mass=tail,
+        )
+    return outcome, draft_tokens
+
+
+def round_view(bench: Bench, inputs: RoundInputs) -> RoundView:
+    """What proposers and verification see of the rows of a round."""
     return view_of(
         bench.state,
         inputs.group,

@@ -16,10 +16,16 @@ from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.gamma import GammaPolicy
+from draftkit.decoding.graphs import Units, batch_size
+from draftkit.decoding.transfer import to_device
 from draftkit.theory import noise
 from draftkit.theory.warping import SamplingParams, seen_tokens
 
 NoiseFunction = Callable[..., Tensor]  # the signature of `theory.noise.uniform`
+# Of many rows, a few that are done run along: to leave them out is to copy the cache of the others.
+MANY_ROWS, NEARLY_ALL = 16, 0.75
+PREFIX_ROWS = 2  # on CUDA, where rows cost less than copies: so many for each row of a group
+LEAST_TOP_K = 64  # logits that are sorted where every row has a top-k: few sizes, as code has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,11 @@ class Request:
     def limit(self) -> int:
         """Tokens of prompt and longest answer together."""
         return len(self.prompt_ids) + self.max_new_tokens
+
+
+def tokens_needed(request: Request) -> int:
+    """Cache slots of one request: its longest text and the scratch space of two rounds."""
+    return request.limit + 2 * (request.gamma + 1)
 
 
 class Feeding(NamedTuple):
@@ -96,7 +107,7 @@ class DecodeState:
 
     def admit(self, slot: int, request: Request, *, ticket: int = 0) -> None:
         """Put `request` into a free `slot`; `ticket` tells it from others that held the slot."""
-        prompt = torch.tensor(list(request.prompt_ids), device=self.tokens.device)
+        prompt = to_device(list(request.prompt_ids), self.tokens.device, torch.long)
         self.tokens[slot, : len(prompt)] = prompt
         self.length[slot] = len(prompt)
         self.limit[slot] = request.limit
@@ -137,7 +148,8 @@ class Group:
 
     slots: list[int]
     index: Tensor  # [B] int64, slots on the device, fillers included
-    rows: Tensor | None  # `index`, or None where the group is every slot in order
+    # `index`; its length where the group is the first slots in order; None where it is all of them.
+    rows: Tensor | int | None
     active: Tensor  # [B] bool
     places: list[int] | None  # where `slots` stand in `index`; None: no fillers
     params: SamplingParams
@@ -158,7 +170,19 @@ class Group:
             *(params.uses_top_k, params.uses_top_p, params.uses_penalty),
             *(params.uses_greedy, params.uses_sampling, params.largest_top_k),
         )
-        return (len(self.index), self.rows is None, self.gamma, flags)
+        return (len(self.index), isinstance(self.rows, Tensor), self.gamma, flags)
+
+
+def group_shape(slots: Sequence[int], rows: int, units: Units) -> tuple[int, bool]:
+    """In how many of all `rows` slots a group of `slots` runs, and whether these are the first."""
+    size, first = len(slots), max(slots) + 1
+    if units.is_fixed:
+        size, first = (batch_size(count, rows, units.sizes) for count in (size, first))
+    elif rows >= MANY_ROWS and size >= NEARLY_ALL * rows:
+        size = rows
+    # The caches of the first slots are read where they lie, those of others copied in every pass.
+    prefix = units.device.type == "cuda" and first <= PREFIX_ROWS * size
+    return (first, True) if prefix else (size, False)
 
 
 def make_group(
@@ -169,44 +193,61 @@ def make_group(
     *,
     adapts: bool = False,
     size: int | None = None,
+    prefix: bool = False,
 ) -> Group:
-    """Gather the sampling parameters of `slots` into one group of `size` rows (default: theirs)."""
-    device = state.tokens.device
+    """Gather the sampling parameters of `slots` into one group of `size` rows (default: theirs).
+
+    With `prefix` these are the first `size` slots, in which the others must be.
+    """
     all_slots = range(state.tokens.shape[0])
+    size = size or len(slots)
     taken = set(slots)
     spare = [slot for slot in all_slots if slot not in taken]
-    index = sorted(slots + spare[: (size or len(slots)) - len(slots)])
+    index = [*range(size)] if prefix else sorted(slots + spare[: size - len(slots)])
     sampling = {slot: state.requests[slot].sampling for slot in slots}
     rows = [sampling.get(slot, sampling[slots[0]]) for slot in index]
-
-    def float64(values: list[float]) -> Tensor:  # as SamplingParams.uniform: one number everywhere
-        return torch.tensor(values, dtype=torch.float64, device=device)
-
+    columns = [
+        *(index, [slot in sampling for slot in index], [s.top_k for s in rows]),
+        *([s.temperature for s in rows], [s.top_p for s in rows]),
+        [s.repetition_penalty for s in rows],
+    ]
+    # In one copy. As SamplingParams.uniform: float64, so that a number is the same everywhere.
+    of_rows = to_device(columns, state.tokens.device, torch.float64)
+    temperature, top_p, repetition_penalty = of_rows[3:]
     params = SamplingParams(
-        temperature=float64([s.temperature for s in rows]),
-        top_k=torch.tensor([s.top_k for s in rows], device=device),
-        top_p=float64([s.top_p for s in rows]),
-        repetition_penalty=float64([s.repetition_penalty for s in rows]),
+        temperature=temperature,
+        top_k=of_rows[2].long(),
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
         uses_top_k=any(s.top_k > 0 for s in rows),
         uses_top_p=any(s.top_p < 1 for s in rows),
         uses_penalty=any(s.repetition_penalty != 1 for s in rows),
         uses_greedy=any(s.temperature == 0 for s in rows),
         uses_sampling=any(s.temperature > 0 for s in rows),
+        largest_top_k=_largest_top_k([s.top_k for s in rows if s.temperature > 0]),
     )
     place = {slot: number for number, slot in enumerate(index)}
     places = [place[slot] for slot in slots]
-    on_device = torch.tensor(index, device=device)
+    on_device = of_rows[0].long()
+    first = size if prefix else on_device
     return Group(
         slots=slots,
         index=on_device,
-        rows=None if index == list(all_slots) else on_device,
-        active=torch.tensor([slot in sampling for slot in index], device=device),
+        rows=None if index == list(all_slots) else first,
+        active=of_rows[1] > 0,
         places=None if len(index) == len(slots) else places,
         params=params,
         gamma=gamma,
         proposer_id=proposer_id,
         adapts=adapts,
     )
+
+
+def _largest_top_k(top_ks: list[int]) -> int | None:
+    """A power of two that is no less than any of `top_ks`; None where one keeps all (0)."""
+    if min(top_ks, default=0) == 0:
+        return None
+    return max(LEAST_TOP_K, 1 << (max(top_ks) - 1).bit_length())
 
 
 def with_gammas(groups: Sequence[Group], policy: GammaPolicy | None) -> list[Group]:
@@ -251,9 +292,13 @@ def view_of(
     state: DecodeState, group: Group, *, visible: int, vocab_size: int, noise: NoiseFunction
 ) -> RoundView:
     """The committed text of `group` at the start of a round."""
-    everyone = group.rows is None
-    tokens = state.tokens if everyone else state.tokens[group.index]
-    length = state.length if everyone else state.length[group.index]
+
+    def of_rows(part: Tensor) -> Tensor:
+        if group.rows is None:
+            return part
+        return part[group.index] if isinstance(group.rows, Tensor) else part[: group.rows]
+
+    tokens, length = of_rows(state.tokens), of_rows(state.length)
     length = length.clamp(min=1)  # a free slot among the fillers has no text
     last = length[:, None] + torch.arange(-2, 0, device=length.device)
     return RoundView(
@@ -263,7 +308,7 @@ def view_of(
         last_two=tokens.gather(1, last.clamp(min=0)),
         seen=seen_tokens(tokens, length, vocab_size) if group.params.uses_penalty else None,
         visible=visible,
-        seed=state.seed if everyone else state.seed[group.index],
-        row=state.row if everyone else state.row[group.index],
+        seed=of_rows(state.seed),
+        row=of_rows(state.row),
         noise=noise,
     )

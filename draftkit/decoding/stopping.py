@@ -30,7 +30,8 @@ def cut_round(
     """
     width = candidates.shape[1]
     index = torch.arange(width, device=candidates.device)
-    is_end = torch.isin(candidates, eos_token_ids)  # also behind the accepted ones, unread there
+    # Also behind the accepted ones, unread there. (For many ids `isin` sorts, and waits for that.)
+    is_end = (candidates[..., None] == eos_token_ids).any(-1)
     first_end = torch.where(is_end, index, width).amin(dim=1)
     emitted = torch.minimum(accepted, first_end) + 1
     committed = torch.minimum(emitted, remaining)

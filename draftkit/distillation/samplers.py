@@ -5,12 +5,13 @@ here run our decoder; `engines` asks somebody else's. They know no data, no step
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
-from draftkit.decoding.generation import decode, make_requests
+from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.generation import Completion, decode, finish, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.decoding.trace import TraceRound
@@ -84,34 +85,56 @@ class AnswerSettings:
 class DecoderSampler:
     """Plain sampling of `model`; `name` is its part, `target` or `draft`.
 
-    Compiled, one piece of code serves all calls: whole batches in a cache of `max_length`.
+    Compiled, one decoder serves all calls, and so does its code: whole batches in a cache of
+    `max_length`.
     """
 
     model: Adapter
     name: str
     settings: AnswerSettings
     compiled: bool = False
+    _kept: dict[bool, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def sample(
         self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
     ) -> list[Record]:
         """As in `Sampler`."""
         settings = self.settings
-        longest = min(settings.max_length, self.model.max_positions)
-        answers = decode(
-            self.model,
-            settings.requests(prompts, rows, models=[self.model]),
-            eos_token_ids=settings.eos_token_ids,
-            batch_size=settings.batch_size,
-            compiled=self.compiled,
-            capacity=longest + SCRATCH if self.compiled else None,
-        )
+        requests = settings.requests(prompts, rows, models=[self.model])
+        if self.compiled:
+            answers = self._answer(requests)
+        else:
+            answers = decode(
+                self.model,
+                requests,
+                eos_token_ids=settings.eos_token_ids,
+                batch_size=settings.batch_size,
+            )
         return [
             settings.record(
                 prompt, answer.output_ids, row=row, sampler=self.name, sampler_version=version
             )
             for prompt, answer, row in zip(prompts, answers, rows, strict=True)
         ]
+
+    def _answer(self, requests: Sequence[Request]) -> list[Completion]:
+        """Decode `requests` on the decoder that is kept, which is made by the first of them."""
+        settings = self.settings
+        constant = self.model.is_constant  # or open to training: other code
+        decoder = self._kept.pop(constant, None)
+        self._kept.clear()
+        if decoder is None:
+            decoder = Decoder(
+                self.model,
+                slots=settings.batch_size,
+                capacity=min(settings.max_length, self.model.max_positions) + SCRATCH,
+                eos_token_ids=settings.eos_token_ids,
+                compiled=True,
+                batch_sizes=(),
+            )
+        answers = finish(decoder, requests)
+        self._kept[constant] = decoder  # only now: after an error its rows are no one's
+        return answers
 
 
 @dataclass(frozen=True, kw_only=True)

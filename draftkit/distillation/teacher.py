@@ -189,7 +189,7 @@ def stored_scores(
     batch = collate(texts, device=target.device)
     states, head = target.states(batch.input_ids, batch.predicting), target.head
     parts = []
-    for rows in chunks(len(states), target.vocab_size):
+    for rows in chunks(len(states), target.vocab_size, states.device):
         logits = states[rows] if head is None else head(states[rows])
         served = records[0].sampling["temperature"] or 1.0
         ids, log_probs, tails = most_likely(logits, k, [served, loss_temperature])

@@ -1,34 +1,17 @@
-"""What the memory allows: plain decoding reads every weight once a token.
+"""Models of random weights, where only speed is of interest.
 
-A copy's rate is the yardstick. Models of random weights stand in where only speed is of interest:
-their shape is enough, and nothing has to be downloaded. Knows no prompts and no methods.
+Plain decoding reads every weight once a token, whatever it is: a shape is enough, and nothing has
+to be downloaded. Knows no prompts and no methods.
 """
-
-import statistics
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftkit.config import PretrainConfig
-from draftkit.evaluation.walltime import synchronised_clock
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.attention import fit_to_device
 
 GROUP = 4  # query heads that share a key head, as in Llama 3
-COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # beyond every cache
-COPIES = 9
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written together, of copying a large tensor on `device`: median."""
-    clock = synchronised_clock(device)
-    source = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = []
-    for _ in range(COPIES):
-        started = clock()
-        target.copy_(source)
-        seconds.append(clock() - started)
-    return 2 * source.nbytes / statistics.median(seconds)
 
 
 def random_llama(
@@ -61,4 +44,5 @@ def random_llama(
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return CausalAdapter(model.eval().requires_grad_(False), vocab_size=vocab_size)
+    model = fit_to_device(model.eval().requires_grad_(False))
+    return CausalAdapter(model, vocab_size=vocab_size)

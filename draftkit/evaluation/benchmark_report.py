@@ -25,6 +25,7 @@ LABELS = {
     "hf_plain": "HF plain",
     "hf_assisted": "HF assisted",
     "hf_lookup": "HF prompt lookup",
+    "hf_static": "HF static cache",
 }
 LEGEND = (
     "HF: Hugging Face generate; all else is this decoder. Tokens per second from request to last "
@@ -47,7 +48,8 @@ def setting_table(points: Sequence[dict[str, Any]]) -> Table:
     first = points[0]
     temperature = first["temperature"]
     sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    compiled = "compiled" if any(point["compiled"] for point in points) else "eager"
+    kinds = [kind for kind in ("compiled", "captured") if any(point.get(kind) for point in points)]
+    compiled = kinds[0] if kinds else "eager"
     title = (
         f"{sampling}, batch {first['batch_size']}, {compiled}: "
         f"{first['prompts']} prompts in {first['chunks']} chunks"

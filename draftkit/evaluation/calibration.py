@@ -16,10 +16,12 @@ from draftkit.decoding.generation import Completion, make_requests, record
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer, TextProposer
 from draftkit.decoding.results import RoundSeconds
 from draftkit.decoding.state import RoundView
+from draftkit.evaluation import walltime
 from draftkit.evaluation.walltime import (
     PLAIN,
     PromptIds,
     Setting,
+    device_clock,
     make_decoder,
     rotated,
     synchronised_clock,
@@ -73,7 +75,8 @@ class Flow:
     """Full batches that are decoded on and on, one timed round at a time.
 
     As soon as a row ends, all make room for the next batch. Whatever compiled code depends on is
-    as in the generations that are timed, so that they share it.
+    as in the generations that are timed, so that they share it. So is who waits for whom: `late`
+    (as on CUDA) a round lasts from one result to the next, and the device times its parts.
     """
 
     def __init__(
@@ -83,15 +86,21 @@ class Flow:
         prompts: PromptIds,
         setting: Setting,
         gamma: int,
+        *,
+        late: bool | None = None,
     ) -> None:
         room = setting.capacity - max(map(len, prompts)) - 2 * (gamma + 1)
         self.setting = replace(setting, max_new_tokens=min(setting.max_new_tokens, room))
         self.clock = synchronised_clock(target.device)
-        self.decoder = make_decoder(target, proposer, self.setting, clock=self.clock)
+        on_cuda = target.device.type == "cuda"
+        of_rounds = device_clock(target.device) if on_cuda else self.clock
+        self.decoder = make_decoder(target, proposer, self.setting, clock=of_rounds)
+        self.decoder.late = on_cuda if late is None else late
         self.prompts = prompts
         self.gamma = gamma
         self._joined = 0
         self._running: dict[int, Completion] = {}
+        self._last: float | None = None  # when a round began or, late, the one before came back
 
     def turn(self) -> RoundSeconds:
         """Means over a burst of rounds, as they follow each other in a generation."""
@@ -100,16 +109,22 @@ class Flow:
 
     def round(self) -> RoundSeconds:
         """Seconds of one round; `rest` is all that is neither proposing nor verifying."""
-        if not self._running:
-            self._join()
-        started = self.clock()
-        (result,) = self.decoder.round()
-        record(self._running, result)
-        whole = self.clock() - started
-        if any(result.done):
+        while True:
+            if not self._running:
+                self._join()
+            if not self.decoder.late:
+                self._last = self.clock()
+            started, results = self._last, self.decoder.round()
+            for result in results:
+                record(self._running, result)
+            self._last = walltime.now() if self.decoder.late else self.clock()
+            if results and started is not None:
+                break
+        whole = self._last - started
+        if any(results[0].done):
             self.decoder.leave([*self._running])
-            self._running = {}
-        propose, verify, _ = result.seconds
+            self._running, self._last = {}, None
+        propose, verify, _ = results[0].seconds
         return RoundSeconds(propose, verify, whole - propose - verify)
 
     def _join(self) -> None:
@@ -138,7 +153,8 @@ class Calibrator:
     Bursts of rounds of every kind take turns, and each is compared with the plain steps of its
     turn; medians over turns. v is measured at `setting.gamma` and at the other `gammas`, where a
     constant guess stands in for the draft. So it does for o, at gamma 2 and without compiled code,
-    since o is what the host does between the units. `setting.capacity` must hold `gammas` too.
+    since o is what the host does between the units; but as timed on CUDA, where the device is at
+    work meanwhile. `setting.capacity` must hold `gammas` too.
     """
 
     def __init__(
@@ -152,11 +168,12 @@ class Calibrator:
     ) -> None:
         self._gamma = max(setting.gamma, 1)
         guess = TextProposer(FirstToken(target.vocab_size))
-        eager = replace(setting, compiled=False)
+        on_cuda = target.device.type == "cuda"
+        of_rest = setting if on_cuda else replace(setting, compiled=False, captured=False)
         self._flows = {
             PLAIN: Flow(target, None, prompts, setting, 0),
             "draft": Flow(target, DraftModelProposer(draft), prompts, setting, self._gamma),
-            "rest": Flow(target, guess, prompts, eager, OVERHEAD_GAMMA),
+            "rest": Flow(target, guess, prompts, of_rest, OVERHEAD_GAMMA),
         }
         self._others = {g: f"verify {g}" for g in gammas if g not in (0, self._gamma)}
         for g, name in self._others.items():

@@ -133,7 +133,8 @@ def timing(
         capacity=row_capacity(texts, max_new_tokens=options.max_new_tokens, gamma=gamma),
         eos_token_ids=eos_token_ids,
         seed=config.seed,
-        compiled=config.decode.compile != "false",  # decoding itself is what is measured
+        compiled=config.decode.compiles,
+        captured=config.decode.captures,
     )
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -44,6 +44,7 @@ class Setting:
     eos_token_ids: Sequence[int]
     seed: int
     compiled: bool
+    captured: bool = False  # eager code, on CUDA
 
 
 class FullBatch(NamedTuple):
@@ -126,6 +127,27 @@ def synchronised_clock(device: torch.device) -> Callable[[], float]:
     return clock
 
 
+class Mark(NamedTuple):
+    """A moment in a device's own work; the difference of two is seconds."""
+
+    event: torch.cuda.Event
+
+    def __sub__(self, other: "Mark") -> float:
+        """Seconds from `other` to this one; both must have come to pass."""
+        return other.event.elapsed_time(self.event) / 1e3
+
+
+def device_clock(device: torch.device) -> Callable[[], Mark]:
+    """A clock that makes nobody wait: it marks the moment when a CUDA `device` gets here."""
+
+    def clock() -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return Mark(event)
+
+    return clock
+
+
 def row_capacity(prompts: PromptIds, *, max_new_tokens: int, gamma: int) -> int:
     """Cache slots that hold each of `prompts` and its answer, up to `gamma` and in calibration."""
     return max(map(len, prompts)) + max_new_tokens + 2 * (max(gamma, CALIBRATED_GAMMA) + 1)
@@ -137,7 +159,7 @@ def make_decoder(
     setting: Setting,
     *,
     gamma_policy: GammaPolicy | None = None,
-    clock: Callable[[], float] | None = None,
+    clock: Callable[[], Any] | None = None,
 ) -> Decoder:
     """A decoder of `setting.batch_size` rows with `proposer` attached."""
     decoder = Decoder(
@@ -148,6 +170,7 @@ def make_decoder(
         verification=setting.verification,
         gamma_policy=gamma_policy,
         compiled=setting.compiled,
+        captured=setting.captured,
         clock=clock,
     )
     if proposer is not None:
@@ -214,7 +237,7 @@ def time_chunk(
 def shapes(setting: Setting) -> list[int]:
     """Numbers of rows that stand for all that a batch may shrink to: one for each compiled code."""
     rows = setting.batch_size
-    if not setting.compiled:
+    if not (setting.compiled or setting.captured):
         return [rows]
     return sorted({batch_size(left, rows) for left in range(1, rows + 1)})
 

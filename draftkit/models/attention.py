@@ -1,10 +1,14 @@
-"""Attention on a CPU in half precision: plain products where PyTorch's fused kernel is slow.
+"""Attention where PyTorch's fused kernel, as models call it, is slow.
 
-The fused kernel never holds the scores [T, C], which long texts need. But it goes backward several
-times slower than the products written out; it is no faster for one query than for many, which
-decoding asks for in every row; and where heads share keys these are repeated for it. So the
-products serve short texts when a gradient is wanted, and decoding where heads share keys or rows
-are many; all else the fused kernel.
+On a CPU in half precision plain products stand in for it. The fused kernel never holds the scores
+[T, C], which long texts need. But it goes backward several times slower than the products written
+out; it is no faster for one query than for many, which decoding asks for in every row; and where
+heads share keys these are repeated for it. So the products serve short texts when a gradient is
+wanted, and decoding where heads share keys or rows are many; all else the fused kernel.
+
+On CUDA too keys that heads share are repeated for it, where there is a mask: written four times and
+read four times, where decoding does little else than read them. There the query heads that share
+keys are taken for queries of one head.
 
 Shapes: B rows, N query heads, K key-value heads, T tokens, C keys, D dimensions of a head.
 """
@@ -13,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -26,14 +31,15 @@ HALVES = (torch.bfloat16, torch.float16)
 OTHERS = ("softcap", "position_bias", "cache", "s_aux")
 
 
-def fit_to_cpu(model: PreTrainedModel) -> PreTrainedModel:
-    """`model`, which on a CPU attends by plain products where they are faster.
+def fit_to_device(model: PreTrainedModel) -> PreTrainedModel:
+    """`model`, which attends in the way that is faster on its device.
 
     Models that do not attend by the fused kernel, or not through the common interface, stay as
     they are.
     """
     fused = model.config._attn_implementation == "sdpa"
-    if fused and model.device.type == "cpu" and model._can_set_attn_implementation():
+    known = model.device.type in ("cpu", "cuda")
+    if fused and known and model._can_set_attn_implementation():
         model.set_attn_implementation(NAME)
     return model
 
@@ -53,6 +59,9 @@ def attention(
     tokens = query.shape[2]
     asked = dropout > 0 or any(others.get(name) is not None for name in OTHERS)
     seen = attention_mask is not None or tokens == key.shape[2]  # else nobody says what
+    if not asked and attention_mask is not None and _shares_keys_on_cuda(query, key):
+        mixed = grouped_attention(query, key, value, mask=attention_mask, scaling=scaling)
+        return mixed.transpose(1, 2).contiguous(), None
     if asked or not (seen and _is_half(query) and _is_faster(query, key)):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **others
@@ -65,8 +74,16 @@ def attention(
     return mixed.transpose(1, 2).contiguous(), None
 
 
+def _shares_keys_on_cuda(query: Tensor, key: Tensor) -> bool:
+    """Whether a round of decoding on CUDA has query heads that share keys."""
+    _, heads, tokens, _ = query.shape
+    return query.is_cuda and not query.requires_grad and tokens <= FEW and heads > key.shape[1]
+
+
 def _is_faster(query: Tensor, key: Tensor) -> bool:
     """Whether the products are: measured on two cores with AVX512-BF16."""
+    if query.is_cuda:
+        return False
     rows, heads, tokens, _ = query.shape
     if query.requires_grad:
         return tokens == key.shape[2] <= LONGEST
@@ -76,6 +93,25 @@ def _is_faster(query: Tensor, key: Tensor) -> bool:
 def _is_half(states: Tensor) -> bool:
     """Whether products of `states` are taken in half precision."""
     return states.dtype in HALVES or torch.is_autocast_enabled(states.device.type)
+
+
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, scaling: float | None
+) -> Tensor:
+    """The fused kernel on query heads that share keys, as queries of one head: [B, N, T, D].
+
+    mask: [B or 1, 1, T, C], bool (true: seen) or to be added. Keys are read where they lie.
+    """
+    (rows, heads, tokens, _), shared = query.shape, key.shape[1]
+    size = heads // shared
+    mixed = functional.scaled_dot_product_attention(
+        query.unflatten(1, (shared, size)).flatten(2, 3),
+        key,
+        value,
+        attn_mask=mask.expand(rows, 1, tokens, -1).repeat(1, 1, size, 1),
+        scale=scaling,
+    )
+    return mixed.unflatten(2, (size, tokens)).flatten(1, 2)
 
 
 def plain_attention(

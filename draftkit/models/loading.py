@@ -1,4 +1,4 @@
-"""From a configuration to models in memory: device, precision, weights, tokenizer, the pair.
+"""From a configuration to models in memory: weights, tokenizer, the pair.
 
 Loads what `save_pretrained` wrote, safetensors only, and refuses with one line what it cannot
 load whole (Hugging Face would fill missing weights with random numbers). It knows no prompts, no
@@ -30,7 +30,8 @@ from transformers.utils import logging as transformers_logging
 from draftkit.artifacts import atomic_path
 from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.attention import fit_to_cpu
+from draftkit.models.attention import fit_to_device
+from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.lora import merged_weights
 from draftkit.models.seq2seq import Seq2SeqAdapter
 from draftkit.models.shrink import KEPT_IDS, read_kept_ids, write_kept_ids
@@ -74,24 +75,6 @@ def outline_of(target: Target | Seq2SeqTarget) -> Outline:
     return Outline(target.tokenizer, target.eos_token_ids, adapter.dtype, adapter.device)
 
 
-def resolve_device(hardware: HardwareConfig) -> torch.device:
-    """Return the device; `auto` is CUDA where there is one. Raises ValueError for absent CUDA."""
-    available = torch.cuda.is_available()
-    if hardware.device == "cuda" and not available:
-        raise ValueError("hardware.device=cuda: no CUDA device is visible; use hardware=cpu")
-    return torch.device("cuda" if available and hardware.device in ("auto", "cuda") else "cpu")
-
-
-def resolve_dtype(hardware: HardwareConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype of inference; `auto` is bfloat16 only where the hardware computes in it."""
-    if hardware.dtype != "auto":
-        return getattr(torch, hardware.dtype)
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    native = torch.cpu.get_capabilities()
-    return torch.bfloat16 if native.get("avx512_bf16") or native.get("amx_bf16") else torch.float32
-
-
 def load_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model`; `key` (`target` or `draft`) names it in a ValueError."""
     check_folder(model, key)
@@ -127,6 +110,8 @@ def load_model(
         "revision": model.revision,
         "trust_remote_code": model.trust_remote_code,
     }
+    # Read to where they stay, and not through the host's memory.
+    mapped = {"device_map": device} if device.type == "cuda" else {}
     try:
         config = AutoConfig.from_pretrained(str(model.path), **options)
     except LOADING_ERRORS as error:
@@ -141,6 +126,7 @@ def load_model(
             use_safetensors=True,
             output_loading_info=True,
             **options,
+            **mapped,
         )
     except LOADING_ERRORS as error:
         raise cannot_load(model, key, error) from error
@@ -228,7 +214,7 @@ def new_llama(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return fit_to_cpu(model.to(device))
+    return fit_to_device(model.to(device))
 
 
 def end_of_text_ids(
@@ -270,7 +256,7 @@ def load_target(
     size = real_vocab_size(tokenizer, loaded.config, "target")
     loaded.requires_grad_(False)  # a target never changes, so compiled code may pack its weights
     return Target(
-        adapter=CausalAdapter(fit_to_cpu(loaded), vocab_size=size),
+        adapter=CausalAdapter(fit_to_device(loaded), vocab_size=size),
         tokenizer=tokenizer,
         eos_token_ids=end_of_text_ids(loaded.generation_config, tokenizer),
     )
@@ -328,7 +314,7 @@ def load_draft(
     """
     loaded, size = _draft_model(model, target, dtype, encoder_decoder=False)
     kept_ids = load_kept_ids(model, size)
-    return CausalAdapter(fit_to_cpu(loaded), vocab_size=size, kept_ids=kept_ids)
+    return CausalAdapter(fit_to_device(loaded), vocab_size=size, kept_ids=kept_ids)
 
 
 def load_kept_ids(model: ModelConfig, vocab_size: int) -> Tensor | None:

@@ -28,9 +28,12 @@ def shard_layers(model: Any) -> None:
 
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
-    for layer in layers_of(model):
+    layers, stack = layers_of(model), model.base_model
+    whole = {*model.parameters()} - {*layers.parameters()}
+    for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    stack = model.base_model
+    # One root over all layers: a layer is then gathered while the one before it computes.
+    fully_shard(stack, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
     stack.forward = _outside_inference(stack.forward)
 
 

@@ -1,7 +1,8 @@
 """What rounds cost on the decoder that will serve, and the gamma chosen by that.
 
-A few rounds of made-up text at some batch sizes and numbers of proposals, before the first job:
-seconds of work, which also make the code and the buffers that the first jobs need. The choice
+A few rounds of made-up text at some batch sizes and numbers of proposals, before the first job.
+They also make the code and the buffers that the first jobs need: seconds of work where code is
+eager or captured, and where it is compiled as long as that takes for each of them. The choice
 itself is `decoding.gamma`'s. Knows no texts and no jobs.
 """
 

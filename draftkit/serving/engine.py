@@ -58,7 +58,6 @@ class Engine:
         self._serve = serve
         self._gamma = decoding.gamma
         self._decode = decode
-        on_device = decoding.compile == "auto" and target.device.type == "cuda"
         recorded = 0 if recorder is None else recorder.top_k
         if 0 < recorded < serve.top_logprobs:
             raise ValueError(
@@ -74,7 +73,8 @@ class Engine:
             capacity=self.max_length + 2 * (decoding.gamma + 1),
             eos_token_ids=eos_token_ids,
             verification=decoding.verification,
-            compiled=on_device or decoding.compile == "true",
+            compiled=decoding.compile == "true",
+            captured=decoding.compile in ("auto", "captured"),
             top_k=max(serve.top_logprobs, recorded),
         )
         drafters.attach(self.decoder)

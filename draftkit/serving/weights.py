@@ -4,6 +4,9 @@ Knows state dicts only.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,13 +15,14 @@ from torch import Tensor
 def fitted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`given` as it can be copied into `own`: whole, on its device and in its precision.
 
-    Files hold tied tensors once; here each name has its tensor. Raises ValueError naming the first
+    Files hold tied tensors once; here each name has its tensor. Copies to a device run beside what
+    else it does, and have arrived when this returns. Raises ValueError naming the first
     tensor that is unknown, missing, of another shape or kind, or not finite.
     """
     if unknown := sorted(given.keys() - own.keys()):
         raise ValueError(f"the drafter has no {unknown[0]}")
     by_place = {_place(own[name]): tensor for name, tensor in given.items()}
-    found = {}
+    wanted = {}
     for name, tensor in own.items():
         new = given.get(name, by_place.get(_place(tensor)))
         if new is None:
@@ -27,15 +31,36 @@ def fitted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, 
             raise ValueError(f"{name} is {list(new.shape)}, the drafter's {list(tensor.shape)}")
         if new.is_floating_point() != tensor.is_floating_point():
             raise ValueError(f"{name} holds {new.dtype}, the drafter's {tensor.dtype}")
-        found[name] = new.to(device=tensor.device, dtype=tensor.dtype)
-        if not bool(torch.isfinite(found[name]).all()):
+        wanted[name] = new
+    with _beside(next(iter(own.values())).device):
+        found = {
+            name: new.to(device=own[name].device, dtype=own[name].dtype)
+            for name, new in wanted.items()
+        }
+        # Read at once: to look at a number on a device is to wait for it.
+        finite = torch.stack([torch.isfinite(new).all() for new in found.values()]).tolist()
+    for name, is_finite in zip(found, finite, strict=True):
+        if not is_finite:
             raise ValueError(f"{name} holds numbers that are not finite")
     return found
 
 
 def same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
     """Whether every tensor of `own` holds exactly what is `given`."""
-    return all(torch.equal(tensor, given[name]) for name, tensor in own.items())
+    if not any(tensor.is_cuda for tensor in own.values()):
+        return all(torch.equal(tensor, given[name]) for name, tensor in own.items())
+    equal = [(tensor == given[name]).all() for name, tensor in own.items()]
+    return bool(torch.stack(equal).all())
+
+
+def _beside(device: torch.device) -> AbstractContextManager[Any]:
+    """Work on a CUDA `device` that its rounds do not wait for."""
+    return torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:

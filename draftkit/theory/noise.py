@@ -11,7 +11,8 @@ Each word of the key is mixed by itself, by multiply and xor-shift as in the fin
 Wellons' hash-prospector; the sums of the mixed words are 64 bits of state in two halves, and the
 offset is mixed into one half after the other. All of it is integer arithmetic inside int64 with
 32-bit words and multipliers below 2^31, so that no product leaves int64 and every device gives
-the same bits.
+the same bits. What is computed from indices (`arange`) alone stays inside int32, since compilers
+may compute it there, and for CUDA they do.
 
 This module knows nothing of models, rounds or probabilities beyond the weights it samples from.
 Shapes: B rows, V vocabulary.
@@ -49,9 +50,11 @@ def uniform(
     seed, row, length: [B] int64; all 64 bits of the seed count, 32 of row and length.
     Returns [B, count] float64, multiples of 2^-52: 0 can occur, 1 cannot.
     """
-    words = torch.stack((seed, seed >> 32, row, length))  # [4, B]
-    salts = (torch.arange(8, device=seed.device) + 8 * purpose) * _GOLDEN
-    state = _mix((words ^ salts.view(2, 4, 1)) & _BITS_32).sum(1) & _BITS_32  # [2, B]
+    words = (seed, seed >> 32, row, length) * 2
+    # Numbers, not a tensor of indices: a compiler may compute what is made of indices in int32.
+    salts = (((place + 8 * purpose) * _GOLDEN) & _BITS_32 for place in range(8))
+    salted = torch.stack([word ^ salt for word, salt in zip(words, salts, strict=True)])  # [8, B]
+    state = _mix(salted & _BITS_32).unflatten(0, (2, 4)).sum(1) & _BITS_32  # [2, B]
     offset = torch.arange(first, first + count, device=seed.device)
     low = _mix(state[0, :, None] ^ offset)  # [B, count]
     high = _mix((state[1, :, None] + low) & _BITS_32)

@@ -39,7 +39,7 @@ class SamplingParams:
     uses_penalty: bool
     uses_greedy: bool  # a row has temperature 0
     uses_sampling: bool  # a row has another
-    largest_top_k: int | None = None  # no row keeps more; None where a row keeps all
+    largest_top_k: int | None = None  # no sampled row keeps more; None where one keeps all
 
     @staticmethod
     def uniform(

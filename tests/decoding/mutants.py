@@ -118,8 +118,8 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "temperature in single precision": (
         state,
-        "torch.tensor(values, dtype=torch.float64, device=device)",
-        "torch.tensor(values, device=device)",
+        "state.tokens.device, torch.float64)",
+        "state.tokens.device, torch.float32)",
     ),
     "cache slots shifted by one": (
         cache,
@@ -128,8 +128,8 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "cache of other rows": (
         cache,
-        "seen = seen[self._selected]\n",
-        "seen = seen[self._selected.flip(0)]\n",
+        "return seen[self._selected]\n",
+        "return seen[self._selected.flip(0)]\n",
     ),
 }
 

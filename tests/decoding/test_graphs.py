@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +18,14 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding import graphs
 from draftkit.decoding.decoder import Decoder, is_frozen
-from draftkit.decoding.graphs import BATCHES, Units, batch_size, copy_tensors, map_tensors
+from draftkit.decoding.graphs import (
+    BATCHES,
+    Units,
+    batch_size,
+    copy_tensors,
+    map_tensors,
+    tensors_of,
+)
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.warping import SamplingParams
@@ -131,43 +138,7 @@ def test_batches_are_of_few_sizes_and_never_of_more_rows_than_there_are_slots(
     assert batch_size(rows, slots) == size
 
 
-# Captured units
-
-
-class Recorded:
-    """What `Captured` is, without a device: bound to its places and to tensors of its own."""
-
-    def __init__(self, function: Any, places: Any, inputs: Any, *_: Any) -> None:
-        self._function, self._places = function, places
-        self._inputs = map_tensors(torch.clone, inputs)
-
-    def __call__(self, inputs: Any) -> Any:
-        copy_tensors(source=inputs, target=self._inputs)
-        return map_tensors(torch.clone, self._function(self._places, self._inputs))
-
-
-def captured(compiled: bool, patch: pytest.MonkeyPatch) -> list[Answer]:
-    """Two proposers of one architecture in one decoder, the second replaced later."""
-    patch.setattr(graphs, "Captured", Recorded)
-    patch.setattr(graphs, "BATCHES", (8,))
-    target = random_adapter(8, 1)
-    decoder = Decoder(target, slots=8, capacity=32, compiled=compiled)
-    decoder._units._captures = compiled
-    for name, seed in (("one", 2), ("two", 3)):
-        decoder.attach(name, DraftModelProposer(relative(target, seed), version=name))
-    requests = [
-        request([1, 2, row % 3], proposer_id=("one", "two")[row % 2], row=row) for row in range(8)
-    ]
-    answers = drive(decoder, requests)
-    decoder.detach("two")
-    decoder.attach("two", DraftModelProposer(relative(target, 4), version="three"))
-    return answers + drive(decoder, requests)
-
-
-def test_captured_code_is_bound_to_its_proposer(
-    strict: Strict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert_same(captured(True, monkeypatch), captured(False, monkeypatch), atol=EXACT)
+# Trees
 
 
 class Leaf(NamedTuple):
@@ -195,6 +166,18 @@ def test_trees_are_mapped_and_copied_tensor_by_tensor() -> None:
     copy_tensors(source=tree, target=target)
     assert (target[0].tensor.tolist(), target[2].temperature.tolist()) == ([1, 1], [1, 1])
     assert places == (target[0].tensor.data_ptr(), target[2].temperature.data_ptr())
+
+
+def test_parts_of_frozen_dataclasses_that_are_the_same_objects_are_not_copied_again() -> None:
+    one, target = tree_of(1.0), tree_of(5.0)
+    copy_tensors(source=one, target=target)
+    for part in tensors_of(target):
+        part.zero_()
+    other = (one[0], 3, replace(one[2], top_p=torch.full((2,), 0.5)))
+    copy_tensors(source=other, target=target, last=one)
+    assert target[0].tensor.tolist() == [1, 1]  # in a tuple, which may be written over
+    assert target[2].top_p.tolist() == [0.5, 0.5]
+    assert target[2].temperature.tolist() == [0, 0]
 
 
 # Machine code

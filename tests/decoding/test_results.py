@@ -11,9 +11,9 @@ from torch import Tensor
 from draftkit.decoding import decoder as decoder_module
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
-from draftkit.decoding.proposers import DraftModelProposer, Proposal
+from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.results import Launched, RoundResult, full_tests, launch, read
-from draftkit.decoding.round import Outcome
+from draftkit.decoding.round import Outcome, pack
 from draftkit.decoding.state import DecodeState, Request, make_group
 from draftkit.theory.speedup import Costs
 from tests.decoding.driving import (
@@ -51,8 +51,7 @@ def launched(
 
     wide = numbered(GAMMA + 1)
     outcome = Outcome(torch.tensor(report), wide, numbered(GAMMA), wide, wide, wide)
-    proposal = Proposal(numbered(GAMMA), None, torch.full((size,), GAMMA))
-    return launch(group, tickets, proposal, outcome, "v1", [])
+    return launch(group, tickets, pack(outcome, numbered(GAMMA)), 0, "v1", [])
 
 
 def test_a_report_is_read_into_lists() -> None:

@@ -12,6 +12,7 @@ from draftkit.distillation.teacher import FullScores
 from draftkit.models.adapter import Head
 
 TOKENS, WIDTH, VOCAB = 7, 5, 11
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +45,18 @@ def loss_of(scores, name="forward_kl"):
 
 def test_chunks_cover_every_token_once(monkeypatch):
     for count in range(1, 12):
-        found = [i for rows in chunks(count, VOCAB) for i in range(rows.start, rows.stop)]
+        found = [i for rows in chunks(count, VOCAB, CPU) for i in range(rows.start, rows.stop)]
         assert found == list(range(count))
-    assert [rows.stop - rows.start for rows in chunks(7, VOCAB)] == [3, 3, 1]
-    assert [rows.stop for rows in chunks(2, 10 * VOCAB)] == [1, 2]  # one token at least
+    assert [rows.stop - rows.start for rows in chunks(7, VOCAB, CPU)] == [3, 3, 1]
+    assert [rows.stop for rows in chunks(2, 10 * VOCAB, CPU)] == [1, 2]  # one token at least
     monkeypatch.setattr(chunked, "CHUNK_TOKENS", 2)
-    assert [rows.stop for rows in chunks(5, VOCAB)] == [2, 4, 5]
+    assert [rows.stop for rows in chunks(5, VOCAB, CPU)] == [2, 4, 5]
+
+
+def test_chunks_on_cuda_are_of_bytes_alone():
+    sizes = [rows.stop - rows.start for rows in chunks(2048, 152_064, CUDA)]
+    assert sizes == [330] * 6 + [68]  # 192 MiB of logits
+    assert [rows.stop for rows in chunks(2048, VOCAB, CUDA)] == [2048]
 
 
 @pytest.mark.parametrize("name", DIVERGENCE_NAMES)

@@ -8,6 +8,7 @@ import torch
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder, tokens_needed
 from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.state import Request
 from draftkit.decoding.trace import TraceRound
 from draftkit.distillation.samplers import (
     AnswerSettings,
@@ -15,6 +16,7 @@ from draftkit.distillation.samplers import (
     SpeculativeSampler,
     verdicts,
 )
+from tests.decoding.driving import strict_compiler
 from tests.tabular import random_adapter, relative
 
 VOCAB, END = 6, 5
@@ -142,6 +144,29 @@ def test_answers_keep_to_every_limit():
     assert [len(r.output_ids) for r in answers] == [8, 4]
     answers = both.sample(prompts, rows=[0, 1], version="")
     assert [len(r.output_ids) for r in answers] == [6, 2]
+
+
+def test_compiled_sampling_keeps_one_decoder_and_answers_as_eager_sampling_does(monkeypatch):
+    made, make = [], Decoder.__init__
+
+    def counted(self, *args, compiled=False, **options):
+        made.append(self) if compiled else None
+        make(self, *args, compiled=compiled, **options)
+
+    monkeypatch.setattr(Decoder, "__init__", counted)
+    eager = DecoderSampler(model=TARGET, name="draft", settings=settings(batch_size=4))
+    compiled = replace(eager, compiled=True)
+    with strict_compiler() as strict:
+        for first in range(0, 9, 3):
+            prompts, rows = PROMPTS[first : first + 6], range(first, first + 6)
+            found = compiled.sample(prompts, rows=rows, version="v")
+            assert found == eager.sample(prompts, rows=rows, version="v")
+        assert len(made) == strict.made == 1
+        too_long = Request(prompt_ids=[1] * 99, max_new_tokens=1, sampling=SamplingConfig())
+        with pytest.raises(ValueError, match="a row needs 102 cache slots"):
+            compiled._answer([too_long])
+        assert compiled.sample(PROMPTS[:1], rows=[0], version="v") != []
+        assert len(made) == 2
 
 
 def test_nothing_is_asked_where_there_is_no_prompt():

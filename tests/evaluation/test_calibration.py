@@ -2,6 +2,7 @@
 
 import statistics
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -83,6 +84,44 @@ def test_what_the_host_does_around_the_units_is_the_overhead(clock, monkeypatch)
         2.0, 3, costs.cost_ratio, costs.verify_ratio, costs.overhead_ratio
     )
     assert predicted == pytest.approx(2 * 10.25 / round_seconds)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 12])
+def test_late_rounds_cost_what_lies_between_their_results(clock, monkeypatch, new_tokens):
+    """As on CUDA: what the host does is part of a round only once, however late it is read."""
+    monkeypatch.setattr(calibration, "Flow", partial(Flow, late=True))
+    for name, count in (("CALIBRATION_TURNS", 2), ("BURST", 4), ("SETTLING", 1)):
+        monkeypatch.setattr(calibration, name, count)
+    target = Slow(0, clock, lambda tokens: 10 + 0.5 * (tokens - 1))
+    draft = Slow(1, clock, lambda tokens: 2.0)
+    setting = replace(SETTING, max_new_tokens=new_tokens, eos_token_ids=())
+    costs = calibrate(target, draft, setting, gammas=(8,)).costs
+    assert costs.plain_seconds == pytest.approx(10)
+    assert costs.cost_ratio == pytest.approx(0.2)
+    assert costs.verify_ratios == pytest.approx({0: 1.0, 3: 1.15, 8: 1.4})
+    assert costs.overhead_ratio == pytest.approx(0, abs=1e-12)
+
+
+def test_a_devices_own_marks_are_seconds_apart(monkeypatch):
+    class Event:
+        made = 0.0
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            assert stream == "stream of cuda:1"
+            Event.made += 2.5
+            self.at = Event.made
+
+        def elapsed_time(self, other):
+            return other.at - self.at  # milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    clock = walltime.device_clock(torch.device("cuda", 1))
+    first, second = clock(), clock()
+    assert second - first == pytest.approx(0.0025)
 
 
 def test_a_disturbance_that_lasts_cancels_in_the_ratios(clock):
@@ -226,4 +265,4 @@ def test_timed_generations_run_the_code_that_was_compiled_for_the_calibration(cl
     keys.clear()
     time_methods(target, {"draft": draft}, PROMPTS, PROMPTS, setting)
     assert keys == calibrated
-    assert sorted(name for name, _ in keys) == ["propose", "verify", "verify"]
+    assert sorted(name for name, _ in keys) == ["propose", "verify_and_pack", "verify_and_pack"]

@@ -27,10 +27,12 @@ def shares(architecture):
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):  # measured, trained
         with mode():
             found.append(adapter.score(tokens, keep))
+    roots = [layer._get_fsdp_state()._is_root for layer in layers_of(adapter.model)]
     held = sum(w.to_local().numel() for w in layers_of(adapter.model).parameters())
     return {
         "difference": max(float((one - expected).abs().max()) for one in found),
         "share": held / whole,
+        "roots": sum(roots),
     }
 
 

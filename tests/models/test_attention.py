@@ -16,7 +16,8 @@ from draftkit.models.attention import (
     MANY,
     NAME,
     attention,
-    fit_to_cpu,
+    fit_to_device,
+    grouped_attention,
     plain_attention,
 )
 from tests import tiny
@@ -82,6 +83,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, name, run)
 
     spy("plain_attention")
+    spy("grouped_attention")
     spy("sdpa_attention_forward")
     return calls
 
@@ -161,6 +163,54 @@ def test_products_decode_many_rows_and_heads_that_share_keys(
     torch.testing.assert_close(output.double(), expected.transpose(1, 2), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(("heads", "shared"), [(4, 2), (3, 1), (8, 2)])
+@pytest.mark.parametrize("kind", ["bool", "added", "one for all"])
+def test_heads_that_share_keys_may_be_queries_of_one_head(
+    heads: int, shared: int, kind: str
+) -> None:
+    query, key, value = (one.detach() for one in states_of(heads, shared))
+    masks = {"bool": added() == 0, "added": added(), "one for all": causal()[None, None]}
+    for scaling in (None, 0.3):
+        expected = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=masks[kind], scale=scaling, enable_gqa=True
+        )
+        found = grouped_attention(query, key, value, mask=masks[kind], scaling=scaling)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+class OnCuda(Tensor):
+    """A tensor that says it is on a CUDA device."""
+
+    @property
+    def is_cuda(self) -> bool:  # pyrefly: ignore[bad-override]
+        return True
+
+
+@pytest.mark.parametrize(
+    ("shared", "tokens", "wants", "grouped"),
+    [
+        (2, 1, False, True),
+        (2, FEW, False, True),
+        (2, FEW + 1, False, False),
+        (4, 1, False, False),
+        (2, 1, True, False),
+    ],
+)
+def test_on_cuda_rounds_repeat_no_keys_and_all_else_is_as_it_was(
+    taken: list[str], shared: int, tokens: int, wants: bool, grouped: bool
+) -> None:
+    query, key, value = (
+        torch.randn(40, heads, length, 8).bfloat16().as_subclass(OnCuda)
+        for heads, length in ((4, tokens), (shared, 32), (shared, 32))
+    )
+    mask = torch.ones(40, 1, tokens, 32, dtype=torch.bool)
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = 4 // shared
+    output, _ = attention(layer, query.requires_grad_(wants), key, value, mask)
+    assert output.shape == (40, tokens, 4, 8)
+    assert taken == ["grouped_attention" if grouped else "sdpa_attention_forward"]
+
+
 def test_without_a_mask_nobody_says_what_a_few_queries_see(taken: list[str]) -> None:
     states = [torch.randn(9, 4, length, 8).bfloat16() for length in (1, 32, 32)]
     attention(torch.nn.Module(), *states, None)
@@ -200,7 +250,7 @@ def test_a_model_learns_the_same_and_scores_as_before(
     fused = gradient()
     before = adapter.score(tokens, KEEP)
     assert model.config._attn_implementation == "sdpa"
-    fit_to_cpu(model)
+    fit_to_device(model)
     assert model.config._attn_implementation == NAME
     plain = gradient()
     assert taken == ["plain_attention"] * model.config.num_hidden_layers
@@ -212,12 +262,12 @@ def test_a_model_learns_the_same_and_scores_as_before(
 def test_a_model_with_an_attention_of_its_choice_keeps_it() -> None:
     model = tiny.model()
     model.set_attn_implementation("eager")
-    fit_to_cpu(model)
+    fit_to_device(model)
     assert model.config._attn_implementation == "eager"
 
 
 def test_what_is_saved_does_not_know_of_it(tmp_path: Path) -> None:
     model = tiny.model()
-    fit_to_cpu(model)
+    fit_to_device(model)
     model.save_pretrained(tmp_path)
     assert type(model).from_pretrained(tmp_path).config._attn_implementation == "sdpa"

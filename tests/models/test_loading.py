@@ -18,8 +18,6 @@ from draftkit.models.loading import (
     load_seq2seq_target,
     load_target,
     new_llama,
-    resolve_device,
-    resolve_dtype,
     save_model,
 )
 from draftkit.models.shrink import write_kept_ids
@@ -260,17 +258,3 @@ def test_all_ids_that_end_a_text_are_known(folder, tokenizer):
     generation = target_of(folder).adapter.model.generation_config
     assert end_of_text_ids(generation, tokenizer) == (0, 7, 9)
     assert load_outline(ModelConfig(path=str(folder)), HardwareConfig()).eos_token_ids == (0, 7, 9)
-
-
-def test_precision_is_as_asked_and_automatic_where_the_hardware_has_it():
-    assert resolve_dtype(CPU32, CPU) == torch.float32
-    native = torch.cpu.get_capabilities()
-    has_bfloat16 = bool(native.get("avx512_bf16") or native.get("amx_bf16"))
-    expected = torch.bfloat16 if has_bfloat16 else torch.float32
-    assert resolve_dtype(HardwareConfig(device="cpu"), CPU) == expected
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is present")
-def test_absent_cuda_is_refused():
-    with pytest.raises(ValueError, match=r"hardware\.device=cuda: no CUDA device"):
-        resolve_device(HardwareConfig(device="cuda"))

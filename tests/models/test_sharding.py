@@ -28,6 +28,7 @@ def test_two_processes_hold_half_of_the_layers_each_and_score_the_same(
         mine = found[ARCHITECTURES.index(architecture)]
         assert mine["difference"] < 1e-5
         assert mine["share"] == pytest.approx(0.5, abs=0.02)
+        assert mine["roots"] == 0  # of the layers: what is above them sees all of them
 
 
 def test_one_process_has_nobody_to_share_with() -> None:

@@ -8,6 +8,7 @@ from scipy import stats
 from torch import Tensor
 
 from draftkit.theory import noise
+from tests.indices import indices_inside_int32
 from tests.theory.laws import LARGEST, chi_square_p_value
 
 LEVEL = 1e-4  # every p-value below is of fixed numbers: passing once is passing always
@@ -214,3 +215,11 @@ def test_noise_compiles_without_a_break() -> None:
     probs = torch.rand(16, 9, generator=torch.Generator().manual_seed(0))
     uniform = noise.uniform(**keys, count=2, purpose=noise.NEXT)[:, 1]
     assert draw(**keys, probs=probs).equal(noise.sample(probs=probs, uniform=uniform))
+
+
+@pytest.mark.parametrize("purpose", [noise.DRAFT, noise.ACCEPT, noise.NEXT, noise.RESAMPLE])
+def test_nothing_made_of_indices_leaves_int32(purpose: int) -> None:
+    """Compilers compute it in 32 bits on CUDA: noise would not compile there, or be other bits."""
+    keys = grid(size=2)
+    with indices_inside_int32():
+        noise.uniform(**keys, count=5, purpose=purpose, first=3)

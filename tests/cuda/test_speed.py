@@ -1,0 +1,127 @@
+"""What only a card can decide, printed: code of units, attention, the making of a large model.
+
+On the CPU the same code runs in small, and measures nothing.
+"""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from draftkit.config import PretrainConfig
+from draftkit.decoding.graphs import compile_seconds
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.evaluation.bandwidth import copy_bandwidth, random_llama
+from draftkit.models.attention import grouped_attention, plain_attention, sdpa_attention_forward
+from tests.cuda.card import Code, milliseconds, on_devices
+from tests.decoding.driving import DRAFT, fresh_graphs, request
+
+EIGHT_BILLION = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+DRAFT_SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+
+
+def llama(device: torch.device, layers: int, **shape: int) -> Any:
+    on_cuda = device.type == "cuda"
+    shape = (EIGHT_BILLION if on_cuda else SMALL) | shape
+    pretrain = PretrainConfig(num_hidden_layers=layers, max_position_embeddings=4096, **shape)
+    return random_llama(
+        pretrain,
+        vocab_size=128_256 if on_cuda else 256,
+        seed=0,
+        dtype=torch.bfloat16 if on_cuda else torch.float32,
+        device=device,
+    )
+
+
+@on_devices
+def test_seconds_until_code_is_ready_and_milliseconds_of_a_round(
+    device: torch.device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Captured or compiled (C3): four layers of 8 B beside a drafter of two small ones."""
+    target = llama(device, 4)
+    draft = llama(
+        device,
+        2,
+        **({"hidden_size": 768, "num_attention_heads": 12} if device.type == "cuda" else {}),
+    )
+    codes = [Code(late=True), Code(captured=True, late=True)]
+    codes += [Code(compiled=True, late=True)] if device.type == "cuda" else []
+    lines = []
+    with fresh_graphs():
+        for code in codes:
+            decoder = code.decoder(target, slots=1, capacity=1024)
+            decoder.attach(DRAFT, DraftModelProposer(draft))
+            decoder.join([request([1, 2, 3], new=900, gamma=4)])
+            before = compile_seconds()
+            for _ in range(3):
+                decoder.round()
+            made = compile_seconds() - before
+            took = milliseconds(device, decoder.round)
+            lines.append(f"{code}: ready after {made:.2f} s, {took:.2f} ms a round")
+    with capsys.disabled():
+        print("", *lines, sep="\n") if device.type == "cuda" else None  # noqa: T201
+
+
+@on_devices
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("slots", [256, 1024])
+def test_ways_to_attend_to_keys_that_heads_share_agree(
+    device: torch.device, rows: int, slots: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """T10: five queries of 32 heads on 8, in rows of a cache that holds more slots."""
+    half = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    query = torch.randn(rows, 32, 5, 128, device=device, dtype=half)
+    cache = torch.randn(2, rows, 8, slots + 64, 128, device=device, dtype=half)
+    key, value = cache[0, :, :, :slots], cache[1, :, :, :slots]
+    mask = torch.zeros(rows, 1, 5, slots, device=device, dtype=half)
+    mask[..., slots // 2 :] = torch.finfo(half).min
+    layer = torch.nn.Module()
+    layer.num_key_value_groups = 4
+
+    def repeated() -> Any:
+        return sdpa_attention_forward(layer, query, key, value, mask)[0].transpose(1, 2)
+
+    ways = {
+        "repeated": repeated,
+        "grouped": lambda: grouped_attention(query, key, value, mask=mask, scaling=None),
+        "plain": lambda: plain_attention(query, key, value, mask=mask, scaling=None),
+    }
+    expected = repeated().float()
+    took = {}
+    for name, way in ways.items():
+        torch.testing.assert_close(way().float(), expected, atol=2e-2, rtol=2e-2)
+        took[name] = milliseconds(device, way)
+    if device.type == "cuda":
+        with capsys.disabled():
+            times = ", ".join(f"{name} {1000 * time:.0f} us" for name, time in took.items())
+            print(f"\n{rows} rows, {slots} slots: {times}")  # noqa: T201
+        assert took["grouped"] < 1.3 * took["repeated"]
+
+
+@on_devices
+def test_a_model_of_eight_billion_weights_is_made_where_it_stays(device: torch.device) -> None:
+    """T11: in seconds, and in little more memory than its weights."""
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    started = time.perf_counter()
+    target = llama(device, 32 if on_cuda else 2)
+    assert target.device.type == device.type
+    if on_cuda:
+        torch.cuda.synchronize(device)
+        assert time.perf_counter() - started < 20
+        assert target.weight_bytes > 14e9
+        assert torch.cuda.max_memory_allocated(device) < 1.1 * target.weight_bytes
+
+
+@on_devices
+def test_an_h200_copies_at_its_rate(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cpu":
+        monkeypatch.setitem(copy_bandwidth.__globals__["COPIED_BYTES"], "cpu", 1 << 20)
+    rate = copy_bandwidth(device)
+    assert rate > 0
+    if device.type == "cuda" and "H200" in torch.cuda.get_device_name(device):
+        assert 3.6e12 < rate < 4.9e12

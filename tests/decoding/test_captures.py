@@ -1,0 +1,205 @@
+"""Captured rounds are eager ones, bound to what they read for as long as that stays.
+
+On a pretended device: a tape in the place of CUDA graphs replays on the tensors it was made on.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from draftkit.decoding import graphs
+from draftkit.decoding.composite import HybridProposer
+from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.ngrams import PromptLookup
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.state import Request
+from tests import tiny
+from tests.decoding.driving import (
+    SAMPLINGS,
+    SMALL,
+    Answer,
+    assert_same,
+    drive,
+    request,
+    strict_compiler,
+)
+from tests.decoding.pretended import Tape, pretended_captures, pretended_device, put_on_device
+from tests.tabular import random_adapter, relative
+
+EXACT = 1e-10
+SLOTS = 4
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tape]]:
+    monkeypatch.setattr(graphs, "BATCHES", (SLOTS,))
+    with pretended_captures() as made:
+        yield made
+
+
+def decoder_of(*, captures: bool, target: Any = None, compiled: bool = False) -> Decoder:
+    target = random_adapter(8, 1) if target is None else target
+    decoder = Decoder(
+        target, slots=SLOTS, capacity=48, captured=captures, compiled=compiled and captures
+    )
+    decoder._units._captures = captures
+    return decoder
+
+
+def requests(
+    *names: str, new: int = 6, gammas: tuple[int, ...] = (2,), first: int = 1
+) -> list[Request]:
+    return [
+        request(
+            [first, 2, row % 3],
+            proposer_id=names[row % len(names)],
+            row=row,
+            new=new,
+            gamma=gammas[row % len(gammas)],
+            sampling=SAMPLINGS[0],
+        )
+        for row in range(SLOTS)
+    ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rounds_of_two_proposers_and_two_gammas_in_turns_are_eager_rounds(
+    tapes: list[Tape], compiled: bool
+) -> None:
+    """Verification reads proposals where the last proposer of its shape left them, or copies."""
+    found = []
+    with strict_compiler():
+        for captures in (True, False):
+            decoder = decoder_of(captures=captures, compiled=compiled)
+            for name, seed in (("one", 2), ("two", 3)):
+                proposer = DraftModelProposer(relative(decoder.target, seed), version=name)
+                decoder.attach(name, proposer)
+            names = ("one", "two", "two", "one")
+            found.append(drive(decoder, requests(*names, gammas=(2, 3), new=14)))
+    assert_same(found[0], found[1], atol=EXACT)
+    assert len(tapes) == 6  # four of proposals, two of verification
+    assert all(tape.replays > 1 for tape in tapes)
+
+
+def test_captured_rounds_that_are_read_late_have_left_before_the_next_replay(
+    tapes: list[Tape],
+) -> None:
+    """What a capture returns is written over by its next replay, and copied out before."""
+    found = []
+    for captures in (True, False):
+        decoder = decoder_of(captures=captures)
+        decoder.attach("one", DraftModelProposer(relative(decoder.target, 2)))
+        decoder.late = captures
+        with pretended_device() if captures else nullcontext():
+            if captures:
+                put_on_device(decoder)
+            found.append(drive(decoder, requests("one", new=20)))
+    assert_same(found[0], found[1], atol=EXACT)
+    assert len(tapes) == 2
+
+
+def test_a_transformer_is_captured_with_its_caches(tapes: list[Tape]) -> None:
+    target, draft = tiny.pair(**SMALL)
+    found = []
+    for captures in (True, False):
+        decoder = decoder_of(captures=captures, target=target)
+        decoder.attach("draft", DraftModelProposer(draft))
+        found.append(drive(decoder, requests("draft")))
+    assert_same(found[0], found[1], atol=1e-5)
+    assert len(tapes) == 2
+
+
+def again(captures: bool, *, detached: bool) -> list[Answer]:
+    """Answers by a proposer that is attached a second time."""
+    decoder = decoder_of(captures=captures)
+    proposer = DraftModelProposer(relative(decoder.target, 2))
+    decoder.attach("one", proposer)
+    answers = drive(decoder, requests("one"))
+    if detached:
+        decoder.detach("one")
+    decoder.attach("one", proposer)
+    return answers + drive(decoder, requests("one", first=5))
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_proposer_that_is_attached_again_has_new_caches_and_new_captures(
+    tapes: list[Tape], detached: bool
+) -> None:
+    assert_same(again(True, detached=detached), again(False, detached=detached), atol=EXACT)
+    assert len(tapes) == 3
+
+
+def shared(captures: bool) -> list[Answer]:
+    """Answers by a proposer whose model is given to another one meanwhile."""
+    decoder = decoder_of(captures=captures)
+    model = DraftModelProposer(relative(decoder.target, 2))
+    decoder.attach("one", model)
+    answers = drive(decoder, requests("one"))
+    decoder.attach("two", HybridProposer(PromptLookup(min_ngram=3), model))
+    return answers + drive(decoder, requests("one", first=5))
+
+
+def test_a_proposer_whose_caches_another_one_renews_is_captured_anew(tapes: list[Tape]) -> None:
+    assert_same(shared(True), shared(False), atol=EXACT)
+
+
+def test_a_detached_proposer_goes_with_its_captures(tapes: list[Tape]) -> None:
+    decoder = decoder_of(captures=True)
+    proposer = DraftModelProposer(relative(decoder.target, 2))
+    decoder.attach("one", proposer)
+    drive(decoder, requests("one"))
+    decoder.detach("one")
+    gone = weakref.ref(proposer)
+    del proposer
+    assert gone() is None
+    assert len(decoder._units._captured) == 1
+
+
+def test_a_decoder_goes_when_nobody_holds_it_and_takes_its_captures_along(
+    tapes: list[Tape],
+) -> None:
+    """By counting references: were they a cycle, collecting it could break a later capture."""
+    gc.collect()
+    gc.disable()
+    try:
+        decoder = decoder_of(captures=True)
+        decoder.attach("one", DraftModelProposer(relative(decoder.target, 2)))
+        drive(decoder, requests("one"))
+        assert len(tapes) == 2
+        gone = [weakref.ref(decoder), *map(weakref.ref, tapes)]
+        tapes.clear()
+        del decoder
+        assert [one() for one in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_no_garbage_is_collected_during_a_capture(tapes: list[Tape]) -> None:
+    decoder = decoder_of(captures=True)
+    decoder.attach("one", DraftModelProposer(relative(decoder.target, 2)))
+    assert gc.isenabled()
+    drive(decoder, requests("one"))
+    assert [tape.collects for tape in tapes] == [False, False]
+    assert gc.isenabled()
+
+
+def test_captures_are_as_many_as_are_allowed_those_used_last(
+    tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MOST_CAPTURED", 3)
+    found = []
+    for captures in (True, False):
+        decoder = decoder_of(captures=captures)
+        decoder.attach("one", DraftModelProposer(relative(decoder.target, 2)))
+        answers = []
+        for gamma in (1, 2, 3, 3, 2):
+            answers += drive(decoder, requests("one", gammas=(gamma,)))
+            if captures:
+                assert len(decoder._units._captured) <= 3
+        found.append(answers)
+    assert_same(found[0], found[1], atol=EXACT)
+    assert len(tapes) == 8  # gamma 1, 2, 3, and 2 again

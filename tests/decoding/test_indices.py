@@ -1,0 +1,72 @@
+"""The units of a round compute nothing from indices alone that would leave int32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from draftkit.decoding.composite import HybridProposer, StagedProposer
+from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
+from draftkit.decoding.proposers import DraftModelProposer, Proposer, TextProposer
+from tests import tiny
+from tests.decoding.driving import DRAFT, SAMPLINGS, SMALL, request
+from tests.indices import indices_inside_int32
+from tests.tabular import TabularAdapter, random_adapter, relative
+
+TEXT = [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def model(target: TabularAdapter) -> DraftModelProposer:
+    return DraftModelProposer(relative(target, 2))
+
+
+def memory() -> NgramMemory:
+    made = NgramMemory(max_bytes=1 << 12)
+    made.learn([TEXT])
+    return made
+
+
+PROPOSERS: dict[str, Callable[[TabularAdapter], Proposer]] = {
+    "model": model,
+    "table": lambda target: TextProposer(CountTable(count_table([TEXT], vocab_size=8, order=2))),
+    "lookup": lambda target: TextProposer(PromptLookup()),
+    "memory": lambda target: TextProposer(memory()),
+    "hybrid": lambda target: HybridProposer(PromptLookup(min_ngram=2), model(target)),
+    "staged": lambda target: StagedProposer(PromptLookup(), model(target)),
+}
+
+
+def play(target: Any, proposer: Proposer, *, gamma: int = 3, **options: Any) -> None:
+    """Rounds of rows of every sampling, not in all slots."""
+    decoder = Decoder(target, slots=6, capacity=64, eos_token_ids=[7], **options)
+    decoder.attach(DRAFT, proposer)
+    samplings = enumerate(SAMPLINGS)
+    decoder.join([request(TEXT, gamma=gamma, sampling=s, row=row) for row, s in samplings])
+    decoder.prefill()
+    with indices_inside_int32():
+        decoder.round()
+        decoder.round()
+
+
+@pytest.mark.parametrize("kind", PROPOSERS)
+def test_of_every_proposer(kind: str) -> None:
+    target = random_adapter(8, 1)
+    play(target, PROPOSERS[kind](target))
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "match"])
+def test_of_every_rule_and_of_a_transformer(rule: str) -> None:
+    target, draft = tiny.pair(**SMALL)
+    play(target, DraftModelProposer(draft), verification=rule, top_k=3)
+
+
+def test_places_of_the_largest_memory_are_no_products_of_indices() -> None:
+    """Its tables begin at multiples of 2^30, which must not be made of indices in a unit."""
+    made = memory()
+    made._bits, made.table = 30, torch.full((4, 1), -1)  # never looked at
+    with indices_inside_int32() as indices:
+        torch.arange(2)
+        made._look_up(torch.ones(1, 4, dtype=torch.int64))
+    assert indices.seen

@@ -337,6 +337,7 @@ def test_tests_that_fail_are_counted_and_told(tmp_path, config):
         ("c", "setup", "skipped", ("file", 3, "Skipped: no card")),
     ):
         told = SimpleNamespace(when=when, outcome=outcome, nodeid=name, longrepr=text, duration=1.0)
+        told.capstdout = "\n" if name != "a" else "3 us\n"
         counting.pytest_runtest_logreport(told)
     counting.pytest_collectreport(SimpleNamespace(outcome="failed", nodeid="d", longrepr="no"))
     assert {k: counting.results[k] for k in ("passed", "failed", "skipped")} == {
@@ -349,6 +350,7 @@ def test_tests_that_fail_are_counted_and_told(tmp_path, config):
     parts = {"b": told | {"steps": read_json(part.result_path(tmp_path, "c"))}}
     text = report({"rehearsal": False, "parts": parts}, ORIGIN)
     assert "- b failed:\n\n````text\nassert 1 == 2\n````" in text
+    assert text.count("printed:") == text.count("- a printed:\n\n````text\n3 us\n````") == 1
     assert "tests marked gpu that failed | 2 | no" in text
 
 

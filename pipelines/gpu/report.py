@@ -12,7 +12,7 @@ REHEARSAL = (
     "anything.** It shows that every part can be begun and comes to its end."
 )
 POINT_COLUMNS = ("code", "batch", "gamma", "drafter", "method", "tokens/s", "x plain")
-NOT_SHOWN = ("failures", "seconds_by_test")  # as values: the first has lines of its own
+NOT_SHOWN = ("failures", "printed", "seconds_by_test")  # as values: two have lines of their own
 OF_PLAIN = ("fraction_of_copy", "making_seconds")  # of a step, shown in the row of its baseline
 POINT_COLUMNS += ("tau", "c", "v", "o", "predicted", "measured", "of a copy", "made in")
 
@@ -82,8 +82,9 @@ def part_lines(part: dict[str, Any]) -> Iterator[str]:
             yield f"- {name}: not finished"
         if "error" in step:
             yield from fenced(f"- {name} raised:", step["error"])
-        for test, text in failures(step).items():
-            yield from fenced(f"- {test} failed:", text)
+        for told, word in (("failures", "failed"), ("printed", "printed")):
+            for test, text in texts(step, told).items():
+                yield from fenced(f"- {test} {word}:", text)
     if part.get("output"):
         yield from fenced(f"Its last output ({part['status']}):", part["output"])
 
@@ -93,10 +94,10 @@ def fenced(title: str, text: str) -> list[str]:
     return ["", title, "", "````text", text.rstrip(), "````", ""]
 
 
-def failures(step: dict[str, Any]) -> dict[str, str]:
-    """The tests that failed in a step, with their texts."""
+def texts(step: dict[str, Any], kind: str) -> dict[str, str]:
+    """What tests of a step have to tell, by test: `failures`, or what they `printed`."""
     result = step.get("result")
-    return result.get("failures", {}) if isinstance(result, dict) else {}
+    return result.get(kind, {}) if isinstance(result, dict) else {}
 
 
 def plain_values(result: Any) -> Iterator[tuple[str, str]]:

@@ -26,10 +26,15 @@ class Counting:
         self.part = part
         self.name = name
         self.results: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0}
-        self.results |= {"seconds_by_test": {}, "failures": {}, "reasons": {}}
+        self.results |= {"seconds_by_test": {}, "failures": {}, "reasons": {}, "printed": {}}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count one phase of a test: a skip or an error in its set-up, its call, its end."""
+        """Count one phase of a test: a skip or an error in its set-up, its call, its end.
+
+        What it printed is kept: tests of speed tell what they measured.
+        """
+        if report.when == "call" and report.capstdout.strip():
+            self.results["printed"][report.nodeid] = report.capstdout[-TEXT_CHARACTERS:]
         if report.when == "call" or report.outcome != "passed":
             self._count(report.outcome, report.nodeid, report.longrepr, report.duration)
 

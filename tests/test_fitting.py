@@ -126,7 +126,7 @@ def choose_as(rank: int, port: int, root: Path, found: Connection) -> None:
     """In a process of two: choose a rate by trials that end in other alphas on each of them."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     PartialState._reset_state()
 
     def run(config, folder, optim, path, name):

@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 
-.PHONY: quickstart smoke test soak lint format clean
+.PHONY: quickstart smoke test soak gpu lint format clean
 
 quickstart: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=quickstart
@@ -21,6 +21,10 @@ test: $(DEV)
 # The same suites at full counts: more draws, more cases, longer faults.
 soak: $(DEV)
 	$(PYTEST) -m "soak and not gpu"
+
+# Everything that needs a GPU, on one: nine minutes. Rehearsed on a CPU by `make test`.
+gpu: $(DEV)
+	$(BIN)/python -m pipelines.benchmark +experiment=bench_gpu
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -4,7 +4,8 @@ Times our plain and speculative decoding and Hugging Face's `generate` on one pa
 held-out prompts, gamma and precision, in turns, in one process (how: `evaluation/benchmark.py`).
 The pair is the experiment's, its drafter the one that `evaluate.draft` names; or, with
 `benchmark.weights=random`, models of the `pretrain` shapes, for speed and bandwidth alone. With
-`benchmark.subject=distill` it is training that is measured, beside TRL's (`benchmark_distill`).
+`benchmark.subject=distill` it is training that is measured, beside TRL's (`benchmark_distill`), and
+with `benchmark.subject=gpu` all that needs a GPU (`gpu`).
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,10 @@ from rich.console import Console
 from draftkit.artifacts import fingerprint, read_json
 from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.decoding.graphs import compile_seconds
-from draftkit.evaluation.bandwidth import copy_bandwidth, random_llama
+from draftkit.evaluation.bandwidth import random_llama
 from draftkit.evaluation.benchmark import PLAIN, Pair, Point, headline, measure
 from draftkit.evaluation.benchmark_report import LEGEND, benchmark_tables
+from draftkit.evaluation.ceilings import copy_bandwidth
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import PromptIds, Setting, row_capacity
 from draftkit.models.devices import resolve_device, resolve_dtype
@@ -30,6 +32,7 @@ from pipelines import benchmark_distill
 from pipelines.checksums import model_sha256
 from pipelines.contexts import contexts, read_contexts
 from pipelines.evaluate import drafts_of
+from pipelines.gpu import run as gpu
 from pipelines.inputs import pair_hashes
 from pipelines.memory import peak_memory_bytes
 from pipelines.stage import StageFolder, stage
@@ -43,6 +46,8 @@ def inputs(config: Config) -> dict[str, str]:
 
     Raises ValueError for a device that is not there, before anything is made for it.
     """
+    if config.benchmark.subject == "gpu":
+        return gpu.inputs(config)
     resolve_device(config.hardware)
     if config.benchmark.subject == "distill":
         return pair_hashes(config)
@@ -198,6 +203,8 @@ def show(config: Config, folder: Path) -> None:
     summary = read_json(folder / "summary.json")
     if config.benchmark.subject == "distill":
         return benchmark_distill.show(summary)
+    if config.benchmark.subject == "gpu":
+        return gpu.show(summary, folder)
     console = Console(width=80, highlight=False)
     for table in benchmark_tables(summary["points"]):
         console.print(table)
@@ -228,6 +235,8 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Measure all settings; the numbers of greedy decoding of one row stand at the top."""
     if config.benchmark.subject == "distill":
         return benchmark_distill.measure(config, folder)
+    if config.benchmark.subject == "gpu":
+        return gpu.measure(config, folder)
     compiling = -compile_seconds()
     make = random_pair if config.benchmark.weights == "random" else held_out_pair
     pair, prompts = make(config)

@@ -90,6 +90,13 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
+def read_config(path: Path) -> Config:
+    """The `Config` of a stage, from the `config.yaml` that it has written."""
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    assert isinstance(merged, DictConfig)
+    return to_config(merged)
+
+
 def compose_config(overrides: list[str] | None = None) -> Config:
     """The `Config` of a command line without starting Hydra's application: tests, notebooks.
 

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 from draftkit import config as settings
 from draftkit.config import Config, flatten
 from pipelines import configuration
-from pipelines.configuration import CONF_DIR, compose_config, groups
+from pipelines.configuration import CONF_DIR, compose_config, groups, read_config
 
 ROOT = CONF_DIR.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -163,6 +164,13 @@ def test_an_experiment_holds_deltas_only(path: Path) -> None:
     assert set(leaves(content)) == changed
 
 
+def test_what_a_stage_writes_of_its_configuration_is_read_back(tmp_path: Path) -> None:
+    config = compose_config(["+experiment=bench_gpu", "gpu.parts=[b,d]", "decode.gamma=3"])
+    written = tmp_path / "config.yaml"
+    written.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    assert read_config(written) == config
+
+
 def test_smoke_goes_through_every_stage_and_is_small() -> None:
     smoke = compose_config(["+experiment=smoke"])
     assert smoke.source.name == "target", "only then does generate run"
@@ -224,6 +232,7 @@ REFUSALS = [
     ("benchmark.batch_sizes=[0]", "benchmark.batch_sizes must be positive, got 0"),
     ("benchmark.prompts=0", "benchmark.prompts must be positive, got 0"),
     ("benchmark.weights=trained", "benchmark.weights must be one of pair, random"),
+    ("gpu.parts=[b,z]", "gpu.parts must be one of a, b, c, d, e, f, got 'z'"),
     ("target=local", "target.path must be given"),
     ("decode={gamma: 3, gam: 4}", "did you mean decode.gamma"),
     ("decode.gamma=[3", "'[3'"),

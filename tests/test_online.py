@@ -56,7 +56,7 @@ SMALL = [
     "optim.per_device_train_batch_size=8",
     "online.min_records=24",
     "online.steps=4",
-    "online.gate.records=16",
+    "online.gate.records=24",
     "online.gate.anchors=8",
     "tracker=none",
 ]
@@ -182,7 +182,7 @@ def records(root: Path) -> list[Record]:
 
 
 def fill(config: Any, records: list[Record]) -> None:
-    """Four times the rollouts, under prompts that differ, as if they had been served."""
+    """Six times the rollouts, under prompts that differ, as if they had been served."""
     served = [
         Entry(
             record=Record(**{**vars(record), "prompt_ids": [1 + turn, *record.prompt_ids[1:]]}),
@@ -190,7 +190,7 @@ def fill(config: Any, records: list[Record]) -> None:
             version="v000001",
             seconds=float(turn),
         )
-        for turn in range(4)
+        for turn in range(6)
         for record in records
     ]
     buffer = buffer_of(config)

@@ -32,7 +32,7 @@ from tests.test_online import BARE, SMALL, composed, ended, start
 ROUTES = ["online.routes=[default,code]", "online.traffic.domains=[prose,cpp]"]
 LOAD = ["online.traffic.requests=120", "online.traffic.max_new_tokens=12"]
 EAGER = [
-    "online.gate.fraction=0.4",
+    "online.gate.fraction=0.5",
     "online.gate.canary_fraction=0",  # nobody serves when the daemon comes to publish
     "online.steps=30",
     "optim.learning_rate=1e-2",

@@ -21,6 +21,7 @@ from draftkit.config.choices import (
     DRAFT_ROLES,
     DTYPE_NAMES,
     ENGINE_NAMES,
+    GPU_PARTS,
     GRANULARITY_NAMES,
     MIXTURE,
     ONLINE_TASKS,
@@ -46,6 +47,7 @@ from draftkit.config.measuring import (
     BenchmarkConfig,
     DecodeConfig,
     EvaluateConfig,
+    GpuConfig,
 )
 from draftkit.config.service import (
     DEFAULT_ROUTE,
@@ -85,6 +87,7 @@ __all__ = [
     "DRAFT_ROLES",
     "DTYPE_NAMES",
     "ENGINE_NAMES",
+    "GPU_PARTS",
     "GRANULARITY_NAMES",
     "MIN_CHUNKS",
     "MIXTURE",
@@ -109,6 +112,7 @@ __all__ = [
     "EvaluateConfig",
     "GateConfig",
     "GenerateConfig",
+    "GpuConfig",
     "HardwareConfig",
     "LoraConfig",
     "MixtureConfig",

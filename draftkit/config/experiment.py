@@ -11,7 +11,7 @@ from draftkit.config.choices import (
     require_choice,
     require_positive,
 )
-from draftkit.config.measuring import BenchmarkConfig, DecodeConfig, EvaluateConfig
+from draftkit.config.measuring import BenchmarkConfig, DecodeConfig, EvaluateConfig, GpuConfig
 from draftkit.config.service import OnlineConfig, ServeConfig
 from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, embedded_draft
 from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
@@ -64,6 +64,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    gpu: GpuConfig = field(default_factory=GpuConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

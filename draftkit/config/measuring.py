@@ -7,6 +7,7 @@ from draftkit.config.choices import (
     BENCHMARK_METHODS,
     CODE_NAMES,
     DRAFT_ROLES,
+    GPU_PARTS,
     SUBJECT_NAMES,
     VERIFICATION_NAMES,
     WEIGHT_NAMES,
@@ -79,7 +80,8 @@ class EvaluateConfig:
 class BenchmarkConfig:
     """Which ways to decode are timed beside each other, and on how much."""
 
-    subject: str = "decoder"  # distill: training steps beside TRL's, and the loss in chunks
+    # distill: training steps beside TRL's, and the loss in chunks; gpu: all that needs a GPU
+    subject: str = "decoder"
     weights: str = "pair"  # random: models of the `pretrain` shapes instead, for speed alone
     methods: list[str] = field(default_factory=lambda: list(BENCHMARK_METHODS))
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
@@ -108,3 +110,19 @@ class BenchmarkConfig:
         require_positive(self, "benchmark", "prompts", "max_new_tokens", "warm_steps")
         require_positive(self, "benchmark", "loss_tokens", "loss_vocab_size")
         require(self.steps >= 2, "benchmark.steps", "be at least 2", self.steps)
+
+
+@dataclass(kw_only=True)
+class GpuConfig:
+    """What of all that needs a GPU is measured (`benchmark.subject=gpu`), and in how long."""
+
+    parts: list[str] = field(default_factory=lambda: list(GPU_PARTS))
+    rehearse: bool = False  # every part on a CPU, in tiny shapes: its numbers mean nothing
+    seconds: float = 520.0  # for all parts together; the limit of each is a share of it
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            require_choice("gpu.parts", part, GPU_PARTS)
+        fits = 0 < len(self.parts) == len(set(self.parts))
+        require(fits, "gpu.parts", "name at least one, none twice", self.parts)
+        require_positive(self, "gpu", "seconds")

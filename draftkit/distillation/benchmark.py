@@ -150,7 +150,8 @@ def chunked_costs(
 ) -> dict[str, float]:
     """Peak memory, time and gradients of the loss in chunks, as shares of those of the plain loss.
 
-    Float32, random states and heads. Memory is what the allocator gave out beyond the inputs.
+    Memory and tokens a second of both, too, forward and backward. Float32, random states and heads.
+    Memory is what the allocator gave out beyond the inputs.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -182,14 +183,17 @@ def chunked_costs(
         )
 
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(in_chunks(), plain(), strict=True)]
-    ratios = []
-    for _ in range(repeats):
-        own = seconds_of(in_chunks, device)
-        ratios.append(own / seconds_of(plain, device))
+    turns = [(seconds_of(in_chunks, device), seconds_of(plain, device)) for _ in range(repeats)]
+    peak, plain_peak = peak_bytes(in_chunks, device), peak_bytes(plain, device)
+    own, other = (statistics.median(column) for column in zip(*turns, strict=True))
     return {
-        "chunked_peak_fraction": peak_bytes(in_chunks, device) / peak_bytes(plain, device),
-        "chunked_time_ratio": statistics.median(ratios),
+        "chunked_peak_fraction": peak / plain_peak,
+        "chunked_time_ratio": statistics.median(a / b for a, b in turns),
         "chunked_gradient_error": max(errors),
+        "chunked_peak_bytes": peak,
+        "plain_peak_bytes": plain_peak,
+        "chunked_tokens_per_second": shape.tokens / own,
+        "plain_tokens_per_second": shape.tokens / other,
     }
 
 

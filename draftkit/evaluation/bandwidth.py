@@ -1,39 +1,17 @@
-"""What the memory allows: plain decoding reads every weight once a token.
+"""Models of random weights, where only speed is of interest.
 
-A copy's rate is the yardstick. Models of random weights stand in where only speed is of interest:
-their shape is enough, and nothing has to be downloaded. Knows no prompts and no methods.
+Plain decoding reads every weight once a token, whatever it is: a shape is enough, and nothing has
+to be downloaded. Knows no prompts and no methods.
 """
-
-import statistics
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftkit.config import PretrainConfig
-from draftkit.evaluation.walltime import synchronised_clock
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.attention import fit_to_device
 
 GROUP = 4  # query heads that share a key head, as in Llama 3
-COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # beyond every cache
-COPIES = 9
-TOGETHER = {"cpu": 1, "cuda": 10}  # between two looks at the clock, which make a device wait
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written together, of copying a large tensor on `device`: median."""
-    together = TOGETHER[device.type]
-    clock = synchronised_clock(device)
-    source = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)  # no page of it is new when time counts
-    seconds = []
-    for _ in range(COPIES):
-        started = clock()
-        for _ in range(together):
-            target.copy_(source)
-        seconds.append((clock() - started) / together)
-    return 2 * source.nbytes / statistics.median(seconds)
 
 
 def random_llama(

@@ -22,7 +22,12 @@ from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.generation import Completion
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer, Proposer, TextProposer
-from draftkit.evaluation.calibration import Calibration, Calibrator, between
+from draftkit.evaluation.calibration import (
+    CALIBRATION_TURNS,
+    Calibration,
+    Calibrator,
+    between,
+)
 from draftkit.evaluation.judge import Prompts, count_rounds
 from draftkit.evaluation.peers import hugging_face
 from draftkit.evaluation.walltime import (
@@ -41,7 +46,9 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.speedup import Costs, speedup_from_length
 
 SPECULATIVE, ADAPTIVE, HF_PLAIN, HF_ASSISTED = "speculative", "adaptive", "hf_plain", "hf_assisted"
-BASELINES = (PLAIN, HF_PLAIN, HF_ASSISTED)
+HF_STATIC = "hf_static"
+BASELINES = (PLAIN, HF_PLAIN, HF_ASSISTED, HF_STATIC)
+UNDRAFTED = (PLAIN, "eager_plain", HF_PLAIN, HF_STATIC)
 DRAFTED = (SPECULATIVE, ADAPTIVE, "eager_speculative", "argmax", "lookup", "hybrid", "staged")
 POLICY_TURNS = 3  # of calibration, before the timed chunks, for the adaptive gamma
 CROWD = 8  # rows from which on it is in doubt whether speculation pays
@@ -126,6 +133,7 @@ METHODS: dict[str, Callable[[Bench], Method]] = {
     HF_PLAIN: lambda bench: bench.peer(),
     HF_ASSISTED: lambda bench: bench.peer(assistant=bench.pair.draft),
     "hf_lookup": lambda bench: bench.peer(lookup=True),
+    HF_STATIC: lambda bench: bench.peer(static=True),
 }
 
 
@@ -147,10 +155,12 @@ def measure(
     *,
     costs: dict[int, Costs] | None = None,
     resamples: int = 2000,
+    turns: int = CALIBRATION_TURNS,
 ) -> list[Point]:
     """Time the methods `names` on `prompts.test`, in turns; one point for each.
 
     costs: by batch size, to which those calibrated here are added; the adaptive gamma uses them.
+    turns: bursts of rounds of a kind by which they are calibrated.
     """
     names = applicable(names, setting)
     costs = {} if costs is None else costs
@@ -169,7 +179,7 @@ def measure(
     if policy is not None:
         policy.chosen.clear()
     chunks = chunk_count(prompts.test, setting)
-    timed = take_turns(methods, prompts.test, setting, between(calibrators, chunks))
+    timed = take_turns(methods, prompts.test, setting, between(calibrators, chunks, turns))
     points = {name: base_point(name, timed, setting) for name in names}
     for calibrator in calibrators:
         calibration = calibrator.result()
@@ -194,7 +204,7 @@ def base_point(name: str, timed: dict[str, Timed], setting: Setting) -> Point:
         "method": name,
         "temperature": setting.sampling.temperature,
         "batch_size": setting.batch_size,
-        "gamma": 0 if name in (PLAIN, "eager_plain", HF_PLAIN) else setting.gamma,
+        "gamma": 0 if name in UNDRAFTED else setting.gamma,
         "compiled": ours and setting.compiled and not name.startswith("eager_"),
         "captured": ours and setting.captured and not name.startswith("eager_"),
         "prompts": len(mine.completions),

@@ -25,6 +25,7 @@ LABELS = {
     "hf_plain": "HF plain",
     "hf_assisted": "HF assisted",
     "hf_lookup": "HF prompt lookup",
+    "hf_static": "HF static cache",
 }
 LEGEND = (
     "HF: Hugging Face generate; all else is this decoder. Tokens per second from request to last "

@@ -196,16 +196,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         "temperature": sampling.temperature,
         "batch_size": config.evaluate.timing_batch_size,
         **round_costs,
-        "plain_step_seconds": costs.plain_seconds,
-        "compile_seconds": evidence.compile_seconds,
-        "tokens_per_second": {
-            "autoregressive": evidence.plain.tokens_per_second,
-            "speculative": timed.tokens_per_second,
-        },
-        "prefill_seconds": {
-            "autoregressive": sum(evidence.plain.prefill_seconds),
-            "speculative": sum(timed.prefill_seconds),
-        },
+        **clocked(evidence),
         "speedup": {
             "measured": measured.mean,
             "ci95": [measured.low, measured.high],
@@ -224,6 +215,23 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         "lossless": evidence.lossless.as_dict(),
         "verdict": decision,
         "reason": reason,
+    }
+
+
+def clocked(evidence: Evidence) -> dict[str, Any]:
+    """Seconds and rates as the clock gave them, with speculation and without."""
+    plain, timed = evidence.plain, evidence.timed
+    return {
+        "plain_step_seconds": evidence.costs.plain_seconds,
+        "compile_seconds": evidence.compile_seconds,
+        "tokens_per_second": {
+            "autoregressive": plain.tokens_per_second,
+            "speculative": timed.tokens_per_second,
+        },
+        "prefill_seconds": {
+            "autoregressive": sum(plain.prefill_seconds),
+            "speculative": sum(timed.prefill_seconds),
+        },
     }
 
 

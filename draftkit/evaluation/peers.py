@@ -28,11 +28,13 @@ def hugging_face(
     pad_token_id: int,
     assistant: CausalAdapter | None = None,
     lookup: bool = False,
+    static: bool = False,
 ) -> Method:
     """`generate` of the target's model: plain, with an `assistant`, or with prompt `lookup`.
 
     Both speculate with `setting.gamma` tokens a round, always. They refuse batches, with a
-    ValueError of Hugging Face's.
+    ValueError of Hugging Face's. `static` keeps the cache at one size, for which Hugging Face
+    compiles the model on a GPU.
     """
     transformers_logging.set_verbosity_error()  # it warns of calls that it makes itself
     options, more = generation_config(setting, pad_token_id), {}
@@ -41,6 +43,8 @@ def hugging_face(
         more["assistant_model"] = assistant.model
     if lookup:
         options.prompt_lookup_num_tokens = setting.gamma
+    if static:
+        options.cache_implementation = "static"
     model: Any = target.model
     clock = synchronised_clock(target.device)
     devices = [target.device] if target.device.type == "cuda" else []

@@ -65,8 +65,8 @@ class Refit:
     make_trainer(folder): a trainer whose draft starts from a version's folder. The schedule of its
     rate begins anew with each update: what the gate sees, and users get, has come to rest.
     save(trainer, folder): write the draft as a folder that serving can load.
-    stored_at: where the target is known by stored scores, the temperature of the loss; records that
-    were served at another, or have none, are not trained on. None: every record will do.
+    stored_at: with stored scores the temperature of the loss, at which records must have been
+    served to be trained on. None: every record will do.
     """
 
     def __init__(
@@ -98,9 +98,8 @@ class Refit:
             "tokens": 0,  # that they have trained on
             "gates": {},  # version -> how often other weights were tested against it
             "chosen": {},  # version -> the newest record of the gate that let it through
-            # What later records say of the version in force; those of its gate chose it.
-            "growth": {},  # version -> its acceptance length over that of the one before
-            "alphas": {},  # version -> its alpha on held-out traffic
+            "growth": {},  # version -> its tau over that of the one before, both after its gate
+            "alphas": {},  # version -> its alpha on held-out traffic after its gate
             "anchor_change": None,  # of the weights of the last update, since the first version
             "records": 0,  # that updates have seen, of the training side
         }
@@ -256,11 +255,11 @@ class Refit:
 
     def back_off(self) -> None:
         """Wait longer for the next update: the last ones have not paid."""
-        wait = self.state["wait"] * self.settings.backoff
-        self.state["wait"] = min(wait, self.settings.backoff_most)
+        longer = self.state["wait"] * self.settings.backoff
+        self.state["wait"] = min(longer, self.settings.backoff_most)
 
     def _working(self) -> Trainer:
-        assert self._trainer is not None
+        assert self._trainer
         return self._trainer
 
     def _restore(self) -> tuple[Trainer, Version]:
@@ -283,9 +282,8 @@ class Refit:
 
     def _restart(self, base: Version) -> None:
         """Train from `base`; AdamW's moments were those of other weights."""
-        steps, tokens = self._working().steps, self._working().tokens
-        self._trainer = self._make_trainer(base.path)
-        self._trainer.steps, self._trainer.tokens = steps, tokens
+        before, self._trainer = self._working(), self._make_trainer(base.path)
+        self._trainer.steps, self._trainer.tokens = before.steps, before.tokens
 
     # Rows
 
@@ -376,8 +374,8 @@ class Refit:
             return
         try:
             earlier = self.registry.read(self.registry.version(base.parent))
-        except ValueError:  # deleted or damaged: there is nothing to compare with
-            return
+        except ValueError:
+            return  # deleted or damaged: there is nothing to compare with
         alphas = [
             self._judge.score(weights, fresh).summed(units).alpha
             for weights in (earlier, self.registry.read(base))

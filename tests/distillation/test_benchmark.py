@@ -43,6 +43,10 @@ def test_chunks_need_less_memory_for_the_same_gradient(monkeypatch):
     assert found["chunked_gradient_error"] < 1e-5
     assert found["chunked_peak_fraction"] < 0.2
     assert found["chunked_time_ratio"] > 0
+    peaks = found["chunked_peak_bytes"] / found["plain_peak_bytes"]
+    assert found["chunked_peak_fraction"] == pytest.approx(peaks)
+    assert found["plain_peak_bytes"] > 2 * 4 * 256 * 5000  # logits of both models, float32
+    assert min(found["chunked_tokens_per_second"], found["plain_tokens_per_second"]) > 0
 
 
 def test_the_peak_is_what_was_held_at_once():

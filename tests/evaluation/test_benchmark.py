@@ -261,3 +261,5 @@ def test_only_differences_by_more_than_a_tie_count_as_different(pair, monkeypatc
         assert (found["compared"], found["identical"]) == (2, 1)
         assert (found["near_ties"], found["different"]) == (1 - different, different)
         assert found["largest_margin"] == pytest.approx(gap)
+    monkeypatch.setattr(benchmark, "parting_margin", lambda *_: float("nan"))
+    assert greedy_agreement(pair.target, ours, theirs)["different"] == 1  # of logits with NaN

@@ -39,8 +39,9 @@ def outputs(method, prompts, first=0):
 def test_plain_assisted_and_lookup_answer_as_our_decoder_does(pair):
     target, draft = pair
     ours = decoding(target, None, SETTING)
-    plain = hugging_face(target, SETTING, pad_token_id=PAD)
-    assert outputs(plain, PROMPTS) == outputs(ours, PROMPTS)
+    for options in ({}, {"static": True}):
+        plain = hugging_face(target, SETTING, pad_token_id=PAD, **options)
+        assert outputs(plain, PROMPTS) == outputs(ours, PROMPTS)
     for options in ({"assistant": draft}, {"lookup": True}):
         peer = hugging_face(target, SETTING, pad_token_id=PAD, **options)
         for prompt in PROMPTS:

@@ -1,15 +1,18 @@
 """The gate lets through what is surely better, and nothing that has forgotten."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from draftkit.config import SamplingConfig
 from draftkit.evaluation.alpha import score_contexts
 from draftkit.online.gate import FALSE_PASSES, Judge, judge, level_of
 from draftkit.theory.acceptance import gain_p_value
 from tests import tiny
 from tests.online import making
+from tests.online.shop import start
 
 PROMPTS = 40
 
@@ -208,3 +211,28 @@ def test_stored_scores_never_overstate_alpha():
     weights = draft.model.state_dict()
     low = stored.score(weights, records).totals["alpha"]
     assert (low <= exact.score(weights, records).totals["alpha"] + 1e-6).all()
+
+
+def test_records_are_scored_as_they_were_served():
+    """Greedy, cut and warm requests in one gate, each under its own sampling."""
+    kinds_of = [
+        {"temperature": 0.0},
+        {"temperature": 0.5, "top_p": 0.8},
+        {"temperature": 1.0, "top_k": 3.0},
+    ]
+    mixed = [
+        dataclasses.replace(record, sampling={**record.sampling, **kinds_of[row % 3]})
+        for row, record in enumerate(making.traffic(9))
+    ]
+    model, own_judge = making.target(), Judge(start(), making.target(), batch_size=4)
+    found = own_judge.score(start().model.state_dict(), mixed)
+    for row, record in enumerate(mixed):
+        own = SamplingConfig(
+            **{k: int(v) if k == "top_k" else v for k, v in record.sampling.items()}
+        )
+        expected = score_contexts(model, own_judge.draft, [record], sampling=own, batch_size=1)
+        assert found.totals["alpha"][row] == pytest.approx(float(expected.totals["alpha"]))
+        plain = score_contexts(
+            model, own_judge.draft, [record], sampling=making.SAMPLING, batch_size=1
+        )
+        assert float(plain.totals["alpha"]) != pytest.approx(float(expected.totals["alpha"]))

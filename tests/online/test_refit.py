@@ -6,14 +6,10 @@ from collections import Counter
 import pytest
 import torch
 
-from draftkit.config import SamplingConfig
-from draftkit.evaluation.alpha import score_contexts
 from draftkit.models.loading import save_model
 from draftkit.online import refit as refit_module
-from draftkit.online.gate import Judge
-from draftkit.online.refit import Anchors, chosen, row_of
+from draftkit.online.refit import Anchors
 from draftkit.online.registry import Registry
-from draftkit.online.rows import kinds, with_scores
 from draftkit.theory.acceptance import expected_accepted
 from pipelines.refitting import summary_of
 from tests import tiny
@@ -331,14 +327,6 @@ def test_low_rank_updates_are_published_as_plain_weights(tmp_path, records, monk
     assert any(not torch.equal(before[name], after[name]) for name in plain)
 
 
-def test_a_record_without_verdicts_counts_whole_where_rejected_tokens_do(records):
-    text = row_of(records[0], prompts=False)
-    assert text.rejected == text.generated
-    known = row_of(making.refused(records[0], [2]), prompts=False)
-    given = len(records[0].prompt_ids)
-    assert [place for place, no in enumerate(known.rejected) if no] == [given + 2]
-
-
 def test_prompts_are_learned_from_where_asked(tmp_path, records, monkeypatch):
     seen = []
 
@@ -363,96 +351,6 @@ def test_prompts_are_learned_from_where_asked(tmp_path, records, monkeypatch):
         assert tokens == sum(sum(row.generated) for row in seen)
         seen.clear()
         shop.buffer.close()
-
-
-def test_a_prompt_was_never_proposed_so_never_refused(records):
-    text = row_of(making.refused(records[0], [2]), prompts=True)
-    given = len(records[0].prompt_ids)
-    assert [place for place, no in enumerate(text.rejected) if no] == [given + 2]
-
-
-def test_with_stored_scores_only_records_of_the_same_temperature_are_used(tmp_path, records):
-    """As a server records them: the mass outside at the served temperature alone."""
-    served = [dataclasses.replace(record, loss_tail_mass=None) for record in records]
-    others = [
-        dataclasses.replace(record, sampling={**record.sampling, "temperature": 0.5})
-        for record in served[60:]
-    ]
-    shop = Shop(tmp_path)
-    shop.refit._stored_at = 1.0
-    shop.buffer.append(entries(others))
-    assert shop.refit.due()
-    with pytest.raises(ValueError, match=r"online\.teacher=target"):
-        shop.refit.update()
-    shop.buffer.append(entries(served[:60]))
-    shop.refit._restore()
-    stored = shop.buffer.newest("default", 999, held_out=False)
-    usable = shop.refit._learnable(stored)
-    assert 2 < len(usable) < len(stored)
-    assert shop.refit.update().version == "v000002"
-
-
-def test_records_with_another_number_of_stored_ids_are_not_mixed(tmp_path, records):
-    """They do not fit into one batch; the judge scores each by itself, so it takes all."""
-    narrow = [
-        dataclasses.replace(
-            record,
-            topk_ids=[ids[:3] for ids in record.topk_ids],
-            topk_log_probs=[row[:3] for row in record.topk_log_probs],
-        )
-        for record in records[:60]
-    ]
-    shop = Shop(tmp_path)
-    shop.refit._stored_at = 1.0
-    shop.buffer.append(entries([*narrow, *records[60:]]))
-    assert shop.refit.update().tokens > 0
-    assert len(with_scores(narrow, temperature=1.0, width=making.TOP_K)) == 0
-
-
-@pytest.mark.parametrize("size", range(1, 13))
-@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.5, 0.25), (0.0, 1.0), (0.3, 0.7)])
-def test_the_kinds_fill_a_step_of_any_size(size, shares):
-    settings = dataclasses.replace(SETTINGS, recent_fraction=shares[0], anchor_fraction=shares[1])
-    for older in (False, True):
-        for anchors in (False, True):
-            counts = kinds(size, settings, has_older=older, has_anchors=anchors)
-            assert sum(counts) == size
-            assert min(counts) >= 0
-            assert counts[1] == 0 or older
-            assert counts[2] == 0 or anchors
-
-
-def test_records_are_scored_as_they_were_served(tmp_path, records):
-    """Greedy, cut and warm requests in one gate, each under its own sampling."""
-    kinds_of = [
-        {"temperature": 0.0},
-        {"temperature": 0.5, "top_p": 0.8},
-        {"temperature": 1.0, "top_k": 3.0},
-    ]
-    mixed = [
-        dataclasses.replace(record, sampling={**record.sampling, **kinds_of[row % 3]})
-        for row, record in enumerate(records[:9])
-    ]
-    shop = Shop(tmp_path)
-    weights = shop.weights()
-    model = making.target()
-    judge = Judge(start(), model, batch_size=4)
-    found = judge.score(weights, mixed)
-    for row, record in enumerate(mixed):
-        own = SamplingConfig(
-            **{k: int(v) if k == "top_k" else v for k, v in record.sampling.items()}
-        )
-        expected = score_contexts(model, judge.draft, [record], sampling=own, batch_size=1)
-        assert found.totals["alpha"][row] == pytest.approx(float(expected.totals["alpha"]))
-        plain = score_contexts(model, judge.draft, [record], sampling=making.SAMPLING, batch_size=1)
-        assert float(plain.totals["alpha"]) != pytest.approx(float(expected.totals["alpha"]))
-
-
-def test_rows_repeat_only_where_there_are_too_few():
-    generator = torch.Generator().manual_seed(0)
-    assert sorted(chosen(5, 5, generator)) == [0, 1, 2, 3, 4]
-    assert Counter(chosen(3, 7, generator)).most_common()[-1][1] == 2
-    assert chosen(0, 0, generator) == []
 
 
 def test_seconds_saved_are_what_was_served_times_the_growth(shop):

@@ -13,6 +13,7 @@ for _key in ("WANDB_API_KEY", "HYDRA_FULL_ERROR", "RANK", "WORLD_SIZE"):
     os.environ.pop(_key, None)
 
 import gc  # noqa: E402
+import resource  # noqa: E402
 import socket  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from typing import Any  # noqa: E402
@@ -60,6 +61,20 @@ def pytest_collection_finish() -> None:
     """Leave all that was imported out of garbage collection: every stage ends with one."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say the processor time of this process and of all that it has waited for.
+
+    Those are the workers of xdist, which have ended by now, and what these started and waited for.
+    """
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    user, system = (sum(getattr(use, key) for use in spent) / 60 for key in ("ru_utime", "ru_stime"))
+    limit = os.environ.get("PROCESSOR_MINUTES")
+    terminalreporter.write_line(
+        f"processor time {user + system:.1f} min (user {user:.1f} + sys {system:.1f})"
+        + (f", limit {limit}" if limit else "")
+    )
 
 
 @pytest.fixture(autouse=True, scope="session")

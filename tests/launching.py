@@ -72,7 +72,7 @@ def fork_ranks(function: Callable[..., Any], *arguments: Any, count: int = 2) ->
         for process in ranks:
             process.join(timeout=10)
             process.kill()
-    for value, error in answers:
+    for _, error in answers:
         assert not error, error
     return [value for value, _ in answers]
 

@@ -49,13 +49,25 @@ def bare(tmp_path):
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
 
 
-@pytest.mark.timeout(900)  # six processes that import all there is, on a machine that may be loud
+# The command, with all parts in its own process: each of theirs would import torch anew.
+IN_ONE_PROCESS = """
+import runpy
+from pipelines.gpu import part, processes
+def run(command, *, log, seconds, environment):
+    return processes.Ended(part.main(*command[-3:]), False, 0.0, "")
+processes.run = run
+runpy.run_module("pipelines.benchmark", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.timeout(900)  # on a machine that may be loud
 def test_every_part_is_rehearsed_by_the_command_itself(bare, tmp_path):
-    command = [sys.executable, "-W", "default", "-m", "pipelines.benchmark"]
+    command = [sys.executable, "-W", "default", "-c", IN_ONE_PROCESS]
     command += ["+experiment=bench_gpu", "gpu.rehearse=true", "gpu.seconds=5200"]
     command += [f"root={tmp_path}"]
+    environment = bare | run.ENVIRONMENT | run.REHEARSAL
     done = subprocess.run(
-        command, cwd=tmp_path, env=bare, capture_output=True, text=True, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     folder = tmp_path / "bench_gpu" / "benchmark"
@@ -76,6 +88,14 @@ def test_every_part_is_rehearsed_by_the_command_itself(bare, tmp_path):
     assert "| rehearsal |" in text
     for word in ("hf_static", "hf_assisted", "speculative", "chunked_peak_fraction", "alpha after"):
         assert word in text
+
+
+def test_a_part_is_a_process_of_its_own(config, capfd):
+    config.gpu.parts = ["a"]
+    benchmark.launch(config)
+    summary = read_json(Path(config.root) / "bench_gpu" / "benchmark" / "summary.json")
+    assert summary["parts"]["a"]["status"] == "complete"
+    assert "a: machine" in capfd.readouterr().out
 
 
 # What a part may do to itself

@@ -4,6 +4,7 @@ Every wait has a deadline; engines are stopped when their `with` ends.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -227,6 +228,7 @@ def serving(
     gamma: int = 3,
     verification: str = "speculative",
     started: bool = True,
+    clock: Callable[[], float] = time.monotonic,
     **serve: Any,
 ) -> Iterator[Engine]:
     """A running engine of `target` and one drafter a route: `make` makes each of them."""
@@ -246,6 +248,7 @@ def serving(
         serve=ServeConfig(**settings | serve),
         decoding=DecodeConfig(gamma=gamma, compile="false", verification=verification),
         recorder=recorder,
+        clock=clock,
     )
     if started:
         engine.start()

@@ -46,7 +46,8 @@ class Step:
 
     `settings`: those that the product depends on. `product`: the part of the folder that other
     steps read, empty for all of it. `everywhere`: all processes of a launch take part; else the
-    first one makes it and the others wait. `command`: the one that redoes it.
+    first one makes it and the others wait. `command`: the one that redoes it. `check(config)`
+    raises ValueError for what can be refused before any step runs.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Step:
     shared: bool = False
     product: str = ""
     everywhere: bool = False
+    check: Callable[[Config], None] | None = None
 
     @cached_property
     def address(self) -> str:
@@ -71,7 +73,7 @@ class Step:
         root = Path(self.config.root)
         if self.shared:
             return root / "shared" / self.name / self.address
-        return root / self.config.name / self.config.job / self.name
+        return root / self.config.name / (self.config.job or "") / self.name
 
     @property
     def path(self) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from draftkit.artifacts import provenance, write_json, write_text
-from draftkit.config import Config, flatten
+from draftkit.config import Config, ModelConfig, flatten
 from draftkit.tracking import Tracker
 from pipelines.command import disk_is_full, run_command
 from pipelines.folder import CONFIG, claim, discard_if_empty, locked, product_digest
@@ -67,8 +67,15 @@ class StageFolder:
             print(f"{self.stage}: {text}" if self.stage else text, flush=True)
 
     def input(self, name: str) -> Path:
-        """The product of the input `name`."""
+        """Where the product of the input `name` lies."""
         return Path(self.inputs[name])
+
+    def model(self, config: Config, key: str) -> ModelConfig:
+        """The model of section `key` (`target` or `draft`): as it is given, or as it was made."""
+        section: ModelConfig = getattr(config, key)
+        if section.path is not None:
+            return section
+        return replace(section, path=self.inputs[key], revision=None)
 
 
 def _rank() -> int:
@@ -143,6 +150,9 @@ def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = ""
     to_do = pending(goals, redo)
     if to_do:
         _print(f"{name}: {len(ordered(goals))} steps\n{table(goals, to_do)}")
+    for step in to_do:
+        if step.check is not None:
+            step.check(step.config)
     for step in to_do:
         run_step(step, overwrite=bool(redo) and step.command == redo, wait=step.name != mine)
     return bool(to_do)
@@ -347,7 +357,7 @@ class Stage:
         def launch(config: Config, job: str) -> None:
             if job:
                 _print(f"{self.name}: sweep job {job}")
-            self.launch(replace(config, job=job))
+            self.launch(replace(config, job=job or None))
 
         try:
             run_command(self.name, launch)
@@ -369,7 +379,8 @@ def stage(
     `target.pretrain`, `seed`); those of `NEVER_COUNT` cannot be. `needs(config)`: inputs by name,
     steps or what is given; it makes nothing. `after(config, path)`: what the command does once the
     folder is complete, also when it already was. `name`: the module's, unless given. `options`:
-    `shared` (one folder for all experiments), `product`, `everywhere` and `command` of `Step`.
+    `shared` (one folder for all experiments), `product`, `everywhere`, `command` and `check` of
+    `Step`.
     """
 
     def decorate(run: Run) -> Stage:

@@ -10,10 +10,11 @@ from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.rollouts import Record, read_records, write_records
-from pipelines.generate import target_sampler
+from draftkit.models.loading import load_target
+from draftkit.workflow.sampling import target_sampler
 from pipelines.inputs import prompts_of
 from pipelines.stage import StageFolder, stage
-from pipelines.target import target_hashes
+from pipelines.target import target_hashes, target_of
 from pipelines.texts import splits_of
 
 
@@ -33,7 +34,11 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Continue the held-out prompts of both splits."""
     options, splits = config.evaluate, splits_of(config)
     sampler = target_sampler(
-        config, max_new_tokens=options.max_new_tokens, batch_size=options.batch_size
+        load_target(target_of(config), config.hardware),
+        sampling=config.sampling,
+        seed=config.seed,
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size,
     )
     version = target_hashes(config)["target"]
     summary = {}

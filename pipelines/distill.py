@@ -15,7 +15,6 @@ from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.report import evaluation_table, training_figure
-from draftkit.models.loading import save_model
 from draftkit.tracking import FILE_NAME, read_metrics
 from pipelines.evaluate import check_gamma, check_prompts, evaluate
 from pipelines.fitting import fit
@@ -74,11 +73,10 @@ def show(config: Config, folder: Path) -> None:
 def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train, then judge against the starting drafter on the test split."""
     check_prompts(config)
-    loaded, outcome, rates = fit(config, folder)
-    draft = loaded.draft
+    fitted = fit(config, folder)
+    outcome, rates = fitted.outcome, fitted.alpha_by_rate
     if folder.is_main:
-        tokenizer, path = loaded.outline.tokenizer, folder.path / DRAFT
-        save_model(draft.model, tokenizer, path, kept_ids=draft.kept_ids)
+        fitted.save(folder.path / DRAFT)
         training_figure(read_metrics(folder.path / FILE_NAME), folder.path / "training.png")
     PartialState().wait_for_everyone()  # all judge what the first process has saved
     folder.tracker.figure("train/curves", folder.path / "training.png")

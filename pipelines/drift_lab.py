@@ -12,23 +12,23 @@ from pathlib import Path
 from draftkit.artifacts import remove
 from draftkit.config import Config, OptimConfig
 from draftkit.data.prompts import Example
-from draftkit.data.rollouts import Record
+from draftkit.data.rollouts import Record, write_parts
 from draftkit.distillation.loop import Progress, train
 from draftkit.distillation.sources import TextSource
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
-from draftkit.models.loading import Target, load_draft, outline_of, with_path
+from draftkit.models.loading import Target, load_draft, with_path
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.buffer import Buffer
 from draftkit.online.drift import Service
 from draftkit.online.gate import Judge
 from draftkit.online.refit import Anchors, Refit, row_of
 from draftkit.online.registry import Registry
-from pipelines.fitting import Models, load_learner, make_trainer
-from pipelines.generate import sampled, target_sampler
-from pipelines.pretraining import pretrain
-from pipelines.progress import progress
+from draftkit.workflow.fitting import make_trainer
+from draftkit.workflow.pretraining import pretrain
+from draftkit.workflow.progress import progress
+from draftkit.workflow.sampling import target_sampler
 from pipelines.refitting import optim_of_update, save_trained
 from pipelines.stage import StageFolder
 from pipelines.texts import splits_of
@@ -56,20 +56,20 @@ def sample(lab: Lab, name: str, examples: Sequence[Example], count: int) -> list
     config = lab.config
     folder = lab.path / "text"
     folder.mkdir(exist_ok=True)
-    lots = sampled(
-        target_sampler(
-            config,
-            lab.target,
-            max_new_tokens=config.online.drift.max_new_tokens,
-            batch_size=config.generate.batch_size,
-            max_length=config.data.max_length,
-        ),
-        examples,
-        min(count, len(examples)),
-        size=SAMPLED,
-        version="target",
-        path_of=lambda first: folder / f"{name}-{first:06d}.parquet",
+    sampler = target_sampler(
+        lab.target,
+        sampling=config.sampling,
+        seed=config.seed,
+        max_new_tokens=config.online.drift.max_new_tokens,
+        batch_size=config.generate.batch_size,
+        max_length=config.data.max_length,
     )
+
+    def answer(rows: range) -> list[Record]:
+        prompts = [examples[row].prompt_ids for row in rows]
+        return sampler.sample(prompts, rows=rows, version="target")
+
+    lots = write_parts(folder, min(count, len(examples)), size=SAMPLED, make=answer, name=name)
     records = [record for lot in lots for record in lot]
     lab.folder.note(f"{name}: {len(records)} answers")
     return records
@@ -77,10 +77,8 @@ def sample(lab: Lab, name: str, examples: Sequence[Example], count: int) -> list
 
 def learner(lab: Lab, folder: Path, optim: OptimConfig) -> Trainer:
     """A trainer of the draft in `folder` towards the target."""
-    config, outline = lab.config, outline_of(lab.target)
-    draft = load_learner(config, with_path(config.draft, folder), outline)
-    loaded = Models(lab.target, outline, draft)
-    trainer = make_trainer(config, loaded, optim)
+    config = lab.config
+    trainer = make_trainer(config, with_path(config.draft, folder), lab.target, optim)
     trainer.teacher = TargetTeacher(lab.reader)
     return trainer
 
@@ -116,14 +114,14 @@ def distil(
 
     work = lab.path / f"{name}-training"
     work.mkdir(exist_ok=True)
-    with progress(f"distilling {name}", steps) as show:
+    with progress(f"distilling {name}", steps, lab.folder.note) as show:
 
         def log(step: Progress) -> None:
             show(step)
             lab.folder.tracker.log(name, step.steps, {"loss": step.metrics.loss})
 
         train(trainer, source, work, evaluate=evaluate, log=log)
-    save_trained(outline_of(lab.target), trainer, path)
+    save_trained(lab.target.tokenizer, trainer, path)
     remove(work)
     return path
 
@@ -153,7 +151,7 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
             buffer=buffer,
             registry=registry,
             make_trainer=lambda path: learner(lab, path, optim_of_update(config)),
-            save=partial(save_trained, outline_of(lab.target)),
+            save=partial(save_trained, lab.target.tokenizer),
             judge=Judge(
                 judge_draft,
                 lab.reader,
@@ -202,8 +200,15 @@ def make_static(lab: Lab, texts: Texts) -> Path:
     config, first = lab.config, lab.config.online.drift.first
     if not (lab.path / "draft").exists():
         splits = splits_of(config)
-        only = replace(splits, train=of_domain(splits.train, first))
-        pretrain("draft", config, lab.folder, lab.target.tokenizer, only)
+        pretrain(
+            "draft",
+            config,
+            tokenizer=lab.target.tokenizer,
+            texts=of_domain(splits.train, first),
+            folder=lab.path,
+            tracker=lab.folder.tracker,
+            note=lab.folder.note,
+        )
     return distil(
         lab,
         "static",

@@ -21,7 +21,7 @@ from draftkit.models.shrink import (
     shrink,
 )
 from draftkit.models.vocabulary import real_vocab_size
-from pipelines.pretraining import pretrain
+from draftkit.workflow.pretraining import pretrain
 from pipelines.stage import StageFolder, stage
 from pipelines.target import target_hashes, target_of
 from pipelines.texts import splits_of
@@ -71,7 +71,15 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
         if config.draft.shrink.layers:
             cut(config, folder, tokenizer, splits)
         else:
-            pretrain("draft", config, folder, tokenizer, splits)
+            pretrain(
+                "draft",
+                config,
+                tokenizer=tokenizer,
+                texts=splits.train,
+                folder=folder.path,
+                tracker=folder.tracker,
+                note=folder.note,
+            )
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256}
 
 

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from draftkit.artifacts import provenance, write_json
 from draftkit.config import Config, OptimConfig
@@ -19,17 +20,15 @@ from draftkit.models.loading import (
     Outline,
     Target,
     load_draft,
-    load_outline,
-    load_target,
     outline_of,
-    save_model,
+    save_draft,
     with_path,
 )
 from draftkit.online.daemon import Daemon
 from draftkit.online.gate import Judge
 from draftkit.online.refit import Anchors, Refit, Update
+from draftkit.workflow.fitting import load_teaching_target, make_trainer
 from pipelines.contexts import contexts, read_contexts
-from pipelines.fitting import Models, load_learner, make_trainer
 from pipelines.folder import SUMMARY, locked
 from pipelines.generate import generate, read_rollouts
 from pipelines.inputs import draft_of, model_hashes
@@ -85,11 +84,10 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         print(f"online: clearing {folder} (overwrite=true)", flush=True)
         clear_service(config, SERVER)
     buffer = buffer_of(config, fingerprints)
-    target, outline = load_teacher(config)
+    target = load_teacher(config)
     anchors = load_anchors(config)
     refits = [
-        make_refit(config, route, target, outline, anchors, fingerprints)
-        for route in config.online.routes
+        make_refit(config, route, target, anchors, fingerprints) for route in config.online.routes
     ]
     place = daemon_folder(config)
     tracker = tracker_of(config, place, "online", {"provenance": provenance(), "inputs": {}})
@@ -110,18 +108,15 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         buffer.close()
 
 
-def load_teacher(config: Config) -> tuple[Target | None, Outline]:
+def load_teacher(config: Config) -> Target | Outline:
     """The target, where the buffer's stored scores shall not stand for it."""
-    named = target_of(config)
-    if config.online.teacher == "target":
-        target = load_target(named, config.hardware)
-        return target, outline_of(target)
-    if config.online.buffer.top_k == 0:
+    stored = config.online.teacher == "stored"
+    if stored and config.online.buffer.top_k == 0:
         raise ValueError(
             "online.teacher=stored learns from the scores in the buffer: set online.buffer.top_k "
             "above 0, or online.teacher=target"
         )
-    return None, load_outline(named, config.hardware)
+    return load_teaching_target(target_of(config), config.hardware, stored=stored)
 
 
 def load_anchors(config: Config) -> Anchors:
@@ -148,18 +143,17 @@ def load_anchors(config: Config) -> Anchors:
 def make_refit(
     config: Config,
     route: str,
-    target: Target | None,
-    outline: Outline,
+    target: Target | Outline,
     anchors: Anchors,
     fingerprints: Mapping[str, str],
 ) -> Refit:
     """The refit of one route, as its last update left it."""
+    outline = target if isinstance(target, Outline) else outline_of(target)
     registry = seeded_registry(config, route, outline, fingerprints)
     start = draft_of(config)
 
     def trainer_of(folder: Path) -> Trainer:
-        draft = load_learner(config, with_path(start, folder), outline)
-        return make_trainer(config, Models(target, outline, draft), optim_of_update(config))
+        return make_trainer(config, with_path(start, folder), target, optim_of_update(config))
 
     current = registry.current()
     assert current is not None
@@ -168,10 +162,10 @@ def make_refit(
         buffer=buffer_of(config, fingerprints),
         registry=registry,
         make_trainer=trainer_of,
-        save=partial(save_trained, outline),
+        save=partial(save_trained, outline.tokenizer),
         judge=Judge(
             load_draft(with_path(start, current.path), outline),
-            target.adapter if target else None,
+            target.adapter if isinstance(target, Target) else None,
             batch_size=config.evaluate.batch_size,
         ),
         anchors=anchors,
@@ -179,7 +173,7 @@ def make_refit(
         folder=service_folder(config) / STATE / route,
         gamma=config.decode.gamma,
         seed=config.seed,
-        stored_at=None if target else config.training_temperature,
+        stored_at=None if isinstance(target, Target) else config.training_temperature,
     )
 
 
@@ -192,10 +186,9 @@ def optim_of_update(config: Config) -> OptimConfig:
     return replace(config.optim, lr_scheduler_type="linear", max_steps=steps, warmup_steps=0)
 
 
-def save_trained(outline: Outline, trainer: Trainer, folder: Path) -> None:
+def save_trained(tokenizer: PreTrainedTokenizerBase, trainer: Trainer, folder: Path) -> None:
     """Write the trained draft as a folder that serving can load."""
-    draft = trainer.draft
-    save_model(draft.model, outline.tokenizer, folder, kept_ids=draft.kept_ids)
+    save_draft(trainer.draft, tokenizer, folder)
 
 
 def numbers_of(refit: Refit, update: Update) -> dict[str, float]:

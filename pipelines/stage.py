@@ -21,6 +21,7 @@ import yaml
 
 from draftkit.artifacts import fingerprint, provenance, read_json, write_json, write_text
 from draftkit.config import Config, flatten
+from draftkit.distillation.ranks import agree, leave_group
 from draftkit.tracking import Tracker
 from pipelines.command import disk_is_full, run_command
 from pipelines.folder import (
@@ -60,34 +61,6 @@ After = Callable[[Config, Path], None]
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def agree(value: Any) -> Any:
-    """The first rank's `value`, on every rank of a distributed launch."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return value
-    import torch
-    from accelerate import PartialState
-
-    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    # Joins the process group. Left to itself it knows no group of processes without accelerators.
-    PartialState(cpu=forced or not torch.cuda.is_available())
-    values = [value]
-    torch.distributed.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def _leave_group() -> None:
-    """Leave the process group of a distributed launch, where one was joined.
-
-    Left to the interpreter's exit, its threads now and then abort a process that has done its work.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return
-    from torch import distributed
-
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def tracker_of(
@@ -323,7 +296,7 @@ class Stage:
         try:
             run_command(self.name, launch)
         finally:
-            _leave_group()
+            leave_group()
 
 
 def stage(

@@ -8,8 +8,8 @@ from typing import Any
 
 from draftkit.config import Config, ModelConfig
 from draftkit.models.loading import with_path
+from draftkit.workflow.pretraining import pretrain
 from pipelines.checksums import data_sha256, model_sha256
-from pipelines.pretraining import pretrain
 from pipelines.stage import StageFolder, stage
 from pipelines.texts import splits_of, tokenizer_of
 
@@ -23,7 +23,15 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train the target, in `target` of the folder."""
     splits = splits_of(config)
     if not (folder.path / "target").exists():
-        pretrain("target", config, folder, tokenizer_of(config), splits)
+        pretrain(
+            "target",
+            config,
+            tokenizer=tokenizer_of(config),
+            texts=splits.train,
+            folder=folder.path,
+            tracker=folder.tracker,
+            note=folder.note,
+        )
     return {"text_sha256": splits.sha256}
 
 

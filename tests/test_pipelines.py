@@ -159,7 +159,7 @@ def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monk
     def absent(*_, **__):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("pipelines.fitting.load_target", absent)
+    monkeypatch.setattr("draftkit.workflow.fitting.load_target", absent)
     folder = distill.ensure(config)
     lines = [line for line in numbers(folder) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -80,7 +80,7 @@ def test_a_run_stopped_inside_a_block_ends_like_an_uninterrupted_one(
 ) -> None:
     options = ["source=mix", "source.refresh_steps=4"]
     whole = distill.ensure(smoke(root, "name=whole", *options))
-    monkeypatch.setattr("pipelines.fitting.train", stopping_at(3))
+    monkeypatch.setattr("draftkit.workflow.fitting.train", stopping_at(3))
     with pytest.raises(KeyboardInterrupt):
         distill.ensure(smoke(root, "name=cut", *options))
     monkeypatch.undo()

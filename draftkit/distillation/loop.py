@@ -49,13 +49,6 @@ class Outcome:
     last_alpha: float | None
 
 
-def resume_step(folder: Path, trainer: Trainer) -> int:
-    """Load the checkpoint of `folder` into `trainer`, if there is one; return its step."""
-    if (folder / CHECKPOINT).exists():
-        load_checkpoint(folder / CHECKPOINT, trainer)
-    return trainer.steps
-
-
 def train(
     trainer: Trainer,
     source: Source,

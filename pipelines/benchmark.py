@@ -1,11 +1,11 @@
 """`python -m pipelines.benchmark`: the decoder beside Hugging Face and beside the theory.
 
 Times our plain and speculative decoding and Hugging Face's `generate` on one pair, the same
-held-out prompts, gamma and precision, in turns, in one process (how: `evaluation/benchmark.py`).
+held-out prompts, gamma and precision, in turns, in one process (how: `benchmarks/decoder.py`).
 The pair is the experiment's, its drafter the one that `evaluate.draft` names; or, with
 `benchmark.weights=random`, models of the `pretrain` shapes, for speed and bandwidth alone. With
-`benchmark.subject=distill` it is training that is measured, beside TRL's (`benchmark_distill`), and
-with `benchmark.subject=gpu` all that needs a GPU (`gpu`).
+`benchmark.subject=distill` it is training that is measured, beside TRL's
+(`benchmarks/distill.py`), and with `benchmark.subject=gpu` all that needs a GPU (`benchmarks/gpu`).
 """
 
 from collections.abc import Sequence
@@ -19,20 +19,20 @@ from rich.console import Console
 from draftkit.artifacts import fingerprint, read_json
 from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.decoding.graphs import compile_seconds
-from draftkit.evaluation.bandwidth import random_llama
-from draftkit.evaluation.benchmark import PLAIN, Pair, Point, headline, measure
-from draftkit.evaluation.benchmark_report import LEGEND, benchmark_tables
-from draftkit.evaluation.ceilings import copy_bandwidth
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import PromptIds, Setting, row_capacity
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import load_draft, load_target
 from draftkit.theory.speedup import Costs
-from pipelines import benchmark_distill
+from pipelines.benchmarks import distill
+from pipelines.benchmarks.ceilings import copy_bandwidth
+from pipelines.benchmarks.decoder import PLAIN, Pair, Point, headline, measure
+from pipelines.benchmarks.decoder_report import LEGEND, benchmark_tables
+from pipelines.benchmarks.gpu import run as gpu
+from pipelines.benchmarks.random_models import random_llama
 from pipelines.checksums import model_sha256
 from pipelines.contexts import contexts, read_contexts
 from pipelines.evaluate import drafts_of
-from pipelines.gpu import run as gpu
 from pipelines.inputs import pair_hashes
 from pipelines.memory import peak_memory_bytes
 from pipelines.stage import StageFolder, stage
@@ -202,7 +202,7 @@ def show(config: Config, folder: Path) -> None:
     """Print the tables of a complete benchmark."""
     summary = read_json(folder / "summary.json")
     if config.benchmark.subject == "distill":
-        return benchmark_distill.show(summary)
+        return distill.show(summary)
     if config.benchmark.subject == "gpu":
         return gpu.show(summary, folder)
     console = Console(width=80, highlight=False)
@@ -234,7 +234,7 @@ def show(config: Config, folder: Path) -> None:
 def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Measure all settings; the numbers of greedy decoding of one row stand at the top."""
     if config.benchmark.subject == "distill":
-        return benchmark_distill.measure(config, folder)
+        return distill.measure(config, folder)
     if config.benchmark.subject == "gpu":
         return gpu.measure(config, folder)
     compiling = -compile_seconds()

@@ -19,7 +19,8 @@ from rich.table import Table
 
 from draftkit.artifacts import fingerprint, read_json, write_json
 from draftkit.config import Config
-from draftkit.evaluation.matrix import (
+from pipelines.evaluate import PROMPTS
+from pipelines.experiments.matrix import (
     Cell,
     cells_of,
     control_table,
@@ -28,7 +29,6 @@ from draftkit.evaluation.matrix import (
     matrix_table,
     temperatures,
 )
-from pipelines.evaluate import PROMPTS
 from pipelines.folder import CONFIG, MANIFEST, SUMMARY
 from pipelines.stage import StageFolder, stage
 

@@ -12,13 +12,13 @@ from rich.console import Console
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from draftkit.online.drift_report import drift_table
 from pipelines.command import run_command
-from pipelines.drift import drift
+from pipelines.experiments.drift import drift
+from pipelines.experiments.drift_report import drift_table
+from pipelines.experiments.serve_and_refit import serve_and_refit
 from pipelines.generate import ROLLOUT_SETTINGS
 from pipelines.inputs import pair_hashes
 from pipelines.refitting import daemon, rollback
-from pipelines.serve_and_refit import serve_and_refit
 from pipelines.stage import StageFolder, stage
 from pipelines.target import target_hashes
 

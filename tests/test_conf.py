@@ -127,9 +127,9 @@ def test_a_group_offers_exactly_the_choices_of_the_code(
 
 
 def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
-    from draftkit.evaluation.benchmark import METHODS
     from draftkit.theory.divergences import DIVERGENCES
     from draftkit.theory.verification import VERIFIERS
+    from pipelines.benchmarks.decoder import METHODS
 
     assert tuple(DIVERGENCES) == settings.DIVERGENCE_NAMES
     assert tuple(VERIFIERS) == settings.VERIFICATION_NAMES

@@ -15,11 +15,11 @@ from rich.console import Console
 from draftkit.artifacts import read_json
 from draftkit.data.rollouts import Record
 from draftkit.online.buffer import Entry
-from draftkit.online.drift_report import drift_table
 from draftkit.tracking import read_metrics
-from pipelines import drift as drift_module
 from pipelines.configuration import compose_config
-from pipelines.drift import EARLY, early_enough, recovered
+from pipelines.experiments import drift as drift_module
+from pipelines.experiments.drift import EARLY, early_enough, recovered
+from pipelines.experiments.drift_report import drift_table
 from pipelines.generate import generate, read_rollouts
 from pipelines.online import online
 from pipelines.refitting import daemon_folder, rollback
@@ -277,7 +277,7 @@ def test_a_version_is_taken_back_by_command(root: Path, capsys: pytest.CaptureFi
         save_file({"weight": zeros(2)}, folder / "model.safetensors")
 
     registry.seed(write)
-    registry.publish(write, metrics={}, window={}, canary=False)
+    registry.publish(write, metrics={}, canary=False)
     rollback(config)
     assert "v000001" in capsys.readouterr().out
     current = registry.current()

@@ -6,11 +6,9 @@ this module does not sample, and does not know which model a sampler's name stan
 A file is written whole or not at all, and comes back exactly: ids, None, and every bit of a float.
 """
 
-import hashlib
-import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -171,13 +169,3 @@ def write_parts(
 def read_parts(folder: Path) -> RecordParts:
     """All records that `write_parts` has written as `part`, in order."""
     return RecordParts(sorted(folder.glob("part-*.parquet")))
-
-
-def records_sha256(records: Iterable[Record]) -> str:
-    """Hex SHA-256 of the content, in order, whatever the library that wrote the file."""
-    digest = hashlib.sha256()
-    for record in records:
-        content = asdict(record)
-        content["sampling"] = {key: float(value) for key, value in record.sampling.items()}
-        digest.update(json.dumps(content, sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()

@@ -4,30 +4,24 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Event
 from types import FrameType
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from draftkit.artifacts import provenance, write_json
-from draftkit.config import Config, OptimConfig
-from draftkit.distillation.trainer import Trainer
+from draftkit.config import Config
 from draftkit.models.loading import (
     Outline,
     Target,
-    load_draft,
     outline_of,
-    save_draft,
-    with_path,
 )
+from draftkit.online.assembly import make_refit
 from draftkit.online.daemon import Daemon
-from draftkit.online.gate import Judge
 from draftkit.online.refit import Anchors, Refit, Update
-from draftkit.workflow.fitting import load_teaching_target, make_trainer
+from draftkit.workflow.fitting import load_teaching_target
 from pipelines.contexts import contexts, read_contexts
 from pipelines.folder import SUMMARY, locked
 from pipelines.generate import generate, read_rollouts
@@ -87,7 +81,7 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     target = load_teacher(config)
     anchors = load_anchors(config)
     refits = [
-        make_refit(config, route, target, anchors, fingerprints) for route in config.online.routes
+        refit_of(config, route, target, anchors, fingerprints) for route in config.online.routes
     ]
     place = daemon_folder(config)
     tracker = tracker_of(config, place, "online", {"provenance": provenance(), "inputs": {}})
@@ -140,7 +134,7 @@ def load_anchors(config: Config) -> Anchors:
     )
 
 
-def make_refit(
+def refit_of(
     config: Config,
     route: str,
     target: Target | Outline,
@@ -149,46 +143,16 @@ def make_refit(
 ) -> Refit:
     """The refit of one route, as its last update left it."""
     outline = target if isinstance(target, Outline) else outline_of(target)
-    registry = seeded_registry(config, route, outline, fingerprints)
-    start = draft_of(config)
-
-    def trainer_of(folder: Path) -> Trainer:
-        return make_trainer(config, with_path(start, folder), target, optim_of_update(config))
-
-    current = registry.current()
-    assert current is not None
-    return Refit(
+    return make_refit(
+        config,
         route=route,
+        start=draft_of(config),
+        target=target,
         buffer=buffer_of(config, fingerprints),
-        registry=registry,
-        make_trainer=trainer_of,
-        save=partial(save_trained, outline.tokenizer),
-        judge=Judge(
-            load_draft(with_path(start, current.path), outline),
-            target.adapter if isinstance(target, Target) else None,
-            batch_size=config.evaluate.batch_size,
-        ),
+        registry=seeded_registry(config, route, outline, fingerprints),
         anchors=anchors,
-        settings=config.online,
         folder=service_folder(config) / STATE / route,
-        gamma=config.decode.gamma,
-        seed=config.seed,
-        stored_at=None if isinstance(target, Target) else config.training_temperature,
     )
-
-
-def optim_of_update(config: Config) -> OptimConfig:
-    """`optim` for updates: the rate falls to 0 in each of them, without a warm-up.
-
-    At a constant rate what is served would be as far from its optimum as the last step was long.
-    """
-    steps = config.online.steps
-    return replace(config.optim, lr_scheduler_type="linear", max_steps=steps, warmup_steps=0)
-
-
-def save_trained(tokenizer: PreTrainedTokenizerBase, trainer: Trainer, folder: Path) -> None:
-    """Write the trained draft as a folder that serving can load."""
-    save_draft(trainer.draft, tokenizer, folder)
 
 
 def numbers_of(refit: Refit, update: Update) -> dict[str, float]:

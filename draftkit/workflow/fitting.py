@@ -35,6 +35,7 @@ from draftkit.models.loading import (
     width_of,
 )
 from draftkit.models.lora import with_lora
+from draftkit.models.remembered import RememberedAdapter
 from draftkit.models.sharding import shard_layers
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
@@ -133,10 +134,12 @@ def make_trainer(
     optim: OptimConfig,
     *,
     loss: Divergence | None = None,
+    reader: RememberedAdapter | None = None,
 ) -> Trainer:
     """A trainer of the drafter in `start`, in float32, with all that `draft` says of how it learns.
 
-    It learns from `target`, or from scores that are stored with its texts.
+    It learns from `target`, which `reader` may stand for, or from scores that are stored with its
+    texts.
     """
     outline = target if isinstance(target, Outline) else outline_of(target)
     draft = with_lora(
@@ -153,7 +156,7 @@ def make_trainer(
     teacher: Teacher | None = None
     if loss is not None or divergence.names != {"next_token"}:
         known = isinstance(target, Target)
-        teacher = TargetTeacher(target.adapter) if known else StoredTeacher()
+        teacher = TargetTeacher(reader or target.adapter) if known else StoredTeacher()
     return Trainer(
         draft,
         teacher,

@@ -10,26 +10,23 @@ from functools import partial
 from pathlib import Path
 
 from draftkit.artifacts import remove
-from draftkit.config import Config, OptimConfig
+from draftkit.config import Config
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record, write_parts
 from draftkit.distillation.loop import Progress, train
 from draftkit.distillation.sources import TextSource
-from draftkit.distillation.teacher import TargetTeacher
-from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
-from draftkit.models.loading import Target, load_draft, with_path
+from draftkit.models.loading import Target, load_draft, save_draft, with_path
 from draftkit.models.remembered import RememberedAdapter
+from draftkit.online.assembly import make_refit
 from draftkit.online.buffer import Buffer
-from draftkit.online.gate import Judge
-from draftkit.online.refit import Anchors, Refit, row_of
+from draftkit.online.refit import Anchors, row_of
 from draftkit.online.registry import Registry
 from draftkit.workflow.fitting import make_trainer
 from draftkit.workflow.pretraining import pretrain
 from draftkit.workflow.progress import progress
 from draftkit.workflow.sampling import target_sampler
 from pipelines.experiments.drift_stream import Service
-from pipelines.refitting import optim_of_update, save_trained
 from pipelines.stage import StageFolder
 from pipelines.texts import splits_of
 
@@ -75,14 +72,6 @@ def sample(lab: Lab, name: str, examples: Sequence[Example], count: int) -> list
     return records
 
 
-def learner(lab: Lab, folder: Path, optim: OptimConfig) -> Trainer:
-    """A trainer of the draft in `folder` towards the target."""
-    config = lab.config
-    trainer = make_trainer(config, with_path(config.draft, folder), lab.target, optim)
-    trainer.teacher = TargetTeacher(lab.reader)
-    return trainer
-
-
 def distil(
     lab: Lab,
     name: str,
@@ -98,7 +87,9 @@ def distil(
     config = lab.config
     every = max(1, steps // 4)
     optim = replace(config.optim, max_steps=steps, eval_steps=every, save_steps=every)
-    trainer = learner(lab, start, optim)
+    trainer = make_trainer(
+        config, with_path(config.draft, start), lab.target, optim, reader=lab.reader
+    )
     source = TextSource(
         [row_of(record, prompts=config.online.prompts) for record in records],
         batch_size=trainer.optim.rows_of_a_process,
@@ -121,7 +112,7 @@ def distil(
             lab.folder.tracker.log(name, step.steps, {"loss": step.metrics.loss})
 
         train(trainer, source, work, evaluate=evaluate, log=log)
-    save_trained(lab.target.tokenizer, trainer, path)
+    save_draft(trainer.draft, lab.target.tokenizer, path)
     remove(work)
     return path
 
@@ -141,29 +132,18 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
     )
     registry = Registry(folder / "drafters")
     registry.seed(partial(copy_folder, static))
-    judge_draft, draft = (load_draft(with_path(config.draft, static), lab.target) for _ in range(2))
-    return Service(
-        name,
-        draft,
-        buffer,
-        Refit(
-            route="default",
-            buffer=buffer,
-            registry=registry,
-            make_trainer=lambda path: learner(lab, path, optim_of_update(config)),
-            save=partial(save_trained, lab.target.tokenizer),
-            judge=Judge(
-                judge_draft,
-                lab.reader,
-                batch_size=config.evaluate.batch_size,
-            ),
-            anchors=anchors,
-            settings=config.online,
-            folder=folder,
-            gamma=config.decode.gamma,
-            seed=config.seed,
-        ),
+    refit = make_refit(
+        config,
+        route="default",
+        start=config.draft,
+        target=lab.target,
+        buffer=buffer,
+        registry=registry,
+        anchors=anchors,
+        folder=folder,
+        reader=lab.reader,
     )
+    return Service(name, load_draft(with_path(config.draft, static), lab.target), buffer, refit)
 
 
 def copy_folder(source: Path, folder: Path) -> None:

@@ -45,9 +45,9 @@ class Step:
     """One stage under one configuration.
 
     `settings`: those that the product depends on. `product`: the part of the folder that other
-    steps read, empty for all of it. `everywhere`: all processes of a launch take part; else the
-    first one makes it and the others wait. `command`: the one that redoes it. `check(config)`
-    raises ValueError for what can be refused before any step runs.
+    steps read: empty for all of it, None where no step reads any. `everywhere`: all processes of a
+    launch take part; else the first one makes it and the others wait. `command`: the one that
+    redoes it. `check(config)` raises ValueError for what can be refused before any step runs.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Step:
     needs: Mapping[str, "Given | Step"]
     run: Run
     shared: bool = False
-    product: str = ""
+    product: str | None = ""
     everywhere: bool = False
     check: Callable[[Config], None] | None = None
 
@@ -78,14 +78,14 @@ class Step:
     @property
     def path(self) -> str:
         """Where other steps read the product."""
-        return str(self.folder / self.product)
+        return str(self.folder / (self.product or ""))
 
     @property
     def digest(self) -> str:
         """The checksum of the product, taken when it was made; empty where it is not complete."""
         if not (self.folder / SUMMARY).is_file():
             return ""
-        return read_json(self.folder / MANIFEST)["product"]
+        return read_json(self.folder / MANIFEST).get("product", "")
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -228,7 +228,7 @@ def table(goals: Iterable[Step], to_do: Iterable[Step]) -> str:
     """The plan in lines of step, state and folder."""
     goals, waiting = list(goals), {step.folder for step in to_do}
     steps = ordered(goals)
-    width = max(len(step.name) for step in steps)
+    width = max((len(step.name) for step in steps), default=0)
 
     def state(step: Step) -> str:
         if step.folder in waiting:

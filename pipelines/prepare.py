@@ -21,9 +21,9 @@ from draftkit.models.shrink import (
     shrink,
 )
 from draftkit.models.vocabulary import real_vocab_size
+from draftkit.workflow.pretraining import pretrain
 from pipelines.checksums import given_model
 from pipelines.plan import Given, Step
-from pipelines.pretraining import pretrain
 from pipelines.run import StageFolder, stage
 from pipelines.target import target_input
 from pipelines.texts import texts
@@ -79,7 +79,15 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
         if config.draft.shrink.layers:
             cut(config, folder, tokenizer, splits)
         else:
-            pretrain("draft", config, folder, tokenizer, splits)
+            pretrain(
+                "draft",
+                config,
+                tokenizer=tokenizer,
+                texts=splits.train,
+                folder=folder.path,
+                tracker=folder.tracker,
+                note=folder.note,
+            )
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256}
 
 

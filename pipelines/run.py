@@ -11,7 +11,7 @@ the same goes on where it stopped, something else is refused. Never sees Hydra.
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import yaml
 
 from draftkit.artifacts import provenance, write_json, write_text
 from draftkit.config import Config, ModelConfig, flatten
+from draftkit.distillation.ranks import agree, leave_group
 from draftkit.tracking import Tracker
 from pipelines.command import disk_is_full, run_command
 from pipelines.folder import CONFIG, claim, discard_if_empty, locked, product_digest
@@ -36,8 +37,6 @@ from pipelines.plan import (
     settings_of,
     table,
 )
-
-__all__ = ["Stage", "StageFolder", "products", "stage"]
 
 POLL_SECONDS = 1.0
 
@@ -82,34 +81,6 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def agree(value: Any) -> Any:
-    """The first process's `value`, in every process of a distributed launch."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return value
-    import torch
-    from accelerate import PartialState
-
-    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
-    # Joins the process group. Left to itself it knows no group of processes without accelerators.
-    PartialState(cpu=forced or not torch.cuda.is_available())
-    values = [value]
-    torch.distributed.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def _leave_group() -> None:
-    """Leave the process group of a distributed launch, where one was joined.
-
-    Left to the interpreter's exit, its threads now and then abort a process that has done its work.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return
-    from torch import distributed
-
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
 def _print(text: str) -> None:
     if _rank() == 0:
         print(text, flush=True)
@@ -139,6 +110,12 @@ def tracker_of(config: Config, path: Path, stage_name: str, manifest: Mapping[st
         config=asdict(config)
         | {"provenance": manifest["provenance"], "inputs": manifest["inputs"]},
     )
+
+
+def show_plan(name: str, goals: Iterable[Given | Step], redo: str = "") -> None:
+    """Print what a command would do."""
+    steps = [goal for goal in goals if isinstance(goal, Step)]
+    _print(f"{name}: {len(ordered(steps))} steps\n{table(steps, pending(steps, redo))}")
 
 
 def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = "") -> bool:
@@ -237,7 +214,8 @@ def _run_in(step: Step, stored: dict[str, Any] | None) -> None:
         exit_code = 0
     finally:
         tracker.finish(exit_code)
-    write_json(path / MANIFEST, manifest | {"product": product_digest(path, step.product)})
+    if step.product is not None:
+        write_json(path / MANIFEST, manifest | {"product": product_digest(path, step.product)})
     write_json(path / SUMMARY, summary)
 
 
@@ -262,16 +240,9 @@ def _compute(step: Step, folder: StageFolder) -> dict[str, Any]:
     return summary
 
 
-def products(name: str, config: Config, needs: Mapping[str, Given | Step]) -> StageFolder | None:
-    """Make what a command needs that has no product of its own; the inputs it is then given.
-
-    None where the plan was only to be printed.
-    """
-    goals = [need for need in needs.values() if isinstance(need, Step)]
-    if config.plan:
-        _print(table(goals, pending(goals)) if goals else f"{name}: nothing to make")
-        return None
-    make_all(name, goals)
+def products(name: str, needs: Mapping[str, Given | Step]) -> StageFolder:
+    """Make what a command needs that has no product of its own; the inputs it is then given."""
+    make_all(name, [need for need in needs.values() if isinstance(need, Step)])
     paths = {key: need.path for key, need in needs.items()}
     checksums = {key: need.digest for key, need in needs.items()}
     return StageFolder(Path(), Tracker(None), stage=name, inputs=paths, checksums=checksums)
@@ -308,13 +279,14 @@ class Stage:
 
         Raises ValueError for settings that do not fit together.
         """
+        options: dict[str, Any] = {"command": self.name, **self._options}
         return Step(
             name=self.name,
             config=config,
             settings=settings_of(config, self.sections),
             needs={} if self._needs is None else dict(self._needs(config)),
             run=self.run,
-            **{"command": self.name, **self._options},
+            **options,
         )
 
     def path(self, config: Config) -> Path:
@@ -338,11 +310,12 @@ class Stage:
         step = self.step(config)
         redo = self.name if config.overwrite else ""
         if config.plan:
-            steps, to_do = ordered([step]), pending([step], redo)
-            _print(f"{self.name}: {len(steps)} steps\n{table([step], to_do)}")
+            show_plan(self.name, [step], redo)
             return {}
         if not make_all(self.name, [step], redo=redo, mine=self.name):
-            _print(f"{self.name}: {step.folder} is complete, nothing to do (overwrite=true redoes it)")
+            _print(
+                f"{self.name}: {step.folder} is complete, nothing to do (overwrite=true redoes it)"
+            )
         if _rank() > 0:
             return {}
         summary = complete_summary(step)
@@ -362,7 +335,7 @@ class Stage:
         try:
             run_command(self.name, launch)
         finally:
-            _leave_group()
+            leave_group()
 
 
 def stage(

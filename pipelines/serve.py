@@ -28,7 +28,8 @@ from draftkit.serving.recorder import Recorder
 from draftkit.serving.texts import Texts
 from pipelines.command import run_command
 from pipelines.folder import locked
-from pipelines.inputs import model_hashes, models
+from pipelines.inputs import check_pair, models
+from pipelines.run import products, show_plan
 from pipelines.service import (
     SERVER,
     STATE,
@@ -56,7 +57,7 @@ def drafters_of(
     """A drafter for each route, following its registry; one that is empty gets the starting one."""
     routes = []
     for name in config.online.routes:
-        registry = seeded_registry(config, name, outline_of(target), fingerprints)
+        registry = seeded_registry(config, name, draft, outline_of(target), fingerprints)
         routes.append(Route(name, lambda: load_draft(draft, target), registry))
     return Drafters(routes, config.online.gate, poll_seconds=config.serve.poll_seconds)
 
@@ -81,6 +82,8 @@ def serve(config: Config, swept: str = "") -> None:
     """Serve until told to stop. `swept`: there is one server, so a sweep is refused."""
     if swept:
         raise ValueError("a server cannot be swept: start one for each setting, without -m")
+    if config.plan:
+        return show_plan("serve", models(config).values())
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
@@ -92,8 +95,10 @@ def serve(config: Config, swept: str = "") -> None:
         stack.enter_context(closing(listening))
         # Two would judge the same canaries, each by half of the traffic.
         stack.enter_context(locked(service_folder(config) / SERVER, wait=False))
-        target_config, draft = models(config)
-        fingerprints = model_hashes(config)
+        check_pair(config)
+        made = products("serve", models(config))
+        target_config, draft = made.model(config, "target"), made.model(config, "draft")
+        fingerprints = made.checksums
         if config.overwrite:
             print(f"serve: clearing {service_folder(config)} (overwrite=true)", flush=True)
             clear_service(config, STATE)

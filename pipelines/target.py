@@ -8,9 +8,9 @@ from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
+from draftkit.workflow.pretraining import pretrain
 from pipelines.checksums import given_model
 from pipelines.plan import Given, Step
-from pipelines.pretraining import pretrain
 from pipelines.run import StageFolder, stage
 from pipelines.texts import texts, tokenizer_of
 
@@ -25,8 +25,15 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train the target, in `target` of the folder."""
     splits = read_splits(folder.input("texts"))
     if not (folder.path / "target").exists():
-        tokenizer = tokenizer_of(config, folder.input("texts"))
-        pretrain("target", config, folder, tokenizer, splits)
+        pretrain(
+            "target",
+            config,
+            tokenizer=tokenizer_of(config, folder.input("texts")),
+            texts=splits.train,
+            folder=folder.path,
+            tracker=folder.tracker,
+            note=folder.note,
+        )
     return {"text_sha256": splits.sha256}
 
 

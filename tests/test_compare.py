@@ -5,12 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pipelines.stage
 import pytest
 import wandb
 import yaml
 from rich.console import Console
 
-import pipelines.stage
 from draftkit.artifacts import read_json
 from draftkit.config import Config, TrackerConfig
 from pipelines.compare import compare, differing, expand, finding, read_run, read_runs, render

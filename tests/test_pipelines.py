@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pipelines.stage import Stage
 
 from draftkit.artifacts import read_json
 from draftkit.config import MIN_CHUNKS, Config
@@ -21,7 +22,6 @@ from pipelines.evaluate import evaluate
 from pipelines.generate import generate, read_rollouts
 from pipelines.prepare import prepare
 from pipelines.scores import scores
-from pipelines.stage import Stage
 from pipelines.target import target
 from tests.smoke import made_in, numbers, same_weights, smoke
 
@@ -159,7 +159,7 @@ def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monk
     def absent(*_, **__):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("pipelines.fitting.load_target", absent)
+    monkeypatch.setattr("draftkit.workflow.fitting.load_target", absent)
     folder = distill.ensure(config)
     lines = [line for line in numbers(folder) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines.sources import decoding_hash
 from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json
@@ -17,7 +18,6 @@ from pipelines.configuration import compose_config
 from pipelines.distill import distill
 from pipelines.generate import generate, read_rollouts
 from pipelines.inputs import models
-from pipelines.sources import decoding_hash
 from tests.distillation.serving import Engine, served
 
 
@@ -80,7 +80,7 @@ def test_a_run_stopped_inside_a_block_ends_like_an_uninterrupted_one(
 ) -> None:
     options = ["source=mix", "source.refresh_steps=4"]
     whole = distill.ensure(smoke(root, "name=whole", *options))
-    monkeypatch.setattr("pipelines.fitting.train", stopping_at(3))
+    monkeypatch.setattr("draftkit.workflow.fitting.train", stopping_at(3))
     with pytest.raises(KeyboardInterrupt):
         distill.ensure(smoke(root, "name=cut", *options))
     monkeypatch.undo()

@@ -6,11 +6,9 @@ this module does not sample, and does not know which model a sampler's name stan
 A file is written whole or not at all, and comes back exactly: ids, None, and every bit of a float.
 """
 
-import hashlib
-import json
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -148,11 +146,26 @@ class RecordParts(Lazy[Record]):
         return self._read(self._paths[part])[place - start]
 
 
-def records_sha256(records: Iterable[Record]) -> str:
-    """Hex SHA-256 of the content, in order, whatever the library that wrote the file."""
-    digest = hashlib.sha256()
-    for record in records:
-        content = asdict(record)
-        content["sampling"] = {key: float(value) for key, value in record.sampling.items()}
-        digest.update(json.dumps(content, sort_keys=True).encode() + b"\n")
-    return digest.hexdigest()
+def write_parts(
+    folder: Path,
+    count: int,
+    *,
+    size: int,
+    make: Callable[[range], list[Record]],
+    name: str = "part",
+) -> Iterator[list[Record]]:
+    """Yield records 0 .. count - 1, `size` at a time, each lot kept in a file of its own.
+
+    `make(rows)` makes the records of a lot; one whose file is there is read instead, so that a
+    kill costs one lot.
+    """
+    for first in range(0, count, size):
+        path = folder / f"{name}-{first:08d}.parquet"
+        if not path.exists():
+            write_records(path, make(range(first, min(first + size, count))))
+        yield read_records(path)
+
+
+def read_parts(folder: Path) -> RecordParts:
+    """All records that `write_parts` has written as `part`, in order."""
+    return RecordParts(sorted(folder.glob("part-*.parquet")))

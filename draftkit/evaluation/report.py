@@ -76,6 +76,29 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+def model_card(judged: dict[str, Any], hardware: dict[str, Any]) -> str:
+    """The README of a judged drafter's folder: its numbers, and what they were measured on."""
+    speedup = judged["speedup"]
+    end_to_end = interval(speedup["end_to_end"], 2)
+    gain = signed(judged["alpha_gain"]) if "alpha_gain" in judged else "not measured"
+    machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
+    return (
+        "# A draft model for speculative decoding\n\n"
+        "Trained and judged by draftkit. Means with 95 % intervals on "
+        f"{judged['alpha']['prompts']} held-out prompts, temperature {judged['temperature']:g}, "
+        f"gamma {judged['gamma']}, batch {judged['batch_size']}.\n\n"
+        "| | |\n|---|---|\n"
+        f"| alpha = sum min(p, q) | {interval(judged['alpha'])} |\n"
+        f"| gain over the drafter it started from | {gain} |\n"
+        f"| tau, tokens a target pass | {interval(judged['acceptance_length'], 2)} |\n"
+        f"| speedup of the rounds, measured | {speedup_text(judged)} |\n"
+        f"| speedup of the rounds, predicted | {speedup['predicted']:.2f} |\n"
+        f"| speedup end to end | {end_to_end} |\n"
+        f"| verdict | {VERDICTS[judged['verdict']]}: {judged['reason']} |\n\n"
+        f"Measured on: {machine}.\n"
+    )
+
+
 def signed(gain: dict[str, Any]) -> str:
     """`+0.112 [+0.101, +0.123]`."""
     low, high = gain["ci95"]

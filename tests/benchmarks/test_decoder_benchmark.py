@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from draftkit.config import BENCHMARK_METHOD_NAMES, SamplingConfig
-from draftkit.decoding.gamma import FixedGamma
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.calibration import Calibration
 from draftkit.evaluation.judge import Prompts
@@ -28,6 +27,7 @@ from pipelines.benchmarks.decoder import (
     prediction,
 )
 from tests import tiny
+from tests.gammas import FixedGamma
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPTS = Prompts(

@@ -15,7 +15,6 @@ from draftkit.data.rollouts import (
     Record,
     RecordParts,
     read_records,
-    records_sha256,
 )
 from draftkit.data.rollouts import write_records as write
 
@@ -181,20 +180,3 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
 def test_lists_per_token_must_match_the_output(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} has 2 entries for 3 output tokens"):
         replace(FULL, **{name: getattr(FULL, name)[:2]})
-
-
-def test_the_checksum_survives_storage(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", [PLAIN, FULL])
-    assert records_sha256(read_records(tmp_path / "a.parquet")) == records_sha256([PLAIN, FULL])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"output_ids": [5, 6, 3]}, {"tail_mass": [0.1, 2e-300, 1.0]}, {"rejected": None}, {"seed": 1}],
-)
-def test_the_checksum_sees_every_change(changes: dict[str, object]) -> None:
-    assert records_sha256([replace(FULL, **changes)]) != records_sha256([FULL])
-
-
-def test_the_checksum_sees_the_order() -> None:
-    assert records_sha256([PLAIN, FULL]) != records_sha256([FULL, PLAIN])

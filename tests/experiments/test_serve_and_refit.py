@@ -124,7 +124,7 @@ def begun(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             def write(folder: Path) -> None:
                 (folder / "model.safetensors").write_bytes(weights)
 
-            registry.publish(write, metrics={}, window={}, canary=False)
+            registry.publish(write, metrics={}, canary=False)
             buffer = buffer_of(config)
             buffer.append([entry(0)])
             buffer.add_served([Served(route="default", version=version.name, requests=3)])

@@ -115,8 +115,6 @@ class Shelf:
             ancestors=() if parent is None else (parent.name, *parent.ancestors),
             sha256={},
             metrics={},
-            window={},
-            created=0.0,
         )
         self.weights[name] = weights
         if canary:

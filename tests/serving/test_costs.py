@@ -6,11 +6,11 @@ import pytest
 from torch import Tensor
 
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.gamma import FixedGamma
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.serving.costs import SteppedGamma, measure, measured_policy, sizes
 from tests import tiny
 from tests.decoding.driving import DRAFT, request
+from tests.gammas import FixedGamma
 from tests.tabular import TabularAdapter, random_adapter, relative
 
 

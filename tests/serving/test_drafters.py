@@ -393,7 +393,6 @@ def test_a_version_of_the_real_registry_comes_into_force(tmp_path: Path) -> None
         second = registry.publish(
             write({k: v.contiguous() for k, v in EXACT.items()}),
             metrics={},
-            window={},
             canary=False,
         )
         until(lambda: engine.versions()["default"] == second.name)

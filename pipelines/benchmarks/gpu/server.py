@@ -226,7 +226,7 @@ def under_load(part: Part, size: Size, code: str) -> dict[str, Any]:
         newer = random_llama(size.draft, seed=2, **options)
 
         def publish() -> None:
-            registry.publish(saved(newer), metrics={}, window={}, canary=False)
+            registry.publish(saved(newer), metrics={}, canary=False)
 
         engine.start()
         try:

@@ -68,8 +68,9 @@ def remembered(path: Path, root: str, checksum: Callable[[Path], str]) -> str:
     )
     known: dict[str, list[str]] = {}
     with suppress(OSError, ValueError):
-        known = json.loads(memory.read_text(encoding="utf-8"))
-    if isinstance(known, dict) and known.get(key, [None])[0] == state:
+        stored = json.loads(memory.read_text(encoding="utf-8"))
+        known = stored if isinstance(stored, dict) else {}
+    if known.get(key, [""])[0] == state:
         return known[key][1]
     found = checksum(path)
     with suppress(OSError):  # a memory that cannot be written costs time alone

@@ -151,7 +151,6 @@ def lossless_of(config: Config, folder: StageFolder, prompts: Prompts) -> dict[s
     sections=("seed", "data", "sampling", "decode", "evaluate"),
     needs=needs,
     check=check,
-    product=None,
     after=show,
 )
 def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def pending(goals: Iterable[Step], redo: str = "") -> list[Step]:
 
 
 def table(goals: Iterable[Step], to_do: Iterable[Step]) -> str:
-    """The plan in lines of step, state and folder."""
+    """The plan in lines of step, state and folder below the root."""
     goals, waiting = list(goals), {step.folder for step in to_do}
     steps = ordered(goals)
     width = max((len(step.name) for step in steps), default=0)
@@ -235,4 +235,8 @@ def table(goals: Iterable[Step], to_do: Iterable[Step]) -> str:
             return "to do"
         return "complete" if (step.folder / SUMMARY).is_file() else "not needed"
 
-    return "\n".join(f"  {step.name:<{width}}  {state(step):<10}  {step.folder}" for step in steps)
+    def line(step: Step) -> str:
+        below = step.folder.relative_to(step.config.root)
+        return f"  {step.name:<{width}}  {state(step):<10}  {below}"
+
+    return "\n".join(map(line, steps))

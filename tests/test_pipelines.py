@@ -9,20 +9,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from pipelines.stage import Stage
 
+import pipelines.checksums
+import pipelines.folder
 from draftkit.artifacts import read_json
 from draftkit.config import MIN_CHUNKS, Config
+from draftkit.data.rollouts import read_parts
 from draftkit.tracking import read_metrics
 from pipelines.benchmark import benchmark
 from pipelines.configuration import compose_config
 from pipelines.contexts import read_contexts
 from pipelines.distill import distill
 from pipelines.evaluate import evaluate
-from pipelines.generate import generate, read_rollouts
+from pipelines.generate import generate
 from pipelines.prepare import prepare
+from pipelines.run import Stage
 from pipelines.scores import scores
 from pipelines.target import target
+from pipelines.train import train
 from tests.smoke import made_in, numbers, same_weights, smoke
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
@@ -115,12 +119,12 @@ def test_evaluation_prompts_are_held_out_of_training(finished, root):
     config = smoke(root)
     contexts = next((root / "shared" / "contexts").iterdir())
     rollouts = next((root / "shared" / "generate").iterdir())
-    seen = {tuple(record.prompt_ids) for record in read_rollouts(rollouts)}
+    seen = {tuple(record.prompt_ids) for record in read_parts(rollouts)}
     for split in ("validation", "test"):
         held_out = {tuple(record.prompt_ids) for record in read_contexts(contexts, split)}
         assert held_out
         assert not held_out & seen
-    assert len(read_rollouts(rollouts)) == config.generate.rollouts
+    assert len(read_parts(rollouts)) == config.generate.rollouts
 
 
 def test_the_trained_drafter_is_a_plain_model_folder_with_the_targets_tokenizer(finished, root):
@@ -134,23 +138,14 @@ def test_the_trained_drafter_is_a_plain_model_folder_with_the_targets_tokenizer(
     assert not same_weights(first=folder, second=draft_path)
 
 
-@pytest.fixture
-def unjudged(monkeypatch) -> None:
-    """Leave out the evaluation at the end of `distill`."""
-    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
-
-
-@pytest.mark.usefixtures("unjudged")
 @pytest.mark.parametrize("source", ["fixed", "draft"])
 def test_every_source_trains(root, source):
     config = smoke(root, f"source={source}", f"name=by_{source}")
-    distill.ensure(config)
-    lines = [line for line in numbers(root / f"by_{source}" / "distill") if "loss" in line]
+    lines = [line for line in numbers(train.ensure(config)) if "loss" in line]
     assert lines[-1]["step"] == config.optim.max_steps
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-@pytest.mark.usefixtures("unjudged")
 @pytest.mark.parametrize("source", ["fixed", "target"])
 def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monkeypatch):
     config = smoke(tmp_path, f"source={source}", "generate.top_k=40", "data.max_megabytes=0.1")
@@ -160,32 +155,52 @@ def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monk
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr("draftkit.workflow.fitting.load_target", absent)
-    folder = distill.ensure(config)
+    folder = train.ensure(config)
     lines = [line for line in numbers(folder) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert 0 < read_json(folder / "summary.json")["alpha_error_bound"] < 1
 
 
-def test_the_drafter_of_a_killed_distillation_is_judged_as_what_it_was_made_of(
-    finished, root, monkeypatch
-):
-    """The kill fell between the drafter and the summary."""
-
-    def killed(config):
-        raise KeyboardInterrupt
-
+def test_a_drafter_of_other_settings_is_not_judged(finished, root):
     options = ["name=unfinished", "source=fixed", "optim.max_steps=2"]
-    monkeypatch.setattr("pipelines.distill.judge", killed)
-    with pytest.raises(KeyboardInterrupt):
-        distill.ensure(smoke(root, *options))
-    folder = root / "unfinished" / "distill"
-    assert (folder / "draft").exists()
+    train.ensure(smoke(root, *options))
     with pytest.raises(ValueError, match=r"divergence\.name was 'forward_kl', now 'jsd'"):
-        evaluate.identity(smoke(root, *options, "divergence=jsd"))
-    assert not (folder / "summary.json").exists()
-    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
-    evaluate.identity(smoke(root, *options))
-    assert (folder / "summary.json").exists()
+        evaluate.launch(smoke(root, *options, "divergence=jsd"))
+    assert not (root / "unfinished" / "evaluate").exists()
+
+
+def test_a_plan_says_what_would_be_done_and_does_nothing(finished, root, tmp_path, capsys):
+    assert distill.launch(smoke(tmp_path, "plan=true")) == {}
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["distill:", "8", "steps"]
+    steps = ["texts", "target", "prepare", "generate", "contexts", "train", "evaluate", "distill"]
+    assert [line[0] for line in lines[1:]] == steps
+    assert {tuple(line[1:3]) for line in lines[1:]} == {("to", "do")}
+    assert list(tmp_path.iterdir()) == []
+    distill.launch(smoke(root, "plan=true"))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {line[1] for line in lines[1:]} == {"complete"}
+
+
+def test_each_product_is_hashed_once(finished, root, tmp_path, monkeypatch):
+    """Also a given target, which five steps need; a second command remembers its checksum."""
+    target_path, _ = made_in(root)
+    hashed = []
+    for module in (pipelines.checksums, pipelines.folder):
+        original = module.sha256_tree
+
+        def count(folder, *, skip=None, original=original):
+            hashed.append(Path(folder))
+            return original(folder, skip=skip)
+
+        monkeypatch.setattr(module, "sha256_tree", count)
+    config = smoke(tmp_path, f"target.path={target_path}", "optim.max_steps=2")
+    distill.launch(config)
+    assert len(hashed) == len(set(hashed))
+    assert hashed.count(target_path) == 1
+    hashed.clear()
+    distill.launch(config)
+    assert hashed == []
 
 
 @pytest.mark.parametrize("stage", [distill, evaluate], ids=["distill", "evaluate"])
@@ -244,7 +259,7 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
     assert "HF prompt lookup" in shown
     assert max(map(len, shown.splitlines())) <= 80
     manifest = read_json(root / "smoke" / "benchmark" / "manifest.json")
-    assert manifest["inputs"]["drafter"] != manifest["inputs"]["draft"]
+    assert manifest["inputs"]["trained"] != manifest["inputs"]["draft"]
     assert manifest["provenance"]["hardware"]["cores"] >= 1
 
 
@@ -285,16 +300,16 @@ def run_distill(root: Path, name: str) -> Config:
     return smoke(root, f"name={name}", "source=draft", "optim.eval_steps=6", *options)
 
 
-@pytest.mark.usefixtures("unjudged", "finished")
+@pytest.mark.usefixtures("finished")
 def test_a_killed_distillation_ends_like_an_uninterrupted_one(root):
-    distill.ensure(run_distill(root, "whole"))
-    distill.ensure(run_distill(root, "again"))
-    checkpoint = root / "killed" / "distill" / "checkpoint.safetensors"
-    kill_when(checkpoint.exists, distill, run_distill(root, "killed"))
-    assert not (root / "killed" / "distill" / "summary.json").exists()
-    distill.ensure(run_distill(root, "killed"))
+    train.ensure(run_distill(root, "whole"))
+    train.ensure(run_distill(root, "again"))
+    checkpoint = root / "killed" / "train" / "checkpoint.safetensors"
+    kill_when(checkpoint.exists, train, run_distill(root, "killed"))
+    assert not (root / "killed" / "train" / "summary.json").exists()
+    train.ensure(run_distill(root, "killed"))
     for other in ("again", "killed"):
-        whole, run = root / "whole" / "distill", root / other / "distill"
+        whole, run = root / "whole" / "train", root / other / "train"
         assert numbers(run) == numbers(whole)
         assert same_weights(first=run / "draft", second=whole / "draft")
         first, second = (read_json(path / "summary.json") for path in (whole, run))
@@ -324,5 +339,5 @@ def test_killed_rollouts_go_on_with_the_next_part(finished, root, tmp_path):
     assert first.stat().st_mtime_ns == before
     # In parts as large: in half precision a row may differ by rounding with those beside it.
     whole = smoke(tmp_path / "whole", *models, "generate.batch_size=4")
-    found = [read_rollouts(generate.ensure(one)) for one in (config, whole)]
+    found = [read_parts(generate.ensure(one)) for one in (config, whole)]
     assert [r.output_ids for r in found[0]] == [r.output_ids for r in found[1]]

@@ -6,6 +6,8 @@ losses, no decoding.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -268,6 +270,22 @@ def load_target(
         tokenizer=tokenizer,
         eos_token_ids=end_of_text_ids(loaded.generation_config, tokenizer),
     )
+
+
+@contextmanager
+def in_float32(target: Target) -> Iterator[None]:
+    """Hold the weights of `target` in float32 for a while, in place: no second copy is loaded.
+
+    Those of lower precision come back bit by bit.
+    """
+    dtype, weights = target.adapter.dtype, [*target.adapter.model.parameters()]
+    for weight in weights:
+        weight.data = weight.data.to(torch.float32)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.data = weight.data.to(dtype)
 
 
 def load_seq2seq_target(

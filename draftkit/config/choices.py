@@ -69,6 +69,8 @@ class Rule:
     def __str__(self) -> str:
         if self.names:
             text = f"be one of {', '.join(self.names)}"
+        elif isinstance(self.most, int) and self.most > 1:
+            text = f"lie in {self.least}..{self.most}"
         elif self.most is not None or self.below is not None:
             left = f"({self.above:g}" if self.least is None else f"[{self.least:g}"
             right = f"{self.below:g})" if self.most is None else f"{self.most:g}]"

@@ -29,7 +29,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from draftkit.artifacts import atomic_path
+from draftkit.artifacts import atomic_path, first_line
 from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.attention import fit_to_device
@@ -192,12 +192,6 @@ def check_folder(model: ModelConfig, key: str) -> None:
         json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{key}.path {model.path}: config.json is corrupt ({error})") from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, shortened: dependencies explain themselves at length."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200]
 
 
 def new_llama(

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from draftkit import config as settings
 from draftkit.config import (
     BenchmarkConfig,
     BufferConfig,
@@ -33,6 +32,7 @@ from draftkit.config import (
     TrafficConfig,
     flatten,
 )
+from draftkit.config import choices as settings
 from draftkit.config.text import LoraConfig, ShrinkConfig
 
 Make = Callable[[], Any]

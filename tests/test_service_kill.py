@@ -85,7 +85,7 @@ def test_a_server_killed_anywhere_keeps_what_it_acknowledged(
         seen = acknowledged
     assert seen > 0
     buffer = buffer_of(config)
-    assert not buffer.recovered.set_aside
+    assert buffer.set_aside is None
     assert not buffer.damaged
     buffer.close()
 

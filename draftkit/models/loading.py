@@ -6,6 +6,8 @@ losses, no decoding.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +29,7 @@ from transformers import (
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from draftkit.artifacts import atomic_path
+from draftkit.artifacts import atomic_path, first_line
 from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.attention import fit_to_device
@@ -192,12 +194,6 @@ def check_folder(model: ModelConfig, key: str) -> None:
         raise ValueError(f"{key}.path {model.path}: config.json is corrupt ({error})") from error
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, shortened: dependencies explain themselves at length."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:200]
-
-
 def new_llama(
     pretrain: PretrainConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -268,6 +264,22 @@ def load_target(
         tokenizer=tokenizer,
         eos_token_ids=end_of_text_ids(loaded.generation_config, tokenizer),
     )
+
+
+@contextmanager
+def in_float32(target: Target) -> Iterator[None]:
+    """Hold the weights of `target` in float32 for a while, in place: no second copy is loaded.
+
+    Those of lower precision come back bit by bit.
+    """
+    dtype, weights = target.adapter.dtype, [*target.adapter.model.parameters()]
+    for weight in weights:
+        weight.data = weight.data.to(torch.float32)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.data = weight.data.to(dtype)
 
 
 def load_seq2seq_target(

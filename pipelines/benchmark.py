@@ -37,6 +37,7 @@ from pipelines.inputs import pair_hashes
 from pipelines.memory import peak_memory_bytes
 from pipelines.stage import StageFolder, stage
 from pipelines.target import target_of
+from pipelines.texts import training_texts
 
 RANDOM_CALIBRATION_PROMPTS = 8
 
@@ -76,7 +77,7 @@ def held_out_pair(config: Config) -> tuple[Pair, Prompts]:
         load_draft(drafter(config), target),
         eos_token_ids=ends,
         pad_token_id=pad if pad is not None else next(iter(ends), 0),
-    ), Prompts(test=test, calibration=validation)
+    ), Prompts(test=test, calibration=validation, texts=lambda: training_texts(config))
 
 
 def random_pair(config: Config) -> tuple[Pair, Prompts]:
@@ -151,6 +152,7 @@ def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder)
                 options.methods,
                 costs=costs[size in fixed],
                 resamples=config.evaluate.bootstrap,
+                proposer=decode.proposer,
             )
             log(folder, len(points), found)
             points += found

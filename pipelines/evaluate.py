@@ -24,7 +24,7 @@ from pipelines.contexts import contexts, read_contexts
 from pipelines.inputs import draft_of, pair_hashes
 from pipelines.stage import StageFolder, stage
 from pipelines.target import target_of
-from pipelines.texts import splits_of
+from pipelines.texts import splits_of, training_texts
 
 TRACES = 4
 PROMPTS = "prompts.json"  # what was found prompt by prompt, so that runs can be paired
@@ -53,9 +53,11 @@ def drafts_of(config: Config) -> dict[str, ModelConfig]:
 def check_gamma(config: Config) -> None:
     """Raise ValueError where nothing is proposed, and so nothing can be judged."""
     if config.decode.gamma == 0:
-        raise ValueError(
-            "decode.gamma=0 proposes nothing, so there is no drafter to judge: use 1 or more"
+        is_none = config.decode.proposer == "none"
+        key, way_out = (
+            ("decode.proposer=none", "another one") if is_none else ("decode.gamma=0", "1 or more")
         )
+        raise ValueError(f"{key} proposes nothing, so there is no drafter to judge: use {way_out}")
 
 
 def check_prompts(config: Config) -> None:
@@ -138,6 +140,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     prompts = Prompts(
         test=[record.prompt_ids for record in read_contexts(found, "test")],
         calibration=[record.prompt_ids for record in read_contexts(found, "validation")],
+        texts=lambda: training_texts(config),
     )
     folder.note("losslessness: greedy decoding with and without the draft, in float32")
     target, drafts = load_all(config, configs, dtype=torch.float32)

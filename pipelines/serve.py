@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from draftkit.config import Config, ModelConfig
+from draftkit.decoding.catalogue import PROPOSERS, Material
+from draftkit.decoding.proposers import Proposer
 from draftkit.models.loading import Target, load_draft, load_target, outline_of
 from draftkit.serving.api import make_app
 from draftkit.serving.connections import Server, listen, room_for
@@ -37,6 +39,7 @@ from pipelines.service import (
     seeded_registry,
     service_folder,
 )
+from pipelines.texts import training_texts
 
 KEY_VARIABLE = "DRAFTKIT_API_KEY"
 LOOPBACK = ("127.", "::1", "localhost")
@@ -53,11 +56,32 @@ def api_key() -> str | None:
 def drafters_of(
     config: Config, draft: ModelConfig, target: Target, fingerprints: Mapping[str, str]
 ) -> Drafters:
-    """A drafter for each route, following its registry; one that is empty gets the starting one."""
+    """A proposer for each route; one with a drafter follows the route's registry.
+
+    A registry that is empty gets the starting drafter.
+    """
+    decode, model = config.decode, target.adapter
+    material = Material(
+        lambda: load_draft(draft, target),
+        lambda: training_texts(config),
+        model.vocab_size,
+        model.device,
+    )
+
+    def make() -> Proposer:
+        proposer = PROPOSERS[decode.proposer](material)
+        proposer.version = "" if decode.has_drafter else decode.proposer
+        return proposer
+
+    if not decode.has_drafter:
+        name = decode.proposer
+        print(f"serve: decode.proposer={name} has no drafter: no published version is followed")
     routes = []
     for name in config.online.routes:
-        registry = seeded_registry(config, name, outline_of(target), fingerprints)
-        routes.append(Route(name, lambda: load_draft(draft, target), registry))
+        registry = None
+        if decode.has_drafter:
+            registry = seeded_registry(config, name, outline_of(target), fingerprints)
+        routes.append(Route(name, make, registry))
     return Drafters(routes, config.online.gate, poll_seconds=config.serve.poll_seconds)
 
 

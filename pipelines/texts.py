@@ -4,7 +4,7 @@ A target that is given brings its tokenizer; where none is, a byte-level BPE is 
 training split, for the target that `target.py` will train.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,11 @@ def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
 def splits_of(config: Config) -> Splits:
     """Train, validation and test examples under the target's tokenizer."""
     return read_splits(texts.ensure(config))
+
+
+def training_texts(config: Config) -> Iterator[list[int]]:
+    """Token ids of the training split, which proposers without a model count."""
+    return (example.token_ids for example in splits_of(config).train)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,10 @@ from draftkit.config.choices import (
     BENCHMARK_METHODS,
     CODE_NAMES,
     DRAFT_ROLES,
+    DRAFTED_NAMES,
     GPU_PARTS,
+    PROPOSER_ALIASES,
+    PROPOSER_NAMES,
     SUBJECT_NAMES,
     VERIFICATION_NAMES,
     WEIGHT_NAMES,
@@ -24,6 +27,10 @@ class DecodeConfig:
     """Speculative decoding: tokens proposed per round, how they are verified, and by what code."""
 
     gamma: int = 4
+    # Who proposes: the draft (`sampled` as the target is served, or its `argmax`; `hybrid`: prompt
+    # lookup where it has a match; `staged`: the draft decodes speculatively in turn), counts of the
+    # training text (`unigram`, `bigram`, `ngram`), `prompt_lookup`, or `none`: gamma is 0.
+    proposer: str = "sampled"
     verification: str = "speculative"
     # captured: CUDA graphs of eager code, ready at once, where compiling takes its time for every
     # shape of a round (without CUDA: false). auto: a server on CUDA captures and one on a CPU does
@@ -33,8 +40,17 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
         require(0 <= self.gamma <= 32, "decode.gamma", "lie in 0..32", self.gamma)
+        self.proposer = PROPOSER_ALIASES.get(self.proposer, self.proposer)
+        require_choice("decode.proposer", self.proposer, PROPOSER_NAMES)
+        if self.proposer == "none":
+            self.gamma = 0
         require_choice("decode.verification", self.verification, VERIFICATION_NAMES)
         require_choice("decode.compile", self.compile, CODE_NAMES)
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a draft model has a part in what is proposed."""
+        return self.proposer in DRAFTED_NAMES
 
     @property
     def compiles(self) -> bool:
@@ -97,6 +113,7 @@ class BenchmarkConfig:
     def __post_init__(self) -> None:
         require_choice("benchmark.subject", self.subject, SUBJECT_NAMES)
         require_choice("benchmark.weights", self.weights, WEIGHT_NAMES)
+        self.methods = [PROPOSER_ALIASES.get(name, name) for name in self.methods]
         for name in self.methods:
             require_choice("benchmark.methods", name, BENCHMARK_METHOD_NAMES)
         for key in ("methods", "temperatures", "batch_sizes"):

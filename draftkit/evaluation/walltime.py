@@ -3,7 +3,7 @@
 The same prompts are decoded by every method, in turns, in one process, after a warm-up. Tokens
 are counted the same way (cut at the end of text and at the length limit), and the prefill is kept
 apart from the rounds. Compiling takes no time here: the clock stands still, and
-`graphs.compile_seconds` tells for how long. What a round consists of: `calibration`.
+`graphs.compile_seconds` tells for how long. What a round consists of: `costs`.
 """
 
 import math
@@ -20,12 +20,12 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.generation import DRAFT_ID, Completion, make_requests, record
 from draftkit.decoding.graphs import batch_size, compile_seconds
-from draftkit.decoding.proposers import DraftModelProposer, Proposer
+from draftkit.decoding.proposers import Proposer
 from draftkit.models.adapter import Adapter
 from draftkit.theory.acceptance import Estimate, estimate_quotient
 
 PLAIN = "plain"
-CALIBRATED_GAMMA = 8  # the largest at which `calibration` measures beside the one in use
+CALIBRATED_GAMMA = 8  # the largest at which `costs` are measured beside the one in use
 
 PromptIds = Sequence[Sequence[int]]
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def device_clock(device: torch.device) -> Callable[[], Mark]:
 
 
 def row_capacity(prompts: PromptIds, *, max_new_tokens: int, gamma: int) -> int:
-    """Cache slots that hold each of `prompts` and its answer, up to `gamma` and in calibration."""
+    """Cache slots that hold each of `prompts` and its answer, up to `gamma` and for its costs."""
     return max(map(len, prompts)) + max_new_tokens + 2 * (max(gamma, CALIBRATED_GAMMA) + 1)
 
 
@@ -180,22 +180,11 @@ def make_decoder(
 
 def decoding(
     target: Adapter,
-    draft: Adapter | None,
-    setting: Setting,
-    gamma_policy: GammaPolicy | None = None,
-) -> Method:
-    """Our decoder as a method: speculative with `draft`, at gammas of `gamma_policy` if given."""
-    proposer = None if draft is None else DraftModelProposer(draft)
-    return proposing(target, proposer, setting, gamma_policy)
-
-
-def proposing(
-    target: Adapter,
     proposer: Proposer | None,
     setting: Setting,
     gamma_policy: GammaPolicy | None = None,
 ) -> Method:
-    """`decoding` with any proposer; plain without one."""
+    """Our decoder as a method: plain without `proposer`; at gammas of `gamma_policy` if given."""
     decoder = make_decoder(target, proposer, setting, gamma_policy=gamma_policy)
     gamma = 0 if proposer is None else setting.gamma
     return partial(time_chunk, decoder, setting, gamma, gamma_policy is not None)
@@ -286,16 +275,16 @@ def rotated(items: list[T], turn: int) -> list[T]:
 
 def time_methods(
     target: Adapter,
-    drafts: dict[str, Adapter],
+    proposers: dict[str, Proposer],
     prompts: PromptIds,
     warmup: PromptIds,
     setting: Setting,
     before: Callable[[int], None] = lambda chunk: None,
 ) -> dict[str, Timed]:
-    """Time plain decoding and every draft on `prompts`, in turns, after a warm-up on `warmup`."""
+    """Time plain decoding and every proposer on `prompts`, in turns, warmed up on `warmup`."""
     methods = {PLAIN: decoding(target, None, setting)}
-    methods |= {name: decoding(target, draft, setting) for name, draft in drafts.items()}
-    warm_up(methods, warmup, setting, drafted=list(drafts))
+    methods |= {name: decoding(target, one, setting) for name, one in proposers.items()}
+    warm_up(methods, warmup, setting, drafted=list(proposers))
     return take_turns(methods, prompts, setting, before)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from draftkit.config import BufferConfig, DecodeConfig, GateConfig, SamplingConfig, ServeConfig
+from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Entry, Served
 from draftkit.online.registry import Version
@@ -213,6 +214,11 @@ class Disk:
 Make = Callable[[], Adapter]
 
 
+def route_of(name: str, make: Make, registry: Any = None) -> Route:
+    """A route whose drafters, sampled as served, are made by `make`."""
+    return Route(name, lambda: DraftModelProposer(make()), registry)
+
+
 @contextmanager
 def serving(
     target: Adapter,
@@ -233,7 +239,7 @@ def serving(
     settings = {"slots": 4, "max_length": 96, "adapts": False, "top_logprobs": 5}
     routes = registries or {"default": None}
     drafters = Drafters(
-        [Route(name, make, registry) for name, registry in routes.items()],
+        [route_of(name, make, registry) for name, registry in routes.items()],
         gate or GateConfig(),
         poll_seconds=0.01,
     )

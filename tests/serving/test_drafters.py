@@ -13,11 +13,21 @@ from torch import Tensor
 from draftkit.config import GateConfig
 from draftkit.models.adapter import Adapter
 from draftkit.online.registry import Registry
-from draftkit.serving.drafters import START, Drafters, Route
+from draftkit.serving.drafters import START, Drafters
 from draftkit.serving.engine import Engine
 from draftkit.serving.weights import same
 from tests import tiny
-from tests.serving.running import GREEDY, Shelf, Weights, answers, ask, job, serving, until
+from tests.serving.running import (
+    GREEDY,
+    Shelf,
+    Weights,
+    answers,
+    ask,
+    job,
+    route_of,
+    serving,
+    until,
+)
 
 TARGET, DRAFT = tiny.pair()
 WEIGHTS = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
@@ -269,7 +279,7 @@ def test_a_candidate_that_the_traffic_cannot_judge_is_withdrawn_with_the_reason(
     """Else the daemon would wait for its verdict for ever."""
     shelf = Shelf()
     shelf.publish(WEIGHTS)
-    drafters = Drafters([Route("default", draft, shelf)], GATE, draw=lambda: 0.3)
+    drafters = Drafters([route_of("default", draft, shelf)], GATE, draw=lambda: 0.3)
     drafters.attach(Weights())  # type: ignore[arg-type]
     drafters.poll()
     tried = shelf.publish(noisy(0.1), canary=True)
@@ -365,7 +375,7 @@ def test_without_a_registry_there_is_one_drafter() -> None:
         made.append(1)
         return draft()
 
-    drafters = Drafters([Route("default", make)], GateConfig())
+    drafters = Drafters([route_of("default", make)], GateConfig())
     drafters.poll()
     assert len(made) == 1
     assert drafters.choose("default", seeded=False) == "default/current"
@@ -374,7 +384,7 @@ def test_without_a_registry_there_is_one_drafter() -> None:
 def test_stopping_does_not_wait_for_an_installation(caplog: pytest.LogCaptureFixture) -> None:
     shelf = Shelf()
     shelf.publish(EXACT)
-    drafters = Drafters([Route("default", draft, shelf)], GateConfig(), poll_seconds=0.01)
+    drafters = Drafters([route_of("default", draft, shelf)], GateConfig(), poll_seconds=0.01)
     drafters.start()  # nobody installs
     until(lambda: drafters.waits)
     drafters.stop()

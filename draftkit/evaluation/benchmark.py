@@ -32,7 +32,7 @@ from draftkit.evaluation.walltime import (
     Timed,
     chunk_count,
     decoding,
-    full_speedup,
+    speedup,
     take_turns,
     warm_up,
 )
@@ -257,8 +257,12 @@ def prediction(
     """
     costs, drafted = calibration.costs, timed[SPECULATIVE]
     counted = count_rounds(drafted, seed=setting.seed, resamples=resamples)
-    speedup = full_speedup(
-        speculative=drafted, plain=timed[PLAIN], seed=setting.seed, resamples=resamples
+    measured = speedup(
+        speculative=drafted,
+        plain=timed[PLAIN],
+        of="full batches",
+        seed=setting.seed,
+        resamples=resamples,
     )
     round_costs = {
         "cost_ratio": costs.cost_ratio,
@@ -273,11 +277,11 @@ def prediction(
         "plain_step_seconds": costs.plain_seconds,
         "quartiles": {name: list(limits) for name, limits in calibration.quartiles.items()},
         "speedup": {
-            "measured": speedup.mean,
-            "ci95": [speedup.low, speedup.high],
+            "measured": measured.mean,
+            "ci95": [measured.low, measured.high],
             "predicted": predicted,
         },
-        "prediction_error": speedup.mean / predicted - 1,
+        "prediction_error": measured.mean / predicted - 1,
     }
 
 

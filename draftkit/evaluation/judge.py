@@ -28,10 +28,8 @@ from draftkit.evaluation.walltime import (
     Setting,
     Timed,
     chunk_count,
-    end_to_end_speedup,
-    full_speedup,
-    measured_speedup,
     row_capacity,
+    speedup,
     time_methods,
 )
 from draftkit.models.adapter import Adapter
@@ -195,11 +193,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
     gamma, costs, timed = config.decode.gamma, evidence.costs, evidence.timed
     acceptance = estimates(evidence.scored, seed=seed, resamples=resamples)
     counted = count_rounds(timed, seed=seed, resamples=resamples)
-    pair: dict[str, Any] = {"speculative": timed, "plain": evidence.plain}
-    pair |= {"seed": seed, "resamples": resamples}
-    measured, full, whole = (
-        speedup(**pair) for speedup in (measured_speedup, full_speedup, end_to_end_speedup)
-    )
+    measured, full, whole = speedups(timed, evidence.plain, config)
     round_costs = {
         "cost_ratio": costs.cost_ratio,
         "verify_ratio": costs.verify_ratio,
@@ -250,6 +244,15 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
     }
 
 
+def speedups(timed: Timed, plain: Timed, config: Config) -> list[Estimate]:
+    """Of the rounds, of the rounds of full batches, and from request to last token."""
+    options: dict[str, Any] = {"seed": config.seed, "resamples": config.evaluate.bootstrap}
+    return [
+        speedup(speculative=timed, plain=plain, of=part, **options)
+        for part in ("rounds", "full batches", "answers")
+    ]
+
+
 def end_to_end(whole: Estimate) -> dict[str, Any]:
     """An end-to-end speed-up as summaries state it."""
     return {"mean": whole.mean, "ci95": [whole.low, whole.high], "chunks": whole.prompts}
@@ -258,10 +261,7 @@ def end_to_end(whole: Estimate) -> dict[str, Any]:
 def lookup_summary(evidence: Evidence, config: Config) -> dict[str, Any]:
     """The `prompt_lookup` object: what proposals from the text alone would gain."""
     lookup, options = evidence.lookup, {"seed": config.seed, "resamples": config.evaluate.bootstrap}
-    measured, whole = (
-        speedup(speculative=lookup, plain=evidence.plain, **options)
-        for speedup in (measured_speedup, end_to_end_speedup)
-    )
+    measured, _, whole = speedups(lookup, evidence.plain, config)
     return {
         "acceptance_length": count_rounds(lookup, **options)["acceptance_length"],
         "tokens_per_second": lookup.tokens_per_second,

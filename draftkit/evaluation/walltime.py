@@ -288,52 +288,28 @@ def time_methods(
     return take_turns(methods, prompts, setting, before)
 
 
-def measured_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: int) -> Estimate:
-    """Tokens per second of `speculative` over those of `plain`, paired by chunk, no prefill."""
-    return _quotient(
-        (speculative.tokens, speculative.seconds),
-        (plain.tokens, plain.seconds),
-        seed=seed,
-        resamples=resamples,
-    )
-
-
-def end_to_end_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: int) -> Estimate:
-    """`measured_speedup` from the request to the last token: what who asks gains.
-
-    The prefill of both models counts, and the time that rows wait for the slowest of their batch.
-    """
-    return _quotient(
-        (speculative.tokens, speculative.whole_seconds),
-        (plain.tokens, plain.whole_seconds),
-        seed=seed,
-        resamples=resamples,
-    )
-
-
-def full_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: int) -> Estimate:
-    """`measured_speedup` while batches are full: what the formula predicts.
-
-    The same for single rows. In a larger batch rows end apart, the drafted ones further apart than
-    the plain ones, so that whole chunks show a smaller gain than a server that refills its batch.
-    """
-
-    def columns(timed: Timed) -> tuple[list[int], list[float]]:
-        return [full.tokens for full in timed.full], [full.seconds for full in timed.full]
-
-    return _quotient(columns(speculative), columns(plain), seed=seed, resamples=resamples)
-
-
-def _quotient(
-    mine: tuple[Sequence[float], Sequence[float]],
-    other: tuple[Sequence[float], Sequence[float]],
-    *,
-    seed: int,
-    resamples: int,
+def speedup(
+    *, speculative: Timed, plain: Timed, of: str = "rounds", seed: int, resamples: int
 ) -> Estimate:
-    totals, counts, baseline_totals, baseline_counts = (
-        torch.tensor(values, dtype=torch.float64) for values in (*mine, *other)
-    )
+    """Tokens per second of `speculative` over those of `plain`, paired by chunk.
+
+    of: "rounds" leaves out the prefill. "answers" is from the request to the last token, with the
+    prefill of both models and the time that rows wait for the slowest of their batch. "full
+    batches" is what the formula predicts: in a larger batch rows end apart, the drafted ones
+    further apart, so that whole chunks gain less than a server that refills its batch.
+    """
+
+    def columns(timed: Timed) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, seconds = timed.tokens, timed.seconds
+        if of == "answers":
+            seconds = timed.whole_seconds
+        elif of == "full batches":
+            tokens = [full.tokens for full in timed.full]
+            seconds = [full.seconds for full in timed.full]
+        double = torch.float64
+        return torch.tensor(tokens, dtype=double), torch.tensor(seconds, dtype=double)
+
+    (totals, counts), (baseline_totals, baseline_counts) = columns(speculative), columns(plain)
     return estimate_quotient(
         totals=totals,
         counts=counts,

@@ -45,7 +45,8 @@ def completion(counts, tested, total):
 def lookup(seconds=3.0, drafted=1):
     """What prompt lookup did, with proposals in `drafted` of the twelve rounds of a prompt."""
     one = Completion([1], [2] * 12, accept_counts=[12, 0, 0], drafted=drafted, tested=drafted)
-    return Timed([seconds] * 2, [0.05] * 2, [12, 12], [one] * 2)
+    full = FullBatch(seconds, 12, 12, 12)
+    return Timed([seconds] * 2, [0.05] * 2, [12, 12], [one] * 2, [full] * 2)
 
 
 def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True):

@@ -17,12 +17,10 @@ from draftkit.evaluation.walltime import (
     Setting,
     Timed,
     decoding,
-    end_to_end_speedup,
-    full_speedup,
-    measured_speedup,
     rotated,
     row_capacity,
     shapes,
+    speedup,
     take_turns,
     time_methods,
     warm_up,
@@ -79,7 +77,7 @@ def test_a_compilation_is_taken_out_of_a_timed_chunk(monkeypatch, clock):
 def test_the_speedup_is_the_quotient_of_tokens_per_second_without_the_prefill():
     plain = Timed(seconds=[2.0, 4.0], prefill_seconds=[9.0, 9.0], tokens=[20, 40])
     fast = Timed(seconds=[1.0, 1.0], prefill_seconds=[1.0, 1.0], tokens=[20, 30])
-    estimate = measured_speedup(speculative=fast, plain=plain, seed=0, resamples=500)
+    estimate = speedup(speculative=fast, plain=plain, seed=0, resamples=500)
     assert estimate.mean == pytest.approx(25 / 10)
     assert estimate.low < estimate.mean < estimate.high
 
@@ -87,7 +85,7 @@ def test_the_speedup_is_the_quotient_of_tokens_per_second_without_the_prefill():
 def test_the_speedup_end_to_end_holds_the_prefill_of_both_sides():
     plain = Timed(seconds=[2.0, 4.0], prefill_seconds=[1.0, 3.0], tokens=[20, 40])
     fast = Timed(seconds=[1.0, 1.0], prefill_seconds=[5.0, 3.0], tokens=[20, 30])
-    estimate = end_to_end_speedup(speculative=fast, plain=plain, seed=0, resamples=500)
+    estimate = speedup(speculative=fast, plain=plain, of="answers", seed=0, resamples=500)
     assert estimate.mean == pytest.approx((50 / 10) / (60 / 10))
     assert estimate.low == pytest.approx((20 / 6) / (20 / 3))
     assert estimate.high == pytest.approx((30 / 4) / (40 / 7))
@@ -136,7 +134,7 @@ def test_a_batch_is_full_until_its_first_row_ends(clock):
 def test_the_speedup_of_full_batches_leaves_out_what_comes_behind():
     plain = Timed(seconds=[9.0, 9.0], tokens=[90, 90], full=[FullBatch(2.0, 20, 20, 20)] * 2)
     fast = Timed(seconds=[9.0, 9.0], tokens=[90, 90], full=[FullBatch(1.0, 30, 10, 31)] * 2)
-    assert full_speedup(speculative=fast, plain=plain, seed=0, resamples=9).mean == 3
+    assert speedup(speculative=fast, plain=plain, of="full batches", seed=0, resamples=9).mean == 3
     assert fast.full_length == 3.1
 
 

@@ -36,6 +36,7 @@ from pipelines.inputs import check_pair, pair_and_text
 from pipelines.memory import peak_memory_bytes
 from pipelines.plan import Given, Step
 from pipelines.run import StageFolder, stage
+from pipelines.texts import training_texts
 
 RANDOM_CALIBRATION_PROMPTS = 8
 
@@ -75,7 +76,9 @@ def held_out_pair(config: Config, folder: StageFolder) -> tuple[Pair, Prompts]:
         load_draft(list(drafts_of(config, folder).values())[-1], target),
         eos_token_ids=ends,
         pad_token_id=pad if pad is not None else next(iter(ends), 0),
-    ), Prompts(test=test, calibration=validation)
+    ), Prompts(
+        test=test, calibration=validation, texts=lambda: training_texts(folder.input("texts"))
+    )
 
 
 def random_pair(config: Config, folder: StageFolder) -> tuple[Pair, Prompts]:
@@ -150,6 +153,7 @@ def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder)
                 options.methods,
                 costs=costs[size in fixed],
                 resamples=config.evaluate.bootstrap,
+                proposer=decode.proposer,
             )
             log(folder, len(points), found)
             points += found

@@ -25,6 +25,7 @@ from pipelines.contexts import contexts, read_contexts
 from pipelines.inputs import check_pair, pair_and_text
 from pipelines.plan import Given, Step
 from pipelines.run import StageFolder, stage
+from pipelines.texts import training_texts
 from pipelines.train import train
 
 TRACES = 4
@@ -69,9 +70,11 @@ def needs(config: Config) -> dict[str, Given | Step]:
 def check_gamma(config: Config) -> None:
     """Raise ValueError where nothing is proposed, and so nothing can be judged."""
     if config.decode.gamma == 0:
-        raise ValueError(
-            "decode.gamma=0 proposes nothing, so there is no drafter to judge: use 1 or more"
+        is_none = config.decode.proposer == "none"
+        key, way_out = (
+            ("decode.proposer=none", "another one") if is_none else ("decode.gamma=0", "1 or more")
         )
+        raise ValueError(f"{key} proposes nothing, so there is no drafter to judge: use {way_out}")
 
 
 def check(config: Config) -> None:
@@ -160,6 +163,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     prompts = Prompts(
         test=[record.prompt_ids for record in read_contexts(served, "test")],
         calibration=[record.prompt_ids for record in read_contexts(served, "validation")],
+        texts=lambda: training_texts(folder.input("texts")),
     )
     lossless = lossless_of(config, folder, prompts)
     gc.collect()  # models stand in reference cycles: one copy of the target at a time

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from draftkit.artifacts import read_json
-from draftkit.config import Config
+from draftkit.config import DRAFTED_NAMES, Config
 from pipelines.command import run_command
 from pipelines.experiments.drift import drift
 from pipelines.experiments.drift_report import drift_table
@@ -69,10 +69,20 @@ def online(config: Config, folder: StageFolder) -> dict[str, Any]:
     return EXPERIMENTS[config.online.task](config, folder)
 
 
+def check_drafter(config: Config) -> None:
+    """Raise ValueError where `decode.proposer` leaves nothing to refit."""
+    if not config.decode.has_drafter and config.online.task != "rollback":
+        raise ValueError(
+            f"decode.proposer={config.decode.proposer} has no drafter to refit: use one of "
+            f"{', '.join(DRAFTED_NAMES)}"
+        )
+
+
 def main() -> None:
     """The command: a service has no folder to be complete, an experiment is a stage."""
 
     def launch(config: Config, swept: str) -> None:
+        check_drafter(config)
         task = SERVICE.get(config.online.task)
         if task is None:
             online.launch(config)

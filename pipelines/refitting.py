@@ -34,6 +34,7 @@ from pipelines.service import (
     SERVER,
     STATE,
     buffer_of,
+    checksums_of,
     clear_service,
     daemon_folder,
     registry_of,
@@ -78,7 +79,7 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     """Load what refitting needs, and run the loop; with `overwrite` from an empty folder on."""
     check_pair(config)
     made = products("online", daemon_needs(config))
-    fingerprints = {key: made.checksums[key] for key in ("target", "draft")}
+    fingerprints = checksums_of(made)
     if config.overwrite:
         print(f"online: clearing {folder} (overwrite=true)", flush=True)
         clear_service(config, SERVER)

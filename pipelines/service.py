@@ -19,6 +19,7 @@ from draftkit.models.loading import Outline, load_draft, save_model
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
 from pipelines.folder import LOCK, METRICS, SUMMARY, locked
+from pipelines.run import StageFolder
 
 BUFFER, DRAFTERS = "buffer.sqlite", "drafters"
 SERVER, STATE = "server", "refit"  # folders that server and daemon hold; trainers' states too
@@ -49,6 +50,11 @@ def buffer_of(config: Config, fingerprints: Mapping[str, str]) -> Buffer:
         gate_fraction=config.online.gate.fraction,
         fingerprints={**fingerprints, "online.buffer.top_k": str(settings.top_k)},
     )
+
+
+def checksums_of(made: StageFolder) -> dict[str, str]:
+    """The fingerprints of a service: checksums of target and starting draft."""
+    return {key: made.checksums[key] for key in ("target", "draft")}
 
 
 def registry_of(

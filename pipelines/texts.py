@@ -4,7 +4,7 @@ A target that is given brings its tokenizer; where none is, a byte-level BPE is 
 training split, for the target that `target.py` will train.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from draftkit.artifacts import atomic_path, remove
 from draftkit.config import Config
 from draftkit.data.corpora import Document, split_documents, store_documents
-from draftkit.data.prompts import make_splits
+from draftkit.data.prompts import make_splits, read_splits
 from draftkit.models.loading import load_tokenizer
 from draftkit.models.vocabulary import train_byte_bpe
 from pipelines.checksums import given_model, given_text
@@ -65,6 +65,11 @@ def tokenizer_of(config: Config, folder: Path) -> PreTrainedTokenizerBase:
     if config.target.path is not None:
         return load_tokenizer(config.target, "target")
     return PreTrainedTokenizerFast.from_pretrained(folder / TOKENIZER)
+
+
+def training_texts(folder: Path) -> Iterator[list[int]]:
+    """Token ids of the training split in the complete `folder`, to be counted by proposers."""
+    return (example.token_ids for example in read_splits(folder).train)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pipelines.experiments import drift as drift_module
 from pipelines.experiments.drift import EARLY, early_enough, recovered
 from pipelines.experiments.drift_report import drift_table
 from pipelines.generate import generate
-from pipelines.online import online
+from pipelines.online import check_drafter, online
 from pipelines.refitting import daemon_folder, rollback
 from pipelines.service import buffer_of, registry_of
 from tests.online import making
@@ -285,3 +285,11 @@ def test_a_version_is_taken_back_by_command(root: Path, capsys: pytest.CaptureFi
     assert current.name == "v000001"
     with pytest.raises(ValueError, match="v000001"):
         rollback(config)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "none"])
+def test_where_nothing_is_drafted_there_is_nothing_to_refit(name: str) -> None:
+    config = compose_config(["+experiment=serve", f"decode.proposer={name}"])
+    with pytest.raises(ValueError, match=f"decode.proposer={name} has no drafter to refit: use "):
+        check_drafter(config)
+    check_drafter(compose_config(["+experiment=serve", "decode.proposer=argmax"]))

@@ -106,6 +106,34 @@ def test_the_evaluation_holds_every_key_that_others_rely_on(finished):
         assert set(summary["tokens_per_second"]) == {"autoregressive", "speculative"}
 
 
+def test_prompt_lookup_stands_beside_the_drafter(finished):
+    judged = read_json(finished / "evaluate" / "summary.json")
+    beside = judged["prompt_lookup"]
+    assert set(beside["acceptance_length"]) == {"mean", "ci95", "n", "prompts"}
+    assert 1 <= beside["acceptance_length"]["mean"] <= judged["gamma"] + 1
+    assert set(beside["speedup"]) == {"measured", "ci95", "end_to_end"}
+    assert judged["best_of"] in ("drafter", "before", "prompt_lookup", "none")
+    assert judged["proposer"] == "sampled"
+
+
+@pytest.mark.usefixtures("finished")
+@pytest.mark.parametrize("name", ["argmax", "ngram"])
+def test_the_drafter_is_judged_as_it_is_served(root, capsys, name):
+    """An argmax draft is accepted as often as `alpha_greedy_draft` says; sampled text differs."""
+    options = [f"name={name}", "evaluate.draft=given", "evaluate.calibration_turns=1"]
+    summary = evaluate.launch(smoke(root, f"decode.proposer={name}", *options))
+    assert summary["proposer"] == name
+    assert summary["lossless"]["passed"] is True
+    assert summary["acceptance_rate"]["n"] >= summary["alpha_decoding"]["n"] > 0
+    shown = capsys.readouterr().out
+    assert f"proposer {name}" in shown
+    assert "prompt lookup, tau" in shown
+    if name == "argmax":
+        served, stated = summary["alpha_decoding"], summary["alpha_greedy_draft"]
+        assert served["ci95"][0] - 0.05 < stated["mean"] < served["ci95"][1] + 0.05
+        assert summary["alpha"]["mean"] > stated["mean"]
+
+
 def test_tau_and_the_per_position_rates_come_from_one_histogram(finished):
     judged = read_json(finished / "evaluate" / "summary.json")
     rates = judged["acceptance_per_position"]
@@ -205,8 +233,9 @@ def test_each_product_is_hashed_once(finished, root, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stage", [distill, evaluate], ids=["distill", "evaluate"])
 def test_without_proposals_there_is_nothing_to_judge_and_nothing_is_made(tmp_path, stage):
-    with pytest.raises(ValueError, match=r"^decode\.gamma=0 proposes nothing.*use 1 or more$"):
-        stage.launch(smoke(tmp_path, "decode.gamma=0"))
+    for setting, way_out in (("decode.gamma=0", "1 or more"), ("decode.proposer=none", "another")):
+        with pytest.raises(ValueError, match=rf"^{setting} proposes nothing.*use {way_out}"):
+            stage.launch(smoke(tmp_path, setting))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -264,7 +293,8 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
 
 
 def test_models_of_random_weights_need_no_other_stage(tmp_path):
-    options = ["benchmark.weights=random", "benchmark.methods=[plain,speculative]", *SMALL]
+    options = ["benchmark.weights=random", "decode.proposer=argmax", *SMALL]
+    options.append("benchmark.methods=[plain,speculative,lookup,hybrid,bigram,ngram]")
     small = ["benchmark.batch_sizes=[1]", "benchmark.temperatures=[1]"]
     summary = benchmark.launch(smoke(tmp_path, *options, *small))
     assert [path.name for path in tmp_path.iterdir()] == ["smoke"]

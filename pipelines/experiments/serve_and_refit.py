@@ -33,7 +33,7 @@ from pipelines.folder import SUMMARY
 from pipelines.refitting import daemon
 from pipelines.run import StageFolder
 from pipelines.serve import serve
-from pipelines.service import begin_anew, buffer_of, daemon_folder, service_folder
+from pipelines.service import begin_anew, buffer_of, checksums_of, daemon_folder, service_folder
 
 START_SECONDS = 300.0  # until the server must have answered
 END_SECONDS = 60.0  # until a process that was told to stop must have
@@ -167,7 +167,7 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
         with running(daemon, both) as refitting:
             told = ask(url, requests, both)
             alive = {"server": server.is_alive(), "daemon": refitting.is_alive()}
-    buffer = buffer_of(both, {key: folder.checksums[key] for key in ("target", "draft")})
+    buffer = buffer_of(both, checksums_of(folder))
     routes = config.online.routes
     rows = [{"route": r, **served_row(one)} for r in routes for one in buffer.served(r)]
     buffer.close()

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draftkit.evaluation.calibration import Calibration
 
 from draftkit.config import BENCHMARK_METHOD_NAMES, SamplingConfig
 from draftkit.decoding.generation import Completion

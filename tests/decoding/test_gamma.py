@@ -18,6 +18,7 @@ from draftkit.decoding.gamma import (
 )
 from draftkit.theory.speedup import Costs, best_gamma, break_even_alpha
 from draftkit.theory.verification import VERIFIERS
+from tests.gammas import FixedGamma
 from tests.theory.laws import (
     Law,
     Round,

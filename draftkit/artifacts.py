@@ -42,6 +42,12 @@ _TEMPORARY, _ASIDE = ".tmp-", ".old-"
 _READ_BYTES = 1 << 20
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, shortened: dependencies explain themselves at length."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]
+
+
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

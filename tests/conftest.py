@@ -119,7 +119,7 @@ def _seed() -> None:
 def short_bursts() -> Iterator[None]:
     """Calibrate in a few rounds, where nobody looks at what they cost."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("draftkit.evaluation.calibration.BURST", 3)
-    patch.setattr("draftkit.evaluation.calibration.SETTLING", 1)
+    patch.setattr("draftkit.evaluation.costs.BURST", 3)
+    patch.setattr("draftkit.evaluation.costs.SETTLING", 1)
     yield
     patch.undo()

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from draftkit import config as settings
 from draftkit.config import Config, flatten
 from pipelines import configuration
 from pipelines.configuration import CONF_DIR, compose_config, groups, read_config
+from tests.tabular import TabularAdapter, random_adapter
 
 ROOT = CONF_DIR.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -132,13 +134,29 @@ def test_a_group_offers_exactly_the_choices_of_the_code(
 
 
 def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
-    from draftkit.evaluation.benchmark import METHODS
+    from draftkit.decoding.catalogue import PROPOSERS
     from draftkit.theory.divergences import DIVERGENCES
     from draftkit.theory.verification import VERIFIERS
+    from pipelines.benchmarks.decoder import METHODS
 
     assert tuple(DIVERGENCES) == settings.DIVERGENCE_NAMES
     assert tuple(VERIFIERS) == settings.VERIFICATION_NAMES
     assert tuple(METHODS) == settings.BENCHMARK_METHOD_NAMES
+    assert tuple(PROPOSERS) == settings.PROPOSER_NAMES
+
+
+@pytest.mark.parametrize("name", settings.PROPOSER_NAMES)
+def test_a_proposer_takes_a_drafter_where_its_settings_say_so(name: str) -> None:
+    from draftkit.decoding.catalogue import PROPOSERS, Material
+
+    loaded: list[str] = []
+
+    def draft() -> TabularAdapter:
+        loaded.append(name)
+        return random_adapter(8, 1)
+
+    made = PROPOSERS[name](Material(draft, lambda: [[1, 2, 3]], 8, torch.device("cpu")))
+    assert bool(loaded) == bool(made.weights()) == settings.DecodeConfig(proposer=name).has_drafter
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=str)
@@ -228,7 +246,7 @@ REFUSALS = [
     ("data.domains=python", "data.domains"),
     ("decode.gamma=-1", "decode.gamma must lie in 0..32, got -1"),
     ("benchmark.methods=[plain,hf]", "benchmark.methods must be one of plain, speculative,"),
-    ("benchmark.methods=[plain,plain]", "benchmark.methods must name at least one, none twice"),
+    ("benchmark.methods=[plain,plain]", "benchmark.methods must name none twice"),
     ("benchmark.temperatures=[]", "benchmark.temperatures must name at least one"),
     ("benchmark.temperatures=[-1]", "benchmark.temperatures must be at least 0, got -1"),
     ("benchmark.batch_sizes=[0]", "benchmark.batch_sizes must be positive, got 0"),

@@ -197,5 +197,5 @@ def test_published_versions_tell_what_they_were_made_with(config: Config) -> Non
     def write(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"")
 
-    later = registry.publish(write, metrics={}, window={}, canary=False)
+    later = registry.publish(write, metrics={}, canary=False)
     assert later.fingerprints == first.fingerprints

@@ -7,9 +7,10 @@ from draftkit.config.choices import (
     DEVICE_NAMES,
     DTYPE_NAMES,
     TRACKER_MODES,
+    check_rules,
+    positive,
     require,
-    require_choice,
-    require_positive,
+    setting,
 )
 from draftkit.config.measuring import BenchmarkConfig, DecodeConfig, EvaluateConfig, GpuConfig
 from draftkit.config.service import OnlineConfig, ServeConfig
@@ -21,27 +22,26 @@ from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConf
 class HardwareConfig:
     """Where and in which precision models run; never part of a stage's identity."""
 
-    device: str = "auto"
-    dtype: str = "auto"  # bfloat16 where the hardware computes it, else float32
-    threads: int | None = None
+    device: str = setting("auto", names=DEVICE_NAMES)
+    # auto: bfloat16 where the hardware computes it, else float32
+    dtype: str = setting("auto", names=DTYPE_NAMES)
+    threads: int | None = positive(None)
     shard_target: bool = False  # several processes: each holds a part of the target's layers
 
     def __post_init__(self) -> None:
-        require_choice("hardware.device", self.device, DEVICE_NAMES)
-        require_choice("hardware.dtype", self.dtype, DTYPE_NAMES)
-        require_positive(self, "hardware", "threads")
+        check_rules(self, "hardware")
 
 
 @dataclass(kw_only=True)
 class TrackerConfig:
     """W&B beside the JSONL that is always written. `none` does not import wandb."""
 
-    mode: str = "offline"
+    mode: str = setting("offline", names=TRACKER_MODES)
     project: str = "draftkit"
     entity: str | None = None
 
     def __post_init__(self) -> None:
-        require_choice("tracker.mode", self.mode, TRACKER_MODES)
+        check_rules(self, "tracker")
 
 
 @dataclass(kw_only=True)
@@ -52,6 +52,8 @@ class Config:
     root: str = "outputs"
     seed: int = 0
     overwrite: bool = False
+    plan: bool = False  # print what would be done, and stop
+    job: str | None = None  # the job of a sweep, set by the command
     runs: list[str] = field(default_factory=list)
     target: ModelConfig = field(default_factory=ModelConfig)
     draft: ModelConfig = field(default_factory=embedded_draft)
@@ -79,6 +81,7 @@ class Config:
             "be a plain folder name",
             self.name,
         )
+        require(self.job is None or "/" not in self.job, "job", "be left to sweeps", self.job)
         require(self.seed >= 0, "seed", "be at least 0", self.seed)
         require(
             self.data.name == "installed" or self.data.path is not None,

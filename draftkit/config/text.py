@@ -1,14 +1,15 @@
 """Models, text, and the distribution under which the target is served."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from draftkit.config.choices import (
     DATA_NAMES,
     DOMAIN_NAMES,
     OVERLONG_NAMES,
+    check_rules,
+    positive,
     require,
-    require_choice,
-    require_positive,
+    setting,
 )
 
 
@@ -16,18 +17,18 @@ from draftkit.config.choices import (
 class PretrainConfig:
     """The Llama-type model that is built and trained where `path` is null."""
 
-    num_hidden_layers: int = 8
-    hidden_size: int = 384
-    intermediate_size: int = 1024
-    num_attention_heads: int = 6
-    max_position_embeddings: int = 512
-    max_steps: int = 330
-    per_device_train_batch_size: int = 8
-    learning_rate: float = 2e-3
+    num_hidden_layers: int = positive(8)
+    hidden_size: int = positive(384)
+    intermediate_size: int = positive(1024)
+    num_attention_heads: int = positive(6)
+    max_position_embeddings: int = positive(512)
+    max_steps: int = positive(330)
+    per_device_train_batch_size: int = positive(8)
+    learning_rate: float = positive(2e-3)
 
     def check(self, section: str) -> None:
         """Raise ValueError naming the key under `section` that is out of range."""
-        require_positive(self, f"{section}.pretrain", *asdict(self))
+        check_rules(self, f"{section}.pretrain")
         require(
             self.hidden_size % self.num_attention_heads == 0,
             f"{section}.pretrain.hidden_size",
@@ -40,19 +41,15 @@ class PretrainConfig:
 class LoraConfig:
     """How `distill` trains the draft: rank 0 trains all weights, another one updates of it."""
 
-    rank: int = 0
-    alpha: float = 16.0  # updates are scaled by alpha / rank
-    dropout: float = 0.0
-    target_modules: list[str] | None = None  # null: all linear layers but the head
+    rank: int = setting(0, least=0, hint=" (0: no LoRA)")
+    alpha: float = positive(16.0)  # updates are scaled by alpha / rank
+    dropout: float = setting(0.0, least=0, below=1)
+    # null: all linear layers but the head
+    target_modules: list[str] | None = setting(None, filled=True, unique=True)
 
     def check(self) -> None:
         """Raise ValueError naming the key under `draft` that is out of range."""
-        require(self.rank >= 0, "draft.lora.rank", "be at least 0 (0: no LoRA)", self.rank)
-        require(self.alpha > 0, "draft.lora.alpha", "be positive", self.alpha)
-        require(0 <= self.dropout < 1, "draft.lora.dropout", "lie in [0, 1)", self.dropout)
-        names = self.target_modules
-        fits = names is None or 0 < len(names) == len(set(names))
-        require(fits, "draft.lora.target_modules", "name at least one, none twice", names)
+        check_rules(self, "draft.lora")
 
 
 @dataclass(kw_only=True)
@@ -123,54 +120,41 @@ class DataConfig:
     `local`: `path` is a JSONL, Parquet or text file. `hub`: `path` is a dataset name.
     """
 
-    name: str = "installed"
+    name: str = setting("installed", names=DATA_NAMES)
     path: str | None = None
     subset: str | None = None
     split: str = "train"
-    domains: list[str] = field(default_factory=lambda: list(DOMAIN_NAMES))
-    max_megabytes: float = 8.0  # of `installed` text, shared equally by its domains
-    max_rows: int | None = None  # of a file or hub data set
-    vocab_size: int = 4096  # of the tokenizer that `texts` trains
+    domains: list[str] = setting(DOMAIN_NAMES, names=DOMAIN_NAMES, filled=True)
+    max_megabytes: float = positive(8.0)  # of `installed` text, shared equally by its domains
+    max_rows: int | None = positive(None)  # of a file or hub data set
+    vocab_size: int = setting(4096, least=300)  # of the tokenizer that `texts` trains
     prompt_column: str | None = None
     completion_column: str | None = None
-    prompt_tokens: int = 32  # the prompt of a `text` row
+    prompt_tokens: int = setting(32, least=1)  # the prompt of a `text` row
     max_length: int = 128  # tokens of prompt and completion together
-    overlong: str = "cut"  # drop: rows longer than that are left out
+    overlong: str = setting("cut", names=OVERLONG_NAMES)  # drop: longer rows are left out
     packing: bool = False  # train on rows of several texts, which do not see each other
-    validation_fraction: float = 0.05
-    test_fraction: float = 0.05
+    validation_fraction: float = setting(0.05, above=0, below=0.5)
+    test_fraction: float = setting(0.05, above=0, below=0.5)
 
     def __post_init__(self) -> None:
-        require_choice("data.name", self.name, DATA_NAMES)
-        require_choice("data.overlong", self.overlong, OVERLONG_NAMES)
-        for domain in self.domains:
-            require_choice("data.domains", domain, DOMAIN_NAMES)
-        require(bool(self.domains), "data.domains", "name at least one domain", self.domains)
-        require_positive(self, "data", "max_megabytes", "max_rows")
-        require(self.vocab_size >= 300, "data.vocab_size", "be at least 300", self.vocab_size)
-        require(self.prompt_tokens >= 1, "data.prompt_tokens", "be at least 1", self.prompt_tokens)
+        check_rules(self, "data")
         require(
             self.max_length > self.prompt_tokens,
             "data.max_length",
             "exceed data.prompt_tokens",
             self.max_length,
         )
-        for name in ("validation_fraction", "test_fraction"):
-            value = getattr(self, name)
-            require(0 < value < 0.5, f"data.{name}", "lie between 0 and 0.5", value)
 
 
 @dataclass(kw_only=True)
 class SamplingConfig:
     """The served distribution: the only temperature, top-k, top-p and penalty there are."""
 
-    temperature: float = 1.0
-    top_k: int = 0  # 0 keeps all
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
+    temperature: float = setting(1.0, least=0)
+    top_k: int = setting(0, least=0, hint=" (0 keeps all)")
+    top_p: float = setting(1.0, above=0, most=1)
+    repetition_penalty: float = positive(1.0)
 
     def __post_init__(self) -> None:
-        require(self.temperature >= 0, "sampling.temperature", "be at least 0", self.temperature)
-        require(self.top_k >= 0, "sampling.top_k", "be at least 0 (0 keeps all)", self.top_k)
-        require(0 < self.top_p <= 1, "sampling.top_p", "lie in (0, 1]", self.top_p)
-        require_positive(self, "sampling", "repetition_penalty")
+        check_rules(self, "sampling")

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
 from draftkit.data.installed import installed_texts
 from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
@@ -52,7 +53,7 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
     domain = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     empty = True
     for place, row in islice(rows, data.max_rows):
-        form = _form(row, data, f"{setting(data)}, {place}")
+        form = row_form(row, data, f"{setting(data)}, {place}")
         yield Document(_content_hash(form), domain, form)
         empty = False
     if empty:
@@ -170,7 +171,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for number, row in enumerate(chain.from_iterable(batches), start=1):
                 yield f"row {number}", row
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"data.path {path}: not readable ({_first_line(error)})") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"data.path {path}: not readable ({reason})") from error
 
 
 def _text_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -198,21 +200,18 @@ def _hub_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         rows = datasets.load_dataset(str(data.path), data.subset, split=data.split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(
-            f"data.path {data.path} could not be loaded ({_first_line(error)}): check data.subset "
+            f"data.path {data.path} could not be loaded ({reason}): check data.subset "
             "and data.split, be online the first time, or use data=local with a file"
         ) from error
     return ((f"row {number}", dict(row)) for number, row in enumerate(rows, start=1))
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-
-
 # Rows
 
 
-def _form(row: dict[str, Any], data: DataConfig, place: str) -> dict[str, Any]:
+def row_form(row: dict[str, Any], data: DataConfig, place: str) -> dict[str, Any]:
     """The part of `row` that is used, under the names of one of the three forms."""
     found = f"columns found: {', '.join(row)}"
     named = {"prompt_column": data.prompt_column, "completion_column": data.completion_column}

@@ -15,7 +15,6 @@ reported to them.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from draftkit.theory.speedup import Costs, best_gamma
@@ -34,38 +33,6 @@ class GammaPolicy(Protocol):
     def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
         """Take in a finished round: proposals kept by each row that had `gamma` of them."""
         ...
-
-
-@dataclass(frozen=True)
-class FixedGamma:
-    """Always the same number, as far as there is room."""
-
-    gamma: int
-
-    def choose(self, *, batch: int, most: int) -> int:
-        """`gamma`, or `most` if that is less."""
-        return min(self.gamma, most)
-
-    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
-        """Learn nothing."""
-
-
-@dataclass(frozen=True)
-class BestGamma:
-    """The theory's best for a known alpha. costs: by batch size; ValueError if there are none."""
-
-    alpha: float
-    costs: dict[int, Costs]
-
-    def __post_init__(self) -> None:
-        _check_measured(self.costs)
-
-    def choose(self, *, batch: int, most: int) -> int:
-        """The best of 0..most at this batch size."""
-        return _best(self.alpha, costs_at(self.costs, batch), most)
-
-    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
-        """Learn nothing."""
 
 
 class AdaptiveGamma:
@@ -90,7 +57,8 @@ class AdaptiveGamma:
         probe_after: int = 8,
         probe_at_most: int = 128,
     ) -> None:
-        _check_measured(costs)
+        if not costs:
+            raise ValueError("costs is empty; measure one batch size at least")
         self.costs = costs
         self.decay = decay
         self.probe_after = probe_after
@@ -130,6 +98,23 @@ class AdaptiveGamma:
             self._plain_rounds = 0
 
 
+class SteppedGamma:
+    """A policy that keeps to few numbers, since each is compiled code of its own."""
+
+    def __init__(self, policy: GammaPolicy, steps: Sequence[int]) -> None:
+        self._policy = policy
+        self._steps = sorted({0, *steps})
+
+    def choose(self, *, batch: int, most: int) -> int:
+        """The largest step that is no more than the policy's choice."""
+        best = self._policy.choose(batch=batch, most=most)
+        return max(step for step in self._steps if step <= best)
+
+    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
+        """Tell the policy."""
+        self._policy.observe(gamma=gamma, accepted=accepted)
+
+
 def costs_at(costs: dict[int, Costs], batch: int) -> Costs:
     """The costs of the smallest measured batch size that holds `batch` rows, else the largest."""
     return costs[min((size for size in costs if size >= batch), default=max(costs))]
@@ -137,8 +122,3 @@ def costs_at(costs: dict[int, Costs], batch: int) -> Costs:
 
 def _best(alpha: float, costs: Costs, most: int) -> int:
     return best_gamma(alpha, costs.cost_ratio, costs.verify_at, costs.overhead_ratio, most)[0]
-
-
-def _check_measured(costs: dict[int, Costs]) -> None:
-    if not costs:
-        raise ValueError("costs is empty; measure one batch size at least")

@@ -1,10 +1,9 @@
 """Whole completions: requests in, token ids and counts out, by looping over the decoder's rounds.
 
-Knows no clock, and text only as stop strings; whoever wants times drives the decoder itself, as
-this module does.
+Knows no clock and no text; whoever wants times drives the decoder itself, as this module does.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from draftkit.config import SamplingConfig
@@ -12,15 +11,10 @@ from draftkit.decoding.decoder import Decoder, RoundResult, tokens_needed
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.state import Request
-from draftkit.decoding.streaming import Decode, StopStrings
 from draftkit.decoding.trace import Trace, TraceRound, trace_round
 from draftkit.models.adapter import Adapter
 
 DRAFT_ID = "draft"
-
-# Told the new ids of a request (by its number) after every round; returns how many tokens of the
-# answer to keep if it shall end there, else None.
-Listener = Callable[[int, list[int]], int | None]
 
 
 @dataclass
@@ -29,11 +23,11 @@ class Completion:
 
     prompt_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
-    ended: bool = False  # by an end-of-text id
-    stopped: bool = False  # by a listener; if neither, by the length limit
+    ended: bool = False  # by an end-of-text id; else by the length limit
     accept_counts: list[int] = field(default_factory=list)  # rounds with 0..gamma accepted
     acceptance_total: float = 0.0  # sum over tested positions of sum_x min(p, q)
-    tested: int = 0  # proposals that were put to the test
+    drafted: int = 0  # proposals
+    tested: int = 0  # of them, those that were put to the test
     steps: list[TraceRound] = field(default_factory=list)
 
     @property
@@ -77,6 +71,7 @@ def record(completions: dict[int, Completion], result: RoundResult) -> list[int]
             )
         )
         tested = min(result.emitted[row], result.lengths[row])
+        completion.drafted += result.lengths[row]
         completion.tested += tested
         completion.acceptance_total += sum(acceptance[row][:tested])
         if result.done[row]:
@@ -85,13 +80,8 @@ def record(completions: dict[int, Completion], result: RoundResult) -> list[int]
     return finished
 
 
-def finish(
-    decoder: Decoder, requests: Sequence[Request], listener: Listener | None = None
-) -> list[Completion]:
-    """Decode `requests`, as many at once as `decoder` has free slots; answers in their order.
-
-    `listener` hears of new tokens after every round, and may end an answer.
-    """
+def finish(decoder: Decoder, requests: Sequence[Request]) -> list[Completion]:
+    """Decode `requests`, as many at once as `decoder` has free slots; answers in their order."""
     waiting = list(enumerate(requests))
     running: dict[int, Completion] = {}
     order: dict[int, int] = {}
@@ -103,46 +93,11 @@ def finish(
             running[slot] = Completion(prompt_ids=list(request.prompt_ids))
             order[slot] = number
         for result in decoder.round():
-            done = set(record(running, result))
-            if listener is not None:
-                done |= stopped(running, result, order, listener)
+            done = record(running, result)
             decoder.leave(sorted(done))
             for slot in done:
                 answers[order[slot]] = running.pop(slot)
     return [answers[number] for number in range(len(requests))]
-
-
-def stopped(
-    completions: dict[int, Completion],
-    result: RoundResult,
-    numbers: dict[int, int],
-    listener: Listener,
-) -> set[int]:
-    """Tell `listener` what a round brought; return the slots whose answers it ends, cut to size."""
-    ends = set()
-    for slot, count in zip(result.slots, result.committed, strict=True):
-        completion = completions[slot]
-        ids = completion.output_ids[len(completion.output_ids) - count :]
-        keep = listener(numbers[slot], ids)
-        if keep is not None:
-            completion.ended &= keep == len(completion.output_ids)
-            completion.stopped = True
-            del completion.output_ids[keep:]
-            ends.add(slot)
-    return ends
-
-
-def stop_at(stops: Sequence[str], decode: Decode, prompts: Sequence[Sequence[int]]) -> Listener:
-    """A listener that ends the answer to each of `prompts` before the first of `stops` in it."""
-    watches: dict[int, StopStrings] = {}
-
-    def listener(number: int, ids: list[int]) -> int | None:
-        if number not in watches:
-            watches[number] = StopStrings(stops, decode, prompts[number])
-        stop = watches[number].push(ids)
-        return None if stop is None else stop.tokens
-
-    return listener
 
 
 def decode(
@@ -155,7 +110,6 @@ def decode(
     verification: str = "speculative",
     gamma_policy: GammaPolicy | None = None,
     compiled: bool = False,
-    listener: Listener | None = None,
 ) -> list[Completion]:
     """Decode all `requests` on a decoder made to their measure; `proposer` has id `DRAFT_ID`."""
     if not requests:
@@ -172,7 +126,7 @@ def decode(
     )
     if proposer is not None:
         decoder.attach(DRAFT_ID, proposer)
-    return finish(decoder, requests, listener)
+    return finish(decoder, requests)
 
 
 def make_requests(

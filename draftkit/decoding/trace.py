@@ -8,10 +8,11 @@ or a decoration of its own, so that colours may be missing. Knows no models; tex
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
+from jinja2 import Environment
 from rich.cells import cell_len
 from rich.color import ColorSystem
 from rich.console import Console, Group
@@ -263,122 +264,28 @@ def prompt_end(trace: Trace, decode: Decode, *, room: int) -> str:
 
 # Page
 
-CSS = """
-:root { color-scheme: light dark; --page: #fbfbfa; --card: #fff; --ink: #1c1e21; --soft: #646b75;
-  --line: #e4e5e7; --pip: #b4bac2; --a: #12522b; --a-back: #dff3e4; --a-pip: #3f9d5f;
-  --r: #9f1d1d; --r-back: #fce3e1; --r-pip: #d9534a; --n: #1b4196; --n-back: #dfe9fc; }
-@media (prefers-color-scheme: dark) { :root { --page: #15171a; --card: #1c1f23; --ink: #e3e5e8;
-  --soft: #949ba6; --line: #2e3238; --pip: #565d67; --a: #a5dfb7; --a-back: #1c3726;
-  --a-pip: #4fae70; --r: #f3aaa4; --r-back: #45211f; --r-pip: #dc6058; --n: #adc8fb;
-  --n-back: #1f3156; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--page); color: var(--ink);
-  font: 15px/1.5 system-ui, "Segoe UI", Helvetica, Arial, sans-serif; }
-main { max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .75rem; }
-h2 { font-size: 1.05rem; margin: 0; }
-.legend { display: flex; flex-wrap: wrap; gap: .4rem 1.25rem; margin: 0 0 .75rem; padding: 0;
-  list-style: none; font-size: .87rem; }
-.legend > li > * { padding: .15em .4em; }
-.note { color: var(--soft); font-size: .87rem; margin: 0 0 1.75rem; max-width: 46rem; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  padding: 1.25rem 1.5rem; margin: 0 0 1.5rem; }
-dl { display: flex; flex-wrap: wrap; gap: .5rem 2.5rem; margin: .75rem 0 1.25rem; }
-dl div { display: flex; flex-direction: column-reverse; }
-dt { color: var(--soft); font-size: .8rem; }
-dd { margin: 0; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-.text { font: .87rem/1.7 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono",
-  monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; }
-p.text { padding: .4rem .9rem; border-left: 3px solid var(--line); }
-.prompt { color: var(--soft); max-height: 10rem; overflow: auto; }
-table { border-collapse: collapse; width: 100%; margin-top: 1.5rem; }
-th { text-align: left; font-weight: 500; font-size: .8rem; color: var(--soft); }
-th, td { padding: .15rem 1rem .15rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: baseline; }
-tr:last-child td { border-bottom: 0; }
-th:last-child, td:last-child { padding-right: 0; width: 100%; }
-td.count { font-variant-numeric: tabular-nums; color: var(--soft); font-size: .87rem;
-  text-align: right; }
-.pips { white-space: nowrap; }
-.pips i { display: inline-block; width: .6rem; height: .6rem; margin-right: 3px;
-  border-radius: 2px; border: 1px solid var(--pip); }
-.pips .a { background: var(--a-pip); border-color: var(--a-pip); }
-.pips .r { border: 2px solid var(--r-pip); }
-.text span, .text del, .text ins, .legend > li > * { border-radius: 3px; margin-right: 1px; }
-.text .a, .legend .a { color: var(--a); background: var(--a-back); }
-.text .r, .legend .r { color: var(--r); background: var(--r-back);
-  text-decoration: line-through 1px; }
-.text .n, .legend .n { color: var(--n); background: var(--n-back); font-weight: 600;
-  text-decoration: underline 1px; text-underline-offset: .25em; }
-.text .u, .legend .u { color: var(--soft); font-style: italic; }
-"""
-
-
-NOTE = (
-    "A round is one pass of the target: it keeps the proposals up to the first rejected one and "
-    "adds a token of its own. The acceptance length is the mean number of tokens a pass."
-)
-
 
 def html(traces: Sequence[Trace], decode: Decode, *, title: str) -> str:
     """Return one page that needs nothing else: a legend, and rounds and counts of every trace."""
-    legend = "".join(f"<li>{element(kind, text)}</li>" for kind, text in LEGEND.items())
-    sections = "".join(
-        section(trace, decode, name=f"Generation {number} of {len(traces)}")
-        for number, trace in enumerate(traces, start=1)
-    )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n"
-        f'<body><main><h1>{escape(title)}</h1>\n<ul class="legend">{legend}</ul>\n'
-        f'<p class="note">{NOTE}</p>\n'
-        f"{sections}</main></body></html>\n"
-    )
+    source = Path(__file__).with_name("trace.html.j2").read_text(encoding="utf-8")
+    page = Environment(autoescape=True, trim_blocks=True).from_string(source)
+    cards = [
+        {
+            "counts": figures(trace),
+            "prompt": "\n".join(map(visible, decode(trace.prompt_ids).split("\n"))),
+            "answer": answer(trace, decode),
+            "rounds": steps(trace, decode),
+        }
+        for trace in traces
+    ]
+    names = {"title": title, "kinds": KINDS, "legend": LEGEND, "cards": cards}
+    return page.render(**names, visible=visible, pips=pips)
 
 
-def section(trace: Trace, decode: Decode, *, name: str) -> str:
-    """One trace as a card: counts, prompt, answer, a table row a round."""
-    prompt = "\n".join(map(visible, decode(trace.prompt_ids).split("\n")))
-    text = "".join(token(part, lines=True) for part in answer(trace, decode))
-    rows = "".join(
-        f'<tr><td class="count">{number}</td>'
-        f'<td class="count">{step.accepted}/{len(step.proposed)}</td>'
-        f'<td class="pips" aria-hidden="true">{pips(step)}</td>'
-        f'<td class="text">{"".join(map(token, shown))}</td></tr>\n'
-        for number, (step, shown) in enumerate(steps(trace, decode), start=1)
-    )
-    counts = "".join(
-        f"<div><dt>{label}</dt><dd>{value}</dd></div>" for label, value in figures(trace).items()
-    )
-    return (
-        f"<section><h2>{name}</h2>\n<dl>{counts}</dl>\n"
-        f'<p class="text prompt">{escape(prompt)}</p>\n'
-        f'<p class="text">{text}</p>\n'
-        '<table><thead><tr><th>round</th><th colspan="2">accepted</th>'
-        f"<th>text</th></tr></thead>\n<tbody>{rows}</tbody></table></section>\n"
-    )
-
-
-def token(part: Part, *, lines: bool = False) -> str:
-    """A part with its ids on hover; `lines` breaks lines behind their sign."""
-    text = visible(part.text).replace(LINE, LINE + "\n" if lines else LINE)
-    ids = ", ".join(map(str, part.ids))
-    return element(part.kind, text, f"{part.kind}, id {ids}")
-
-
-def element(kind: str, text: str, hint: str = "") -> str:
-    """`text` as an element of its kind."""
-    look = KINDS[kind]
-    title = f' title="{escape(hint)}"' if hint else ""
-    return f'<{look.element} class="{look.css_class}"{title}>{escape(text)}</{look.element}>'
-
-
-def pips(step: TraceRound) -> str:
+def pips(step: TraceRound) -> list[str]:
     """The bar of a round: a full square an accepted proposal, a red frame the rejected one."""
     rejected = step.accepted if step.next_token is not None else len(step.proposed)
-    kinds = [
+    return [
         "a" if n < step.accepted else "r" if n == rejected else "u"
         for n in range(len(step.proposed))
     ]
-    return "".join(f'<i class="{kind}"></i>' for kind in kinds)

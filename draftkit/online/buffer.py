@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.config.service import BufferConfig
-from draftkit.data.rollouts import Record
+from draftkit.data.rollouts import Record, from_bytes, to_bytes
 from draftkit.online import upkeep
 from draftkit.online.ages import Ledger, Uptime, look, seconds_since, uptime
-from draftkit.online.database import Database, Recovery
+from draftkit.online.database import Database
 from draftkit.online.fingerprints import require_same
-from draftkit.online.records import checksum, decode, encode, split
+from draftkit.online.records import checksum, split
 
 UPKEEP_SECONDS = 600.0  # between two upkeeps of a buffer that is written, unless it grows fast
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored(Entry):
-    """An entry of the buffer. Log-probabilities and masses come back rounded to float32."""
+    """An entry of the buffer."""
 
     id: int  # rises with every append, never used twice
     held_out: bool  # the gate's, never trained on
@@ -81,8 +81,7 @@ class Buffer:
 
     A conversation, by `Record.document` or else by the prompt, is on the same side of the held-out
     split for ever (for one `gate_fraction`).
-    `recovered` says what had to be done to open the file; `damaged` holds the ids of rows that
-    were read and found damaged.
+    `damaged` holds the ids of rows that were read and were not as they had been written.
     """
 
     def __init__(
@@ -111,9 +110,9 @@ class Buffer:
         self._database = Database(path, self._prepare)
 
     @property
-    def recovered(self) -> Recovery:
-        """What had to be done to open the file; false if nothing."""
-        return self._database.recovery
+    def set_aside(self) -> Path | None:
+        """Where a damaged file is whose place this one took when it was opened."""
+        return self._database.set_aside
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         for statement in upkeep.TABLES.split(";"):
@@ -165,7 +164,7 @@ class Buffer:
         ledger = look(self._ledger, wall=self._clock(), up=self._up())
         rows = []
         for entry in entries:
-            content = encode(entry.record)
+            content = to_bytes(entry.record)
             told = (entry.route, entry.version, float(entry.seconds), ledger.now)
             place = (*told, split(entry.record))
             rows.append((*place, len(content), checksum(content, *place), content))
@@ -264,7 +263,7 @@ class Buffer:
             try:
                 if told != checksum(content, route, version, seconds, kept, side):
                     raise ValueError("its checksum differs")
-                record = decode(content)
+                record = from_bytes(content)
             except ValueError as error:
                 if record_id not in self.damaged:
                     _log.warning("%s: record %d: %s", self._database.path, record_id, error)

@@ -1,8 +1,11 @@
 """One SQLite file of several processes: opening it, transactions, and what to do with damage.
 
-Whoever opens the file while nobody else has it open looks it over first: a log with a bad page, a
-file that is no whole database. Nothing that is found needs a hand: what cannot be used is renamed
-to `*.damaged-<n>` and a new file begun. This module does not know what the tables hold.
+What a finished transaction wrote survives the death of any process and, where it was flushed, a
+power cut: that is SQLite's write-ahead log. Whoever opens the file while nobody else has it open
+lets SQLite check it whole; one that is damaged is renamed to `*.damaged-<n>` and a new one begun,
+without a hand. A page of the log that goes bad on the disk costs the transactions from it on.
+
+This module does not know what the tables hold.
 """
 
 import contextlib
@@ -10,17 +13,13 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from draftkit.online.wal import inspect
-
-APPLICATION, FORMAT = 0x64666274, 1  # in the file's header; the format rises with the tables
+APPLICATION, FORMAT = 0x64666274, 2  # in the file's header; the format rises with the tables
 BUSY_SECONDS = 10.0  # how long a writer waits for another one
 _ERRORS = {
     sqlite3.SQLITE_FULL: (errno.ENOSPC, "the disk is full"),
@@ -33,29 +32,6 @@ _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """What had to be done to open a file; false if nothing."""
-
-    dropped_frames: int = 0  # pages of the log from its first bad one on
-    dropped_commits: int = 0  # transactions that ended in them, lost if not in the file already
-    set_aside: Path | None = None  # where a file is that could not be used
-
-    def __bool__(self) -> bool:
-        return self != Recovery()
-
-    def __str__(self) -> str:
-        told = []
-        if self.dropped_frames:
-            told.append(
-                f"a page of the log is damaged: from there on up to {self.dropped_commits}"
-                f" transactions ({self.dropped_frames} pages) are lost"
-            )
-        if self.set_aside is not None:
-            told.append(f"the file is damaged: it is now {self.set_aside.name}, a new one begins")
-        return "; ".join(told) or "nothing to recover"
-
-
 def _code(error: sqlite3.Error) -> int:
     return (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
 
@@ -64,9 +40,9 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
-def _connect(path: Path, options: str = "mode=rw") -> sqlite3.Connection:
+def _connect(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(
-        f"{path.absolute().as_uri()}?{options}",
+        f"{path.absolute().as_uri()}?mode=rw",
         uri=True,
         isolation_level=None,
         check_same_thread=False,
@@ -92,41 +68,21 @@ def _begun(connection: sqlite3.Connection, path: Path) -> bool:
     return True
 
 
-def _last_id(path: Path, options: str = "mode=rw") -> int | None:
-    """The highest id in a whole file, 0 if it is empty; None for a damaged one.
+def _whole(path: Path) -> bool:
+    """Whether SQLite finds nothing wrong with the file and its log.
 
     Raises ValueError for a whole file that is not ours or of another format.
     """
-    with contextlib.closing(_connect(path, options)) as connection:
+    with contextlib.closing(_connect(path)) as connection:
         try:
             if connection.execute("PRAGMA integrity_check(1)").fetchone() != ("ok",):
-                return None
-            if not _begun(connection, path):
-                return 0
-            return connection.execute("SELECT coalesce(max(id), 0) FROM records").fetchone()[0]
+                return False
+            _begun(connection, path)  # refuses what is not ours
+            return True
         except sqlite3.DatabaseError as error:
             if _code(error) in _DAMAGE:
-                return None
+                return False
             raise
-
-
-def _whole_without_log(path: Path) -> bool:
-    """Whether the file alone is better than with the undamaged part of its log.
-
-    So it is where the log was already copied into the file: older pages would then come back.
-    """
-    alone = _last_id(path, "immutable=1")
-    look = _beside(path, ".look")
-    try:
-        look.mkdir(mode=0o700)  # the copies hold served text
-        for ending in ("", "-wal"):
-            shutil.copyfile(_beside(path, ending), look / f"copy{ending}")
-        with_log = _last_id(look / "copy")
-    except OSError:  # no room for a copy
-        return False
-    finally:
-        shutil.rmtree(look, ignore_errors=True)
-    return alone is not None and (with_log is None or alone > with_log)
 
 
 def _set_aside(path: Path) -> Path:
@@ -142,26 +98,15 @@ def _set_aside(path: Path) -> Path:
     return aside
 
 
-def recover(path: Path) -> Recovery:
+def recover(path: Path) -> Path | None:
     """Make what lies at `path` a file that can be opened; nobody else has it open.
 
-    Raises ValueError for a whole file that is not ours or of another format.
+    Returns where a file is that could not be used. Raises ValueError for a whole file that is not
+    ours or of another format.
     """
-    log = _beside(path, "-wal")
-    shutil.rmtree(_beside(path, ".look"), ignore_errors=True)
-    if not path.exists():  # a kill fell between the two renames of `_set_aside`
-        return Recovery(set_aside=_set_aside(path)) if log.exists() else Recovery()
-    state = inspect(log)
-    if state.damaged and _whole_without_log(path):
-        log.unlink()
-        _beside(path, "-shm").unlink(missing_ok=True)
-        state = inspect(log)
-    whole = _last_id(path) is not None
-    return Recovery(
-        dropped_frames=state.dropped,
-        dropped_commits=state.dropped_commits,
-        set_aside=None if whole else _set_aside(path),
-    )
+    if not path.exists():  # a kill may have fallen between the two renames of `_set_aside`
+        return _set_aside(path) if _beside(path, "-wal").exists() else None
+    return None if _whole(path) else _set_aside(path)
 
 
 class Database:
@@ -173,7 +118,7 @@ class Database:
         Raises ValueError for a file that is not ours or of another format, OSError else.
         """
         self.path = Path(path)
-        self.recovery = Recovery()
+        self.set_aside: Path | None = None  # where a damaged file is
         self._prepare = prepare
         self._threads = threading.RLock()
         self._connection: sqlite3.Connection | None = None
@@ -200,9 +145,10 @@ class Database:
         try:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self.recovery = recover(self.path)
-                if self.recovery:
-                    _log.warning("%s: %s", self.path, self.recovery)
+                self.set_aside = recover(self.path)
+                if self.set_aside is not None:
+                    name = self.set_aside.name
+                    _log.warning("%s is damaged: it is now %s, a new one begins", self.path, name)
             except BlockingIOError:  # others have it open, or one of them looks it over now
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
             # Served text is its owner's: nobody else on the machine reads it. A file that is

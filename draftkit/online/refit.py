@@ -388,7 +388,6 @@ class Refit:
         return self.registry.publish(
             lambda folder: self._save(trainer, folder),
             metrics=verdict.as_dict() | {"steps": trainer.steps, "tokens": trainer.tokens},
-            window={"last_id": self._buffer.last_id(self.route), "update": self.state["update"]},
             parent=base.name,
             canary=self.settings.gate.canary_fraction > 0,
         )

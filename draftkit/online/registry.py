@@ -248,7 +248,6 @@ class Registry:
                     write,
                     ancestors=(),
                     metrics={},
-                    window={},
                     fingerprints=self._fingerprints,
                 )
                 self._point(CURRENT, version, "published", reason="the starting drafter")
@@ -262,7 +261,6 @@ class Registry:
         write: Callable[[Path], None],
         *,
         metrics: dict[str, Any],
-        window: dict[str, Any],
         parent: str | None = None,
         canary: bool,
     ) -> Version:
@@ -281,7 +279,6 @@ class Registry:
                 write,
                 ancestors=ancestors,
                 metrics=metrics,
-                window=window,
                 fingerprints=self._fingerprints,
             )
             kind = CANDIDATE if canary else CURRENT

@@ -27,6 +27,7 @@ CREATE TABLE IF NOT EXISTS served (
     tested INTEGER NOT NULL, acceptance REAL NOT NULL, seconds REAL NOT NULL,
     UNIQUE (route, version));
 """
+_FILLED = 0.98  # of the bound: how full pages are changes with what is deleted
 _BATCH = 64  # rows deleted in one transaction, so that no other writer waits for long
 
 
@@ -77,7 +78,7 @@ def _room(connection: sqlite3.Connection, most_bytes: float) -> float:
     )
     total = connection.execute("SELECT coalesce(sum(size), 0) FROM records").fetchone()[0]
     used = (pages - free) * size
-    return most_bytes * total / used if total else most_bytes
+    return _FILLED * most_bytes * total / used if total else most_bytes
 
 
 def bound(database: Database, *, most_bytes: float, reservoir_fraction: float) -> int:

@@ -7,9 +7,8 @@ version is served.
 import hashlib
 import os
 import re
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,6 @@ class Version:
     ancestors: tuple[str, ...]  # the parent, its parent, and so on
     sha256: dict[str, str]  # of every file, by its relative name
     metrics: dict[str, Any]
-    window: dict[str, Any]  # the data it was trained on: ids, times, records
-    created: float  # unix time
     # Of what it was made with, by configuration key; empty where nobody told.
     fingerprints: dict[str, str] = field(default_factory=dict)
 
@@ -56,7 +53,6 @@ def write_version(
     *,
     ancestors: tuple[str, ...],
     metrics: dict[str, Any],
-    window: dict[str, Any],
     fingerprints: dict[str, str],
 ) -> Version:
     """Make the folder `path` of what `write` puts into the empty one it is given.
@@ -77,8 +73,6 @@ def write_version(
             ancestors=ancestors,
             sha256=sums,
             metrics=metrics,
-            window=window,
-            created=time.time(),
             fingerprints=fingerprints,
         )
         # Without the path: the registry may be moved.
@@ -95,8 +89,8 @@ def read_version(path: Path) -> Version:
     """
     try:
         told = read_json(path / TOLD)
-        ancestors = tuple(told.pop("ancestors"))
-        version = Version(path=path, ancestors=ancestors, **told)
+        known = {field.name: told[field.name] for field in fields(Version) if field.name in told}
+        version = Version(**known | {"path": path, "ancestors": tuple(told["ancestors"])})
         tables = (version.sha256, version.fingerprints)
         if version.name != path.name or not all(isinstance(table, dict) for table in tables):
             raise ValueError("it is of another version")

@@ -51,7 +51,7 @@ class Answer:
             keep = max(stop.tokens, self._sent)
             del self.completion.output_ids[keep:]
             del self._held[keep - self._sent :]
-            self.completion.stopped, self.completion.ended = True, False
+            self.completion.ended = False
             return self._last("stop", text)
         if done:
             return self._last("stop" if self.completion.ended else "length", text)

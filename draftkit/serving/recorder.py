@@ -207,11 +207,11 @@ def entry(answered: Answered) -> Entry:
     """What the buffer keeps of an answer."""
     job, count = answered.job, len(answered.output_ids)
     proposals, rejected = verdicts(answered.steps)  # those of a stop string's end are cut off
-    scores: dict[str, Any] = {}  # arrays, which the buffer stores as they are
+    scores: dict[str, Any] = {}
     if answered.likeliest:
         parts = zip(*answered.likeliest, strict=True)
         names = ("topk_ids", "topk_log_probs", "tail_mass")
-        joined = (np.concatenate(part)[:count] for part in parts)
+        joined = (np.concatenate(part)[:count].tolist() for part in parts)
         scores = dict(zip(names, joined, strict=True))
     record = Record(
         prompt_ids=list(job.prompt_ids),

@@ -8,7 +8,7 @@ Three modes, for the three ways engines verify (q = the law proposals are sample
 
 Counted quantities follow from one histogram: rounds by number of accepted proposals, n = 0..gamma.
 Servers call accepted/drafted the acceptance rate; it is below alpha, because its denominator holds
-proposals that were never tested. The translators convert under the i.i.d. model of Leviathan et
+proposals that were never tested. Functions of one alpha assume the i.i.d. model of Leviathan et
 al. (arXiv 2211.17192, section 3.1: every context has the same alpha); where contexts differ,
 the true acceptance length is larger than the one at the mean alpha.
 
@@ -56,6 +56,10 @@ class Estimate:
     high: float
     n: int
     prompts: int
+
+    def __str__(self) -> str:
+        """`0.812 [0.801, 0.823]`."""
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def as_dict(self) -> dict[str, Any]:
         """The form in which every `summary.json` holds an estimate."""
@@ -246,50 +250,10 @@ def estimate_recovered(
     return _bootstrap([come, counts, way, counts], share, seed=seed, resamples=resamples)
 
 
-def accepted(accept_counts: Tensor) -> Tensor:
-    """Accepted proposals in a histogram [..., gamma + 1] of rounds by n; float64 [...].
-
-    So do the functions below: leading dimensions (prompts, routes) are kept.
-    """
-    places = torch.arange(accept_counts.shape[-1], device=accept_counts.device)
-    return (accept_counts * places).sum(-1).double()
-
-
-def drafted(accept_counts: Tensor, gamma: int) -> Tensor:
-    """Proposals made by the rounds of the histogram, gamma each."""
-    return accept_counts.sum(-1).double() * gamma
-
-
-def acceptance_rate(accept_counts: Tensor) -> Tensor:
-    """accepted / drafted, as servers count it; below alpha."""
-    return accepted(accept_counts) / drafted(accept_counts, accept_counts.shape[-1] - 1)
-
-
-def acceptance_length(accept_counts: Tensor) -> Tensor:
-    """tau = 1 + E[n]: tokens per target pass, correction or bonus token included."""
-    return 1 + accepted(accept_counts) / accept_counts.sum(-1)
-
-
 def unconditional_rates(accept_counts: Tensor) -> Tensor:
     """A_i = P(first i proposals all accepted), i = 1..gamma; tau = 1 + sum_i A_i, exactly."""
     at_least = accept_counts.flip(-1).cumsum(-1).flip(-1).double()  # [..., gamma + 1] n >= i
     return at_least[..., 1:] / at_least[..., :1]
-
-
-def conditional_rates(accept_counts: Tensor) -> Tensor:
-    """a_i = A_i / A_(i-1): acceptance of proposal i where it was tested; nan where never."""
-    at_least = accept_counts.flip(-1).cumsum(-1).flip(-1).double()
-    return at_least[..., 1:] / at_least[..., :-1]
-
-
-def empirical_alpha(accept_counts: Tensor) -> Tensor:
-    """accepted / tests made: the maximum-likelihood alpha of the i.i.d. model.
-
-    Every accepted proposal and every first rejection is a test. Not for block verification, whose
-    positions are not tested one by one.
-    """
-    passed = accepted(accept_counts)
-    return passed / (passed + accept_counts[..., :-1].sum(-1))
 
 
 def expected_accepted(alpha: float, gamma: int) -> float:
@@ -307,30 +271,6 @@ def increasing_root(function: Callable[[float], float], value: float) -> float:
         else:
             high = middle
     return high
-
-
-def alpha_from_acceptance_rate(rate: float, gamma: int) -> float:
-    """The i.i.d. alpha behind a server's accepted/drafted. Raises ValueError outside [0, 1]."""
-    if not 0 <= rate <= 1:
-        raise ValueError(f"an acceptance rate (accepted / drafted) lies in [0, 1], got {rate}")
-    if gamma < 1:
-        raise ValueError(f"an acceptance rate needs gamma of at least 1, got {gamma}")
-    return increasing_root(lambda alpha: expected_accepted(alpha, gamma), rate * gamma)
-
-
-def alpha_from_acceptance_length(acceptance_length: float, gamma: int) -> float:
-    """The i.i.d. alpha behind tokens per target pass. Raises ValueError outside [1, gamma + 1]."""
-    if not 1 <= acceptance_length <= gamma + 1:
-        raise ValueError(
-            f"an acceptance length (correction or bonus included) lies in [1, gamma + 1 = "
-            f"{gamma + 1}], got {acceptance_length}"
-        )
-    return alpha_from_acceptance_rate((acceptance_length - 1) / gamma, gamma)
-
-
-def acceptance_length_from_rate(rate: float, gamma: int) -> float:
-    """tau = 1 + gamma (accepted / drafted): exact, no model needed."""
-    return 1 + rate * gamma
 
 
 def tail_bound(

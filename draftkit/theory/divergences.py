@@ -157,15 +157,3 @@ DIVERGENCES: dict[str, Divergence] = {
     "ce_argmax": ce_argmax,
     "next_token": next_token,
 }
-
-
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean of `values` where `mask` (same shape, bool): their sum over their number.
-
-    Raises ValueError where no position is selected, since a mean of nothing is no loss.
-    """
-    assert values.shape == mask.shape, (values.shape, mask.shape)
-    assert mask.dtype == torch.bool, mask.dtype
-    if not mask.any():
-        raise ValueError("no generated token in the batch: the loss mask is empty")
-    return torch.where(mask, values, 0).sum() / mask.sum()

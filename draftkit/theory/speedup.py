@@ -80,11 +80,6 @@ def improvement_factor(
     return speedup_from_length(tokens, gamma, cost_ratio, verify_ratio, overhead_ratio)
 
 
-def worthwhile(alpha: float, cost_ratio: float) -> bool:
-    """Whether any gamma helps at v = 1, o = 0: alpha > c, and then gamma = 1 does (cor. 3.9)."""
-    return alpha > cost_ratio
-
-
 def ceiling(
     gamma: int, cost_ratio: float, verify_ratio: float = 1.0, overhead_ratio: float = 0.0
 ) -> float:
@@ -123,16 +118,3 @@ def best_gamma(
         if factor > best_factor:
             best, best_factor = gamma, factor
     return best, best_factor
-
-
-def memory_bound_speedup(acceptance_length: float, gamma: int, parameter_ratio: float) -> float:
-    """tau / (gamma c_par + 1), c_par = draft bytes / target bytes: a hypothetical, label it so."""
-    return speedup_from_length(acceptance_length, gamma, parameter_ratio)
-
-
-def expected_experts(tokens: int, experts: int, active: int) -> float:
-    """Experts touched by `tokens` tokens, E (1 - (1 - k/E)^n), under independent uniform routing.
-
-    Why v exceeds 1 for mixtures of experts; real routing is correlated and touches fewer.
-    """
-    return experts * (1 - (1 - active / experts) ** tokens)

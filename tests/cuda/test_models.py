@@ -8,10 +8,10 @@ import torch
 from draftkit.config import HardwareConfig, SamplingConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import finish
-from draftkit.distillation.benchmark import Shape, chunked_costs
 from draftkit.models.adapter import CausalAdapter, Packing
 from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device
+from pipelines.benchmarks.training import Shape, chunked_costs
 from tests import tiny
 from tests.cuda.card import on_devices
 from tests.decoding.driving import request

@@ -12,9 +12,9 @@ import torch
 from draftkit.config import PretrainConfig
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.evaluation.bandwidth import random_llama
-from draftkit.evaluation.ceilings import copy_bandwidth
 from draftkit.models.attention import grouped_attention, plain_attention, sdpa_attention_forward
+from pipelines.benchmarks.ceilings import copy_bandwidth
+from pipelines.benchmarks.random_models import random_llama
 from tests.cuda.card import Code, milliseconds, on_devices
 from tests.decoding.driving import DRAFT, fresh_graphs, request
 

@@ -1,11 +1,14 @@
 """Rollouts come back exactly, and a damaged file is named."""
 
 import math
+import zlib
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from draftkit.data import rollouts
 from draftkit.data.rollouts import (
@@ -14,8 +17,9 @@ from draftkit.data.rollouts import (
     SCHEMA,
     Record,
     RecordParts,
+    from_bytes,
     read_records,
-    records_sha256,
+    to_bytes,
 )
 from draftkit.data.rollouts import write_records as write
 
@@ -183,18 +187,58 @@ def test_lists_per_token_must_match_the_output(name: str) -> None:
         replace(FULL, **{name: getattr(FULL, name)[:2]})
 
 
-def test_the_checksum_survives_storage(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", [PLAIN, FULL])
-    assert records_sha256(read_records(tmp_path / "a.parquet")) == records_sha256([PLAIN, FULL])
+# Bytes
+
+ids = st.integers(-1, 2**31 - 1)
+floats = st.floats(allow_nan=False)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"output_ids": [5, 6, 3]}, {"tail_mass": [0.1, 2e-300, 1.0]}, {"rejected": None}, {"seed": 1}],
-)
-def test_the_checksum_sees_every_change(changes: dict[str, object]) -> None:
-    assert records_sha256([replace(FULL, **changes)]) != records_sha256([FULL])
+@st.composite
+def records(draw: st.DrawFn) -> Record:
+    count = draw(st.integers(0, 4))
+
+    def each(values: st.SearchStrategy) -> st.SearchStrategy:
+        return st.none() | st.lists(values, min_size=count, max_size=count)
+
+    widths = draw(each(st.integers(0, 3)))
+    rows = {
+        name: None
+        if widths is None
+        else [draw(st.lists(kind, min_size=width, max_size=width)) for width in widths]
+        for name, kind in (("topk_ids", ids), ("topk_log_probs", floats))
+    }
+    return Record(
+        prompt_ids=draw(st.lists(ids, max_size=5)),
+        output_ids=draw(st.lists(ids, min_size=count, max_size=count)),
+        sampler=draw(st.text(max_size=5)),
+        sampler_version=draw(st.text(max_size=5)),
+        sampling=draw(st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False))),
+        seed=draw(st.integers(-(2**63), 2**63 - 1)),
+        row=draw(st.integers(0, 2**40)),
+        document=draw(st.text(max_size=5)),
+        proposals=draw(each(ids)),
+        rejected=draw(each(st.booleans())),
+        tail_mass=draw(each(floats)),
+        loss_tail_mass=draw(each(floats)),
+        **rows,
+    )
 
 
-def test_the_checksum_sees_the_order() -> None:
-    assert records_sha256([PLAIN, FULL]) != records_sha256([FULL, PLAIN])
+@given(records())
+def test_a_record_comes_back_exactly_from_bytes(given: Record) -> None:
+    assert from_bytes(to_bytes(given)) == given
+
+
+@pytest.mark.parametrize("wrong", [2**31, -(2**31) - 1, 2**70])
+def test_an_id_beyond_32_bits_is_refused(wrong: int) -> None:
+    with pytest.raises(ValueError, match="cannot be stored"):
+        to_bytes(replace(PLAIN, output_ids=[wrong]))
+
+
+def test_other_bytes_are_refused_with_one_line() -> None:
+    content = to_bytes(FULL)
+    packed = zlib.compress(b"x" * 99)
+    for wrong in (b"", content[:-1], b"\7" + content[1:], content[:9], b"x" * 99, packed):
+        with pytest.raises(ValueError, match="not a stored record") as caught:
+            from_bytes(wrong)
+        assert "\n" not in str(caught.value)

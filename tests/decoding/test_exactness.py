@@ -7,18 +7,22 @@ measured by `boxes.measured`; their mutants are in `test_ngrams` and `test_compo
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from draftkit.config import SamplingConfig
+from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
-from draftkit.decoding.proposers import DraftModelProposer, TextProposer
+from draftkit.decoding.proposers import DraftModelProposer, Proposer
 from draftkit.decoding.state import Request
 from draftkit.theory import noise
+from draftkit.theory.verification import Verification
 from tests.decoding import boxes, mutants, stand
 from tests.decoding.checks import (
+    LawBroken,
     Parts,
     Setting,
     TextLaw,
@@ -33,6 +37,7 @@ from tests.decoding.checks import (
 from tests.decoding.stand import Made
 from tests.tabular import TabularAdapter, random_adapter, relative
 from tests.theory import checks as theory_checks
+from tests.theory import mutants as theory_mutants
 
 PLAIN = SamplingConfig()
 CUT = SamplingConfig(temperature=0.7, top_k=2)
@@ -158,6 +163,20 @@ def table_of(draft: TabularAdapter, order: int) -> CountTable:
     return CountTable(count_table(texts, vocab_size=size, order=order).double())
 
 
+def named(name: str) -> Made:
+    """What `decode.proposer=name` makes, with tables in float64."""
+
+    def make(draft: TabularAdapter) -> Proposer:
+        size, generator = draft.vocab_size, torch.Generator().manual_seed(3)
+        texts = torch.randint(size, (4, 20), generator=generator).tolist()
+        made = PROPOSERS[name](Material(lambda: draft, lambda: texts, size, draft.device))
+        if isinstance(made, CountTable):
+            made.table = made.table.double()
+        return made
+
+    return make
+
+
 def memory_of(draft: TabularAdapter, min_ngram: int = 1) -> NgramMemory:
     generator = torch.Generator().manual_seed(0)
     memory = NgramMemory(max_ngram=3, min_ngram=min_ngram, max_bytes=1 << 12)
@@ -165,20 +184,13 @@ def memory_of(draft: TabularAdapter, min_ngram: int = 1) -> NgramMemory:
     return memory
 
 
-PROPOSERS: dict[str, Made] = {
-    "argmax": argmax,
-    "unigram": lambda draft: TextProposer(table_of(draft, 1)),
-    "bigram": lambda draft: TextProposer(table_of(draft, 2)),
-    "lookup": lambda _: TextProposer(PromptLookup()),
-    "ngram": lambda draft: TextProposer(memory_of(draft)),
+ALL_PROPOSERS: dict[str, Made] = {
+    **{name: named(name) for name in PROPOSERS},
     "hybrid of lookup": lambda draft: HybridProposer(
         PromptLookup(min_ngram=2), DraftModelProposer(draft)
     ),
     "hybrid of ngram, argmax": lambda draft: HybridProposer(
         memory_of(draft, min_ngram=2), argmax(draft)
-    ),
-    "staged on lookup": lambda draft: StagedProposer(
-        PromptLookup(), DraftModelProposer(draft), width=1
     ),
     "staged on ngram, argmax": lambda draft: StagedProposer(
         memory_of(draft), argmax(draft), width=2
@@ -187,7 +199,7 @@ PROPOSERS: dict[str, Made] = {
         table_of(draft, 2), DraftModelProposer(draft), width=1
     ),
 }
-proposers = pytest.mark.parametrize("make", PROPOSERS.values(), ids=PROPOSERS)
+proposers = pytest.mark.parametrize("make", ALL_PROPOSERS.values(), ids=ALL_PROPOSERS)
 all_rules = pytest.mark.parametrize("rule", ["speculative", "block", "match"])
 different = pytest.mark.parametrize("name", ["ngram", "hybrid of lookup", "staged on bigram"])
 other_rules = pytest.mark.parametrize("rule", ["block", "match"])
@@ -199,13 +211,28 @@ def test_the_joint_law_is_the_targets_whoever_proposes(make: Made) -> None:
     check_joint_law(boxes.measured(make, setting))
 
 
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_broken_rule_is_seen_whoever_proposes(name: str) -> None:
+    """The correction drawn from the whole law; without proposals, the likeliest next token."""
+    mutant = theory_mutants.verification_mutant("correction drawn afresh from the target")
+
+    def broken(**arguments: Any) -> Verification:
+        if name == "none":
+            return Verification(arguments["lengths"], arguments["target_probs"][:, 0].argmax(-1))
+        return mutant.VERIFIERS["speculative"](**arguments)
+
+    result = boxes.measured(named(name), Setting(gamma=2, tokens=3), verifier=broken)
+    with pytest.raises(LawBroken):
+        check_joint_law(result)
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
     [("ngram", "block"), ("hybrid of lookup", "match"), ("staged on bigram", "block")],
 )
 def test_the_joint_law_is_the_targets_under_other_rules(name: str, rule: str) -> None:
     setting = Setting(gamma=2, tokens=3, verification=rule, samplings=(PLAIN, ALL))
-    check_joint_law(boxes.measured(PROPOSERS[name], setting))
+    check_joint_law(boxes.measured(ALL_PROPOSERS[name], setting))
 
 
 @proposers
@@ -280,7 +307,7 @@ def test_two_hundred_thousand_rows_have_the_targets_law_whoever_proposes(make: M
 def test_two_hundred_thousand_rows_have_the_targets_law_under_other_rules(
     name: str, rule: str
 ) -> None:
-    tables, make = theory_checks.adversarial_tables(), PROPOSERS[name]
+    tables, make = theory_checks.adversarial_tables(), ALL_PROPOSERS[name]
     stand.run(make, tables, rows=200_000, verification=rule, tokens=16, gamma=4)
 
 

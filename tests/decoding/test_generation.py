@@ -17,7 +17,6 @@ from draftkit.decoding.generation import (
     decode,
     finish,
     make_requests,
-    stop_at,
 )
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
@@ -373,14 +372,3 @@ def test_requests_are_numbered_and_bounded() -> None:
     assert {(r.seed, r.gamma, r.proposer_id) for r in made} == {(7, 2, DRAFT_ID)}
     (plain,) = make_requests([[1]], max_new_tokens=3, sampling=SAMPLED)
     assert (plain.gamma, plain.proposer_id, plain.max_new_tokens) == (0, None, 3)
-
-
-def test_answers_stop_in_what_they_add_to_their_prompts() -> None:
-    words = [" the", " cat"]
-
-    def text(ids: list[int]) -> str:
-        return "".join(words[token] for token in ids).removeprefix(" ")  # as Llama 2
-
-    listener = stop_at([" cat"], text, [[0], [0, 1]])
-    assert [listener(0, [0]), listener(0, [1])] == [None, 1]
-    assert listener(1, [1]) == 0

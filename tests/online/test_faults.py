@@ -88,7 +88,7 @@ def test_acknowledged_records_survive_every_kill(tmp_path: Path, rounds: int) ->
         told = killed_after(lambda tell, at=first: serve(path, at, tell), chance.uniform(0, 0.12))
         assert told == list(range(first, first + BATCH * len(told), BATCH))
         buffer = Buffer(path, settings(max_megabytes=1000))
-        assert not buffer.recovered, str(buffer.recovered)
+        assert buffer.set_aside is None
         found = kept(buffer)
         # All that was acknowledged; one append more may have been under way, and is whole.
         expected += range(first, first + BATCH * len(told))
@@ -125,7 +125,7 @@ def test_a_reader_goes_on_while_writers_are_killed_beside_it(tmp_path: Path, rou
         os.waitpid(child, 0)
     buffer = Buffer(path, settings(max_megabytes=1000))
     assert expected <= len(kept(buffer)) <= expected + rounds * BATCH
-    assert not buffer.recovered
+    assert buffer.set_aside is None
     buffer.close()
 
 
@@ -148,7 +148,6 @@ def test_a_bad_last_page_after_a_kill_loses_the_last_append_only(tmp_path: Path)
         file.write(bytes(byte ^ 0x55 for byte in page))
     buffer = Buffer(path, settings())
     assert kept(buffer) == list(range(9))
-    assert buffer.recovered.dropped_commits == 1
     buffer.append([entry(20)])
     assert kept(buffer) == [*range(9), 20]
     buffer.close()
@@ -193,7 +192,7 @@ def test_a_full_disk_refuses_the_append_and_harms_nothing(tmp_path: Path) -> Non
     buffer.close()
     buffer = Buffer(path, settings())
     assert kept(buffer) == list(range(count + 1))
-    assert not buffer.recovered
+    assert buffer.set_aside is None
     buffer.close()
 
 
@@ -214,7 +213,7 @@ def test_a_write_that_fails_in_the_middle_harms_nothing(tmp_path: Path) -> None:
     for found in (path, tmp_path.with_name("copy") / path.name):  # closed well, and as by a kill
         again = Buffer(found, settings())
         assert kept(again) == list(range(count + 1))
-        assert not again.recovered
+        assert again.set_aside is None
         again.close()
 
 

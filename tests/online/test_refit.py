@@ -119,7 +119,6 @@ def test_no_update_begins_while_a_canary_is_judged(shop):
     shop.registry.publish(
         lambda path: save_model(draft.model, tiny.byte_tokenizer(), path),
         metrics={},
-        window={},
         canary=True,
     )
     assert not shop.refit.due()

@@ -1,5 +1,6 @@
 """Served answers whose every field follows from a number, so that a mixed one is seen."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,13 +9,14 @@ from draftkit.data.rollouts import Record
 from draftkit.online.ages import Uptime
 from draftkit.online.buffer import Entry
 
-MARK = 0x5EED0000  # ids of answers begin here: four bytes that no other content of a file has
+MARK = 0x5EED0000  # ids of answers begin here
 DAY = 86400.0
 
 
 def record(number: int, *, tokens: int = 8, width: int = 3) -> Record:
     """Of that number; its prompt too, so that each is its own for the held-out split."""
     ids = [MARK + number] * tokens
+    chance = random.Random(number)  # so that it does not shrink when it is stored
     return Record(
         prompt_ids=[MARK + number, number % 7],
         output_ids=ids,
@@ -27,8 +29,8 @@ def record(number: int, *, tokens: int = 8, width: int = 3) -> Record:
         domain="d",
         proposals=[number, *[-1] * (tokens - 1)],
         rejected=[True, *[False] * (tokens - 1)],
-        topk_ids=[[number + place for place in range(width)] for _ in ids],
-        topk_log_probs=[[-number / 64 - place for place in range(width)] for _ in ids],
+        topk_ids=[[chance.getrandbits(31) for _ in range(width)] for _ in ids],
+        topk_log_probs=[[-chance.random() for _ in range(width)] for _ in ids],
         tail_mass=[number / 1048576] * tokens,
     )
 

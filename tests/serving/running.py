@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from draftkit.config import BufferConfig, DecodeConfig, GateConfig, SamplingConfig, ServeConfig
+from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Entry, Served
 from draftkit.online.registry import Version
@@ -116,8 +118,6 @@ class Shelf:
             ancestors=() if parent is None else (parent.name, *parent.ancestors),
             sha256={},
             metrics={},
-            window={},
-            created=0.0,
         )
         self.weights[name] = weights
         if canary:
@@ -214,6 +214,13 @@ class Disk:
 Make = Callable[[], Adapter]
 
 
+def route_of(name: str, make: Make, registry: Any = None, *, proposer: str = "sampled") -> Route:
+    """A route whose drafters are made by `make`."""
+    cpu = torch.device("cpu")
+    material = Material(make, lambda: [[1, 2, 3]], tiny.VOCAB_SIZE, cpu)
+    return Route(name, lambda: PROPOSERS[proposer](material), registry)
+
+
 @contextmanager
 def serving(
     target: Adapter,
@@ -229,13 +236,14 @@ def serving(
     verification: str = "speculative",
     started: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    proposer: str = "sampled",
     **serve: Any,
 ) -> Iterator[Engine]:
     """A running engine of `target` and one drafter a route: `make` makes each of them."""
     settings = {"slots": 4, "max_length": 96, "adapts": False, "top_logprobs": 5}
     routes = registries or {"default": None}
     drafters = Drafters(
-        [Route(name, make, registry) for name, registry in routes.items()],
+        [route_of(name, make, registry, proposer=proposer) for name, registry in routes.items()],
         gate or GateConfig(),
         poll_seconds=0.01,
     )

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -273,7 +274,10 @@ def test_the_real_buffer_holds_what_was_served_and_no_trace_of_who_opted_out(
     load = buffer.load()
     assert load is not None
     assert (load.queued, load.running) == (0, 0)
+    with buffer._database.reading() as connection:
+        rows = connection.execute("SELECT content FROM records").fetchall()
     files = b"".join(path.read_bytes() for path in tmp_path.iterdir() if path.is_file())
+    files += b"".join(zlib.decompress(content) for (content,) in rows)
     buffer.close()
     for ids, is_there in ((open_, True), (secret, False)):
         forms = [np.array(ids, dtype=kind).tobytes() for kind in ("<i4", "<i8", "<u2", "u1")]

@@ -14,10 +14,10 @@ from draftkit.config import GateConfig
 from draftkit.models.adapter import Adapter
 from draftkit.online import versions as versions_module
 from draftkit.online.registry import Registry
-from draftkit.serving.drafters import Drafters, Route
+from draftkit.serving.drafters import Drafters
 from draftkit.serving.weights import same
 from tests import tiny
-from tests.serving.running import Weights
+from tests.serving.running import Weights, route_of
 
 DRAFT = tiny.pair()[1]
 WEIGHTS = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
@@ -45,7 +45,7 @@ def registry(tmp_path: Path) -> Registry:
 def following(registry: Registry) -> Drafters:
     """Drafters that follow `registry` whenever `poll` is called, by the version in force."""
     gate = GateConfig(canary_fraction=0.5)
-    drafters = Drafters([Route("default", make, Registry(registry.path.parent))], gate)
+    drafters = Drafters([route_of("default", make, Registry(registry.path.parent))], gate)
     drafters.attach(Weights())  # type: ignore[arg-type]
     drafters.poll()
     assert drafters.versions() == {"default": "v000001"}
@@ -82,7 +82,7 @@ def test_a_read_error_that_passes_delays_a_version_and_nothing_else(
 ) -> None:
     drafters = following(registry)
     route = drafters.routes["default"]
-    second = registry.publish(write(NEXT), metrics={}, window={}, canary=canary)
+    second = registry.publish(write(NEXT), metrics={}, canary=canary)
     if whole:  # its files were looked over before
         assert route.registry is not None
         route.registry._whole(second.name)
@@ -108,7 +108,7 @@ def test_damage_is_refused_once_and_for_good(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafters = following(registry)
-    second = registry.publish(write(NEXT), metrics={}, window={}, canary=True)
+    second = registry.publish(write(NEXT), metrics={}, canary=True)
     own = drafters.routes["default"].registry
     assert own is not None
     own._whole(second.name)  # and then the disk fails
@@ -129,7 +129,7 @@ def test_damage_is_refused_once_and_for_good(
 def test_a_start_does_not_begin_anew_for_a_read_error(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second = registry.publish(write(NEXT), metrics={}, window={}, canary=False)
+    second = registry.publish(write(NEXT), metrics={}, canary=False)
     Failing(monkeypatch, errno.EACCES, times=1)
     with pytest.raises(PermissionError):
         Registry(registry.path.parent).seed(write(WEIGHTS))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig
-from draftkit.theory.divergences import DIVERGENCES, LOG_FLOOR, masked_mean
+from draftkit.theory.divergences import DIVERGENCES, LOG_FLOOR
 from draftkit.theory.warping import SamplingParams, warped_logits
 
 SIZE = 12
@@ -363,27 +363,3 @@ def test_divergences_compile_without_a_break(name: str) -> None:
     assert torch.equal(value, value_of(name, target, draft, tokens))
     value.sum().backward()
     assert torch.equal(draft.grad, gradient_of(name, target, draft.detach(), token_ids=tokens))
-
-
-# Reduction
-
-
-def test_masked_mean_is_the_sum_over_selected_positions_divided_by_their_number() -> None:
-    values = torch.tensor([[1.0, 2.0, torch.nan], [4.0, 8.0, 16.0]])
-    mask = torch.tensor([[True, True, False], [False, False, True]])
-    assert masked_mean(values, mask).item() == pytest.approx((1 + 2 + 16) / 3)
-
-
-def test_masked_mean_passes_no_gradient_to_positions_left_out() -> None:
-    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    masked_mean(values, torch.tensor([True, False, True])).backward()
-    assert values.grad is not None
-    assert values.grad.tolist() == [0.5, 0.0, 0.5]
-
-
-def test_masked_mean_refuses_an_empty_mask_and_another_shape() -> None:
-    values = torch.ones(2, 3)
-    with pytest.raises(ValueError, match="mask is empty"):
-        masked_mean(values, torch.zeros(2, 3, dtype=torch.bool))
-    with pytest.raises(AssertionError):
-        masked_mean(values, torch.ones(3, dtype=torch.bool))

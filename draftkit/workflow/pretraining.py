@@ -1,0 +1,72 @@
+"""Training a small model from scratch by plain next-token prediction, on the text of `data`."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from draftkit.artifacts import remove
+from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.data.prompts import Example
+from draftkit.data.store import Mapped
+from draftkit.distillation.loop import Progress, train
+from draftkit.distillation.sources import TextSource, whole_text
+from draftkit.distillation.trainer import Trainer
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.loading import new_llama, save_model
+from draftkit.tracking import Tracker
+from draftkit.workflow.progress import progress
+
+
+def pretrain(
+    key: str,
+    config: Config,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Example],
+    folder: Path,
+    tracker: Tracker,
+    note: Callable[[str], None],
+) -> None:
+    """Train the model of section `key` (`target` or `draft`) on `texts` from scratch.
+
+    It is saved to `<folder>/<key>`; what a resumed run needs lies beside it until then.
+    """
+    shape = getattr(config, key).pretrain
+    device = resolve_device(config.hardware)
+    dtype = resolve_dtype(config.hardware, device)
+    model = new_llama(shape, tokenizer, seed=config.seed, device=device)
+    trainer = Trainer(
+        CausalAdapter(model, vocab_size=len(tokenizer)),
+        None,
+        optim=OptimConfig(
+            learning_rate=shape.learning_rate,
+            max_steps=shape.max_steps,
+            per_device_train_batch_size=shape.per_device_train_batch_size,
+            warmup_steps=max(1, shape.max_steps // 20),
+            weight_decay=0.1,
+            save_steps=config.optim.save_steps,
+        ),
+        divergence=DivergenceConfig(name="next_token"),
+        sampling=SamplingConfig(),
+        autocast=dtype if dtype != torch.float32 else None,
+    )
+    source = TextSource(
+        Mapped(whole_text, texts),
+        batch_size=shape.per_device_train_batch_size,
+        seed=config.seed,
+        device=device,
+    )
+    with progress(f"training the {key}", shape.max_steps, note) as show:
+
+        def log(step: Progress) -> None:
+            show(step)
+            tracker.log(f"prepare_{key}", step.steps, {"loss": step.metrics.loss})
+
+        training = folder / f"{key}-training"
+        training.mkdir(exist_ok=True)
+        train(trainer, source, training, evaluate=None, log=log)
+    save_model(model, tokenizer, folder / key)
+    remove(training)  # the model is whole: nothing resumes from here

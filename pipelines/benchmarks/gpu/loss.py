@@ -1,0 +1,111 @@
+"""Part e: distillation at a vocabulary of 152k: the loss in chunks beside the plain one, and steps.
+
+The loss alone first; then whole steps of a drafter of 0.6 B under a target of 4 B, both of random
+weights, on random tokens: forward, backward, update.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from draftkit.config import DivergenceConfig, OptimConfig, PretrainConfig, SamplingConfig
+from draftkit.distillation.batch import collate, continued
+from draftkit.distillation.teacher import TargetTeacher
+from draftkit.distillation.trainer import Trainer
+from draftkit.models.devices import resolve_device, resolve_dtype
+from pipelines.benchmarks.gpu.decoder import shape
+from pipelines.benchmarks.gpu.part import Part
+from pipelines.benchmarks.random_models import random_llama
+from pipelines.benchmarks.training import Shape, chunked_costs
+from pipelines.memory import peak_memory_bytes
+
+DIVERGENCE = "reverse_kl"
+WARM_STEPS = 2
+STEPS_GUESS = 15.0  # seconds
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the loss, and of the steps."""
+
+    loss: Shape
+    repeats: int
+    target: PretrainConfig
+    draft: PretrainConfig
+    rows: int
+    tokens: int  # of a row
+    steps: int
+
+
+REAL = Size(
+    loss=Shape(),
+    repeats=5,
+    target=shape(36, 2560, 9728, 32, 1024),
+    draft=shape(28, 1024, 3072, 16, 1024),
+    rows=8,
+    tokens=512,
+    steps=6,
+)
+REHEARSED = Size(
+    loss=Shape(tokens=24, vocab_size=500, target_width=8, draft_width=8),
+    repeats=1,
+    target=shape(1, 32, 32, 4, 64),
+    draft=shape(1, 16, 16, 4, 64),
+    rows=2,
+    tokens=8,
+    steps=2,
+)
+
+
+def steps(part: Part, size: Size) -> dict[str, Any]:
+    """Tokens a second of whole steps, and the most memory that they took."""
+    device, vocab_size = resolve_device(part.config.hardware), size.loss.vocab_size
+    dtype = resolve_dtype(part.config.hardware, device)
+    target, draft = (
+        random_llama(model, vocab_size=vocab_size, seed=seed, dtype=precision, device=device)
+        for seed, (model, precision) in enumerate(
+            [(size.target, dtype), (size.draft, torch.float32)]
+        )
+    )
+    draft.model.requires_grad_(True)
+    trainer = Trainer(
+        draft,
+        TargetTeacher(target),
+        optim=OptimConfig(learning_rate=1e-5),
+        divergence=DivergenceConfig(name=DIVERGENCE),
+        sampling=SamplingConfig(),
+        autocast=None if dtype == torch.float32 else dtype,
+    )
+    generator = torch.Generator().manual_seed(part.config.seed)
+    rows = torch.randint(vocab_size, (size.rows, size.tokens), generator=generator).tolist()
+    batch = collate([continued(row[:1], row[1:]) for row in rows], device=device)
+    seconds = []
+    for _ in range(WARM_STEPS + size.steps):
+        started = time.perf_counter()
+        tokens = trainer.step(batch).tokens  # its norm is read on the host: the step is over
+        seconds.append(time.perf_counter() - started)
+    step = statistics.median(seconds[WARM_STEPS:])
+    return {
+        "tokens": tokens,
+        "step_seconds": step,
+        "tokens_per_second": tokens / step,
+        "peak_memory_bytes": peak_memory_bytes(),
+        "weight_bytes": {"target": target.weight_bytes, "draft": draft.weight_bytes},
+    }
+
+
+def run(part: Part) -> None:
+    """The loss both ways, then steps."""
+    size = REHEARSED if part.rehearses else REAL
+    device = resolve_device(part.config.hardware)
+    part.step("shape", lambda: vars(replace(size.loss)))
+    part.step(
+        "loss",
+        lambda: chunked_costs(
+            size.loss, divergence=DIVERGENCE, device=device, repeats=size.repeats, seed=0
+        ),
+    )
+    part.step("steps", lambda: steps(part, size), guess=STEPS_GUESS)

@@ -1,0 +1,1 @@
+"""Experiments that show draftkit at work, or replay a paper; commands of `pipelines` run them."""

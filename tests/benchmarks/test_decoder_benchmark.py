@@ -1,0 +1,265 @@
+"""The benchmark: counting, pairing, prediction, and what is said where answers part."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from draftkit.config import BENCHMARK_METHOD_NAMES, SamplingConfig
+from draftkit.decoding.generation import Completion
+from draftkit.evaluation.costs import Calibration
+from draftkit.evaluation.judge import Prompts
+from draftkit.evaluation.walltime import FullBatch, Setting, Timed
+from draftkit.theory.speedup import Costs, speedup_from_length
+from pipelines.benchmarks import decoder as benchmark
+from pipelines.benchmarks.decoder import (
+    METHODS,
+    Counted,
+    Pair,
+    applicable,
+    greedy_agreement,
+    headline,
+    measure,
+    median_interval,
+    paired_ratio,
+    parting_margin,
+    prediction,
+)
+from tests import tiny
+from tests.gammas import FixedGamma
+
+GREEDY = SamplingConfig(temperature=0.0)
+PROMPTS = Prompts(
+    test=tiny.prompts([5, 3, 8, 6, 4, 7]), calibration=tiny.prompts([4, 6, 5], seed=1)
+)
+SETTING = Setting(
+    sampling=GREEDY,
+    max_new_tokens=12,
+    gamma=3,
+    verification="speculative",
+    batch_size=1,
+    capacity=40,
+    eos_token_ids=(),
+    seed=0,
+    compiled=False,
+)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target, draft = tiny.pair()
+    return Pair(target, draft, eos_token_ids=(), pad_token_id=tiny.VOCAB_SIZE - 1)
+
+
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch):
+    monkeypatch.setattr("draftkit.evaluation.costs.BURST", 6)
+    monkeypatch.setattr("draftkit.evaluation.costs.SETTLING", 2)
+
+
+def by_method(points):
+    return {point["method"]: point for point in points}
+
+
+@pytest.fixture(scope="module")
+def greedy(pair):
+    """Every method on single greedy rows."""
+    return by_method(measure(pair, PROMPTS, SETTING, BENCHMARK_METHOD_NAMES, resamples=200))
+
+
+# A setting
+
+
+def test_every_method_answers_every_prompt_at_full_length(greedy):
+    assert set(greedy) == set(METHODS) - {"adaptive"}
+    for point in greedy.values():
+        assert (point["prompts"], point["chunks"], point["tokens"]) == (6, 6, 6 * 12)
+        assert point["seconds"] > 0
+        low, high = point["tokens_per_second"]["quartiles"]
+        assert 0 < low <= point["tokens_per_second"]["median"] <= high
+
+
+def test_greedy_answers_are_those_of_hugging_face(greedy):
+    for name in ("plain", "speculative", "eager_speculative"):
+        found = greedy[name]["beside_hf"]
+        assert found["compared"] == 6
+        assert found["identical"] + found["near_ties"] == 6
+        assert found["different"] == 0
+        assert found["tolerance"] == 1e-5
+
+
+def test_ratios_of_a_pair_of_methods_are_inverse_to_each_other(greedy):
+    forth = greedy["plain"]["ratios"]["hf_plain"]
+    back = greedy["hf_plain"]["ratios"]["plain"]
+    # the median of an even number of ratios is a mean, and means do not invert exactly
+    assert forth["median"] * back["median"] == pytest.approx(1, rel=0.2)
+    assert forth["ci95"][0] * back["ci95"][1] == pytest.approx(1)
+    assert forth["ci95"][0] <= forth["median"] <= forth["ci95"][1]
+    assert "plain" not in greedy["plain"]["ratios"]
+
+
+def test_the_prediction_is_the_formula_of_what_stands_beside_it(greedy):
+    point = greedy["speculative"]
+    predicted = speedup_from_length(
+        point["acceptance_length"]["mean"],
+        3,
+        point["cost_ratio"],
+        point["verify_ratio"],
+        point["overhead_ratio"],
+    )
+    assert point["speedup"]["predicted"] == pytest.approx(predicted)
+    assert point["prediction_error"] == pytest.approx(point["speedup"]["measured"] / predicted - 1)
+    assert set(point["acceptance_length"]) == {"mean", "ci95", "n", "prompts"}
+    assert 1 < point["acceptance_length"]["mean"] <= 4
+    # a row of its own is a full batch to its end
+    assert point["full_length"] == point["acceptance_length"]["mean"]
+
+
+def test_the_prediction_and_what_it_is_held_against_are_of_full_batches():
+    costs = Costs(
+        plain_seconds=1.0,
+        cost_ratio=0.1,
+        verify_ratio=1.0,
+        overhead_ratio=0.0,
+        verify_ratios={3: 1.0},
+    )
+    timed = {
+        "plain": Timed([9.0, 9.0], tokens=[16, 16], full=[FullBatch(8.0, 16, 16, 16)] * 2),
+        "speculative": Timed(
+            seconds=[99.0, 99.0],
+            tokens=[16, 16],
+            completions=[Completion([1], accept_counts=[0, 8, 0, 0], tested=8)] * 2,
+            full=[FullBatch(4.0, 14, 6, 15)] * 2,
+        ),
+    }
+    found = prediction(timed, Calibration(costs, {}), replace(SETTING, batch_size=2), 10)
+    assert found["acceptance_length"]["mean"] == 2
+    assert found["full_length"] == 15 / 6
+    assert found["speedup"]["measured"] == pytest.approx((14 / 4) / (16 / 8))
+    assert found["speedup"]["predicted"] == pytest.approx((15 / 6) / (3 * 0.1 + 1))
+    error = found["speedup"]["measured"] / found["speedup"]["predicted"] - 1
+    assert found["prediction_error"] == pytest.approx(error)
+
+
+def test_the_headline_has_the_keys_that_other_tools_read(greedy):
+    found = headline(list(greedy.values()))
+    assert list(found) == [
+        *("ratio_to_plain", "ratio_to_hf_assisted", "ratio_to_hf_plain"),
+        *("plain_ratio_to_hf_plain", "acceptance_length", "prediction_error"),
+    ]
+    assert found["ratio_to_plain"] == greedy["speculative"]["ratios"]["plain"]["median"]
+    assert found["plain_ratio_to_hf_plain"] == greedy["plain"]["ratios"]["hf_plain"]["median"]
+    assert all(value is not None for value in found.values())
+
+
+def test_the_headline_is_null_where_greedy_single_rows_were_not_measured(greedy):
+    others = [point | {"batch_size": 4} for point in greedy.values()]
+    others += [point | {"temperature": 1.0} for point in greedy.values()]
+    assert set(headline(others).values()) == {None}
+    assert headline([greedy["plain"]])["ratio_to_plain"] is None
+
+
+def test_a_sampled_crowd_adapts_its_gamma_and_leaves_lonely_peers_out(pair, monkeypatch):
+    monkeypatch.setattr(benchmark, "CROWD", 3)
+    setting = replace(SETTING, sampling=SamplingConfig(), batch_size=3)
+    costs = {}
+    names = ("plain", "speculative", "adaptive", "hf_plain", "hf_assisted", "hf_lookup")
+    found = by_method(measure(pair, PROMPTS, setting, names, costs=costs, resamples=200))
+    assert set(found) == {"plain", "speculative", "adaptive", "hf_plain"}
+    assert list(costs) == [3]
+    assert all("beside_hf" not in point for point in found.values())
+    gammas = found["adaptive"]["gammas"]
+    assert set(gammas) <= {"0", "1", "2", "3"}
+    assert sum(gammas.values()) >= 2 * 12 / 4
+    assert found["plain"]["chunks"] == 2
+    assert 1 <= found["speculative"]["full_length"] <= 4
+
+
+def test_nothing_is_calibrated_where_nothing_speculates(pair, monkeypatch):
+    monkeypatch.setattr(benchmark, "meter", lambda *arguments: pytest.fail("did"))
+    found = by_method(measure(pair, PROMPTS, SETTING, ("plain", "hf_plain")))
+    assert "acceptance_length" not in found["plain"]
+
+
+def test_methods_fit_the_batch():
+    every = list(METHODS)
+    assert applicable(every, SETTING) == [name for name in every if name != "adaptive"]
+    crowd = applicable(every, replace(SETTING, batch_size=8))
+    assert crowd == [name for name in every if name not in ("hf_assisted", "hf_lookup")]
+    few = applicable(every, replace(SETTING, batch_size=4))
+    assert "adaptive" not in few
+    assert "hf_assisted" not in few
+
+
+def test_choices_of_gamma_are_counted():
+    policy = Counted(FixedGamma(2))
+    assert [policy.choose(batch=1, most=most) for most in (4, 4, 1)] == [2, 2, 1]
+    assert dict(policy.chosen) == {2: 2, 1: 1}
+
+
+# Medians and intervals
+
+
+@pytest.mark.parametrize("n", [6, 7, 10, 24, 25])
+def test_the_interval_of_a_median_covers_by_enumeration(n):
+    """Each value falls below the true median with probability 1/2: count the cases that cover."""
+    low, high = median_interval(list(range(n)))
+    # `low` is at most the median exactly if at least low + 1 values are; likewise above
+    covered = sum(math.comb(n, below) for below in range(n + 1) if low < below <= high) / 2**n
+    assert covered >= 0.95
+    narrower = sum(math.comb(n, b) for b in range(n + 1) if low + 1 < b <= high - 1) / 2**n
+    assert narrower < 0.95
+
+
+def test_few_values_give_their_range():
+    assert median_interval([3.0]) == [3.0, 3.0]
+    assert median_interval([3.0, 1.0, 2.0]) == [1.0, 3.0]
+
+
+def test_ratios_are_paired_by_chunk_and_hold_the_prefill():
+    mine = Timed(seconds=[1.0, 2.0, 10.0], prefill_seconds=[1.0, 0.0, 0.0], tokens=[10, 10, 10])
+    other = Timed(seconds=[4.0, 2.0, 30.0], prefill_seconds=[0.0, 0.0, 0.0], tokens=[20, 10, 10])
+    found = paired_ratio(mine, other)  # 5 / 5, 5 / 5, 1 / (1/3)
+    assert found["median"] == pytest.approx(1.0)
+    assert found["ci95"] == pytest.approx([1.0, 3.0])
+
+
+# Where answers part
+
+
+@torch.inference_mode()
+def ranked(target, prompt):
+    """The next tokens from the most likely on, and their logits."""
+    tokens = torch.tensor([prompt])
+    keep = torch.zeros_like(tokens, dtype=torch.bool)
+    keep[:, -1] = True
+    return target.score(tokens, keep)[0].sort(descending=True)
+
+
+def test_the_margin_is_how_far_the_worse_token_lies_below_the_best(pair):
+    prompt = PROMPTS.test[0]
+    logits, tokens = ranked(pair.target, prompt)
+    best, third = int(tokens[0]), int(tokens[2])
+    first, second = Completion(prompt, [best, 5]), Completion(prompt, [third, 5])
+    expected = float(logits[0] - logits[2])
+    assert parting_margin(pair.target, first, second) == pytest.approx(expected)
+    assert parting_margin(pair.target, second, first) == pytest.approx(expected)
+    longer = Completion(prompt, [best, 5, 6])
+    assert parting_margin(pair.target, first, longer) == math.inf
+
+
+def test_only_differences_by_more_than_a_tie_count_as_different(pair, monkeypatch):
+    prompt = PROMPTS.test[0]
+    logits, tokens = ranked(pair.target, prompt)
+    ours = [Completion(prompt, [int(tokens[0])]), Completion(prompt, [int(tokens[0])])]
+    theirs = [ours[0], Completion(prompt, [int(tokens[1])])]
+    gap = float(logits[0] - logits[1])
+    for tolerance, different in ((gap / 2, 1), (gap * 2, 0)):
+        monkeypatch.setitem(benchmark.TIE_MARGINS, torch.float32, tolerance)
+        found = greedy_agreement(pair.target, ours, theirs)
+        assert (found["compared"], found["identical"]) == (2, 1)
+        assert (found["near_ties"], found["different"]) == (1 - different, different)
+        assert found["largest_margin"] == pytest.approx(gap)
+    monkeypatch.setattr(benchmark, "parting_margin", lambda *_: float("nan"))
+    assert greedy_agreement(pair.target, ours, theirs)["different"] == 1  # of logits with NaN

@@ -1,0 +1,59 @@
+"""Both trainers take their steps in turns; the loss in chunks is the plain one."""
+
+import pytest
+import torch
+
+from draftkit.config import SamplingConfig
+from draftkit.distillation import chunked
+from draftkit.models.loading import Target
+from draftkit.models.vocabulary import train_byte_bpe
+from pipelines.benchmarks.training import Load, Shape, beside_trl, chunked_costs, peak_bytes
+from tests import tiny
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def test_both_trainers_are_timed_on_the_same_prompts_step_by_step():
+    target, draft = tiny.pair()
+    pair = Target(target, train_byte_bpe(["a b c"], 300), eos_token_ids=(0,))
+    load = Load(
+        divergence="reverse_kl",
+        sampling=SamplingConfig(),
+        batch_size=2,
+        max_new_tokens=5,
+        learning_rate=1e-3,
+        seed=0,
+        compiled=False,
+    )
+    before = draft.model.get_input_embeddings().weight.clone()
+    prompts = tiny.prompts([4, 6, 3, 5, 7, 4], seed=1)
+    found = beside_trl(pair, draft, prompts, load, warm_steps=1, steps=2)
+    assert found["steps"] == 2
+    assert set(found["tokens_per_second"]) == {"draftkit", "trl"}
+    low, high = found["ratio_quartiles"]
+    assert 0 < low <= found["ratio_to_trl"] <= high
+    assert not torch.equal(before, draft.model.get_input_embeddings().weight)
+
+
+def test_chunks_need_less_memory_for_the_same_gradient(monkeypatch):
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 16 * 4 * 5000)
+    shape = Shape(tokens=256, vocab_size=5000, target_width=16, draft_width=8)
+    found = chunked_costs(shape, divergence="forward_kl", device=CPU, repeats=2, seed=0)
+    assert found["chunked_gradient_error"] < 1e-5
+    assert found["chunked_peak_fraction"] < 0.2
+    assert found["chunked_time_ratio"] > 0
+    peaks = found["chunked_peak_bytes"] / found["plain_peak_bytes"]
+    assert found["chunked_peak_fraction"] == pytest.approx(peaks)
+    assert found["plain_peak_bytes"] > 2 * 4 * 256 * 5000  # logits of both models, float32
+    assert min(found["chunked_tokens_per_second"], found["plain_tokens_per_second"]) > 0
+
+
+def test_the_peak_is_what_was_held_at_once():
+    def function():
+        first = torch.zeros(3 * MIB, dtype=torch.uint8)
+        del first
+        kept = torch.zeros(2 * MIB, dtype=torch.uint8)
+        return kept, torch.zeros(2 * MIB, dtype=torch.uint8)
+
+    assert peak_bytes(function, CPU) == pytest.approx(4 * MIB, abs=1000)

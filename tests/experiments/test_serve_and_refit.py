@@ -1,0 +1,236 @@
+"""Server and daemon as two processes under load: two routes, each with a drafter of its own."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from draftkit.artifacts import read_json, write_json
+from draftkit.config import Config
+from draftkit.models.loading import load_outline
+from draftkit.online.buffer import Served
+from pipelines.configuration import compose_config
+from pipelines.experiments import serve_and_refit
+from pipelines.experiments.serve_and_refit import asked
+from pipelines.online import online
+from pipelines.refitting import daemon_folder
+from pipelines.serve import serve
+from pipelines.service import buffer_of, registry_of, seeded_registry
+from tests.online.traffic import entry
+from tests.pairs import OTHERS, paths, save_pairs
+from tests.smoke import splits_of
+from tests.test_online import BARE, SMALL, composed, ended, fork
+
+ROUTES = ["online.routes=[default,code]", "online.traffic.domains=[prose,cpp]"]
+LOAD = ["online.traffic.requests=120", "online.traffic.max_new_tokens=12"]
+EAGER = [
+    "online.gate.fraction=0.5",
+    "online.gate.canary_fraction=0",  # nobody serves when the daemon comes to publish
+    "online.steps=30",
+    "optim.learning_rate=1e-2",
+]
+
+
+@pytest.mark.timeout(240)
+def test_each_route_is_served_recorded_and_refitted_by_itself(tmp_path: Path) -> None:
+    """The whole experiment, then a daemon that has time enough for one update of each route."""
+    words = ["+experiment=serve_and_refit", *ROUTES, *LOAD, *EAGER]
+    config = composed(tmp_path, *words)
+    summary = read_json(online.ensure(config) / "summary.json")
+    assert summary["alive"] == {"server": True, "daemon": True}
+    assert summary["requests"] == 120
+    served = {"default": 0, "code": 0}
+    for row in summary["served"]:
+        served[row["route"]] += row["requests"]
+    assert served == {"default": 60, "code": 60}
+    buffer = buffer_of(config)
+    prompts = {
+        domain: {tuple(one.prompt_ids) for one in splits_of(config).train if one.domain == domain}
+        for domain in ("prose", "cpp")
+    }
+    for route, domain in (("default", "prose"), ("code", "cpp")):
+        kept = [
+            tuple(stored.record.prompt_ids)
+            for held_out in (False, True)
+            for stored in buffer.newest(route, 1000, held_out=held_out)
+        ]
+        assert len(kept) == 60
+        assert set(kept) <= prompts[domain]
+    buffer.close()
+    begun = summary.get("versions_published", 0) + summary.get("versions_rejected", 0)
+    if begun < 2:  # the load had ended before the daemon was there
+        done = fork(tmp_path, config.name, *ROUTES, *EAGER, f"online.most_updates={2 - begun}")
+        assert "all updates done" in ended(done)
+    for route in ("default", "code"):
+        registry = registry_of(config, route)
+        first, *later = registry.versions()
+        assert later, route
+        assert registry.current() == later[-1]
+        assert later[0].parent == first.name
+    weights = [registry_of(config, route).versions()[-1] for route in ("default", "code")]
+    assert weights[0].sha256 != weights[1].sha256
+
+
+def test_domains_that_are_not_there_are_named(tmp_path: Path) -> None:
+    words = ["+experiment=serve_and_refit", "online.routes=[default,code]"]
+    with pytest.raises(ValueError, match=r"online.traffic.domains names 1 domains for 2"):
+        asked(composed(tmp_path, *words))
+    with pytest.raises(ValueError, match=r"online.traffic.domains: .* no prompts of 'poems'"):
+        asked(composed(tmp_path, *words, "online.traffic.domains=[prose,poems]"))
+    requests = asked(composed(tmp_path, *words, *LOAD, "online.traffic.domains=[prose,cpp]"))
+    assert [route for route, _ in requests] == ["default", "code"] * 60
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pairs")
+    save_pairs(folder)
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path, pairs: Path) -> Config:
+    """The experiment with a pair that lies there."""
+    return composed(tmp_path, "+experiment=serve_and_refit", *BARE, *paths(pairs / "pair"))
+
+
+@pytest.fixture
+def begun(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The version that each run begins with; instead of two processes it leaves what they would.
+
+    That is three answers of the version in force, a record, and a version after it; in the first
+    run alone also the daemon's account of one that it published.
+    """
+    names: list[str] = []
+
+    @contextmanager
+    def running(task: Callable[[Config], None], config: Config) -> Iterator[SimpleNamespace]:
+        if task is serve:
+            outline = load_outline(config.target, config.hardware)
+            version = seeded_registry(config, "default", outline).current()
+            assert version is not None
+            names.append(version.name)
+            registry = seeded_registry(config, "default", outline)
+            weights = (version.path / "model.safetensors").read_bytes()
+
+            def write(folder: Path) -> None:
+                (folder / "model.safetensors").write_bytes(weights)
+
+            registry.publish(write, metrics={}, canary=False)
+            buffer = buffer_of(config)
+            buffer.append([entry(0)])
+            buffer.add_served([Served(route="default", version=version.name, requests=3)])
+            buffer.close()
+        elif len(names) == 1:
+            write_json(daemon_folder(config) / "summary.json", {"versions_published": 1})
+        yield SimpleNamespace(is_alive=lambda: True)
+
+    monkeypatch.setattr(serve_and_refit, "running", running)
+    monkeypatch.setattr(serve_and_refit, "wait_until_healthy", lambda url, process: None)
+    monkeypatch.setattr(serve_and_refit, "ask", lambda url, requests, config: {"requests": 3})
+    monkeypatch.setattr(serve_and_refit, "asked", lambda config: [])
+    return names
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_each_run_begins_with_the_starting_drafter_and_counts_its_own_requests(
+    config: Config, begun: list[str], overwrite: bool
+) -> None:
+    """Redone, or resumed after a kill that came before its summary."""
+    first = online.launch(config)
+    assert first["versions_published"] == 1
+    assert [(row["version"], row["requests"]) for row in first["served"]] == [("v000001", 3)]
+    if not overwrite:
+        (online.path(config) / "summary.json").unlink()
+    again = online.launch(replace(config, overwrite=overwrite))
+    assert begun == ["v000001", "v000001"]
+    assert [(row["version"], row["requests"]) for row in again["served"]] == [("v000001", 3)]
+    assert "versions_published" not in again
+    buffer = buffer_of(config)
+    assert sum(buffer.count("default", held_out=side) for side in (False, True)) == 1
+    buffer.close()
+
+
+def test_a_service_that_was_there_before_is_not_cleared_unasked(
+    config: Config, begun: list[str]
+) -> None:
+    buffer = buffer_of(config)
+    buffer.append([entry(0)])
+    buffer.close()
+    for _ in range(2):  # a refused run does not make it the experiment's own
+        with pytest.raises(ValueError, match=r"has not begun: use name=\.\.\., or overwrite=true"):
+            online.launch(config)
+    buffer = buffer_of(config)
+    assert sum(buffer.count("default", held_out=side) for side in (False, True)) == 1
+    buffer.close()
+    online.launch(replace(config, overwrite=True))
+    assert begun == ["v000001"]
+
+
+USED = [
+    "decode.gamma=2",
+    "decode=block",
+    "serve.slots=3",
+    "draft.lora.rank=2",
+    "draft.freeze_head=true",
+    "generate.rollouts=64",
+    "evaluate.max_new_tokens=9",
+    "evaluate.batch_size=3",
+]
+
+
+def test_a_setting_that_the_experiment_uses_makes_it_another(pairs: Path, config: Config) -> None:
+    words = ["+experiment=serve_and_refit", *BARE, *paths(pairs / "pair"), *SMALL]
+    known = online.identity(config).settings
+    changed = {
+        used: online.identity(compose_config([*words, f"root={config.root}", used])).settings
+        for used in USED
+    }
+    assert [used for used, settings in changed.items() if settings == known] == []
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_pair_makes_it_another_experiment(
+    tmp_path: Path, pairs: Path, config: Config, other: str
+) -> None:
+    names = [f"{model}.path={pairs / other / model}" for model in ("target", "draft")]
+    changed = composed(tmp_path, "+experiment=serve_and_refit", *BARE, *names)
+    assert online.identity(changed).inputs != online.identity(config).inputs
+
+
+def killed_parent(found: Connection) -> None:
+    """Start a server's like as the experiment does, and be killed when it runs."""
+    forking = multiprocessing.get_context("fork")
+    read, written = forking.Pipe(duplex=False)
+
+    def task(config: Config) -> None:
+        found.send("runs")
+        written.send("runs")
+        time.sleep(600)  # unless it is told to stop
+
+    forking.Process(target=serve_and_refit.attended, args=(task, Config())).start()
+    read.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_server_ends_with_the_experiment_that_started_it() -> None:
+    """Also where that was killed: else it would go on and hold the service folder."""
+    forking = multiprocessing.get_context("fork")
+    read, written = forking.Pipe(duplex=False)
+    parent = forking.Process(target=killed_parent, args=(written,))
+    parent.start()
+    written.close()
+    assert read.recv() == "runs"
+    assert read.poll(60)
+    with pytest.raises(EOFError):  # nobody is left who could write
+        read.recv()
+    parent.join()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from draftkit.config import SamplingConfig
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.generation import Completion
@@ -32,12 +33,14 @@ from draftkit.evaluation.judge import Prompts, count_rounds
 from draftkit.evaluation.walltime import (
     PLAIN,
     Method,
+    PromptIds,
     Setting,
     Timed,
     chunk_count,
     decoding,
     full_speedup,
     proposing,
+    row_capacity,
     take_turns,
     warm_up,
 )
@@ -219,6 +222,24 @@ def base_point(name: str, timed: dict[str, Timed], setting: Setting) -> Point:
             if other in timed and other != name
         },
     }
+
+
+def setting_of(
+    prompts: Prompts, sampling: SamplingConfig, *, max_new_tokens: int, gamma: int, seed: int
+) -> Setting:
+    """One row, eagerly, by speculative sampling, of texts that end by their length alone."""
+    texts: PromptIds = [*prompts.test, *prompts.calibration]
+    return Setting(
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        gamma=gamma,
+        verification="speculative",
+        batch_size=1,
+        capacity=row_capacity(texts, max_new_tokens=max_new_tokens, gamma=gamma),
+        eos_token_ids=(),
+        seed=seed,
+        compiled=False,
+    )
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

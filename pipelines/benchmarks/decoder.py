@@ -30,6 +30,7 @@ from draftkit.evaluation.calibration import (
     between,
 )
 from draftkit.evaluation.judge import Prompts, count_rounds
+from draftkit.evaluation.lossless import parting_margin
 from draftkit.evaluation.walltime import (
     PLAIN,
     Method,
@@ -323,25 +324,6 @@ def greedy_agreement(
         "largest_margin": max(margins, default=0.0),
         "tolerance": tolerance,
     }
-
-
-@torch.inference_mode()
-def parting_margin(target: CausalAdapter, first: Completion, second: Completion) -> float:
-    """How far the worse of both tokens lies below the best logit where two answers part.
-
-    Infinite where one answer is the beginning of the other: no tie explains that.
-    """
-    pairs = enumerate(zip(first.output_ids, second.output_ids, strict=False))
-    place = next((i for i, (a, b) in pairs if a != b), None)
-    if place is None:
-        return math.inf
-    text = [*first.prompt_ids, *first.output_ids[:place]]
-    tokens = torch.tensor([text], device=target.device)
-    keep = torch.zeros_like(tokens, dtype=torch.bool)
-    keep[:, -1] = True
-    logits = target.score(tokens, keep)[0].double()
-    rivals = logits[[first.output_ids[place], second.output_ids[place]]]
-    return float(logits.max() - rivals.min())
 
 
 def headline(points: Sequence[Point]) -> dict[str, Any]:

@@ -97,7 +97,6 @@ class Reader:
 
     @property
     def used(self) -> Json:
-        """The usage so far."""
         read, written = self.asked.prompt_tokens, sum(c.tokens for c in self.asked.choices)
         counts = {"prompt_tokens": read, "completion_tokens": written}
         return counts | {"total_tokens": read + written}

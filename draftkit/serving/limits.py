@@ -53,7 +53,6 @@ class Limits:
         self._body_seconds = body_seconds
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         name = secrets.token_hex(12)

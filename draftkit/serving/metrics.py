@@ -55,7 +55,6 @@ class Metrics:
         self._model_name = model_name
 
     def ended(self, reason: str) -> None:
-        """Count an answer."""
         self._ended.labels(self._model_name, reason).inc()
 
     def render(self) -> bytes:

@@ -79,7 +79,6 @@ class Failed(Exception):
 
     @property
     def response(self) -> Response:
-        """What is sent."""
         return json_response(self.body, self.status, self.headers)
 
 
@@ -123,7 +122,6 @@ class Choice:
     speculation: Speculation | None = None
 
     def push(self, piece: Piece) -> None:
-        """Take the next piece."""
         if self.keeps:
             self.text.append(piece.text)
             self.scores += piece.scores
@@ -248,7 +246,6 @@ class ChatForm(Form):
         return {"delta": {"content": text} if text else {}}
 
     def opening(self, choice: Choice) -> Json:
-        """Who speaks."""
         part = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},

@@ -81,7 +81,6 @@ class Counted:
         self.chosen: Counter[int] = Counter()
 
     def choose(self, *, batch: int, most: int) -> int:
-        """The policy's choice, counted."""
         gamma = self.policy.choose(batch=batch, most=most)
         self.chosen[gamma] += 1
         return gamma
@@ -115,7 +114,6 @@ class Bench:
         return proposing(self.pair.target, proposer, self.setting)
 
     def peer(self, **options: Any) -> Method:
-        """Hugging Face's `generate`."""
         pad = self.pair.pad_token_id
         return hugging_face(self.pair.target, self.setting, pad_token_id=pad, **options)
 

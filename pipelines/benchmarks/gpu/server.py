@@ -103,12 +103,10 @@ class Load:
         ]
 
     def start(self) -> None:
-        """Let all clients ask."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Ask no more."""
         self._stopping.set()
 
     def _ask_on(self, prompt: list[int]) -> None:

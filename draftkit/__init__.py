@@ -1,0 +1,36 @@
+"""Distil, judge and use a draft model for speculative decoding; see `draftkit.workflow.library`.
+
+The names below are loaded when they are first used: `import draftkit.theory` loads torch alone.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftkit.workflow.fitting import Fitted
+    from draftkit.workflow.library import (
+        Answer,
+        Evaluation,
+        Pair,
+        distill,
+        evaluate,
+        generate,
+        load_pair,
+    )
+
+__all__ = [
+    "Answer",
+    "Evaluation",
+    "Fitted",
+    "Pair",
+    "distill",
+    "evaluate",
+    "generate",
+    "load_pair",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("draftkit.workflow.library"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

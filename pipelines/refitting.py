@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -13,39 +12,35 @@ from typing import Any
 import torch
 
 from draftkit.artifacts import provenance, write_json
-from draftkit.config import Config, OptimConfig
-from draftkit.distillation.trainer import Trainer
+from draftkit.config import Config, ModelConfig
+from draftkit.data.rollouts import read_parts
 from draftkit.models.loading import (
     Outline,
     Target,
-    load_draft,
-    load_outline,
-    load_target,
     outline_of,
-    save_model,
-    with_path,
 )
+from draftkit.online.assembly import make_refit
 from draftkit.online.daemon import Daemon
-from draftkit.online.gate import Judge
 from draftkit.online.refit import Anchors, Refit, Update
+from draftkit.workflow.fitting import load_teaching_target
 from pipelines.contexts import contexts, read_contexts
-from pipelines.fitting import Models, load_learner, make_trainer
 from pipelines.folder import SUMMARY, locked
-from pipelines.generate import generate, read_rollouts
-from pipelines.inputs import draft_of, model_hashes
-from pipelines.scores import read_scores, read_validation, scores
+from pipelines.generate import generate
+from pipelines.inputs import check_pair, models
+from pipelines.plan import Given, Step
+from pipelines.run import StageFolder, products, show_plan, tracker_of
+from pipelines.scores import read_validation, scores
 from pipelines.service import (
     SERVER,
     STATE,
     buffer_of,
+    checksums_of,
     clear_service,
     daemon_folder,
     registry_of,
     seeded_registry,
     service_folder,
 )
-from pipelines.stage import tracker_of
-from pipelines.target import target_of
 
 
 def rollback(config: Config) -> None:
@@ -58,6 +53,8 @@ def rollback(config: Config) -> None:
 
 def daemon(config: Config) -> None:
     """Refit until told to stop. Raises ValueError where a daemon of this service runs already."""
+    if config.plan:
+        return show_plan("online", daemon_needs(config).values())
     os.nice(config.online.nice)
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
@@ -80,15 +77,20 @@ def daemon(config: Config) -> None:
 
 def watch(config: Config, folder: Path, stop: Event) -> None:
     """Load what refitting needs, and run the loop; with `overwrite` from an empty folder on."""
-    fingerprints = model_hashes(config)
+    check_pair(config)
+    made = products("online", daemon_needs(config))
+    fingerprints = checksums_of(made)
     if config.overwrite:
         print(f"online: clearing {folder} (overwrite=true)", flush=True)
         clear_service(config, SERVER)
     buffer = buffer_of(config, fingerprints)
-    target, outline = load_teacher(config)
-    anchors = load_anchors(config)
+    target = load_teaching_target(
+        made.model(config, "target"), config.hardware, stored=config.online.teacher == "stored"
+    )
+    anchors = load_anchors(config, made)
+    start = made.model(config, "draft")
     refits = [
-        make_refit(config, route, target, outline, anchors, fingerprints)
+        refit_of(config, route, start, target, anchors, fingerprints)
         for route in config.online.routes
     ]
     place = daemon_folder(config)
@@ -110,92 +112,65 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         buffer.close()
 
 
-def load_teacher(config: Config) -> tuple[Target | None, Outline]:
-    """The target, where the buffer's stored scores shall not stand for it."""
-    named = target_of(config)
-    if config.online.teacher == "target":
-        target = load_target(named, config.hardware)
-        return target, outline_of(target)
-    if config.online.buffer.top_k == 0:
+def daemon_needs(config: Config) -> dict[str, Given | Step]:
+    """The pair, and the texts of which anchors are taken.
+
+    Raises ValueError where nothing is stored to learn from.
+    """
+    options, stored = config.online, config.online.teacher == "stored"
+    if stored and options.buffer.top_k == 0:
         raise ValueError(
             "online.teacher=stored learns from the scores in the buffer: set online.buffer.top_k "
             "above 0, or online.teacher=target"
         )
-    return None, load_outline(named, config.hardware)
+    inputs = models(config)
+    if options.anchor_fraction == 0 and options.gate.anchors == 0:
+        return inputs
+    if not stored:
+        return {**inputs, "rollouts": generate.step(config), "contexts": contexts.step(config)}
+    scored = replace(
+        config,
+        source=replace(config.source, name="target"),
+        generate=replace(config.generate, top_k=options.buffer.top_k),
+    )
+    return {**inputs, "scores": scores.step(scored)}
 
 
-def load_anchors(config: Config) -> Anchors:
+def load_anchors(config: Config, made: StageFolder) -> Anchors:
     """Answers of the target to prompts of `data`: some to mix in, held-out ones for the gate."""
     options = config.online
-    if options.anchor_fraction == 0 and options.gate.anchors == 0:
-        return Anchors()
-    if options.teacher == "target":
-        train = read_rollouts(generate.ensure(config))
-        held_out = read_contexts(contexts.ensure(config), "validation")
+    if "scores" in made.inputs:
+        train, held_out = read_parts(made.input("scores")), read_validation(made.input("scores"))
+    elif "rollouts" in made.inputs:
+        train = read_parts(made.input("rollouts"))
+        held_out = read_contexts(made.input("contexts"), "validation")
     else:
-        stored = replace(
-            config,
-            source=replace(config.source, name="target"),
-            generate=replace(config.generate, top_k=options.buffer.top_k),
-        )
-        folder = scores.ensure(stored)
-        train, held_out = read_scores(folder), read_validation(folder)
+        return Anchors()
     return Anchors(
         train if options.anchor_fraction > 0 else (), list(held_out[: options.gate.anchors])
     )
 
 
-def make_refit(
+def refit_of(
     config: Config,
     route: str,
-    target: Target | None,
-    outline: Outline,
+    start: ModelConfig,
+    target: Target | Outline,
     anchors: Anchors,
     fingerprints: Mapping[str, str],
 ) -> Refit:
     """The refit of one route, as its last update left it."""
-    registry = seeded_registry(config, route, outline, fingerprints)
-    start = draft_of(config)
-
-    def trainer_of(folder: Path) -> Trainer:
-        draft = load_learner(config, with_path(start, folder), outline)
-        return make_trainer(config, Models(target, outline, draft), optim_of_update(config))
-
-    current = registry.current()
-    assert current is not None
-    return Refit(
+    outline = target if isinstance(target, Outline) else outline_of(target)
+    return make_refit(
+        config,
         route=route,
+        start=start,
+        target=target,
         buffer=buffer_of(config, fingerprints),
-        registry=registry,
-        make_trainer=trainer_of,
-        save=partial(save_trained, outline),
-        judge=Judge(
-            load_draft(with_path(start, current.path), outline),
-            target.adapter if target else None,
-            batch_size=config.evaluate.batch_size,
-        ),
+        registry=seeded_registry(config, route, start, outline, fingerprints),
         anchors=anchors,
-        settings=config.online,
         folder=service_folder(config) / STATE / route,
-        gamma=config.decode.gamma,
-        seed=config.seed,
-        stored_at=None if target else config.training_temperature,
     )
-
-
-def optim_of_update(config: Config) -> OptimConfig:
-    """`optim` for updates: the rate falls to 0 in each of them, without a warm-up.
-
-    At a constant rate what is served would be as far from its optimum as the last step was long.
-    """
-    steps = config.online.steps
-    return replace(config.optim, lr_scheduler_type="linear", max_steps=steps, warmup_steps=0)
-
-
-def save_trained(outline: Outline, trainer: Trainer, folder: Path) -> None:
-    """Write the trained draft as a folder that serving can load."""
-    draft = trainer.draft
-    save_model(draft.model, outline.tokenizer, folder, kept_ids=draft.kept_ids)
 
 
 def numbers_of(refit: Refit, update: Update) -> dict[str, float]:

@@ -53,7 +53,7 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
     domain = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     empty = True
     for place, row in islice(rows, data.max_rows):
-        form = _form(row, data, f"{setting(data)}, {place}")
+        form = row_form(row, data, f"{setting(data)}, {place}")
         yield Document(_content_hash(form), domain, form)
         empty = False
     if empty:
@@ -211,7 +211,7 @@ def _hub_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 # Rows
 
 
-def _form(row: dict[str, Any], data: DataConfig, place: str) -> dict[str, Any]:
+def row_form(row: dict[str, Any], data: DataConfig, place: str) -> dict[str, Any]:
     """The part of `row` that is used, under the names of one of the three forms."""
     found = f"columns found: {', '.join(row)}"
     named = {"prompt_column": data.prompt_column, "completion_column": data.completion_column}

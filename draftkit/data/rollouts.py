@@ -10,7 +10,7 @@ float.
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -184,3 +184,28 @@ class RecordParts(Lazy[Record]):
         part = bisect_right(self._ends, place)
         start = self._ends[part - 1] if part else 0
         return self._read(self._paths[part])[place - start]
+
+
+def write_parts(
+    folder: Path,
+    count: int,
+    *,
+    size: int,
+    make: Callable[[range], list[Record]],
+    name: str = "part",
+) -> Iterator[list[Record]]:
+    """Yield records 0 .. count - 1, `size` at a time, each lot kept in a file of its own.
+
+    `make(rows)` makes the records of a lot; one whose file is there is read instead, so that a
+    kill costs one lot.
+    """
+    for first in range(0, count, size):
+        path = folder / f"{name}-{first:08d}.parquet"
+        if not path.exists():
+            write_records(path, make(range(first, min(first + size, count))))
+        yield read_records(path)
+
+
+def read_parts(folder: Path) -> RecordParts:
+    """All records that `write_parts` has written as `part`, in order."""
+    return RecordParts(sorted(folder.glob("part-*.parquet")))

@@ -8,10 +8,8 @@ happens next is in the checkpoint or a function of the step.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from accelerate.utils import broadcast_object_list
 
 from draftkit.distillation.checkpoint import (
     load_checkpoint,
@@ -19,6 +17,7 @@ from draftkit.distillation.checkpoint import (
     save_checkpoint,
     save_weights,
 )
+from draftkit.distillation.ranks import agree
 from draftkit.distillation.sources import Source
 from draftkit.distillation.trainer import StepMetrics, Trainer
 
@@ -36,17 +35,23 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Where training ended. `best_step` 0 means that the starting weights were the best.
+class Best:
+    """Which weights are the best so far; step 0: those that the run starts from.
 
     `best_alpha` is None where nothing was evaluated, or nothing but NaN came out.
     """
 
+    best_step: int = 0
+    best_alpha: float | None = None
+    last_alpha: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome(Best):
+    """Where training ended, and with which weights."""
+
     steps: int
     tokens: int
-    best_step: int
-    best_alpha: float | None
-    last_alpha: float | None
 
 
 def train(
@@ -64,12 +69,12 @@ def train(
     """
     optim = trainer.optim
     if evaluate is not None:
-        evaluate = agreed(trainer, evaluate)
-    notes: dict = {"best_step": 0, "best_alpha": None, "last_alpha": None}
+        evaluate = agreed(evaluate)
+    best = Best()
     if (folder / CHECKPOINT).exists():
-        notes = load_checkpoint(folder / CHECKPOINT, trainer)
+        best = Best(**load_checkpoint(folder / CHECKPOINT, trainer))
     elif evaluate is not None:
-        notes = consider(trainer, folder, notes, evaluate(0))
+        best = consider(trainer, folder, best, evaluate(0))
     clock, counted = time.perf_counter(), trainer.tokens
     while trainer.steps < optim.max_steps:
         logged = due(trainer.steps + 1, optim.logging_steps, optim.max_steps)
@@ -81,30 +86,23 @@ def train(
             clock, counted = time.perf_counter(), trainer.tokens
         evaluated = evaluate is not None and due(trainer.steps, optim.eval_steps, optim.max_steps)
         if evaluated and evaluate is not None:
-            notes = consider(trainer, folder, notes, evaluate(trainer.steps))
+            best = consider(trainer, folder, best, evaluate(trainer.steps))
         if evaluated or due(trainer.steps, optim.save_steps, optim.max_steps):
-            save_checkpoint(folder / CHECKPOINT, trainer, notes)
+            save_checkpoint(folder / CHECKPOINT, trainer, vars(best))
             if trainer.accelerator.is_main_process:
-                forget_others(folder, notes["best_step"])
+                forget_others(folder, best.best_step)
     trainer.accelerator.wait_for_everyone()  # for files of the first process
     if evaluate is not None:
-        load_weights(best_path(folder, notes["best_step"]), trainer)
-    return Outcome(trainer.steps, trainer.tokens, **notes)
+        load_weights(best_path(folder, best.best_step), trainer)
+    return Outcome(**vars(best), steps=trainer.steps, tokens=trainer.tokens)
 
 
-def agreed(trainer: Trainer, evaluate: Callable[[int], float]) -> Callable[[int], float]:
+def agreed(evaluate: Callable[[int], float]) -> Callable[[int], float]:
     """`evaluate`, with what the first of several processes measured as the answer of all.
 
     What rounds otherwise on one of them must not let it keep other weights.
     """
-
-    def of_the_first(step: int) -> float:
-        values = [evaluate(step)]
-        if trainer.accelerator.num_processes > 1:
-            broadcast_object_list(values)
-        return values[0]
-
-    return of_the_first
+    return lambda step: agree(evaluate(step))
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -117,18 +115,17 @@ def best_path(folder: Path, step: int) -> Path:
     return folder / f"best-{step:06d}.safetensors"
 
 
-def consider(trainer: Trainer, folder: Path, notes: dict, alpha: float) -> dict:
-    """Keep the present weights if `alpha` beats the best so far, as NaN never does; the notes.
+def consider(trainer: Trainer, folder: Path, best: Best, alpha: float) -> Best:
+    """Keep the present weights if `alpha` beats the best so far, as NaN never does.
 
     The weights that a run starts from are kept whatever their alpha.
     """
-    notes, best = {**notes, "last_alpha": alpha}, notes["best_alpha"]
-    if trainer.steps > 0 and not alpha > (-math.inf if best is None else best):
-        return notes
+    known = -math.inf if best.best_alpha is None else best.best_alpha
+    if trainer.steps > 0 and not alpha > known:
+        return replace(best, last_alpha=alpha)
     # The older file stays until a checkpoint names the newer one: a kill in between loses nothing.
     save_weights(best_path(folder, trainer.steps), trainer)
-    best = None if math.isnan(alpha) else alpha
-    return {**notes, "best_step": trainer.steps, "best_alpha": best}
+    return Best(trainer.steps, None if math.isnan(alpha) else alpha, alpha)
 
 
 def forget_others(folder: Path, best_step: int) -> None:

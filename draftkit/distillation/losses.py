@@ -33,6 +33,7 @@ from draftkit.theory.divergences import DIVERGENCES, Divergence
 
 NEEDS_FULL_SUPPORT = {"reverse_kl"}
 FIRST = "forward_kl"  # what a warm-up takes
+OWN = "own"  # a loss that is a function of the caller's
 
 
 @cache
@@ -43,19 +44,24 @@ def compiled(name: str) -> Divergence:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: divergences, and the served sampling at the training temperature."""
+    """What is minimised: divergences, and the served sampling at the training temperature.
+
+    own: a function of the signature of all divergences, minimised instead of `divergence.name`. It
+    is never compiled.
+    """
 
     divergence: DivergenceConfig
     sampling: SamplingConfig
     temperature: float
     compiled: bool = False
     never: Tensor | None = None  # [V] bool: ids that the draft cannot propose
+    own: Divergence | None = None
 
     def terms(self, step: int) -> dict[str, float]:
         """The weights of divergences in the loss of `step`, from 0."""
         if step < self.divergence.warmup_steps:
             return {FIRST: 1.0}
-        return self.divergence.terms
+        return {OWN: 1.0} if self.own is not None else self.divergence.terms
 
     def warp(self, name: str) -> Warp:
         """The distributions that divergence `name` compares."""
@@ -101,13 +107,23 @@ class Objective:
         else:
             assert scores is not None, name
             target_logits, draft_logits = scores.beside(draft_logits, rows, warp)
-        function = compiled(name) if self.compiled else DIVERGENCES[name]
-        return function(
+        if name == OWN:
+            assert self.own is not None
+            function = self.own
+        else:
+            function = compiled(name) if self.compiled else DIVERGENCES[name]
+        values = function(
             target_logits=target_logits,
             draft_logits=draft_logits,
             token_ids=token_ids,
             settings=self.divergence,
         )
+        if values.shape != token_ids.shape:
+            raise ValueError(
+                f"the loss must give one number a token, {[*token_ids.shape]}, and gave "
+                f"{[*values.shape]}: sum over the vocabulary (dim=-1), not over the tokens"
+            )
+        return values
 
     def overlap(self, *, scores: TargetScores, draft_logits: Tensor, rows: slice) -> Tensor:
         """sum_x min(p, q) [m] of the distributions that the loss compares: 1 - TVD."""

@@ -23,6 +23,7 @@ from draftkit.distillation.chunked import chunked_sum
 from draftkit.distillation.losses import Objective, token_weights
 from draftkit.distillation.teacher import TargetScores, Teacher
 from draftkit.models.adapter import CausalAdapter
+from draftkit.theory.divergences import Divergence
 from draftkit.theory.noise import DROPOUT, uniform
 
 RATE_TIMES_WIDTH = 0.1
@@ -99,6 +100,7 @@ class Trainer:
     reference: the draft against which `divergence.tokens=top` measures what there is to learn.
     seed: of the noise of dropout, which is a function of it, the step and the process: a run that
     is resumed repeats it, and no two processes share a mask.
+    loss: minimised instead of `divergence.name`.
     """
 
     def __init__(
@@ -114,12 +116,13 @@ class Trainer:
         reference: CausalAdapter | None = None,
         compiled: bool = False,
         seed: int = 0,
+        loss: Divergence | None = None,
     ) -> None:
         self.draft = draft
         self.teacher = teacher
         self.optim = optim
         self.objective = Objective(
-            divergence, sampling, temperature, compiled, never=never_proposed(draft)
+            divergence, sampling, temperature, compiled, never=never_proposed(draft), own=loss
         )
         self.reference = reference
         self.steps = 0

@@ -6,6 +6,8 @@ losses, no decoding.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -106,16 +108,9 @@ def load_model(
     """
     check_folder(model, key)
     transformers_logging.disable_progress_bar()
-    options: dict[str, Any] = {
-        "revision": model.revision,
-        "trust_remote_code": model.trust_remote_code,
-    }
+    config = _model_config(model, key)
     # Read to where they stay, and not through the host's memory.
     mapped = {"device_map": device} if device.type == "cuda" else {}
-    try:
-        config = AutoConfig.from_pretrained(str(model.path), **options)
-    except LOADING_ERRORS as error:
-        raise cannot_load(model, key, error) from error
     check_kind(config, model, key, encoder_decoder=encoder_decoder)
     kind: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
     try:
@@ -125,7 +120,8 @@ def load_model(
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            **options,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
             **mapped,
         )
     except LOADING_ERRORS as error:
@@ -137,6 +133,20 @@ def load_model(
             f"(first: {absent[0]}): give a complete folder written by save_pretrained"
         )
     return loaded.to(device).eval()
+
+
+def _model_config(model: ModelConfig, key: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(
+            str(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except LOADING_ERRORS as error:
+        raise cannot_load(model, key, error) from error
+
+
+def width_of(draft: ModelConfig) -> int:
+    """The hidden size of a draft whose weights are not loaded for it."""
+    return _model_config(draft, "draft").get_text_config().hidden_size
 
 
 def cannot_load(model: ModelConfig, key: str, error: BaseException) -> ValueError:
@@ -256,6 +266,22 @@ def load_target(
     )
 
 
+@contextmanager
+def in_float32(target: Target) -> Iterator[None]:
+    """Hold the weights of `target` in float32 for a while, in place: no second copy is loaded.
+
+    Those of lower precision come back bit by bit.
+    """
+    dtype, weights = target.adapter.dtype, [*target.adapter.model.parameters()]
+    for weight in weights:
+        weight.data = weight.data.to(torch.float32)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.data = weight.data.to(dtype)
+
+
 def load_seq2seq_target(
     model: ModelConfig, hardware: HardwareConfig, *, dtype: torch.dtype | None = None
 ) -> Seq2SeqTarget:
@@ -372,6 +398,11 @@ def save_model(
         tokenizer.save_pretrained(temporary)
         if kept_ids is not None:
             write_kept_ids(temporary, kept_ids)
+
+
+def save_draft(draft: CausalAdapter, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """`save_model` of a draft: a folder that `load_draft`, and serving, can load."""
+    save_model(draft.model, tokenizer, folder, kept_ids=draft.kept_ids)
 
 
 def with_path(model: ModelConfig, path: Path) -> ModelConfig:

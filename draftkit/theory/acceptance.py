@@ -57,6 +57,10 @@ class Estimate:
     n: int
     prompts: int
 
+    def __str__(self) -> str:
+        """`0.812 [0.801, 0.823]`."""
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
     def as_dict(self) -> dict[str, Any]:
         """The form in which every `summary.json` holds an estimate."""
         return {

@@ -10,28 +10,24 @@ from functools import partial
 from pathlib import Path
 
 from draftkit.artifacts import remove
-from draftkit.config import Config, OptimConfig
-from draftkit.data.prompts import Example
-from draftkit.data.rollouts import Record
+from draftkit.config import Config
+from draftkit.data.prompts import Example, read_splits
+from draftkit.data.rollouts import Record, write_parts
 from draftkit.distillation.loop import Progress, train
 from draftkit.distillation.sources import TextSource
-from draftkit.distillation.teacher import TargetTeacher
-from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
-from draftkit.models.loading import Target, load_draft, outline_of, with_path
+from draftkit.models.loading import Target, load_draft, save_draft, with_path
 from draftkit.models.remembered import RememberedAdapter
+from draftkit.online.assembly import make_refit
 from draftkit.online.buffer import Buffer
-from draftkit.online.gate import Judge
-from draftkit.online.refit import Anchors, Refit, row_of
+from draftkit.online.refit import Anchors, row_of
 from draftkit.online.registry import Registry
+from draftkit.workflow.fitting import make_trainer
+from draftkit.workflow.pretraining import pretrain
+from draftkit.workflow.progress import progress
+from draftkit.workflow.sampling import target_sampler
 from pipelines.experiments.drift_stream import Service
-from pipelines.fitting import Models, load_learner, make_trainer
-from pipelines.generate import sampled, target_sampler
-from pipelines.pretraining import pretrain
-from pipelines.progress import progress
-from pipelines.refitting import optim_of_update, save_trained
-from pipelines.stage import StageFolder
-from pipelines.texts import splits_of
+from pipelines.run import StageFolder
 
 SAMPLED = 512  # answers of a file
 
@@ -56,33 +52,23 @@ def sample(lab: Lab, name: str, examples: Sequence[Example], count: int) -> list
     config = lab.config
     folder = lab.path / "text"
     folder.mkdir(exist_ok=True)
-    lots = sampled(
-        target_sampler(
-            config,
-            lab.target,
-            max_new_tokens=config.online.drift.max_new_tokens,
-            batch_size=config.generate.batch_size,
-            max_length=config.data.max_length,
-        ),
-        examples,
-        min(count, len(examples)),
-        size=SAMPLED,
-        version="target",
-        path_of=lambda first: folder / f"{name}-{first:06d}.parquet",
+    sampler = target_sampler(
+        lab.target,
+        sampling=config.sampling,
+        seed=config.seed,
+        max_new_tokens=config.online.drift.max_new_tokens,
+        batch_size=config.generate.batch_size,
+        max_length=config.data.max_length,
     )
+
+    def answer(rows: range) -> list[Record]:
+        prompts = [examples[row].prompt_ids for row in rows]
+        return sampler.sample(prompts, rows=rows, version="target")
+
+    lots = write_parts(folder, min(count, len(examples)), size=SAMPLED, make=answer, name=name)
     records = [record for lot in lots for record in lot]
     lab.folder.note(f"{name}: {len(records)} answers")
     return records
-
-
-def learner(lab: Lab, folder: Path, optim: OptimConfig) -> Trainer:
-    """A trainer of the draft in `folder` towards the target."""
-    config, outline = lab.config, outline_of(lab.target)
-    draft = load_learner(config, with_path(config.draft, folder), outline)
-    loaded = Models(lab.target, outline, draft)
-    trainer = make_trainer(config, loaded, optim)
-    trainer.teacher = TargetTeacher(lab.reader)
-    return trainer
 
 
 def distil(
@@ -100,7 +86,9 @@ def distil(
     config = lab.config
     every = max(1, steps // 4)
     optim = replace(config.optim, max_steps=steps, eval_steps=every, save_steps=every)
-    trainer = learner(lab, start, optim)
+    trainer = make_trainer(
+        config, with_path(config.draft, start), lab.target, optim, reader=lab.reader
+    )
     source = TextSource(
         [row_of(record, prompts=config.online.prompts) for record in records],
         batch_size=trainer.optim.rows_of_a_process,
@@ -116,14 +104,14 @@ def distil(
 
     work = lab.path / f"{name}-training"
     work.mkdir(exist_ok=True)
-    with progress(f"distilling {name}", steps) as show:
+    with progress(f"distilling {name}", steps, lab.folder.note) as show:
 
         def log(step: Progress) -> None:
             show(step)
             lab.folder.tracker.log(name, step.steps, {"loss": step.metrics.loss})
 
         train(trainer, source, work, evaluate=evaluate, log=log)
-    save_trained(outline_of(lab.target), trainer, path)
+    save_draft(trainer.draft, lab.target.tokenizer, path)
     remove(work)
     return path
 
@@ -143,29 +131,18 @@ def make_service(lab: Lab, name: str, static: Path, anchors: Anchors) -> Service
     )
     registry = Registry(folder / "drafters")
     registry.seed(partial(copy_folder, static))
-    judge_draft, draft = (load_draft(with_path(config.draft, static), lab.target) for _ in range(2))
-    return Service(
-        name,
-        draft,
-        buffer,
-        Refit(
-            route="default",
-            buffer=buffer,
-            registry=registry,
-            make_trainer=lambda path: learner(lab, path, optim_of_update(config)),
-            save=partial(save_trained, outline_of(lab.target)),
-            judge=Judge(
-                judge_draft,
-                lab.reader,
-                batch_size=config.evaluate.batch_size,
-            ),
-            anchors=anchors,
-            settings=config.online,
-            folder=folder,
-            gamma=config.decode.gamma,
-            seed=config.seed,
-        ),
+    refit = make_refit(
+        config,
+        route="default",
+        start=config.draft,
+        target=lab.target,
+        buffer=buffer,
+        registry=registry,
+        anchors=anchors,
+        folder=folder,
+        reader=lab.reader,
     )
+    return Service(name, load_draft(with_path(config.draft, static), lab.target), buffer, refit)
 
 
 def copy_folder(source: Path, folder: Path) -> None:
@@ -185,7 +162,7 @@ class Texts:
 def make_texts(lab: Lab) -> Texts:
     """Sample all of them; of the first domain, too, what the static drafter learns from."""
     drift, evaluate = lab.config.online.drift, lab.config.evaluate
-    splits = splits_of(lab.config)
+    splits = read_splits(lab.folder.input("texts"))
     found = Texts({}, {}, {})
     for domain in (drift.first, *drift.domains):
         for name, examples, count, kept in (
@@ -201,9 +178,16 @@ def make_static(lab: Lab, texts: Texts) -> Path:
     """The drafter of the first domain: trained on its text, then distilled."""
     config, first = lab.config, lab.config.online.drift.first
     if not (lab.path / "draft").exists():
-        splits = splits_of(config)
-        only = replace(splits, train=of_domain(splits.train, first))
-        pretrain("draft", config, lab.folder, lab.target.tokenizer, only)
+        splits = read_splits(lab.folder.input("texts"))
+        pretrain(
+            "draft",
+            config,
+            tokenizer=lab.target.tokenizer,
+            texts=of_domain(splits.train, first),
+            folder=lab.path,
+            tracker=lab.folder.tracker,
+            note=lab.folder.note,
+        )
     return distil(
         lab,
         "static",

@@ -29,10 +29,17 @@ def parts(*, bias=True, dtype=torch.float64):
     return leaf(TOKENS, WIDTH), head, FullScores(torch.randn(TOKENS, 4, dtype=dtype), target)
 
 
+def brier(*, target_logits, draft_logits, **rest):
+    """A loss that the theory does not know."""
+    return (target_logits.softmax(-1) - draft_logits.softmax(-1)).square().sum(-1)
+
+
 def loss_of(scores, name="forward_kl"):
     weights = torch.linspace(0, 1, TOKENS, dtype=torch.float64)
     ids = torch.arange(TOKENS)
-    objective = Objective(DivergenceConfig(name=name), SamplingConfig(top_k=6), 0.8)
+    own = brier if name == "own" else None
+    config = DivergenceConfig() if own else DivergenceConfig(name=name)
+    objective = Objective(config, SamplingConfig(top_k=6), 0.8, own=own)
 
     def weighted(logits, rows):
         losses = objective.losses(
@@ -59,7 +66,7 @@ def test_chunks_on_cuda_are_of_bytes_alone():
     assert [rows.stop for rows in chunks(2048, VOCAB, CUDA)] == [2048]
 
 
-@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
+@pytest.mark.parametrize("name", [*DIVERGENCE_NAMES, "own"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_value_and_gradients_are_those_of_the_plain_sum(name, bias):
     states, head, scores = parts(bias=bias)
@@ -73,11 +80,12 @@ def test_value_and_gradients_are_those_of_the_plain_sum(name, bias):
         torch.testing.assert_close(one, 3 * other, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_are_those_of_the_value():
+@pytest.mark.parametrize("name", ["jsd", "own"])
+def test_gradients_are_those_of_the_value(name):
     states, head, scores = parts()
     leaves = (states, head.weight, head.bias)
     assert torch.autograd.gradcheck(
-        lambda s, w, b: chunked_sum(loss_of(scores, "jsd"), states=s, head=Head(w, b)), leaves
+        lambda s, w, b: chunked_sum(loss_of(scores, name), states=s, head=Head(w, b)), leaves
     )
 
 

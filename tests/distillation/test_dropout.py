@@ -19,7 +19,7 @@ from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.lora import with_lora
 from draftkit.theory.divergences import DIVERGENCES, Divergence
-from pipelines.fitting import checkpoint_activations
+from draftkit.workflow.fitting import checkpoint_activations
 from tests import tiny
 from tests.distillation.bigram import CPU
 

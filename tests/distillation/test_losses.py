@@ -22,10 +22,10 @@ def logits():
     }
 
 
-def losses(logits, name, sampling=None, temperature=1.0, step=0, **options):
+def losses(logits, name, sampling=None, temperature=1.0, step=0, own=None, **options):
     target_logits = logits["target_logits"]
     objective = Objective(
-        DivergenceConfig(name=name, **options), sampling or SamplingConfig(), temperature
+        DivergenceConfig(name=name, **options), sampling or SamplingConfig(), temperature, own=own
     )
     return objective.losses(
         scores=None if target_logits is None else FullScores(target_logits, None),
@@ -55,6 +55,39 @@ def test_the_served_cut_reaches_the_target_and_leaves_the_draft_whole(logits):
     log_draft = logits["draft_logits"].log_softmax(-1)
     expected = torch.where(target > 0, target * (target.log() - log_draft), 0.0).sum(-1)
     torch.testing.assert_close(losses(logits, "forward_kl", sampling), expected)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "jsd", "tvd", "next_token"])
+@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_k=3, top_p=0.8)])
+def test_a_function_of_ones_own_gets_what_the_divergences_get(logits, name, sampling):
+    """In place of whatever the settings name, but for the warm-up."""
+
+    def mine(*, target_logits, draft_logits, token_ids, settings):
+        return DIVERGENCES[name](
+            target_logits=target_logits,
+            draft_logits=draft_logits,
+            token_ids=token_ids,
+            settings=settings,
+        )
+
+    options = {"temperature": 0.7, "beta": 0.3}
+    expected = losses(logits, name, sampling, **options)
+    assert losses(logits, "reverse_kl", sampling, own=mine, **options).equal(expected)
+    warming = losses(logits, "tvd", sampling, own=mine, warmup_steps=2, step=1, **options)
+    assert warming.equal(losses(logits, "forward_kl", sampling, **options))
+    warm = losses(logits, "tvd", sampling, own=mine, warmup_steps=2, step=2, **options)
+    assert warm.equal(expected)
+
+
+@pytest.mark.parametrize("dim", [None, 0])
+def test_a_function_that_gives_no_number_a_token_is_refused(logits, dim):
+    def total(*, draft_logits, **rest):
+        return draft_logits.sum() if dim is None else draft_logits.sum(dim)
+
+    with pytest.raises(
+        ValueError, match=r"^the loss must give one number a token, \[5\], and gave"
+    ):
+        losses(logits, "forward_kl", own=total)
 
 
 @pytest.mark.parametrize("name", DIVERGENCE_NAMES)

@@ -12,7 +12,7 @@ from draftkit.distillation.trainer import Task, Trainer, learning_rate_for, sche
 from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.acceptance import greedy_draft_acceptance
 from draftkit.theory.divergences import forward_kl
-from pipelines.fitting import checkpoint_activations
+from draftkit.workflow.fitting import checkpoint_activations
 from tests import tiny
 from tests.distillation.bigram import CPU, VOCAB, Bigram, batch_of, trainer
 

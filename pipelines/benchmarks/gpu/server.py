@@ -23,6 +23,7 @@ from draftkit.config import (
     SamplingConfig,
     ServeConfig,
 )
+from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.devices import resolve_device
 from draftkit.online.registry import Registry
@@ -198,7 +199,11 @@ def under_load(part: Part, size: Size, code: str) -> dict[str, Any]:
     target = model(size.target, seed=0)
     with tempfile.TemporaryDirectory(dir=part.folder) as folder:
         registry = Registry(folder)
-        route = Route("default", lambda: model(size.draft, seed=1), registry)
+
+        def make() -> DraftModelProposer:
+            return DraftModelProposer(model(size.draft, seed=1))
+
+        route = Route("default", make, registry)
         drafters = Drafters([route], GateConfig(canary_fraction=0.0), poll_seconds=POLL_SECONDS)
         engine = Engine(
             target,

@@ -13,10 +13,12 @@ QUARTERS = 4
 
 
 @contextmanager
-def progress(title: str, total: int) -> Iterator[Callable[[Progress], None]]:
-    """Yield a function that shows a logged step of `total`."""
+def progress(
+    title: str, total: int, note: Callable[[str], None]
+) -> Iterator[Callable[[Progress], None]]:
+    """Yield a function that shows a logged step of `total`: a bar on a terminal, else a `note`."""
     if not sys.stdout.isatty():
-        yield QuarterLines(title, total).show
+        yield quarter_lines(title, total, note)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -36,17 +38,17 @@ def numbers(step: Progress) -> str:
     return f"loss {step.metrics.loss:.3f}{alpha}  {step.tokens_per_second:,.0f} tok/s"
 
 
-class QuarterLines:
-    """One line at every quarter of the way, for logs."""
+def quarter_lines(
+    title: str, total: int, note: Callable[[str], None]
+) -> Callable[[Progress], None]:
+    """A function that notes the first logged step of every quarter of the way, for logs."""
+    shown = 0
 
-    def __init__(self, title: str, total: int) -> None:
-        self._title = title
-        self._total = total
-        self._shown = 0
+    def show(step: Progress) -> None:
+        nonlocal shown
+        quarter = QUARTERS * step.steps // total
+        if quarter > shown:
+            shown = quarter
+            note(f"{title}: step {step.steps}/{total}  {numbers(step)}")
 
-    def show(self, step: Progress) -> None:
-        """Print `step` if it is the first logged one of a new quarter."""
-        quarter = QUARTERS * step.steps // self._total
-        if quarter > self._shown:
-            self._shown = quarter
-            print(f"{self._title}: step {step.steps}/{self._total}  {numbers(step)}", flush=True)
+    return show

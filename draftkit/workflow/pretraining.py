@@ -1,11 +1,14 @@
 """Training a small model from scratch by plain next-token prediction, on the text of `data`."""
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftkit.artifacts import remove
 from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig
-from draftkit.data.prompts import Splits
+from draftkit.data.prompts import Example
 from draftkit.data.store import Mapped
 from draftkit.distillation.loop import Progress, train
 from draftkit.distillation.sources import TextSource, whole_text
@@ -13,18 +16,24 @@ from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import new_llama, save_model
-from pipelines.progress import progress
-from pipelines.stage import StageFolder
+from draftkit.tracking import Tracker
+from draftkit.workflow.progress import progress
 
 
 def pretrain(
     key: str,
     config: Config,
-    folder: StageFolder,
+    *,
     tokenizer: PreTrainedTokenizerBase,
-    splits: Splits,
+    texts: Sequence[Example],
+    folder: Path,
+    tracker: Tracker,
+    note: Callable[[str], None],
 ) -> None:
-    """Train the model of section `key` from scratch and save it to `<folder>/<key>`."""
+    """Train the model of section `key` (`target` or `draft`) on `texts` from scratch.
+
+    It is saved to `<folder>/<key>`; what a resumed run needs lies beside it until then.
+    """
     shape = getattr(config, key).pretrain
     device = resolve_device(config.hardware)
     dtype = resolve_dtype(config.hardware, device)
@@ -45,19 +54,19 @@ def pretrain(
         autocast=dtype if dtype != torch.float32 else None,
     )
     source = TextSource(
-        Mapped(whole_text, splits.train),
+        Mapped(whole_text, texts),
         batch_size=shape.per_device_train_batch_size,
         seed=config.seed,
         device=device,
     )
-    with progress(f"training the {key}", shape.max_steps) as show:
+    with progress(f"training the {key}", shape.max_steps, note) as show:
 
         def log(step: Progress) -> None:
             show(step)
-            folder.tracker.log(f"prepare_{key}", step.steps, {"loss": step.metrics.loss})
+            tracker.log(f"prepare_{key}", step.steps, {"loss": step.metrics.loss})
 
-        training = folder.path / f"{key}-training"
+        training = folder / f"{key}-training"
         training.mkdir(exist_ok=True)
         train(trainer, source, training, evaluate=None, log=log)
-    save_model(model, tokenizer, folder.path / key)
+    save_model(model, tokenizer, folder / key)
     remove(training)  # the model is whole: nothing resumes from here

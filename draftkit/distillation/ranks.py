@@ -1,0 +1,49 @@
+"""What the processes of a distributed launch have to agree on; alone, nothing is asked of anybody.
+
+Importing this module loads no torch, so a command can use it before it knows what it needs.
+"""
+
+import os
+from typing import Any
+
+
+def is_alone() -> bool:
+    """Whether this process was launched by itself."""
+    return int(os.environ.get("WORLD_SIZE", "1")) == 1
+
+
+def join_group() -> None:
+    """Join the process group of a distributed launch, where there is one to join."""
+    if is_alone():
+        return
+    import torch
+    from accelerate import PartialState
+
+    forced = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    # Left to itself it knows no group of processes without accelerators.
+    PartialState(cpu=forced or not torch.cuda.is_available())
+
+
+def leave_group() -> None:
+    """Leave the process group of a distributed launch, where one was joined.
+
+    Left to the interpreter's exit, its threads now and then abort a process that has done its work.
+    """
+    if is_alone():
+        return
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def agree(value: Any) -> Any:
+    """The first rank's `value`, on every rank of a distributed launch."""
+    if is_alone():
+        return value
+    import torch
+
+    join_group()
+    values = [value]
+    torch.distributed.broadcast_object_list(values, src=0)
+    return values[0]

@@ -1,0 +1,68 @@
+"""The refit of a route put together: its trainer, its judge, and how they learn and save."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from draftkit.config import Config, ModelConfig, OptimConfig
+from draftkit.distillation.trainer import Trainer
+from draftkit.models.loading import Outline, Target, load_draft, save_draft, with_path
+from draftkit.models.remembered import RememberedAdapter
+from draftkit.online.buffer import Buffer
+from draftkit.online.gate import Judge
+from draftkit.online.refit import Anchors, Refit
+from draftkit.online.registry import Registry
+from draftkit.workflow.fitting import make_trainer
+
+
+def make_refit(
+    config: Config,
+    *,
+    route: str,
+    start: ModelConfig,
+    target: Target | Outline,
+    buffer: Buffer,
+    registry: Registry,
+    anchors: Anchors,
+    folder: Path,
+    reader: RememberedAdapter | None = None,
+) -> Refit:
+    """The refit of `route`, as its last update left it in `folder`.
+
+    start: how the drafter of a version is loaded. target: its outline alone where the buffer's
+    stored scores stand for it; `reader` may read texts in its place. The registry has a version.
+    """
+    current = registry.current()
+    assert current is not None
+    optim = optim_of_update(config)
+    knows = reader or (target.adapter if isinstance(target, Target) else None)
+
+    def trainer_of(path: Path) -> Trainer:
+        return make_trainer(config, with_path(start, path), target, optim, reader=reader)
+
+    return Refit(
+        route=route,
+        buffer=buffer,
+        registry=registry,
+        make_trainer=trainer_of,
+        save=lambda trainer, path: save_draft(trainer.draft, target.tokenizer, path),
+        judge=Judge(
+            load_draft(with_path(start, current.path), target),
+            knows,
+            batch_size=config.evaluate.batch_size,
+        ),
+        anchors=anchors,
+        settings=config.online,
+        folder=folder,
+        gamma=config.decode.gamma,
+        seed=config.seed,
+        stored_at=config.training_temperature if knows is None else None,
+    )
+
+
+def optim_of_update(config: Config) -> OptimConfig:
+    """`optim` for updates: the rate falls to 0 in each of them, without a warm-up.
+
+    At a constant rate what is served would be as far from its optimum as the last step was long.
+    """
+    steps = config.online.steps
+    return replace(config.optim, lr_scheduler_type="linear", max_steps=steps, warmup_steps=0)

@@ -1,0 +1,399 @@
+"""What `import draftkit` gives: a pair of models, trained, judged and used without a command.
+
+A prompt is text, a chat (a list of messages), a list of token ids, or a row as data files hold it
+(`{"prompt": ..., "completion": ...}`). Defaults are those of `draftkit.config`: every function
+takes sections of it by name, as `sampling=SamplingConfig(temperature=0.7)`, for the pair or for one
+call. The commands of `pipelines` call what these functions call, and share what they make.
+"""
+
+import shutil
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
+
+from draftkit.artifacts import fingerprint, read_json, write_json
+from draftkit.config import (
+    MIN_CHUNKS,
+    Config,
+    DataConfig,
+    DivergenceConfig,
+    EvaluateConfig,
+    HardwareConfig,
+    SourceConfig,
+)
+from draftkit.data.corpora import Document, row_form
+from draftkit.data.prompts import Example, to_examples
+from draftkit.data.rollouts import Record
+from draftkit.decoding.generation import decode, make_requests
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.evaluation.alpha import PromptTotals, estimates, gains, score_contexts
+from draftkit.evaluation.judge import Prompts, check_lossless, compare, gather
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import Target, in_float32, load_draft, load_target
+from draftkit.theory.acceptance import Estimate
+from draftkit.theory.divergences import Divergence
+from draftkit.tracking import Tracker
+from draftkit.workflow.fitting import Fitted, Job, fit
+from draftkit.workflow.sampling import target_sampler
+from draftkit.workflow.sources import TrainingTexts, reads_rollouts
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+Note = Callable[[str], None]
+CALIBRATING = 4  # every so many-th prompt calibrates costs, and times nothing
+
+
+def silent(line: str) -> None:
+    """Hear nothing of how a job goes on; `print` hears all."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a draft in memory, with the settings under which they are served."""
+
+    target: Target
+    draft: CausalAdapter
+    config: Config
+    _contexts: dict[str, list[Record]] = field(default_factory=dict, repr=False, compare=False)
+
+    def with_draft(self, draft: str | Path | Fitted) -> "Pair":
+        """The same target beside another draft: what `distill` gave, a folder, or a hub name."""
+        path = draft
+        if isinstance(draft, Fitted):
+            path = Path(mkdtemp()) / "draft"
+            draft.save(path)
+        model = replace(self.config.draft, path=str(path), revision=None)
+        config = replace(self.config, draft=model)
+        pair = replace(self, draft=load_draft(model, self.target), config=config)
+        if isinstance(draft, Fitted):
+            weakref.finalize(pair, shutil.rmtree, Path(str(path)).parent)
+        return pair
+
+    def settings(self, sections: Mapping[str, Any]) -> Config:
+        """The configuration of a call with `sections` of its own; the models stay the pair's."""
+        config, mine = replace(self.config, **sections), self.config
+        draft = replace(config.draft, path=mine.draft.path, revision=mine.draft.revision)
+        return replace(config, target=mine.target, draft=draft)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Acceptance on held-out prompts, each mode with its 95 % interval over prompts.
+
+    alpha: of sampled proposals, mean of sum_x min(p, q); alpha_greedy_draft: of the draft's argmax,
+    p(argmax q); alpha_exact_match: of engines that compare with a sample of the target, sum_x p q.
+    summary: where it was timed, what `evaluate` writes to its summary.json: speedup, verdict, ...
+    """
+
+    alpha: Estimate
+    alpha_greedy_draft: Estimate
+    alpha_exact_match: Estimate
+    totals: PromptTotals = field(repr=False)
+    summary: dict[str, Any] | None = field(default=None, repr=False)
+
+    def gain(self, before: "Evaluation") -> Estimate:
+        """The alpha gained since `before`, paired: both must be of the same prompts."""
+        resamples = EvaluateConfig().bootstrap
+        gained = gains(after=self.totals, before=before.totals, seed=0, resamples=resamples)
+        return gained["alpha"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was generated, in `rounds` target passes, which accepted `accepted` proposals."""
+
+    text: str
+    ids: list[int]
+    ended: bool  # by an end-of-text id; else by the limit
+    rounds: int
+    accepted: int
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a target pass, correction or bonus included."""
+        return 1 + self.accepted / self.rounds
+
+
+def load_pair(
+    target: str | Path,
+    draft: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    **sections: Any,
+) -> Pair:
+    """Load two models that share a vocabulary, from `save_pretrained` folders or the hub.
+
+    dtype: `float32`, `bfloat16`, or `auto`: bfloat16 where the device computes in it. sections: of
+    `draftkit.config.Config`, by name. Raises ValueError, one line, for models that cannot be loaded
+    or do not fit together.
+    """
+    config = replace(Config(hardware=HardwareConfig(device=device, dtype=dtype)), **sections)
+    config = replace(
+        config,
+        target=replace(config.target, path=str(target)),
+        draft=replace(config.draft, path=str(draft)),
+    )
+    loaded = load_target(config.target, config.hardware)
+    return Pair(loaded, load_draft(config.draft, loaded), config)
+
+
+def distill(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    *,
+    divergence: str | DivergenceConfig | Divergence | None = None,
+    source: str | SourceConfig | None = None,
+    steps: int | None = None,
+    max_length: int | None = None,
+    validation: Sequence[Prompt] | None = None,
+    folder: str | Path | None = None,
+    note: Note = silent,
+    **sections: Any,
+) -> Fitted:
+    """Train the draft of `pair` towards its target; the weights that are best on validation stay.
+
+    divergence: a name, its settings, or a function of one's own (docs/adding.md). source: whose
+    texts the loss is taken on; `fixed` needs prompts that have answers. max_length: tokens of
+    prompt and answer together. validation: prompts that choose the weights; by default the last
+    `data.validation_fraction` of `prompts`, which are then not trained on. folder: of metrics and
+    checkpoints, so that the same call goes on after a kill; without one nothing is kept.
+
+    The pair stays as it is, and its target is the only copy in memory. Raises ValueError, one line,
+    for prompts and settings that cannot be used, and where training fails.
+    """
+    config, loss = pair.settings(sections), None
+    if callable(divergence):
+        loss = divergence
+    elif divergence is not None:
+        named = isinstance(divergence, str)
+        config = replace(
+            config, divergence=DivergenceConfig(name=divergence) if named else divergence
+        )
+    if source is not None:
+        source = SourceConfig(name=source) if isinstance(source, str) else source
+        config = replace(config, source=source)
+    length = max_length or config.data.max_length
+    config = replace(
+        config,
+        optim=replace(config.optim, max_steps=steps or config.optim.max_steps),
+        data=replace(config.data, max_length=length, prompt_tokens=1),
+        # The target is in memory: nothing is gained by storing its scores.
+        generate=replace(config.generate, top_k=0),
+    )
+    examples = fitting_examples(examples_of(prompts, pair.target), length)
+    if validation is None:
+        count = max(2, round(config.data.validation_fraction * len(examples)))
+        count = min(count, config.evaluate.validation_prompts)
+        if len(examples) <= count:
+            raise ValueError(f"prompts: {len(examples)} are too few, since 2 choose the weights")
+        examples, held_out = examples[:-count], examples[-count:]
+    else:
+        held_out = examples_of(validation, pair.target)
+    with _work_folder(folder) as work:
+        _claim(work, config, [example.token_ids for example in [*examples, *held_out]])
+        rollouts = None
+        if reads_rollouts(config):
+            count = config.generate.rollouts
+            note(f"sampling {count} answers of the target")
+            asked = [examples[row % len(examples)] for row in range(count)]
+            rollouts = _answers(pair.target, asked, config, length, length)
+        fitted = fit(
+            Job(
+                config=config,
+                target=pair.target,
+                start=config.draft,
+                texts=TrainingTexts(examples, rollouts),
+                validation=_contexts(pair, held_out, config),
+                folder=work,
+                tracker=Tracker(work),
+                note=note,
+                loss=loss,
+            )
+        )
+    return fitted
+
+
+def evaluate(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    *,
+    timed: bool = False,
+    note: Note = silent,
+    **sections: Any,
+) -> Evaluation:
+    """Judge the draft on held-out prompts, all of them, as it would be served.
+
+    The target continues them once, and all drafts beside it are judged on those positions. timed:
+    also decode with the draft and without, in turns, after a check of losslessness, for which the
+    target is held in float32; `summary` then has speed-up and verdict. Raises ValueError, one line,
+    for too few prompts.
+    """
+    config = pair.settings(sections)
+    examples = examples_of(prompts, pair.target)
+    batches = MIN_CHUNKS * config.evaluate.timing_batch_size
+    least = batches * CALIBRATING // (CALIBRATING - 1) if timed else 2
+    if len(examples) < least:
+        raise ValueError(f"prompts: {len(examples)} are too few for an interval: give {least}")
+    contexts = _contexts(pair, examples, config)
+    if not timed:
+        size = config.evaluate.batch_size
+        return _evaluation(
+            score_contexts(
+                pair.target.adapter, pair.draft, contexts, sampling=config.sampling, batch_size=size
+            ),
+            config,
+        )
+    asked = [example.prompt_ids for example in examples]
+    calibration = asked[CALIBRATING - 1 :: CALIBRATING]
+    del asked[CALIBRATING - 1 :: CALIBRATING]
+    parts = Prompts(test=asked, calibration=calibration)
+    note("losslessness: greedy decoding with and without the draft, in float32")
+    with in_float32(pair.target):
+        draft = load_draft(config.draft, pair.target)
+        lossless = check_lossless(pair.target, {"given": draft}, parts, config)
+    evidence = gather(
+        pair.target,
+        {"given": pair.draft},
+        contexts=contexts,
+        prompts=parts,
+        sampling=config.sampling,
+        lossless=lossless,
+        config=config,
+        note=note,
+    )
+    summary = compare(evidence, "given", config.sampling, config)
+    return replace(_evaluation(evidence["given"].scored, config), summary=summary)
+
+
+def generate(
+    pair: Pair,
+    prompt: Prompt,
+    *,
+    max_new_tokens: int = 64,
+    seed: int | None = None,
+    **sections: Any,
+) -> Answer:
+    """Continue `prompt` by speculative decoding: the law of the answer is the target's, exactly.
+
+    The same seed gives the same answer; by default it is that of the configuration.
+    """
+    config, target = pair.settings(sections), pair.target
+    requests = make_requests(
+        [examples_of([prompt], target)[0].prompt_ids],
+        max_new_tokens=max_new_tokens,
+        sampling=config.sampling,
+        gamma=config.decode.gamma,
+        seed=config.seed if seed is None else seed,
+        max_length=min(target.adapter.max_positions, pair.draft.max_positions),
+    )
+    (done,) = decode(
+        target.adapter,
+        list(requests),
+        eos_token_ids=target.eos_token_ids,
+        batch_size=1,
+        proposer=DraftModelProposer(pair.draft),
+        verification=config.decode.verification,
+    )
+    words = [i for i in done.output_ids if i not in target.eos_token_ids]
+    text = str(target.tokenizer.decode(words, clean_up_tokenization_spaces=False))
+    return Answer(text, done.output_ids, done.ended, done.rounds, done.accepted)
+
+
+def examples_of(prompts: Sequence[Prompt], target: Target) -> list[Example]:
+    """Prompts, and answers where they have some, as the target reads them.
+
+    Raises ValueError naming the first that cannot be used.
+    """
+    if isinstance(prompts, str):
+        raise ValueError("prompts must be a list of prompts, and is one text")
+    size = target.adapter.vocab_size
+    data = DataConfig(name="local", path="prompts", max_length=target.adapter.max_positions)
+    examples: list[Example] = []
+    for number, prompt in enumerate(prompts):
+        name, row = f"prompt {number}", prompt
+        if isinstance(row, str):
+            row = {"prompt": row}
+        elif not isinstance(row, Mapping):
+            ids: Any = [*row]
+            if ids and isinstance(ids[0], Mapping):
+                row = {"messages": ids}
+            elif ids and all(isinstance(one, int) and 0 <= one < size for one in ids):
+                examples.append(Example(ids, [False] * len(ids), name, ""))
+                continue
+            else:
+                raise ValueError(f"{name} must be text, messages, or ids from 0 to {size - 1}")
+        document = Document(name, "", row_form(dict(row), data, name))
+        made = to_examples(document, target.tokenizer, data)
+        if not made:
+            raise ValueError(f"{name} holds no text to continue")
+        examples += made
+    return examples
+
+
+def fitting_examples(examples: Sequence[Example], length: int) -> list[Example]:
+    """`examples` cut to `length` tokens. Raises ValueError for a prompt that leaves no room."""
+    for example in examples:
+        if len(example.prompt_ids) >= length:
+            raise ValueError(
+                f"{example.document} has {len(example.prompt_ids)} tokens, and prompt and answer "
+                f"together get max_length={length}: raise it, or leave the prompt out"
+            )
+    return [
+        replace(e, token_ids=e.token_ids[:length], loss_mask=e.loss_mask[:length]) for e in examples
+    ]
+
+
+def _answers(
+    target: Target, examples: Sequence[Example], config: Config, new: int, length: int | None
+) -> list[Record]:
+    """The target's own answers to the prompts of `examples`."""
+    sampler = target_sampler(
+        target,
+        sampling=config.sampling,
+        seed=config.seed,
+        max_new_tokens=new,
+        batch_size=config.generate.batch_size,
+        max_length=length,
+    )
+    prompts = [example.prompt_ids for example in examples]
+    return sampler.sample(prompts, rows=range(len(prompts)), version="target")
+
+
+def _contexts(pair: Pair, examples: Sequence[Example], config: Config) -> list[Record]:
+    """What the target says after held-out prompts, sampled once for all drafts beside it."""
+    length = config.evaluate.max_new_tokens
+    asked = [example.prompt_ids for example in examples]
+    key = fingerprint([asked, vars(config.sampling), config.seed, length])
+    if key not in pair._contexts:
+        pair._contexts[key] = _answers(pair.target, examples, config, length, None)
+    return pair._contexts[key]
+
+
+def _evaluation(totals: PromptTotals, config: Config) -> Evaluation:
+    modes = estimates(totals, seed=config.seed, resamples=config.evaluate.bootstrap)
+    return Evaluation(
+        modes["alpha"], modes["alpha_greedy_draft"], modes["alpha_exact_match"], totals
+    )
+
+
+@contextmanager
+def _work_folder(folder: str | Path | None) -> Iterator[Path]:
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        yield Path(folder)
+        return
+    with TemporaryDirectory() as temporary:
+        yield Path(temporary)
+
+
+def _claim(folder: Path, config: Config, texts: list[list[int]]) -> None:
+    """Raise ValueError where `folder` holds the run of other settings or texts."""
+    settings = asdict(replace(config, hardware=HardwareConfig())) | {"texts": fingerprint(texts)}
+    path = folder / "settings.json"
+    if path.exists() and read_json(path) != settings:
+        raise ValueError(f"{folder} holds a run of other prompts or settings: give another folder")
+    write_json(path, settings)

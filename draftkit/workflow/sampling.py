@@ -1,0 +1,61 @@
+"""Who samples the target's own text: our decoder, or an engine that serves it over HTTP."""
+
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from draftkit.config import Config, ModelConfig, SamplingConfig
+from draftkit.distillation.engines import OpenAISampler
+from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
+from draftkit.models.loading import Target, load_outline
+
+
+def target_sampler(
+    target: Target,
+    *,
+    sampling: SamplingConfig,
+    seed: int,
+    max_new_tokens: int,
+    batch_size: int,
+    max_length: int | None = None,
+) -> DecoderSampler:
+    """The target, sampled as it is served; `max_length` of prompt and answer: its context."""
+    settings = AnswerSettings(
+        sampling=sampling,
+        eos_token_ids=target.eos_token_ids,
+        max_new_tokens=max_new_tokens,
+        max_length=max_length or target.adapter.max_positions,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    return DecoderSampler(model=target.adapter, name="target", settings=settings)
+
+
+def engine_sampler(target: ModelConfig, config: Config) -> OpenAISampler:
+    """The target, as the engine at `generate.url` serves it; its weights are not loaded here."""
+    options, length = config.generate, config.data.max_length
+    assert options.url is not None
+    assert target.path is not None
+    outline = load_outline(target, config.hardware)
+    tokenizer = outline.tokenizer
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    settings = AnswerSettings(
+        sampling=config.sampling,
+        eos_token_ids=outline.eos_token_ids,
+        max_new_tokens=length,
+        max_length=length,
+        batch_size=options.concurrency,
+        seed=config.seed,
+    )
+    return OpenAISampler(
+        url=options.url,
+        model=options.model or target.path,
+        concurrency=options.concurrency,
+        settings=settings,
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+        decode=decode,
+        key=os.environ.get("OPENAI_API_KEY", ""),
+    )

@@ -1,0 +1,197 @@
+"""From `source` to the sequences of a training run: who samples, after which prompts, and where
+the texts are kept.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftkit.config import Config
+from draftkit.data.prompts import Example
+from draftkit.data.rollouts import Record
+from draftkit.data.store import Mapped, Picked
+from draftkit.distillation.batch import TokenSequence
+from draftkit.distillation.mixing import MixtureSampler
+from draftkit.distillation.refresh import RolloutFiles
+from draftkit.distillation.samplers import (
+    AnswerSettings,
+    DecoderSampler,
+    Sampler,
+    SpeculativeSampler,
+)
+from draftkit.distillation.sources import (
+    WHOLE,
+    Grouping,
+    SampledSource,
+    Shard,
+    Source,
+    TextSource,
+    block_of_record,
+    cut_texts,
+    sequence_of_example,
+    sequence_of_record,
+    shuffled,
+    some_rows,
+    with_stored_scores,
+)
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import Target
+
+ROLLOUTS = "rollouts"
+
+
+@dataclass(frozen=True)
+class TrainingTexts:
+    """What a draft may learn on.
+
+    examples: the training split of the data. rollouts: the target's answers to its prompts, where
+    `reads_rollouts`. scored: the texts of `source` with the target's scores, where
+    `generate.top_k` stores some.
+    """
+
+    examples: Sequence[Example]
+    rollouts: Sequence[Record] | None = None
+    scored: Sequence[Record] | None = None
+
+
+def reads_rollouts(config: Config) -> bool:
+    """Whether `source` takes the target's stored rollouts, and not those that carry its scores."""
+    source = config.source
+    if source.name == "mix":
+        return source.granularity == "sequence" and source.other == "target"
+    return source.name == "block" or (source.name == "target" and config.generate.top_k == 0)
+
+
+def make_source(
+    config: Config,
+    target: Target | None,
+    draft: CausalAdapter,
+    texts: TrainingTexts,
+    folder: Path,
+    shard: Shard = WHOLE,
+) -> Source:
+    """The sequences that `source` names; what the draft has a part in is kept in `folder`.
+
+    Texts that do not change need no target.
+    """
+    source, seed = config.source, config.seed
+    batch_size = config.optim.rows_of_a_process * shard.count
+    packed_length = config.data.max_length if config.data.packing else None
+    if source.name in ("fixed", "target"):
+        sequences = stored_sequences(texts, source.name)
+        return TextSource(
+            sequences,
+            seed=seed,
+            version="target" if source.name == "target" else "",
+            grouping=grouping_of(config, (len(text.token_ids) for text in sequences), batch_size),
+            batch_size=batch_size,
+            device=draft.device,
+            packed_length=packed_length,
+            shard=shard,
+        )
+    assert target is not None, source.name
+    if config.hardware.shard_target and (source.name == "replay" or source_mixes_tokens(config)):
+        raise ValueError(
+            f"hardware.shard_target: with source={source.name} the target decodes, which it cannot "
+            "in parts: use another source, or hardware.shard_target=false"
+        )
+    read, text_of = sequence_of_record, None
+    if source.name == "block":
+        assert texts.rollouts is not None
+        prompt_of, read = cut_texts(texts.rollouts, seed), block_of_record
+    else:
+        prompts = Mapped(prompt_of_example, texts.examples)
+        prompt_of = shuffled(prompts, seed, grouping_of(config, map(len, prompts), batch_size))
+        if source.name == "mix" and source.granularity == "sequence":
+            text_of = shuffled(stored_sequences(texts, source.other, "source.other"), seed)
+            prompt_of = some_rows(prompt_of, fraction=source.fraction, seed=seed)
+    return SampledSource(
+        prompt_of,
+        make_sampler(config, target, draft),
+        RolloutFiles(
+            folder=folder / ROLLOUTS,
+            refresh_steps=source.refresh_steps,
+            optim=config.optim,
+            suffix="" if shard.count == 1 else f"-{shard.index}",
+        ),
+        read=read,
+        text_of=text_of,
+        batch_size=batch_size,
+        device=draft.device,
+        packed_length=packed_length,
+        shard=shard,
+    )
+
+
+def grouping_of(config: Config, lengths: Iterable[int], batch_size: int) -> Grouping | None:
+    """How texts of like length come together, where they shall."""
+    return Grouping(list(lengths), batch_size) if config.optim.group_by_length else None
+
+
+def prompt_of_example(example: Example) -> list[int]:
+    """What a model is to continue."""
+    return example.prompt_ids
+
+
+def completed(examples: Sequence[Example], key: str = "source") -> Sequence[Example]:
+    """Those that have something to learn. Raises ValueError where none has."""
+    found = [place for place, example in enumerate(examples) if example.has_completion]
+    if not found:
+        raise ValueError(f"{key}=fixed: the data hold prompts only; use target")
+    return Picked(examples, found)
+
+
+def stored_sequences(
+    texts: TrainingTexts, name: str, key: str = "source"
+) -> Sequence[TokenSequence]:
+    """The target's rollouts (`target`), or the completions of the data (`fixed`).
+
+    With the target's scores where they are stored.
+    """
+    scored = texts.scored
+    if name == "target":
+        records = texts.rollouts if scored is None else scored
+        assert records is not None
+        return Mapped(sequence_of_record, records)
+    examples = completed(texts.examples, key)
+    if scored is None:
+        return Mapped(sequence_of_example, examples)
+    assert len(scored) == len(examples)
+
+    def with_scores(row: int) -> TokenSequence:
+        return with_stored_scores(sequence_of_example(examples[row]), scored[row])
+
+    return Mapped(with_scores, range(len(examples)))
+
+
+def source_mixes_tokens(config: Config) -> bool:
+    """Whether target and draft take turns inside a text."""
+    return config.source.name == "mix" and config.source.granularity == "token"
+
+
+def make_sampler(config: Config, target: Target, draft: CausalAdapter) -> Sampler:
+    """Who samples for a source in which the draft has a part."""
+    source, length = config.source, config.data.max_length
+    rows = config.optim.rows_of_a_process * source.refresh_steps
+    settings = AnswerSettings(
+        sampling=config.sampling,
+        eos_token_ids=target.eos_token_ids,
+        max_new_tokens=config.decode.gamma if source.name == "block" else length,
+        max_length=length,
+        batch_size=min(config.generate.batch_size, rows),
+        seed=config.seed,
+    )
+    if source.name == "replay":
+        return SpeculativeSampler(
+            target=target.adapter,
+            draft=draft,
+            gamma=config.decode.gamma,
+            verification=config.decode.verification,
+            settings=settings,
+        )
+    if source_mixes_tokens(config):
+        return MixtureSampler(
+            target=target.adapter, draft=draft, fraction=source.fraction, settings=settings
+        )
+    compiled = config.optim.compiles
+    return DecoderSampler(model=draft, name="draft", settings=settings, compiled=compiled)

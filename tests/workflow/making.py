@@ -1,0 +1,74 @@
+"""A job on a tiny pair: what `fit` takes, without a command or a stage folder."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from draftkit.config import (
+    Config,
+    EvaluateConfig,
+    HardwareConfig,
+    ModelConfig,
+    OptimConfig,
+    SourceConfig,
+)
+from draftkit.data.prompts import Example
+from draftkit.models.loading import load_target
+from draftkit.tracking import Tracker
+from draftkit.workflow.fitting import Job
+from draftkit.workflow.sampling import target_sampler
+from draftkit.workflow.sources import TrainingTexts
+from tests import tiny
+
+OPTIM = OptimConfig(
+    learning_rate=3e-4,
+    max_steps=8,
+    per_device_train_batch_size=4,
+    warmup_steps=2,
+    eval_steps=4,
+    save_steps=4,
+    logging_steps=1,
+    compile="false",
+)
+CONFIG = Config(
+    name="tiny",
+    source=SourceConfig(name="target"),
+    optim=OPTIM,
+    evaluate=EvaluateConfig(bootstrap=50),
+    hardware=HardwareConfig(device="cpu", dtype="float32"),
+)
+
+
+def config_of(**optim: Any) -> Config:
+    """`CONFIG` with other settings of `optim`."""
+    return replace(CONFIG, optim=replace(OPTIM, **optim))
+
+
+@cache
+def _known(pair: Path) -> Any:
+    target = load_target(ModelConfig(path=str(pair / "target")), CONFIG.hardware)
+    sampler = target_sampler(
+        target, sampling=CONFIG.sampling, seed=0, max_new_tokens=12, batch_size=32
+    )
+    prompts = tiny.prompts([4, 6, 5] * 10)
+    records = sampler.sample(prompts, rows=range(len(prompts)), version="")
+    examples = [Example(prompt, [False] * len(prompt), "", "") for prompt in prompts]
+    return target, examples, records
+
+
+def make_job(pair: Path, folder: Path, config: Config = CONFIG, **changes: Any) -> Job:
+    """The job of `config` on the pair below `pair`, in `folder`."""
+    target, examples, records = _known(pair)
+    folder.mkdir(parents=True, exist_ok=True)
+    job = Job(
+        config=config,
+        target=target,
+        start=ModelConfig(path=str(pair / "draft")),
+        texts=TrainingTexts(examples[:20], records[:20]),
+        validation=records[20:],
+        folder=folder,
+        tracker=Tracker(folder),
+        note=lambda line: None,
+    )
+    return replace(job, **changes)

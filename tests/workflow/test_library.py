@@ -1,0 +1,268 @@
+"""The front door: README's lines raise alpha, and each function does what its command does."""
+
+import gc
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import draftkit
+from draftkit.config import EvaluateConfig, OptimConfig, SamplingConfig
+from draftkit.models.loading import save_model
+from draftkit.theory.divergences import forward_kl
+from draftkit.tracking import read_metrics
+from tests import tiny
+from tests.launching import ROOT
+
+SHORT = OptimConfig(max_steps=4, per_device_train_batch_size=4, learning_rate=3e-4, eval_steps=4)
+FEW = EvaluateConfig(max_new_tokens=12, bootstrap=100, lossless_prompts=4)
+CHAT = "{% for message in messages %}{{ message['role'] + ':' + message['content'] }}{% endfor %}"
+
+
+def texts(count: int) -> list[str]:
+    """Prompts of a few characters."""
+    letters = tiny.prompts([6] * count, seed=3)
+    return ["".join(chr(97 + one % 26) for one in prompt) for prompt in letters]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pair in TARGET and DRAFT."""
+    root = tmp_path_factory.mktemp("pair")
+    target, tokenizer = tiny.model(), tiny.byte_tokenizer()
+    tokenizer.chat_template = CHAT
+    save_model(target, tokenizer, root / "TARGET")
+    save_model(tiny.related(target), tokenizer, root / "DRAFT")
+    return root
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> draftkit.Pair:
+    return load(folder)
+
+
+def load(folder: Path, dtype: str = "float32") -> draftkit.Pair:
+    return draftkit.load_pair(
+        folder / "TARGET", folder / "DRAFT", dtype=dtype, optim=SHORT, evaluate=FEW
+    )
+
+
+def test_the_lines_of_the_readme_raise_alpha(folder, monkeypatch, capsys):
+    """Exactly those, on the pair in TARGET and DRAFT."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## As a library")[2]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    lines = [line for line in block[1].splitlines() if line and not line.startswith("import")]
+    assert len(lines) == 5
+    assert not re.search("hydra|config", block[1], re.IGNORECASE)
+    monkeypatch.chdir(folder)
+    names: dict[str, Any] = {"prompts": texts(200), "held_out": texts(230)[200:]}
+    exec(block[1], names)
+    before, after = names["before"], names["after"]
+    assert after.gain(before).low > 0.05
+    assert capsys.readouterr().out == f"{before.alpha} {after.alpha}\n"
+    assert names["drafter"].outcome.best_step > 0
+
+
+@pytest.mark.parametrize("module", ["draftkit", "draftkit.theory", "draftkit.theory.acceptance"])
+def test_importing_a_part_loads_no_more_than_it_needs(module):
+    heavy = {"transformers", "hydra", "accelerate", "datasets", "wandb", "pyarrow"}
+    heavy |= {"torch"} if module == "draftkit" else set()
+    code = f"import sys, {module}; print(*sorted(set(sys.modules) & {heavy!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "\n", done.stderr
+
+
+def test_what_is_exported_is_there_and_nothing_else():
+    assert all(getattr(draftkit, name).__module__ for name in draftkit.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'distil'"):
+        draftkit.distil  # noqa: B018
+
+
+def test_a_loss_of_ones_own_that_is_forward_kl_trains_as_forward_kl_does(pair):
+    def mine(*, target_logits, draft_logits, **rest):
+        return forward_kl(target_logits=target_logits, draft_logits=draft_logits, **rest)
+
+    named, own = (
+        draftkit.distill(pair, texts(24), divergence=loss, max_length=16)
+        for loss in ("forward_kl", mine)
+    )
+    assert named.outcome == own.outcome
+    for one, other in zip(named.draft.parameters(), own.draft.parameters(), strict=True):
+        assert one.equal(other)
+    assert not one.equal([*pair.draft.parameters()][-1])
+
+
+def test_prompts_may_be_text_chats_ids_or_rows(pair):
+    chat = [{"role": "user", "content": "ab"}]
+    ids = pair.target.tokenizer("ab").input_ids
+    as_chat = pair.target.tokenizer("user:ab").input_ids
+    row = {"prompt": "ab", "completion": "cd"}
+    for prompt, expected in (("ab", ids), (chat, as_chat), (ids, ids), (row, ids)):
+        answer = draftkit.generate(pair, prompt, max_new_tokens=8)
+        assert answer == draftkit.generate(pair, expected, max_new_tokens=8)
+    both = draftkit.evaluate(pair, ["ab", chat])
+    assert both.alpha == draftkit.evaluate(pair, [ids, as_chat]).alpha
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("one text", r"^prompts must be a list"),
+        (["ab", ""], r"^prompt 1 holds no text"),
+        (["ab", [999]], r"^prompt 1 must be .* ids from 0 to 257"),
+        (
+            ["ab", [{"role": "nobody", "content": "x"}]],
+            r"^prompt 1: messages\[0\] must have a role",
+        ),
+        (["ab"], r"^prompts: 1 are too few"),
+    ],
+)
+def test_prompts_that_cannot_be_used_are_named(pair, prompts, message):
+    for function in (draftkit.evaluate, draftkit.distill):
+        with pytest.raises(ValueError, match=message) as error:
+            function(pair, prompts)
+        assert "\n" not in str(error.value)
+
+
+def test_a_prompt_without_room_for_an_answer_is_named(pair):
+    with pytest.raises(ValueError, match=r"^prompt 2 has 6 tokens.* max_length=6: raise it"):
+        draftkit.distill(pair, ["abc", "de", "abcdef", "gh"], max_length=6)
+
+
+def test_greedy_answers_are_those_of_the_target(pair):
+    ids = torch.tensor([pair.target.tokenizer("once").input_ids])
+    expected = pair.target.adapter.model.generate(ids, max_new_tokens=20, do_sample=False)
+    greedy = SamplingConfig(temperature=0.0)
+    answer = draftkit.generate(pair, "once", max_new_tokens=20, sampling=greedy)
+    assert answer.ids == expected[0, 4:].tolist()
+    assert answer.text == pair.target.tokenizer.decode(answer.ids)
+    assert answer.rounds < 20
+    assert answer.acceptance_length == (answer.rounds + answer.accepted) / answer.rounds
+
+
+def test_seeds_tell_sampled_answers_apart(pair):
+    answers = [draftkit.generate(pair, "once", seed=seed).text for seed in (0, 0, 1)]
+    assert answers[0] == answers[1] != answers[2]
+
+
+@pytest.mark.parametrize("source", ["target", "block", "mix", "fixed"])
+def test_every_source_trains(pair, source):
+    prompts: list[Any] = texts(12)
+    if source == "fixed":
+        prompts = [{"prompt": text, "completion": text[::-1]} for text in prompts]
+    fitted = draftkit.distill(pair, prompts, source=source, max_length=16, steps=2)
+    assert (fitted.outcome.steps, fitted.outcome.tokens > 0) == (2, True)
+
+
+def test_a_folder_keeps_a_run_which_goes_on_and_is_no_other_runs(pair, tmp_path):
+    options: dict[str, Any] = {"max_length": 16, "folder": tmp_path}
+    whole = draftkit.distill(pair, texts(24), steps=4, **options)
+    again = draftkit.distill(pair, texts(24), steps=4, **options)
+    assert again.outcome == whole.outcome
+    steps = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert steps == [4]
+    for changed in ({"steps": 5}, {"steps": 4, "divergence": "tvd"}):
+        with pytest.raises(ValueError, match="holds a run of other prompts or settings"):
+            draftkit.distill(pair, texts(24), **changed, **options)
+    with pytest.raises(ValueError, match="holds a run of other prompts or settings"):
+        draftkit.distill(pair, texts(25), steps=4, **options)
+
+
+def test_what_was_distilled_is_saved_loaded_and_distilled_again(pair, tmp_path):
+    fitted = draftkit.distill(pair, texts(24), max_length=16)
+    fitted.save(tmp_path / "saved")
+    held = [pair.with_draft(fitted), pair.with_draft(tmp_path / "saved")]
+    first, second = (draftkit.evaluate(one, texts(6)).totals.as_dict() for one in held)
+    assert first == second != draftkit.evaluate(pair, texts(6)).totals.as_dict()
+    further = [draftkit.distill(one, texts(24), max_length=16) for one in held]
+    assert further[0].outcome == further[1].outcome != fitted.outcome
+    kept = Path(str(held[0].config.draft.path))
+    assert kept.exists()
+    held.clear()
+    gc.collect()
+    assert not kept.exists()
+
+
+def test_a_timed_evaluation_judges_as_the_command_does_and_leaves_the_pair(folder):
+    pair = load(folder, "bfloat16")
+    weights = {name: one.clone() for name, one in pair.target.adapter.model.state_dict().items()}
+    held_out, lines = texts(12), []
+    plain = draftkit.evaluate(pair, held_out)
+    eager = replace(pair.config.decode, compile="false")
+    judged = draftkit.evaluate(pair, held_out, timed=True, decode=eager, note=lines.append)
+    assert judged.alpha == plain.alpha
+    assert judged.summary is not None
+    assert judged.summary["alpha"] == plain.alpha.as_dict()
+    assert judged.summary["verdict"] in ("deploy", "do_not_deploy", "inconclusive")
+    assert judged.summary["lossless"]["passed"]
+    assert judged.summary["lossless"]["compared"] == 4
+    assert judged.summary["speedup"]["measured"] > 0
+    assert lines[0].startswith("losslessness")
+    for name, one in pair.target.adapter.model.state_dict().items():
+        assert one.equal(weights[name])
+        assert one.dtype == weights[name].dtype
+    with pytest.raises(ValueError, match="7 are too few for an interval: give 8"):
+        draftkit.evaluate(pair, held_out[:7], timed=True)
+
+
+def test_the_target_continues_held_out_prompts_once_for_all_drafts(pair, folder, monkeypatch):
+    held_out = texts(40)[30:]
+    before = draftkit.evaluate(pair, held_out)
+
+    def absent(*_, **__):
+        raise AssertionError("sampled again")
+
+    monkeypatch.setattr("draftkit.workflow.library.target_sampler", absent)
+    same = draftkit.evaluate(pair.with_draft(folder / "DRAFT"), held_out)
+    assert same.alpha == before.alpha
+    assert same.gain(before).mean == 0
+
+
+MEMORY = """
+import resource, sys
+import draftkit
+from draftkit.config import EvaluateConfig, OptimConfig
+from draftkit.models.loading import in_float32
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+pair = draftkit.load_pair("TARGET", "DRAFT", dtype="float32", evaluate=EvaluateConfig(
+    max_new_tokens=4, bootstrap=20))
+size, loaded = pair.target.adapter.weight_bytes, peak()
+optim = OptimConfig(per_device_train_batch_size=2, learning_rate=1e-4, rate_factors=[0.5, 1])
+prompts = ["ab", "cd", "ef", "gh"]
+drafter = draftkit.distill(pair, prompts, steps=4, max_length=8, optim=optim)
+draftkit.evaluate(pair.with_draft(drafter), prompts)
+print(size, (peak() - loaded) / size)
+"""
+
+
+def test_distilling_holds_one_copy_of_the_target(tmp_path):
+    """Of 0.5 GB, through two trials of a rate, the run and the evaluation."""
+    settings, tokenizer = tiny.model().config, tiny.byte_tokenizer()
+    settings.intermediate_size = 350_000
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(settings).to_empty(device="cpu")
+    for weight in target.parameters():  # the law is uniform, which is as good as any here
+        weight.detach().zero_()
+    save_model(target, tokenizer, tmp_path / "TARGET")
+    save_model(tiny.model(seed=1), tokenizer, tmp_path / "DRAFT")
+    del target
+    done = subprocess.run(
+        [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{MEMORY}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    size, more = map(float, done.stdout.split())
+    assert size > 0.5e9
+    assert more < 0.5

@@ -32,8 +32,8 @@ from pipelines.contexts import contexts, read_contexts
 from pipelines.evaluate import drafts_of, judged_inputs
 from pipelines.inputs import check_pair, pair_and_text
 from pipelines.memory import peak_memory_bytes
-from pipelines.plan import Given, Step
-from pipelines.run import StageFolder, stage
+from pipelines.plan import Given, StageFolder, Step
+from pipelines.run import stage
 from pipelines.texts import training_texts
 
 RANDOM_CALIBRATION_PROMPTS = 8

@@ -20,7 +20,7 @@ from pipelines.benchmarks.gpu import goals, part, processes, run, suite
 from pipelines.benchmarks.gpu.part import Part
 from pipelines.benchmarks.gpu.report import report
 from pipelines.configuration import compose_config
-from pipelines.run import StageFolder
+from pipelines.plan import StageFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 # A machine that lacks what no part needs: whoever imports it fails.

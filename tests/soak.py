@@ -70,9 +70,6 @@ _MINUTES = {
     "online/test_gate": {
         "test_of_many_streams_at_most_one_in_twenty_lets_an_equal_drafter_through": 2.0,
     },
-    "online/test_wal": {
-        "test_a_flipped_bit_loses_what_sqlite_loses_from_there_on": 2.0,
-    },
     "serving/test_api_soak": {
         "test_a_thousand_idle_connections_do_not_stop_service": 2.0,
         "test_slow_readers_cost_little_and_hold_nobody_up": 2.0,

@@ -99,6 +99,15 @@ def test_a_loss_of_ones_own_that_is_forward_kl_trains_as_forward_kl_does(pair):
     assert not one.equal([*pair.draft.parameters()][-1])
 
 
+def test_the_loss_of_the_page_on_adding_one_trains(pair):
+    page = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8").partition("## A divergence")[2]
+    block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    names: dict[str, Any] = {"draftkit": draftkit, "pair": pair, "prompts": texts(24)}
+    exec(block[1], names)
+    assert names["drafter"].outcome.steps == SHORT.max_steps
+
+
 def test_prompts_may_be_text_chats_ids_or_rows(pair):
     chat = [{"role": "user", "content": "ab"}]
     ids = pair.target.tokenizer("ab").input_ids

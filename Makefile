@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 
-.PHONY: quickstart smoke test soak gpu lint format clean
+.PHONY: quickstart smoke test soak soak-share gpu lint format clean
 
 quickstart: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=quickstart
@@ -15,12 +15,17 @@ quickstart: $(READY)
 smoke: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=smoke
 
+# The last lines say its processor time, which is to stay below these minutes.
 test: $(DEV)
-	$(PYTEST) -m "not soak and not gpu"
+	PROCESSOR_MINUTES=16 $(PYTEST) -m "not soak and not gpu"
 
 # The same suites at full counts: more draws, more cases, longer faults.
 soak: $(DEV)
-	$(PYTEST) -m "soak and not gpu"
+	$(BIN)/python -m tests.soak
+
+# Those of them that the commit picks by its hash, in at most 25 minutes.
+soak-share: $(DEV)
+	$(BIN)/python -m tests.soak "$$(git rev-parse HEAD)"
 
 # Everything that needs a GPU, on one: nine minutes. Rehearsed on a CPU by `make test`.
 gpu: $(DEV)

@@ -8,7 +8,7 @@ The pair is the experiment's, its drafter the one that `evaluate.draft` names; o
 (`benchmarks/distill.py`), and with `benchmark.subject=gpu` all that needs a GPU (`benchmarks/gpu`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from draftkit.artifacts import fingerprint, read_json
-from draftkit.config import MIN_CHUNKS, Config, ModelConfig
+from draftkit.config import MIN_CHUNKS, Config
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import PromptIds, Setting, row_capacity
@@ -30,56 +30,58 @@ from pipelines.benchmarks.decoder import PLAIN, Pair, Point, headline, measure
 from pipelines.benchmarks.decoder_report import LEGEND, benchmark_tables
 from pipelines.benchmarks.gpu import run as gpu
 from pipelines.benchmarks.random_models import random_llama
-from pipelines.checksums import model_sha256
 from pipelines.contexts import contexts, read_contexts
-from pipelines.evaluate import drafts_of
-from pipelines.inputs import pair_hashes
+from pipelines.evaluate import drafts_of, judged_inputs
+from pipelines.inputs import check_pair, pair_and_text
 from pipelines.memory import peak_memory_bytes
-from pipelines.stage import StageFolder, stage
-from pipelines.target import target_of
+from pipelines.plan import Given, Step
+from pipelines.run import StageFolder, stage
+from pipelines.texts import training_texts
 
 RANDOM_CALIBRATION_PROMPTS = 8
 
 
-def inputs(config: Config) -> dict[str, str]:
+def needs(config: Config) -> Mapping[str, Given | Step]:
     """Checksums of the pair, the text and the drafter; of random models, their shapes.
 
     Raises ValueError for a device that is not there, before anything is made for it.
     """
     if config.benchmark.subject == "gpu":
-        return gpu.inputs(config)
+        return gpu.needs(config)
     resolve_device(config.hardware)
     if config.benchmark.subject == "distill":
-        return pair_hashes(config)
+        return pair_and_text(config)
     if config.benchmark.weights == "random":
         shapes = [asdict(config.target.pretrain), asdict(config.draft.pretrain)]
-        return {"shapes": fingerprint(shapes)}
-    return {**pair_hashes(config), "drafter": model_sha256(drafter(config), "draft")}
+        return {"shapes": Given(fingerprint(shapes))}
+    return {**judged_inputs(config), "contexts": contexts.step(config)}
 
 
-def drafter(config: Config) -> ModelConfig:
-    """The drafter that `evaluate` would judge: the trained one, or the given one."""
-    return list(drafts_of(config).values())[-1]
+def check(config: Config) -> None:
+    """Raise ValueError for a given pair of different vocabularies."""
+    if config.benchmark.subject != "gpu" and config.benchmark.weights == "pair":
+        check_pair(config)
 
 
-def held_out_pair(config: Config) -> tuple[Pair, Prompts]:
+def held_out_pair(config: Config, folder: StageFolder) -> tuple[Pair, Prompts]:
     """The experiment's models, and prompts that neither was trained on."""
-    target = load_target(target_of(config), config.hardware)
-    found = contexts.ensure(config)
+    target = load_target(folder.model(config, "target"), config.hardware)
     test, validation = (
-        [record.prompt_ids for record in read_contexts(found, split)]
+        [record.prompt_ids for record in read_contexts(folder.input("contexts"), split)]
         for split in ("test", "validation")
     )
     pad, ends = target.tokenizer.pad_token_id, target.eos_token_ids
     return Pair(
         target.adapter,
-        load_draft(drafter(config), target),
+        load_draft(list(drafts_of(config, folder).values())[-1], target),
         eos_token_ids=ends,
         pad_token_id=pad if pad is not None else next(iter(ends), 0),
-    ), Prompts(test=test, calibration=validation)
+    ), Prompts(
+        test=test, calibration=validation, texts=lambda: training_texts(folder.input("texts"))
+    )
 
 
-def random_pair(config: Config) -> tuple[Pair, Prompts]:
+def random_pair(config: Config, folder: StageFolder) -> tuple[Pair, Prompts]:
     """Models of random weights and prompts of random tokens: their speed is that of real ones."""
     device = resolve_device(config.hardware)
     vocab_size, seed = config.data.vocab_size, config.seed
@@ -151,6 +153,7 @@ def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder)
                 options.methods,
                 costs=costs[size in fixed],
                 resamples=config.evaluate.bootstrap,
+                proposer=decode.proposer,
             )
             log(folder, len(points), found)
             points += found
@@ -228,7 +231,9 @@ def show(config: Config, folder: Path) -> None:
         *("evaluate.draft", "evaluate.prompts", "evaluate.validation_prompts"),
         "evaluate.bootstrap",
     ),
-    inputs=inputs,
+    needs=needs,
+    check=check,
+    product=None,
     after=show,
 )
 def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -239,7 +244,7 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
         return gpu.measure(config, folder)
     compiling = -compile_seconds()
     make = random_pair if config.benchmark.weights == "random" else held_out_pair
-    pair, prompts = make(config)
+    pair, prompts = make(config, folder)
     points = points_of(config, pair, prompts, folder)
     table(folder, points)
     return {

@@ -1,32 +1,47 @@
-"""What identifies a model and a text: checksums that make a stage stale when they change."""
+"""What the user names, with a checksum of its content: models and texts.
+
+A local file or folder is read once: its checksum is remembered by path, inode, size and times in
+`<root>/shared/checksums.json`, which may be deleted.
+"""
 
 import importlib.metadata
+import json
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from draftkit.artifacts import fingerprint, sha256_file, sha256_tree
+from draftkit.artifacts import fingerprint, sha256_file, sha256_tree, write_json
 from draftkit.config import DataConfig, ModelConfig
 from draftkit.data.installed import PACKAGES
 from draftkit.models.loading import check_folder
+from pipelines.plan import Given
 
 CARD = "README.md"  # about a model, no part of it
 DISTRIBUTIONS = {"hydra": "hydra-core"}  # where a package is called otherwise than what is imported
+MEMORY = Path("shared") / "checksums.json"
 
 
-def model_sha256(model: ModelConfig, key: str) -> str:
-    """Checksum of a local model folder; a hub name stands for itself with its revision.
+def given_model(model: ModelConfig, key: str, root: str) -> Given:
+    """The model of a section that names one; a hub name stands for itself with its revision.
 
     Raises ValueError naming `key` where there is no model.
     """
     assert model.path is not None
     check_folder(model, key)
-    if Path(model.path).is_dir():
-        return sha256_tree(model.path, skip=lambda name: name == CARD)
-    return f"{model.path}@{model.revision or 'main'}"
+    folder = Path(model.path)
+    if not folder.is_dir():
+        return Given(f"{model.path}@{model.revision or 'main'}", model.path)
+    return Given(remembered(folder, root, model_sha256), model.path)
 
 
-def data_sha256(data: DataConfig) -> str:
-    """Checksum of what `data` names: a file's content, or the versions that `installed` reads.
+def model_sha256(folder: Path) -> str:
+    """Checksum of a model folder, but for its card."""
+    return sha256_tree(folder, skip=lambda name: name == CARD)
+
+
+def given_text(data: DataConfig, root: str) -> Given:
+    """What `data` names: a file's content, or the versions of the packages that are read.
 
     Raises ValueError for a missing file.
     """
@@ -34,9 +49,30 @@ def data_sha256(data: DataConfig) -> str:
         path = Path(str(data.path))
         if not path.is_file():
             raise ValueError(f"data.path {path}: no such file")
-        return sha256_file(path)
+        return Given(remembered(path, root, sha256_file), str(path))
     if data.name == "hub":
-        return fingerprint([data.path, data.subset, data.split])
+        return Given(fingerprint([data.path, data.subset, data.split]), str(data.path))
     # Not all distributions in sight: compiling, for one, brings more of them into sight.
     names = [DISTRIBUTIONS.get(package, package) for package in PACKAGES]
-    return fingerprint([sys.version, [(n, importlib.metadata.version(n)) for n in sorted(names)]])
+    versions = [(name, importlib.metadata.version(name)) for name in sorted(names)]
+    return Given(fingerprint([sys.version, versions]))
+
+
+def remembered(path: Path, root: str, checksum: Callable[[Path], str]) -> str:
+    """`checksum(path)`, from memory where no file of it has changed since."""
+    memory, key = Path(root) / MEMORY, str(path.resolve())
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    states = [(str(file.relative_to(path)), file.stat()) for file in files if file.is_file()]
+    state = fingerprint(
+        [[name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in states]
+    )
+    known: dict[str, list[str]] = {}
+    with suppress(OSError, ValueError):
+        stored = json.loads(memory.read_text(encoding="utf-8"))
+        known = stored if isinstance(stored, dict) else {}
+    if known.get(key, [""])[0] == state:
+        return known[key][1]
+    found = checksum(path)
+    with suppress(OSError):  # a memory that cannot be written costs time alone
+        write_json(memory, {**known, key: [state, found]})
+    return found

@@ -29,8 +29,9 @@ from pipelines.experiments.matrix import (
     matrix_table,
     temperatures,
 )
-from pipelines.folder import CONFIG, MANIFEST, SUMMARY
-from pipelines.stage import StageFolder, stage
+from pipelines.folder import CONFIG
+from pipelines.plan import MANIFEST, SUMMARY, Given
+from pipelines.run import StageFolder, stage
 
 STAGES = ("evaluate", "distill")  # the first that is there gives the numbers
 PRODUCT = "compare.json"
@@ -260,8 +261,8 @@ def cells_of_rows(rows: list[Row]) -> list[Cell]:
     return [Cell(**cell) for row in rows for cell in row.get("cells", ())]
 
 
-def _inputs(config: Config) -> dict[str, str]:
-    return {row["run"]: fingerprint(repr(row)) for row in read_runs(config.runs)}
+def _needs(config: Config) -> dict[str, Given]:
+    return {row["run"]: Given(fingerprint(repr(row))) for row in read_runs(config.runs)}
 
 
 def _show(config: Config, path: Path) -> None:
@@ -269,7 +270,7 @@ def _show(config: Config, path: Path) -> None:
     render(product["runs"], product["findings"], Console())
 
 
-@stage(sections=(), inputs=_inputs, after=_show)
+@stage(sections=(), needs=_needs, product=None, after=_show)
 def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Write `compare.json`: the rows, the settings that differ and the findings."""
     rows = read_runs(config.runs)

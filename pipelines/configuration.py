@@ -10,6 +10,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -30,6 +31,7 @@ _CHOOSE_THE_FOLDER = ("name", "root", "experiment")  # no need to repeat them in
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 
 
+@cache
 def register_schema() -> None:
     """Store `Config` where the defaults list of `conf/config.yaml` looks for `schema`."""
     ConfigStore.instance().store(name="schema", node=Config)

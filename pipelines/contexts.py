@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.config import Config
+from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import Record, read_records, write_records
 from draftkit.models.loading import load_target
 from draftkit.workflow.sampling import target_sampler
-from pipelines.inputs import prompts_of
-from pipelines.stage import StageFolder, stage
-from pipelines.target import target_hashes, target_of
-from pipelines.texts import splits_of
+from pipelines.inputs import prompts_of, text_and_target
+from pipelines.run import StageFolder, stage
 
 
 @stage(
@@ -28,26 +27,27 @@ from pipelines.texts import splits_of
         "evaluate.max_new_tokens",
     ),
     shared=True,
-    inputs=target_hashes,
+    needs=text_and_target,
 )
 def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Continue the held-out prompts of both splits."""
-    options, splits = config.evaluate, splits_of(config)
+    options, splits = config.evaluate, read_splits(folder.input("texts"))
     sampler = target_sampler(
-        load_target(target_of(config), config.hardware),
+        load_target(folder.model(config, "target"), config.hardware),
         sampling=config.sampling,
         seed=config.seed,
         max_new_tokens=options.max_new_tokens,
         batch_size=options.batch_size,
     )
-    version = target_hashes(config)["target"]
     summary = {}
     for name, examples, count in (
         ("validation", splits.validation, options.validation_prompts),
         ("test", splits.test, options.prompts),
     ):
         prompts = prompts_of(examples, count)
-        records = sampler.sample(prompts, rows=range(len(prompts)), version=version)
+        records = sampler.sample(
+            prompts, rows=range(len(prompts)), version=folder.checksums["target"]
+        )
         write_records(folder.path / f"{name}.parquet", records)
         summary[name] = {
             "prompts": len(records),

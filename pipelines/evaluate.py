@@ -5,6 +5,7 @@ or `draft.path` alone (`evaluate.draft=given`), on held-out prompts: alpha in th
 modes, real speculative decoding timed in turns with its baseline, losslessness, a verdict.
 """
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,53 +15,77 @@ from rich.console import Console
 
 from draftkit.artifacts import read_json, write_json, write_text
 from draftkit.config import MIN_CHUNKS, Config, ModelConfig
+from draftkit.data.prompts import read_splits
 from draftkit.decoding.trace import html, terminal
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, compare, gather
 from draftkit.evaluation.report import evaluation_table
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
-from pipelines.checksums import model_sha256
 from pipelines.contexts import contexts, read_contexts
-from pipelines.inputs import draft_of, pair_hashes
-from pipelines.stage import StageFolder, stage
-from pipelines.target import target_of
-from pipelines.texts import splits_of
+from pipelines.inputs import check_pair, pair_and_text
+from pipelines.plan import Given, Step
+from pipelines.run import StageFolder, stage
+from pipelines.texts import training_texts
+from pipelines.train import train
 
 TRACES = 4
-PROMPTS = "prompts.json"  # what was found prompt by prompt, so that runs can be paired
+PROMPTS = "prompts.json"  # scores of every prompt, so that runs can be paired
 
 
-def trained_draft(config: Config) -> Path:
-    """The folder of the drafter that `distill` made, which runs first where it is not complete.
-
-    `distill` calls this stage before its own summary exists: its product is then taken as it is.
-    Raises ValueError naming the keys, where it was made with other settings.
-    """
-    from pipelines.distill import DRAFT, distill
-
-    folder = distill.path(config) if distill.is_at_work else distill.ensure(config)
-    return folder / DRAFT
+def judged_inputs(config: Config) -> dict[str, Given | Step]:
+    """The pair, the text, and the trained drafter where that is the one to judge."""
+    inputs = pair_and_text(config)
+    if config.evaluate.draft == "trained":
+        inputs["trained"] = train.step(config)
+    return inputs
 
 
-def drafts_of(config: Config) -> dict[str, ModelConfig]:
+def drafts_of(config: Config, folder: StageFolder) -> dict[str, ModelConfig]:
     """The drafts to judge by name, the one that the summary is about last."""
-    given = draft_of(config)
+    start = folder.model(config, "draft")
     if config.evaluate.draft == "given":
-        return {"given": given}
-    return {"before": given, "after": with_path(given, trained_draft(config))}
+        return {"given": start}
+    return {"before": start, "after": with_path(start, folder.input("trained"))}
+
+
+def contexts_of(config: Config) -> dict[float, Step]:
+    """The contexts of every temperature to judge, the prompts' own first."""
+    return {
+        temperature: contexts.step(
+            replace(config, sampling=replace(config.sampling, temperature=temperature))
+        )
+        for temperature in (
+            config.sampling.temperature,
+            *(config.evaluate.temperatures or []),
+        )
+    }
+
+
+def needs(config: Config) -> dict[str, Given | Step]:
+    """What is judged, and the target's answers under each temperature."""
+    answers = {f"contexts at {t:g}": step for t, step in contexts_of(config).items()}
+    return {**judged_inputs(config), **answers}
 
 
 def check_gamma(config: Config) -> None:
     """Raise ValueError where nothing is proposed, and so nothing can be judged."""
     if config.decode.gamma == 0:
-        raise ValueError(
-            "decode.gamma=0 proposes nothing, so there is no drafter to judge: use 1 or more"
+        is_none = config.decode.proposer == "none"
+        key, way_out = (
+            ("decode.proposer=none", "another one") if is_none else ("decode.gamma=0", "1 or more")
         )
+        raise ValueError(f"{key} proposes nothing, so there is no drafter to judge: use {way_out}")
 
 
-def check_prompts(config: Config) -> None:
-    """Raise ValueError where the test split is too small for a verdict."""
-    available, size = len(splits_of(config).test), config.evaluate.timing_batch_size
+def check(config: Config) -> None:
+    """Raise ValueError for what cannot be judged, before anything is made for it."""
+    check_gamma(config)
+    check_pair(config)
+
+
+def check_prompts(config: Config, texts: Path) -> None:
+    """Raise ValueError where the test split of `texts` is too small for a verdict."""
+    available, size = len(read_splits(texts).test), config.evaluate.timing_batch_size
     if available < MIN_CHUNKS * size:
         raise ValueError(
             f"data: {available} held-out prompts, a verdict needs {MIN_CHUNKS * size} "
@@ -69,19 +94,13 @@ def check_prompts(config: Config) -> None:
         )
 
 
-def inputs(config: Config) -> dict[str, str]:
-    """Checksums of the pair, the text and the judged drafts."""
-    check_gamma(config)
-    judged = {name: model_sha256(draft, "draft") for name, draft in drafts_of(config).items()}
-    return {**pair_hashes(config), **judged}
-
-
 def load_all(
-    config: Config, configs: dict[str, ModelConfig], dtype: torch.dtype | None = None
+    config: Config, folder: StageFolder, dtype: torch.dtype | None = None
 ) -> tuple[Target, dict[str, Adapter]]:
     """The target and the judged drafts, in `dtype` or the hardware's."""
-    target = load_target(target_of(config), config.hardware, dtype=dtype)
-    return target, {name: load_draft(draft, target) for name, draft in configs.items()}
+    target = load_target(folder.model(config, "target"), config.hardware, dtype=dtype)
+    drafts = drafts_of(config, folder)
+    return target, {name: load_draft(draft, target) for name, draft in drafts.items()}
 
 
 def log(folder: StageFolder, temperature: float, summary: dict[str, Any], main: Evidence) -> None:
@@ -124,34 +143,41 @@ def show(config: Config, folder: Path) -> None:
     console.print(f"What was accepted and corrected, token by token: {folder / 'trace.html'}")
 
 
+def lossless_of(config: Config, folder: StageFolder, prompts: Prompts) -> dict[str, Any]:
+    """Greedy decoding with and without the draft, in float32; the models go when it is done."""
+    folder.note("losslessness: greedy decoding with and without the draft, in float32")
+    target, drafts = load_all(config, folder, dtype=torch.float32)
+    return check_lossless(target, drafts, prompts, config)
+
+
 @stage(
     sections=("seed", "data", "sampling", "decode", "evaluate"),
-    inputs=inputs,
+    needs=needs,
+    check=check,
     after=show,
 )
 def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Judge the drafts under every temperature of `evaluate.temperatures`."""
-    check_prompts(config)
-    configs = drafts_of(config)
-    main = list(configs)[-1]
-    found = contexts.ensure(config)
+    check_prompts(config, folder.input("texts"))
+    served = folder.input(f"contexts at {config.sampling.temperature:g}")
     prompts = Prompts(
-        test=[record.prompt_ids for record in read_contexts(found, "test")],
-        calibration=[record.prompt_ids for record in read_contexts(found, "validation")],
+        test=[record.prompt_ids for record in read_contexts(served, "test")],
+        calibration=[record.prompt_ids for record in read_contexts(served, "validation")],
+        texts=lambda: training_texts(folder.input("texts")),
     )
-    folder.note("losslessness: greedy decoding with and without the draft, in float32")
-    target, drafts = load_all(config, configs, dtype=torch.float32)
-    lossless = check_lossless(target, drafts, prompts, config)
-    target, drafts = load_all(config, configs)
+    lossless = lossless_of(config, folder, prompts)
+    gc.collect()  # models stand in reference cycles: one copy of the target at a time
+    target, drafts = load_all(config, folder)
+    main = list(drafts)[-1]
     by_temperature: dict[str, dict[str, Any]] = {}
     by_prompt: dict[str, dict[str, Any]] = {}
     for temperature in config.evaluate.temperatures or [config.sampling.temperature]:
         sampling = replace(config.sampling, temperature=temperature)
-        found = contexts.ensure(replace(config, sampling=sampling))
+        answers = folder.input(f"contexts at {temperature:g}")
         evidence = gather(
             target,
             drafts,
-            contexts=read_contexts(found, "test"),
+            contexts=read_contexts(answers, "test"),
             prompts=prompts,
             sampling=sampling,
             lossless=lossless,
@@ -160,7 +186,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         )
         by_temperature[f"{temperature:g}"] = compare(evidence, main, sampling, config)
         scored = {name: part.scored.as_dict() for name, part in evidence.items()}
-        by_prompt[f"{temperature:g}"] = {"contexts": found.name, **scored}
+        by_prompt[f"{temperature:g}"] = {"contexts": answers.name, **scored}
         log(folder, temperature, by_temperature[f"{temperature:g}"], evidence[main])
         if len(by_temperature) == 1:
             write_traces(folder, evidence[main], target)

@@ -7,17 +7,14 @@ HTTP (`generate.engine=openai`). Written in parts, so that a kill costs one part
 from typing import Any
 
 from draftkit.config import Config
+from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import Record, write_parts
-from draftkit.data.rollouts import read_parts as read_rollouts
 from draftkit.distillation.engines import RETOKENISED
 from draftkit.distillation.samplers import Sampler
 from draftkit.models.loading import load_target
 from draftkit.workflow.sampling import engine_sampler, target_sampler
-from pipelines.stage import StageFolder, stage
-from pipelines.target import target_hashes, target_of
-from pipelines.texts import splits_of
-
-__all__ = ["generate", "read_rollouts"]
+from pipelines.inputs import text_and_target
+from pipelines.run import StageFolder, stage
 
 # Where an engine answers, and to how many at a time, is no part of what it answers.
 ROLLOUT_SETTINGS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "engine", "model"))
@@ -26,7 +23,7 @@ ROLLOUT_SETTINGS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size",
 @stage(
     sections=("seed", "data", "sampling", *ROLLOUT_SETTINGS),
     shared=True,
-    inputs=target_hashes,
+    needs=text_and_target,
 )
 def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Let the target continue the prompts of the training split."""
@@ -35,12 +32,13 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
         config.generate.rollouts,
         config.data.max_length,
     )
+    target = folder.model(config, "target")
     sampler: Sampler
     if config.generate.engine == "openai":
-        sampler = engine_sampler(target_of(config), config)
+        sampler = engine_sampler(target, config)
     else:
         sampler = target_sampler(
-            load_target(target_of(config), config.hardware),
+            load_target(target, config.hardware),
             sampling=config.sampling,
             seed=config.seed,
             max_new_tokens=length,
@@ -48,11 +46,11 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
             max_length=length,
         )
     rollouts = tokens = retokenised = 0
-    prompts, version = splits_of(config).train, target_hashes(config)["target"]
+    prompts = read_splits(folder.input("texts")).train
 
     def answer(rows: range) -> list[Record]:
-        asked = [prompts[row % len(prompts)].prompt_ids for row in rows]
-        return sampler.sample(asked, rows=rows, version=version)
+        lot = [prompts[row % len(prompts)].prompt_ids for row in rows]
+        return sampler.sample(lot, rows=rows, version=folder.checksums["target"])
 
     for records in write_parts(folder.path, total, size=size, make=answer):
         rollouts += len(records)

@@ -1,4 +1,4 @@
-"""What several stages read: the pair, its checksums, and held-out prompts.
+"""What several stages need: the pair of models, and held-out prompts.
 
 A model that the configuration names is read where it lies; one that it leaves null is made first:
 the target by `target`, the draft by `prepare`.
@@ -6,47 +6,46 @@ the target by `target`, the draft by `prepare`.
 
 from collections.abc import Sequence
 
-from draftkit.config import Config, ModelConfig
+from draftkit.config import Config
 from draftkit.data.prompts import Example
-from draftkit.models.loading import load_tokenizer, with_path
+from draftkit.models.loading import load_tokenizer
 from draftkit.models.vocabulary import check_same_tokenizer
-from pipelines.checksums import data_sha256, model_sha256
-from pipelines.prepare import prepare
-from pipelines.target import target_of
+from pipelines.checksums import given_text
+from pipelines.plan import Given, Step
+from pipelines.prepare import draft_input
+from pipelines.target import target_input
+from pipelines.texts import texts
 
 
-def draft_of(config: Config) -> ModelConfig:
-    """The starting draft, from where it lies or from `prepare`."""
-    if config.draft.path is not None:
-        return config.draft
-    return with_path(config.draft, prepare.ensure(config) / "draft")
+def models(config: Config) -> dict[str, Given | Step]:
+    """The target, and the starting draft."""
+    return {"target": target_input(config), "draft": draft_input(config)}
 
 
-def models(config: Config) -> tuple[ModelConfig, ModelConfig]:
-    """Target and starting draft.
+def text_and_target(config: Config) -> dict[str, Given | Step]:
+    """The text, and the target that continues it."""
+    return {"texts": texts.step(config), "target": target_input(config)}
 
-    The draft first: one that cannot be cut is refused before a target is trained for it.
+
+def pair_and_text(config: Config) -> dict[str, Given | Step]:
+    """The pair, and the text by its source and as it was read."""
+    return {
+        "data": given_text(config.data, config.root),
+        "texts": texts.step(config),
+        **models(config),
+    }
+
+
+def check_pair(config: Config) -> None:
+    """Raise ValueError for a given draft of another vocabulary than the given target's.
+
+    A model that is made has the tokenizer of the other one, or of the text.
     """
-    draft = draft_of(config)
-    return target_of(config), draft
-
-
-def model_hashes(config: Config) -> dict[str, str]:
-    """Checksums of target and starting draft, tokenizer and kept ids included.
-
-    Raises ValueError for a draft of another vocabulary, before anything is sampled for it.
-    """
-    target, draft = models(config)
-    check_same_tokenizer(
-        target_tokenizer=load_tokenizer(target, "target"),
-        draft_tokenizer=load_tokenizer(draft, "draft"),
-    )
-    return {"target": model_sha256(target, "target"), "draft": model_sha256(draft, "draft")}
-
-
-def pair_hashes(config: Config) -> dict[str, str]:
-    """Checksums of target, starting draft and text. Raises ValueError as `model_hashes` does."""
-    return {**model_hashes(config), "data": data_sha256(config.data)}
+    if config.target.path is not None and config.draft.path is not None:
+        check_same_tokenizer(
+            target_tokenizer=load_tokenizer(config.target, "target"),
+            draft_tokenizer=load_tokenizer(config.draft, "draft"),
+        )
 
 
 def prompts_of(examples: Sequence[Example], count: int) -> list[list[int]]:

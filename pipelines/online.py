@@ -11,24 +11,26 @@ from typing import Any
 from rich.console import Console
 
 from draftkit.artifacts import read_json
-from draftkit.config import Config
+from draftkit.config import DRAFTED_NAMES, Config
 from pipelines.command import run_command
 from pipelines.experiments.drift import drift
 from pipelines.experiments.drift_report import drift_table
 from pipelines.experiments.serve_and_refit import serve_and_refit
 from pipelines.generate import ROLLOUT_SETTINGS
-from pipelines.inputs import pair_hashes
-from pipelines.refitting import daemon, rollback
-from pipelines.stage import StageFolder, stage
-from pipelines.target import target_hashes
+from pipelines.inputs import check_pair, pair_and_text, text_and_target
+from pipelines.plan import Given, Step
+from pipelines.refitting import daemon, daemon_needs, rollback
+from pipelines.run import StageFolder, stage
 
 SERVICE = {"daemon": daemon, "rollback": rollback}  # go on for ever, or change what is there
 EXPERIMENTS = {"drift": drift, "serve_and_refit": serve_and_refit}  # are complete one day
 
 
-def inputs(config: Config) -> dict[str, str]:
-    """Checksums of target, text and, where the task does not train its own, starting draft."""
-    return target_hashes(config) if config.online.task == "drift" else pair_hashes(config)
+def needs(config: Config) -> dict[str, Given | Step]:
+    """Target, text and, where the task does not train its own, the starting draft and anchors."""
+    if config.online.task == "drift":
+        return text_and_target(config)
+    return {**pair_and_text(config), **daemon_needs(config)}
 
 
 def show(config: Config, folder: Path) -> None:
@@ -57,7 +59,9 @@ def show(config: Config, folder: Path) -> None:
         "evaluate.max_new_tokens",
         "evaluate.batch_size",
     ),
-    inputs=inputs,
+    needs=needs,
+    check=check_pair,
+    product=None,
     after=show,
 )
 def online(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -65,10 +69,20 @@ def online(config: Config, folder: StageFolder) -> dict[str, Any]:
     return EXPERIMENTS[config.online.task](config, folder)
 
 
+def check_drafter(config: Config) -> None:
+    """Raise ValueError where `decode.proposer` leaves nothing to refit."""
+    if not config.decode.has_drafter and config.online.task != "rollback":
+        raise ValueError(
+            f"decode.proposer={config.decode.proposer} has no drafter to refit: use one of "
+            f"{', '.join(DRAFTED_NAMES)}"
+        )
+
+
 def main() -> None:
     """The command: a service has no folder to be complete, an experiment is a stage."""
 
     def launch(config: Config, swept: str) -> None:
+        check_drafter(config)
         task = SERVICE.get(config.online.task)
         if task is None:
             online.launch(config)

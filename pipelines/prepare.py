@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftkit.config import Config
-from draftkit.data.prompts import Splits
+from draftkit.data.prompts import Splits, read_splits
 from draftkit.models.loading import end_of_text_ids, load_model, load_tokenizer, save_model
 from draftkit.models.shrink import (
     check_layers,
@@ -22,20 +22,26 @@ from draftkit.models.shrink import (
 )
 from draftkit.models.vocabulary import real_vocab_size
 from draftkit.workflow.pretraining import pretrain
-from pipelines.stage import StageFolder, stage
-from pipelines.target import target_hashes, target_of
-from pipelines.texts import splits_of
+from pipelines.checksums import given_model
+from pipelines.plan import Given, Step
+from pipelines.run import StageFolder, stage
+from pipelines.target import target_input
+from pipelines.texts import texts
 
 CPU = torch.device("cpu")
 
 
-def inputs(config: Config) -> dict[str, str]:
-    """The text and the target. Raises ValueError for a drafter that cannot be cut out of it."""
+def check(config: Config) -> None:
+    """Raise ValueError for a drafter that cannot be cut out of the target to be trained."""
     options, given = config.draft.shrink, config.target.path is not None
-    if options.layers and not given:  # refused before a target is trained for it
+    if options.layers and not given:
         check_layers(options.layers, config.target.pretrain.num_hidden_layers)
         check_vocabulary(options.vocabulary, config.data.vocab_size)
-    return target_hashes(config)
+
+
+def needs(config: Config) -> dict[str, Given | Step]:
+    """The text and the target."""
+    return {"texts": texts.step(config), "target": target_input(config)}
 
 
 def cut(
@@ -44,7 +50,7 @@ def cut(
     """Make the drafter of layers of the target, as `draft.shrink` says; save it with its ids."""
     options, kept_ids = config.draft.shrink, None
     check_vocabulary(options.vocabulary, len(tokenizer))
-    whole = load_model(target_of(config), "target", dtype="auto", device=CPU)
+    whole = load_model(folder.model(config, "target"), "target", dtype="auto", device=CPU)
     if options.vocabulary:
         kept_ids = frequent_ids(
             (example.token_ids for example in splits.train),
@@ -61,12 +67,14 @@ def cut(
 @stage(
     sections=("seed", "data", "draft.pretrain", "draft.shrink"),
     shared=True,
-    inputs=inputs,
+    product="draft",
+    needs=needs,
+    check=check,
 )
 def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Make the drafter, in `draft` of the folder."""
-    tokenizer = load_tokenizer(target_of(config), "target")
-    splits = splits_of(config)
+    tokenizer = load_tokenizer(folder.model(config, "target"), "target")
+    splits = read_splits(folder.input("texts"))
     if not (folder.path / "draft").exists():
         if config.draft.shrink.layers:
             cut(config, folder, tokenizer, splits)
@@ -81,6 +89,13 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
                 note=folder.note,
             )
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256}
+
+
+def draft_input(config: Config) -> Given | Step:
+    """The starting draft: the one that is given, or the step that makes it."""
+    if config.draft.path is not None:
+        return given_model(config.draft, "draft", config.root)
+    return prepare.step(config)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from draftkit.artifacts import provenance, write_json
-from draftkit.config import Config
+from draftkit.config import Config, ModelConfig
+from draftkit.data.rollouts import read_parts
 from draftkit.models.loading import (
     Outline,
     Target,
@@ -24,21 +25,22 @@ from draftkit.online.refit import Anchors, Refit, Update
 from draftkit.workflow.fitting import load_teaching_target
 from pipelines.contexts import contexts, read_contexts
 from pipelines.folder import SUMMARY, locked
-from pipelines.generate import generate, read_rollouts
-from pipelines.inputs import draft_of, model_hashes
-from pipelines.scores import read_scores, read_validation, scores
+from pipelines.generate import generate
+from pipelines.inputs import check_pair, models
+from pipelines.plan import Given, Step
+from pipelines.run import StageFolder, products, show_plan, tracker_of
+from pipelines.scores import read_validation, scores
 from pipelines.service import (
     SERVER,
     STATE,
     buffer_of,
+    checksums_of,
     clear_service,
     daemon_folder,
     registry_of,
     seeded_registry,
     service_folder,
 )
-from pipelines.stage import tracker_of
-from pipelines.target import target_of
 
 
 def rollback(config: Config) -> None:
@@ -51,6 +53,8 @@ def rollback(config: Config) -> None:
 
 def daemon(config: Config) -> None:
     """Refit until told to stop. Raises ValueError where a daemon of this service runs already."""
+    if config.plan:
+        return show_plan("online", daemon_needs(config).values())
     os.nice(config.online.nice)
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
@@ -73,15 +77,21 @@ def daemon(config: Config) -> None:
 
 def watch(config: Config, folder: Path, stop: Event) -> None:
     """Load what refitting needs, and run the loop; with `overwrite` from an empty folder on."""
-    fingerprints = model_hashes(config)
+    check_pair(config)
+    made = products("online", daemon_needs(config))
+    fingerprints = checksums_of(made)
     if config.overwrite:
         print(f"online: clearing {folder} (overwrite=true)", flush=True)
         clear_service(config, SERVER)
     buffer = buffer_of(config, fingerprints)
-    target = load_teacher(config)
-    anchors = load_anchors(config)
+    target = load_teaching_target(
+        made.model(config, "target"), config.hardware, stored=config.online.teacher == "stored"
+    )
+    anchors = load_anchors(config, made)
+    start = made.model(config, "draft")
     refits = [
-        refit_of(config, route, target, anchors, fingerprints) for route in config.online.routes
+        refit_of(config, route, start, target, anchors, fingerprints)
+        for route in config.online.routes
     ]
     place = daemon_folder(config)
     tracker = tracker_of(config, place, "online", {"provenance": provenance(), "inputs": {}})
@@ -102,33 +112,40 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         buffer.close()
 
 
-def load_teacher(config: Config) -> Target | Outline:
-    """The target, where the buffer's stored scores shall not stand for it."""
-    stored = config.online.teacher == "stored"
-    if stored and config.online.buffer.top_k == 0:
+def daemon_needs(config: Config) -> dict[str, Given | Step]:
+    """The pair, and the texts of which anchors are taken.
+
+    Raises ValueError where nothing is stored to learn from.
+    """
+    options, stored = config.online, config.online.teacher == "stored"
+    if stored and options.buffer.top_k == 0:
         raise ValueError(
             "online.teacher=stored learns from the scores in the buffer: set online.buffer.top_k "
             "above 0, or online.teacher=target"
         )
-    return load_teaching_target(target_of(config), config.hardware, stored=stored)
+    inputs = models(config)
+    if options.anchor_fraction == 0 and options.gate.anchors == 0:
+        return inputs
+    if not stored:
+        return {**inputs, "rollouts": generate.step(config), "contexts": contexts.step(config)}
+    scored = replace(
+        config,
+        source=replace(config.source, name="target"),
+        generate=replace(config.generate, top_k=options.buffer.top_k),
+    )
+    return {**inputs, "scores": scores.step(scored)}
 
 
-def load_anchors(config: Config) -> Anchors:
+def load_anchors(config: Config, made: StageFolder) -> Anchors:
     """Answers of the target to prompts of `data`: some to mix in, held-out ones for the gate."""
     options = config.online
-    if options.anchor_fraction == 0 and options.gate.anchors == 0:
-        return Anchors()
-    if options.teacher == "target":
-        train = read_rollouts(generate.ensure(config))
-        held_out = read_contexts(contexts.ensure(config), "validation")
+    if "scores" in made.inputs:
+        train, held_out = read_parts(made.input("scores")), read_validation(made.input("scores"))
+    elif "rollouts" in made.inputs:
+        train = read_parts(made.input("rollouts"))
+        held_out = read_contexts(made.input("contexts"), "validation")
     else:
-        stored = replace(
-            config,
-            source=replace(config.source, name="target"),
-            generate=replace(config.generate, top_k=options.buffer.top_k),
-        )
-        folder = scores.ensure(stored)
-        train, held_out = read_scores(folder), read_validation(folder)
+        return Anchors()
     return Anchors(
         train if options.anchor_fraction > 0 else (), list(held_out[: options.gate.anchors])
     )
@@ -137,6 +154,7 @@ def load_anchors(config: Config) -> Anchors:
 def refit_of(
     config: Config,
     route: str,
+    start: ModelConfig,
     target: Target | Outline,
     anchors: Anchors,
     fingerprints: Mapping[str, str],
@@ -146,10 +164,10 @@ def refit_of(
     return make_refit(
         config,
         route=route,
-        start=draft_of(config),
+        start=start,
         target=target,
         buffer=buffer_of(config, fingerprints),
-        registry=seeded_registry(config, route, outline, fingerprints),
+        registry=seeded_registry(config, route, start, outline, fingerprints),
         anchors=anchors,
         folder=service_folder(config) / STATE / route,
     )

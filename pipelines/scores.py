@@ -9,21 +9,27 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.config import Config
-from draftkit.data.rollouts import Record, read_records, write_parts, write_records
-from draftkit.data.rollouts import read_parts as read_scores
+from draftkit.data.prompts import read_splits
+from draftkit.data.rollouts import Record, read_parts, read_records, write_parts, write_records
 from draftkit.models.loading import load_target
 from draftkit.workflow.scoring import scored_by, texts_to_score
 from draftkit.workflow.sources import TrainingTexts
 from pipelines.contexts import contexts, read_contexts
-from pipelines.generate import ROLLOUT_SETTINGS, generate, read_rollouts
-from pipelines.stage import StageFolder, stage
-from pipelines.target import target_hashes, target_of
-from pipelines.texts import splits_of
-
-__all__ = ["read_scores", "read_validation", "scores"]
+from pipelines.generate import ROLLOUT_SETTINGS, generate
+from pipelines.inputs import text_and_target
+from pipelines.plan import Given, Step
+from pipelines.run import StageFolder, stage
 
 VALIDATION = "validation"
 PART = 1024  # texts of a file
+
+
+def needs(config: Config) -> dict[str, Given | Step]:
+    """The texts to score, the validation contexts and the target."""
+    inputs = {**text_and_target(config), "contexts": contexts.step(config)}
+    if config.source.name == "target":
+        inputs["rollouts"] = generate.step(config)
+    return inputs
 
 
 @stage(
@@ -33,16 +39,17 @@ PART = 1024  # texts of a file
         *ROLLOUT_SETTINGS,
     ),
     shared=True,
-    inputs=target_hashes,
+    needs=needs,
 )
 def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Score the texts that `source` names, and the validation contexts."""
-    rollouts = read_rollouts(generate.ensure(config)) if config.source.name == "target" else None
-    records = texts_to_score(config, TrainingTexts(splits_of(config).train, rollouts))
-    held_out = read_contexts(contexts.ensure(config), VALIDATION)
+    rollouts = read_parts(folder.input("rollouts")) if "rollouts" in folder.inputs else None
+    examples = read_splits(folder.input("texts")).train
+    records = texts_to_score(config, TrainingTexts(examples, rollouts))
+    held_out = read_contexts(folder.input("contexts"), VALIDATION)
     score = partial(
         scored_by,
-        load_target(target_of(config), config.hardware).adapter,
+        load_target(folder.model(config, "target"), config.hardware).adapter,
         top_k=config.generate.top_k,
         temperature=config.training_temperature,
     )

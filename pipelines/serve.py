@@ -11,14 +11,16 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftkit.config import Config, ModelConfig
+from draftkit.config import COUNTING_NAMES, Config
+from draftkit.decoding.catalogue import PROPOSERS, Material
+from draftkit.decoding.proposers import Proposer
 from draftkit.models.loading import Target, load_draft, load_target, outline_of
 from draftkit.serving.api import make_app
 from draftkit.serving.connections import Server, listen, room_for
@@ -28,15 +30,19 @@ from draftkit.serving.recorder import Recorder
 from draftkit.serving.texts import Texts
 from pipelines.command import run_command
 from pipelines.folder import locked
-from pipelines.inputs import model_hashes, models
+from pipelines.inputs import check_pair, models
+from pipelines.plan import Given, Step
+from pipelines.run import StageFolder, products, show_plan
 from pipelines.service import (
     SERVER,
     STATE,
     buffer_of,
+    checksums_of,
     clear_service,
     seeded_registry,
     service_folder,
 )
+from pipelines.texts import texts, training_texts
 
 KEY_VARIABLE = "DRAFTKIT_API_KEY"
 LOOPBACK = ("127.", "::1", "localhost")
@@ -50,14 +56,42 @@ def api_key() -> str | None:
     return None if key is None else key.strip()
 
 
-def drafters_of(
-    config: Config, draft: ModelConfig, target: Target, fingerprints: Mapping[str, str]
-) -> Drafters:
-    """A drafter for each route, following its registry; one that is empty gets the starting one."""
+def needs(config: Config) -> dict[str, Given | Step]:
+    """The pair, and the text where a proposer counts it."""
+    inputs = models(config)
+    if config.decode.proposer in COUNTING_NAMES:
+        inputs["texts"] = texts.step(config)
+    return inputs
+
+
+def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
+    """A proposer for each route; one with a drafter follows the route's registry.
+
+    A registry that is empty gets the starting drafter.
+    """
+    draft = made.model(config, "draft")
+    decode, model = config.decode, target.adapter
+    material = Material(
+        lambda: load_draft(draft, target),
+        lambda: training_texts(made.input("texts")),
+        model.vocab_size,
+        model.device,
+    )
+
+    def make() -> Proposer:
+        proposer = PROPOSERS[decode.proposer](material)
+        proposer.version = "" if decode.has_drafter else decode.proposer
+        return proposer
+
+    if not decode.has_drafter:
+        name = decode.proposer
+        print(f"serve: decode.proposer={name} has no drafter: no published version is followed")
     routes = []
     for name in config.online.routes:
-        registry = seeded_registry(config, name, outline_of(target), fingerprints)
-        routes.append(Route(name, lambda: load_draft(draft, target), registry))
+        registry = None
+        if decode.has_drafter:
+            registry = seeded_registry(config, name, draft, outline_of(target), checksums_of(made))
+        routes.append(Route(name, make, registry))
     return Drafters(routes, config.online.gate, poll_seconds=config.serve.poll_seconds)
 
 
@@ -81,6 +115,8 @@ def serve(config: Config, swept: str = "") -> None:
     """Serve until told to stop. `swept`: there is one server, so a sweep is refused."""
     if swept:
         raise ValueError("a server cannot be swept: start one for each setting, without -m")
+    if config.plan:
+        return show_plan("serve", needs(config).values())
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
@@ -92,16 +128,17 @@ def serve(config: Config, swept: str = "") -> None:
         stack.enter_context(closing(listening))
         # Two would judge the same canaries, each by half of the traffic.
         stack.enter_context(locked(service_folder(config) / SERVER, wait=False))
-        target_config, draft = models(config)
-        fingerprints = model_hashes(config)
+        check_pair(config)
+        made = products("serve", needs(config))
+        target_config = made.model(config, "target")
         if config.overwrite:
             print(f"serve: clearing {service_folder(config)} (overwrite=true)", flush=True)
             clear_service(config, STATE)
-        buffer = stack.enter_context(closing(buffer_of(config, fingerprints)))
+        buffer = stack.enter_context(closing(buffer_of(config, checksums_of(made))))
         target = load_target(target_config, config.hardware)
         engine = Engine(
             target.adapter,
-            drafters_of(config, draft, target, fingerprints),
+            drafters_of(config, made, target),
             decode=decoder_of(target),
             eos_token_ids=target.eos_token_ids,
             serve=settings,

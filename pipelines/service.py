@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 from draftkit.artifacts import remove
-from draftkit.config import Config
+from draftkit.config import Config, ModelConfig
 from draftkit.models.loading import Outline, load_draft, save_model
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
 from pipelines.folder import LOCK, METRICS, SUMMARY, locked
-from pipelines.inputs import draft_of, model_hashes
+from pipelines.run import StageFolder
 
 BUFFER, DRAFTERS = "buffer.sqlite", "drafters"
 SERVER, STATE = "server", "refit"  # folders that server and daemon hold; trainers' states too
@@ -37,20 +37,24 @@ def daemon_folder(config: Config) -> Path:
     return Path(config.root) / config.name / "refit"
 
 
-def buffer_of(config: Config, fingerprints: Mapping[str, str] | None = None) -> Buffer:
+def buffer_of(config: Config, fingerprints: Mapping[str, str]) -> Buffer:
     """The traffic buffer of the service.
 
-    `fingerprints`: those of `model_hashes`, where the caller has them. Raises ValueError naming
-    the keys, where the records are of another target, starting drafter or `online.buffer.top_k`.
+    `fingerprints`: checksums of `target` and `draft`. Raises ValueError naming the keys, where the
+    records are of another target, starting drafter or `online.buffer.top_k`.
     """
     settings = config.online.buffer
-    known = model_hashes(config) if fingerprints is None else fingerprints
     return Buffer(
         service_folder(config) / BUFFER,
         settings,
         gate_fraction=config.online.gate.fraction,
-        fingerprints={**known, "online.buffer.top_k": str(settings.top_k)},
+        fingerprints={**fingerprints, "online.buffer.top_k": str(settings.top_k)},
     )
+
+
+def checksums_of(made: StageFolder) -> dict[str, str]:
+    """The fingerprints of a service: checksums of target and starting draft."""
+    return {key: made.checksums[key] for key in ("target", "draft")}
 
 
 def registry_of(
@@ -63,19 +67,19 @@ def registry_of(
 def seeded_registry(
     config: Config,
     route: str,
+    start: ModelConfig,
     outline: Outline,
-    fingerprints: Mapping[str, str] | None = None,
+    fingerprints: Mapping[str, str],
 ) -> Registry:
-    """The drafter versions of a route, of which the first is the starting drafter.
+    """The drafter versions of a route, of which the first is the starting drafter `start`.
 
-    `fingerprints`: those of `model_hashes`, where the caller has them. Raises ValueError naming
-    the keys, where the versions are of another target or starting drafter.
+    `fingerprints`: checksums of `target` and `draft`. Raises ValueError naming the keys, where the
+    versions are of another target or starting drafter.
     """
-    known = model_hashes(config) if fingerprints is None else fingerprints
-    registry = registry_of(config, route, known)
+    registry = registry_of(config, route, fingerprints)
 
     def write(folder: Path) -> None:
-        draft = load_draft(draft_of(config), outline, dtype=torch.float32)
+        draft = load_draft(start, outline, dtype=torch.float32)
         save_model(draft.model, outline.tokenizer, folder, kept_ids=draft.kept_ids)
 
     registry.seed(write)

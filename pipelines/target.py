@@ -6,27 +6,29 @@ target, whatever its drafter; a kill at any moment costs the steps since the las
 
 from typing import Any
 
-from draftkit.config import Config, ModelConfig
-from draftkit.models.loading import with_path
+from draftkit.config import Config
+from draftkit.data.prompts import read_splits
 from draftkit.workflow.pretraining import pretrain
-from pipelines.checksums import data_sha256, model_sha256
-from pipelines.stage import StageFolder, stage
-from pipelines.texts import splits_of, tokenizer_of
+from pipelines.checksums import given_model
+from pipelines.plan import Given, Step
+from pipelines.run import StageFolder, stage
+from pipelines.texts import texts, tokenizer_of
 
 
 @stage(
     sections=("seed", "data", "target.pretrain"),
     shared=True,
-    inputs=lambda config: {"data": data_sha256(config.data)},
+    product="target",
+    needs=lambda config: {"texts": texts.step(config)},
 )
 def target(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train the target, in `target` of the folder."""
-    splits = splits_of(config)
+    splits = read_splits(folder.input("texts"))
     if not (folder.path / "target").exists():
         pretrain(
             "target",
             config,
-            tokenizer=tokenizer_of(config),
+            tokenizer=tokenizer_of(config, folder.input("texts")),
             texts=splits.train,
             folder=folder.path,
             tracker=folder.tracker,
@@ -35,19 +37,11 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
     return {"text_sha256": splits.sha256}
 
 
-def target_of(config: Config) -> ModelConfig:
-    """The target, from where it lies or trained first."""
+def target_input(config: Config) -> Given | Step:
+    """The target: the one that is given, or the step that trains it."""
     if config.target.path is not None:
-        return config.target
-    return with_path(config.target, target.ensure(config) / "target")
-
-
-def target_hashes(config: Config) -> dict[str, str]:
-    """Checksums of what the target's own text depends on."""
-    return {
-        "target": model_sha256(target_of(config), "target"),
-        "data": data_sha256(config.data),
-    }
+        return given_model(config.target, "target", config.root)
+    return target.step(config)
 
 
 if __name__ == "__main__":

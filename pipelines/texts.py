@@ -4,7 +4,7 @@ A target that is given brings its tokenizer; where none is, a byte-level BPE is 
 training split, for the target that `target.py` will train.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,23 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from draftkit.artifacts import atomic_path, remove
 from draftkit.config import Config
 from draftkit.data.corpora import Document, split_documents, store_documents
-from draftkit.data.prompts import Splits, make_splits, read_splits
+from draftkit.data.prompts import make_splits, read_splits
 from draftkit.models.loading import load_tokenizer
 from draftkit.models.vocabulary import train_byte_bpe
-from pipelines.checksums import data_sha256, model_sha256
-from pipelines.stage import StageFolder, stage
+from pipelines.checksums import given_model, given_text
+from pipelines.plan import Given
+from pipelines.run import StageFolder, stage
 
 DOCUMENTS = "documents.arrow"
 TOKENIZER = "tokenizer"
 
 
-def inputs(config: Config) -> dict[str, str]:
+def needs(config: Config) -> dict[str, Given]:
     """The text, and the target where one is given: its tokenizer counts."""
-    hashes = {"data": data_sha256(config.data)}
+    inputs = {"data": given_text(config.data, config.root)}
     if config.target.path is not None:
-        hashes["target"] = model_sha256(config.target, "target")
-    return hashes
+        inputs["target"] = given_model(config.target, "target", config.root)
+    return inputs
 
 
 def make_tokenizer(
@@ -45,7 +46,7 @@ def make_tokenizer(
     return PreTrainedTokenizerFast.from_pretrained(path)
 
 
-@stage(sections=("data",), shared=True, inputs=inputs)
+@stage(sections=("data",), shared=True, needs=needs)
 def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Tokenise the text of all splits as the target reads it."""
     documents = store_documents(config.data, folder.path / DOCUMENTS)
@@ -59,16 +60,16 @@ def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256, **splits.counts}
 
 
-def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer that the texts were read with."""
+def tokenizer_of(config: Config, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that the texts in the complete `folder` were read with."""
     if config.target.path is not None:
         return load_tokenizer(config.target, "target")
-    return PreTrainedTokenizerFast.from_pretrained(texts.ensure(config) / TOKENIZER)
+    return PreTrainedTokenizerFast.from_pretrained(folder / TOKENIZER)
 
 
-def splits_of(config: Config) -> Splits:
-    """Train, validation and test examples under the target's tokenizer."""
-    return read_splits(texts.ensure(config))
+def training_texts(folder: Path) -> Iterator[list[int]]:
+    """Token ids of the training split in the complete `folder`, to be counted by proposers."""
+    return (example.token_ids for example in read_splits(folder).train)
 
 
 if __name__ == "__main__":

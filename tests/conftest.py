@@ -13,6 +13,7 @@ for _key in ("WANDB_API_KEY", "HYDRA_FULL_ERROR", "RANK", "WORLD_SIZE"):
     os.environ.pop(_key, None)
 
 import gc  # noqa: E402
+import resource  # noqa: E402
 import socket  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from typing import Any  # noqa: E402
@@ -20,6 +21,7 @@ from typing import Any  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+SOAKED = pytest.StashKey[set[str]]()  # the tests among those collected that are marked soak
 _LOOPBACK = ("127.", "::1", "localhost")
 # Files that take longest, in this order before all others: none is left for one worker at the end,
 # and those that fork do so while the worker is small (a large one takes five times as long).
@@ -50,8 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are taken out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order files by `_FIRST`; the Makefile keeps xdist from ordering them by their number."""
+    soaked = (item.nodeid.split("[")[0] for item in items if item.get_closest_marker("soak"))
+    config.stash[SOAKED] = set(soaked)
     places = {name: place for place, name in enumerate(_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(_FIRST)))
 
@@ -60,6 +65,22 @@ def pytest_collection_finish() -> None:
     """Leave all that was imported out of garbage collection: every stage ends with one."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say the processor time of this process and of all that it has waited for.
+
+    Those are the workers of xdist, which have ended by now, and what these started and waited for.
+    """
+    spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    user, system = (
+        sum(getattr(use, key) for use in spent) / 60 for key in ("ru_utime", "ru_stime")
+    )
+    limit = os.environ.get("PROCESSOR_MINUTES")
+    terminalreporter.write_line(
+        f"processor time {user + system:.1f} min (user {user:.1f} + sys {system:.1f})"
+        + (f", limit {limit}" if limit else "")
+    )
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -98,7 +119,7 @@ def _seed() -> None:
 def short_bursts() -> Iterator[None]:
     """Calibrate in a few rounds, where nobody looks at what they cost."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("draftkit.evaluation.calibration.BURST", 3)
-    patch.setattr("draftkit.evaluation.calibration.SETTLING", 1)
+    patch.setattr("draftkit.evaluation.costs.BURST", 3)
+    patch.setattr("draftkit.evaluation.costs.SETTLING", 1)
     yield
     patch.undo()

@@ -1,10 +1,17 @@
 """Processes that know each other, as a launcher would start them."""
 
+import multiprocessing
 import os
 import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+from accelerate.state import AcceleratorState, PartialState
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -16,20 +23,25 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_processes(module: str, *arguments: str, count: int = 2, seconds: float = 200) -> list[str]:
-    """What each of `count` processes of `python -m module` writes; all must end well."""
+def rank_environments(count: int) -> list[dict[str, str]]:
+    """What a launcher sets in the environment of each of `count` processes."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common |= {"WORLD_SIZE": str(count), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def run_processes(module: str, *arguments: str, count: int = 2, seconds: float = 200) -> None:
+    """Run `count` processes of `python -m module`; all must end well."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(count)
+        for environment in rank_environments(count)
     ]
     try:
         outputs = [process.communicate(timeout=seconds) for process in processes]
@@ -38,4 +50,44 @@ def run_processes(module: str, *arguments: str, count: int = 2, seconds: float =
             process.kill()
     for process, (_, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors[-2000:]
-    return [output for output, _ in outputs]
+
+
+def fork_ranks(function: Callable[..., Any], *arguments: Any, count: int = 2) -> list[Any]:
+    """What `function(*arguments)` returns in each of `count` processes that train together.
+
+    They are forked, which saves the seconds that an interpreter takes to import torch.
+    """
+    forking = multiprocessing.get_context("fork")
+    readers, ranks = [], []
+    for environment in rank_environments(count):
+        reader, writer = forking.Pipe(duplex=False)
+        process = forking.Process(target=_rank, args=(environment, writer, function, arguments))
+        process.start()
+        writer.close()  # so that a process that dies without an answer ends the reading
+        readers.append(reader)
+        ranks.append(process)
+    try:
+        answers = [reader.recv() for reader in readers]
+    finally:
+        for process in ranks:
+            process.join(timeout=10)
+            process.kill()
+    for _, error in answers:
+        assert not error, error
+    return [value for value, _ in answers]
+
+
+def _rank(
+    environment: dict[str, str],
+    writer: Connection,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    """One process: forget what the parent knew of its own ranks, and answer once."""
+    os.environ |= environment
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+    try:
+        writer.send((function(*arguments), ""))
+    except BaseException:
+        writer.send((None, traceback.format_exc()))

@@ -6,9 +6,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from draftkit.config import Config
+from draftkit.config import Config, ModelConfig
+from draftkit.data.prompts import Splits, read_splits
 from draftkit.tracking import read_metrics
+from pipelines import inputs
 from pipelines.configuration import compose_config
+from pipelines.run import products
+from pipelines.texts import texts
 
 TIMES = ("time", "seconds", "tokens_per_second")
 TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
@@ -18,6 +22,17 @@ def smoke(root: Path, *overrides: str) -> Config:
     """The smallest experiment, in `root`, nothing compiled."""
     given = ["+experiment=smoke", f"root={root}", "tracker=none", "decode.compile=false"]
     return compose_config([*given, *overrides])
+
+
+def models(config: Config) -> tuple[ModelConfig, ModelConfig]:
+    """Target and starting draft of `config`, made first where they are missing."""
+    made = products("test", inputs.models(config))
+    return made.model(config, "target"), made.model(config, "draft")
+
+
+def splits_of(config: Config) -> Splits:
+    """The text of `config`, read first where it has not been."""
+    return read_splits(texts.ensure(config))
 
 
 def numbers(path: Path) -> list[dict[str, Any]]:

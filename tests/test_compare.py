@@ -10,7 +10,7 @@ import wandb
 import yaml
 from rich.console import Console
 
-import pipelines.stage
+import pipelines.run
 from draftkit.artifacts import read_json
 from draftkit.config import Config, TrackerConfig
 from pipelines.compare import compare, differing, expand, finding, read_run, read_runs, render
@@ -177,7 +177,7 @@ def test_numbers_without_intervals_are_never_ranked(tmp_path: Path) -> None:
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pipelines.stage, "provenance", dict)
+    monkeypatch.setattr(pipelines.run, "provenance", dict)
     root = Path("outputs")
     return [
         str(experiment(root, "a_drafter_with_a_rather_long_name", 0.8, seed=1)),

@@ -3,16 +3,19 @@
 import re
 import shutil
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from draftkit import config as settings
 from draftkit.config import Config, flatten
 from pipelines import configuration
 from pipelines.configuration import CONF_DIR, compose_config, groups, read_config
+from tests.tabular import TabularAdapter, random_adapter
 
 ROOT = CONF_DIR.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,6 +42,12 @@ def overrides(path: Path) -> list[str]:
     local = [group] if content.get("path") == "" else []
     local += [name for name, option in selected(content).items() if option == "local"]
     return chosen + [f"{name}.path={GIVEN[name]}" for name in local]
+
+
+@cache
+def composed(*words: str) -> dict[str, Any]:
+    """The settings of a command line by dotted key."""
+    return flatten(compose_config(list(words)))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -70,9 +79,7 @@ def header(path: Path) -> str:
 def test_every_value_of_a_file_arrives_in_the_config(path: Path) -> None:
     """A file that nothing selects, or a key that something else overrides, is dead."""
     group = path.parts[0]
-    config = compose_config(overrides(path))
-    assert isinstance(config, Config)
-    flat = flatten(config)
+    flat = composed(*overrides(path))
     for key, value in leaves(read(path), "" if group == "experiment" else f"{group}.").items():
         if value == "":
             assert flat[key] == GIVEN[group]
@@ -127,6 +134,7 @@ def test_a_group_offers_exactly_the_choices_of_the_code(
 
 
 def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
+    from draftkit.decoding.catalogue import PROPOSERS
     from draftkit.theory.divergences import DIVERGENCES
     from draftkit.theory.verification import VERIFIERS
     from pipelines.benchmarks.decoder import METHODS
@@ -134,6 +142,21 @@ def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
     assert tuple(DIVERGENCES) == settings.DIVERGENCE_NAMES
     assert tuple(VERIFIERS) == settings.VERIFICATION_NAMES
     assert tuple(METHODS) == settings.BENCHMARK_METHOD_NAMES
+    assert tuple(PROPOSERS) == settings.PROPOSER_NAMES
+
+
+@pytest.mark.parametrize("name", settings.PROPOSER_NAMES)
+def test_a_proposer_takes_a_drafter_where_its_settings_say_so(name: str) -> None:
+    from draftkit.decoding.catalogue import PROPOSERS, Material
+
+    loaded: list[str] = []
+
+    def draft() -> TabularAdapter:
+        loaded.append(name)
+        return random_adapter(8, 1)
+
+    made = PROPOSERS[name](Material(draft, lambda: [[1, 2, 3]], 8, torch.device("cpu")))
+    assert bool(loaded) == bool(made.weights()) == settings.DecodeConfig(proposer=name).has_drafter
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=str)
@@ -157,8 +180,7 @@ def test_an_experiment_holds_deltas_only(path: Path) -> None:
     content = read(path)
     chosen = [f"{group}={option}" for group, option in selected(content).items()]
     given = [word for word in overrides(path) if ".path=" in word]
-    before = flatten(compose_config([*chosen, *given]))
-    after = flatten(compose_config(overrides(path)))
+    before, after = composed(*chosen, *given), composed(*overrides(path))
     changed = {key for key in after if after[key] != before[key]}
 
     assert set(leaves(content)) == changed
@@ -199,14 +221,12 @@ def test_the_tracker_is_offline_unless_the_environment_says_otherwise(
     assert compose_config(["tracker=none"]).tracker.mode == "none"
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_no_file_names_a_class_or_a_resolver_of_its_own(path: Path) -> None:
-    text = (CONF_DIR / path).read_text(encoding="utf-8")
-    assert "_target_" not in text
-    called = re.findall(r"\$\{([\w.]+):", text)
-    assert set(called) <= {"oc.env"}
-    if path.name != "config.yaml":
-        assert "hydra" not in text
+def test_no_file_names_a_class_or_a_resolver_of_its_own() -> None:
+    for path in FILES:
+        text = (CONF_DIR / path).read_text(encoding="utf-8")
+        assert "_target_" not in text, path
+        assert set(re.findall(r"\$\{([\w.]+):", text)) <= {"oc.env"}, path
+        assert "hydra" not in text or path.name == "config.yaml", path
 
 
 REFUSALS = [

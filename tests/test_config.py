@@ -233,9 +233,18 @@ def test_flatten_names_every_setting_as_the_user_types_it() -> None:
 def test_a_section_can_be_flattened_under_its_name() -> None:
     assert flatten(DecodeConfig(gamma=3), "decode.") == {
         "decode.gamma": 3,
+        "decode.proposer": "sampled",
         "decode.verification": "speculative",
         "decode.compile": "auto",
     }
+
+
+def test_a_proposer_goes_by_its_names_and_none_is_plain_decoding() -> None:
+    assert DecodeConfig(proposer="draft").proposer == "sampled"
+    assert DecodeConfig(proposer="none", gamma=4).gamma == 0
+    assert BenchmarkConfig(methods=["plain", "lookup"]).methods == ["plain", "prompt_lookup"]
+    with pytest.raises(ValueError, match=r"^decode\.proposer must be one of sampled, .*'eagle'$"):
+        DecodeConfig(proposer="eagle")
 
 
 def test_names_of_choices_are_not_repeated() -> None:

@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console
 
 from draftkit.artifacts import read_json
-from draftkit.data.rollouts import Record
+from draftkit.data.rollouts import Record, read_parts
 from draftkit.online.buffer import Entry
 from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
 from pipelines.experiments import drift as drift_module
 from pipelines.experiments.drift import EARLY, early_enough, recovered
 from pipelines.experiments.drift_report import drift_table
-from pipelines.generate import generate, read_rollouts
-from pipelines.online import online
+from pipelines.generate import generate
+from pipelines.online import check_drafter, online
 from pipelines.refitting import daemon_folder, rollback
 from pipelines.service import buffer_of, registry_of
 from tests.online import making
@@ -178,7 +178,7 @@ BARE = ["online.anchor_fraction=0", "online.gate.anchors=0"]  # no text to sampl
 
 @pytest.fixture(scope="module")
 def records(root: Path) -> list[Record]:
-    return list(read_rollouts(generate.ensure(composed(root, "+experiment=serve"))))
+    return list(read_parts(generate.ensure(composed(root, "+experiment=serve"))))
 
 
 def fill(config: Any, records: list[Record]) -> None:
@@ -285,3 +285,11 @@ def test_a_version_is_taken_back_by_command(root: Path, capsys: pytest.CaptureFi
     assert current.name == "v000001"
     with pytest.raises(ValueError, match="v000001"):
         rollback(config)
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup", "none"])
+def test_where_nothing_is_drafted_there_is_nothing_to_refit(name: str) -> None:
+    config = compose_config(["+experiment=serve", f"decode.proposer={name}"])
+    with pytest.raises(ValueError, match=f"decode.proposer={name} has no drafter to refit: use "):
+        check_drafter(config)
+    check_drafter(compose_config(["+experiment=serve", "decode.proposer=argmax"]))

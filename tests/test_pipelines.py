@@ -10,19 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 
+import pipelines.checksums
+import pipelines.folder
 from draftkit.artifacts import read_json
 from draftkit.config import MIN_CHUNKS, Config
+from draftkit.data.rollouts import read_parts
 from draftkit.tracking import read_metrics
 from pipelines.benchmark import benchmark
 from pipelines.configuration import compose_config
 from pipelines.contexts import read_contexts
 from pipelines.distill import distill
 from pipelines.evaluate import evaluate
-from pipelines.generate import generate, read_rollouts
+from pipelines.generate import generate
 from pipelines.prepare import prepare
+from pipelines.run import Stage
 from pipelines.scores import scores
-from pipelines.stage import Stage
 from pipelines.target import target
+from pipelines.train import train
 from tests.smoke import made_in, numbers, same_weights, smoke
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
@@ -102,6 +106,34 @@ def test_the_evaluation_holds_every_key_that_others_rely_on(finished):
         assert set(summary["tokens_per_second"]) == {"autoregressive", "speculative"}
 
 
+def test_prompt_lookup_stands_beside_the_drafter(finished):
+    judged = read_json(finished / "evaluate" / "summary.json")
+    beside = judged["prompt_lookup"]
+    assert set(beside["acceptance_length"]) == {"mean", "ci95", "n", "prompts"}
+    assert 1 <= beside["acceptance_length"]["mean"] <= judged["gamma"] + 1
+    assert set(beside["speedup"]) == {"measured", "ci95", "end_to_end"}
+    assert judged["best_of"] in ("drafter", "before", "prompt_lookup", "none")
+    assert judged["proposer"] == "sampled"
+
+
+@pytest.mark.usefixtures("finished")
+@pytest.mark.parametrize("name", ["argmax", "ngram"])
+def test_the_drafter_is_judged_as_it_is_served(root, capsys, name):
+    """An argmax draft is accepted as often as `alpha_greedy_draft` says; sampled text differs."""
+    options = [f"name={name}", "evaluate.draft=given", "evaluate.calibration_turns=1"]
+    summary = evaluate.launch(smoke(root, f"decode.proposer={name}", *options))
+    assert summary["proposer"] == name
+    assert summary["lossless"]["passed"] is True
+    assert summary["acceptance_rate"]["n"] >= summary["alpha_decoding"]["n"] > 0
+    shown = capsys.readouterr().out
+    assert f"proposer {name}" in shown
+    assert "prompt lookup, tau" in shown
+    if name == "argmax":
+        served, stated = summary["alpha_decoding"], summary["alpha_greedy_draft"]
+        assert served["ci95"][0] - 0.05 < stated["mean"] < served["ci95"][1] + 0.05
+        assert summary["alpha"]["mean"] > stated["mean"]
+
+
 def test_tau_and_the_per_position_rates_come_from_one_histogram(finished):
     judged = read_json(finished / "evaluate" / "summary.json")
     rates = judged["acceptance_per_position"]
@@ -115,12 +147,12 @@ def test_evaluation_prompts_are_held_out_of_training(finished, root):
     config = smoke(root)
     contexts = next((root / "shared" / "contexts").iterdir())
     rollouts = next((root / "shared" / "generate").iterdir())
-    seen = {tuple(record.prompt_ids) for record in read_rollouts(rollouts)}
+    seen = {tuple(record.prompt_ids) for record in read_parts(rollouts)}
     for split in ("validation", "test"):
         held_out = {tuple(record.prompt_ids) for record in read_contexts(contexts, split)}
         assert held_out
         assert not held_out & seen
-    assert len(read_rollouts(rollouts)) == config.generate.rollouts
+    assert len(read_parts(rollouts)) == config.generate.rollouts
 
 
 def test_the_trained_drafter_is_a_plain_model_folder_with_the_targets_tokenizer(finished, root):
@@ -134,23 +166,14 @@ def test_the_trained_drafter_is_a_plain_model_folder_with_the_targets_tokenizer(
     assert not same_weights(first=folder, second=draft_path)
 
 
-@pytest.fixture
-def unjudged(monkeypatch) -> None:
-    """Leave out the evaluation at the end of `distill`."""
-    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
-
-
-@pytest.mark.usefixtures("unjudged")
 @pytest.mark.parametrize("source", ["fixed", "draft"])
 def test_every_source_trains(root, source):
     config = smoke(root, f"source={source}", f"name=by_{source}")
-    distill.ensure(config)
-    lines = [line for line in numbers(root / f"by_{source}" / "distill") if "loss" in line]
+    lines = [line for line in numbers(train.ensure(config)) if "loss" in line]
     assert lines[-1]["step"] == config.optim.max_steps
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-@pytest.mark.usefixtures("unjudged")
 @pytest.mark.parametrize("source", ["fixed", "target"])
 def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monkeypatch):
     config = smoke(tmp_path, f"source={source}", "generate.top_k=40", "data.max_megabytes=0.1")
@@ -160,38 +183,59 @@ def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monk
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr("draftkit.workflow.fitting.load_target", absent)
-    folder = distill.ensure(config)
+    folder = train.ensure(config)
     lines = [line for line in numbers(folder) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert 0 < read_json(folder / "summary.json")["alpha_error_bound"] < 1
 
 
-def test_the_drafter_of_a_killed_distillation_is_judged_as_what_it_was_made_of(
-    finished, root, monkeypatch
-):
-    """The kill fell between the drafter and the summary."""
-
-    def killed(config):
-        raise KeyboardInterrupt
-
+def test_a_drafter_of_other_settings_is_not_judged(finished, root):
     options = ["name=unfinished", "source=fixed", "optim.max_steps=2"]
-    monkeypatch.setattr("pipelines.distill.judge", killed)
-    with pytest.raises(KeyboardInterrupt):
-        distill.ensure(smoke(root, *options))
-    folder = root / "unfinished" / "distill"
-    assert (folder / "draft").exists()
+    train.ensure(smoke(root, *options))
     with pytest.raises(ValueError, match=r"divergence\.name was 'forward_kl', now 'jsd'"):
-        evaluate.identity(smoke(root, *options, "divergence=jsd"))
-    assert not (folder / "summary.json").exists()
-    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
-    evaluate.identity(smoke(root, *options))
-    assert (folder / "summary.json").exists()
+        evaluate.launch(smoke(root, *options, "divergence=jsd"))
+    assert not (root / "unfinished" / "evaluate").exists()
+
+
+def test_a_plan_says_what_would_be_done_and_does_nothing(finished, root, tmp_path, capsys):
+    assert distill.launch(smoke(tmp_path, "plan=true")) == {}
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["distill:", "8", "steps"]
+    steps = ["texts", "target", "prepare", "generate", "contexts", "train", "evaluate", "distill"]
+    assert [line[0] for line in lines[1:]] == steps
+    assert {tuple(line[1:3]) for line in lines[1:]} == {("to", "do")}
+    assert list(tmp_path.iterdir()) == []
+    distill.launch(smoke(root, "plan=true"))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {line[1] for line in lines[1:]} == {"complete"}
+
+
+def test_each_product_is_hashed_once(finished, root, tmp_path, monkeypatch):
+    """Also a given target, which five steps need; a second command remembers its checksum."""
+    target_path, _ = made_in(root)
+    hashed = []
+    for module in (pipelines.checksums, pipelines.folder):
+        original = module.sha256_tree
+
+        def count(folder, *, skip=None, original=original):
+            hashed.append(Path(folder))
+            return original(folder, skip=skip)
+
+        monkeypatch.setattr(module, "sha256_tree", count)
+    config = smoke(tmp_path, f"target.path={target_path}", "optim.max_steps=2")
+    distill.launch(config)
+    assert len(hashed) == len(set(hashed))
+    assert hashed.count(target_path) == 1
+    hashed.clear()
+    distill.launch(config)
+    assert hashed == []
 
 
 @pytest.mark.parametrize("stage", [distill, evaluate], ids=["distill", "evaluate"])
 def test_without_proposals_there_is_nothing_to_judge_and_nothing_is_made(tmp_path, stage):
-    with pytest.raises(ValueError, match=r"^decode\.gamma=0 proposes nothing.*use 1 or more$"):
-        stage.launch(smoke(tmp_path, "decode.gamma=0"))
+    for setting, way_out in (("decode.gamma=0", "1 or more"), ("decode.proposer=none", "another")):
+        with pytest.raises(ValueError, match=rf"^{setting} proposes nothing.*use {way_out}"):
+            stage.launch(smoke(tmp_path, setting))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -244,12 +288,13 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
     assert "HF prompt lookup" in shown
     assert max(map(len, shown.splitlines())) <= 80
     manifest = read_json(root / "smoke" / "benchmark" / "manifest.json")
-    assert manifest["inputs"]["drafter"] != manifest["inputs"]["draft"]
+    assert manifest["inputs"]["trained"] != manifest["inputs"]["draft"]
     assert manifest["provenance"]["hardware"]["cores"] >= 1
 
 
 def test_models_of_random_weights_need_no_other_stage(tmp_path):
-    options = ["benchmark.weights=random", "benchmark.methods=[plain,speculative]", *SMALL]
+    options = ["benchmark.weights=random", "decode.proposer=argmax", *SMALL]
+    options.append("benchmark.methods=[plain,speculative,lookup,hybrid,bigram,ngram]")
     small = ["benchmark.batch_sizes=[1]", "benchmark.temperatures=[1]"]
     summary = benchmark.launch(smoke(tmp_path, *options, *small))
     assert [path.name for path in tmp_path.iterdir()] == ["smoke"]
@@ -285,16 +330,16 @@ def run_distill(root: Path, name: str) -> Config:
     return smoke(root, f"name={name}", "source=draft", "optim.eval_steps=6", *options)
 
 
-@pytest.mark.usefixtures("unjudged", "finished")
+@pytest.mark.usefixtures("finished")
 def test_a_killed_distillation_ends_like_an_uninterrupted_one(root):
-    distill.ensure(run_distill(root, "whole"))
-    distill.ensure(run_distill(root, "again"))
-    checkpoint = root / "killed" / "distill" / "checkpoint.safetensors"
-    kill_when(checkpoint.exists, distill, run_distill(root, "killed"))
-    assert not (root / "killed" / "distill" / "summary.json").exists()
-    distill.ensure(run_distill(root, "killed"))
+    train.ensure(run_distill(root, "whole"))
+    train.ensure(run_distill(root, "again"))
+    checkpoint = root / "killed" / "train" / "checkpoint.safetensors"
+    kill_when(checkpoint.exists, train, run_distill(root, "killed"))
+    assert not (root / "killed" / "train" / "summary.json").exists()
+    train.ensure(run_distill(root, "killed"))
     for other in ("again", "killed"):
-        whole, run = root / "whole" / "distill", root / other / "distill"
+        whole, run = root / "whole" / "train", root / other / "train"
         assert numbers(run) == numbers(whole)
         assert same_weights(first=run / "draft", second=whole / "draft")
         first, second = (read_json(path / "summary.json") for path in (whole, run))
@@ -324,5 +369,5 @@ def test_killed_rollouts_go_on_with_the_next_part(finished, root, tmp_path):
     assert first.stat().st_mtime_ns == before
     # In parts as large: in half precision a row may differ by rounding with those beside it.
     whole = smoke(tmp_path / "whole", *models, "generate.batch_size=4")
-    found = [read_rollouts(generate.ensure(one)) for one in (config, whole)]
+    found = [read_parts(generate.ensure(one)) for one in (config, whole)]
     assert [r.output_ids for r in found[0]] == [r.output_ids for r in found[1]]

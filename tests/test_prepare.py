@@ -1,6 +1,7 @@
 """A base drafter cut out of the target, given or just trained, as the stage makes it."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,8 @@ from draftkit.config import Config
 from draftkit.models.loading import load_draft, load_target
 from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
-from pipelines.inputs import models
 from pipelines.prepare import prepare
-from pipelines.target import target_of
-from pipelines.texts import splits_of
+from tests.smoke import models, splits_of
 
 TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
 SHRUNK = ["draft.shrink.layers=[1]", "draft.shrink.vocabulary=64"]
@@ -59,19 +58,20 @@ def test_a_drafter_is_cut_from_the_target_that_was_trained_or_given(
 ) -> None:
     trained = smoke(root, *SHRUNK)
     made = prepare.ensure(trained)
-    target = Path(str(target_of(trained).path))
+    target = Path(str(models(trained)[0].path))
     check_cut(target, made / "draft")
     assert not read_metrics(made / "metrics.jsonl")  # no drafter was trained
     assert "% of the validation text" in capsys.readouterr().out
-    given = smoke(root, *SHRUNK, f"target.path={target}")
-    assert prepare.ensure(given) == made  # the same target, wherever it lies
+    copied = shutil.copytree(target, root / "copied")
+    given = [smoke(root, *SHRUNK, f"target.path={path}") for path in (target, copied)]
+    assert prepare.path(given[0]) == prepare.path(given[1])  # the same target, wherever it lies
 
 
 def test_another_drafter_is_made_for_the_same_target(root: Path) -> None:
     kinds = ([], SHRUNK, ["draft.pretrain.num_hidden_layers=2"])
     configs = [smoke(root, *options) for options in kinds]
     assert len({prepare.ensure(config) for config in configs}) == 3
-    assert len({target_of(config).path for config in configs}) == 1
+    assert len({models(config)[0].path for config in configs}) == 1
 
 
 def test_it_proposes_the_most_frequent_ids_of_the_training_split(root: Path) -> None:

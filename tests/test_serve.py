@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from draftkit.models.loading import save_model
+from draftkit.config import SamplingConfig
+from draftkit.decoding.generation import decode, make_requests
+from draftkit.models.loading import load_target, save_model
 from draftkit.online.registry import Registry
 from draftkit.serving.connections import listen
 from pipelines.configuration import compose_config
@@ -59,7 +61,7 @@ def running(
     clock.start()
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()
+        line = next((line for line in process.stdout if " answers at " in line), "")
         clock.cancel()
         assert " answers at http://127.0.0.1:" in line, process.communicate()
         yield line.rpartition("http://")[2].removesuffix("/v1\n"), process
@@ -114,6 +116,32 @@ def test_a_server_from_start_to_end(pair: list[str], tmp_path: Path) -> None:
         assert len(Registry(folder / "drafters", "default").versions()) == 1
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 0
+
+
+def test_a_server_without_a_drafter_answers_as_the_target_does(
+    pair: list[str], tmp_path: Path
+) -> None:
+    """It says that there is nothing to follow, and leaves no registry behind."""
+    arguments = overrides(pair, tmp_path, "decode.proposer=prompt_lookup")
+    config = compose_config(arguments)
+    target = load_target(config.target, config.hardware)
+    prompt = target.tokenizer("abcabcabcab")["input_ids"]
+    greedy = SamplingConfig(temperature=0.0)
+    (expected,) = decode(
+        target.adapter,
+        [*make_requests([prompt], max_new_tokens=30, sampling=greedy)],
+        eos_token_ids=target.eos_token_ids,
+        batch_size=1,
+    )
+    with running(arguments) as (address, process):
+        body = completion(model="target", prompt=prompt, max_tokens=30, temperature=0)
+        made = ask(address, "/v1/completions", body).json
+        assert made["choices"][0]["text"] == target.tokenizer.decode(expected.output_ids)
+        assert made["speculative"]["drafter_version"] == "prompt_lookup"
+        assert made["speculative"]["drafted"] > 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 0
+    assert not (service_folder(config) / "drafters").exists()
 
 
 def test_a_port_in_use_ends_at_once(pair: list[str], tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from draftkit.data.rollouts import Record
+from draftkit.data.rollouts import Record, read_parts
 from draftkit.online.buffer import Buffer
-from pipelines.generate import generate, read_rollouts
+from pipelines.generate import generate
 from pipelines.service import buffer_of, registry_of
 from tests.test_online import BARE, composed, ended, fill, start, until
 
@@ -23,7 +23,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def records(root: Path) -> list[Record]:
-    return list(read_rollouts(generate.ensure(composed(root, "+experiment=serve"))))
+    return list(read_parts(generate.ensure(composed(root, "+experiment=serve"))))
 
 
 @pytest.mark.soak

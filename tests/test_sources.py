@@ -10,15 +10,14 @@ from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from draftkit.data.rollouts import Record, read_records
+from draftkit.data.rollouts import Record, read_parts, read_records
 from draftkit.models.loading import load_target
 from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
-from pipelines.distill import distill
-from pipelines.generate import generate, read_rollouts
-from pipelines.inputs import models
-from pipelines.sources import decoding_hash
+from pipelines.generate import generate
+from pipelines.train import decoding_of, train
 from tests.distillation.serving import Engine, served
+from tests.smoke import models
 
 
 def smoke(root: Path, *overrides: str) -> Config:
@@ -35,9 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the evaluation at the end of `distill`."""
-    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
+def _local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
@@ -62,7 +59,7 @@ def test_every_source_trains_and_keeps_what_the_draft_had_a_part_in(
 ) -> None:
     name = "-".join([source, *(option.split("=")[1] for option in options)])
     config = smoke(root, f"source={source}", "source.refresh_steps=3", f"name={name}", *options)
-    folder = distill.ensure(config)
+    folder = train.ensure(config)
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     records = kept(folder)
@@ -79,13 +76,12 @@ def test_a_run_stopped_inside_a_block_ends_like_an_uninterrupted_one(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["source=mix", "source.refresh_steps=4"]
-    whole = distill.ensure(smoke(root, "name=whole", *options))
+    whole = train.ensure(smoke(root, "name=whole", *options))
     monkeypatch.setattr("draftkit.workflow.fitting.train", stopping_at(3))
     with pytest.raises(KeyboardInterrupt):
-        distill.ensure(smoke(root, "name=cut", *options))
+        train.ensure(smoke(root, "name=cut", *options))
     monkeypatch.undo()
-    monkeypatch.setattr("pipelines.distill.judge", lambda config: {})
-    cut = distill.ensure(smoke(root, "name=cut", *options))
+    cut = train.ensure(smoke(root, "name=cut", *options))
     assert kept(cut) == kept(whole)
     first, second = (load_file(path / "draft" / "model.safetensors") for path in (whole, cut))
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -110,21 +106,21 @@ def stopping_at(step: int) -> Any:
 def test_nothing_to_draft_is_refused_by_its_key(root: Path, source: str) -> None:
     config = smoke(root, f"source={source}", "decode.gamma=0", f"name=no-{source}")
     with pytest.raises(ValueError, match=r"^decode\.gamma=0 proposes nothing") as error:
-        distill.ensure(config)
+        train.ensure(config)
     assert "\n" not in str(error.value)
     assert not (root / f"no-{source}").exists()
 
 
 def test_decoding_counts_only_where_texts_depend_on_it(tmp_path: Path) -> None:
-    def marks(source: str) -> list[dict[str, str]]:
+    def marks(source: str) -> list[list[Any]]:
         changes = [[], ["decode.gamma=2"], ["decode=block"]]
-        return [decoding_hash(smoke(tmp_path, f"source={source}", *change)) for change in changes]
+        return [decoding_of(smoke(tmp_path, f"source={source}", *change)) for change in changes]
 
     assert marks("draft") == marks("mix") == [{}, {}, {}]
     first, gamma, verification = marks("block")
     assert first == verification != gamma
     first, gamma, verification = marks("replay")
-    assert len({first["decode"], gamma["decode"], verification["decode"]}) == 3
+    assert len({str(first), str(gamma), str(verification)}) == 3
 
 
 def test_an_engine_over_http_gives_the_rollouts_of_the_decoder(root: Path) -> None:
@@ -135,8 +131,8 @@ def test_an_engine_over_http_gives_the_rollouts_of_the_decoder(root: Path) -> No
         http = ["generate.engine=openai", f"generate.url={engine.url}", "generate.concurrency=3"]
         asked = smoke(root, "sampling.temperature=0", "divergence.temperature=1", *http)
         folder = generate.ensure(asked)
-    expected = [replace(record, sampler="openai") for record in read_rollouts(plain)]
-    assert list(read_rollouts(folder)) == expected
+    expected = [replace(record, sampler="openai") for record in read_parts(plain)]
+    assert list(read_parts(folder)) == expected
     assert {request["model"] for request in engine.asked} == {models(ours)[0].path}
     assert read_json(folder / "summary.json")["retokenised"] == 0
     # Complete: nobody is asked again, not even at another address.

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-import pipelines.stage
+import pipelines.run
 from draftkit.artifacts import read_json
 from draftkit.config import Config, HardwareConfig, TrackerConfig
 from pipelines.folder import LOCK, locked
-from pipelines.stage import Stage, StageFolder, stage
+from pipelines.run import StageFolder, stage
 from tests.toy import CHECKPOINT, Toy, metrics, result, with_steps
 
 RECORDS = [LOCK, "config.yaml", "manifest.json", "metrics.jsonl", "summary.json"]
@@ -24,7 +24,7 @@ RECORDS = [LOCK, "config.yaml", "manifest.json", "metrics.jsonl", "summary.json"
 
 @pytest.fixture(autouse=True)
 def _quick_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines.stage, "provenance", lambda: {"git_commit": None})
+    monkeypatch.setattr(pipelines.run, "provenance", lambda: {"git_commit": None})
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -57,13 +57,13 @@ def test_the_summary_is_written_last(
     toy: Toy, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
-    original = pipelines.stage.write_json
+    original = pipelines.run.write_json
 
     def note(path: Path, value: Any) -> None:
         written.append(Path(path).name)
         original(path, value)
 
-    monkeypatch.setattr(pipelines.stage, "write_json", note)
+    monkeypatch.setattr(pipelines.run, "write_json", note)
     toy.up.launch(config)
     assert written == ["manifest.json", "manifest.json", "summary.json"]
 
@@ -151,7 +151,9 @@ def test_a_missing_stage_is_run_aloud_and_a_complete_one_used_in_silence(
     toy: Toy, config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     toy.down.launch(config)
-    assert capsys.readouterr().out.startswith("down needs up: running it first\n")
+    out = capsys.readouterr().out
+    assert out.startswith("down: 2 steps\n  up    to do ")
+    assert out.index("up: running\n") < out.index("down: running\n")
     assert toy.up.ensure(config) == toy.up.path(config)
     assert capsys.readouterr().out == ""
 
@@ -298,43 +300,19 @@ def test_results_do_not_depend_on_whether_an_input_had_to_be_made(config: Config
         torch.rand(7)
         return {}
 
-    up = stage(sections=("seed",), name="up")(up_run)
-
     def down_run(config: Config, folder: StageFolder) -> dict[str, Any]:
-        first = torch.rand(()).item()
-        up.ensure(config)
-        drawn.extend([first, torch.rand(()).item()])
+        drawn.append(torch.rand(()).item())
         return {}
 
-    down: Stage = stage(sections=("seed",), name="down")(down_run)
+    up = stage(sections=("seed",), name="up")(up_run)
+    down = stage(sections=("seed",), needs=lambda c: {"up": up.step(c)}, name="down")(down_run)
     state = torch.get_rng_state()
     down.launch(config)
     down.launch(replace(config, overwrite=True))
-    assert drawn[:2] == drawn[2:]
+    assert drawn[0] == drawn[1]
     assert torch.equal(state, torch.get_rng_state())
     down.launch(replace(config, name="other", seed=1))
-    assert drawn[4] != drawn[0]
-
-
-def test_seconds_are_those_of_the_stage_alone(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(pipelines.stage.time, "perf_counter", lambda: now[0])
-
-    def take(seconds: float) -> None:
-        now[0] += seconds
-
-    up = stage(sections=("seed",), name="up")(lambda config, folder: take(100) or {})
-
-    def run(config: Config, folder: StageFolder) -> dict[str, Any]:
-        take(1)
-        up.ensure(config)
-        take(2)
-        return {}
-
-    assert stage(sections=("seed",), name="down")(run).launch(config)["seconds"] == 3
-    assert read_json(up.path(config) / "summary.json")["seconds"] == 100
+    assert drawn[2] != drawn[0]
 
 
 def test_after_follows_every_launch_and_no_ensure(config: Config) -> None:
@@ -363,7 +341,7 @@ def _ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_another_rank_computes_and_writes_nothing(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pipelines.stage, "agree", lambda value: value)
+    monkeypatch.setattr(pipelines.run, "agree", lambda value: value)
     seen: list[StageFolder] = []
 
     def run(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -372,8 +350,7 @@ def test_another_rank_computes_and_writes_nothing(
         folder.tracker.log("train", 1, {"loss": 1.0})
         return {"loss": 1.0}
 
-    summary = stage(sections=("seed",), name="toy")(run).launch(config)
-    assert summary["loss"] == 1.0
+    stage(sections=("seed",), name="toy", everywhere=True)(run).launch(config)
     assert not seen[0].is_main
     assert not Path(config.root).exists()
     assert capsys.readouterr().out == ""

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-import pipelines.stage
+import pipelines.run
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from pipelines.stage import StageFolder, stage
+from pipelines.run import StageFolder, stage
 from tests.toy import CHECKPOINT, Toy, metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +32,7 @@ def command(
     """`python -m pipelines.down <arguments>` in `tmp_path`: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    monkeypatch.setattr(pipelines.stage, "provenance", lambda: {"git_commit": None})
+    monkeypatch.setattr(pipelines.run, "provenance", lambda: {"git_commit": None})
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["down", "tracker=none", *arguments])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import pipelines.stage
+import pipelines.run
 from draftkit.config import Config, TrackerConfig
 from pipelines.folder import LOCK
 from tests.toy import Toy, result, with_steps
@@ -94,7 +94,7 @@ def test_a_kill_at_any_moment_leaves_a_folder_that_the_next_launch_finishes(
 ) -> None:
     """Each (third) touch of the disk in turn is where the process dies; a relaunch goes on."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a killed process loses no cache
-    monkeypatch.setattr(pipelines.stage, "provenance", dict)
+    monkeypatch.setattr(pipelines.run, "provenance", dict)
     root, before = tmp_path / "outputs", tmp_path / "before"
     quiet = TrackerConfig(mode="none")
     config = with_steps(Config(root=str(root), name="toy", tracker=quiet), 5)

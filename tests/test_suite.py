@@ -2,6 +2,12 @@
 
 import os
 import warnings
+from pathlib import Path
+
+import pytest
+
+from tests import soak
+from tests.conftest import SOAKED
 
 
 def test_advice_for_cuda_is_no_error() -> None:
@@ -16,3 +22,67 @@ def test_advice_for_cuda_is_no_error() -> None:
 
 def test_no_test_but_those_marked_so_sees_a_cuda_device() -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+# The share of the soak that a commit picks
+
+
+def test_the_minutes_of_every_test_of_the_soak_are_known(request: pytest.FixtureRequest) -> None:
+    """Of those that are collected with this one; and no test is listed that is no longer there."""
+    assert request.config.stash[SOAKED] <= set(soak.MINUTES)
+    for test in soak.MINUTES:
+        file, name = test.split("::")
+        assert f"def {name}(" in (soak.ROOT / file).read_text(encoding="utf-8")
+    assert all((soak.ROOT / file).exists() for file in soak.TIMED)
+
+
+def test_a_share_fits_into_its_time_and_some_commits_run_everything() -> None:
+    shares = [soak.share(f"commit {number}") for number in range(60)]
+    assert shares[0] == soak.share("commit 0") != shares[1]
+    assert {test for picked in shares for test in picked} == set(soak.MINUTES)
+    for picked in shares:
+        assert sum(map(soak.MINUTES.__getitem__, picked)) <= soak.WORKERS * soak.SHARE_MINUTES
+
+
+@pytest.fixture
+def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plugins but the one that the options of this suite need: they take long to import."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout,xdist.plugin")
+
+
+def soaked(file: Path, code: str, minutes: float = 1.0) -> int:
+    """Soak a file of that code, outside the suite: none of its fixtures is needed."""
+    file.write_text(f"import pathlib, time, pytest\npytestmark = pytest.mark.soak\n{code}\n")
+    return soak.soak([f"--rootdir={file.parent}", str(file)], minutes, ["-n", "0"])
+
+
+@pytest.mark.usefixtures("_bare")
+def test_a_share_that_runs_out_of_time_is_no_failure_unless_a_test_has_failed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slow = "def test_b(): time.sleep(60)"
+    assert soaked(tmp_path / "test_one.py", slow, minutes=0.05) == 0
+    assert "stopped after 0.05 minutes, which is no failure" in capfd.readouterr().out
+    assert soaked(tmp_path / "test_two.py", f"def test_a(): assert 0\n{slow}", minutes=0.05) == 1
+
+
+@pytest.mark.usefixtures("_bare")
+def test_only_what_is_bound_by_a_clock_has_a_second_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that fails in its first run alone."""
+    code = f"""
+def test_a():
+    file = pathlib.Path({str(tmp_path)!r}, "ran")
+    ran = file.exists()
+    file.touch()
+    assert ran
+"""
+    file = tmp_path / "test_noise.py"
+    assert soaked(file, code) == 1
+    (tmp_path / "ran").unlink()
+    monkeypatch.setattr(soak, "TIMED", (file.name,))
+    assert soaked(file, code) == 0
+    (tmp_path / "ran").unlink()
+    assert soaked(file, code + "    assert 0\n") == 1

@@ -9,7 +9,8 @@ from draftkit.artifacts import atomic_path, read_json, remove, write_json
 from draftkit.config import Config, OptimConfig
 from draftkit.tracking import read_metrics
 from pipelines.folder import product_digest
-from pipelines.stage import StageFolder, stage
+from pipelines.plan import Step
+from pipelines.run import StageFolder, stage
 
 CHECKPOINT = "checkpoint"
 
@@ -31,15 +32,15 @@ class Toy:
         self.content = "text"
         self.trouble: Callable[[int], None] = lambda step: None
         self.up = stage(sections=("data.max_length",), shared=True, name="up")(self._up)
-        self.down = stage(sections=("seed", "optim"), inputs=self._inputs, name="down")(self._down)
+        self.down = stage(sections=("seed", "optim"), needs=self._needs, name="down")(self._down)
 
     def _up(self, config: Config, folder: StageFolder) -> dict[str, Any]:
         self.runs.append("up")
         write_json(folder.path / "data.json", self.content)
         return {"rows": 3}
 
-    def _inputs(self, config: Config) -> dict[str, str]:
-        return {"up": self.up.digest(config)}
+    def _needs(self, config: Config) -> dict[str, Step]:
+        return {"up": self.up.step(config)}
 
     def _down(self, config: Config, folder: StageFolder) -> dict[str, Any]:
         self.runs.append("resumed down" if folder.resumed else "down")
@@ -67,9 +68,9 @@ def result(path: Path) -> tuple[Any, ...]:
     """All that two equal runs share."""
     lines = [{k: v for k, v in line.items() if k != "time"} for line in metrics(path)]
     manifest = read_json(path / "manifest.json")
-    made = {key: manifest[key] for key in ("settings", "inputs", "product")}
+    made = {key: manifest[key] for key in ("settings", "inputs", "addresses", "product")}
     names = sorted(child.name for child in path.iterdir())
-    return lines, read_json(path / "summary.json"), made, product_digest(path), names
+    return lines, read_json(path / "summary.json"), made, product_digest(path, ""), names
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:

@@ -11,10 +11,13 @@ with the key as the user types it.
 
 from draftkit.config.choices import (
     BENCHMARK_METHOD_NAMES,
+    COUNTING_NAMES,
     DIVERGENCE_NAMES,
     DOMAIN_NAMES,
+    DRAFTED_NAMES,
     GPU_PARTS,
     MIXTURE,
+    PROPOSER_NAMES,
     SOURCE_NAMES,
     VERIFICATION_NAMES,
 )

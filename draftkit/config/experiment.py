@@ -52,6 +52,8 @@ class Config:
     root: str = "outputs"
     seed: int = 0
     overwrite: bool = False
+    plan: bool = False  # print what would be done, and stop
+    job: str | None = None  # the job of a sweep, set by the command
     runs: list[str] = field(default_factory=list)
     target: ModelConfig = field(default_factory=ModelConfig)
     draft: ModelConfig = field(default_factory=embedded_draft)
@@ -79,6 +81,7 @@ class Config:
             "be a plain folder name",
             self.name,
         )
+        require(self.job is None or "/" not in self.job, "job", "be left to sweeps", self.job)
         require(self.seed >= 0, "seed", "be at least 0", self.seed)
         require(
             self.data.name == "installed" or self.data.path is not None,

@@ -7,7 +7,10 @@ from draftkit.config.choices import (
     BENCHMARK_METHODS,
     CODE_NAMES,
     DRAFT_ROLES,
+    DRAFTED_NAMES,
     GPU_PARTS,
+    PROPOSER_ALIASES,
+    PROPOSER_NAMES,
     SUBJECT_NAMES,
     VERIFICATION_NAMES,
     WEIGHT_NAMES,
@@ -25,6 +28,10 @@ class DecodeConfig:
     """Speculative decoding: tokens proposed per round, how they are verified, and by what code."""
 
     gamma: int = setting(4, least=0, most=32)
+    # Who proposes: the draft (`sampled` as the target is served, or its `argmax`; `hybrid`: prompt
+    # lookup where it has a match; `staged`: the draft decodes speculatively in turn), counts of the
+    # training text (`unigram`, `bigram`, `ngram`), `prompt_lookup`, or `none`: gamma is 0.
+    proposer: str = setting("sampled", names=PROPOSER_NAMES)
     verification: str = setting("speculative", names=VERIFICATION_NAMES)
     # captured: CUDA graphs of eager code, ready at once, where compiling takes its time for every
     # shape of a round (without CUDA: false). auto: a server on CUDA captures and one on a CPU does
@@ -33,7 +40,15 @@ class DecodeConfig:
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
+        self.proposer = PROPOSER_ALIASES.get(self.proposer, self.proposer)
         check_rules(self, "decode")
+        if self.proposer == "none":
+            self.gamma = 0
+
+    @property
+    def has_drafter(self) -> bool:
+        """Whether a draft model has a part in what is proposed."""
+        return self.proposer in DRAFTED_NAMES
 
     @property
     def compiles(self) -> bool:
@@ -96,6 +111,7 @@ class BenchmarkConfig:
     loss_vocab_size: int = positive(152_064)
 
     def __post_init__(self) -> None:
+        self.methods = [PROPOSER_ALIASES.get(name, name) for name in self.methods]
         check_rules(self, "benchmark")
 
 

@@ -9,63 +9,67 @@ model's own served law, token by token; only how many tokens there are depends o
 That is lawful, since whether another token follows is known before it is drawn. (It would not be
 with block verification inside, which looks ahead.)
 
-Neither knows caches or weights: these are the model's.
-
 Shapes: B rows, L tokens a row can hold, K proposed tokens (gamma), W guesses a pass, V vocabulary.
 """
 
-from collections.abc import Hashable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftkit.decoding.proposers import (
-    DraftModelProposer,
-    Guesser,
-    Proposal,
-    Proposer,
-    TextProposer,
-    draw,
-)
+from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer, draw
 from draftkit.decoding.state import RoundView
 from draftkit.theory.noise import DRAFT
 from draftkit.theory.verification import speculative_sampling
 from draftkit.theory.warping import seen_along, seen_tokens, warp
 
 
-class HybridProposer:
+class Composite(Proposer):
+    """A model with a guesser, which keeps no cache: cache and weights are the model's."""
+
+    has_cache = True
+
+    def __init__(self, guesser: Proposer, model: DraftModelProposer) -> None:
+        assert not guesser.has_cache
+        self.guesser = guesser
+        self.model = model
+        self.version = model.version
+        self.max_positions = model.max_positions
+
+    def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
+        """Make the model's cache."""
+        self.model.allocate(slots, capacity, encoder_capacity)
+
+    def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
+        """Show the model the encoder's text."""
+        self.model.encode(tokens, lengths=lengths, rows=rows)
+
+    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
+        """Show the model a piece of the prompts."""
+        self.model.prefill(tokens, positions=positions, rows=rows, visible=visible)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's."""
+        return self.model.weights()
+
+    def swap(self, state_dict: dict[str, Tensor], version: str) -> None:
+        """Give the model new weights."""
+        self.model.swap(state_dict, version)
+        self.version = version
+
+
+class HybridProposer(Composite):
     """The guesser where it has a guess, the model elsewhere, row by row.
 
     How sure a guess must be is the guesser's setting (`min_ngram`); it must guess one-hot.
     """
 
-    has_cache = True
-
-    def __init__(self, guesser: Guesser, model: DraftModelProposer) -> None:
-        self.guesser = guesser
-        self.model = model
-        self.max_positions = model.max_positions
-        self.allocate, self.encode, self.prefill = model.allocate, model.encode, model.prefill
-        self.swap = model.swap
-        self._guesser_alone = TextProposer(guesser)
-
-    @property
-    def version(self) -> str:
-        """The model's."""
-        return self.model.version
-
-    @property
-    def signature(self) -> Hashable:
-        """Both parts'."""
-        return (type(self), self.guesser.signature, self.model.signature)
-
     def pick(self, view: RoundView) -> Proposer:
         """The guesser if all rows have a guess, the model if none has: its passes cost time."""
         guessed = self.guesser.propose(view, view.group.gamma).lengths[view.group.active] > 0
         if guessed.all():
-            return self._guesser_alone
+            return self.guesser
         return self if guessed.any() else self.model
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
@@ -101,37 +105,20 @@ class Pass(NamedTuple):
     count: Tensor  # [B] 1..W + 1
 
 
-class StagedProposer:
+class StagedProposer(Composite):
     """The guesser drafts `width` tokens for each of `passes` passes of the model.
 
     A round has between `passes` and `gamma` proposals; passes * (width + 1) should reach gamma.
     """
 
-    has_cache = True
-
     def __init__(
-        self, guesser: Guesser, model: DraftModelProposer, *, width: int = 3, passes: int = 2
+        self, guesser: Proposer, model: DraftModelProposer, *, width: int = 3, passes: int = 2
     ) -> None:
         assert width > 0
         assert passes > 0
-        self.guesser = guesser
-        self.model = model
+        super().__init__(guesser, model)
         self.width = width
         self.passes = passes
-        self.max_positions = model.max_positions
-        self.allocate, self.encode, self.prefill = model.allocate, model.encode, model.prefill
-        self.swap = model.swap
-
-    @property
-    def version(self) -> str:
-        """The model's."""
-        return self.model.version
-
-    @property
-    def signature(self) -> Hashable:
-        """Both parts' and the sizes."""
-        parts = (self.guesser.signature, self.model.signature)
-        return (type(self), parts, self.width, self.passes)
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
         """Draw up to `gamma` tokens from the served law of the model, in few passes of it."""
@@ -140,7 +127,7 @@ class StagedProposer:
         # All noise of the round is keyed by its own length: the text of a pass may come again.
         share = 2 * width + 1
         uniforms = view.uniform(count=count * share, purpose=DRAFT).split(share, dim=1)
-        # What comes behind the proposals of the round is of no account: here it is piled up.
+        # Positions past this round's proposals are scratch: they are clamped to one slot.
         end = (view.length + gamma).clamp(max=view.tokens.shape[1] - 1)
         now, passes = view, []
         for i in range(count):

@@ -98,6 +98,23 @@ class AdaptiveGamma:
             self._plain_rounds = 0
 
 
+class SteppedGamma:
+    """A policy that keeps to few numbers, since each is compiled code of its own."""
+
+    def __init__(self, policy: GammaPolicy, steps: Sequence[int]) -> None:
+        self._policy = policy
+        self._steps = sorted({0, *steps})
+
+    def choose(self, *, batch: int, most: int) -> int:
+        """The largest step that is no more than the policy's choice."""
+        best = self._policy.choose(batch=batch, most=most)
+        return max(step for step in self._steps if step <= best)
+
+    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
+        """Tell the policy."""
+        self._policy.observe(gamma=gamma, accepted=accepted)
+
+
 def costs_at(costs: dict[int, Costs], batch: int) -> Costs:
     """The costs of the smallest measured batch size that holds `batch` rows, else the largest."""
     return costs[min((size for size in costs if size >= batch), default=max(costs))]

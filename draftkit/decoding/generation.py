@@ -26,7 +26,8 @@ class Completion:
     ended: bool = False  # by an end-of-text id; else by the length limit
     accept_counts: list[int] = field(default_factory=list)  # rounds with 0..gamma accepted
     acceptance_total: float = 0.0  # sum over tested positions of sum_x min(p, q)
-    tested: int = 0  # proposals that were put to the test
+    drafted: int = 0  # proposals
+    tested: int = 0  # of them, those that were put to the test
     steps: list[TraceRound] = field(default_factory=list)
 
     @property
@@ -70,6 +71,7 @@ def record(completions: dict[int, Completion], result: RoundResult) -> list[int]
             )
         )
         tested = min(result.emitted[row], result.lengths[row])
+        completion.drafted += result.lengths[row]
         completion.tested += tested
         completion.acceptance_total += sum(acceptance[row][:tested])
         if result.done[row]:

@@ -12,13 +12,13 @@ Shapes: B rows, L tokens a row can hold, K proposed tokens, V vocabulary, M lear
 tokens of the longest context, O orders (lengths of context) from short to long.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftkit.decoding.proposers import Proposal, draw, most_likely
+from draftkit.decoding.proposers import Proposal, Proposer, draw, most_likely
 from draftkit.decoding.state import RoundView
 
 LARGEST_BIGRAM_VOCABULARY = 8192  # a table of 256 MiB
@@ -43,7 +43,7 @@ def count_table(
         raise ValueError(
             f"a bigram table of {vocab_size} x {vocab_size} tokens would take "
             f"{vocab_size**2 * 4 / 2**30:.1f} GiB: above {LARGEST_BIGRAM_VOCABULARY} tokens use "
-            "proposer unigram, lookup or ngram"
+            "decode.proposer=unigram, prompt_lookup or ngram"
         )
     assert smoothing > 0
     singles = torch.zeros(vocab_size)
@@ -62,22 +62,15 @@ def count_table(
     return pairs.add_(smoothing * law).div_(totals + smoothing).log_()
 
 
-class CountTable:
-    """Draws tokens from a table of log-probabilities, as `count_table` makes them."""
+class CountTable(Proposer):
+    """Draws tokens from a table of log-probabilities [V] or [V, V], as `count_table` makes them."""
 
-    def __init__(self, table: Tensor, *, tokens: str = "sampled") -> None:
-        assert tokens in ("sampled", "argmax"), tokens
-        self.table = table  # [V] or [V, V]
-        self.tokens = tokens
-
-    @property
-    def signature(self) -> Hashable:
-        """Size and precision of the table, and how tokens are chosen."""
-        return (type(self), tuple(self.table.shape), self.table.dtype, self.tokens)
+    def __init__(self, table: Tensor) -> None:
+        self.table = table
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
         """Draw `gamma` tokens one after the other from the warped law of the table."""
-        if self.tokens == "argmax" or view.group.greedy:
+        if view.group.greedy:
             view = most_likely(view)
 
         def after(token: Tensor, _: int) -> Tensor:
@@ -86,12 +79,8 @@ class CountTable:
 
         return draw(view, gamma, first=after(view.last_two[:, 1], -1), after=after)
 
-    def load(self, state_dict: dict[str, Tensor]) -> None:
-        """Copy a new table in place. Raises ValueError where it has another size."""
-        _load(self.table, state_dict)
 
-
-class PromptLookup:
+class PromptLookup(Proposer):
     """Goes on as the text did after the last earlier occurrence of its last tokens.
 
     As many last tokens as possible, `max_ngram` at most and `min_ngram` at least, must occur
@@ -103,11 +92,6 @@ class PromptLookup:
         _check_orders(max_ngram, min_ngram)
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
-
-    @property
-    def signature(self) -> Hashable:
-        """All there is to it."""
-        return (type(self), self.max_ngram, self.min_ngram)
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
         """One-hot proposals; none for rows without a match."""
@@ -128,12 +112,8 @@ class PromptLookup:
         tokens = text.gather(1, index.clamp(max=text.shape[1] - 1))
         return Proposal(tokens, None, lengths=torch.where(found, gamma, 0))
 
-    def load(self, state_dict: dict[str, Tensor]) -> None:
-        """Raises ValueError: there is nothing to load."""
-        raise ValueError("prompt lookup reads the text alone: it has no weights to swap")
 
-
-class NgramMemory:
+class NgramMemory(Proposer):
     """What followed the last tokens in past answers, longest context first.
 
     A hash table of fixed size for each length of context from `min_ngram` to `max_ngram`: an entry
@@ -161,11 +141,6 @@ class NgramMemory:
         self._starts = torch.arange(orders, device=device) << self._bits
         powers = [pow(_MULTIPLIER, n + 1, 1 << 31) for n in range(max_ngram)]
         self._weights = torch.tensor(powers, device=device)  # [C]
-
-    @property
-    def signature(self) -> Hashable:
-        """Sizes and orders."""
-        return (type(self), tuple(self.table.shape), len(self._weights))
 
     def learn(self, texts: Iterable[Sequence[int]]) -> None:
         """Remember what follows what in `texts`, in place; the newest wins."""
@@ -205,10 +180,6 @@ class NgramMemory:
             recent = torch.cat([token[:, None], recent[:, :-1]], dim=1)
         return Proposal(torch.stack(tokens, dim=1), None, lengths=lengths)
 
-    def load(self, state_dict: dict[str, Tensor]) -> None:
-        """Copy another memory's table in place. Raises ValueError where it has another size."""
-        _load(self.table, state_dict)
-
     def _look_up(self, recent: Tensor) -> tuple[Tensor, Tensor]:
         """Marks [N, O] of the contexts `recent` [N, C], newest first, and their places."""
         sums = ((recent + 1) * self._weights).cumsum(1)  # below 2^63 for C up to 128
@@ -220,10 +191,3 @@ class NgramMemory:
 def _check_orders(max_ngram: int, min_ngram: int) -> None:
     if not 1 <= min_ngram <= max_ngram:
         raise ValueError(f"n-grams of {min_ngram} to {max_ngram} tokens: give 1 <= min <= max")
-
-
-def _load(table: Tensor, state_dict: dict[str, Tensor]) -> None:
-    new = state_dict.get("table")
-    if new is None or new.shape != table.shape:
-        raise ValueError(f"new contents do not fit: a table of {tuple(table.shape)} is needed")
-    table.copy_(new)

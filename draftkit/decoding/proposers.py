@@ -2,8 +2,8 @@
 
 A proposer sees committed text only (`RoundView`) and returns what it drew together with the q it
 drew from, so that verification is exact whatever the proposer is, and stays exact when weights
-are swapped between rounds. Here stand a small language model and whatever guesses by the text
-alone (`ngrams`); `composite` makes proposers of both.
+are swapped between rounds. Here stands a small language model; `ngrams` guess by the text
+alone, `composite` makes proposers of both, and `catalogue` names them all.
 
 `propose` runs compiled as one unit: it reads tensors where they are, waits for none of their
 values, and all else that it depends on is in `signature`.
@@ -13,7 +13,7 @@ Shapes: B rows, N fed tokens, K proposed tokens, E encoder tokens, V vocabulary.
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,57 +36,59 @@ class Proposal(NamedTuple):
     lengths: Tensor  # [B] valid proposals, at most K
 
 
-class Proposer(Protocol):
-    """Anything that can guess the next tokens of rows of text."""
+class Proposer:
+    """Anything that can guess the next tokens of rows of text.
 
-    @property
-    def version(self) -> str:
-        """Which weights are in force."""
-        ...
+    A proposer that reads the text alone overrides `propose` and nothing else. One with a cache or
+    with weights also overrides what it needs of the rest.
+    """
 
-    @property
-    def max_positions(self) -> int:
-        """The longest text that it can go on."""
-        ...
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether it must be shown all text, by `prefill` or by taking part."""
-        ...
+    version = ""  # which weights are in force
+    max_positions = UNBOUNDED  # tokens of the longest text that it can continue
+    has_cache = False  # whether it must be shown all text, by `prefill` or by taking part
 
     @property
     def signature(self) -> Hashable:
-        """Proposers of one signature differ in tensor contents only, so they share code."""
-        ...
+        """Proposers of one signature differ in tensor contents only, so they share code.
 
-    def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
-        """Make room for `slots` rows of `capacity` tokens."""
-        ...
-
-    def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
-        """Take in the encoder texts `tokens` [B, E] of `lengths` [B] tokens of `rows` [B]."""
-        ...
-
-    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
-        """Take in `tokens` [B, N] of a prompt at `positions` [B, N] of `rows` [B]."""
-        ...
+        All attributes count: of tensors shape and dtype, of models and parts their signature.
+        """
+        parts = sorted((name, _trait(value)) for name, value in vars(self).items())
+        return (type(self), *(part for part in parts if part[0] != "version"))
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
         """Propose `gamma` tokens after the committed text of each row."""
-        ...
+        raise NotImplementedError
+
+    def pick(self, view: RoundView) -> "Proposer":
+        """The part of it that this round needs; the proposals of every row stay the same.
+
+        Called on the host, so that a part whose passes cost time can be left out.
+        """
+        return self
+
+    def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
+        """Make room for `slots` rows of `capacity` tokens."""
+
+    def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
+        """Take in the encoder texts `tokens` [B, E] of `lengths` [B] tokens of `rows` [B]."""
+
+    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
+        """Take in `tokens` [B, N] of a prompt at `positions` [B, N] of `rows` [B]."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights that `swap` replaces, where they lie; none without a model."""
+        return {}
 
     def swap(self, state_dict: dict[str, Tensor], version: str) -> None:
-        """Take new weights in place, between rounds."""
-        ...
+        """Take new weights in place, between rounds. Raises ValueError where they do not fit."""
+        raise ValueError(f"{type(self).__name__} has no weights to swap")
 
 
-@runtime_checkable
-class Picker(Protocol):
-    """A proposer made of several that can tell on the host which of them a round needs."""
-
-    def pick(self, view: RoundView) -> Proposer:
-        """Return who proposes in this round; the proposals of every row stay the same."""
-        ...
+def _trait(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.dtype)
+    return getattr(value, "signature", value)
 
 
 def most_likely(view: RoundView) -> RoundView:
@@ -132,7 +134,7 @@ def draw(
     )
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """A small language model with a cache of its own.
 
     `tokens` are sampled as the target is served, or the draft's argmax, which engines propose by
@@ -206,61 +208,14 @@ class DraftModelProposer:
 
         return first, after
 
+    def weights(self) -> dict[str, Tensor]:
+        """The draft's."""
+        return self.draft.weights()
+
     def swap(self, state_dict: dict[str, Tensor], version: str) -> None:
         """Copy new draft weights in place; rows keep their draft cache, which costs no exactness.
 
         Raises ValueError where the weights do not fit.
         """
         self.draft.load_weights(state_dict)
-        self.version = version
-
-
-class Guesser(Protocol):
-    """Guesses by the text alone: whoever asks, and whatever has been decoded before."""
-
-    @property
-    def signature(self) -> Hashable:
-        """As in `Proposer`."""
-        ...
-
-    def propose(self, view: RoundView, gamma: int) -> Proposal:
-        """As in `Proposer`."""
-        ...
-
-    def load(self, state_dict: dict[str, Tensor]) -> None:
-        """Copy new contents in place. Raises ValueError where they do not fit."""
-        ...
-
-
-class TextProposer:
-    """A guesser as a proposer: there is no cache to keep."""
-
-    has_cache = False
-    max_positions = UNBOUNDED
-
-    def __init__(self, guesser: Guesser, *, version: str = "") -> None:
-        self.guesser = guesser
-        self.version = version
-
-    @property
-    def signature(self) -> Hashable:
-        """The guesser's."""
-        return (type(self), self.guesser.signature)
-
-    def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
-        """Nothing to make."""
-
-    def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
-        """Nothing to keep."""
-
-    def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
-        """Nothing to keep."""
-
-    def propose(self, view: RoundView, gamma: int) -> Proposal:
-        """Guess."""
-        return self.guesser.propose(view, gamma)
-
-    def swap(self, state_dict: dict[str, Tensor], version: str) -> None:
-        """Load new contents in place. Raises ValueError where they do not fit."""
-        self.guesser.load(state_dict)
         self.version = version

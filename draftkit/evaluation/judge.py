@@ -4,17 +4,21 @@ Puts together contexts, alpha, real speculative decoding with wall time, lossles
 verdict. Each number's definition stands with the code that computes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from draftkit.config import Config, SamplingConfig
 from draftkit.data.rollouts import Record
+from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.graphs import compile_seconds
+from draftkit.decoding.ngrams import PromptLookup
+from draftkit.decoding.proposers import Proposer
 from draftkit.evaluation.alpha import PromptTotals, estimates, gains, score_contexts
-from draftkit.evaluation.calibration import Calibrator, between
+from draftkit.evaluation.costs import between, meter
 from draftkit.evaluation.decision import verdict
 from draftkit.evaluation.lossless import Losslessness, greedy_identity
 from draftkit.evaluation.walltime import (
@@ -24,10 +28,8 @@ from draftkit.evaluation.walltime import (
     Setting,
     Timed,
     chunk_count,
-    end_to_end_speedup,
-    full_speedup,
-    measured_speedup,
     row_capacity,
+    speedup,
     time_methods,
 )
 from draftkit.models.adapter import Adapter
@@ -42,26 +44,50 @@ from draftkit.theory.speedup import (
 )
 
 MAX_GAMMA = 16
+LOOKUP = "prompt_lookup"
+# The acceptance of proposals as they are served; of other proposers the one that decoding showed.
+SERVED_ALPHA = {"sampled": "alpha", "staged": "alpha", "argmax": "alpha_greedy_draft"}
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Held-out prompts for measuring, and others for calibration and warm-up."""
+    """Held-out prompts for measuring, others for calibration and warm-up, and training text."""
 
-    test: Sequence[Sequence[int]]
-    calibration: Sequence[Sequence[int]]
+    test: PromptIds
+    calibration: PromptIds
+    # Token ids that the proposers unigram, bigram and ngram count. None: those of `calibration`.
+    texts: Callable[[], Iterable[Sequence[int]]] | None = None
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that was measured of one draft under one sampling."""
+    """All that was measured of one draft, and of prompt lookup, under one sampling."""
 
     scored: PromptTotals
     timed: Timed
     plain: Timed
     costs: Costs
     lossless: Losslessness
+    lookup: Timed
     compile_seconds: float = 0.0  # for all drafts together; in none of the times
+
+
+def proposers_of(
+    target: Adapter, drafts: Mapping[str, Adapter], prompts: Prompts, config: Config
+) -> dict[str, Proposer]:
+    """What stands for each draft in real decoding, as `decode.proposer` says.
+
+    Proposers without a draft model are the same for all: one of them, by the name of the last.
+    """
+    make = PROPOSERS[config.decode.proposer]
+    texts = prompts.texts or (lambda: prompts.calibration)
+    names = [*drafts] if config.decode.has_drafter else [*drafts][-1:]
+    return {
+        name: make(
+            Material(partial(drafts.__getitem__, name), texts, target.vocab_size, target.device)
+        )
+        for name in names
+    }
 
 
 def gather(
@@ -89,34 +115,42 @@ def gather(
     }
     compiling = -compile_seconds()
     note(f"wall time on {len(timed_prompts)} prompts, in turns with the baseline")
-    calibrators = {
-        name: Calibrator(
-            target.adapter, draft, prompts.calibration, setting, gammas=(CALIBRATED_GAMMA,)
+
+    def proposers() -> dict[str, Proposer]:  # each decoder has its own, since each has its cache
+        return proposers_of(target.adapter, drafts, prompts, config)
+
+    lookup = {} if config.decode.proposer == LOOKUP else {LOOKUP: PromptLookup()}
+    meters = {
+        name: meter(
+            target.adapter, proposer, prompts.calibration, setting, gammas=(CALIBRATED_GAMMA,)
         )
-        for name, draft in drafts.items()
+        for name, proposer in proposers().items()
     }
     timed = time_methods(
         target.adapter,
-        drafts,
+        lookup | proposers(),
         timed_prompts,
         prompts.calibration,
         setting,
-        between(
-            [*calibrators.values()],
-            chunk_count(timed_prompts, setting),
-            config.evaluate.calibration_turns,
-        ),
+        between([*meters.values()], chunk_count(timed_prompts, setting), options.calibration_turns),
     )
-    costs = {name: calibrator.result().costs for name, calibrator in calibrators.items()}
+    costs = {name: measured.result().costs for name, measured in meters.items()}
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")
-    return {
-        name: Evidence(
-            scored[name], timed[name], timed[PLAIN], costs[name], lossless[name], compiling
+    evidence = {}
+    for name in drafts:
+        stand_in = name if name in meters else next(iter(meters))  # proposers without a draft
+        evidence[name] = Evidence(
+            scored[name],
+            timed[stand_in],
+            timed[PLAIN],
+            costs[stand_in],
+            lossless[stand_in],
+            timed[LOOKUP] if lookup else timed[stand_in],
+            compiling,
         )
-        for name in drafts
-    }
+    return evidence
 
 
 def timing(
@@ -141,19 +175,16 @@ def timing(
 def check_lossless(
     target: Target, drafts: dict[str, Adapter], prompts: Prompts, config: Config
 ) -> dict[str, Losslessness]:
-    """Greedy identity of every draft beside a float32 `target`."""
-    return {
-        name: greedy_identity(
-            target.adapter,
-            draft,
-            prompts.test[: config.evaluate.lossless_prompts],
-            max_new_tokens=config.evaluate.max_new_tokens,
-            gamma=max(config.decode.gamma, 1),
-            batch_size=config.evaluate.batch_size,
-            eos_token_ids=target.eos_token_ids,
-        )
-        for name, draft in drafts.items()
-    }
+    """Greedy identity of every draft, as it is served, beside a float32 `target`."""
+    return greedy_identity(
+        target.adapter,
+        proposers_of(target.adapter, drafts, prompts, config),
+        prompts.test[: config.evaluate.lossless_prompts],
+        max_new_tokens=config.evaluate.max_new_tokens,
+        gamma=max(config.decode.gamma, 1),
+        batch_size=config.evaluate.batch_size,
+        eos_token_ids=target.eos_token_ids,
+    )
 
 
 def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> dict[str, Any]:
@@ -161,12 +192,8 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
     seed, resamples = config.seed, config.evaluate.bootstrap
     gamma, costs, timed = config.decode.gamma, evidence.costs, evidence.timed
     acceptance = estimates(evidence.scored, seed=seed, resamples=resamples)
-    counted = count_rounds(timed, gamma, seed=seed, resamples=resamples)
-    pair: dict[str, Any] = {"speculative": timed, "plain": evidence.plain}
-    measured, full, whole = (
-        speedup(**pair, seed=seed, resamples=resamples)
-        for speedup in (measured_speedup, full_speedup, end_to_end_speedup)
-    )
+    counted = count_rounds(timed, seed=seed, resamples=resamples)
+    measured, full, whole = speedups(timed, evidence.plain, config)
     round_costs = {
         "cost_ratio": costs.cost_ratio,
         "verify_ratio": costs.verify_ratio,
@@ -182,8 +209,10 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         ceiling=limit,
         break_even_alpha=break_even,
     )
+    served = SERVED_ALPHA.get(config.decode.proposer)
+    tested = counted["alpha_decoding"] or {"mean": 0.0}
     chosen, factor = best_gamma(
-        acceptance["alpha"].mean,
+        tested["mean"] if served is None else acceptance[served].mean,
         cost_ratio=costs.cost_ratio,
         verify_ratio=costs.verify_at,
         overhead_ratio=costs.overhead_ratio,
@@ -192,6 +221,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
     return {
         **{mode: estimate.as_dict() for mode, estimate in acceptance.items()},
         **counted,
+        "proposer": config.decode.proposer,
         "gamma": gamma,
         "temperature": sampling.temperature,
         "batch_size": config.evaluate.timing_batch_size,
@@ -203,11 +233,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
             "predicted": predicted,
             "prediction_error": full.mean / predicted - 1,
             "ceiling": limit,
-            "end_to_end": {
-                "mean": whole.mean,
-                "ci95": [whole.low, whole.high],
-                "chunks": whole.prompts,
-            },
+            "end_to_end": end_to_end(whole),
         },
         "break_even_alpha": break_even,
         "best_gamma": chosen,
@@ -216,6 +242,46 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         "verdict": decision,
         "reason": reason,
     }
+
+
+def speedups(timed: Timed, plain: Timed, config: Config) -> list[Estimate]:
+    """Of the rounds, of the rounds of full batches, and from request to last token."""
+    options: dict[str, Any] = {"seed": config.seed, "resamples": config.evaluate.bootstrap}
+    return [
+        speedup(speculative=timed, plain=plain, of=part, **options)
+        for part in ("rounds", "full batches", "answers")
+    ]
+
+
+def end_to_end(whole: Estimate) -> dict[str, Any]:
+    """An end-to-end speed-up as summaries state it."""
+    return {"mean": whole.mean, "ci95": [whole.low, whole.high], "chunks": whole.prompts}
+
+
+def lookup_summary(evidence: Evidence, config: Config) -> dict[str, Any]:
+    """The `prompt_lookup` object: what proposals from the text alone would gain."""
+    lookup, options = evidence.lookup, {"seed": config.seed, "resamples": config.evaluate.bootstrap}
+    measured, _, whole = speedups(lookup, evidence.plain, config)
+    return {
+        "acceptance_length": count_rounds(lookup, **options)["acceptance_length"],
+        "tokens_per_second": lookup.tokens_per_second,
+        "speedup": {
+            "measured": measured.mean,
+            "ci95": [measured.low, measured.high],
+            "end_to_end": end_to_end(whole),
+        },
+    }
+
+
+def best_of(ways: Mapping[str, dict[str, Any]]) -> str:
+    """The lossless way with the largest end-to-end speed-up whose interval lies above 1."""
+    paying = {
+        name: way["speedup"]["end_to_end"]["mean"]
+        for name, way in ways.items()
+        if way["speedup"]["end_to_end"]["ci95"][0] > 1
+        and way.get("lossless", {"passed": True})["passed"]
+    }
+    return max(paying, key=lambda name: paying[name], default="none")
 
 
 def clocked(evidence: Evidence) -> dict[str, Any]:
@@ -235,19 +301,23 @@ def clocked(evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def count_rounds(timed: Timed, gamma: int, *, seed: int, resamples: int) -> dict[str, Any]:
+def count_rounds(timed: Timed, *, seed: int, resamples: int) -> dict[str, Any]:
     """Rates that real speculative decoding showed, with intervals over prompts.
 
     `acceptance_rate` = accepted / drafted; `acceptance_length` = tokens per target pass;
     `acceptance_per_position` = share of rounds whose first i proposals were all accepted;
-    `alpha_decoding` = mean of sum_x min(p, q) over the positions that were tested.
+    `alpha_decoding` = mean of sum_x min(p, q) over the positions that were tested. A rate is None
+    where fewer than two prompts had proposals.
     """
 
     def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)
 
-    def ratio(totals: Sequence[float], counts: Sequence[float]) -> Estimate:
-        return estimate_ratio(column(totals), column(counts), seed=seed, resamples=resamples)
+    def ratio(totals: Sequence[float], counts: Sequence[float]) -> dict[str, Any] | None:
+        if sum(count > 0 for count in counts) < 2:
+            return None
+        estimate = estimate_ratio(column(totals), column(counts), seed=seed, resamples=resamples)
+        return estimate.as_dict()
 
     done = timed.completions
     rounds = [c.rounds for c in done]
@@ -255,11 +325,9 @@ def count_rounds(timed: Timed, gamma: int, *, seed: int, resamples: int) -> dict
     histogram = torch.tensor([c.accept_counts for c in done], dtype=torch.float64).sum(0)
     emitted = [n + r for n, r in zip(accepted, rounds, strict=True)]
     return {
-        "alpha_decoding": ratio(
-            [c.acceptance_total for c in done], [c.tested for c in done]
-        ).as_dict(),
-        "acceptance_rate": ratio(accepted, [r * gamma for r in rounds]).as_dict(),
-        "acceptance_length": ratio(emitted, rounds).as_dict(),
+        "alpha_decoding": ratio([c.acceptance_total for c in done], [c.tested for c in done]),
+        "acceptance_rate": ratio(accepted, [c.drafted for c in done]),
+        "acceptance_length": ratio(emitted, rounds),
         "acceptance_per_position": unconditional_rates(histogram).tolist(),
         "accept_counts": [int(count) for count in histogram],
     }
@@ -268,15 +336,21 @@ def count_rounds(timed: Timed, gamma: int, *, seed: int, resamples: int) -> dict
 def compare(
     evidence: dict[str, Evidence], main: str, sampling: SamplingConfig, config: Config
 ) -> dict[str, Any]:
-    """The summary of draft `main`, with that of the one `before` it and the paired gains."""
+    """The summary of draft `main`, with prompt lookup, the draft `before` it and paired gains."""
     summary = summarise(evidence[main], sampling, config)
-    if main == "before" or "before" not in evidence:
-        return summary
-    gained = gains(
-        after=evidence[main].scored,
-        before=evidence["before"].scored,
-        seed=config.seed,
-        resamples=config.evaluate.bootstrap,
-    )
-    summary |= {f"{mode}_gain": gain.as_dict() for mode, gain in gained.items()}
-    return {**summary, "before": summarise(evidence["before"], sampling, config)}
+    lookup = lookup_summary(evidence[main], config)
+    has_drafter = config.decode.has_drafter
+    ways = {LOOKUP: lookup, "drafter" if has_drafter else config.decode.proposer: summary}
+    others: dict[str, Any] = {"prompt_lookup": lookup}
+    if main != "before" and "before" in evidence:
+        gained = gains(
+            after=evidence[main].scored,
+            before=evidence["before"].scored,
+            seed=config.seed,
+            resamples=config.evaluate.bootstrap,
+        )
+        others |= {f"{mode}_gain": gain.as_dict() for mode, gain in gained.items()}
+        others["before"] = summarise(evidence["before"], sampling, config)
+        if has_drafter:
+            ways["before"] = others["before"]
+    return {**summary, "best_of": best_of(ways), **others}

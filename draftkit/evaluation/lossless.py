@@ -5,7 +5,7 @@ near-tie may fall the other way: a mismatch is tolerated, and counted, only wher
 best logits differ by less than 1e-5 at the first difference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion, decode, make_requests
-from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.proposers import Proposer
 from draftkit.models.adapter import Adapter
 
 MARGIN = 1e-5
@@ -46,37 +46,40 @@ class Losslessness:
 
 def greedy_identity(
     target: Adapter,
-    draft: Adapter,
+    proposers: Mapping[str, Proposer],
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     gamma: int,
     batch_size: int,
     eos_token_ids: Sequence[int],
-) -> Losslessness:
-    """Decode `prompts` greedily with and without `draft` (both in float32) and compare."""
+) -> dict[str, Losslessness]:
+    """Decode `prompts` greedily without and with each proposer (all in float32) and compare."""
 
-    def outputs(with_gamma: int) -> list[Completion]:
+    def outputs(proposer: Proposer | None) -> list[Completion]:
         requests = make_requests(
             prompts,
             max_new_tokens=max_new_tokens,
             sampling=SamplingConfig(temperature=0.0),
-            gamma=with_gamma,
+            gamma=0 if proposer is None else gamma,
         )
         return decode(
             target,
             list(requests),
             eos_token_ids=eos_token_ids,
             batch_size=batch_size,
-            proposer=DraftModelProposer(draft) if with_gamma else None,
+            proposer=proposer,
         )
 
-    mismatches, near_ties = 0, 0
-    for plain, speculative in zip(outputs(0), outputs(gamma), strict=True):
-        if plain.output_ids != speculative.output_ids:
-            mismatches += 1
-            near_ties += is_near_tie(target, plain, speculative)
-    return Losslessness(len(prompts), mismatches, near_ties)
+    plain = outputs(None)
+
+    def compared(proposer: Proposer) -> Losslessness:
+        pairs = zip(plain, outputs(proposer), strict=True)
+        differing = [pair for pair in pairs if pair[0].output_ids != pair[1].output_ids]
+        near_ties = sum(is_near_tie(target, *pair) for pair in differing)
+        return Losslessness(len(plain), len(differing), near_ties)
+
+    return {name: compared(proposer) for name, proposer in proposers.items()}
 
 
 @torch.inference_mode()

@@ -41,8 +41,10 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
     """One column a draft (before and after, where there are two), verdict and reason below."""
     before = summary.get("before")
     columns = [summary] if before is None else [before, summary]
+    proposer = summary.get("proposer", "sampled")
+    proposer = "" if proposer == "sampled" else f"proposer {proposer}, "
     title = (
-        f"temperature {summary['temperature']:g}, gamma {summary['gamma']}, "
+        f"{proposer}temperature {summary['temperature']:g}, gamma {summary['gamma']}, "
         f"batch {summary['batch_size']}, {summary['alpha']['prompts']} held-out prompts, "
         "95 % intervals"
     )
@@ -59,7 +61,7 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
         if f"{key}_gain" in summary:
             row("  paired gain", "", signed(summary[f"{key}_gain"]))
     for key, label in COUNT_ROWS:
-        row(label, *(interval(column[key], 2) for column in columns))
+        row(label, *("-" if c[key] is None else interval(c[key], 2) for c in columns))
     row("c = draft / target step", *(f"{column['cost_ratio']:.3f}" for column in columns))
     row(
         "v, o = verify, rest / step",
@@ -73,7 +75,35 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
     for key, label in (("autoregressive", "tokens/s plain"), ("speculative", "tokens/s drafted")):
         row(label, *(f"{column['tokens_per_second'][key]:.0f}" for column in columns))
     row("lossless, greedy float32", *(lossless_text(column["lossless"]) for column in columns))
+    if "prompt_lookup" in summary:
+        lookup, beside = summary["prompt_lookup"], [""] * (len(columns) - 1)
+        row("prompt lookup, tau", *beside, interval(lookup["acceptance_length"], 2))
+        row("prompt lookup, end to end", *beside, interval(lookup["speedup"]["end_to_end"], 2))
+        row("best end to end", *beside, summary["best_of"].replace("_", " "))
     return table
+
+
+def model_card(judged: dict[str, Any], hardware: dict[str, Any]) -> str:
+    """The README of a judged drafter's folder: its numbers, and what they were measured on."""
+    speedup = judged["speedup"]
+    end_to_end = interval(speedup["end_to_end"], 2)
+    gain = signed(judged["alpha_gain"]) if "alpha_gain" in judged else "not measured"
+    machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
+    return (
+        "# A draft model for speculative decoding\n\n"
+        "Trained and judged by draftkit. Means with 95 % intervals on "
+        f"{judged['alpha']['prompts']} held-out prompts, temperature {judged['temperature']:g}, "
+        f"gamma {judged['gamma']}, batch {judged['batch_size']}.\n\n"
+        "| | |\n|---|---|\n"
+        f"| alpha = sum min(p, q) | {interval(judged['alpha'])} |\n"
+        f"| gain over the drafter it started from | {gain} |\n"
+        f"| tau, tokens a target pass | {interval(judged['acceptance_length'], 2)} |\n"
+        f"| speedup of the rounds, measured | {speedup_text(judged)} |\n"
+        f"| speedup of the rounds, predicted | {speedup['predicted']:.2f} |\n"
+        f"| speedup end to end | {end_to_end} |\n"
+        f"| verdict | {VERDICTS[judged['verdict']]}: {judged['reason']} |\n\n"
+        f"Measured on: {machine}.\n"
+    )
 
 
 def signed(gain: dict[str, Any]) -> str:

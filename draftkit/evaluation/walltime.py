@@ -3,7 +3,7 @@
 The same prompts are decoded by every method, in turns, in one process, after a warm-up. Tokens
 are counted the same way (cut at the end of text and at the length limit), and the prefill is kept
 apart from the rounds. Compiling takes no time here: the clock stands still, and
-`graphs.compile_seconds` tells for how long. What a round consists of: `calibration`.
+`graphs.compile_seconds` tells for how long. What a round consists of: `costs`.
 """
 
 import math
@@ -20,12 +20,12 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.generation import DRAFT_ID, Completion, make_requests, record
 from draftkit.decoding.graphs import batch_size, compile_seconds
-from draftkit.decoding.proposers import DraftModelProposer, Proposer
+from draftkit.decoding.proposers import Proposer
 from draftkit.models.adapter import Adapter
 from draftkit.theory.acceptance import Estimate, estimate_quotient
 
 PLAIN = "plain"
-CALIBRATED_GAMMA = 8  # the largest at which `calibration` measures beside the one in use
+CALIBRATED_GAMMA = 8  # the largest at which `costs` are measured beside the one in use
 
 PromptIds = Sequence[Sequence[int]]
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def device_clock(device: torch.device) -> Callable[[], Mark]:
 
 
 def row_capacity(prompts: PromptIds, *, max_new_tokens: int, gamma: int) -> int:
-    """Cache slots that hold each of `prompts` and its answer, up to `gamma` and in calibration."""
+    """Cache slots that hold each of `prompts` and its answer, up to `gamma` and for its costs."""
     return max(map(len, prompts)) + max_new_tokens + 2 * (max(gamma, CALIBRATED_GAMMA) + 1)
 
 
@@ -180,22 +180,11 @@ def make_decoder(
 
 def decoding(
     target: Adapter,
-    draft: Adapter | None,
-    setting: Setting,
-    gamma_policy: GammaPolicy | None = None,
-) -> Method:
-    """Our decoder as a method: speculative with `draft`, at gammas of `gamma_policy` if given."""
-    proposer = None if draft is None else DraftModelProposer(draft)
-    return proposing(target, proposer, setting, gamma_policy)
-
-
-def proposing(
-    target: Adapter,
     proposer: Proposer | None,
     setting: Setting,
     gamma_policy: GammaPolicy | None = None,
 ) -> Method:
-    """`decoding` with any proposer; plain without one."""
+    """Our decoder as a method: plain without `proposer`; at gammas of `gamma_policy` if given."""
     decoder = make_decoder(target, proposer, setting, gamma_policy=gamma_policy)
     gamma = 0 if proposer is None else setting.gamma
     return partial(time_chunk, decoder, setting, gamma, gamma_policy is not None)
@@ -286,65 +275,41 @@ def rotated(items: list[T], turn: int) -> list[T]:
 
 def time_methods(
     target: Adapter,
-    drafts: dict[str, Adapter],
+    proposers: dict[str, Proposer],
     prompts: PromptIds,
     warmup: PromptIds,
     setting: Setting,
     before: Callable[[int], None] = lambda chunk: None,
 ) -> dict[str, Timed]:
-    """Time plain decoding and every draft on `prompts`, in turns, after a warm-up on `warmup`."""
+    """Time plain decoding and every proposer on `prompts`, in turns, warmed up on `warmup`."""
     methods = {PLAIN: decoding(target, None, setting)}
-    methods |= {name: decoding(target, draft, setting) for name, draft in drafts.items()}
-    warm_up(methods, warmup, setting, drafted=list(drafts))
+    methods |= {name: decoding(target, one, setting) for name, one in proposers.items()}
+    warm_up(methods, warmup, setting, drafted=list(proposers))
     return take_turns(methods, prompts, setting, before)
 
 
-def measured_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: int) -> Estimate:
-    """Tokens per second of `speculative` over those of `plain`, paired by chunk, no prefill."""
-    return _quotient(
-        (speculative.tokens, speculative.seconds),
-        (plain.tokens, plain.seconds),
-        seed=seed,
-        resamples=resamples,
-    )
-
-
-def end_to_end_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: int) -> Estimate:
-    """`measured_speedup` from the request to the last token: what who asks gains.
-
-    The prefill of both models counts, and the time that rows wait for the slowest of their batch.
-    """
-    return _quotient(
-        (speculative.tokens, speculative.whole_seconds),
-        (plain.tokens, plain.whole_seconds),
-        seed=seed,
-        resamples=resamples,
-    )
-
-
-def full_speedup(*, speculative: Timed, plain: Timed, seed: int, resamples: int) -> Estimate:
-    """`measured_speedup` while batches are full: what the formula predicts.
-
-    The same for single rows. In a larger batch rows end apart, the drafted ones further apart than
-    the plain ones, so that whole chunks show a smaller gain than a server that refills its batch.
-    """
-
-    def columns(timed: Timed) -> tuple[list[int], list[float]]:
-        return [full.tokens for full in timed.full], [full.seconds for full in timed.full]
-
-    return _quotient(columns(speculative), columns(plain), seed=seed, resamples=resamples)
-
-
-def _quotient(
-    mine: tuple[Sequence[float], Sequence[float]],
-    other: tuple[Sequence[float], Sequence[float]],
-    *,
-    seed: int,
-    resamples: int,
+def speedup(
+    *, speculative: Timed, plain: Timed, of: str = "rounds", seed: int, resamples: int
 ) -> Estimate:
-    totals, counts, baseline_totals, baseline_counts = (
-        torch.tensor(values, dtype=torch.float64) for values in (*mine, *other)
-    )
+    """Tokens per second of `speculative` over those of `plain`, paired by chunk.
+
+    of: "rounds" leaves out the prefill. "answers" is from the request to the last token, with the
+    prefill of both models and the time that rows wait for the slowest of their batch. "full
+    batches" is what the formula predicts: in a larger batch rows end apart, the drafted ones
+    further apart, so that whole chunks gain less than a server that refills its batch.
+    """
+
+    def columns(timed: Timed) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, seconds = timed.tokens, timed.seconds
+        if of == "answers":
+            seconds = timed.whole_seconds
+        elif of == "full batches":
+            tokens = [full.tokens for full in timed.full]
+            seconds = [full.seconds for full in timed.full]
+        double = torch.float64
+        return torch.tensor(tokens, dtype=double), torch.tensor(seconds, dtype=double)
+
+    (totals, counts), (baseline_totals, baseline_counts) = columns(speculative), columns(plain)
     return estimate_quotient(
         totals=totals,
         counts=counts,

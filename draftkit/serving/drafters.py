@@ -21,8 +21,7 @@ from torch import Tensor
 
 from draftkit.config import GateConfig
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.models.adapter import Adapter
+from draftkit.decoding.proposers import Proposer
 from draftkit.online.registry import Registry, Version
 from draftkit.serving.canary import Served, Verdict, give_up, judge
 from draftkit.serving.weights import fitted, same
@@ -48,7 +47,7 @@ class Role:
     """One proposer of a route and the version whose weights it has."""
 
     proposer_id: str
-    proposer: DraftModelProposer
+    proposer: Proposer
     version: Version | None = None  # None: none of a registry
     served: Served = field(default_factory=Served)  # by this version
 
@@ -66,23 +65,27 @@ class Offer:
 
 
 class Route:
-    """One route's drafters. `make` makes a drafter with the starting weights."""
+    """One route's drafters. `make` makes a proposer with the starting weights.
+
+    One without a draft model has no weights to replace, and so no `registry` to follow.
+    """
 
     def __init__(
         self,
         name: str,
-        make: Callable[[], Adapter],
+        make: Callable[[], Proposer],
         registry: Registry | None = None,
-        *,
-        version: str = START,
     ) -> None:
+        def role(kind: str) -> Role:
+            proposer = make()
+            proposer.version = proposer.version or START
+            return Role(f"{name}/{kind}", proposer)
+
         self.name = name
         self.registry = registry
-        self.current = Role(f"{name}/current", DraftModelProposer(make(), version=version))
-        self.candidate: Role | None = None
-        if registry is not None:
-            proposer = DraftModelProposer(make(), version=version)
-            self.candidate = Role(f"{name}/candidate", proposer)
+        self.current = role("current")
+        assert registry is None or self.current.proposer.weights()
+        self.candidate = None if registry is None else role("candidate")
         self.tries = False  # whether the candidate gets rows
         self.rows = 0  # that have begun since it does
         self.before: tuple[Version, Served] | None = None  # what a version on trial replaced
@@ -258,7 +261,7 @@ class Drafters:
     def _load(self, route: Route, registry: Registry, role: Role, version: Version) -> bool:
         """Read, check and install `version`; False if it was refused."""
         try:
-            own = role.proposer.draft.weights()
+            own = role.proposer.weights()
             weights = fitted(own, registry.read(version))
         except ValueError as error:
             self._refuse(route, version, str(error))
@@ -297,7 +300,7 @@ class Drafters:
         before = role.proposer.version
         try:
             swapper.swap(role.proposer_id, offer.weights, offer.version.name)
-            offer.installed = same(role.proposer.draft.weights(), offer.weights)
+            offer.installed = same(role.proposer.weights(), offer.weights)
         except Exception:  # whatever it is, the rounds go on with what was in force
             log.exception("version %s could not be copied", offer.version.name)
         if not offer.installed:

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from draftkit.config import DecodeConfig, ServeConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.streaming import Decode
+from draftkit.evaluation.costs import measured_policy
 from draftkit.models.adapter import Adapter
 from draftkit.serving.answers import Answer, begin
-from draftkit.serving.costs import measured_policy
 from draftkit.serving.drafters import Drafters
 from draftkit.serving.jobs import Counters, Draining, Job, Listener, Load, QueueFull
 from draftkit.serving.recorder import Recorder

@@ -11,23 +11,18 @@ of a row. Greedy answers are compared with Hugging Face's, token by token.
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from draftkit.decoding.composite import HybridProposer, StagedProposer
+from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.generation import Completion
-from draftkit.decoding.ngrams import PromptLookup
-from draftkit.decoding.proposers import DraftModelProposer, Proposer, TextProposer
-from draftkit.evaluation.calibration import (
-    CALIBRATION_TURNS,
-    Calibration,
-    Calibrator,
-    between,
-)
+from draftkit.decoding.proposers import Proposer
+from draftkit.evaluation.costs import CALIBRATION_TURNS, Calibration, between, meter
 from draftkit.evaluation.judge import Prompts, count_rounds
 from draftkit.evaluation.walltime import (
     PLAIN,
@@ -36,8 +31,7 @@ from draftkit.evaluation.walltime import (
     Timed,
     chunk_count,
     decoding,
-    full_speedup,
-    proposing,
+    speedup,
     take_turns,
     warm_up,
 )
@@ -49,7 +43,7 @@ SPECULATIVE, ADAPTIVE, HF_PLAIN, HF_ASSISTED = "speculative", "adaptive", "hf_pl
 HF_STATIC = "hf_static"
 BASELINES = (PLAIN, HF_PLAIN, HF_ASSISTED, HF_STATIC)
 UNDRAFTED = (PLAIN, "eager_plain", HF_PLAIN, HF_STATIC)
-DRAFTED = (SPECULATIVE, ADAPTIVE, "eager_speculative", "argmax", "lookup", "hybrid", "staged")
+DRAFTED = (SPECULATIVE, ADAPTIVE, "eager_speculative", *PROPOSERS)
 POLICY_TURNS = 3  # of calibration, before the timed chunks, for the adaptive gamma
 CROWD = 8  # rows from which on it is in doubt whether speculation pays
 # How far below the best logit the worse of two tokens may lie where answers part: rounding of
@@ -93,22 +87,28 @@ class Bench:
 
     pair: Pair
     setting: Setting
-    policy: GammaPolicy | None
+    texts: Callable[[], Iterable[Sequence[int]]]  # token ids that tables of n-grams count
+    chosen: str = "sampled"  # the proposer of `speculative`, `adaptive` and `eager_speculative`
+    policy: GammaPolicy | None = None
 
-    def ours(self, *, speculates: bool, compiled: bool | None = None) -> Method:
-        """Our decoder; compiled as the setting says unless told otherwise."""
-        setting = self.setting
-        if compiled is not None:
-            setting = replace(setting, compiled=compiled, captured=False)
-        return decoding(self.pair.target, self.pair.draft if speculates else None, setting)
+    def proposer(self, name: str | None = None) -> Proposer:
+        """The proposer of that name, or the one that is benchmarked."""
+        target, draft = self.pair.target, self.pair.draft
+        material = Material(lambda: draft, self.texts, target.vocab_size, target.device)
+        return PROPOSERS[name or self.chosen](material)
 
-    def adaptive(self) -> Method:
-        """Our decoder with the gammas of the policy."""
-        return decoding(self.pair.target, self.pair.draft, self.setting, self.policy)
+    def plain(self, *, eager: bool = False) -> Method:
+        """Our decoder without speculation."""
+        return decoding(self.pair.target, None, self._setting(eager))
 
-    def proposed_by(self, proposer: Proposer) -> Method:
-        """Our decoder with another proposer."""
-        return proposing(self.pair.target, proposer, self.setting)
+    def drafted(
+        self, name: str | None = None, policy: GammaPolicy | None = None, *, eager: bool = False
+    ) -> Method:
+        """Our decoder with that proposer, at the gammas of `policy` if given."""
+        return decoding(self.pair.target, self.proposer(name), self._setting(eager), policy)
+
+    def _setting(self, eager: bool) -> Setting:
+        return replace(self.setting, compiled=False, captured=False) if eager else self.setting
 
     def peer(self, **options: Any) -> Method:
         """Hugging Face's `generate`."""
@@ -117,19 +117,12 @@ class Bench:
 
 
 METHODS: dict[str, Callable[[Bench], Method]] = {
-    PLAIN: lambda bench: bench.ours(speculates=False),
-    SPECULATIVE: lambda bench: bench.ours(speculates=True),
-    ADAPTIVE: lambda bench: bench.adaptive(),
-    "eager_plain": lambda bench: bench.ours(speculates=False, compiled=False),
-    "eager_speculative": lambda bench: bench.ours(speculates=True, compiled=False),
-    "argmax": lambda b: b.proposed_by(DraftModelProposer(b.pair.draft, tokens="argmax")),
-    "lookup": lambda b: b.proposed_by(TextProposer(PromptLookup())),
-    "hybrid": lambda b: b.proposed_by(
-        HybridProposer(PromptLookup(min_ngram=3), DraftModelProposer(b.pair.draft))
-    ),
-    "staged": lambda b: b.proposed_by(
-        StagedProposer(PromptLookup(), DraftModelProposer(b.pair.draft))
-    ),
+    PLAIN: lambda bench: bench.plain(),
+    SPECULATIVE: lambda bench: bench.drafted(),
+    ADAPTIVE: lambda bench: bench.drafted(policy=bench.policy),
+    "eager_plain": lambda bench: bench.plain(eager=True),
+    "eager_speculative": lambda bench: bench.drafted(eager=True),
+    **{name: partial(Bench.drafted, name=name) for name in PROPOSERS if name != "none"},
     HF_PLAIN: lambda bench: bench.peer(),
     HF_ASSISTED: lambda bench: bench.peer(assistant=bench.pair.draft),
     "hf_lookup": lambda bench: bench.peer(lookup=True),
@@ -156,33 +149,38 @@ def measure(
     costs: dict[int, Costs] | None = None,
     resamples: int = 2000,
     turns: int = CALIBRATION_TURNS,
+    proposer: str = "sampled",
 ) -> list[Point]:
     """Time the methods `names` on `prompts.test`, in turns; one point for each.
+
+    proposer: a name of `PROPOSERS`, of all methods that are not named after one themselves.
 
     costs: by batch size, to which those calibrated here are added; the adaptive gamma uses them.
     turns: bursts of rounds of a kind by which they are calibrated.
     """
     names = applicable(names, setting)
     costs = {} if costs is None else costs
-    calibrators, policy = [], None
+    meters, policy = [], None
+    texts = prompts.texts or (lambda: prompts.calibration)
+    bench = Bench(pair, setting, texts, proposer)
     if setting.gamma > 0 and {SPECULATIVE, ADAPTIVE} & set(names):
-        calibrator = Calibrator(pair.target, pair.draft, prompts.calibration, setting)
-        calibrators.append(calibrator)
+        measuring = meter(pair.target, bench.proposer(), prompts.calibration, setting)
+        meters.append(measuring)
         if ADAPTIVE in names:
-            calibrator.turn(POLICY_TURNS)
-            costs[setting.batch_size] = calibrator.result().costs
+            measuring.turn(POLICY_TURNS)
+            costs[setting.batch_size] = measuring.result().costs
             policy = Counted(AdaptiveGamma(costs))
-    bench = Bench(pair, setting, policy)
+    bench = replace(bench, policy=policy)
     methods = {name: METHODS[name](bench) for name in names}
     drafted = [name for name in names if name in DRAFTED]
     warm_up(methods, prompts.calibration, setting, drafted=drafted)
     if policy is not None:
         policy.chosen.clear()
     chunks = chunk_count(prompts.test, setting)
-    timed = take_turns(methods, prompts.test, setting, between(calibrators, chunks, turns))
+    timed = take_turns(methods, prompts.test, setting, between(meters, chunks, turns))
     points = {name: base_point(name, timed, setting) for name in names}
-    for calibrator in calibrators:
-        calibration = calibrator.result()
+    for measured in meters:
+        calibration = measured.result()
         costs[setting.batch_size] = calibration.costs
         if {PLAIN, SPECULATIVE} <= set(names):
             points[SPECULATIVE] |= prediction(timed, calibration, setting, resamples)
@@ -258,9 +256,13 @@ def prediction(
     The latter two for the rounds of full batches, and `full_length` is the acceptance length there.
     """
     costs, drafted = calibration.costs, timed[SPECULATIVE]
-    counted = count_rounds(drafted, setting.gamma, seed=setting.seed, resamples=resamples)
-    speedup = full_speedup(
-        speculative=drafted, plain=timed[PLAIN], seed=setting.seed, resamples=resamples
+    counted = count_rounds(drafted, seed=setting.seed, resamples=resamples)
+    measured = speedup(
+        speculative=drafted,
+        plain=timed[PLAIN],
+        of="full batches",
+        seed=setting.seed,
+        resamples=resamples,
     )
     round_costs = {
         "cost_ratio": costs.cost_ratio,
@@ -275,11 +277,11 @@ def prediction(
         "plain_step_seconds": costs.plain_seconds,
         "quartiles": {name: list(limits) for name, limits in calibration.quartiles.items()},
         "speedup": {
-            "measured": speedup.mean,
-            "ci95": [speedup.low, speedup.high],
+            "measured": measured.mean,
+            "ci95": [measured.low, measured.high],
             "predicted": predicted,
         },
-        "prediction_error": speedup.mean / predicted - 1,
+        "prediction_error": measured.mean / predicted - 1,
     }
 
 

@@ -13,11 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from draftkit.config import Config
+from draftkit.data.prompts import read_splits
 from draftkit.models.loading import load_draft, load_target
 from pipelines.benchmarks.training import Load, Shape, beside_trl, chunked_costs
-from pipelines.inputs import models
-from pipelines.stage import StageFolder
-from pipelines.texts import splits_of
+from pipelines.run import StageFolder
 
 GRADIENT_REPEATS = 2  # of half a minute each, on two cores
 
@@ -25,10 +24,11 @@ GRADIENT_REPEATS = 2  # of half a minute each, on two cores
 def measure(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Time both trainers, then the loss both ways."""
     options, optim = config.benchmark, config.optim
-    target_config, draft_config = models(config)
-    target = load_target(target_config, config.hardware)
-    draft = load_draft(draft_config, target, dtype=torch.float32)
-    examples = splits_of(config).train[: optim.per_device_train_batch_size * options.steps]
+    target = load_target(folder.model(config, "target"), config.hardware)
+    draft = load_draft(folder.model(config, "draft"), target, dtype=torch.float32)
+    examples = read_splits(folder.input("texts")).train[
+        : optim.per_device_train_batch_size * options.steps
+    ]
     load = Load(
         divergence=config.divergence.name,
         sampling=config.sampling,

@@ -31,8 +31,7 @@ from pipelines.experiments.drift_lab import (
 )
 from pipelines.experiments.drift_report import drift_figure
 from pipelines.experiments.drift_stream import Point, Service, stream
-from pipelines.stage import StageFolder
-from pipelines.target import target_of
+from pipelines.run import StageFolder
 
 ONLINE, BARE = "online", "without_anchors"
 SCORED = 24  # requests of a point of the curve
@@ -222,7 +221,7 @@ def summary_of(log: Log, domains: list[str]) -> dict[str, Any]:
 
 def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Run the experiment in `folder`; figure and curve lie there, the table is in the summary."""
-    target = load_target(target_of(config), config.hardware)
+    target = load_target(folder.model(config, "target"), config.hardware)
     lab = Lab(config, folder, target, RememberedAdapter(target.adapter))
     log = run(lab)
     write_json(folder.path / CURVE, {"points": log.points, "updates": log.updates})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from draftkit.artifacts import remove
 from draftkit.config import Config
-from draftkit.data.prompts import Example
+from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, write_parts
 from draftkit.distillation.loop import Progress, train
 from draftkit.distillation.sources import TextSource
@@ -27,8 +27,7 @@ from draftkit.workflow.pretraining import pretrain
 from draftkit.workflow.progress import progress
 from draftkit.workflow.sampling import target_sampler
 from pipelines.experiments.drift_stream import Service
-from pipelines.stage import StageFolder
-from pipelines.texts import splits_of
+from pipelines.run import StageFolder
 
 SAMPLED = 512  # answers of a file
 
@@ -163,7 +162,7 @@ class Texts:
 def make_texts(lab: Lab) -> Texts:
     """Sample all of them; of the first domain, too, what the static drafter learns from."""
     drift, evaluate = lab.config.online.drift, lab.config.evaluate
-    splits = splits_of(lab.config)
+    splits = read_splits(lab.folder.input("texts"))
     found = Texts({}, {}, {})
     for domain in (drift.first, *drift.domains):
         for name, examples, count, kept in (
@@ -179,7 +178,7 @@ def make_static(lab: Lab, texts: Texts) -> Path:
     """The drafter of the first domain: trained on its text, then distilled."""
     config, first = lab.config, lab.config.online.drift.first
     if not (lab.path / "draft").exists():
-        splits = splits_of(config)
+        splits = read_splits(lab.folder.input("texts"))
         pretrain(
             "draft",
             config,

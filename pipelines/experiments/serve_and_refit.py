@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -25,15 +26,14 @@ import httpx
 
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
+from draftkit.data.prompts import read_splits
 from draftkit.online.buffer import Served
 from draftkit.serving.intake import ROUTE_HEADER
 from pipelines.folder import SUMMARY
-from pipelines.inputs import models
-from pipelines.refitting import daemon, load_anchors
+from pipelines.refitting import daemon
+from pipelines.run import StageFolder
 from pipelines.serve import serve
-from pipelines.service import begin_anew, buffer_of, daemon_folder, service_folder
-from pipelines.stage import StageFolder
-from pipelines.texts import splits_of
+from pipelines.service import begin_anew, buffer_of, checksums_of, daemon_folder, service_folder
 
 START_SECONDS = 300.0  # until the server must have answered
 END_SECONDS = 60.0  # until a process that was told to stop must have
@@ -89,7 +89,7 @@ def wait_until_healthy(url: str, process: Any) -> None:
     raise ValueError("the server did not start: see its message above")
 
 
-def asked(config: Config) -> list[tuple[str, Sequence[int]]]:
+def asked(config: Config, texts: Path) -> list[tuple[str, Sequence[int]]]:
     """Route and prompt ids of every request, in turn. Raises ValueError naming the keys."""
     online, traffic = config.online, config.online.traffic
     if len(traffic.domains) != len(online.routes):
@@ -99,7 +99,7 @@ def asked(config: Config) -> list[tuple[str, Sequence[int]]]:
         )
     turns = []
     for route, domain in zip(online.routes, traffic.domains, strict=True):
-        examples = [one for one in splits_of(config).train if one.domain == domain]
+        examples = [one for one in read_splits(texts).train if one.domain == domain]
         if not examples:
             raise ValueError(f"online.traffic.domains: the text has no prompts of {domain!r}")
         turns.append([(route, example.prompt_ids) for example in examples])
@@ -155,9 +155,7 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
 
     Raises ValueError where that folder holds what no run of this experiment has left.
     """
-    requests = asked(config)
-    models(config)  # what both need is made once, before they start
-    load_anchors(config)
+    requests = asked(config, folder.input("texts"))
     begun = folder.path / BEGUN
     begin_anew(config, ours=config.overwrite or begun.exists())
     write_json(begun, {"service": str(service_folder(config))})
@@ -169,7 +167,7 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
         with running(daemon, both) as refitting:
             told = ask(url, requests, both)
             alive = {"server": server.is_alive(), "daemon": refitting.is_alive()}
-    buffer = buffer_of(both)
+    buffer = buffer_of(both, checksums_of(folder))
     routes = config.online.routes
     rows = [{"route": r, **served_row(one)} for r in routes for one in buffer.served(r)]
     buffer.close()

@@ -8,7 +8,7 @@ import torch
 
 from draftkit.config import BENCHMARK_METHOD_NAMES, SamplingConfig
 from draftkit.decoding.generation import Completion
-from draftkit.evaluation.calibration import Calibration
+from draftkit.evaluation.costs import Calibration
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import FullBatch, Setting, Timed
 from draftkit.theory.speedup import Costs, speedup_from_length
@@ -54,8 +54,8 @@ def pair():
 
 @pytest.fixture(autouse=True)
 def _few_rounds(monkeypatch):
-    monkeypatch.setattr("draftkit.evaluation.calibration.BURST", 6)
-    monkeypatch.setattr("draftkit.evaluation.calibration.SETTLING", 2)
+    monkeypatch.setattr("draftkit.evaluation.costs.BURST", 6)
+    monkeypatch.setattr("draftkit.evaluation.costs.SETTLING", 2)
 
 
 def by_method(points):
@@ -177,7 +177,7 @@ def test_a_sampled_crowd_adapts_its_gamma_and_leaves_lonely_peers_out(pair, monk
 
 
 def test_nothing_is_calibrated_where_nothing_speculates(pair, monkeypatch):
-    monkeypatch.setattr(benchmark, "Calibrator", lambda *arguments: pytest.fail("did"))
+    monkeypatch.setattr(benchmark, "meter", lambda *arguments: pytest.fail("did"))
     found = by_method(measure(pair, PROMPTS, SETTING, ("plain", "hf_plain")))
     assert "acceptance_length" not in found["plain"]
 

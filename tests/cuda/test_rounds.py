@@ -12,7 +12,7 @@ from draftkit.decoding import graphs
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.generation import finish
 from draftkit.decoding.ngrams import PromptLookup
-from draftkit.decoding.proposers import DraftModelProposer, TextProposer
+from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import CausalAdapter
 from draftkit.theory import noise
@@ -152,7 +152,7 @@ def test_proposers_of_every_kind_are_captured(device: torch.device, kind: str) -
     def answers(code: Code, place: torch.device) -> list[Answer]:
         model = DraftModelProposer(moved(draft, place))
         proposers: dict[str, Any] = {
-            "lookup": TextProposer(PromptLookup()),
+            "lookup": PromptLookup(),
             "hybrid": HybridProposer(PromptLookup(min_ngram=2), model),
             "staged": StagedProposer(PromptLookup(), model),
         }

@@ -7,18 +7,22 @@ measured by `boxes.measured`; their mutants are in `test_ngrams` and `test_compo
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from draftkit.config import SamplingConfig
+from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
-from draftkit.decoding.proposers import DraftModelProposer, TextProposer
+from draftkit.decoding.proposers import DraftModelProposer, Proposer
 from draftkit.decoding.state import Request
 from draftkit.theory import noise
+from draftkit.theory.verification import Verification
 from tests.decoding import boxes, mutants, stand
 from tests.decoding.checks import (
+    LawBroken,
     Parts,
     Setting,
     TextLaw,
@@ -33,6 +37,7 @@ from tests.decoding.checks import (
 from tests.decoding.stand import Made
 from tests.tabular import TabularAdapter, random_adapter, relative
 from tests.theory import checks as theory_checks
+from tests.theory import mutants as theory_mutants
 
 PLAIN = SamplingConfig()
 CUT = SamplingConfig(temperature=0.7, top_k=2)
@@ -43,15 +48,16 @@ GREEDY = SamplingConfig(temperature=0.0)
 EVERY = (PLAIN, CUT, NUCLEUS, PENALTY, ALL, GREEDY)
 
 SETTINGS = {
-    "plain decoding": Setting(gamma=0, samplings=EVERY, eos=(2,)),
-    "gamma 1, mixed": Setting(gamma=1, samplings=EVERY),
-    "gamma 2": Setting(gamma=2),
-    "gamma 2, mixed": Setting(gamma=2, samplings=EVERY),
-    "gamma 2, all greedy": Setting(gamma=2, samplings=(GREEDY,)),
+    "gamma 2, mixed": Setting(gamma=2, tokens=3, samplings=EVERY),
     "gamma 2, penalty to the end": Setting(gamma=2, samplings=(PENALTY,), eos=(0,)),
     "gamma 2, two ends": Setting(gamma=2, eos=(1, 2)),
     "gamma 3": Setting(gamma=3),
     "gamma 3, top-k and top-p to the end": Setting(gamma=3, samplings=(CUT, NUCLEUS), eos=(2,)),
+}
+WHATEVER_THE_RULE = {  # with one proposal, or greedy, both rules are one
+    "plain decoding": Setting(gamma=0, samplings=EVERY, eos=(2,)),
+    "gamma 1, mixed": Setting(gamma=1, tokens=3, samplings=EVERY),
+    "gamma 2, all greedy": Setting(gamma=2, samplings=(GREEDY,)),
 }
 rules = pytest.mark.parametrize("rule", ["speculative", "block"])
 
@@ -66,10 +72,15 @@ def check_everything(setting: Setting) -> int:
 
 @rules
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
-def test_the_joint_law_of_four_tokens_is_the_targets_and_rounds_know_the_text_alone(
+def test_the_joint_law_is_the_targets_and_rounds_know_the_text_alone(
     setting: Setting, rule: str
 ) -> None:
     assert check_everything(replace(setting, verification=rule)) > 0
+
+
+@pytest.mark.parametrize("setting", WHATEVER_THE_RULE.values(), ids=WHATEVER_THE_RULE)
+def test_the_joint_law_is_the_targets_where_rules_do_not_differ(setting: Setting) -> None:
+    assert check_everything(setting) > 0
 
 
 @pytest.mark.soak
@@ -88,6 +99,7 @@ def test_the_joint_law_is_the_targets_everywhere(
 def test_enumeration_reaches_rounds_after_every_kind_of_round(rule: str) -> None:
     """Full acceptance with its bonus, and rejection at each position, precede measured rounds."""
     result = measured(Parts(), Setting(verification=rule))
+    check_joint_law(result)
     outcome = result.cells.outcome
     first = result.cells.state == result.number(())
     assert set(outcome.accepted[first].tolist()) == {0, 1, 2}
@@ -102,19 +114,18 @@ def argmax(draft: TabularAdapter) -> DraftModelProposer:
 
 
 @rules
-@pytest.mark.parametrize("proposer", [mutants.CautiousProposer, mutants.PointingProposer, argmax])
+@pytest.mark.parametrize("proposer", [mutants.CautiousProposer, argmax])
 @pytest.mark.parametrize("samplings", [(PLAIN, CUT), (PENALTY, GREEDY)], ids=["plain", "penalty"])
 def test_ragged_and_one_hot_proposals_keep_the_joint_law(
     proposer: Made, samplings: tuple[SamplingConfig, ...], rule: str
 ) -> None:
-    setting = Setting(gamma=2, verification=rule, samplings=samplings)
+    setting = Setting(gamma=2, tokens=3, verification=rule, samplings=samplings)
     result = measured(Parts(proposer=proposer), setting)
     check_joint_law(result)
     check_text_alone(result)
 
 
-@rules
-@pytest.mark.parametrize("sampling", [PLAIN, ALL], ids=["plain", "all"])
+@pytest.mark.parametrize(("sampling", "rule"), [(PLAIN, "speculative"), (ALL, "block")])
 def test_new_draft_weights_between_rounds_keep_the_law(sampling: SamplingConfig, rule: str) -> None:
     check_swapped(Parts(), Setting(verification=rule, samplings=(sampling,), eos=(2,)))
 
@@ -152,6 +163,20 @@ def table_of(draft: TabularAdapter, order: int) -> CountTable:
     return CountTable(count_table(texts, vocab_size=size, order=order).double())
 
 
+def named(name: str) -> Made:
+    """What `decode.proposer=name` makes, with tables in float64."""
+
+    def make(draft: TabularAdapter) -> Proposer:
+        size, generator = draft.vocab_size, torch.Generator().manual_seed(3)
+        texts = torch.randint(size, (4, 20), generator=generator).tolist()
+        made = PROPOSERS[name](Material(lambda: draft, lambda: texts, size, draft.device))
+        if isinstance(made, CountTable):
+            made.table = made.table.double()
+        return made
+
+    return make
+
+
 def memory_of(draft: TabularAdapter, min_ngram: int = 1) -> NgramMemory:
     generator = torch.Generator().manual_seed(0)
     memory = NgramMemory(max_ngram=3, min_ngram=min_ngram, max_bytes=1 << 12)
@@ -159,20 +184,13 @@ def memory_of(draft: TabularAdapter, min_ngram: int = 1) -> NgramMemory:
     return memory
 
 
-PROPOSERS: dict[str, Made] = {
-    "argmax": argmax,
-    "unigram": lambda draft: TextProposer(table_of(draft, 1)),
-    "bigram": lambda draft: TextProposer(table_of(draft, 2)),
-    "lookup": lambda _: TextProposer(PromptLookup()),
-    "ngram": lambda draft: TextProposer(memory_of(draft)),
+ALL_PROPOSERS: dict[str, Made] = {
+    **{name: named(name) for name in PROPOSERS},
     "hybrid of lookup": lambda draft: HybridProposer(
         PromptLookup(min_ngram=2), DraftModelProposer(draft)
     ),
     "hybrid of ngram, argmax": lambda draft: HybridProposer(
         memory_of(draft, min_ngram=2), argmax(draft)
-    ),
-    "staged on lookup": lambda draft: StagedProposer(
-        PromptLookup(), DraftModelProposer(draft), width=1
     ),
     "staged on ngram, argmax": lambda draft: StagedProposer(
         memory_of(draft), argmax(draft), width=2
@@ -181,7 +199,7 @@ PROPOSERS: dict[str, Made] = {
         table_of(draft, 2), DraftModelProposer(draft), width=1
     ),
 }
-proposers = pytest.mark.parametrize("make", PROPOSERS.values(), ids=PROPOSERS)
+proposers = pytest.mark.parametrize("make", ALL_PROPOSERS.values(), ids=ALL_PROPOSERS)
 all_rules = pytest.mark.parametrize("rule", ["speculative", "block", "match"])
 different = pytest.mark.parametrize("name", ["ngram", "hybrid of lookup", "staged on bigram"])
 other_rules = pytest.mark.parametrize("rule", ["block", "match"])
@@ -193,11 +211,28 @@ def test_the_joint_law_is_the_targets_whoever_proposes(make: Made) -> None:
     check_joint_law(boxes.measured(make, setting))
 
 
-@other_rules
-@different
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_broken_rule_is_seen_whoever_proposes(name: str) -> None:
+    """The correction drawn from the whole law; without proposals, the likeliest next token."""
+    mutant = theory_mutants.verification_mutant("correction drawn afresh from the target")
+
+    def broken(**arguments: Any) -> Verification:
+        if name == "none":
+            return Verification(arguments["lengths"], arguments["target_probs"][:, 0].argmax(-1))
+        return mutant.VERIFIERS["speculative"](**arguments)
+
+    result = boxes.measured(named(name), Setting(gamma=2, tokens=3), verifier=broken)
+    with pytest.raises(LawBroken):
+        check_joint_law(result)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("ngram", "block"), ("hybrid of lookup", "match"), ("staged on bigram", "block")],
+)
 def test_the_joint_law_is_the_targets_under_other_rules(name: str, rule: str) -> None:
     setting = Setting(gamma=2, tokens=3, verification=rule, samplings=(PLAIN, ALL))
-    check_joint_law(boxes.measured(PROPOSERS[name], setting))
+    check_joint_law(boxes.measured(ALL_PROPOSERS[name], setting))
 
 
 @proposers
@@ -272,7 +307,7 @@ def test_two_hundred_thousand_rows_have_the_targets_law_whoever_proposes(make: M
 def test_two_hundred_thousand_rows_have_the_targets_law_under_other_rules(
     name: str, rule: str
 ) -> None:
-    tables, make = theory_checks.adversarial_tables(), PROPOSERS[name]
+    tables, make = theory_checks.adversarial_tables(), ALL_PROPOSERS[name]
     stand.run(make, tables, rows=200_000, verification=rule, tokens=16, gamma=4)
 
 

@@ -13,10 +13,12 @@ from torch import Tensor
 from draftkit.decoding.gamma import (
     AdaptiveGamma,
     GammaPolicy,
+    SteppedGamma,
     costs_at,
 )
 from draftkit.theory.speedup import Costs, best_gamma, break_even_alpha
 from draftkit.theory.verification import VERIFIERS
+from tests.gammas import FixedGamma
 from tests.theory.laws import (
     Law,
     Round,
@@ -282,3 +284,10 @@ def test_two_rounds_with_a_learnt_gamma_have_exactly_the_targets_joint_law() -> 
 def test_a_gamma_that_looks_at_the_present_round_would_break_the_law() -> None:
     assert error_of_two_rounds(lambda accepted: 1, is_peeking=False) < 1e-10
     assert error_of_two_rounds(lambda accepted: 1, is_peeking=True) > 1e-3
+
+
+def test_steps_are_kept_to_from_below() -> None:
+    for best, chosen in ((0, 0), (1, 1), (2, 1), (3, 3), (7, 3)):
+        policy = SteppedGamma(FixedGamma(best), [1, 3])
+        assert policy.choose(batch=1, most=9) == chosen
+    assert SteppedGamma(FixedGamma(9), [1, 3]).choose(batch=1, most=2) == 1

@@ -9,7 +9,7 @@ import torch
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
-from draftkit.decoding.proposers import DraftModelProposer, Proposer, TextProposer
+from draftkit.decoding.proposers import DraftModelProposer, Proposer
 from tests import tiny
 from tests.decoding.driving import DRAFT, SAMPLINGS, SMALL, request
 from tests.indices import indices_inside_int32
@@ -30,9 +30,9 @@ def memory() -> NgramMemory:
 
 PROPOSERS: dict[str, Callable[[TabularAdapter], Proposer]] = {
     "model": model,
-    "table": lambda target: TextProposer(CountTable(count_table([TEXT], vocab_size=8, order=2))),
-    "lookup": lambda target: TextProposer(PromptLookup()),
-    "memory": lambda target: TextProposer(memory()),
+    "table": lambda target: CountTable(count_table([TEXT], vocab_size=8, order=2)),
+    "lookup": lambda target: PromptLookup(),
+    "memory": lambda target: memory(),
     "hybrid": lambda target: HybridProposer(PromptLookup(min_ngram=2), model(target)),
     "staged": lambda target: StagedProposer(PromptLookup(), model(target)),
 }

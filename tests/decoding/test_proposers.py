@@ -9,8 +9,9 @@ from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.cache import SlotCache
-from draftkit.decoding.ngrams import PromptLookup
-from draftkit.decoding.proposers import DraftModelProposer, Picker, Proposal, TextProposer
+from draftkit.decoding.generation import decode, make_requests
+from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
+from draftkit.decoding.state import RoundView
 from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.noise import DRAFT, sample, uniform
 from tests import tiny
@@ -184,17 +185,41 @@ def test_a_draft_is_one_graph_that_reads_its_weights_where_they_are(tokens: str)
     torch.testing.assert_close(after, proposer.propose(view, 3), rtol=0, atol=0)
 
 
-def test_a_guesser_makes_a_proposer_without_a_cache() -> None:
-    proposer = TextProposer(PromptLookup(), version="v1")
-    proposer.allocate(4, 32)
-    view = view_of(TEXTS, SAMPLINGS, 3)
-    torch.testing.assert_close(proposer.propose(view, 3), PromptLookup().propose(view, 3))
+class Repeats(Proposer):
+    """All that a new proposer must define; `times` and `table` are settings of its own."""
+
+    def __init__(self, times: int = 1, table: Tensor | None = None) -> None:
+        self.times = times
+        self.table = torch.zeros(8) if table is None else table
+
+    def propose(self, view: RoundView, gamma: int) -> Proposal:
+        tokens = view.last_two[:, 1:].expand(-1, gamma)
+        return Proposal(tokens, None, torch.full_like(view.length, min(self.times, gamma)))
+
+
+def test_a_proposer_of_the_text_defines_its_proposals_alone() -> None:
+    proposer, target = Repeats(2), random_adapter(VOCAB_SIZE, 1)
+    requests = make_requests(TEXTS, max_new_tokens=8, sampling=SAMPLINGS[2], gamma=3)
+    plain = make_requests(TEXTS, max_new_tokens=8, sampling=SAMPLINGS[2])
+    answers, expected = (
+        decode(target, [*some], eos_token_ids=(), batch_size=4, proposer=who)
+        for some, who in ((requests, proposer), (plain, None))
+    )
+    assert [a.output_ids for a in answers] == [e.output_ids for e in expected]
     assert not proposer.has_cache
-    assert not isinstance(proposer, Picker)
-    assert proposer.signature != TextProposer(PromptLookup(max_ngram=2)).signature
-    with pytest.raises(ValueError, match="no weights"):
+    assert proposer.pick(view_of(TEXTS, SAMPLINGS, 3)) is proposer
+    assert proposer.weights() == {}
+    with pytest.raises(ValueError, match="Repeats has no weights to swap"):
         proposer.swap({}, "v2")
-    assert proposer.version == "v1"
+    assert proposer.version == ""
+
+
+def test_every_attribute_of_a_proposer_is_in_its_signature_but_the_contents_of_tensors() -> None:
+    same = Repeats(1, torch.ones(8))
+    same.version = "v2"
+    assert Repeats().signature == same.signature
+    for other in (Repeats(2), Repeats(1, torch.ones(9)), Repeats(1, torch.ones(8).double())):
+        assert other.signature != same.signature
 
 
 def test_the_context_of_a_proposer_is_its_models() -> None:

@@ -14,7 +14,7 @@ from draftkit.decoding import round as units
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
-from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer, TextProposer
+from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.round import (
     Outcome,
     RoundInputs,
@@ -154,9 +154,9 @@ def memory() -> NgramMemory:
     return made
 
 
-def pairs_table(tokens: str) -> CountTable:
+def pairs_table() -> CountTable:
     table = count_table([[1, 2, 3, 4, 5, 6, 7, 0, 1, 3, 5, 7] * 4], vocab_size=8, order=2)
-    return CountTable(table, tokens=tokens)
+    return CountTable(table)
 
 
 def model() -> DraftModelProposer:
@@ -164,12 +164,11 @@ def model() -> DraftModelProposer:
 
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
-    "lookup": lambda: TextProposer(PromptLookup()),
-    "memory": lambda: TextProposer(memory()),
-    "table": lambda: TextProposer(pairs_table("sampled")),
-    "argmax of a table": lambda: TextProposer(pairs_table("argmax")),
+    "lookup": lambda: PromptLookup(),
+    "memory": lambda: memory(),
+    "table": lambda: pairs_table(),
     "hybrid": lambda: HybridProposer(PromptLookup(min_ngram=2), model()),
-    "staged": lambda: StagedProposer(pairs_table("sampled"), model(), width=2),
+    "staged": lambda: StagedProposer(pairs_table(), model(), width=2),
     "staged lookup": lambda: StagedProposer(PromptLookup(), model(), width=3, passes=1),
 }
 soak = pytest.mark.soak

@@ -1,12 +1,4 @@
-"""A process of several that train together; run as a program by `test_ranks.py`.
-
-Its arguments are a folder for all, and divergence and dtype of one run, and of the next; each
-writes a line. A last line tells what came of the things that processes could disagree about.
-"""
-
-import json
-import sys
-from pathlib import Path
+"""What each of several processes does that train together, for `test_ranks.py`."""
 
 import torch
 import torch.distributed
@@ -145,11 +137,9 @@ def losses(divergence, dtype, *, accumulation):
     }
 
 
-if __name__ == "__main__":
-    shared = Path(sys.argv[1])
-    for divergence, dtype in zip(sys.argv[2::2], sys.argv[3::2], strict=True):
-        found = losses(divergence, getattr(torch, dtype), accumulation=1)
-        sys.stdout.write(json.dumps(found) + "\n")
-    found = {"masks": masks(), "refused": refused(), "best": best(shared), "passes": passes()}
-    sys.stdout.write(json.dumps(found) + "\n")
+def measured(folder, runs):
+    """In a process of several: the losses of each run, and what they could disagree about."""
+    found = [losses(name, getattr(torch, dtype), accumulation=1) for name, dtype, _ in runs]
+    agreed = {"masks": masks(), "refused": refused(), "best": best(folder), "passes": passes()}
     torch.distributed.destroy_process_group()
+    return [*found, agreed]

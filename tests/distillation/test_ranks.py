@@ -1,13 +1,12 @@
 """Two processes take the steps of one that accumulates, and agree where they could differ."""
 
-import json
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distillation.ranks import losses
-from tests.launching import run_processes
+from tests.distillation.ranks import losses, measured
+from tests.launching import fork_ranks
 
 # Where gradients are tiny AdamW takes their signs, and the total variation has many such: what
 # float32 rounds otherwise is another step. So its sameness is seen in float64.
@@ -16,16 +15,8 @@ RUNS = [("forward_kl", "float32", 1e-5), ("next_token", "float32", 1e-5), ("tvd"
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """What each of two processes found in each run, and last what they could disagree about.
-
-    Started once, as that takes long.
-    """
-    folder = str(tmp_path_factory.mktemp("ranks"))
-    runs = (part for run in RUNS for part in run[:2])
-    outputs = run_processes("tests.distillation.ranks", folder, *runs)
-    return [
-        [json.loads(line) for line in output.splitlines()[-len(RUNS) - 1 :]] for output in outputs
-    ]
+    """What each of two processes found in each run, and last what they could disagree about."""
+    return fork_ranks(measured, tmp_path_factory.mktemp("ranks"), RUNS)
 
 
 def of_both(ranks: list[list[dict[str, Any]]], name: str) -> tuple[Any, Any]:
@@ -55,7 +46,7 @@ def test_all_processes_keep_the_weights_that_the_first_finds_best(
 ) -> None:
     first, second = of_both(ranks, "best")
     assert first == second
-    assert first[:2] == [2, 0.7]
+    assert first[:2] == (2, 0.7)
 
 
 def test_all_processes_read_with_the_target_equally_often(

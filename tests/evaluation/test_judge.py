@@ -1,25 +1,55 @@
 """A judgement puts measured parts together under the keys that other tools read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from draftkit.config import Config, DecodeConfig, EvaluateConfig, SamplingConfig
+from draftkit.config import (
+    PROPOSER_NAMES,
+    Config,
+    DecodeConfig,
+    EvaluateConfig,
+    SamplingConfig,
+)
+from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.alpha import PromptTotals
-from draftkit.evaluation.judge import Evidence, compare, count_rounds, summarise
+from draftkit.evaluation.judge import (
+    Evidence,
+    Prompts,
+    compare,
+    count_rounds,
+    proposers_of,
+    summarise,
+)
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import FullBatch, Timed
-from draftkit.theory.speedup import Costs
+from draftkit.theory.speedup import Costs, best_gamma
+from tests.tabular import random_adapter, relative
 
 CONFIG = Config(decode=DecodeConfig(gamma=2), evaluate=EvaluateConfig(bootstrap=300))
 SERVED = SamplingConfig()
+CPU = torch.device("cpu")
 
 
 def completion(counts, tested, total):
-    return Completion([1], [2] * 12, accept_counts=counts, tested=tested, acceptance_total=total)
+    drafted = 2 * sum(counts)
+    return Completion(
+        *([1], [2] * 12),
+        **{"accept_counts": counts, "drafted": drafted, "tested": tested},
+        acceptance_total=total,
+    )
 
 
-def evidence(alpha=0.75, seconds=2.0, prefill=0.1):
+def lookup(seconds=3.0, drafted=1):
+    """What prompt lookup did, with proposals in `drafted` of the twelve rounds of a prompt."""
+    one = Completion([1], [2] * 12, accept_counts=[12, 0, 0], drafted=drafted, tested=drafted)
+    full = FullBatch(seconds, 12, 12, 12)
+    return Timed([seconds] * 2, [0.05] * 2, [12, 12], [one] * 2, [full] * 2)
+
+
+def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True):
     timed = Timed(
         seconds=[seconds, seconds],
         prefill_seconds=[prefill, prefill],
@@ -45,12 +75,13 @@ def evidence(alpha=0.75, seconds=2.0, prefill=0.1):
         timed=timed,
         plain=plain,
         costs=Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 2: 1.1, 4: 1.2, 8: 1.4}),
-        lossless=Losslessness(4, 0, 0),
+        lossless=Losslessness(4, 0 if correct else 1, 0),
+        lookup=lookup(looked_up),
     )
 
 
 def test_counts_follow_from_the_histogram_of_all_rounds():
-    counted = count_rounds(evidence().timed, 2, seed=0, resamples=300)
+    counted = count_rounds(evidence().timed, seed=0, resamples=300)
     assert counted["accept_counts"] == [3, 4, 5]
     assert counted["acceptance_length"]["mean"] == pytest.approx(1 + 14 / 12)
     assert counted["acceptance_length"]["n"] == 12
@@ -105,3 +136,70 @@ def test_before_and_after_stand_side_by_side_with_a_paired_gain():
     # the same shift in every prompt leaves a paired interval of no width
     assert summary["alpha_gain"]["ci95"] == pytest.approx([0.25, 0.25])
     assert "before" not in compare({"given": evidence()}, "given", SERVED, CONFIG)
+
+
+def test_prompt_lookup_stands_beside_the_drafter_with_its_own_speedups():
+    beside = compare({"given": evidence()}, "given", SERVED, CONFIG)["prompt_lookup"]
+    assert beside["acceptance_length"]["mean"] == 1
+    assert beside["speedup"]["measured"] == pytest.approx(4 / 3)
+    assert beside["speedup"]["end_to_end"]["mean"] == pytest.approx(4.05 / 3.05)
+    assert beside["speedup"]["end_to_end"]["ci95"] == pytest.approx([4.05 / 3.05] * 2)
+    assert beside["tokens_per_second"] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "best"),
+    [
+        ({}, {}, "drafter"),
+        ({"seconds": 1.0}, {}, "before"),
+        ({}, {"looked_up": 1.0}, "prompt_lookup"),
+        ({"seconds": 5.0}, {"seconds": 6.0, "looked_up": 7.0}, "none"),
+        ({"seconds": 5.0}, {"looked_up": 3.0, "correct": False}, "prompt_lookup"),
+    ],
+)
+def test_the_best_way_is_the_fastest_that_is_lossless_and_pays(before, after, best):
+    pair = {"before": evidence(**{"seconds": 3.5, **before}), "after": evidence(**after)}
+    assert compare(pair, "after", SERVED, CONFIG)["best_of"] == best
+
+
+def test_a_proposer_without_a_draft_goes_by_its_own_name():
+    config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer="bigram"))
+    pair = {"before": evidence(), "after": evidence(looked_up=5.0)}
+    summary = compare(pair, "after", SERVED, config)
+    assert summary["proposer"] == summary["best_of"] == "bigram"
+
+
+@pytest.mark.parametrize(
+    ("proposer", "alpha"), [("sampled", 0.9), ("argmax", 0.5), ("hybrid", 14 / 21)]
+)
+def test_the_best_gamma_is_that_of_the_acceptance_that_is_served(proposer, alpha):
+    config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer=proposer))
+    found = evidence(alpha=0.9)
+    summary, costs = summarise(found, SERVED, config), found.costs
+    chosen = best_gamma(alpha, costs.cost_ratio, costs.verify_at, costs.overhead_ratio, 16)
+    assert (summary["best_gamma"], summary["best_gamma_factor"]) == pytest.approx(chosen)
+
+
+def test_rates_of_proposals_that_were_never_made_are_null():
+    counted = count_rounds(lookup(drafted=0), seed=0, resamples=300)
+    assert counted["acceptance_rate"] is None
+    assert counted["alpha_decoding"] is None
+    assert counted["acceptance_length"]["mean"] == 1
+
+
+@pytest.mark.parametrize("name", PROPOSER_NAMES)
+def test_each_draft_is_judged_as_it_is_served(name):
+    """A draft of its own for each; what needs none stands once, and looks at none."""
+    target = random_adapter(8, 1)
+    drafts = {"before": relative(target, 2), "after": relative(target, 3)}
+    prompts = Prompts([[1, 2, 3]], [[1, 2], [3, 4]])
+    config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer=name))
+    found = proposers_of(target, drafts, prompts, config)
+    if config.decode.has_drafter:
+        tables = {key: one.weights()["table"].data_ptr() for key, one in found.items()}
+        assert tables == {key: draft.table.data_ptr() for key, draft in drafts.items()}
+    else:
+        assert [*found] == ["after"]
+        assert found["after"].weights() == {}
+    expected = PROPOSERS[name](Material(lambda: drafts["after"], lambda: [[1, 2], [3, 4]], 8, CPU))
+    assert found["after"].signature == expected.signature

@@ -3,6 +3,7 @@
 import pytest
 
 from draftkit.decoding import round as units
+from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation.lossless import greedy_identity
 from draftkit.theory.verification import Verification
 from tests.tabular import TabularAdapter, random_adapter
@@ -17,9 +18,16 @@ def table(seed):
 
 
 def check(target, draft):
-    return greedy_identity(
-        target, draft, PROMPTS, max_new_tokens=12, gamma=3, batch_size=3, eos_token_ids=()
+    found = greedy_identity(
+        target,
+        {"draft": DraftModelProposer(draft)},
+        PROMPTS,
+        max_new_tokens=12,
+        gamma=3,
+        batch_size=3,
+        eos_token_ids=(),
     )
+    return found["draft"]
 
 
 def test_a_draft_of_any_quality_passes():

@@ -36,6 +36,13 @@ def summary(alpha):
     }
 
 
+def beside(mean):
+    """What evaluation says of prompt lookup."""
+    speedup = {"measured": mean, "ci95": [mean, mean]}
+    speedup["end_to_end"] = {"mean": mean, "ci95": [mean - 0.05, mean + 0.05], "chunks": 24}
+    return {"acceptance_length": estimate(1.234), "speedup": speedup}
+
+
 def printed(table):
     console = Console(width=80, file=io.StringIO(), force_terminal=False)
     console.print(table)
@@ -75,6 +82,25 @@ def test_a_single_draft_gets_a_single_column():
     text = printed(evaluation_table(summary(0.6)))
     assert "before" not in text
     assert "gain" not in text
+
+
+def test_prompt_lookup_stands_below_the_drafts(pair):
+    lookup = {"prompt_lookup": beside(1.1), "best_of": "prompt_lookup", "proposer": "argmax"}
+    for shown in (pair | lookup, summary(0.6) | lookup):
+        text = printed(evaluation_table(shown))
+        assert max(map(len, text.splitlines())) <= 80
+        cells = [[part.strip() for part in line.split("│")] for line in text.splitlines()]
+        rows = {row[0]: row[-1] for row in cells}
+        assert rows["prompt lookup, tau"] == "1.23 [1.22, 1.25]"
+        assert rows["prompt lookup, end to end"] == "1.10 [1.05, 1.15]"
+        assert rows["best end to end"] == "prompt lookup"
+        assert "proposer argmax" in text
+
+
+def test_a_rate_without_proposals_is_a_dash(pair):
+    pair["acceptance_rate"] = None
+    (line,) = (x for x in printed(evaluation_table(pair)).splitlines() if "accepted /" in x)
+    assert line.split()[-1] == "-"
 
 
 def test_the_training_figure_is_a_png(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from draftkit.config import SamplingConfig
 from draftkit.decoding import graphs
 from draftkit.decoding.generation import Completion
+from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation import walltime
 from draftkit.evaluation.walltime import (
     PLAIN,
@@ -16,12 +17,10 @@ from draftkit.evaluation.walltime import (
     Setting,
     Timed,
     decoding,
-    end_to_end_speedup,
-    full_speedup,
-    measured_speedup,
     rotated,
     row_capacity,
     shapes,
+    speedup,
     take_turns,
     time_methods,
     warm_up,
@@ -78,7 +77,7 @@ def test_a_compilation_is_taken_out_of_a_timed_chunk(monkeypatch, clock):
 def test_the_speedup_is_the_quotient_of_tokens_per_second_without_the_prefill():
     plain = Timed(seconds=[2.0, 4.0], prefill_seconds=[9.0, 9.0], tokens=[20, 40])
     fast = Timed(seconds=[1.0, 1.0], prefill_seconds=[1.0, 1.0], tokens=[20, 30])
-    estimate = measured_speedup(speculative=fast, plain=plain, seed=0, resamples=500)
+    estimate = speedup(speculative=fast, plain=plain, seed=0, resamples=500)
     assert estimate.mean == pytest.approx(25 / 10)
     assert estimate.low < estimate.mean < estimate.high
 
@@ -86,7 +85,7 @@ def test_the_speedup_is_the_quotient_of_tokens_per_second_without_the_prefill():
 def test_the_speedup_end_to_end_holds_the_prefill_of_both_sides():
     plain = Timed(seconds=[2.0, 4.0], prefill_seconds=[1.0, 3.0], tokens=[20, 40])
     fast = Timed(seconds=[1.0, 1.0], prefill_seconds=[5.0, 3.0], tokens=[20, 30])
-    estimate = end_to_end_speedup(speculative=fast, plain=plain, seed=0, resamples=500)
+    estimate = speedup(speculative=fast, plain=plain, of="answers", seed=0, resamples=500)
     assert estimate.mean == pytest.approx((50 / 10) / (60 / 10))
     assert estimate.low == pytest.approx((20 / 6) / (20 / 3))
     assert estimate.high == pytest.approx((30 / 4) / (40 / 7))
@@ -109,7 +108,7 @@ def test_prefill_and_rounds_are_timed_apart(clock):
 def test_methods_decode_alike_and_count_tokens_alike(clock):
     target = Slow(0, clock, lambda tokens: 10.0)
     twin = Slow(0, clock, lambda tokens: 1.0)
-    timed = time_methods(target, {"twin": twin}, PROMPTS, PROMPTS, SETTING)
+    timed = time_methods(target, {"twin": DraftModelProposer(twin)}, PROMPTS, PROMPTS, SETTING)
     assert set(timed) == {PLAIN, "twin"}
     assert timed[PLAIN].tokens == timed["twin"].tokens == [20, 20]
     assert timed[PLAIN].seconds == pytest.approx([100, 100])
@@ -122,7 +121,7 @@ def test_a_batch_is_full_until_its_first_row_ends(clock):
     target = Slow(0, clock, lambda tokens: 10.0)
     setting = replace(SETTING, max_new_tokens=40, capacity=80)
     ends = replace(setting, eos_token_ids=(0, 1))
-    chunk = decoding(target, target, ends)(PROMPTS[:2], 0)
+    chunk = decoding(target, DraftModelProposer(target), ends)(PROMPTS[:2], 0)
     rounds = sorted(completion.rounds for completion in chunk.completions)
     assert rounds[0] < rounds[1]
     assert chunk.full.row_rounds == 2 * rounds[0]
@@ -135,14 +134,14 @@ def test_a_batch_is_full_until_its_first_row_ends(clock):
 def test_the_speedup_of_full_batches_leaves_out_what_comes_behind():
     plain = Timed(seconds=[9.0, 9.0], tokens=[90, 90], full=[FullBatch(2.0, 20, 20, 20)] * 2)
     fast = Timed(seconds=[9.0, 9.0], tokens=[90, 90], full=[FullBatch(1.0, 30, 10, 31)] * 2)
-    assert full_speedup(speculative=fast, plain=plain, seed=0, resamples=9).mean == 3
+    assert speedup(speculative=fast, plain=plain, of="full batches", seed=0, resamples=9).mean == 3
     assert fast.full_length == 3.1
 
 
 def test_answers_are_cut_behind_the_end_of_text_and_counted_so(clock):
     target = Slow(0, clock, lambda tokens: 1.0)
     ends = replace(SETTING, eos_token_ids=(0, 1), max_new_tokens=30, capacity=60)
-    timed = time_methods(target, {"twin": target}, PROMPTS, PROMPTS, ends)
+    timed = time_methods(target, {"twin": DraftModelProposer(target)}, PROMPTS, PROMPTS, ends)
     for name in (PLAIN, "twin"):
         completions = timed[name].completions
         assert any(c.ended for c in completions)
@@ -166,7 +165,7 @@ def test_completions_hold_the_tokens_that_were_timed(clock):
 
 def test_the_same_method_may_run_again_and_answers_the_same(clock):
     target = Slow(0, clock, lambda tokens: 1.0)
-    method = decoding(target, Slow(1, clock, lambda tokens: 1.0), SETTING)
+    method = decoding(target, DraftModelProposer(Slow(1, clock, lambda tokens: 1.0)), SETTING)
     first, second = method(PROMPTS[:2], 0), method(PROMPTS[:2], 0)
     assert first == second
 
@@ -205,7 +204,7 @@ def test_the_capacity_holds_every_row_that_is_timed(clock):
     for gamma in (0, 3, 12):
         capacity = row_capacity(PROMPTS, max_new_tokens=10, gamma=gamma)
         fitting = replace(SETTING, gamma=gamma, capacity=capacity)
-        draft = target if gamma else None
+        draft = DraftModelProposer(target) if gamma else None
         assert decoding(target, draft, fitting)(PROMPTS[2:], 0).completions
     with pytest.raises(ValueError, match="cache slots"):
-        decoding(target, target, replace(SETTING, capacity=12))(PROMPTS[2:], 0)
+        decoding(target, DraftModelProposer(target), replace(SETTING, capacity=12))(PROMPTS[2:], 0)

@@ -24,9 +24,9 @@ from pipelines.online import online
 from pipelines.refitting import daemon_folder
 from pipelines.serve import serve
 from pipelines.service import buffer_of, registry_of, seeded_registry
-from pipelines.texts import splits_of
 from tests.online.traffic import entry
 from tests.pairs import OTHERS, paths, save_pairs
+from tests.smoke import splits_of
 from tests.test_online import BARE, SMALL, composed, ended, start
 
 ROUTES = ["online.routes=[default,code]", "online.traffic.domains=[prose,cpp]"]

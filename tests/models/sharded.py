@@ -1,10 +1,6 @@
-"""A process of several that share models; run as a program by `test_sharding.py`.
+"""What each of several processes does that share models, for `test_sharding.py`."""
 
-Its arguments are architectures; each writes a line.
-"""
-
-import json
-import sys
+from typing import Any
 
 import torch
 import torch.distributed
@@ -36,9 +32,9 @@ def shares(architecture):
     }
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def measured(architectures: list[str]) -> list[dict[str, Any]]:
+    """`shares` of each, in a process of several."""
     torch.distributed.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        sys.stdout.write(json.dumps(shares(name)) + "\n")
+    found = [shares(name) for name in architectures]
     torch.distributed.destroy_process_group()
+    return found

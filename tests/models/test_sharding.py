@@ -1,13 +1,13 @@
 """A model in parts scores as a whole one, and each process holds its part."""
 
-import json
 from typing import Any
 
 import pytest
 
 from draftkit.models.sharding import shard_layers
 from tests import tiny
-from tests.launching import run_processes
+from tests.launching import fork_ranks
+from tests.models.sharded import measured
 
 ARCHITECTURES = ["llama", "gpt2"]
 
@@ -15,9 +15,7 @@ ARCHITECTURES = ["llama", "gpt2"]
 @pytest.fixture(scope="module")
 def ranks() -> list[list[dict[str, Any]]]:
     """What each of two processes found of each architecture."""
-    outputs = run_processes("tests.models.sharded", *ARCHITECTURES)
-    last = -len(ARCHITECTURES)
-    return [[json.loads(line) for line in output.splitlines()[last:]] for output in outputs]
+    return fork_ranks(measured, ARCHITECTURES)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

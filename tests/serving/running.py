@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from draftkit.config import BufferConfig, DecodeConfig, GateConfig, SamplingConfig, ServeConfig
+from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Entry, Served
 from draftkit.online.registry import Version
@@ -211,6 +213,13 @@ class Disk:
 Make = Callable[[], Adapter]
 
 
+def route_of(name: str, make: Make, registry: Any = None, *, proposer: str = "sampled") -> Route:
+    """A route whose drafters are made by `make`."""
+    cpu = torch.device("cpu")
+    material = Material(make, lambda: [[1, 2, 3]], tiny.VOCAB_SIZE, cpu)
+    return Route(name, lambda: PROPOSERS[proposer](material), registry)
+
+
 @contextmanager
 def serving(
     target: Adapter,
@@ -225,13 +234,14 @@ def serving(
     gamma: int = 3,
     verification: str = "speculative",
     started: bool = True,
+    proposer: str = "sampled",
     **serve: Any,
 ) -> Iterator[Engine]:
     """A running engine of `target` and one drafter a route: `make` makes each of them."""
     settings = {"slots": 4, "max_length": 96, "adapts": False, "top_logprobs": 5}
     routes = registries or {"default": None}
     drafters = Drafters(
-        [Route(name, make, registry) for name, registry in routes.items()],
+        [route_of(name, make, registry, proposer=proposer) for name, registry in routes.items()],
         gate or GateConfig(),
         poll_seconds=0.01,
     )

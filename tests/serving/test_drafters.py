@@ -10,14 +10,24 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftkit.config import GateConfig
+from draftkit.config import DRAFTED_NAMES, GateConfig
 from draftkit.models.adapter import Adapter
 from draftkit.online.registry import Registry
-from draftkit.serving.drafters import START, Drafters, Route
+from draftkit.serving.drafters import START, Drafters
 from draftkit.serving.engine import Engine
 from draftkit.serving.weights import same
 from tests import tiny
-from tests.serving.running import GREEDY, Shelf, Weights, answers, ask, job, serving, until
+from tests.serving.running import (
+    GREEDY,
+    Shelf,
+    Weights,
+    answers,
+    ask,
+    job,
+    route_of,
+    serving,
+    until,
+)
 
 TARGET, DRAFT = tiny.pair()
 WEIGHTS = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
@@ -45,9 +55,10 @@ def served(engine: Engine, count: int, **others: Any) -> list[str]:
     return [client.speculation.version for client in clients]
 
 
-def test_a_version_comes_into_force_between_rounds_and_tags_what_it_drafts() -> None:
+@pytest.mark.parametrize("proposer", DRAFTED_NAMES)
+def test_a_version_comes_into_force_between_rounds_and_tags_what_it_drafts(proposer: str) -> None:
     shelf = Shelf()
-    with serving(TARGET, draft, registries={"default": shelf}) as engine:
+    with serving(TARGET, draft, registries={"default": shelf}, proposer=proposer) as engine:
         assert engine.versions() == {"default": START}
         assert served(engine, 2) == [START] * 2
         slow = answers(engine, job(PROMPTS[0], 10, sampling=GREEDY))[0]
@@ -58,11 +69,23 @@ def test_a_version_comes_into_force_between_rounds_and_tags_what_it_drafts() -> 
         assert fast.speculation.version == name
         assert fast.speculation.accepted > slow.speculation.accepted
         role = engine.drafters.routes["default"].current
-        assert same(role.proposer.draft.weights(), EXACT)
+        assert same(role.proposer.weights(), EXACT)
         counters = engine.counters()
         assert (counters.swaps, counters.refused_versions) == (1, 0)
         assert 0 < counters.last_swap_seconds < 1
         assert {version for _, version in counters.drafters} == {START, name}
+
+
+@pytest.mark.parametrize("proposer", ["unigram", "bigram", "prompt_lookup", "ngram", "none"])
+def test_without_a_drafter_answers_are_the_targets_and_there_is_nothing_to_follow(
+    proposer: str,
+) -> None:
+    jobs = [job(prompt, 12, sampling=GREEDY) for prompt in PROMPTS]
+    with serving(TARGET, draft) as engine:
+        expected = [client.ids for client in answers(engine, *jobs)]
+    with serving(TARGET, lambda: pytest.fail("loaded"), proposer=proposer) as engine:
+        assert engine.drafters.routes["default"].candidate is None
+        assert [client.ids for client in answers(engine, *jobs)] == expected
 
 
 def test_the_current_version_is_in_force_before_the_first_job() -> None:
@@ -269,7 +292,7 @@ def test_a_candidate_that_the_traffic_cannot_judge_is_withdrawn_with_the_reason(
     """Else the daemon would wait for its verdict for ever."""
     shelf = Shelf()
     shelf.publish(WEIGHTS)
-    drafters = Drafters([Route("default", draft, shelf)], GATE, draw=lambda: 0.3)
+    drafters = Drafters([route_of("default", draft, shelf)], GATE, draw=lambda: 0.3)
     drafters.attach(Weights())  # type: ignore[arg-type]
     drafters.poll()
     tried = shelf.publish(noisy(0.1), canary=True)
@@ -365,7 +388,7 @@ def test_without_a_registry_there_is_one_drafter() -> None:
         made.append(1)
         return draft()
 
-    drafters = Drafters([Route("default", make)], GateConfig())
+    drafters = Drafters([route_of("default", make)], GateConfig())
     drafters.poll()
     assert len(made) == 1
     assert drafters.choose("default", seeded=False) == "default/current"
@@ -374,7 +397,7 @@ def test_without_a_registry_there_is_one_drafter() -> None:
 def test_stopping_does_not_wait_for_an_installation(caplog: pytest.LogCaptureFixture) -> None:
     shelf = Shelf()
     shelf.publish(EXACT)
-    drafters = Drafters([Route("default", draft, shelf)], GateConfig(), poll_seconds=0.01)
+    drafters = Drafters([route_of("default", draft, shelf)], GateConfig(), poll_seconds=0.01)
     drafters.start()  # nobody installs
     until(lambda: drafters.waits)
     drafters.stop()

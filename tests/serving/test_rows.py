@@ -10,11 +10,11 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.streaming import Decode
 from draftkit.serving import rows as rows_module
 from draftkit.serving.answers import Answer, begin
-from draftkit.serving.drafters import Drafters, Route
+from draftkit.serving.drafters import Drafters
 from draftkit.serving.jobs import Job
 from draftkit.serving.rows import Rows
 from tests import tiny
-from tests.serving.running import GREEDY, Client, Shelf, bytes_text, job
+from tests.serving.running import GREEDY, Client, Shelf, bytes_text, job, route_of
 
 TARGET, DRAFT = tiny.pair()
 PROMPT = tiny.prompts([6])[0]
@@ -27,7 +27,7 @@ class Stand:
         self.decode = decode
         self.shelf = Shelf()
         self.shelf.publish(DRAFT.weights())
-        route: Any = Route("default", lambda: copy.deepcopy(DRAFT), self.shelf)
+        route: Any = route_of("default", lambda: copy.deepcopy(DRAFT), self.shelf)
         self.drafters = Drafters([route], GateConfig())
         self.decoder = Decoder(TARGET, slots=slots, capacity=96)
         self.drafters.attach(self.decoder)

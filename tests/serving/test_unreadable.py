@@ -14,10 +14,10 @@ from draftkit.config import GateConfig
 from draftkit.models.adapter import Adapter
 from draftkit.online import versions as versions_module
 from draftkit.online.registry import Registry
-from draftkit.serving.drafters import Drafters, Route
+from draftkit.serving.drafters import Drafters
 from draftkit.serving.weights import same
 from tests import tiny
-from tests.serving.running import Weights
+from tests.serving.running import Weights, route_of
 
 DRAFT = tiny.pair()[1]
 WEIGHTS = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
@@ -45,7 +45,7 @@ def registry(tmp_path: Path) -> Registry:
 def following(registry: Registry) -> Drafters:
     """Drafters that follow `registry` whenever `poll` is called, by the version in force."""
     gate = GateConfig(canary_fraction=0.5)
-    drafters = Drafters([Route("default", make, Registry(registry.path.parent))], gate)
+    drafters = Drafters([route_of("default", make, Registry(registry.path.parent))], gate)
     drafters.attach(Weights())  # type: ignore[arg-type]
     drafters.poll()
     assert drafters.versions() == {"default": "v000001"}

@@ -13,7 +13,7 @@ from draftkit.theory.verification import VERIFIERS, Verifier
 from tests.theory import checks, mutants
 from tests.theory.laws import Draw, LawBroken
 
-ROWS = 20_000  # enough for every mutant below; the shipped rules are tested with ten times more
+ROWS = 20_000  # enough for every mutant below; the shipped rules are tested with more
 
 # mutant of verification.py: (its rule, the check that must reject it)
 REJECTED_BY: list[tuple[str, str, Callable[[Verifier], None]]] = [

@@ -57,9 +57,8 @@ def as_verifier(**inputs: Tensor | None) -> Verification:
 def test_a_round_continued_by_the_target_has_exactly_the_targets_joint_law(
     rule: str, gamma: int, warp: str
 ) -> None:
-    for seed in (5, 22):
-        target, draft = checks.laws_of(warp, seed)
-        check_round(VERIFIERS[rule], target=target, draft=draft, vocab_size=5, gamma=gamma)
+    target, draft = checks.laws_of(warp, seed=5)  # the checks of test_mutants.py take another
+    check_round(VERIFIERS[rule], target=target, draft=draft, vocab_size=5, gamma=gamma)
 
 
 @pytest.mark.soak
@@ -69,16 +68,6 @@ def test_the_joint_law_holds_over_many_random_tables(rule: str, warp: str) -> No
     for seed in range(100, 140):
         target, draft = checks.laws_of(warp, seed)
         check_round(VERIFIERS[rule], target=target, draft=draft, vocab_size=5, gamma=3)
-
-
-@rules
-def test_proposals_that_were_not_sampled_keep_the_law(rule: str) -> None:
-    checks.check_one_hot_law(VERIFIERS[rule])
-
-
-@rules
-def test_any_number_of_proposals_keeps_the_law_even_chosen_by_the_drafted_tokens(rule: str) -> None:
-    checks.check_ragged_law(VERIFIERS[rule])
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 3])
@@ -337,10 +326,11 @@ def test_greedy_verification_compiles_without_a_break() -> None:
 
 
 @rules
-def test_two_hundred_thousand_decoded_rows_have_the_targets_law_under_an_adversarial_draft(
+def test_a_hundred_thousand_decoded_rows_have_the_targets_law_under_an_adversarial_draft(
     rule: str,
 ) -> None:
-    checks.check_decoding(VERIFIERS[rule], checks.adversarial_tables(), rows=200_000)
+    """Five times as many as find every mutant; more of them are in the soak below."""
+    checks.check_decoding(VERIFIERS[rule], checks.adversarial_tables(), rows=100_000)
 
 
 @pytest.mark.soak

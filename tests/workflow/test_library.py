@@ -156,6 +156,15 @@ def test_greedy_answers_are_those_of_the_target(pair):
     assert answer.acceptance_length == (answer.rounds + answer.accepted) / answer.rounds
 
 
+def test_whoever_proposes_the_greedy_answer_is_the_targets(pair):
+    greedy, answers = SamplingConfig(temperature=0.0), {}
+    for name in ("sampled", "argmax", "bigram", "prompt_lookup", "none"):
+        decode = replace(pair.config.decode, proposer=name)
+        answers[name] = draftkit.generate(pair, "abcabc", sampling=greedy, decode=decode)
+    assert len({answer.text for answer in answers.values()}) == 1
+    assert answers["none"].accepted == 0 < answers["argmax"].accepted
+
+
 def test_seeds_tell_sampled_answers_apart(pair):
     answers = [draftkit.generate(pair, "once", seed=seed).text for seed in (0, 0, 1)]
     assert answers[0] == answers[1] != answers[2]

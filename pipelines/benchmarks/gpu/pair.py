@@ -23,6 +23,7 @@ from draftkit.config import (
     PretrainConfig,
     SamplingConfig,
 )
+from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import Record
 from draftkit.distillation.batch import Batch, collate, continued
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
@@ -38,7 +39,7 @@ from draftkit.models.loading import new_llama
 from pipelines.benchmarks.decoder import PLAIN, SPECULATIVE, Pair, measure
 from pipelines.benchmarks.gpu.decoder import shape
 from pipelines.benchmarks.gpu.part import Part
-from pipelines.texts import splits_of, tokenizer_of
+from pipelines.texts import texts, tokenizer_of
 
 SETTLING, PACED = 5, 15  # steps before the pace of training is measured, and until it is
 WARMUP_STEPS = 20
@@ -102,8 +103,9 @@ class Lesson:
         self.part, self.size, self.config = part, size, config
         self.device = resolve_device(config.hardware)
         self.dtype = resolve_dtype(config.hardware, self.device)
-        self.splits = splits_of(config)
-        self.tokenizer = tokenizer_of(config)
+        folder = texts.ensure(config)
+        self.splits = read_splits(folder)
+        self.tokenizer = tokenizer_of(config, folder)
 
     def adapter(self, model: PreTrainedModel) -> CausalAdapter:
         """`model` behind the face that all see."""

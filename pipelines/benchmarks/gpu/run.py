@@ -18,7 +18,8 @@ from pipelines.benchmarks.gpu import processes
 from pipelines.benchmarks.gpu.part import FOLDER, result_path
 from pipelines.benchmarks.gpu.report import report
 from pipelines.configuration import CONF_DIR
-from pipelines.folder import MANIFEST, StageFolder
+from pipelines.plan import MANIFEST, Given
+from pipelines.run import StageFolder
 
 ROOT = CONF_DIR.parent
 CODE, SUFFIXES = ("conf", "draftkit", "pipelines", "tests"), (".py", ".yaml")
@@ -56,7 +57,7 @@ PLANS = {
 }
 
 
-def inputs(config: Config) -> dict[str, str]:
+def needs(config: Config) -> dict[str, Given]:
     """What a report is of: the code, the parts, and whether it is a rehearsal.
 
     Other code is no other experiment: what is measured of it takes the place of what was. Raises
@@ -67,7 +68,7 @@ def inputs(config: Config) -> dict[str, str]:
             resolve_device(config.hardware)
         except ValueError as error:
             raise ValueError(f"{error}; gpu.rehearse=true runs all parts on a CPU, small") from None
-    return {"code": code_sha256(), "gpu": fingerprint(asdict(config.gpu))}
+    return {"code": Given(code_sha256()), "gpu": Given(fingerprint(asdict(config.gpu)))}
 
 
 def code_sha256() -> str:

@@ -24,6 +24,7 @@ from draftkit.config import (
     SamplingConfig,
     ServeConfig,
 )
+from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.online.registry import Registry
@@ -207,7 +208,11 @@ def under_load(part: Part, size: Size, code: str) -> dict[str, Any]:
     target = random_llama(size.target, seed=0, **options)
     with tempfile.TemporaryDirectory(dir=part.folder) as folder:
         registry = Registry(folder)
-        route = Route("default", lambda: random_llama(size.draft, seed=1, **options), registry)
+
+        def make() -> DraftModelProposer:
+            return DraftModelProposer(random_llama(size.draft, seed=1, **options))
+
+        route = Route("default", make, registry)
         drafters = Drafters([route], GateConfig(canary_fraction=0.0), poll_seconds=POLL_SECONDS)
         engine = Engine(
             target,

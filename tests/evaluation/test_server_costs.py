@@ -1,4 +1,4 @@
-"""What rounds cost is measured on an idle decoder, which is left as it was."""
+"""A server measures what rounds cost on its own idle decoder, which is left as it was."""
 
 from typing import Any
 
@@ -7,10 +7,11 @@ from torch import Tensor
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.serving.costs import SteppedGamma, measure, measured_policy, sizes
+from draftkit.evaluation import costs
+from draftkit.evaluation.costs import decoder_costs, measured_policy
+from draftkit.theory.speedup import Costs
 from tests import tiny
 from tests.decoding.driving import DRAFT, request
-from tests.gammas import FixedGamma
 from tests.tabular import TabularAdapter, random_adapter, relative
 
 
@@ -38,7 +39,7 @@ class Slow(TabularAdapter):
 def slow_decoder(monkeypatch: pytest.MonkeyPatch, draft_seconds: float) -> Decoder:
     """8 slots, a target of one second and a draft of `draft_seconds`."""
     clock = Clock()
-    monkeypatch.setattr("draftkit.serving.costs.synchronised_clock", lambda device: clock)
+    monkeypatch.setattr("draftkit.evaluation.walltime.now", clock)
     target = random_adapter(8, 1)
     made = Decoder(Slow(target, 1.0, clock), slots=8, capacity=64)
     made.attach(DRAFT, DraftModelProposer(Slow(relative(target, 2), draft_seconds, clock)))
@@ -55,12 +56,12 @@ def decoder(slots: int = 8, *, late: bool = False) -> Decoder:
 @pytest.mark.parametrize("late", [False, True])
 def test_costs_are_positive_and_the_decoder_is_idle_again(late: bool) -> None:
     made = decoder(late=late)
-    costs = measure(made, DRAFT, 4, [0, 1, 3])
-    assert set(costs.verify_ratios) == {0, 1, 3}
-    assert costs.plain_seconds > 0
-    assert 0.1 < costs.cost_ratio < 10  # the draft is as large as the target
-    assert costs.overhead_ratio > 0
-    assert costs.verify_ratios[0] < 1 < costs.verify_ratios[0] + 0.9
+    measured = decoder_costs(made, DRAFT, 4, [0, 1, 3])
+    assert set(measured.verify_ratios) == {0, 1, 3}
+    assert measured.plain_seconds > 0
+    assert 0.1 < measured.cost_ratio < 10  # the draft is as large as the target
+    assert measured.overhead_ratio > 0
+    assert measured.verify_ratios[0] < 1 < measured.verify_ratios[0] + 0.9
     assert made.free_slots == 8
     assert (made.late, made.clock) == (late, None)
     made.join([request([1, 2, 3], gamma=2)])
@@ -73,17 +74,17 @@ def test_a_short_cache_is_enough_to_measure() -> None:
     target = random_adapter(8, 1)
     made = Decoder(target, slots=2, capacity=14)
     made.attach(DRAFT, DraftModelProposer(relative(target, 2)))
-    assert measure(made, DRAFT, 2, [0, 4]).plain_seconds > 0
+    assert decoder_costs(made, DRAFT, 2, [0, 4]).plain_seconds > 0
 
 
 def test_the_costs_are_those_of_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = measure(slow_decoder(monkeypatch, 0.2), DRAFT, 8, [0, 1, 4])
-    assert costs.plain_seconds == pytest.approx(1.1)
-    assert costs.verify_ratios == pytest.approx({0: 1.0, 1: 1.2 / 1.1, 4: 1.5 / 1.1})
-    assert costs.verify_ratio == costs.verify_ratios[4]
+    measured = decoder_costs(slow_decoder(monkeypatch, 0.2), DRAFT, 8, [0, 1, 4])
+    assert measured.plain_seconds == pytest.approx(1.1)
+    assert measured.verify_ratios == pytest.approx({0: 1.0, 1: 1.2 / 1.1, 4: 1.5 / 1.1})
+    assert measured.verify_ratio == measured.verify_ratios[4]
     first_takes_two = 1.2 + 3 * 1.1
-    assert costs.cost_ratio == pytest.approx(0.2 * first_takes_two / (4 * 1.1))
-    assert costs.overhead_ratio == 0
+    assert measured.cost_ratio == pytest.approx(0.2 * first_takes_two / (4 * 1.1))
+    assert measured.overhead_ratio == 0
 
 
 @pytest.mark.parametrize(("draft_seconds", "chosen"), [(1.0, 0), (0.05, 2)])
@@ -95,13 +96,17 @@ def test_a_draft_pays_or_not_by_its_measured_cost(
         assert policy.choose(batch=batch, most=4) == chosen  # alpha is 1/2 beforehand
 
 
-def test_batch_sizes_that_are_measured() -> None:
-    assert sizes(decoder(16)) == [1, 4, 16]
-    assert sizes(decoder(1)) == [1]
+@pytest.mark.parametrize(("slots", "sizes"), [(16, {1, 4, 16}), (1, {1})])
+def test_batch_sizes_that_are_measured(
+    monkeypatch: pytest.MonkeyPatch, slots: int, sizes: set[int]
+) -> None:
+    measured: list[int] = []
+    real = costs.decoder_costs
 
+    def recorded(decoder: Decoder, proposer_id: str, size: int, gammas: list[int]) -> Costs:
+        measured.append(size)
+        return real(decoder, proposer_id, size, gammas)
 
-def test_steps_are_kept_to_from_below() -> None:
-    for wished, chosen in ((0, 0), (1, 1), (2, 1), (3, 3), (7, 3)):
-        policy = SteppedGamma(FixedGamma(wished), [1, 3])
-        assert policy.choose(batch=1, most=9) == chosen
-    assert SteppedGamma(FixedGamma(9), [1, 3]).choose(batch=1, most=2) == 1
+    monkeypatch.setattr(costs, "decoder_costs", recorded)
+    measured_policy(decoder(slots), DRAFT, 2)
+    assert set(measured) == sizes

@@ -1,0 +1,308 @@
+"""What a round costs by part: c, v and o of the speed-up formula, for evaluation and server.
+
+Kinds of rounds take turns, in bursts, and each is compared with the plain steps of its turn: what
+disturbs a machine for a while disturbs all. For an evaluation the bursts stand between the timed
+chunks, on other prompts, so that the theory predicts from these costs and never from the
+generations that it predicts. A server measures on the decoder that will serve, before the first
+job, which also makes the code and the buffers that the first jobs need.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy, SteppedGamma
+from draftkit.decoding.generation import Completion, make_requests, record
+from draftkit.decoding.proposers import Proposal, Proposer
+from draftkit.decoding.results import RoundSeconds
+from draftkit.decoding.state import RoundView
+from draftkit.evaluation import walltime
+from draftkit.evaluation.walltime import (
+    PromptIds,
+    Setting,
+    device_clock,
+    make_decoder,
+    rotated,
+    synchronised_clock,
+)
+from draftkit.models.adapter import Adapter
+from draftkit.theory.speedup import Costs
+
+OVERHEAD_GAMMA = 2
+WARM_TURNS = 1
+CALIBRATION_TURNS = 12
+BURST = 16  # rounds of a kind in a row
+# Rounds of a burst that do not count, until the caches of the processor hold what that kind reads:
+# a plain step after other work takes 1.5 times one in a long answer, the fourth still 1.17 times.
+SETTLING = 8
+SERVER_TURNS, SERVER_BURST, SERVER_SETTLING = 3, 4, 1  # few: they delay the start of a server
+SERVER_PROMPT_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The measured costs and, for each, the quartiles over turns."""
+
+    costs: Costs
+    quartiles: dict[str, tuple[float, float]]
+
+
+class FirstToken(Proposer):
+    """Always proposes token 0 with uniform q; verification costs the same for any proposal."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def propose(self, view: RoundView, gamma: int) -> Proposal:
+        """Propose token 0, `gamma` times a row."""
+        tokens = view.length.new_zeros(len(view.length), gamma)
+        flat = None
+        if not view.group.greedy:  # as a draft: where all rows are greedy its q is one-hot
+            shape = (*tokens.shape, self.vocab_size)
+            flat = torch.full(shape, 1 / self.vocab_size, device=tokens.device)
+        return Proposal(tokens, flat, lengths=torch.full_like(view.length, gamma))
+
+
+class Flow:
+    """Full batches that are decoded on and on, one timed round at a time, by an idle `decoder`.
+
+    As soon as a row ends, all make room for the next batch. Whatever compiled code depends on is
+    as in the generations that are timed, so that they share it. So is who waits for whom: `late`
+    (as on CUDA) a round lasts from one result to the next, and the device times its parts.
+    Where a flow `shares` the decoder with others, its rows leave after every burst.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompts: PromptIds,
+        setting: Setting,
+        gamma: int,
+        *,
+        proposer_id: str | None = None,
+        shares: bool = False,
+        late: bool | None = None,
+    ) -> None:
+        room = setting.capacity - max(map(len, prompts)) - 2 * (gamma + 1)
+        self.setting = replace(setting, max_new_tokens=min(setting.max_new_tokens, room))
+        device = decoder.target.device
+        self.clock = synchronised_clock(device)
+        self.decoder = decoder
+        decoder.late = device.type == "cuda" if late is None else late
+        by_device = decoder.late and device.type == "cuda"
+        decoder.clock = device_clock(device) if by_device else self.clock
+        self.prompts = prompts
+        self.gamma = gamma
+        self._proposer_id = proposer_id
+        self._shares = shares
+        self._joined = 0
+        self._running: dict[int, Completion] = {}
+        self._last: float | None = None  # when a round began or, late, the one before came back
+
+    def burst(self, rounds: int, settling: int) -> RoundSeconds:
+        """Means over `rounds` in a row, as they follow each other, without the first `settling`."""
+        seconds = [self.round() for _ in range(rounds)][settling:]
+        if self._shares:
+            self.leave()
+        return RoundSeconds(*(statistics.fmean(column) for column in zip(*seconds, strict=True)))
+
+    def round(self) -> RoundSeconds:
+        """Seconds of one round; `rest` is all that is neither proposing nor verifying."""
+        while True:
+            if not self._running:
+                self._join()
+            if not self.decoder.late:
+                self._last = self.clock()
+            started, results = self._last, self.decoder.round()
+            for result in results:
+                record(self._running, result)
+            self._last = walltime.now() if self.decoder.late else self.clock()
+            if results and started is not None:
+                break
+        whole = self._last - started
+        if any(results[0].done):
+            self.leave()
+        propose, verify, _ = results[0].seconds
+        return RoundSeconds(propose, verify, whole - propose - verify)
+
+    def leave(self) -> None:
+        """Give the decoder its slots back."""
+        self.decoder.leave([*self._running])
+        self._running, self._last = {}, None
+
+    def _join(self) -> None:
+        setting, first = self.setting, self._joined
+        rows = range(first, first + setting.batch_size)
+        requests = make_requests(
+            [self.prompts[row % len(self.prompts)] for row in rows],
+            max_new_tokens=setting.max_new_tokens,
+            sampling=setting.sampling,
+            gamma=self.gamma,
+            seed=setting.seed,
+            first_row=first,
+        )
+        if self._proposer_id is not None:
+            requests = (replace(request, proposer_id=self._proposer_id) for request in requests)
+        batch = list(requests)
+        slots = self.decoder.join(batch)
+        texts = (Completion(list(request.prompt_ids)) for request in batch)
+        self._running = dict(zip(slots, texts, strict=True))
+        self._joined += setting.batch_size
+        while self.decoder.prefill():
+            pass
+
+
+class Meter:
+    """Measures c, v and o by the flows of gamma 0, of `gamma`, and of other gammas.
+
+    All are ratios to the plain steps of the same turn, c and v at `gamma`, v at every gamma; `rest`
+    gives o (default: the flow of `gamma`). Medians over turns.
+    """
+
+    def __init__(self, flows: Mapping[int, Flow], gamma: int, rest: Flow | None = None) -> None:
+        self._flows: dict[int | str, Flow] = {**flows}
+        self._gamma = gamma
+        self._rest: int | str = gamma
+        if rest is not None:
+            self._flows["rest"], self._rest = rest, "rest"
+        self._turns: dict[int | str, list[RoundSeconds]] = {kind: [] for kind in self._flows}
+        self._taken = 0
+
+    def turn(self, count: int = 1) -> None:
+        """Measure a burst of every kind, `count` times; the very first ones only warm up."""
+        if self._taken == 0:
+            self.take(WARM_TURNS, BURST, SETTLING, keep=False)
+        self.take(count, BURST, SETTLING)
+
+    def take(self, count: int, rounds: int, settling: int, *, keep: bool = True) -> None:
+        """Measure `count` turns of bursts of so many rounds."""
+        for turn in range(self._taken, self._taken + count):
+            for kind in rotated(list(self._flows), turn):
+                seconds = self._flows[kind].burst(rounds, settling)
+                if keep:
+                    self._turns[kind].append(seconds)
+        self._taken += count
+
+    def result(self) -> Calibration:
+        """The costs by what has been measured so far, at least one turn."""
+        steps = [sum(seconds) for seconds in self._turns[0]]
+
+        def ratios(kind: int | str, part: str) -> list[float]:
+            turns = zip(self._turns[kind], steps, strict=True)
+            return [getattr(seconds, part) / step for seconds, step in turns]
+
+        columns = {
+            "plain_seconds": steps,
+            "cost_ratio": [ratio / self._gamma for ratio in ratios(self._gamma, "propose")],
+            "verify_ratio": ratios(self._gamma, "verify"),
+            "overhead_ratio": ratios(self._rest, "rest"),
+        }
+        medians = {name: statistics.median(column) for name, column in columns.items()}
+        verify_ratios = {
+            kind: statistics.median(ratios(kind, "verify"))
+            for kind in self._flows
+            if isinstance(kind, int)
+        }
+        quartiles = {name: _quartiles(column) for name, column in columns.items()}
+        return Calibration(Costs(**medians, verify_ratios=verify_ratios), quartiles)
+
+
+def meter(
+    target: Adapter,
+    proposer: Proposer,
+    prompts: PromptIds,
+    setting: Setting,
+    *,
+    gammas: Sequence[int] = (),
+) -> Meter:
+    """A meter of `proposer`, on `prompts` that must not be the timed ones.
+
+    v is measured at `setting.gamma` and at the other `gammas`, which `setting.capacity` must hold
+    too; there a constant guess stands in for the proposer. So it does for o, at gamma 2 and without
+    compiled code, since o is what the host does between the units; but as timed on CUDA, where the
+    device is at work meanwhile.
+    """
+    gamma, guess = max(setting.gamma, 1), FirstToken(target.vocab_size)
+
+    def flow(proposer: Proposer | None, gamma: int, setting: Setting = setting) -> Flow:
+        return Flow(make_decoder(target, proposer, setting), prompts, setting, gamma)
+
+    flows = {0: flow(None, 0), gamma: flow(proposer, gamma)}
+    flows |= {other: flow(guess, other) for other in gammas if other not in flows}
+    on_cuda = target.device.type == "cuda"
+    of_rest = setting if on_cuda else replace(setting, compiled=False, captured=False)
+    return Meter(flows, gamma, rest=flow(guess, OVERHEAD_GAMMA, of_rest))
+
+
+def between(
+    meters: Sequence[Meter], chunks: int, turns: int = CALIBRATION_TURNS
+) -> Callable[[int], None]:
+    """What stands before chunk i of so many: `turns` of each meter in all, evenly spread."""
+
+    def before(chunk: int) -> None:
+        first, end = (-(-number * turns // chunks) for number in (chunk, chunk + 1))
+        for one in meters:
+            one.turn(end - first)
+
+    return before
+
+
+def measured_policy(decoder: Decoder, proposer_id: str, gamma: int) -> GammaPolicy:
+    """A policy up to `gamma` by the measured costs of an idle `decoder` and one of its proposers.
+
+    At few gammas and batch sizes (one row, a quarter of the slots, all), since each may be compiled
+    code of its own.
+    """
+    steps = sorted({0, 1, gamma // 2, gamma})
+    sizes = sorted({1, max(1, decoder.free_slots // 4), decoder.free_slots})
+    costs = {size: decoder_costs(decoder, proposer_id, size, steps) for size in sizes}
+    return SteppedGamma(AdaptiveGamma(costs), steps)
+
+
+def decoder_costs(decoder: Decoder, proposer_id: str, size: int, gammas: Sequence[int]) -> Costs:
+    """Costs of rounds of `size` rows with each of `gammas`, which hold 0 and a larger one."""
+    vocab_size, most = decoder.target.vocab_size, max(gammas)
+    length = min(SERVER_PROMPT_TOKENS, decoder.capacity - 2 * (most + 1) - 1)
+    setting = Setting(
+        sampling=SamplingConfig(),
+        max_new_tokens=SERVER_BURST * (most + 1),
+        gamma=most,
+        verification=decoder.verification,
+        batch_size=size,
+        capacity=decoder.capacity,
+        eos_token_ids=(),
+        seed=0,
+        compiled=False,
+    )
+    kept = decoder.late, decoder.clock
+    flows: dict[int, Flow] = {}
+    try:
+        prompt = [token % vocab_size for token in range(length)]
+        for gamma in gammas:
+            flows[gamma] = Flow(
+                decoder,
+                [prompt],
+                setting,
+                gamma,
+                proposer_id=proposer_id,
+                shares=True,
+                late=False,
+            )
+        measuring = Meter(flows, most)
+        measuring.take(SERVER_TURNS, SERVER_BURST, SERVER_SETTLING)
+        return measuring.result().costs
+    finally:
+        for flow in flows.values():
+            flow.leave()
+        decoder.late, decoder.clock = kept
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) == 1:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high

@@ -1,0 +1,242 @@
+"""What a command is going to do: its steps, in order, each with its folder, settings and inputs.
+
+A step is one stage under one configuration. Its address is a fingerprint of its settings and of
+its inputs' addresses, as in Nix; what the user names has a checksum of its content for an address.
+So a plan is known before anything is made. Making one runs no step, loads no model and writes
+nothing but remembered checksums, which may be deleted.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftkit.artifacts import fingerprint, read_json
+from draftkit.config import Config, flatten
+
+if TYPE_CHECKING:
+    from pipelines.run import StageFolder
+
+MANIFEST, SUMMARY = "manifest.json", "summary.json"
+NEVER_COUNT = ("name", "root", "job", "overwrite", "plan", "runs", "hardware", "tracker")
+
+Run = Callable[[Config, "StageFolder"], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """An input that is not made here: a model or a text that the user names.
+
+    `address`: a checksum of its content. `path`: where it is read; a hub name for one of the hub.
+    """
+
+    address: str
+    path: str = ""
+
+    @property
+    def digest(self) -> str:
+        """The checksum of the content."""
+        return self.address
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One stage under one configuration.
+
+    `settings`: those that the product depends on. `product`: the part of the folder that other
+    steps read: empty for all of it, None where no step reads any. `everywhere`: all processes of a
+    launch take part; else the first one makes it and the others wait. `command`: the one that
+    redoes it. `check(config)` raises ValueError for what can be refused before any step runs.
+    """
+
+    name: str
+    command: str
+    config: Config
+    settings: Mapping[str, Any]
+    needs: Mapping[str, "Given | Step"]
+    run: Run
+    shared: bool = False
+    product: str | None = ""
+    everywhere: bool = False
+    check: Callable[[Config], None] | None = None
+
+    @cached_property
+    def address(self) -> str:
+        """Fingerprint of stage, settings and the addresses of all inputs."""
+        needs = {name: need.address for name, need in self.needs.items()}
+        return fingerprint({"stage": self.name, "settings": self.settings, "needs": needs})
+
+    @cached_property
+    def folder(self) -> Path:
+        """`<root>/shared/<stage>/<address>`, or `<root>/<experiment>/[<sweep job>/]<stage>`."""
+        root = Path(self.config.root)
+        if self.shared:
+            return root / "shared" / self.name / self.address
+        return root / self.config.name / (self.config.job or "") / self.name
+
+    @property
+    def path(self) -> str:
+        """Where other steps read the product."""
+        return str(self.folder / (self.product or ""))
+
+    @property
+    def digest(self) -> str:
+        """The checksum of the product, taken when it was made; empty where it is not complete."""
+        if not (self.folder / SUMMARY).is_file():
+            return ""
+        return read_json(self.folder / MANIFEST).get("product", "")
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Checksums of all inputs by name, empty ones for what is yet to be made."""
+        return {name: need.digest for name, need in self.needs.items()}
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The addresses of all inputs by name."""
+        return {name: need.address for name, need in self.needs.items()}
+
+
+def settings_of(config: Config, sections: Iterable[str]) -> dict[str, Any]:
+    """The settings of `config` by dotted key that begin with one of `sections`."""
+    return {
+        key: value
+        for key, value in flatten(config).items()
+        if any(key == section or key.startswith(f"{section}.") for section in sections)
+    }
+
+
+def own_manifest(step: Step) -> dict[str, Any] | None:
+    """What the stage has recorded of the folder; None where it has to begin.
+
+    Raises ValueError naming a file, where another program or stage wrote it.
+    """
+    path = step.folder / MANIFEST
+    if not path.is_file():
+        return None
+    manifest = read_json(path)
+    if isinstance(manifest, dict) and manifest.get("stage") == step.name:
+        if "settings" in manifest:
+            return manifest
+        if manifest.get("cleared") is True:
+            return None
+    raise foreign(step, MANIFEST)
+
+
+def stored_manifest(step: Step) -> dict[str, Any] | None:
+    """As `own_manifest`. Raises ValueError naming the keys, if the settings are other ones too."""
+    manifest = own_manifest(step)
+    if manifest and (differences := _differences(manifest["settings"], step.settings)):
+        raise ValueError(
+            f"{step.folder} was made with other settings ({'; '.join(differences)}): use name=..."
+            f" for another experiment, or `python -m pipelines.{step.command} ..."
+            " overwrite=true` to redo this one"
+        )
+    return manifest
+
+
+def foreign(step: Step, name: str) -> ValueError:
+    """The refusal of a folder that holds files of another program, such as `name`."""
+    return ValueError(
+        f"{step.folder} holds files that no {step.name} stage wrote ({name}, ...):"
+        " move them away, or use name=..."
+    )
+
+
+def _differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    def shown(settings: Mapping[str, Any], key: str) -> str:
+        return repr(settings[key]) if key in settings else "(not known)"
+
+    keys = [key for key in {**wanted, **stored} if stored.get(key) != wanted.get(key)]
+    return [f"{key} was {shown(stored, key)}, now {shown(wanted, key)}" for key in keys]
+
+
+def changed_inputs(step: Step, manifest: Mapping[str, Any]) -> list[str]:
+    """The inputs that are not those of `manifest`, or whose content is not known.
+
+    A shared product may have been deleted since: then it is the same if its address is.
+    """
+    stored, addresses = manifest["inputs"], manifest.get("addresses", {})
+
+    def same(name: str, need: Given | Step) -> bool:
+        if need.digest:
+            return stored.get(name) == need.digest
+        return isinstance(need, Step) and need.shared and addresses.get(name) == need.address
+
+    changed = [name for name, need in step.needs.items() if not same(name, need)]
+    return changed + [name for name in stored if name not in step.needs]
+
+
+def complete_summary(step: Step) -> dict[str, Any] | None:
+    """The summary, if the step is complete and its inputs are the present ones.
+
+    Raises ValueError as `stored_manifest` does, for the step and the experiment's own inputs.
+    """
+    manifest = stored_manifest(step)
+    summary = step.folder / SUMMARY
+    if manifest is None or not summary.is_file():
+        return None
+    for need in step.needs.values():
+        if isinstance(need, Step) and not need.shared and complete_summary(need) is None:
+            return None
+    return None if changed_inputs(step, manifest) else read_json(summary)
+
+
+def ordered(goals: Iterable[Step]) -> list[Step]:
+    """The goals and all that they need, each once, inputs before what is made of them."""
+    steps: dict[Path, Step] = {}
+
+    def visit(step: Step) -> None:
+        if step.folder not in steps:
+            for need in step.needs.values():
+                if isinstance(need, Step):
+                    visit(need)
+            steps[step.folder] = step
+
+    for goal in goals:
+        visit(goal)
+    return list(steps.values())
+
+
+def pending(goals: Iterable[Step], redo: str = "") -> list[Step]:
+    """The steps that have to run for `goals`, in order; those of the command `redo` in any case.
+
+    What only complete steps need is left as it is, deleted or not. A complete step waits for an
+    input that is redone, which may turn out the same. Raises ValueError as `complete_summary` does.
+    """
+    required: dict[Path, bool] = {}
+
+    def visit(step: Step) -> bool:
+        if step.folder not in required:
+            needs = [need for need in step.needs.values() if isinstance(need, Step)]
+            complete = step.command != redo and complete_summary(step) is not None
+            visited = [visit(need) for need in needs if not (complete and need.shared)]
+            required[step.folder] = not complete or any(visited)
+            if required[step.folder] and complete:
+                for need in needs:
+                    visit(need)
+        return required[step.folder]
+
+    goals = list(goals)
+    for goal in goals:
+        visit(goal)
+    return [step for step in ordered(goals) if required.get(step.folder)]
+
+
+def table(goals: Iterable[Step], to_do: Iterable[Step]) -> str:
+    """The plan in lines of step, state and folder below the root."""
+    goals, waiting = list(goals), {step.folder for step in to_do}
+    steps = ordered(goals)
+    width = max((len(step.name) for step in steps), default=0)
+
+    def state(step: Step) -> str:
+        if step.folder in waiting:
+            return "to do"
+        return "complete" if (step.folder / SUMMARY).is_file() else "not needed"
+
+    def line(step: Step) -> str:
+        below = step.folder.relative_to(step.config.root)
+        return f"  {step.name:<{width}}  {state(step):<10}  {below}"
+
+    return "\n".join(map(line, steps))

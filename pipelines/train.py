@@ -1,0 +1,140 @@
+"""The training step of `distill`: the drafter with the best validation alpha, in `draft`.
+
+Starts from `draft.path` (or the base drafter of `prepare`) and learns by `divergence` on the
+sequences of `source`. All processes of a distributed launch take part.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+from accelerate import PartialState
+
+from draftkit.artifacts import fingerprint
+from draftkit.config import Config
+from draftkit.data.prompts import read_splits
+from draftkit.data.rollouts import read_parts
+from draftkit.evaluation.report import training_figure
+from draftkit.tracking import FILE_NAME, read_metrics
+from draftkit.workflow.fitting import Job, fit, load_teaching_target
+from draftkit.workflow.sources import TrainingTexts, reads_rollouts
+from pipelines.contexts import contexts, read_contexts
+from pipelines.generate import ROLLOUT_SETTINGS, generate
+from pipelines.inputs import check_pair, pair_and_text
+from pipelines.memory import peak_memory_bytes
+from pipelines.plan import Given, Step
+from pipelines.run import StageFolder, stage
+from pipelines.scores import read_validation, scores
+
+DRAFT, FIGURE = "draft", "training.png"
+
+
+def needs(config: Config) -> dict[str, Given | Step]:
+    """The pair and the text, what the drafter learns on, and what chooses its weights."""
+    inputs = pair_and_text(config)
+    if reads_rollouts(config):
+        inputs["rollouts"] = generate.step(config)
+    if config.generate.top_k > 0:
+        inputs["scores"] = scores.step(config)
+    else:
+        inputs["contexts"] = contexts.step(config)
+    if decoding := decoding_of(config):
+        inputs["decode"] = Given(fingerprint(decoding))
+    return inputs
+
+
+def decoding_of(config: Config) -> list[Any]:
+    """The settings of decoding that a source's texts depend on, where they do."""
+    gamma, verification = config.decode.gamma, config.decode.verification
+    return {"block": [gamma], "replay": [gamma, verification]}.get(config.source.name, [])
+
+
+def check(config: Config) -> None:
+    """Raise ValueError for settings that no single section can refuse."""
+    check_pair(config)
+    _ = config.training_temperature  # which refuses a divergence that has no use when greedy
+
+
+@stage(
+    sections=(
+        "seed",
+        "data",
+        "sampling",
+        "divergence",
+        "source",
+        *ROLLOUT_SETTINGS,
+        "generate.top_k",
+        "optim",
+        "draft.lora",
+        "draft.freeze_head",
+        "evaluate.validation_prompts",
+        "evaluate.max_new_tokens",
+    ),
+    needs=needs,
+    check=check,
+    product=DRAFT,
+    everywhere=True,
+    command="distill",
+)
+def train(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Train the starting drafter towards the target."""
+    temperature, served = config.training_temperature, config.sampling.temperature
+    if temperature != served and config.divergence.name != "ce_argmax":
+        folder.note(f"the loss is taken at temperature {temperature:g}, served is {served:g}")
+    scored = folder.input("scores") if "scores" in folder.inputs else None
+    rollouts = folder.input("rollouts") if "rollouts" in folder.inputs else None
+    target = folder.model(config, "target")
+    fitted = fit(
+        Job(
+            config=config,
+            target=load_teaching_target(target, config.hardware, stored=scored is not None),
+            start=folder.model(config, "draft"),
+            texts=TrainingTexts(
+                read_splits(folder.input("texts")).train,
+                read_parts(rollouts) if rollouts else None,
+                read_parts(scored) if scored else None,
+            ),
+            validation=read_validation(scored)
+            if scored
+            else read_contexts(folder.input("contexts"), "validation"),
+            folder=folder.path,
+            tracker=folder.tracker,
+            note=folder.note,
+            is_main=folder.is_main,
+        )
+    )
+    if folder.is_main:
+        fitted.save(folder.path / DRAFT)
+        training_figure(read_metrics(folder.path / FILE_NAME), folder.path / FIGURE)
+    PartialState().wait_for_everyone()  # the group is left only when the drafter is saved
+    folder.tracker.figure("train/curves", folder.path / FIGURE)
+    outcome, rates = fitted.outcome, fitted.alpha_by_rate
+    if outcome.best_step == 0:
+        folder.note("no step beat the starting drafter on validation: it is kept as it was")
+    lines = read_metrics(folder.path / FILE_NAME)
+    return {
+        "steps": outcome.steps,
+        "tokens": outcome.tokens,
+        "best_step": outcome.best_step,
+        "tokens_per_second": mean_pace(lines),
+        "peak_memory_bytes": peak_memory_bytes(),
+        **stored_error(lines),
+        **({"alpha_by_rate": {f"{rate:.2e}": a for rate, a in rates.items()}} if rates else {}),
+        "divergence": config.divergence.name,
+        "source": config.source.name,
+    }
+
+
+def stored_error(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """The most by which stored scores may have understated the last validation alpha, if any."""
+    bounds = [line["alpha_error_bound"] for line in lines if "alpha_error_bound" in line]
+    return {"alpha_error_bound": bounds[-1]} if bounds else {}
+
+
+def mean_pace(lines: list[dict[str, Any]]) -> float:
+    """Generated tokens trained on per second, sampling included, over all logged steps."""
+    steps = [line for line in lines if line["section"] == "train"]
+    tokens = [
+        b["total_tokens"] - a["total_tokens"] for a, b in pairwise([{"total_tokens": 0}, *steps])
+    ]
+    seconds = [count / line["tokens_per_second"] for count, line in zip(tokens, steps, strict=True)]
+    return sum(tokens) / sum(seconds)

@@ -101,7 +101,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Generated:
     """What was generated, in `rounds` target passes, which accepted `accepted` proposals."""
 
     text: str
@@ -275,7 +275,7 @@ def generate(
     max_new_tokens: int = 64,
     seed: int | None = None,
     **sections: Any,
-) -> Answer:
+) -> Generated:
     """Continue `prompt` by speculative decoding: the law of the answer is the target's, exactly.
 
     The same seed gives the same answer; by default it is that of the configuration.
@@ -302,7 +302,7 @@ def generate(
     )
     words = [i for i in done.output_ids if i not in target.eos_token_ids]
     text = str(target.tokenizer.decode(words, clean_up_tokenization_spaces=False))
-    return Answer(text, done.output_ids, done.ended, done.rounds, done.accepted)
+    return Generated(text, done.output_ids, done.ended, done.rounds, done.accepted)
 
 
 def examples_of(prompts: Sequence[Prompt], target: Target) -> list[Example]:

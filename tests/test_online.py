@@ -23,9 +23,10 @@ from pipelines.experiments.drift_report import drift_table
 from pipelines.generate import generate
 from pipelines.online import check_drafter, online
 from pipelines.refitting import daemon_folder, rollback
-from pipelines.service import buffer_of, registry_of
+from pipelines.service import registry_of
 from tests.launching import Forked
 from tests.online import making
+from tests.services import buffer_of
 
 Process = subprocess.Popen[str] | Forked
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,29 +13,27 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from draftkit.artifacts import fingerprint, read_json
 from draftkit.config import MIN_CHUNKS, Config
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.judge import Prompts
-from draftkit.evaluation.walltime import PromptIds, Setting, row_capacity
-from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.devices import resolve_device
 from draftkit.models.loading import load_draft, load_target
 from draftkit.theory.speedup import Costs
 from pipelines.benchmarks import distill
 from pipelines.benchmarks.ceilings import copy_bandwidth
-from pipelines.benchmarks.decoder import PLAIN, Pair, Point, headline, measure
+from pipelines.benchmarks.decoder import PLAIN, Pair, Point, headline, measure, setting_of
 from pipelines.benchmarks.decoder_report import LEGEND, benchmark_tables
 from pipelines.benchmarks.gpu import run as gpu
-from pipelines.benchmarks.random_models import random_llama
+from pipelines.benchmarks.random_models import random_model, random_texts
 from pipelines.contexts import contexts, read_contexts
 from pipelines.evaluate import drafts_of, judged_inputs
 from pipelines.inputs import check_pair, pair_and_text
 from pipelines.memory import peak_memory_bytes
-from pipelines.plan import Given, Step
-from pipelines.run import StageFolder, stage
+from pipelines.plan import Given, StageFolder, Step
+from pipelines.run import stage
 from pipelines.texts import training_texts
 
 RANDOM_CALIBRATION_PROMPTS = 8
@@ -83,45 +81,20 @@ def held_out_pair(config: Config, folder: StageFolder) -> tuple[Pair, Prompts]:
 
 def random_pair(config: Config, folder: StageFolder) -> tuple[Pair, Prompts]:
     """Models of random weights and prompts of random tokens: their speed is that of real ones."""
-    device = resolve_device(config.hardware)
     vocab_size, seed = config.data.vocab_size, config.seed
     target, draft = (
-        random_llama(
-            model.pretrain,
-            vocab_size=vocab_size,
-            seed=seed + number,
-            dtype=resolve_dtype(config.hardware, device),
-            device=device,
-        )
+        random_model(model.pretrain, config.hardware, vocab_size=vocab_size, seed=seed + number)
         for number, model in enumerate((config.target, config.draft))
     )
     most = max(chunks_of(config, size) * size for size in config.benchmark.batch_sizes)
-    generator = torch.Generator().manual_seed(seed)
-    shape = (most + RANDOM_CALIBRATION_PROMPTS, config.data.prompt_tokens)
-    texts = torch.randint(vocab_size, shape, generator=generator).tolist()
+    count, tokens = most + RANDOM_CALIBRATION_PROMPTS, config.data.prompt_tokens
+    texts = random_texts(count, tokens, vocab_size=vocab_size, seed=seed)
     return Pair(target, draft, (), 0), Prompts(test=texts[:most], calibration=texts[most:])
 
 
 def chunks_of(config: Config, batch_size: int) -> int:
     """How many chunks of prompts a setting takes."""
     return max(config.benchmark.prompts // batch_size, MIN_CHUNKS)
-
-
-def setting_of(config: Config, pair: Pair, prompts: Prompts, temperature: float) -> Setting:
-    """All that the settings of one temperature share, for a batch of one row."""
-    options, gamma = config.benchmark, config.decode.gamma
-    texts: PromptIds = [*prompts.test, *prompts.calibration]
-    return Setting(
-        sampling=replace(config.sampling, temperature=temperature),
-        max_new_tokens=options.max_new_tokens,
-        gamma=gamma,
-        verification=config.decode.verification,
-        batch_size=1,
-        capacity=row_capacity(texts, max_new_tokens=options.max_new_tokens, gamma=gamma),
-        eos_token_ids=pair.eos_token_ids,
-        seed=config.seed,
-        compiled=False,
-    )
 
 
 def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder) -> list[Point]:
@@ -132,9 +105,18 @@ def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder)
     points: list[Point] = []
     for temperature in options.temperatures:
         costs: dict[bool, dict[int, Costs]] = {True: {}, False: {}}
+        shared = setting_of(
+            prompts,
+            replace(config.sampling, temperature=temperature),
+            max_new_tokens=options.max_new_tokens,
+            gamma=decode.gamma,
+            seed=config.seed,
+        )
         for size in options.batch_sizes:
             setting = replace(
-                setting_of(config, pair, prompts, temperature),
+                shared,
+                verification=decode.verification,
+                eos_token_ids=pair.eos_token_ids,
                 batch_size=size,
                 compiled=decode.compiles and size in fixed,
                 captured=decode.captures and size in fixed,

@@ -30,8 +30,8 @@ from pipelines.experiments.matrix import (
     temperatures,
 )
 from pipelines.folder import CONFIG
-from pipelines.plan import MANIFEST, SUMMARY, Given
-from pipelines.run import StageFolder, stage
+from pipelines.plan import MANIFEST, SUMMARY, Given, StageFolder
+from pipelines.run import stage
 
 STAGES = ("evaluate", "distill")  # the first that is there gives the numbers
 PRODUCT = "compare.json"

@@ -14,7 +14,8 @@ from draftkit.data.rollouts import Record, read_records, write_records
 from draftkit.models.loading import load_target
 from draftkit.workflow.sampling import target_sampler
 from pipelines.inputs import prompts_of, text_and_target
-from pipelines.run import StageFolder, stage
+from pipelines.plan import StageFolder
+from pipelines.run import stage
 
 
 @stage(

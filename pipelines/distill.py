@@ -21,8 +21,8 @@ from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.report import evaluation_table, model_card
 from pipelines.checksums import CARD
 from pipelines.evaluate import evaluate
-from pipelines.plan import SUMMARY, Step
-from pipelines.run import StageFolder, stage
+from pipelines.plan import SUMMARY, StageFolder, Step
+from pipelines.run import stage
 from pipelines.train import DRAFT, FIGURE, train
 
 

@@ -23,8 +23,8 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
 from pipelines.contexts import contexts, read_contexts
 from pipelines.inputs import check_pair, pair_and_text
-from pipelines.plan import Given, Step
-from pipelines.run import StageFolder, stage
+from pipelines.plan import Given, StageFolder, Step
+from pipelines.run import stage
 from pipelines.texts import training_texts
 from pipelines.train import train
 

@@ -14,7 +14,8 @@ from draftkit.distillation.samplers import Sampler
 from draftkit.models.loading import load_target
 from draftkit.workflow.sampling import engine_sampler, target_sampler
 from pipelines.inputs import text_and_target
-from pipelines.run import StageFolder, stage
+from pipelines.plan import StageFolder
+from pipelines.run import stage
 
 # Where an engine answers, and to how many at a time, is no part of what it answers.
 ROLLOUT_SETTINGS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "engine", "model"))

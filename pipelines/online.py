@@ -18,9 +18,9 @@ from pipelines.experiments.drift_report import drift_table
 from pipelines.experiments.serve_and_refit import serve_and_refit
 from pipelines.generate import ROLLOUT_SETTINGS
 from pipelines.inputs import check_pair, pair_and_text, text_and_target
-from pipelines.plan import Given, Step
+from pipelines.plan import Given, StageFolder, Step
 from pipelines.refitting import daemon, daemon_needs, rollback
-from pipelines.run import StageFolder, stage
+from pipelines.run import stage
 
 SERVICE = {"daemon": daemon, "rollback": rollback}  # go on for ever, or change what is there
 EXPERIMENTS = {"drift": drift, "serve_and_refit": serve_and_refit}  # are complete one day

@@ -7,21 +7,53 @@ nothing but remembered checksums, which may be deleted.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftkit.artifacts import fingerprint, read_json
-from draftkit.config import Config, flatten
-
-if TYPE_CHECKING:
-    from pipelines.run import StageFolder
+from draftkit.config import Config, ModelConfig, flatten
+from draftkit.tracking import Tracker
 
 MANIFEST, SUMMARY = "manifest.json", "summary.json"
 NEVER_COUNT = ("name", "root", "job", "overwrite", "plan", "runs", "hardware", "tracker")
 
-Run = Callable[[Config, "StageFolder"], dict[str, Any]]
+
+@dataclass(frozen=True)
+class StageFolder:
+    """What a stage is given: its folder, its inputs' paths by name, and its tracker.
+
+    `resumed`: an interrupted run began there. `is_main` is false on the other processes of a
+    distributed launch: they read and never write. `checksums`: those of the inputs.
+    """
+
+    path: Path
+    tracker: Tracker
+    resumed: bool = False
+    is_main: bool = True
+    stage: str = ""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        """Print one line to the person who started the stage."""
+        if self.is_main:
+            print(f"{self.stage}: {text}" if self.stage else text, flush=True)
+
+    def input(self, name: str) -> Path:
+        """Where the product of the input `name` lies."""
+        return Path(self.inputs[name])
+
+    def model(self, config: Config, key: str) -> ModelConfig:
+        """The model of section `key` (`target` or `draft`): as it is given, or as it was made."""
+        section: ModelConfig = getattr(config, key)
+        if section.path is not None:
+            return section
+        return replace(section, path=self.inputs[key], revision=None)
+
+
+Run = Callable[[Config, StageFolder], dict[str, Any]]
 
 
 @dataclass(frozen=True)

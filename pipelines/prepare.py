@@ -23,8 +23,8 @@ from draftkit.models.shrink import (
 from draftkit.models.vocabulary import real_vocab_size
 from draftkit.workflow.pretraining import pretrain
 from pipelines.checksums import given_model
-from pipelines.plan import Given, Step
-from pipelines.run import StageFolder, stage
+from pipelines.plan import Given, StageFolder, Step
+from pipelines.run import stage
 from pipelines.target import target_input
 from pipelines.texts import texts
 

@@ -27,8 +27,8 @@ from pipelines.contexts import contexts, read_contexts
 from pipelines.folder import SUMMARY, locked
 from pipelines.generate import generate
 from pipelines.inputs import check_pair, models
-from pipelines.plan import Given, Step
-from pipelines.run import StageFolder, products, show_plan, tracker_of
+from pipelines.plan import Given, StageFolder, Step
+from pipelines.run import products, show_plan, tracker_of
 from pipelines.scores import read_validation, scores
 from pipelines.service import (
     SERVER,

@@ -12,14 +12,14 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from draftkit.artifacts import provenance, write_json, write_text
-from draftkit.config import Config, ModelConfig, flatten
+from draftkit.config import Config, flatten
 from draftkit.distillation.ranks import agree, leave_group
 from draftkit.tracking import Tracker
 from pipelines.command import disk_is_full, run_command
@@ -30,6 +30,7 @@ from pipelines.plan import (
     SUMMARY,
     Given,
     Run,
+    StageFolder,
     Step,
     complete_summary,
     ordered,
@@ -42,39 +43,6 @@ POLL_SECONDS = 1.0
 
 Needs = Callable[[Config], Mapping[str, Given | Step]]
 After = Callable[[Config, Path], None]
-
-
-@dataclass(frozen=True)
-class StageFolder:
-    """What a stage is given: its folder, its inputs' paths by name, and its tracker.
-
-    `resumed`: an interrupted run began there. `is_main` is false on the other processes of a
-    distributed launch: they read and never write. `checksums`: those of the inputs.
-    """
-
-    path: Path
-    tracker: Tracker
-    resumed: bool = False
-    is_main: bool = True
-    stage: str = ""
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    checksums: Mapping[str, str] = field(default_factory=dict)
-
-    def note(self, text: str) -> None:
-        """Print one line to the person who started the stage."""
-        if self.is_main:
-            print(f"{self.stage}: {text}" if self.stage else text, flush=True)
-
-    def input(self, name: str) -> Path:
-        """Where the product of the input `name` lies."""
-        return Path(self.inputs[name])
-
-    def model(self, config: Config, key: str) -> ModelConfig:
-        """The model of section `key` (`target` or `draft`): as it is given, or as it was made."""
-        section: ModelConfig = getattr(config, key)
-        if section.path is not None:
-            return section
-        return replace(section, path=self.inputs[key], revision=None)
 
 
 def _rank() -> int:

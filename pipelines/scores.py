@@ -17,8 +17,8 @@ from draftkit.workflow.sources import TrainingTexts
 from pipelines.contexts import contexts, read_contexts
 from pipelines.generate import ROLLOUT_SETTINGS, generate
 from pipelines.inputs import text_and_target
-from pipelines.plan import Given, Step
-from pipelines.run import StageFolder, stage
+from pipelines.plan import Given, StageFolder, Step
+from pipelines.run import stage
 
 VALIDATION = "validation"
 PART = 1024  # texts of a file

@@ -31,8 +31,8 @@ from draftkit.serving.texts import Texts
 from pipelines.command import run_command
 from pipelines.folder import locked
 from pipelines.inputs import check_pair, models
-from pipelines.plan import Given, Step
-from pipelines.run import StageFolder, products, show_plan
+from pipelines.plan import Given, StageFolder, Step
+from pipelines.run import products, show_plan
 from pipelines.service import (
     SERVER,
     STATE,

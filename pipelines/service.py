@@ -19,7 +19,7 @@ from draftkit.models.loading import Outline, load_draft, save_model
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
 from pipelines.folder import LOCK, METRICS, SUMMARY, locked
-from pipelines.run import StageFolder
+from pipelines.plan import StageFolder
 
 BUFFER, DRAFTERS = "buffer.sqlite", "drafters"
 SERVER, STATE = "server", "refit"  # folders that server and daemon hold; trainers' states too

@@ -10,8 +10,8 @@ from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.workflow.pretraining import pretrain
 from pipelines.checksums import given_model
-from pipelines.plan import Given, Step
-from pipelines.run import StageFolder, stage
+from pipelines.plan import Given, StageFolder, Step
+from pipelines.run import stage
 from pipelines.texts import texts, tokenizer_of
 
 

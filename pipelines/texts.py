@@ -17,8 +17,8 @@ from draftkit.data.prompts import make_splits, read_splits
 from draftkit.models.loading import load_tokenizer
 from draftkit.models.vocabulary import train_byte_bpe
 from pipelines.checksums import given_model, given_text
-from pipelines.plan import Given
-from pipelines.run import StageFolder, stage
+from pipelines.plan import Given, StageFolder
+from pipelines.run import stage
 
 DOCUMENTS = "documents.arrow"
 TOKENIZER = "tokenizer"

@@ -23,8 +23,9 @@ from pipelines.experiments.drift_report import drift_table
 from pipelines.generate import generate
 from pipelines.online import check_drafter, online
 from pipelines.refitting import daemon_folder, rollback
-from pipelines.service import buffer_of, registry_of
+from pipelines.service import registry_of
 from tests.online import making
+from tests.services import buffer_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = [

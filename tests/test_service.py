@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
-from draftkit.models.loading import load_outline
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
 from draftkit.online.versions import Version
@@ -19,9 +18,10 @@ from pipelines.configuration import compose_config
 from pipelines.folder import locked
 from pipelines.refitting import daemon, daemon_folder
 from pipelines.serve import serve
-from pipelines.service import buffer_of, registry_of, seeded_registry, service_folder
+from pipelines.service import registry_of, service_folder
 from tests.online.traffic import entry
 from tests.pairs import OTHERS, paths, save_pairs
+from tests.services import buffer_of, seeded_registry
 
 FIXED = ["name=service", "serve.port=0", "hardware=cpu", "hardware.threads=1", "tracker=none"]
 FIXED += ["decode.compile='false'", "online.nice=0", "optim.compile='false'"]
@@ -68,8 +68,7 @@ def begin(config: Config) -> Version:
     buffer = buffer_of(config)
     buffer.append([entry(0)])
     buffer.close()
-    outline = load_outline(config.target, config.hardware)
-    version = seeded_registry(config, "default", outline).current()
+    version = seeded_registry(config).current()
     state = service_folder(config) / "refit" / "default" / "state.safetensors"
     state.parent.mkdir(parents=True)
     state.write_bytes(b"")
@@ -95,18 +94,17 @@ def test_records_and_versions_of_something_else_are_refused_by_its_key(
     config: Config, pairs: Path, name: str
 ) -> None:
     begin(config)
-    outline = load_outline(config.target, config.hardware)
     changed, key = other(config, pairs, name), KEYS[name]
     with pytest.raises(ValueError, match=rf"made with another {key}: use name=.*overwrite=true"):
         buffer_of(changed)
     if name == "top_k":  # what is stored of the target; a drafter has nothing of it
-        seeded_registry(changed, "default", outline)
+        seeded_registry(changed)
     else:
         with pytest.raises(ValueError, match=rf"made with another {key}: use name=") as error:
-            seeded_registry(changed, "default", outline)
+            seeded_registry(changed)
         assert "\n" not in str(error.value)
     buffer_of(config).close()
-    seeded_registry(config, "default", outline)
+    seeded_registry(config)
 
 
 def test_all_that_is_other_is_named(config: Config, pairs: Path) -> None:
@@ -120,7 +118,7 @@ def test_a_copy_elsewhere_is_the_same(config: Config, pairs: Path) -> None:
     begin(config)
     same = replace(config, target=replace(config.target, path=str(pairs / "draft" / "target")))
     buffer_of(same).close()
-    seeded_registry(same, "default", load_outline(same.target, same.hardware))
+    seeded_registry(same)
 
 
 @pytest.mark.usefixtures("_in_process")
@@ -178,21 +176,19 @@ def test_a_pair_that_cannot_be_used_clears_nothing(config: Config, tmp_path: Pat
 
 
 def test_a_version_that_tells_nothing_is_refused(config: Config) -> None:
-    outline = load_outline(config.target, config.hardware)
     version = begin(config)
     told = version.path / "version.json"
     content = read_json(told)
     assert set(content.pop("fingerprints")) == {"target", "draft"}
     write_json(told, content)
     with pytest.raises(ValueError, match=r"v000001 does not tell with which target and draft"):
-        seeded_registry(config, "default", outline)
+        seeded_registry(config)
     assert Registry(service_folder(config) / "drafters").current() is not None
 
 
 def test_published_versions_tell_what_they_were_made_with(config: Config) -> None:
     first = begin(config)
-    outline = load_outline(config.target, config.hardware)
-    registry = seeded_registry(config, "default", outline)
+    registry = seeded_registry(config)
 
     def write(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"")

@@ -10,7 +10,8 @@ import pytest
 from draftkit.data.rollouts import Record, read_parts
 from draftkit.online.buffer import Buffer
 from pipelines.generate import generate
-from pipelines.service import buffer_of, registry_of
+from pipelines.service import registry_of
+from tests.services import buffer_of
 from tests.test_online import BARE, composed, ended, fill, start, until
 
 ROUNDS = 8

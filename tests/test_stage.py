@@ -16,7 +16,8 @@ import pipelines.run
 from draftkit.artifacts import read_json
 from draftkit.config import Config, HardwareConfig, TrackerConfig
 from pipelines.folder import LOCK, locked
-from pipelines.run import StageFolder, stage
+from pipelines.plan import StageFolder
+from pipelines.run import stage
 from tests.toy import CHECKPOINT, Toy, metrics, result, with_steps
 
 RECORDS = [LOCK, "config.yaml", "manifest.json", "metrics.jsonl", "summary.json"]

@@ -13,7 +13,8 @@ import yaml
 import pipelines.run
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from pipelines.run import StageFolder, stage
+from pipelines.plan import StageFolder
+from pipelines.run import stage
 from tests.toy import CHECKPOINT, Toy, metrics
 
 ROOT = Path(__file__).resolve().parents[1]

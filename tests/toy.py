@@ -9,8 +9,8 @@ from draftkit.artifacts import atomic_path, read_json, remove, write_json
 from draftkit.config import Config, OptimConfig
 from draftkit.tracking import read_metrics
 from pipelines.folder import product_digest
-from pipelines.plan import Step
-from pipelines.run import StageFolder, stage
+from pipelines.plan import StageFolder, Step
+from pipelines.run import stage
 
 CHECKPOINT = "checkpoint"
 

@@ -58,7 +58,7 @@ PROPOSERS: dict[str, Callable[[Material], Proposer]] = {
     "staged": lambda material: StagedProposer(PromptLookup(), material.model()),
     "unigram": lambda material: material.table(1),
     "bigram": lambda material: material.table(2),
-    "prompt_lookup": lambda _: PromptLookup(),
     "ngram": lambda material: material.memory(),
+    "prompt_lookup": lambda _: PromptLookup(),
     "none": lambda _: Nothing(),
 }

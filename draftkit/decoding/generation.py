@@ -37,12 +37,10 @@ class Completion:
 
     @property
     def rounds(self) -> int:
-        """Target passes."""
         return sum(self.accept_counts)
 
     @property
     def accepted(self) -> int:
-        """Accepted proposals."""
         return sum(n * count for n, count in enumerate(self.accept_counts))
 
 

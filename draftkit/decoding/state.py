@@ -159,7 +159,6 @@ class Group:
 
     @property
     def greedy(self) -> bool:
-        """Whether all rows are."""
         return not self.params.uses_sampling
 
     @property

@@ -54,7 +54,6 @@ class Trace:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the answer."""
         return sum(step.committed for step in self.rounds)
 
     @property
@@ -64,7 +63,6 @@ class Trace:
 
     @property
     def accepted(self) -> int:
-        """Accepted proposals."""
         return sum(step.accepted for step in self.rounds)
 
     @property

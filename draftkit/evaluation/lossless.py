@@ -5,6 +5,7 @@ near-tie may fall the other way: a mismatch is tolerated, and counted, only wher
 best logits differ by less than 1e-5 at the first difference.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,15 +83,25 @@ def greedy_identity(
     return {name: compared(proposer) for name, proposer in proposers.items()}
 
 
-@torch.inference_mode()
 def is_near_tie(target: Adapter, plain: Completion, speculative: Completion) -> bool:
     """Whether the target's two best logits are within `MARGIN` at the first difference."""
-    pairs = zip(plain.output_ids, speculative.output_ids, strict=False)
-    place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if place is None:  # one is a prefix of the other: no tie explains that
-        return False
-    tokens = torch.tensor([plain.prompt_ids + plain.output_ids[:place]], device=target.device)
+    return parting_margin(target, plain, speculative) < MARGIN
+
+
+@torch.inference_mode()
+def parting_margin(target: Adapter, first: Completion, second: Completion) -> float:
+    """How far the worse of both tokens lies below the best logit where two answers part.
+
+    Infinite where one answer is the beginning of the other: no tie explains that.
+    """
+    pairs = enumerate(zip(first.output_ids, second.output_ids, strict=False))
+    place = next((i for i, (a, b) in pairs if a != b), None)
+    if place is None:
+        return math.inf
+    text = [*first.prompt_ids, *first.output_ids[:place]]
+    tokens = torch.tensor([text], device=target.device)
     keep = torch.zeros_like(tokens, dtype=torch.bool)
     keep[:, -1] = True
-    best = target.score(tokens, keep)[0].topk(2).values
-    return float(best[0] - best[1]) < MARGIN
+    logits = target.score(tokens, keep)[0].double()
+    rivals = logits[[first.output_ids[place], second.output_ids[place]]]
+    return float(logits.max() - rivals.min())

@@ -269,7 +269,6 @@ class CausalAdapter(nn.Module):
         return Head(module.weight[:size], None if bias is None else bias[:size])
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
-        """`copy_weights` into the model."""
         copy_weights(self.model, state_dict)
         self.renew()
 
@@ -292,7 +291,6 @@ class CausalAdapter(nn.Module):
                 kept.bias.copy_(fresh.bias)
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's state."""
         return self.model.state_dict()
 
     def _cut(self, logits: Tensor) -> Tensor:

@@ -201,7 +201,6 @@ class Seq2SeqAdapter(nn.Module):
         copy_weights(self.model, state_dict)
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's state."""
         return self.model.state_dict()
 
     @property
@@ -269,7 +268,6 @@ class PrefixedAdapter(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where tokens must be."""
         return self.draft.device
 
     @property
@@ -284,7 +282,6 @@ class PrefixedAdapter(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the draft."""
         return self.draft.dtype
 
     @property

@@ -16,14 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from draftkit.config import SamplingConfig, ServeConfig
-from draftkit.serving.delivery import (
-    EventStream,
-    Failed,
-    Reader,
-    WholeAnswer,
-    failure_of,
-    json_response,
-)
+from draftkit.serving.delivery import EventStream, Reader, WholeAnswer, failure_of
+from draftkit.serving.engine import Engine
 from draftkit.serving.intake import Asked, Intake, UnknownModel
 from draftkit.serving.jobs import Draining, QueueFull
 from draftkit.serving.limits import Limits
@@ -35,7 +29,8 @@ from draftkit.serving.protocol import (
     CompletionRequest,
     explain,
 )
-from draftkit.serving.streams import Answers, AnyEngine, ClientLeft, unless_left
+from draftkit.serving.replies import Failed, json_response
+from draftkit.serving.streams import Answers, ClientLeft, unless_left
 from draftkit.serving.texts import Texts
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -45,9 +40,7 @@ GRACE_SECONDS = 10.0  # beyond the deadline of a request, after which nobody wai
 class Service:
     """What the routes of one app share."""
 
-    def __init__(
-        self, engine: AnyEngine, intake: Intake, metrics: Metrics, *, seconds: float
-    ) -> None:
+    def __init__(self, engine: Engine, intake: Intake, metrics: Metrics, *, seconds: float) -> None:
         """`seconds`: after which a request is given up whatever the engine does."""
         self.engine = engine
         self.intake = intake
@@ -91,7 +84,7 @@ class Service:
 
 
 def make_app(
-    engine: AnyEngine,
+    engine: Engine,
     texts: Texts,
     settings: ServeConfig,
     *,
@@ -147,7 +140,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return await service.answer(request, asked, began)
 
 
-def _add_information(app: FastAPI, engine: AnyEngine, metrics: Metrics, model_name: str) -> None:
+def _add_information(app: FastAPI, engine: Engine, metrics: Metrics, model_name: str) -> None:
     model = {"id": model_name, "object": "model", "created": int(time.time())}
     model |= {"owned_by": "draftkit", "max_model_len": engine.max_length}
 
@@ -183,12 +176,11 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Failed)
     async def failed(_: Request, error: Failed) -> Response:
-        return json_response(error.body, error.status, error.headers)
+        return error.response
 
     @app.exception_handler(BadRequest)
     async def bad(_: Request, error: BadRequest) -> Response:
-        wrong = Failed(400, str(error), error.code, param=error.param)
-        return json_response(wrong.body, wrong.status)
+        return Failed(400, str(error), error.code, param=error.param).response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -198,7 +190,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(UnknownModel)
     async def unknown(_: Request, error: UnknownModel) -> Response:
         message = f"there is no model {str(error)[:SHOWN]!r}: GET /v1/models lists what there is"
-        return json_response(Failed(404, message, "model_not_found", param="model").body, 404)
+        return Failed(404, message, "model_not_found", param="model").response
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -208,10 +200,8 @@ def _add_errors(app: FastAPI) -> None:
             405: f"{request.method} is not possible at {request.url.path[:SHOWN]!r}",
         }
         message = messages.get(error.status_code, str(error.detail))
-        wrong = Failed(error.status_code, message, None)
-        return json_response(wrong.body, wrong.status, dict(error.headers or {}))
+        return Failed(error.status_code, message, None, headers=error.headers).response
 
     @app.exception_handler(Exception)
     async def broken(_: Request, __: Exception) -> Response:
-        wrong = Failed(500, "an error of the server, told in its log", "internal_error")
-        return json_response(wrong.body, 500)
+        return Failed(500, "an error of the server, told in its log", "internal_error").response

@@ -57,7 +57,6 @@ class _Transport:
         return getattr(self._inner, name)
 
     def close(self) -> None:
-        """End the connection."""
         self._connection.end()
 
     def is_closing(self) -> bool:
@@ -79,7 +78,6 @@ class Connection(H11Protocol):
         self.conn = self._parser
 
     def connection_made(self, transport: Any) -> None:
-        """Start the clock."""
         self._inner = transport
         super().connection_made(_Transport(transport, self))  # pyrefly: ignore
         self.access_log = False  # whatever handlers a host program gives to its logs
@@ -121,7 +119,6 @@ class Connection(H11Protocol):
             self._clock = self.loop.call_later(self.header_seconds, self._inner.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
         super().connection_lost(exc)
         self._stop()
 

@@ -7,8 +7,8 @@ and no routes.
 
 import asyncio
 import time
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
-from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from draftkit.serving.intake import Asked
 from draftkit.serving.jobs import Piece, TokenScore
 from draftkit.serving.metrics import Metrics
-from draftkit.serving.replies import Json, bits, encode, error_body, in_utf8, usage
+from draftkit.serving.replies import Failed, Json, bits, encode, in_utf8
 from draftkit.serving.streams import Answers, Arrival, ClientLeft, TooSlow, unless_left
 
 DONE = b"data: [DONE]\n\n"
@@ -28,19 +28,6 @@ FAILURES = {
     "cancelled": (503, "the server stops before the answer is complete", "cancelled"),
     "error": (500, "the answer failed; other answers go on", "internal_error"),
 }
-
-
-class Failed(Exception):
-    """A response in OpenAI's form that is no answer."""
-
-    def __init__(self, status: int, message: str, code: str | None, **rest: Any) -> None:
-        """`rest`: `param`, or `headers`."""
-        super().__init__(message)
-        self.status = status
-        self.headers: dict[str, str] = rest.get("headers", {})
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        kind = "rate_limit_error" if status == 429 else kind
-        self.body = error_body(message, kind, param=rest.get("param"), code=code)
 
 
 def failure_of(reason: str | None) -> Failed | None:
@@ -110,9 +97,9 @@ class Reader:
 
     @property
     def used(self) -> Json:
-        """The usage so far."""
-        written = sum(choice.tokens for choice in self.asked.choices)
-        return usage(prompt_tokens=self.asked.prompt_tokens, completion_tokens=written)
+        read, written = self.asked.prompt_tokens, sum(c.tokens for c in self.asked.choices)
+        counts = {"prompt_tokens": read, "completion_tokens": written}
+        return counts | {"total_tokens": read + written}
 
     async def close(self) -> None:
         """Free the rows of what has not ended, and one choice after the other: that takes time."""
@@ -139,17 +126,14 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield Piece("".join(texts), tuple(scores))
 
 
-class EventStream(Response):
-    """The answers as server-sent events, sent as they come and no faster than they are read."""
+class Delivery(Response):
+    """Answers on their way to a client, no faster than it reads them."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, reader: Reader, *, seconds: float) -> None:
-        """`seconds`: after which the stream is given up, its reader gone or asleep."""
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, reader: Reader, *, seconds: float, **headers: str) -> None:
+        """`seconds`: after which it is given up, its reader gone or asleep."""
+        super().__init__(headers={name.replace("_", "-"): value for name, value in headers.items()})
         del self.headers["content-length"]
-        self._reader = reader
-        self._seconds = seconds
+        self._reader, self._seconds = reader, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it; stop where the client leaves."""
@@ -161,14 +145,24 @@ class EventStream(Response):
         finally:
             await self._reader.close()
 
+    async def _start(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send(start | {"headers": self.raw_headers})
+
+    @abstractmethod
+    async def _send(self, send: Send) -> None: ...
+
+
+class EventStream(Delivery):
+    """The answers as server-sent events, sent as they come."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, reader: Reader, *, seconds: float) -> None:
+        super().__init__(reader, seconds=seconds, cache_control="no-cache", x_accel_buffering="no")
+
     async def _send(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
+        await self._start(send)
         async for event in self._events():
             message = {"type": "http.response.body", "body": event, "more_body": True}
             await self._reader.send(send(message))
@@ -193,28 +187,15 @@ class EventStream(Response):
             yield _event(form.closing(self._reader.used))
 
 
-class WholeAnswer(Response):
+class WholeAnswer(Delivery):
     """The answers in one JSON value, which is made while it is sent and never held as a whole."""
 
     media_type = "application/json"
 
     def __init__(self, reader: Reader, *, turn: asyncio.Lock, seconds: float) -> None:
-        """`turn`: to make a part, of all answers; `seconds`: as of a stream."""
-        super().__init__()
-        del self.headers["content-length"]
-        self._reader = reader
+        """`turn`: to make a part, of all answers."""
+        super().__init__(reader, seconds=seconds)
         self._turn = turn
-        self._seconds = seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it; stop where the client leaves."""
-        try:
-            async with asyncio.timeout(self._seconds):
-                await unless_left(receive, self._send(send))
-        except (ClientLeft, TimeoutError):
-            pass
-        finally:
-            await self._reader.close()
 
     async def _send(self, send: Send) -> None:
         asked, is_first, more = self._reader.asked, True, True
@@ -226,15 +207,11 @@ class WholeAnswer(Response):
                 if more:  # as long again for others: rounds need the interpreter too
                     await asyncio.sleep(time.thread_time() - began)
             if is_first:
-                await self._start(send, None if more else len(part))
+                if not more:
+                    self.headers["content-length"] = str(len(part))
+                await self._start(send)
                 is_first = False
             await send({"type": "http.response.body", "body": part, "more_body": more})
-
-    async def _start(self, send: Send, length: int | None) -> None:
-        if length is not None:
-            self.headers["content-length"] = str(length)
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send(start | {"headers": self.raw_headers})
 
 
 def _parts(value: Json) -> Iterator[tuple[bytes, bool]]:
@@ -252,10 +229,3 @@ def _parts(value: Json) -> Iterator[tuple[bytes, bool]]:
 
 def _event(content: Json) -> bytes:
     return b"data: " + encode(content) + b"\n\n"
-
-
-def json_response(
-    content: Json, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
-    """A response of plain JSON."""
-    return Response(encode(content), status, headers, "application/json")

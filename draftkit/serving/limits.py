@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from draftkit.serving.protocol import SHOWN
-from draftkit.serving.replies import encode, error_body
+from draftkit.serving.replies import Failed
 
 BODY_SECONDS = 30.0  # in which a body must have arrived
 OPEN_PATHS = ("/health",)  # answered without the key
@@ -23,16 +23,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
-
-class Refused(Exception):
-    """A request that is not let in."""
-
-    def __init__(self, status: int, message: str, code: str, **headers: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
 class Limits:
@@ -63,7 +53,6 @@ class Limits:
         self._body_seconds = body_seconds
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         name = secrets.token_hex(12)
@@ -86,8 +75,8 @@ class Limits:
                 if body is None:
                     return None  # the client has left
                 receive, unread = _replay(body, receive), False
-        except Refused as refused:
-            return await _answer(refused, named)
+        except Failed as failed:
+            return await failed.response(scope, receive, named)
         return await self._app(scope, receive, named)
 
     def _check_key(self, scope: MutableMapping[str, Any]) -> None:
@@ -99,18 +88,18 @@ class Limits:
         kind, _, word = given.partition(b" ")
         right = hmac.compare_digest(word.strip(), self._key)
         if kind.lower() != b"bearer" or not right:
-            raise Refused(
+            raise Failed(
                 401,
                 "the API key is missing or wrong: send Authorization: Bearer KEY",
                 "invalid_api_key",
-                www_authenticate="Bearer",
+                headers={"www-authenticate": "Bearer"},
             )
 
     def _check_host(self, given: str) -> None:
         """No header is no browser's."""
         host = hostname(given)
         if host and host not in ("localhost", self._host) and not _is_address(host):
-            raise Refused(
+            raise Failed(
                 403,
                 f"Host {host[:SHOWN]!r} needs a key: set DRAFTKIT_API_KEY at the server and send "
                 "it, or ask at an address or at serve.host",
@@ -122,7 +111,7 @@ class Limits:
         charset = parameters.replace(b'"', b"").replace(b" ", b"")
         known = charset in (b"", b"charset=utf-8", b"charset=utf8")
         if kind.strip() != b"application/json" or not known or _header(scope, b"content-encoding"):
-            raise Refused(
+            raise Failed(
                 415,
                 "the body must be plain JSON in UTF-8: send Content-Type: application/json",
                 "unsupported_media_type",
@@ -145,14 +134,14 @@ class Limits:
                     if len(body) > self._max_body_bytes:
                         raise self._too_large()
                     if more and (reason := scope["state"].get(REFUSAL)):
-                        raise Refused(413, reason, "too_many_chunks")
+                        raise Failed(413, reason, "too_many_chunks")
         except TimeoutError:
             reason = f"the body did not arrive within {self._body_seconds:g} s"
-            raise Refused(408, reason, "slow_body") from None
+            raise Failed(408, reason, "slow_body") from None
         return bytes(body)
 
-    def _too_large(self) -> Refused:
-        return Refused(
+    def _too_large(self) -> Failed:
+        return Failed(
             413,
             f"the body exceeds {self._max_body_bytes} bytes (serve.max_body_bytes)",
             "too_large",
@@ -193,16 +182,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return waiting.pop() if waiting else await receive()
 
     return replayed
-
-
-async def _answer(refused: Refused, send: Send) -> None:
-    kind = "authentication_error" if refused.status == 401 else "invalid_request_error"
-    content = encode(error_body(str(refused), kind, code=refused.code))
-    headers = {
-        "content-type": "application/json",
-        "content-length": str(len(content)),
-        **refused.headers,
-    }
-    start = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": refused.status, "headers": start})
-    await send({"type": "http.response.body", "body": content})

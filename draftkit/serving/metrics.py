@@ -16,8 +16,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from draftkit.serving.engine import Engine
 from draftkit.serving.jobs import DrafterCounters
-from draftkit.serving.streams import AnyEngine
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
@@ -27,7 +27,7 @@ SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 class Metrics:
     """The metrics of one server, labelled with the name that clients call its model by."""
 
-    def __init__(self, engine: AnyEngine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Engine(engine, model_name))
 
@@ -55,7 +55,6 @@ class Metrics:
         self._model_name = model_name
 
     def ended(self, reason: str) -> None:
-        """Count an answer."""
         self._ended.labels(self._model_name, reason).inc()
 
     def render(self) -> bytes:
@@ -66,7 +65,7 @@ class Metrics:
 class _Engine(Collector):
     """The engine's counts, read when Prometheus asks."""
 
-    def __init__(self, engine: AnyEngine, model_name: str) -> None:
+    def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine
         self._name = model_name
 

@@ -130,7 +130,6 @@ class GenerationRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
@@ -205,7 +204,6 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The whole text."""
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)

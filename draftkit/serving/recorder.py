@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.trace import TraceRound
 from draftkit.distillation.samplers import verdicts
-from draftkit.online.buffer import UPKEEP_SECONDS, Entry, Served
+from draftkit.online.buffer import UPKEEP_SECONDS, Buffer, Entry, Served
 from draftkit.serving.jobs import DrafterCounters, Job, Load
 
 BATCH = 64  # records of a transaction, at most
@@ -32,26 +32,6 @@ CLOSE_SECONDS = 10.0  # for what is still in the queue at the end
 log = logging.getLogger(__name__)
 
 Likeliest = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, log-probs [N, k], tails [N]
-
-
-class Store(Protocol):
-    """The part of `online.buffer.Buffer` that a server writes."""
-
-    def append(self, entries: Sequence[Entry]) -> None:
-        """Store them in one transaction."""
-        ...
-
-    def add_served(self, rows: Sequence[Served]) -> None:
-        """Add counts."""
-        ...
-
-    def set_load(self, *, queued: int, running: int) -> None:
-        """Tell how busy the server is."""
-        ...
-
-    def maintain(self) -> None:
-        """Delete what is too old or too much."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +52,7 @@ class Recorder:
 
     def __init__(
         self,
-        store: Store,
+        store: Buffer,
         settings: BufferConfig,
         *,
         draw: Callable[[], float] = random.random,

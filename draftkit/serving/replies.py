@@ -7,9 +7,11 @@ entry a token are iterators, so that a long answer is made while it is encoded, 
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.responses import Response
 
 from draftkit.serving.jobs import Piece, Speculation, TokenScore
 from draftkit.serving.texts import Offsets, Texts
@@ -55,20 +57,36 @@ def bits(value: object) -> Iterator[str]:
         yield _ENCODER.encode(value)
 
 
-def error_body(
-    message: str, kind: str, *, param: str | None = None, code: str | None = None
-) -> Json:
-    """An error in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+class Failed(Exception):
+    """A response in OpenAI's form that is no answer."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.body: Json = {
+            "error": {"message": message, "type": kind, "param": param, "code": code}
+        }
+        self.status, self.headers = status, dict(headers or {})
+
+    @property
+    def response(self) -> Response:
+        return json_response(self.body, self.status, self.headers)
 
 
-def usage(*, prompt_tokens: int, completion_tokens: int) -> Json:
-    """How many tokens were read and written."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-    }
+def json_response(
+    content: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A response of plain JSON."""
+    return Response(encode(content), status, headers, "application/json")
 
 
 def speculative(found: Sequence[Speculation]) -> Json:
@@ -104,7 +122,6 @@ class Choice:
     speculation: Speculation | None = None
 
     def push(self, piece: Piece) -> None:
-        """Take the next piece."""
         if self.keeps:
             self.text.append(piece.text)
             self.scores += piece.scores
@@ -229,7 +246,6 @@ class ChatForm(Form):
         return {"delta": {"content": text} if text else {}}
 
     def opening(self, choice: Choice) -> Json:
-        """Who speaks."""
         part = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},

@@ -44,7 +44,6 @@ class Rows:
 
     @property
     def answers(self) -> list[Answer]:
-        """Those that run."""
         return list(self._running.values())
 
     def join(self, answer: Answer) -> None:

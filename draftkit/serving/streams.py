@@ -11,47 +11,15 @@ import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from draftkit.serving.jobs import Counters, Job, Listener, Load, Piece
+from draftkit.serving.engine import Engine
+from draftkit.serving.jobs import Job, Piece
 
 BACKLOG = 25_000  # token scores and alternatives of a job, some 100 bytes each, that may wait
 TURNS = 3  # of the loop, in which a reader goes on whose client has made room
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
-
-
-class AnyEngine(Protocol):
-    """What the server needs of an engine; the methods never wait for a round."""
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of a prompt and its answer together that fit a row."""
-        ...
-
-    def submit(self, jobs: Sequence[Job], listeners: Sequence[Listener]) -> list[int]:
-        """Queue all jobs or none. Raises QueueFull, Draining, ValueError for one too long."""
-        ...
-
-    def cancel(self, ids: Sequence[int]) -> None:
-        """End these jobs, whether they wait or run; unknown ids do not matter."""
-        ...
-
-    def load(self) -> Load:
-        """How busy it is."""
-        ...
-
-    def counters(self) -> Counters:
-        """All counts since the start."""
-        ...
-
-    def versions(self) -> dict[str, str]:
-        """The drafter version in force on each route."""
-        ...
-
-    def healthy(self) -> bool:
-        """Whether its thread lives and gets on."""
-        ...
 
 
 class ClientLeft(Exception):
@@ -73,7 +41,7 @@ class Arrival(NamedTuple):
 class Answers:
     """The answers to the jobs of one request as they arrive. Belongs to the running loop."""
 
-    def __init__(self, engine: AnyEngine, jobs: Sequence[Job]) -> None:
+    def __init__(self, engine: Engine, jobs: Sequence[Job]) -> None:
         """Submit the jobs; raises what `engine.submit` raises."""
         self._engine = engine
         self._loop = asyncio.get_running_loop()

@@ -18,19 +18,23 @@ from typing import Any
 
 import torch
 
+from draftkit.config import SamplingConfig
 from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.generation import Completion
 from draftkit.decoding.proposers import Proposer
 from draftkit.evaluation.costs import CALIBRATION_TURNS, Calibration, between, meter
 from draftkit.evaluation.judge import Prompts, count_rounds
+from draftkit.evaluation.lossless import parting_margin
 from draftkit.evaluation.walltime import (
     PLAIN,
     Method,
+    PromptIds,
     Setting,
     Timed,
     chunk_count,
     decoding,
+    row_capacity,
     speedup,
     take_turns,
     warm_up,
@@ -71,7 +75,6 @@ class Counted:
         self.chosen: Counter[int] = Counter()
 
     def choose(self, *, batch: int, most: int) -> int:
-        """The policy's choice, counted."""
         gamma = self.policy.choose(batch=batch, most=most)
         self.chosen[gamma] += 1
         return gamma
@@ -111,7 +114,6 @@ class Bench:
         return replace(self.setting, compiled=False, captured=False) if eager else self.setting
 
     def peer(self, **options: Any) -> Method:
-        """Hugging Face's `generate`."""
         pad = self.pair.pad_token_id
         return hugging_face(self.pair.target, self.setting, pad_token_id=pad, **options)
 
@@ -219,6 +221,24 @@ def base_point(name: str, timed: dict[str, Timed], setting: Setting) -> Point:
     }
 
 
+def setting_of(
+    prompts: Prompts, sampling: SamplingConfig, *, max_new_tokens: int, gamma: int, seed: int
+) -> Setting:
+    """One row, eagerly, by speculative sampling, of texts that end by their length alone."""
+    texts: PromptIds = [*prompts.test, *prompts.calibration]
+    return Setting(
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        gamma=gamma,
+        verification="speculative",
+        batch_size=1,
+        capacity=row_capacity(texts, max_new_tokens=max_new_tokens, gamma=gamma),
+        eos_token_ids=(),
+        seed=seed,
+        compiled=False,
+    )
+
+
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """Median and quartiles."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -304,25 +324,6 @@ def greedy_agreement(
         "largest_margin": max(margins, default=0.0),
         "tolerance": tolerance,
     }
-
-
-@torch.inference_mode()
-def parting_margin(target: CausalAdapter, first: Completion, second: Completion) -> float:
-    """How far the worse of both tokens lies below the best logit where two answers part.
-
-    Infinite where one answer is the beginning of the other: no tie explains that.
-    """
-    pairs = enumerate(zip(first.output_ids, second.output_ids, strict=False))
-    place = next((i for i, (a, b) in pairs if a != b), None)
-    if place is None:
-        return math.inf
-    text = [*first.prompt_ids, *first.output_ids[:place]]
-    tokens = torch.tensor([text], device=target.device)
-    keep = torch.zeros_like(tokens, dtype=torch.bool)
-    keep[:, -1] = True
-    logits = target.score(tokens, keep)[0].double()
-    rivals = logits[[first.output_ids[place], second.output_ids[place]]]
-    return float(logits.max() - rivals.min())
 
 
 def headline(points: Sequence[Point]) -> dict[str, Any]:

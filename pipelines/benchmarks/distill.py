@@ -16,7 +16,7 @@ from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.models.loading import load_draft, load_target
 from pipelines.benchmarks.training import Load, Shape, beside_trl, chunked_costs
-from pipelines.run import StageFolder
+from pipelines.plan import StageFolder
 
 GRADIENT_REPEATS = 2  # of half a minute each, on two cores
 

@@ -1,17 +1,44 @@
-"""Models of random weights, where only speed is of interest.
+"""Models of random weights and texts of random tokens, where only speed is of interest.
 
 Plain decoding reads every weight once a token, whatever it is: a shape is enough, and nothing has
-to be downloaded. Knows no prompts and no methods.
+to be downloaded. Knows no methods.
 """
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftkit.config import PretrainConfig
+from draftkit.config import HardwareConfig, PretrainConfig
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.attention import fit_to_device
+from draftkit.models.devices import resolve_device, resolve_dtype
 
 GROUP = 4  # query heads that share a key head, as in Llama 3
+
+
+def shape(layers: int, hidden: int, inner: int, heads: int, positions: int) -> PretrainConfig:
+    """The shape of a Llama-type model."""
+    return PretrainConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        max_position_embeddings=positions,
+    )
+
+
+def random_model(
+    shape: PretrainConfig, hardware: HardwareConfig, *, vocab_size: int, seed: int
+) -> CausalAdapter:
+    """`random_llama` where and in which precision `hardware` says."""
+    device = resolve_device(hardware)
+    dtype = resolve_dtype(hardware, device)
+    return random_llama(shape, vocab_size=vocab_size, seed=seed, dtype=dtype, device=device)
+
+
+def random_texts(count: int, tokens: int, *, vocab_size: int, seed: int) -> list[list[int]]:
+    """`count` texts of `tokens` random ids each."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (count, tokens), generator=generator).tolist()
 
 
 def random_llama(

@@ -25,6 +25,7 @@ from draftkit.distillation.teacher import FullScores, TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.models.loading import Target
+from pipelines.benchmarks.decoder import spread
 from pipelines.benchmarks.training_peers import trl_steps
 
 Steps = list[tuple[int, float]]  # completion tokens and seconds of each
@@ -76,17 +77,11 @@ def beside_trl(
     ratios = [a / b for a, b in zip(rates["draftkit"], rates["trl"], strict=True)]
     return {
         "ratio_to_trl": statistics.median(ratios),
-        "ratio_quartiles": quartiles(ratios),
+        "ratio_quartiles": spread(ratios)["quartiles"],
         "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
-        "rate_quartiles": {name: quartiles(values) for name, values in rates.items()},
+        "rate_quartiles": {name: spread(values)["quartiles"] for name, values in rates.items()},
         "steps": steps,
     }
-
-
-def quartiles(values: Sequence[float]) -> list[float]:
-    """The first and the third."""
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [low, high]
 
 
 def our_step(

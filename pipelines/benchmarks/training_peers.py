@@ -44,7 +44,6 @@ class PeerStep:
 
     @property
     def tokens(self) -> int:
-        """Completion tokens."""
         return sum(len(completion) for _, completion in self.texts)
 
 
@@ -58,7 +57,6 @@ class Turns(TrainerCallback):
         self._started = 0.0
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clock."""
         self._started = time.perf_counter()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:

@@ -31,7 +31,7 @@ from pipelines.experiments.drift_lab import (
 )
 from pipelines.experiments.drift_report import drift_figure
 from pipelines.experiments.drift_stream import Point, Service, stream
-from pipelines.run import StageFolder
+from pipelines.plan import StageFolder
 
 ONLINE, BARE = "online", "without_anchors"
 SCORED = 24  # requests of a point of the curve

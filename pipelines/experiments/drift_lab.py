@@ -27,7 +27,7 @@ from draftkit.workflow.pretraining import pretrain
 from draftkit.workflow.progress import progress
 from draftkit.workflow.sampling import target_sampler
 from pipelines.experiments.drift_stream import Service
-from pipelines.run import StageFolder
+from pipelines.plan import StageFolder
 
 SAMPLED = 512  # answers of a file
 

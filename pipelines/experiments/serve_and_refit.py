@@ -30,8 +30,8 @@ from draftkit.data.prompts import read_splits
 from draftkit.online.buffer import Served
 from draftkit.serving.intake import ROUTE_HEADER
 from pipelines.folder import SUMMARY
+from pipelines.plan import StageFolder
 from pipelines.refitting import daemon
-from pipelines.run import StageFolder
 from pipelines.serve import serve
 from pipelines.service import begin_anew, buffer_of, checksums_of, daemon_folder, service_folder
 

@@ -10,6 +10,7 @@ from draftkit.config import BENCHMARK_METHOD_NAMES, SamplingConfig
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.costs import Calibration
 from draftkit.evaluation.judge import Prompts
+from draftkit.evaluation.lossless import parting_margin
 from draftkit.evaluation.walltime import FullBatch, Setting, Timed
 from draftkit.theory.speedup import Costs, speedup_from_length
 from pipelines.benchmarks import decoder as benchmark
@@ -23,7 +24,6 @@ from pipelines.benchmarks.decoder import (
     measure,
     median_interval,
     paired_ratio,
-    parting_margin,
     prediction,
 )
 from tests import tiny

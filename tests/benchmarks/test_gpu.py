@@ -20,7 +20,7 @@ from pipelines.benchmarks.gpu import goals, part, processes, run, suite
 from pipelines.benchmarks.gpu.part import Part
 from pipelines.benchmarks.gpu.report import report
 from pipelines.configuration import compose_config
-from pipelines.folder import StageFolder
+from pipelines.plan import StageFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 # A machine that lacks what no part needs: whoever imports it fails.
@@ -158,16 +158,16 @@ def test_a_part_that_is_killed_hangs_or_raises_costs_itself_alone(config, monkey
 
 
 def test_a_report_is_of_its_code_and_parts(config, monkeypatch):
-    before = run.inputs(config)
-    assert run.inputs(config) == before
+    before = run.needs(config)
+    assert run.needs(config) == before
     config.gpu.parts = ["b"]
-    assert run.inputs(config)["gpu"] != before["gpu"]
+    assert run.needs(config)["gpu"] != before["gpu"]
     monkeypatch.setattr(run, "CODE", ("conf",))
-    assert run.inputs(config)["code"] != before["code"]
+    assert run.needs(config)["code"] != before["code"]
     config.gpu.rehearse = False
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError, match=r"no CUDA device is visible.*gpu\.rehearse=true") as error:
-        run.inputs(config)
+        run.needs(config)
     assert "\n" not in str(error.value)
 
 

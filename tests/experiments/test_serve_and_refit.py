@@ -15,7 +15,6 @@ import pytest
 
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
-from draftkit.models.loading import load_outline
 from draftkit.online.buffer import Served
 from pipelines.configuration import compose_config
 from pipelines.experiments import serve_and_refit
@@ -23,9 +22,11 @@ from pipelines.experiments.serve_and_refit import asked
 from pipelines.online import online
 from pipelines.refitting import daemon_folder
 from pipelines.serve import serve
-from pipelines.service import buffer_of, registry_of, seeded_registry
+from pipelines.service import registry_of
+from pipelines.texts import texts
 from tests.online.traffic import entry
 from tests.pairs import OTHERS, paths, save_pairs
+from tests.services import buffer_of, seeded_registry
 from tests.smoke import splits_of
 from tests.test_online import BARE, SMALL, composed, ended, start
 
@@ -82,10 +83,11 @@ def test_each_route_is_served_recorded_and_refitted_by_itself(tmp_path: Path) ->
 def test_domains_that_are_not_there_are_named(tmp_path: Path) -> None:
     words = ["+experiment=serve_and_refit", "online.routes=[default,code]"]
     with pytest.raises(ValueError, match=r"online.traffic.domains names 1 domains for 2"):
-        asked(composed(tmp_path, *words))
+        asked(composed(tmp_path, *words), tmp_path)
+    read = texts.ensure(composed(tmp_path, *words))
     with pytest.raises(ValueError, match=r"online.traffic.domains: .* no prompts of 'poems'"):
-        asked(composed(tmp_path, *words, "online.traffic.domains=[prose,poems]"))
-    requests = asked(composed(tmp_path, *words, *LOAD, "online.traffic.domains=[prose,cpp]"))
+        asked(composed(tmp_path, *words, "online.traffic.domains=[prose,poems]"), read)
+    requests = asked(composed(tmp_path, *words, *LOAD, "online.traffic.domains=[prose,cpp]"), read)
     assert [route for route, _ in requests] == ["default", "code"] * 60
 
 
@@ -114,11 +116,10 @@ def begun(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     @contextmanager
     def running(task: Callable[[Config], None], config: Config) -> Iterator[SimpleNamespace]:
         if task is serve:
-            outline = load_outline(config.target, config.hardware)
-            version = seeded_registry(config, "default", outline).current()
+            registry = seeded_registry(config)
+            version = registry.current()
             assert version is not None
             names.append(version.name)
-            registry = seeded_registry(config, "default", outline)
             weights = (version.path / "model.safetensors").read_bytes()
 
             def write(folder: Path) -> None:
@@ -136,7 +137,7 @@ def begun(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(serve_and_refit, "running", running)
     monkeypatch.setattr(serve_and_refit, "wait_until_healthy", lambda url, process: None)
     monkeypatch.setattr(serve_and_refit, "ask", lambda url, requests, config: {"requests": 3})
-    monkeypatch.setattr(serve_and_refit, "asked", lambda config: [])
+    monkeypatch.setattr(serve_and_refit, "asked", lambda config, texts: [])
     return names
 
 
@@ -189,9 +190,9 @@ USED = [
 
 def test_a_setting_that_the_experiment_uses_makes_it_another(pairs: Path, config: Config) -> None:
     words = ["+experiment=serve_and_refit", *BARE, *paths(pairs / "pair"), *SMALL]
-    known = online.identity(config).settings
+    known = online.step(config).settings
     changed = {
-        used: online.identity(compose_config([*words, f"root={config.root}", used])).settings
+        used: online.step(compose_config([*words, f"root={config.root}", used])).settings
         for used in USED
     }
     assert [used for used, settings in changed.items() if settings == known] == []
@@ -203,7 +204,7 @@ def test_another_pair_makes_it_another_experiment(
 ) -> None:
     names = [f"{model}.path={pairs / other / model}" for model in ("target", "draft")]
     changed = composed(tmp_path, "+experiment=serve_and_refit", *BARE, *names)
-    assert online.identity(changed).inputs != online.identity(config).inputs
+    assert online.step(changed).inputs != online.step(config).inputs
 
 
 def killed_parent(found: Connection) -> None:

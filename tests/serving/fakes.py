@@ -28,7 +28,6 @@ from draftkit.serving.jobs import (
     Speculation,
     TokenScore,
 )
-from draftkit.serving.streams import AnyEngine
 from draftkit.serving.texts import Texts
 from tests.tiny import VOCAB_SIZE, byte_tokenizer
 
@@ -180,7 +179,7 @@ def wait_for(condition: Any, seconds: float = 10.0) -> bool:
 
 @contextlib.contextmanager
 def serving(
-    engine: AnyEngine,
+    engine: Any,
     settings: ServeConfig | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,

@@ -8,11 +8,11 @@ import pytest
 
 from draftkit.config import SamplingConfig
 from draftkit.serving import delivery
-from draftkit.serving.delivery import EventStream, Failed, Reader, WholeAnswer, failure_of
+from draftkit.serving.delivery import EventStream, Reader, WholeAnswer, failure_of
 from draftkit.serving.intake import Asked
 from draftkit.serving.jobs import Job, Piece, TokenScore
 from draftkit.serving.metrics import Metrics
-from draftkit.serving.replies import Choice, CompletionForm
+from draftkit.serving.replies import Choice, CompletionForm, Failed
 from draftkit.serving.streams import Answers
 from draftkit.serving.texts import Offsets, Texts
 from tests.serving.fakes import TOKENIZER, chat_tokenizer

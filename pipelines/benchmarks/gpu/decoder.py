@@ -11,14 +11,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-import torch
-
 from draftkit.config import PretrainConfig, SamplingConfig
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.judge import Prompts
-from draftkit.evaluation.walltime import Setting, row_capacity
+from draftkit.evaluation.walltime import Setting
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.devices import resolve_device
 from pipelines.benchmarks.ceilings import copy_bandwidth
 from pipelines.benchmarks.decoder import (
     HF_ASSISTED,
@@ -28,10 +26,11 @@ from pipelines.benchmarks.decoder import (
     Pair,
     Point,
     measure,
+    setting_of,
 )
 from pipelines.benchmarks.forced import GIVEN, GivenAcceptance, acceptance_given
 from pipelines.benchmarks.gpu.part import Part
-from pipelines.benchmarks.random_models import random_llama
+from pipelines.benchmarks.random_models import random_model, random_texts, shape
 
 PROBED_LAYERS = 4
 CAPTURED, COMPILED = "captured", "compiled"
@@ -53,17 +52,6 @@ class Size:
     batch_sizes: tuple[int, ...]
     gammas: tuple[int, ...]
     rates: tuple[float, ...]  # of acceptance; the first is what most is held against
-
-
-def shape(layers: int, hidden: int, inner: int, heads: int, positions: int) -> PretrainConfig:
-    """Of a Llama-type model."""
-    return PretrainConfig(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        max_position_embeddings=positions,
-    )
 
 
 REAL = Size(
@@ -151,15 +139,8 @@ class Bench:
         }
 
     def model(self, shape: PretrainConfig, seed: int) -> CausalAdapter:
-        """Random weights of `shape`."""
-        hardware = self.part.config.hardware
-        return random_llama(
-            shape,
-            vocab_size=self.size.vocab_size,
-            seed=seed,
-            dtype=resolve_dtype(hardware, self.device),
-            device=self.device,
-        )
+        hardware, size = self.part.config.hardware, self.size
+        return random_model(shape, hardware, vocab_size=size.vocab_size, seed=seed)
 
     def about(self) -> dict[str, Any]:
         """What is known before anything is decoded."""
@@ -172,27 +153,24 @@ class Bench:
 
     def prompts(self, count: int) -> Prompts:
         """So many texts of random tokens, and two for calibration."""
-        generator = torch.Generator().manual_seed(self.part.config.seed)
-        sizes = (count + 2, self.size.prompt_tokens)
-        texts = torch.randint(self.size.vocab_size, sizes, generator=generator).tolist()
+        size, seed = self.size, self.part.config.seed
+        texts = random_texts(count + 2, size.prompt_tokens, vocab_size=size.vocab_size, seed=seed)
         return Prompts(test=texts[:count], calibration=texts[count:])
 
     def setting(self, case: Case, prompts: Prompts) -> Setting:
         """How `case` decodes; on a CPU eagerly."""
         on_gpu = self.device.type == "cuda"
-        return Setting(
-            sampling=SamplingConfig(temperature=1.0),
-            max_new_tokens=self.size.new_tokens,
+        return replace(
+            setting_of(
+                prompts,
+                SamplingConfig(temperature=1.0),
+                max_new_tokens=self.size.new_tokens,
+                gamma=max(self.size.gammas),
+                seed=self.part.config.seed,
+            ),
             gamma=case.gamma,
             verification=GIVEN,
             batch_size=case.batch_size,
-            capacity=row_capacity(
-                [*prompts.test, *prompts.calibration],
-                max_new_tokens=self.size.new_tokens,
-                gamma=max(self.size.gammas),
-            ),
-            eos_token_ids=(),
-            seed=self.part.config.seed,
             compiled=on_gpu and case.code == COMPILED,
             captured=on_gpu and case.code == CAPTURED,
         )

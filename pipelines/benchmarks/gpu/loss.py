@@ -16,9 +16,8 @@ from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.devices import resolve_device, resolve_dtype
-from pipelines.benchmarks.gpu.decoder import shape
 from pipelines.benchmarks.gpu.part import Part
-from pipelines.benchmarks.random_models import random_llama
+from pipelines.benchmarks.random_models import random_model, random_texts, shape
 from pipelines.benchmarks.training import Shape, chunked_costs
 from pipelines.memory import peak_memory_bytes
 
@@ -64,12 +63,10 @@ def steps(part: Part, size: Size) -> dict[str, Any]:
     """Tokens a second of whole steps, and the most memory that they took."""
     device, vocab_size = resolve_device(part.config.hardware), size.loss.vocab_size
     dtype = resolve_dtype(part.config.hardware, device)
-    target, draft = (
-        random_llama(model, vocab_size=vocab_size, seed=seed, dtype=precision, device=device)
-        for seed, (model, precision) in enumerate(
-            [(size.target, dtype), (size.draft, torch.float32)]
-        )
-    )
+    hardware = part.config.hardware
+    precise = replace(hardware, dtype="float32")
+    target = random_model(size.target, hardware, vocab_size=vocab_size, seed=0)
+    draft = random_model(size.draft, precise, vocab_size=vocab_size, seed=1)
     draft.model.requires_grad_(True)
     trainer = Trainer(
         draft,
@@ -79,8 +76,8 @@ def steps(part: Part, size: Size) -> dict[str, Any]:
         sampling=SamplingConfig(),
         autocast=None if dtype == torch.float32 else dtype,
     )
-    generator = torch.Generator().manual_seed(part.config.seed)
-    rows = torch.randint(vocab_size, (size.rows, size.tokens), generator=generator).tolist()
+    seed = part.config.seed
+    rows = random_texts(size.rows, size.tokens, vocab_size=vocab_size, seed=seed)
     batch = collate([continued(row[:1], row[1:]) for row in rows], device=device)
     seconds = []
     for _ in range(WARM_STEPS + size.steps):

@@ -32,13 +32,12 @@ from draftkit.distillation.teacher import TargetTeacher, Teacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import estimates, score_contexts
 from draftkit.evaluation.judge import Prompts
-from draftkit.evaluation.walltime import Setting, row_capacity
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import new_llama
-from pipelines.benchmarks.decoder import PLAIN, SPECULATIVE, Pair, measure
-from pipelines.benchmarks.gpu.decoder import shape
+from pipelines.benchmarks.decoder import PLAIN, SPECULATIVE, Pair, measure, setting_of
 from pipelines.benchmarks.gpu.part import Part
+from pipelines.benchmarks.random_models import shape
 from pipelines.texts import texts, tokenizer_of
 
 SETTLING, PACED = 5, 15  # steps before the pace of training is measured, and until it is
@@ -162,20 +161,15 @@ class Lesson:
         size = self.size
         examples = [e.prompt_ids for e in self.splits.test[: size.timed_prompts]]
         others = [e.prompt_ids for e in self.splits.validation[:4]]
-        setting = Setting(
-            sampling=replace(SAMPLED, temperature=temperature),
+        prompts = Prompts(test=examples, calibration=others)
+        setting = setting_of(
+            prompts,
+            replace(SAMPLED, temperature=temperature),
             max_new_tokens=size.new_tokens,
             gamma=size.gamma,
-            verification="speculative",
-            batch_size=1,
-            capacity=row_capacity(
-                [*examples, *others], max_new_tokens=size.new_tokens, gamma=size.gamma
-            ),
-            eos_token_ids=(),
             seed=self.config.seed,
-            compiled=self.device.type == "cuda",
         )
-        prompts = Prompts(test=examples, calibration=others)
+        setting = replace(setting, compiled=self.device.type == "cuda")
         pair, names = Pair(target, draft, (), 0), (PLAIN, SPECULATIVE)
         return {"points": measure(pair, prompts, setting, names, turns=size.turns)}
 

@@ -64,7 +64,6 @@ class Part:
 
     @property
     def failed(self) -> bool:
-        """Whether a step raised."""
         return any("error" in step for step in self.steps.values())
 
     def step(

@@ -18,8 +18,7 @@ from pipelines.benchmarks.gpu import processes
 from pipelines.benchmarks.gpu.part import FOLDER, result_path
 from pipelines.benchmarks.gpu.report import report
 from pipelines.configuration import CONF_DIR
-from pipelines.plan import MANIFEST, Given
-from pipelines.run import StageFolder
+from pipelines.plan import MANIFEST, Given, StageFolder
 
 ROOT = CONF_DIR.parent
 CODE, SUFFIXES = ("conf", "draftkit", "pipelines", "tests"), (".py", ".yaml")

@@ -12,10 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from draftkit.config import (
     DecodeConfig,
@@ -26,14 +25,13 @@ from draftkit.config import (
 )
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.devices import resolve_device
 from draftkit.online.registry import Registry
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
 from draftkit.serving.jobs import Draining, Job, Piece
-from pipelines.benchmarks.gpu.decoder import shape
 from pipelines.benchmarks.gpu.part import Part
-from pipelines.benchmarks.random_models import random_llama
+from pipelines.benchmarks.random_models import random_model, random_texts, shape
 
 PATIENCE = 300.0  # seconds that an answer may take: code is compiled for the first
 POLL_SECONDS = 0.1
@@ -98,23 +96,18 @@ class Load:
         self.answers: list[float] = []  # seconds
         self.reasons: dict[str, int] = {}
         self._stopping = threading.Event()
-        self._generator = torch.Generator().manual_seed(seed)
+        prompts = random_texts(
+            size.clients, size.prompt_tokens, vocab_size=size.vocab_size, seed=seed
+        )
         self._threads = [
-            threading.Thread(target=self._ask_on, args=(self._prompt(),), daemon=True)
-            for _ in range(size.clients)
+            threading.Thread(target=self._ask_on, args=(prompt,), daemon=True) for prompt in prompts
         ]
 
-    def _prompt(self) -> list[int]:
-        shape = (self.size.prompt_tokens,)
-        return torch.randint(self.size.vocab_size, shape, generator=self._generator).tolist()
-
     def start(self) -> None:
-        """Let all clients ask."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Ask no more."""
         self._stopping.set()
 
     def _ask_on(self, prompt: list[int]) -> None:
@@ -202,15 +195,13 @@ def _until(condition: Callable[[], bool]) -> None:
 
 def under_load(part: Part, size: Size, code: str) -> dict[str, Any]:
     """Start an engine that runs rounds as `code`, load it, stop it."""
-    device = resolve_device(part.config.hardware)
-    options: dict[str, Any] = {"vocab_size": size.vocab_size, "device": device}
-    options["dtype"] = resolve_dtype(part.config.hardware, device)
-    target = random_llama(size.target, seed=0, **options)
+    model = partial(random_model, hardware=part.config.hardware, vocab_size=size.vocab_size)
+    target = model(size.target, seed=0)
     with tempfile.TemporaryDirectory(dir=part.folder) as folder:
         registry = Registry(folder)
 
         def make() -> DraftModelProposer:
-            return DraftModelProposer(random_llama(size.draft, seed=1, **options))
+            return DraftModelProposer(model(size.draft, seed=1))
 
         route = Route("default", make, registry)
         drafters = Drafters([route], GateConfig(canary_fraction=0.0), poll_seconds=POLL_SECONDS)
@@ -228,7 +219,7 @@ def under_load(part: Part, size: Size, code: str) -> dict[str, Any]:
             decoding=DecodeConfig(gamma=size.gamma, compile=code),
         )
         load = Load(engine, size, part.config.seed)
-        newer = random_llama(size.draft, seed=2, **options)
+        newer = model(size.draft, seed=2)
 
         def publish() -> None:
             registry.publish(saved(newer), metrics={}, canary=False)

@@ -1,0 +1,30 @@
+"""What tests need of a service: its models, its fingerprints, and what lies in its folder."""
+
+from draftkit.config import Config
+from draftkit.models.loading import load_outline
+from draftkit.online.buffer import Buffer
+from draftkit.online.registry import Registry
+from pipelines import inputs, service
+from pipelines.plan import StageFolder
+from pipelines.run import products
+
+
+def pair_of(config: Config) -> StageFolder:
+    """Target and starting draft, made first where they are missing."""
+    return products("test", inputs.models(config))
+
+
+def buffer_of(config: Config) -> Buffer:
+    """The traffic buffer of `config`."""
+    return service.buffer_of(config, service.checksums_of(pair_of(config)))
+
+
+def seeded_registry(config: Config, route: str = "default") -> Registry:
+    """The drafter versions of a route, begun with the starting drafter."""
+    pair = pair_of(config)
+    start, outline = (
+        pair.model(config, "draft"),
+        load_outline(pair.model(config, "target"), config.hardware),
+    )
+    fingerprints = service.checksums_of(pair)
+    return service.seeded_registry(config, route, start, outline, fingerprints)

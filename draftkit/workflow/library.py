@@ -300,9 +300,10 @@ def generate(
         )["given"],
         verification=config.decode.verification,
     )
-    words = [i for i in done.output_ids if i not in target.eos_token_ids]
-    text = str(target.tokenizer.decode(words, clean_up_tokenization_spaces=False))
-    return Generated(text, done.output_ids, done.ended, done.rounds, done.accepted)
+    text = target.tokenizer.decode(
+        done.output_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return Generated(str(text), done.output_ids, done.ended, done.rounds, done.accepted)
 
 
 def examples_of(prompts: Sequence[Prompt], target: Target) -> list[Example]:

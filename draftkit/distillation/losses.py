@@ -71,11 +71,11 @@ class Objective:
 
     def losses(
         self,
+        draft_logits: Tensor,
+        rows: slice,
         *,
         scores: TargetScores | None,
-        draft_logits: Tensor,
         token_ids: Tensor,
-        rows: slice,
         step: int,
     ) -> Tensor:
         """The loss [m] of each of the tokens `rows`, in nats.

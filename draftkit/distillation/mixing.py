@@ -28,7 +28,7 @@ AHEAD = 4  # tokens that the draft runs ahead
 
 
 def coins(fraction: float) -> Verifier:
-    """A rule of verification that keeps each proposal with probability `fraction`, as it may be."""
+    """Verification that accepts each proposal with probability `fraction`, whatever p and q say."""
 
     def verify(
         *,

@@ -1,4 +1,4 @@
-"""What the processes of a distributed launch have to agree on; alone, nothing is asked of anybody.
+"""What the processes of a distributed launch agree on; one that is alone agrees with itself.
 
 Importing this module loads no torch, so a command can use it before it knows what it needs.
 """

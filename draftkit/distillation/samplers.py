@@ -185,7 +185,7 @@ class SpeculativeSampler:
 def verdicts(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:
     """For each token of an answer, what was proposed in its place (-1: nothing), and if refused.
 
-    A bonus token is nobody's error: nothing was proposed there. Proposals behind a refused one
+    In the place of a bonus token nothing was proposed. Proposals behind a refused one
     were never tested, and belong to another text.
     """
     proposals: list[int] = []

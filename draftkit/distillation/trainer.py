@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -298,9 +299,8 @@ class Trainer:
 
     def _losses(self, part: Batch, scores: TargetScores | None) -> Losses:
         """The losses [m] of some tokens of a micro-batch, by their logits and their rows."""
-        losses, token_ids, step = self.objective.losses, part.token_ids, self.steps
-        return lambda logits, rows: losses(
-            scores=scores, draft_logits=logits, token_ids=token_ids, rows=rows, step=step
+        return partial(
+            self.objective.losses, scores=scores, token_ids=part.token_ids, step=self.steps
         )
 
     def _precision(self) -> torch.autocast:

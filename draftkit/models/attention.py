@@ -58,7 +58,7 @@ def attention(
     """What a layer calls: query [B, N, T, D], key and value [B, K, C, D] to [B, T, N, D]."""
     tokens = query.shape[2]
     asked = dropout > 0 or any(others.get(name) is not None for name in OTHERS)
-    seen = attention_mask is not None or tokens == key.shape[2]  # else nobody says what
+    seen = attention_mask is not None or tokens == key.shape[2]  # else causality is ambiguous
     if not asked and attention_mask is not None and _shares_keys_on_cuda(query, key):
         mixed = grouped_attention(query, key, value, mask=attention_mask, scaling=scaling)
         return mixed.transpose(1, 2).contiguous(), None

@@ -234,13 +234,11 @@ def end_of_text_ids(
 def load_outline(model: ModelConfig, hardware: HardwareConfig) -> Outline:
     """What `load_target` loads, but the weights. Raises ValueError naming `target.path`."""
     device, tokenizer = resolve_device(hardware), load_tokenizer(model, "target")
-    options: dict[str, Any] = {"revision": model.revision or "main"}
     try:
-        generation = GenerationConfig.from_pretrained(str(model.path), **options)
+        revision = model.revision or "main"
+        generation = GenerationConfig.from_pretrained(str(model.path), revision=revision)
     except OSError:  # it has no file of its own
-        options["trust_remote_code"] = model.trust_remote_code
-        config = AutoConfig.from_pretrained(str(model.path), **options)
-        generation = GenerationConfig.from_model_config(config)
+        generation = GenerationConfig.from_model_config(_model_config(model, "target"))
     ends = end_of_text_ids(generation, tokenizer)
     return Outline(tokenizer, ends, resolve_dtype(hardware, device), device)
 

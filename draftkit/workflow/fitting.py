@@ -94,7 +94,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Trial:
-    """How a learning rate did: its last validation alpha; None or NaN where training diverged."""
+    """How a learning rate did: its last validation alpha, None where training diverged."""
 
     alpha: float | None
     error: str = "alpha was not a number: lower optim.learning_rate"
@@ -106,9 +106,9 @@ def fit(job: Job) -> Fitted:
     if not optim.rate_factors:
         return fit_once(job, optim, job.folder, TRAIN)
     tried = choose_rate(job)
-    by_rate = finite(tried)
-    optim = replace(optim, learning_rate=max(by_rate, key=lambda rate: by_rate[rate]))
-    return replace(fit_once(job, optim, job.folder, TRAIN), alpha_by_rate=tried)
+    best = max(tried, key=lambda rate: -1.0 if (alpha := tried[rate]) is None else alpha)
+    fitted = fit_once(job, replace(optim, learning_rate=best), job.folder, TRAIN)
+    return replace(fitted, alpha_by_rate=tried)
 
 
 def load_teaching_target(
@@ -256,7 +256,8 @@ def tried_rate(job: Job, optim: OptimConfig, factor: float) -> Trial:
     if job.is_main:
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        trial = Trial(fit_once(job, optim, folder, f"rate_{factor:g}").outcome.last_alpha)
+        alpha = fit_once(job, optim, folder, f"rate_{factor:g}").outcome.last_alpha
+        trial = Trial(alpha if alpha is not None and math.isfinite(alpha) else None)
     except TrainingFailed as error:
         job.note(f"the trial at learning rate {optim.learning_rate:.2e} failed: {error}")
         trial = Trial(None, str(error))
@@ -285,18 +286,9 @@ def choose_rate(job: Job) -> dict[float, float | None]:
         base * factor: tried_rate(job, replace(short, learning_rate=base * factor), factor)
         for factor in optim.rate_factors
     }
-    alphas = {
-        rate: trial.alpha if trial.alpha is not None and math.isfinite(trial.alpha) else None
-        for rate, trial in trials.items()
-    }
-    if not finite(alphas):
-        rates, last = ", ".join(f"{rate:.2e}" for rate in alphas), [*trials.values()][-1]
+    if all(trial.alpha is None for trial in trials.values()):
+        rates, last = ", ".join(f"{rate:.2e}" for rate in trials), [*trials.values()][-1]
         raise ValueError(
             f"optim.rate_factors: training failed at every rate ({rates}): {last.error}"
         )
-    return alphas
-
-
-def finite(alphas: dict[float, float | None]) -> dict[float, float]:
-    """The rates that did not diverge."""
-    return {rate: alpha for rate, alpha in alphas.items() if alpha is not None}
+    return {rate: trial.alpha for rate, trial in trials.items()}

@@ -198,8 +198,8 @@ def distill(
         if reads_rollouts(config):
             count = config.generate.rollouts
             note(f"sampling {count} answers of the target")
-            asked = [examples[row % len(examples)] for row in range(count)]
-            rollouts = _answers(pair.target, asked, config, length, length)
+            again = [examples[row % len(examples)] for row in range(count)]
+            rollouts = _answers(pair.target, again, config, length, length)
         fitted = fit(
             Job(
                 config=config,
@@ -246,10 +246,10 @@ def evaluate(
             ),
             config,
         )
-    asked = [example.prompt_ids for example in examples]
-    calibration = asked[CALIBRATING - 1 :: CALIBRATING]
-    del asked[CALIBRATING - 1 :: CALIBRATING]
-    parts = Prompts(test=asked, calibration=calibration)
+    test = [example.prompt_ids for example in examples]
+    calibration = test[CALIBRATING - 1 :: CALIBRATING]
+    del test[CALIBRATING - 1 :: CALIBRATING]
+    parts = Prompts(test=test, calibration=calibration)
     note("losslessness: greedy decoding with and without the draft, in float32")
     with in_float32(pair.target):
         draft = load_draft(config.draft, pair.target)
@@ -300,9 +300,10 @@ def generate(
         )["given"],
         verification=config.decode.verification,
     )
-    words = [i for i in done.output_ids if i not in target.eos_token_ids]
-    text = str(target.tokenizer.decode(words, clean_up_tokenization_spaces=False))
-    return Generated(text, done.output_ids, done.ended, done.rounds, done.accepted)
+    text = target.tokenizer.decode(
+        done.output_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return Generated(str(text), done.output_ids, done.ended, done.rounds, done.accepted)
 
 
 def examples_of(prompts: Sequence[Prompt], target: Target) -> list[Example]:
@@ -368,8 +369,8 @@ def _answers(
 def _contexts(pair: Pair, examples: Sequence[Example], config: Config) -> list[Record]:
     """What the target says after held-out prompts, sampled once for all drafts beside it."""
     length = config.evaluate.max_new_tokens
-    asked = [example.prompt_ids for example in examples]
-    key = fingerprint([asked, vars(config.sampling), config.seed, length])
+    prompts = [example.prompt_ids for example in examples]
+    key = fingerprint([prompts, vars(config.sampling), config.seed, length])
     if key not in pair._contexts:
         pair._contexts[key] = _answers(pair.target, examples, config, length, None)
     return pair._contexts[key]

@@ -135,10 +135,10 @@ def prompt_of_example(example: Example) -> list[int]:
 
 def completed(examples: Sequence[Example], key: str = "source") -> Sequence[Example]:
     """Those that have something to learn. Raises ValueError where none has."""
-    found = [place for place, example in enumerate(examples) if example.has_completion]
-    if not found:
+    rows = [row for row, example in enumerate(examples) if example.has_completion]
+    if not rows:
         raise ValueError(f"{key}=fixed: the data hold prompts only; use target")
-    return Picked(examples, found)
+    return Picked(examples, rows)
 
 
 def stored_sequences(

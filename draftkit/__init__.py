@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draftkit.workflow.fitting import Fitted
     from draftkit.workflow.library import (
-        Answer,
         Evaluation,
+        Generated,
         Pair,
         distill,
         evaluate,
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "Answer",
     "Evaluation",
     "Fitted",
+    "Generated",
     "Pair",
     "distill",
     "evaluate",

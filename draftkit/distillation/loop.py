@@ -74,7 +74,7 @@ def train(
     if (folder / CHECKPOINT).exists():
         best = Best(**load_checkpoint(folder / CHECKPOINT, trainer))
     elif evaluate is not None:
-        best = consider(trainer, folder, best, evaluate(0))
+        best = keep_if_best(trainer, folder, best, evaluate(0))
     clock, counted = time.perf_counter(), trainer.tokens
     while trainer.steps < optim.max_steps:
         logged = due(trainer.steps + 1, optim.logging_steps, optim.max_steps)
@@ -86,7 +86,7 @@ def train(
             clock, counted = time.perf_counter(), trainer.tokens
         evaluated = evaluate is not None and due(trainer.steps, optim.eval_steps, optim.max_steps)
         if evaluated and evaluate is not None:
-            best = consider(trainer, folder, best, evaluate(trainer.steps))
+            best = keep_if_best(trainer, folder, best, evaluate(trainer.steps))
         if evaluated or due(trainer.steps, optim.save_steps, optim.max_steps):
             save_checkpoint(folder / CHECKPOINT, trainer, vars(best))
             if trainer.accelerator.is_main_process:
@@ -115,7 +115,7 @@ def best_path(folder: Path, step: int) -> Path:
     return folder / f"best-{step:06d}.safetensors"
 
 
-def consider(trainer: Trainer, folder: Path, best: Best, alpha: float) -> Best:
+def keep_if_best(trainer: Trainer, folder: Path, best: Best, alpha: float) -> Best:
     """Keep the present weights if `alpha` beats the best so far, as NaN never does.
 
     The weights that a run starts from are kept whatever their alpha.

@@ -80,50 +80,37 @@ class Objective:
     ) -> Tensor:
         """The loss [m] of each of the tokens `rows`, in nats.
 
-        draft_logits: raw, [m, V]; token_ids: [m]; scores: of all M tokens, None where no term
-        looks at the target (`next_token`).
+        draft_logits: raw, [m, V], of these; token_ids [M] and scores: of all tokens, scores None
+        where no term looks at the target (`next_token`).
         """
         total = draft_logits.new_zeros((), dtype=torch.float32)
         for name, weight in self.terms(step).items():
-            values = self._divergence(name, scores, draft_logits, token_ids, rows)
+            warp, ids = self.warp(name), token_ids[rows]
+            if name == "ce_argmax":  # whose outcomes are tokens, whatever the scores tell apart
+                assert scores is not None, name
+                name, ids = "next_token", scores.best(rows, warp)
+            if name == "next_token":
+                target, draft = None, warp.draft(draft_logits)
+            else:
+                assert scores is not None, name
+                target, draft = scores.beside(draft_logits, rows, warp)
+            function = self._function(name)
+            values = function(
+                target_logits=target, draft_logits=draft, token_ids=ids, settings=self.divergence
+            )
+            if values.shape != ids.shape:
+                raise ValueError(
+                    f"the loss must give one number a token, {[*ids.shape]}, and gave "
+                    f"{[*values.shape]}: sum over the vocabulary (dim=-1), not over the tokens"
+                )
             total = total + (values if weight == 1 else weight * values)
         return total
 
-    def _divergence(
-        self,
-        name: str,
-        scores: TargetScores | None,
-        draft_logits: Tensor,
-        token_ids: Tensor,
-        rows: slice,
-    ) -> Tensor:
-        warp = self.warp(name)
-        target_logits: Tensor | None = None
-        if name == "ce_argmax":  # whose outcomes are tokens, whatever the scores tell apart
-            assert scores is not None, name
-            name, token_ids = "next_token", scores.best(rows, warp)
-        if name == "next_token":
-            draft_logits = warp.draft(draft_logits)
-        else:
-            assert scores is not None, name
-            target_logits, draft_logits = scores.beside(draft_logits, rows, warp)
+    def _function(self, name: str) -> Divergence:
         if name == OWN:
             assert self.own is not None
-            function = self.own
-        else:
-            function = compiled(name) if self.compiled else DIVERGENCES[name]
-        values = function(
-            target_logits=target_logits,
-            draft_logits=draft_logits,
-            token_ids=token_ids,
-            settings=self.divergence,
-        )
-        if values.shape != token_ids.shape:
-            raise ValueError(
-                f"the loss must give one number a token, {[*token_ids.shape]}, and gave "
-                f"{[*values.shape]}: sum over the vocabulary (dim=-1), not over the tokens"
-            )
-        return values
+            return self.own
+        return compiled(name) if self.compiled else DIVERGENCES[name]
 
     def overlap(self, *, scores: TargetScores, draft_logits: Tensor, rows: slice) -> Tensor:
         """sum_x min(p, q) [m] of the distributions that the loss compares: 1 - TVD."""

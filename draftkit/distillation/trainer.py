@@ -8,7 +8,7 @@ knows no source, no folder and no schedule of evaluation.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,8 @@ from draftkit.theory.divergences import Divergence
 from draftkit.theory.noise import DROPOUT, uniform
 
 RATE_TIMES_WIDTH = 0.1
+
+Losses = Callable[[Tensor, slice], Tensor]  # logits [m, V] of the tokens in a slice: [m]
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,6 @@ def dropout_seed(*, seed: int, process: int, step: int) -> int:
         purpose=DROPOUT,
     )
     return int(float(number) * 2**52)
-
-
-@dataclass(frozen=True)
-class Task:
-    """A micro-batch with what its loss needs."""
-
-    batch: Batch
-    scores: TargetScores | None
-    weights: Tensor  # [M]
 
 
 def never_proposed(draft: CausalAdapter) -> Tensor | None:
@@ -224,8 +217,7 @@ class Trainer:
             # Ranks exchange gradients once a step, with the last micro-batch.
             quiet = nullcontext() if last else self.accelerator.no_sync(self._module)
             with quiet:
-                task = Task(part, self._scores(part), weights)
-                value, part_overlap = self._loss(task, measure)
+                value, part_overlap = self._loss(part, weights, measure)
                 # Data-parallel wrappers average over ranks; the loss is a mean over all tokens.
                 self.accelerator.backward(value / whole * self.accelerator.num_processes)
             loss += float(value.detach())
@@ -268,51 +260,47 @@ class Trainer:
     @torch.no_grad()
     def _lag(self, part: Batch) -> Tensor:
         """How far [M] the draft is behind the reference, or from the target without one."""
-        task = Task(part, self._scores(part), torch.empty(0))
-        behind = self._values(self.draft, task)
+        losses = self._losses(part, self._scores(part))
+        behind = self._values(self.draft, part, losses)
         if self.reference is not None:
-            behind -= self._values(self.reference, task)
+            behind -= self._values(self.reference, part, losses)
         return behind
 
-    def _values(self, draft: CausalAdapter, task: Task) -> Tensor:
+    def _values(self, draft: CausalAdapter, part: Batch, losses: Losses) -> Tensor:
         """The loss [M] of each token of `draft`, without a gradient."""
-        values = torch.empty(len(task.batch.token_ids), device=draft.device)
+        values = torch.empty(len(part.token_ids), device=draft.device)
 
         def keep(logits: Tensor, rows: slice) -> Tensor:
-            values[rows] = self._losses(task, logits, rows).float()
+            values[rows] = losses(logits, rows).float()
             return values[rows].sum()
 
         with self._precision():
-            states = draft(task.batch.input_ids, task.batch.predicting, task.batch.packing)
+            states = draft(part.input_ids, part.predicting, part.packing)
         chunked_sum(keep, states=states, head=draft.head, dtype=self._autocast)
         return values
 
-    def _loss(self, task: Task, measure: bool) -> tuple[Tensor, float]:
+    def _loss(self, part: Batch, weights: Tensor, measure: bool) -> tuple[Tensor, float]:
         """The weighted sum of a micro-batch's losses and, if asked, of its sum_x min(p, q)."""
-        overlaps: list[Tensor] = []
+        scores, overlaps = self._scores(part), []
+        losses = self._losses(part, scores)
 
         def weighted(logits: Tensor, rows: slice) -> Tensor:
-            if measure and task.scores is not None:
+            if measure and scores is not None:
                 with torch.no_grad():
-                    overlap = self.objective.overlap(
-                        scores=task.scores, draft_logits=logits, rows=rows
-                    )
+                    overlap = self.objective.overlap(scores=scores, draft_logits=logits, rows=rows)
                 overlaps.append(overlap.sum())
-            return (task.weights[rows] * self._losses(task, logits, rows)).sum()
+            return (weights[rows] * losses(logits, rows)).sum()
 
-        batch = task.batch
         with self._precision():
-            states = self._module(batch.input_ids, batch.predicting, batch.packing)
+            states = self._module(part.input_ids, part.predicting, part.packing)
         value = chunked_sum(weighted, states=states, head=self.draft.head, dtype=self._autocast)
         return value, float(sum(overlaps))
 
-    def _losses(self, task: Task, logits: Tensor, rows: slice) -> Tensor:
-        return self.objective.losses(
-            scores=task.scores,
-            draft_logits=logits,
-            token_ids=task.batch.token_ids[rows],
-            rows=rows,
-            step=self.steps,
+    def _losses(self, part: Batch, scores: TargetScores | None) -> Losses:
+        """The losses [m] of some tokens of a micro-batch, by their logits and their rows."""
+        losses, token_ids, step = self.objective.losses, part.token_ids, self.steps
+        return lambda logits, rows: losses(
+            scores=scores, draft_logits=logits, token_ids=token_ids, rows=rows, step=step
         )
 
     def _precision(self) -> torch.autocast:

@@ -104,11 +104,11 @@ def fit(job: Job) -> Fitted:
     """Train by the best of the rates that are to be tried, or by the one that is given."""
     optim = job.config.optim
     if not optim.rate_factors:
-        return run(job, optim, job.folder, TRAIN)
+        return fit_once(job, optim, job.folder, TRAIN)
     tried = choose_rate(job)
     by_rate = finite(tried)
     optim = replace(optim, learning_rate=max(by_rate, key=lambda rate: by_rate[rate]))
-    return replace(run(job, optim, job.folder, TRAIN), alpha_by_rate=tried)
+    return replace(fit_once(job, optim, job.folder, TRAIN), alpha_by_rate=tried)
 
 
 def load_teaching_target(
@@ -214,7 +214,7 @@ def validation_alpha(job: Job, draft: CausalAdapter, section: str) -> Callable[[
     return measure
 
 
-def run(job: Job, optim: OptimConfig, folder: Path, name: str) -> Fitted:
+def fit_once(job: Job, optim: OptimConfig, folder: Path, name: str) -> Fitted:
     """Train from the starting draft, resuming what lies in `folder`.
 
     `name` is that of the metrics. Raises `TrainingFailed` where a step could not be taken, on all
@@ -256,7 +256,7 @@ def tried_rate(job: Job, optim: OptimConfig, factor: float) -> Trial:
     if job.is_main:
         folder.mkdir(parents=True, exist_ok=True)
     try:
-        trial = Trial(run(job, optim, folder, f"rate_{factor:g}").outcome.last_alpha)
+        trial = Trial(fit_once(job, optim, folder, f"rate_{factor:g}").outcome.last_alpha)
     except TrainingFailed as error:
         job.note(f"the trial at learning rate {optim.learning_rate:.2e} failed: {error}")
         trial = Trial(None, str(error))

@@ -29,9 +29,8 @@ from draftkit.data.corpora import Document, row_form
 from draftkit.data.prompts import Example, to_examples
 from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import decode, make_requests
-from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation.alpha import PromptTotals, estimates, gains, score_contexts
-from draftkit.evaluation.judge import Prompts, check_lossless, compare, gather
+from draftkit.evaluation.judge import Prompts, check_lossless, compare, gather, proposers_of
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target, in_float32, load_draft, load_target
 from draftkit.theory.acceptance import Estimate
@@ -102,7 +101,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Generated:
     """What was generated, in `rounds` target passes, which accepted `accepted` proposals."""
 
     text: str
@@ -276,14 +275,15 @@ def generate(
     max_new_tokens: int = 64,
     seed: int | None = None,
     **sections: Any,
-) -> Answer:
+) -> Generated:
     """Continue `prompt` by speculative decoding: the law of the answer is the target's, exactly.
 
     The same seed gives the same answer; by default it is that of the configuration.
     """
     config, target = pair.settings(sections), pair.target
+    ids = examples_of([prompt], target)[0].prompt_ids
     requests = make_requests(
-        [examples_of([prompt], target)[0].prompt_ids],
+        [ids],
         max_new_tokens=max_new_tokens,
         sampling=config.sampling,
         gamma=config.decode.gamma,
@@ -295,12 +295,14 @@ def generate(
         list(requests),
         eos_token_ids=target.eos_token_ids,
         batch_size=1,
-        proposer=DraftModelProposer(pair.draft),
+        proposer=proposers_of(
+            target.adapter, {"given": pair.draft}, Prompts(test=[], calibration=[ids]), config
+        )["given"],
         verification=config.decode.verification,
     )
     words = [i for i in done.output_ids if i not in target.eos_token_ids]
     text = str(target.tokenizer.decode(words, clean_up_tokenization_spaces=False))
-    return Answer(text, done.output_ids, done.ended, done.rounds, done.accepted)
+    return Generated(text, done.output_ids, done.ended, done.rounds, done.accepted)
 
 
 def examples_of(prompts: Sequence[Prompt], target: Target) -> list[Example]:

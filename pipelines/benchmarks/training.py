@@ -165,7 +165,7 @@ def chunked_costs(
 
     def loss_of(logits: Tensor, rows: slice) -> Tensor:
         return objective.losses(
-            scores=scores, draft_logits=logits, token_ids=ids[rows], rows=rows, step=0
+            scores=scores, draft_logits=logits, token_ids=ids, rows=rows, step=0
         ).sum()
 
     def plain() -> tuple[Tensor, ...]:

@@ -43,7 +43,7 @@ def loss_of(scores, name="forward_kl"):
 
     def weighted(logits, rows):
         losses = objective.losses(
-            scores=scores, draft_logits=logits, token_ids=ids[rows], rows=rows, step=0
+            scores=scores, draft_logits=logits, token_ids=ids, rows=rows, step=0
         )
         return (weights[rows] * losses).sum()
 

@@ -8,7 +8,7 @@ import torch
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.decoding.cache import SlotCache
 from draftkit.distillation.teacher import TargetTeacher
-from draftkit.distillation.trainer import Task, Trainer, learning_rate_for, schedule
+from draftkit.distillation.trainer import Trainer, learning_rate_for, schedule
 from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.acceptance import greedy_draft_acceptance
 from draftkit.theory.divergences import forward_kl
@@ -77,8 +77,7 @@ def test_a_row_has_the_same_gradient_alone_and_beside_a_longer_row():
     def gradient_rows(*rows):
         learner = trainer(learning_rate=1e-9, max_grad_norm=1e9)
         batch = batch_of(*rows)
-        task = Task(batch, learner._scores(batch), learner._weights(batch))
-        learner._loss(task, measure=False)[0].backward()
+        learner._loss(batch, learner._weights(batch), measure=False)[0].backward()
         return learner.draft.table.grad
 
     alone = gradient_rows(ROWS[0]) + gradient_rows(ROWS[2])

@@ -67,7 +67,7 @@ def test_what_was_fitted_is_saved_as_a_folder_that_loads(pair, tmp_path):
 
 def test_trials_that_have_ended_are_not_run_again(pair, tmp_path, monkeypatch):
     job = make_job(pair, tmp_path, config_of(rate_factors=[0.5, 1]))
-    run, ran = fitting.run, []
+    run, ran = fitting.fit_once, []
 
     def killed(job, optim, folder, name):
         if len(ran) == 1:
@@ -75,7 +75,7 @@ def test_trials_that_have_ended_are_not_run_again(pair, tmp_path, monkeypatch):
         ran.append(name)
         return run(job, optim, folder, name)
 
-    monkeypatch.setattr(fitting, "run", killed)
+    monkeypatch.setattr(fitting, "fit_once", killed)
     with pytest.raises(KeyboardInterrupt):
         fit(job)
     ran.append("killed")
@@ -102,7 +102,7 @@ def test_a_rate_without_an_alpha_never_wins(pair, tmp_path, monkeypatch):
         names.append((name, optim.learning_rate))
         return ended(alphas.get(name))
 
-    monkeypatch.setattr(fitting, "run", run)
+    monkeypatch.setattr(fitting, "fit_once", run)
     config = config_of(rate_factors=[1, 2, 3, 4], learning_rate=1.0)
     for _ in range(2):  # also where the trials have ended
         tried = fit(make_job(pair, tmp_path, config)).alpha_by_rate
@@ -136,7 +136,7 @@ def test_trouble_beside_training_is_no_verdict_on_a_rate(pair, tmp_path, monkeyp
 
 def test_the_width_of_a_draft_is_known_without_its_weights(pair, tmp_path, monkeypatch):
     """The rate that factors multiply depends on it."""
-    monkeypatch.setattr(fitting, "run", lambda *_: ended(0.5))
+    monkeypatch.setattr(fitting, "fit_once", lambda *_: ended(0.5))
     config = config_of(rate_factors=[1, 2], learning_rate=None)
     base = fitting.learning_rate_for(64)
     assert fit(make_job(pair, tmp_path, config)).alpha_by_rate == {base: 0.5, 2 * base: 0.5}
@@ -152,7 +152,7 @@ def choose_as(rank: int, port: int, pair: Path, root: Path, found: Connection) -
     def run(job, optim, folder, name):
         return ended(optim.learning_rate / 10 + rank)
 
-    fitting.run = run
+    fitting.fit_once = run
     config = config_of(rate_factors=[0.5, 1, 2], learning_rate=1.0)
     found.send(choose_rate(make_job(pair, root / str(rank), config, is_main=rank == 0)))
 

@@ -99,6 +99,15 @@ def test_a_loss_of_ones_own_that_is_forward_kl_trains_as_forward_kl_does(pair):
     assert not one.equal([*pair.draft.parameters()][-1])
 
 
+def test_the_loss_of_the_page_on_adding_one_trains(pair):
+    page = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8").partition("## A divergence")[2]
+    block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    names: dict[str, Any] = {"draftkit": draftkit, "pair": pair, "prompts": texts(24)}
+    exec(block[1], names)
+    assert names["drafter"].outcome.steps == SHORT.max_steps
+
+
 def test_prompts_may_be_text_chats_ids_or_rows(pair):
     chat = [{"role": "user", "content": "ab"}]
     ids = pair.target.tokenizer("ab").input_ids
@@ -145,6 +154,15 @@ def test_greedy_answers_are_those_of_the_target(pair):
     assert answer.text == pair.target.tokenizer.decode(answer.ids)
     assert answer.rounds < 20
     assert answer.acceptance_length == (answer.rounds + answer.accepted) / answer.rounds
+
+
+def test_whoever_proposes_the_greedy_answer_is_the_targets(pair):
+    greedy, answers = SamplingConfig(temperature=0.0), {}
+    for name in ("sampled", "argmax", "bigram", "prompt_lookup", "none"):
+        decode = replace(pair.config.decode, proposer=name)
+        answers[name] = draftkit.generate(pair, "abcabc", sampling=greedy, decode=decode)
+    assert len({answer.text for answer in answers.values()}) == 1
+    assert answers["none"].accepted == 0 < answers["argmax"].accepted
 
 
 def test_seeds_tell_sampled_answers_apart(pair):

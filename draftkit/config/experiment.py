@@ -111,7 +111,7 @@ class Config:
 
 
 def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
-    """A section or a nested mapping as `{dotted key: value}`, in order, as settings are compared."""
+    """A section or nested mapping as `{dotted key: value}`, in order, as settings are compared."""
     flat: dict[str, Any] = {}
     for key, value in (section if isinstance(section, Mapping) else vars(section)).items():
         if is_dataclass(value) or isinstance(value, Mapping):

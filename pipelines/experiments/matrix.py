@@ -99,7 +99,6 @@ def is_matrix(cells: Sequence[Cell]) -> bool:
 
 
 def temperatures(cells: Sequence[Cell]) -> list[float]:
-    """All of them, ascending."""
     return sorted({cell.temperature for cell in cells})
 
 

@@ -65,7 +65,6 @@ def show(config: Config, folder: Path) -> None:
     after=show,
 )
 def online(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Do what `online.task` says."""
     return EXPERIMENTS[config.online.task](config, folder)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record
 from draftkit.evaluation.alpha import PromptTotals, gains, score_contexts, score_stored
+from draftkit.evaluation.report import signed
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import Estimate, gain_p_value
@@ -123,11 +124,11 @@ def judge(
     if anchor_after is not None and anchor_first is not None:
         change = gains(after=anchor_after, before=anchor_first, seed=seed, resamples=RESAMPLES)
         change = change["alpha"]
-    level, text = level_of(gate), f"alpha {shown(gain)} on held-out recent traffic"
+    level, text = level_of(gate), f"alpha {signed(gain.as_dict())} on held-out recent traffic"
     # Each condition is one for passing, so that NaN refuses.
     if change is not None and not change.low >= -tolerance:
         publish = False
-        text = f"anchors: {shown(change)} since the first version, {-tolerance:g} is allowed"
+        text = f"anchors: {signed(change.as_dict())} since the first version, {-tolerance:g} is allowed"
     elif not gain.prompts >= LEAST_PROMPTS:
         publish, text = (
             False,
@@ -139,8 +140,3 @@ def judge(
     else:
         publish, text = True, f"{text}, p = {p_value:.2g}"
     return Verdict(publish, text, gain, change, p_value)
-
-
-def shown(change: Estimate) -> str:
-    """A difference with its interval."""
-    return f"{change.mean:+.3f} [{change.low:+.3f}, {change.high:+.3f}]"

@@ -1,5 +1,6 @@
 """Ranges are checked where the value is made, and refused by the key that the user typed."""
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -160,12 +161,10 @@ REFUSED: list[tuple[str, Make]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "make"), REFUSED, ids=[key for key, _ in REFUSED])
-def test_a_value_out_of_range_is_refused_by_its_key_in_one_line(key: str, make: Make) -> None:
-    with pytest.raises(ValueError, match="must") as error:
-        make()
-    assert str(error.value).startswith(f"{key} must ")
-    assert "\n" not in str(error.value)
+def test_a_value_out_of_range_is_refused_by_its_key_in_one_line() -> None:
+    for key, make in REFUSED:
+        with pytest.raises(ValueError, match=rf"^{re.escape(key)} must [^\n]*\Z"):
+            make()
 
 
 def test_losses_are_compiled_by_themselves_where_it_pays_and_a_compiler_is_there(

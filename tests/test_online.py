@@ -24,9 +24,11 @@ from pipelines.generate import generate
 from pipelines.online import check_drafter, online
 from pipelines.refitting import daemon_folder, rollback
 from pipelines.service import registry_of
+from tests.launching import Forked
 from tests.online import making
 from tests.services import buffer_of
 
+Process = subprocess.Popen[str] | Forked
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = [
     "hardware.threads=1",
@@ -199,10 +201,18 @@ def fill(config: Any, records: list[Record]) -> None:
     buffer.close()
 
 
+def words_of(root: Path, name: str, *overrides: str) -> list[str]:
+    return ["+experiment=serve", f"root={root}", f"name={name}", *SMALL, *overrides]
+
+
+def fork(root: Path, name: str, *overrides: str) -> Forked:
+    return Forked("pipelines.online", *words_of(root, name, *overrides))
+
+
 def start(root: Path, name: str, *overrides: str, stage: str = "online") -> subprocess.Popen[str]:
-    words = ["+experiment=serve", f"root={root}", f"name={name}", *SMALL, *overrides]
+    """In an interpreter of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", f"pipelines.{stage}", *words],
+        [sys.executable, "-m", f"pipelines.{stage}", *words_of(root, name, *overrides)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -211,7 +221,7 @@ def start(root: Path, name: str, *overrides: str, stage: str = "online") -> subp
     )
 
 
-def until(process: subprocess.Popen[str], said: Callable[[str], bool]) -> str:
+def until(process: Process, said: Callable[[str], bool]) -> str:
     """What `process` prints up to the line for which `said`; fails when it ends before."""
     assert process.stdout is not None
     lines = []
@@ -222,7 +232,7 @@ def until(process: subprocess.Popen[str], said: Callable[[str], bool]) -> str:
     pytest.fail("".join(lines))
 
 
-def ended(process: subprocess.Popen[str]) -> str:
+def ended(process: Process) -> str:
     """What is left of what it prints, once it has ended."""
     with process:
         assert process.stdout is not None
@@ -236,7 +246,7 @@ def test_a_daemon_refits_is_alone_and_can_be_told_to_stop(root: Path, records: l
     first = start(root, name, *BARE)
     try:
         until(first, lambda line: "update 0" in line)
-        second = start(root, name, *BARE)
+        second = fork(root, name, *BARE)
         assert "another" in ended(second)
         assert second.returncode == 2
         first.send_signal(signal.SIGTERM)
@@ -256,13 +266,13 @@ def test_a_killed_daemon_goes_on(root: Path, records: list) -> None:
     name = "killed"
     config = composed(root, "+experiment=serve", f"name={name}")
     fill(config, records)
-    first = start(root, name, *BARE, "online.steps=2000")
+    first = fork(root, name, *BARE, "online.steps=2000")
     until(first, lambda line: "watching" in line)
     time.sleep(0.5)  # anywhere in the update
     first.kill()
     ended(first)
     assert [version.name for version in registry_of(config, "default").versions()] == ["v000001"]
-    again = start(root, name, *BARE, "online.steps=2", "online.most_updates=1")
+    again = fork(root, name, *BARE, "online.steps=2", "online.most_updates=1")
     assert "all updates done" in ended(again)
     assert again.returncode == 0
 

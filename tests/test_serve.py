@@ -22,7 +22,7 @@ from pipelines.folder import locked
 from pipelines.serve import KEY_VARIABLE, answered_at, api_key, serve
 from pipelines.service import buffer_of, service_folder
 from tests import tiny
-from tests.launching import ROOT
+from tests.launching import ROOT, Forked
 from tests.serving.fakes import ask, chat_tokenizer, completion, wait_for
 from tests.tiny import byte_tokenizer
 
@@ -42,6 +42,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def overrides(pair: list[str], root: Path, *more: str) -> list[str]:
     fixed = ["serve.port=0", "hardware.device=cpu", "hardware.threads=1", "decode.compile='false'"]
     return [*pair, f"root={root}", "name=served", *fixed, *more]
+
+
+def address_in(line: str) -> str:
+    """Host and port, of what the command prints when it serves."""
+    return line.rpartition("http://")[2].removesuffix("/v1\n")
 
 
 @contextmanager
@@ -64,7 +69,7 @@ def running(
         line = next((line for line in process.stdout if " answers at " in line), "")
         clock.cancel()
         assert " answers at http://127.0.0.1:" in line, process.communicate()
-        yield line.rpartition("http://")[2].removesuffix("/v1\n"), process
+        yield address_in(line), process
     finally:
         clock.cancel()
         process.kill()
@@ -111,11 +116,12 @@ def test_a_server_from_start_to_end(pair: list[str], tmp_path: Path) -> None:
     ]
     buffer.close()
     assert sorted(len(entry.record.output_ids) for entry in stored) == [5, 100]
-    with running(arguments) as (address, process):
+    with Forked("pipelines.serve", *arguments) as again:
+        address = address_in(again.stdout.readline())
         assert ask(address, "/health").status == 200
         assert len(Registry(folder / "drafters", "default").versions()) == 1
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        again.send_signal(signal.SIGINT)
+        assert again.wait() == 0
 
 
 def test_a_server_without_a_drafter_answers_as_the_target_does(

@@ -45,7 +45,8 @@ from draftkit.theory.speedup import (
 
 MAX_GAMMA = 16
 LOOKUP = "prompt_lookup"
-# The acceptance of proposals as they are served; of other proposers the one that decoding showed.
+# The acceptance of proposals as they are served. Other proposers may have no guess: how often the
+# first of a round was made and accepted stands for it.
 SERVED_ALPHA = {"sampled": "alpha", "staged": "alpha", "argmax": "alpha_greedy_draft"}
 
 
@@ -210,9 +211,9 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         break_even_alpha=break_even,
     )
     served = SERVED_ALPHA.get(config.decode.proposer)
-    tested = counted["alpha_decoding"] or {"mean": 0.0}
+    first = counted["acceptance_per_position"][0]
     chosen, factor = best_gamma(
-        tested["mean"] if served is None else acceptance[served].mean,
+        first if served is None else acceptance[served].mean,
         cost_ratio=costs.cost_ratio,
         verify_ratio=costs.verify_at,
         overhead_ratio=costs.overhead_ratio,

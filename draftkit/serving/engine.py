@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from draftkit.config import DecodeConfig, ServeConfig
 from draftkit.decoding.decoder import Decoder
@@ -52,11 +52,13 @@ class Engine:
         serve: ServeConfig,
         decoding: DecodeConfig,
         recorder: Recorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.drafters = drafters
         self.recorder = recorder
         self._serve = serve
         self._gamma = decoding.gamma
+        self._clock = clock
         self._decode = decode
         recorded = 0 if recorder is None else recorder.top_k
         if 0 < recorded < serve.top_logprobs:
@@ -78,13 +80,13 @@ class Engine:
             top_k=max(serve.top_logprobs, recorded),
         )
         drafters.attach(self.decoder)
-        self._rows = Rows(self.decoder, drafters, recorder, gamma=decoding.gamma)
+        self._rows = Rows(self.decoder, drafters, recorder, gamma=decoding.gamma, clock=clock)
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[Answer] = deque()
         self._cancelled: set[int] = set()
         self._next = 0
         self._draining = self._stopping = False
-        self._beat = time.monotonic()
+        self._beat = self._clock()
         self._thread: threading.Thread | None = None
 
     # For any thread
@@ -99,7 +101,7 @@ class Engine:
         room = self._serve.queue + self._serve.slots
         if len(jobs) > room:
             raise ValueError(f"{len(jobs)} answers at once, the server has room for {room}")
-        now = time.monotonic()
+        now = self._clock()
         with self._changed:
             if self._draining:
                 raise Draining("the server is about to stop")
@@ -151,8 +153,8 @@ class Engine:
         that is not, no round could ever show that it is. The next failure ends that at once.
         """
         alive = self._thread is not None and self._thread.is_alive()
-        moves = time.monotonic() - self._beat < STALLED_SECONDS
-        rested = time.monotonic() - self._rows.failed_at >= REST_SECONDS
+        moves = self._clock() - self._beat < STALLED_SECONDS
+        rested = self._clock() - self._rows.failed_at >= REST_SECONDS
         return alive and moves and (rested or self._rows.errors_in_a_row < MOST_ERRORS)
 
     # Life
@@ -163,7 +165,7 @@ class Engine:
         if self._serve.adapts and self._gamma > 0:
             proposer_id = next(iter(self.drafters.routes.values())).current.proposer_id
             self.decoder.gamma_policy = measured_policy(self.decoder, proposer_id, self._gamma)
-        self._beat = time.monotonic()
+        self._beat = self._clock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self.drafters.wake = self._wake
@@ -176,14 +178,14 @@ class Engine:
 
         Returns whether all came to their own end. The engine still runs: `stop` it.
         """
-        deadline = time.monotonic() + seconds
+        deadline = self._clock() + seconds
         with self._changed:
             self._draining = True
             done = self._changed.wait_for(self._is_idle, timeout=seconds)
             if not done:
                 self._cancelled.update(answer.number for answer in self._answers())
                 self._changed.notify_all()
-                self._changed.wait_for(self._is_idle, timeout=max(5.0, deadline - time.monotonic()))
+                self._changed.wait_for(self._is_idle, timeout=max(5.0, deadline - self._clock()))
         return done
 
     def stop(self) -> None:
@@ -234,7 +236,7 @@ class Engine:
         reason = "error"  # why answers end where the thread does, for whatever cause
         try:
             while not self._stopping:
-                self._beat = time.monotonic()
+                self._beat = self._clock()
                 self._try_step()
             reason = "cancelled"
         finally:
@@ -267,7 +269,7 @@ class Engine:
 
     def _drop(self) -> None:
         """End what was cancelled or is late, waiting or running."""
-        now = time.monotonic()
+        now = self._clock()
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
             answers = self._answers()

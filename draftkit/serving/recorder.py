@@ -56,12 +56,14 @@ class Recorder:
         settings: BufferConfig,
         *,
         draw: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.top_k = settings.top_k
         self._refused = self._lost = 0  # by whoever offers, and by the thread that writes
         self._store = store
         self._fraction = settings.fraction
         self._draw = draw
+        self._clock = clock
         self._queue: queue.Queue[Answered] = queue.Queue(settings.queue)
         self._told: dict[tuple[str, str], DrafterCounters] = {}
         self._failing = False
@@ -111,14 +113,14 @@ class Recorder:
         told = maintained = -math.inf
         while not self._stopping.is_set():
             self._write(self._gather())
-            if time.monotonic() >= told + TELL_SECONDS:
-                told = time.monotonic()
+            if self._clock() >= told + TELL_SECONDS:
+                told = self._clock()
                 self._tell(load(), counters())
-            if time.monotonic() >= maintained + UPKEEP_SECONDS:
-                maintained = time.monotonic()
+            if self._clock() >= maintained + UPKEEP_SECONDS:
+                maintained = self._clock()
                 self._try(self._store.maintain)
-        deadline = time.monotonic() + CLOSE_SECONDS
-        while not self._queue.empty() and time.monotonic() < deadline:
+        deadline = self._clock() + CLOSE_SECONDS
+        while not self._queue.empty() and self._clock() < deadline:
             self._write(self._gather())
         self._lost += self._queue.qsize()
         self._tell(load(), counters())
@@ -126,9 +128,9 @@ class Recorder:
     def _gather(self) -> list[Answered]:
         """The next batch, perhaps empty."""
         batch: list[Answered] = []
-        deadline = time.monotonic() + GATHER_SECONDS
+        deadline = self._clock() + GATHER_SECONDS
         while len(batch) < BATCH:
-            left = deadline - time.monotonic()
+            left = deadline - self._clock()
             waits = left > 0 and not self._stopping.is_set()
             try:
                 batch.append(self._queue.get(timeout=left) if waits else self._queue.get_nowait())

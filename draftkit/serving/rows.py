@@ -6,7 +6,7 @@ to listeners, counts, the recorder and the drafters' record of acceptance. Knows
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import record
@@ -26,17 +26,24 @@ class Rows:
     """The running answers by slot of `decoder`; see the module's docstring."""
 
     def __init__(
-        self, decoder: Decoder, drafters: Drafters, recorder: Recorder | None, *, gamma: int
+        self,
+        decoder: Decoder,
+        drafters: Drafters,
+        recorder: Recorder | None,
+        *,
+        gamma: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decoder = decoder
         self.counting = Counting()
         self.job_seconds = 1.0  # a running mean over answers, waiting included
         self.errors_in_a_row = 0  # rounds
-        self.failed_at = 0.0  # the last of them, in the clock time.monotonic()
+        self.failed_at = 0.0  # the last of them, by the clock
         self._drafters = drafters
         self._recorder = recorder
         self._records_ids = recorder is not None and recorder.top_k > 0
         self._gamma = gamma
+        self._clock = clock
         self._running: dict[int, Answer] = {}
 
     def __len__(self) -> int:
@@ -80,10 +87,10 @@ class Rows:
 
     def round(self) -> None:
         """Bring all on by a round; where that fails, all that run end as "error"."""
-        started = time.perf_counter()
+        started = self._clock()
         try:
             results = self.decoder.round()
-            seconds = time.perf_counter() - started
+            seconds = self._clock() - started
             rows = sum(len(result.slots) for result in results)
             for result in results:
                 self._take(result, seconds / rows)
@@ -96,7 +103,7 @@ class Rows:
     def count_error(self) -> None:
         """One more without a round that succeeded in between."""
         self.errors_in_a_row += 1
-        self.failed_at = time.monotonic()
+        self.failed_at = self._clock()
 
     def _leave(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -147,7 +154,7 @@ class Rows:
         answer.ended = True
         completion, job = answer.completion, answer.job
         self.counting.request((job.route, answer.version))
-        self.job_seconds += 0.1 * (time.monotonic() - answer.started - self.job_seconds)
+        self.job_seconds += 0.1 * (self._clock() - answer.started - self.job_seconds)
         if job.seed is None and len(answer.versions) == 1:
             self._drafters.observe(
                 job.route,

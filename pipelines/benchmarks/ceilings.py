@@ -15,59 +15,70 @@ COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # beyond every cache
 COPIES = {"cpu": 1, "cuda": 10}  # between two looks at the clock, which cost a copy's hundredth
 TURNS = 5
 LAUNCHES = 1000
+Clock = Callable[[], float]  # seconds
 KERNELS = 200  # of a captured graph
 
 
-def seconds_of(function: Callable[[], object], device: torch.device, repeats: int) -> float:
+def seconds_of(
+    function: Callable[[], object],
+    device: torch.device,
+    repeats: int,
+    clock: Clock = time.perf_counter,
+) -> float:
     """Seconds of one call of `function`, to its end on the device: the mean of `repeats`."""
     _wait(device)
-    started = time.perf_counter()
+    started = clock()
     for _ in range(repeats):
         function()
     _wait(device)
-    return (time.perf_counter() - started) / repeats
+    return (clock() - started) / repeats
 
 
-def copy_bandwidth(device: torch.device) -> float:
+def copy_bandwidth(device: torch.device, clock: Clock = time.perf_counter) -> float:
     """Bytes a second, read and written together, of copying a large tensor on `device`: median."""
     source = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
     copies = COPIES[device.type]
-    turns = [seconds_of(lambda: target.copy_(source), device, copies) for _ in range(TURNS)]
+    turns = [seconds_of(lambda: target.copy_(source), device, copies, clock) for _ in range(TURNS)]
     return 2 * source.nbytes / statistics.median(turns)
 
 
-def matmul_rate(device: torch.device, size: int, dtype: torch.dtype = torch.bfloat16) -> float:
+def matmul_rate(
+    device: torch.device,
+    size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    clock: Clock = time.perf_counter,
+) -> float:
     """Operations a second of a product of two `size` x `size` matrices of normal numbers."""
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     for _ in range(WARM):
         left @ right
-    return 2 * size**3 / seconds_of(lambda: left @ right, device, REPEATS)
+    return 2 * size**3 / seconds_of(lambda: left @ right, device, REPEATS, clock)
 
 
-def launch_seconds(device: torch.device) -> float:
+def launch_seconds(device: torch.device, clock: Clock = time.perf_counter) -> float:
     """Seconds for which the host is busy with launching one small kernel."""
     number = torch.zeros(1, device=device)
     for _ in range(WARM):
         number.add_(1)
     _wait(device)
-    started = time.perf_counter()
+    started = clock()
     for _ in range(LAUNCHES):
         number.add_(1)
-    seconds = (time.perf_counter() - started) / LAUNCHES
+    seconds = (clock() - started) / LAUNCHES
     _wait(device)
     return seconds
 
 
-def wait_seconds(device: torch.device) -> float:
+def wait_seconds(device: torch.device, clock: Clock = time.perf_counter) -> float:
     """Seconds from launching a small kernel until the host has read what it wrote: median."""
     number = torch.zeros(1, device=device)
     seconds = []
     for _ in range(WARM + 10 * REPEATS):
-        started = time.perf_counter()
+        started = clock()
         float(number.add_(1))
-        seconds.append(time.perf_counter() - started)
+        seconds.append(clock() - started)
     return statistics.median(seconds[WARM:])
 
 

@@ -1,7 +1,6 @@
 """The yardsticks count what was done and divide it by the time that it took."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,26 +18,25 @@ CPU = torch.device("cpu")
 TICK = 0.25  # seconds between two looks at the clock
 
 
-@pytest.fixture(autouse=True)
-def _clock(monkeypatch):
+@pytest.fixture
+def clock():
     ticks = itertools.count()
-    clock = SimpleNamespace(perf_counter=lambda: TICK * next(ticks))
-    monkeypatch.setattr(ceilings, "time", clock)
+    return lambda: TICK * next(ticks)
 
 
-def test_a_copy_reads_and_writes_every_byte(monkeypatch):
+def test_a_copy_reads_and_writes_every_byte(monkeypatch, clock):
     monkeypatch.setitem(ceilings.COPIED_BYTES, "cpu", 1000)
     monkeypatch.setitem(ceilings.COPIES, "cpu", 4)
-    assert copy_bandwidth(CPU) == pytest.approx(2 * 1000 * 4 / TICK)
+    assert copy_bandwidth(CPU, clock) == pytest.approx(2 * 1000 * 4 / TICK)
 
 
-def test_a_product_has_two_operations_for_each_of_its_terms():
-    assert matmul_rate(CPU, 8) == pytest.approx(2 * 8**3 * ceilings.REPEATS / TICK)
+def test_a_product_has_two_operations_for_each_of_its_terms(clock):
+    assert matmul_rate(CPU, 8, clock=clock) == pytest.approx(2 * 8**3 * ceilings.REPEATS / TICK)
 
 
-def test_launches_share_the_time_of_all_and_waits_are_timed_one_by_one():
-    assert launch_seconds(CPU) == pytest.approx(TICK / ceilings.LAUNCHES)
-    assert wait_seconds(CPU) == TICK
+def test_launches_share_the_time_of_all_and_waits_are_timed_one_by_one(clock):
+    assert launch_seconds(CPU, clock) == pytest.approx(TICK / ceilings.LAUNCHES)
+    assert wait_seconds(CPU, clock) == TICK
 
 
 def test_a_cpu_has_no_graphs():
@@ -47,6 +45,5 @@ def test_a_cpu_has_no_graphs():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_copies_at_more_than_a_hundred_gigabytes_a_second(monkeypatch):
-    monkeypatch.undo()
+def test_a_gpu_copies_at_more_than_a_hundred_gigabytes_a_second():
     assert copy_bandwidth(torch.device("cuda")) > 1e11

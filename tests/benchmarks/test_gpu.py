@@ -49,13 +49,25 @@ def bare(tmp_path):
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
 
 
-@pytest.mark.timeout(900)  # six processes that import all there is, on a machine that may be loud
+# The command, with all parts in its own process: each of theirs would import torch anew.
+IN_ONE_PROCESS = """
+import runpy
+from pipelines.benchmarks.gpu import part, processes
+def run(command, *, log, seconds, environment):
+    return processes.Ended(part.main(*command[-3:]), False, 0.0, "")
+processes.run = run
+runpy.run_module("pipelines.benchmark", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.timeout(900)  # on a machine that may be loud
 def test_every_part_is_rehearsed_by_the_command_itself(bare, tmp_path):
-    command = [sys.executable, "-W", "default", "-m", "pipelines.benchmark"]
+    command = [sys.executable, "-W", "default", "-c", IN_ONE_PROCESS]
     command += ["+experiment=bench_gpu", "gpu.rehearse=true", "gpu.seconds=5200"]
     command += [f"root={tmp_path}"]
+    environment = bare | run.ENVIRONMENT | run.REHEARSAL
     done = subprocess.run(
-        command, cwd=tmp_path, env=bare, capture_output=True, text=True, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     folder = tmp_path / "bench_gpu" / "benchmark"
@@ -76,6 +88,14 @@ def test_every_part_is_rehearsed_by_the_command_itself(bare, tmp_path):
     assert "| rehearsal |" in text
     for word in ("hf_static", "hf_assisted", "speculative", "chunked_peak_fraction", "alpha after"):
         assert word in text
+
+
+def test_a_part_is_a_process_of_its_own(config, capfd):
+    config.gpu.parts = ["a"]
+    benchmark.launch(config)
+    summary = read_json(Path(config.root) / "bench_gpu" / "benchmark" / "summary.json")
+    assert summary["parts"]["a"]["status"] == "complete"
+    assert "a: machine" in capfd.readouterr().out
 
 
 # What a part may do to itself
@@ -212,9 +232,9 @@ def test_a_part_without_time_is_skipped_and_says_so(tmp_path):
 # One part
 
 
-def made_part(tmp_path, config, seconds=100.0):
+def made_part(tmp_path, config, seconds=100.0, **options):
     (tmp_path / part.FOLDER).mkdir(exist_ok=True)
-    return Part("c", tmp_path, config, seconds)
+    return Part("c", tmp_path, config, seconds, **options)
 
 
 def test_steps_are_written_as_they_are_known_and_a_failed_one_costs_itself(tmp_path, config):
@@ -232,11 +252,10 @@ def test_steps_are_written_as_they_are_known_and_a_failed_one_costs_itself(tmp_p
     assert read_json(part.result_path(tmp_path, "c"))["four"]["unfinished"]
 
 
-def test_a_step_for_which_no_time_is_left_is_left_out_and_no_failure(tmp_path, config, monkeypatch):
-    clock = itertools.count(step=10.0)  # each look costs 10 s
-    monkeypatch.setattr(part, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+def test_a_step_for_which_no_time_is_left_is_left_out_and_no_failure(tmp_path, config):
+    looks = itertools.count(step=10.0)  # each look costs 10 s
     config.gpu.rehearse = False
-    work = made_part(tmp_path, config, seconds=75.0)
+    work = made_part(tmp_path, config, seconds=75.0, clock=lambda: next(looks))
     assert work.step("guessed", lambda: 1, kind="slow", guess=50.0) == 1  # 10 s long, at 30
     assert work.step("too long", lambda: 1, guess=60.0) is None
     assert work.step("like the first", lambda: 1, kind="slow", guess=60.0) == 1
@@ -362,24 +381,24 @@ def test_only_files_with_a_marked_test_are_collected(tmp_path):
     assert suite.marked_files(tmp_path) == marked
 
 
-def test_training_takes_as_many_steps_as_fit_into_its_time(monkeypatch):
+def test_training_takes_as_many_steps_as_fit_into_its_time():
     from draftkit.config import OptimConfig
     from pipelines.benchmarks.gpu import pair
 
-    clock = SimpleNamespace(now=0.0)
+    now = 0.0
     trainer = SimpleNamespace(optim=OptimConfig(), steps=0, tokens=0)
 
     def step(batch):
-        clock.now += 5.0 if trainer.steps == 0 else 0.5  # the first compiles
+        nonlocal now
+        now += 5.0 if trainer.steps == 0 else 0.5  # the first compiles
         trainer.steps, trainer.tokens = trainer.steps + 1, trainer.tokens + 10
         return SimpleNamespace(loss=1.0)
 
     trainer.step = step
-    monkeypatch.setattr(pair, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    told = pair.train(trainer, lambda step: None, 60.0, None)
+    told = pair.train(trainer, lambda step: None, 60.0, None, clock=lambda: now)
     assert told["seconds"] == pytest.approx(60.0, abs=0.5)
     assert told["steps"] == trainer.optim.max_steps == 111
-    assert pair.train(trainer, lambda step: None, 60.0, 3)["steps"] == 114
+    assert pair.train(trainer, lambda step: None, 60.0, 3, clock=lambda: now)["steps"] == 114
 
 
 def test_the_clock_of_a_process_that_ends_by_itself_is_not_its_limit(tmp_path):

@@ -46,8 +46,9 @@ def answers(
     )
 
 
-@pytest.mark.parametrize("kind", sorted(tiny.SEQ2SEQ))
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("kind", "batch_size"), [("t5", 3), ("t5 1.1", 1), ("t5 1.1", 8), ("mt5", 3)]
+)
 def test_greedy_answers_are_those_of_generate(kind: str, batch_size: int) -> None:
     target, draft = tiny.seq2seq_pair(kind)
     speculative = answers(target, draft, 4, batch_size)

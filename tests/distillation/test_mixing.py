@@ -74,13 +74,13 @@ def surprise(answers, expected):
     return float(stats.chisquare(seen, wanted).pvalue)
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("fraction", "sampling"),
+    ("ahead", "fraction", "sampling"),
     [
-        (0.5, SamplingConfig()),
-        (0.8, SamplingConfig(temperature=0.7, top_p=0.9)),
-        (0.3, SamplingConfig(temperature=0.0)),
+        (1, 0.5, SamplingConfig()),
+        (2, 0.5, SamplingConfig()),
+        (4, 0.8, SamplingConfig(temperature=0.7, top_p=0.9)),
+        (4, 0.3, SamplingConfig(temperature=0.0)),
     ],
 )
 def test_every_token_is_the_drafts_by_a_coin_else_the_targets(

@@ -26,8 +26,8 @@ def record(row):
     )
 
 
-@pytest.mark.parametrize("refresh_steps", [1, 2, 3, 4, 5, 7, 12, 100])
-@pytest.mark.parametrize("save_steps", [1, 3, 4, 10])
+@pytest.mark.parametrize("refresh_steps", [1, 3, 4, 7, 100])
+@pytest.mark.parametrize("save_steps", [1, 4, 10])
 def test_what_a_checkpoint_may_come_back_to_is_there_and_little_else(
     tmp_path, refresh_steps, save_steps
 ):

@@ -170,7 +170,7 @@ def test_a_proposer_without_a_draft_goes_by_its_own_name():
 
 
 @pytest.mark.parametrize(
-    ("proposer", "alpha"), [("sampled", 0.9), ("argmax", 0.5), ("hybrid", 14 / 21)]
+    ("proposer", "alpha"), [("sampled", 0.9), ("argmax", 0.5), ("hybrid", 9 / 12)]
 )
 def test_the_best_gamma_is_that_of_the_acceptance_that_is_served(proposer, alpha):
     config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer=proposer))

@@ -28,7 +28,7 @@ from tests.online.traffic import entry
 from tests.pairs import OTHERS, paths, save_pairs
 from tests.services import buffer_of, seeded_registry
 from tests.smoke import splits_of
-from tests.test_online import BARE, SMALL, composed, ended, start
+from tests.test_online import BARE, SMALL, composed, ended, fork
 
 ROUTES = ["online.routes=[default,code]", "online.traffic.domains=[prose,cpp]"]
 LOAD = ["online.traffic.requests=120", "online.traffic.max_new_tokens=12"]
@@ -68,7 +68,7 @@ def test_each_route_is_served_recorded_and_refitted_by_itself(tmp_path: Path) ->
     buffer.close()
     begun = summary.get("versions_published", 0) + summary.get("versions_rejected", 0)
     if begun < 2:  # the load had ended before the daemon was there
-        done = start(tmp_path, config.name, *ROUTES, *EAGER, f"online.most_updates={2 - begun}")
+        done = fork(tmp_path, config.name, *ROUTES, *EAGER, f"online.most_updates={2 - begun}")
         assert "all updates done" in ended(done)
     for route in ("default", "code"):
         registry = registry_of(config, route)

@@ -120,8 +120,7 @@ def test_models_that_keep_other_numbers_of_ids_share_no_code() -> None:
     assert four.signature == others.signature
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("architecture", "temperature"), [("llama", 1.0), ("gemma2", 0.0)])
 def test_compiled_rounds_are_the_eager_ones_before_and_after_new_weights(
     architecture: str, temperature: float
 ) -> None:

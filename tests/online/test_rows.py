@@ -1,6 +1,7 @@
 """Which records an update learns from, how many of each kind, and as what."""
 
 import dataclasses
+import itertools
 from collections import Counter
 
 import pytest
@@ -68,17 +69,15 @@ def test_records_with_another_number_of_stored_ids_are_not_mixed(tmp_path, recor
     assert len(with_scores(narrow, temperature=1.0, width=making.TOP_K)) == 0
 
 
-@pytest.mark.parametrize("size", range(1, 13))
 @pytest.mark.parametrize("shares", [(0.5, 0.5), (0.5, 0.25), (0.0, 1.0), (0.3, 0.7)])
-def test_the_kinds_fill_a_step_of_any_size(size, shares):
+def test_the_kinds_fill_a_step_of_any_size(shares):
     settings = dataclasses.replace(SETTINGS, recent_fraction=shares[0], anchor_fraction=shares[1])
-    for older in (False, True):
-        for anchors in (False, True):
-            counts = kinds(size, settings, has_older=older, has_anchors=anchors)
-            assert sum(counts) == size
-            assert min(counts) >= 0
-            assert counts[1] == 0 or older
-            assert counts[2] == 0 or anchors
+    for size, older, anchors in itertools.product(range(1, 13), (False, True), (False, True)):
+        counts = kinds(size, settings, has_older=older, has_anchors=anchors)
+        assert sum(counts) == size
+        assert min(counts) >= 0
+        assert counts[1] == 0 or older
+        assert counts[2] == 0 or anchors
 
 
 def test_rows_repeat_only_where_there_are_too_few():

@@ -4,6 +4,7 @@ Every wait has a deadline; engines are stopped when their `with` ends.
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -234,6 +235,7 @@ def serving(
     gamma: int = 3,
     verification: str = "speculative",
     started: bool = True,
+    clock: Callable[[], float] = time.monotonic,
     proposer: str = "sampled",
     **serve: Any,
 ) -> Iterator[Engine]:
@@ -254,6 +256,7 @@ def serving(
         serve=ServeConfig(**settings | serve),
         decoding=DecodeConfig(gamma=gamma, compile="false", verification=verification),
         recorder=recorder,
+        clock=clock,
     )
     if started:
         engine.start()

@@ -244,14 +244,14 @@ def test_a_candidate_gets_its_share_of_the_rows_and_never_a_seeded_one() -> None
         until(lambda: engine.drafters.routes["default"].tries)
         # What came before was other traffic: both are judged by what they see from now on.
         assert engine.drafters.routes["default"].current.served.positions == 0
-        versions = served(engine, 160)
-        assert 25 < versions.count(tried) < 75
-        assert versions.count(first) == 160 - versions.count(tried)
-        assert served(engine, 40, seed=3) == [first] * 40
+        versions = served(engine, 96)
+        assert 12 < versions.count(tried) < 48
+        assert versions.count(first) == 96 - versions.count(tried)
+        assert served(engine, 24, seed=3) == [first] * 24
         assert engine.versions() == {"default": first}
         shelf.withdraw(tried, reason="by hand")
         until(lambda: not engine.drafters.routes["default"].tries)
-        assert served(engine, 40) == [first] * 40
+        assert served(engine, 24) == [first] * 24
 
 
 def try_out(weights: dict[str, Tensor]) -> tuple[Shelf, str, list[str]]:

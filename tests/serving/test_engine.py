@@ -3,7 +3,6 @@
 import copy
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ import torch
 from draftkit.config import SamplingConfig
 from draftkit.decoding.streaming import final_text
 from draftkit.models.adapter import Adapter
-from draftkit.serving import engine as engine_module
-from draftkit.serving import rows as rows_module
 from draftkit.serving.jobs import Draining, QueueFull
 from tests import tiny
 from tests.serving.running import GREEDY, answers, ask, bytes_text, job, serving, until
@@ -303,28 +300,20 @@ def test_rows_of_a_failing_round_end_as_errors_and_others_go_on(
 def test_after_failed_rounds_a_server_rests_and_then_takes_jobs_on_trial(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def later(seconds: float) -> None:
-        clock = SimpleNamespace(
-            monotonic=lambda: time.monotonic() + seconds,
-            perf_counter=time.perf_counter,
-            time=time.time,
-        )
-        monkeypatch.setattr(engine_module, "time", clock)
-        monkeypatch.setattr(rows_module, "time", clock)
-
-    with serving(TARGET, draft) as engine:
+    ahead = 0.0  # seconds
+    with serving(TARGET, draft, clock=lambda: time.monotonic() + ahead) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(TARGET, "step", lambda *_, **__: 1 / 0)
             for _ in range(3):
                 assert answers(engine, job(PROMPTS[0], 5))[0].reason == "error"
             assert not engine.healthy()
-            later(30)
+            ahead = 30.0
             assert engine.healthy()
             assert answers(engine, job(PROMPTS[0], 5))[0].reason == "error"
             assert not engine.healthy()
-        later(60)
+        ahead = 60.0
         assert answers(engine, job(PROMPTS[0], 5))[0].reason == "length"
-        later(61)
+        ahead = 61.0
         assert engine.healthy()
 
 

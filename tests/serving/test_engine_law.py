@@ -24,6 +24,7 @@ from tests.theory.checks import adversarial_tables
 from tests.theory.laws import START, LawBroken, check_sample, pair_laws, sequences
 
 TOKENS = 6
+ANSWERS = 1536  # that the law is judged by, and that find both mutants; the soak has more
 SAMPLING = SamplingConfig(temperature=0.8, top_k=6, top_p=0.9)
 
 
@@ -104,7 +105,7 @@ def serve_and_swap(count: int) -> int:
 
 
 def test_served_text_has_the_targets_law_before_during_and_after_swaps() -> None:
-    assert serve_and_swap(3000) >= 5
+    assert serve_and_swap(ANSWERS) >= 5
 
 
 @pytest.mark.soak
@@ -120,16 +121,16 @@ def test_a_canary_beside_the_current_version_changes_no_law() -> None:
         shelf.publish(other_weights(draft, 1))
         name = shelf.publish(other_weights(draft, 2), canary=True)
         until(lambda: engine.drafters.routes["default"].tries)
-        check(sample(engine, 3000, SAMPLING), target, SAMPLING)
+        check(sample(engine, ANSWERS, SAMPLING), target, SAMPLING)
         rows = {key[1]: tally.requests for key, tally in engine.counters().drafters.items()}
-    assert 900 < rows[name] < 1500
+    assert 0.3 < rows[name] / ANSWERS < 0.5
 
 
 @pytest.mark.parametrize("verification", ["block", "match"])
 def test_other_rules_of_verification_serve_the_law_too(verification: str) -> None:
     target, draft = tables()
     with engine_on(target, draft, verification=verification, adapts=True) as engine:
-        check(sample(engine, 3000, SAMPLING), target, SAMPLING)
+        check(sample(engine, ANSWERS, SAMPLING), target, SAMPLING)
 
 
 class Torn(DraftModelProposer):
@@ -147,7 +148,7 @@ def test_a_round_torn_by_a_swap_is_found_out() -> None:
     with engine_on(target, draft, started=False) as engine:
         engine.drafters.routes["default"].current.proposer.__class__ = Torn
         engine.start()
-        tokens = sample(engine, 3000, SAMPLING)
+        tokens = sample(engine, ANSWERS, SAMPLING)
     with pytest.raises(LawBroken):
         check(tokens, target, SAMPLING)
 

@@ -2,13 +2,12 @@
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from draftkit.config import BufferConfig
 from draftkit.online.buffer import Buffer
-from draftkit.serving import recorder as recorder_module
 from draftkit.serving.jobs import Load
 from draftkit.serving.recorder import Recorder
 from tests.online.traffic import DAY, Clocks, entries
@@ -23,9 +22,10 @@ def opened(path: Path, clocks: Clocks) -> Buffer:
     return Buffer(path, BufferConfig(retention_days=1), clock=clocks.clock, up=clocks.up)
 
 
-def idle(buffer: Buffer, *, fraction: float = 0.0) -> Recorder:
+def idle(buffer: Buffer, *, fraction: float = 0.0, **options: Any) -> Recorder:
     """A running recorder that is offered nothing."""
-    recorder = Recorder(buffer, BufferConfig(retention_days=1, fraction=fraction))
+    settings = BufferConfig(retention_days=1, fraction=fraction)
+    recorder = Recorder(buffer, settings, **options)
     recorder.start(lambda: Load(0, 0, 1, draining=False), dict)
     return recorder
 
@@ -48,15 +48,11 @@ def test_a_server_that_starts_deletes_what_is_due(tmp_path: Path, fraction: floa
     buffer.close()
 
 
-def test_an_idle_server_deletes_what_becomes_due(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_server_deletes_what_becomes_due(tmp_path: Path) -> None:
     clocks = Clocks()
-    now = SimpleNamespace(monotonic=lambda: time.monotonic() + clocks.seconds)
-    monkeypatch.setattr(recorder_module, "time", now)
     buffer = opened(tmp_path / "b.sqlite", clocks)
     buffer.append(entries(range(5)))
-    recorder = idle(buffer)
+    recorder = idle(buffer, clock=lambda: time.monotonic() + clocks.seconds)
     until(lambda: buffer.load() is not None)
     assert held(buffer) == 5
     clocks.pass_time(1.5 * DAY)

@@ -8,7 +8,6 @@ import pytest
 from draftkit.config import GateConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.streaming import Decode
-from draftkit.serving import rows as rows_module
 from draftkit.serving.answers import Answer, begin
 from draftkit.serving.drafters import Drafters
 from draftkit.serving.jobs import Job
@@ -23,7 +22,7 @@ PROMPT = tiny.prompts([6])[0]
 class Stand:
     """Rows without an engine, whose drafter is version v000001."""
 
-    def __init__(self, slots: int = 3, decode: Decode = bytes_text) -> None:
+    def __init__(self, slots: int = 3, decode: Decode = bytes_text, **rows: Any) -> None:
         self.decode = decode
         self.shelf = Shelf()
         self.shelf.publish(DRAFT.weights())
@@ -32,7 +31,7 @@ class Stand:
         self.decoder = Decoder(TARGET, slots=slots, capacity=96)
         self.drafters.attach(self.decoder)
         self.drafters.poll()
-        self.rows = Rows(self.decoder, self.drafters, None, gamma=3)
+        self.rows = Rows(self.decoder, self.drafters, None, gamma=3, **rows)
         self.served = lambda: self.drafters.routes["default"].current.served
         self.joined = 0
 
@@ -69,12 +68,11 @@ def test_an_answer_of_two_versions_speaks_for_neither() -> None:
     assert keys == {"v000001", "v000002"}
 
 
-def test_rows_share_the_time_of_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Stand()
+def test_rows_share_the_time_of_their_round() -> None:
     ticks = iter(range(1000))
+    stand = Stand(clock=lambda: float(next(ticks)))
     stand.join(job(PROMPT, 9, sampling=GREEDY))
     stand.join(job(PROMPT, 9, sampling=GREEDY))
-    monkeypatch.setattr(rows_module.time, "perf_counter", lambda: float(next(ticks)))
     stand.rows.round()
     (tally,) = stand.rows.counting.drafters().values()
     assert tally.seconds == 1.0

@@ -276,10 +276,10 @@ def test_alpha_lies_within_the_bounds_of_a_truncated_support(kept: int) -> None:
 
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 4, 7, 19, 20, 127, 500])
-@pytest.mark.parametrize("t", [-4.0, -0.3, 0.0, 0.7, 2.0, 6.5, 30.0])
-def test_the_tail_of_student_s_t_is_that_of_scipy(t: float, degrees: int) -> None:
-    expected = float(stats.t.sf(t, degrees))
-    assert student_t_tail(t, degrees) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+def test_the_tail_of_student_s_t_is_that_of_scipy(degrees: int) -> None:
+    for t in (-4.0, -0.3, 0.0, 0.7, 2.0, 6.5, 30.0):
+        expected = float(stats.t.sf(t, degrees))
+        assert student_t_tail(t, degrees) == pytest.approx(expected, rel=1e-9, abs=1e-12), t
 
 
 def test_with_answers_of_one_length_the_test_of_a_gain_is_the_paired_t_test() -> None:

@@ -175,23 +175,28 @@ class Lesson:
 
 
 def train(
-    trainer: Trainer, batch: Callable[[int], Batch], seconds: float, steps: int | None
+    trainer: Trainer,
+    batch: Callable[[int], Batch],
+    seconds: float,
+    steps: int | None,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Train for about `seconds`, the rate falling to its end by then; or for `steps`."""
-    started = paced = time.perf_counter()
+    started = paced = clock()
     loss = 0.0
     for step in count():
         if step == SETTLING:
-            paced = time.perf_counter()
+            paced = clock()
         if step == PACED and steps is None:
-            now = time.perf_counter()
+            now = clock()
             pace, left = (now - paced) / (PACED - SETTLING), seconds - (now - started)
             most = PACED + max(1, int(left / pace))
             trainer.optim = replace(trainer.optim, max_steps=most)
         if step >= (trainer.optim.max_steps if steps is None else steps):
             break
         loss = trainer.step(batch(step)).loss
-    taken = time.perf_counter() - started
+    taken = clock() - started
     tokens = trainer.tokens
     return {
         "steps": trainer.steps,

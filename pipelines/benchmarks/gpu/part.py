@@ -44,7 +44,14 @@ T = TypeVar("T")
 class Part:
     """One part at work: its configuration, its time, and what it has measured so far."""
 
-    def __init__(self, letter: str, folder: Path, config: Config, seconds: float) -> None:
+    def __init__(
+        self,
+        letter: str,
+        folder: Path,
+        config: Config,
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.letter = letter
         self.folder = folder
         self.seconds = seconds  # for all of it
@@ -55,12 +62,13 @@ class Part:
             self.config = replace(config, hardware=hardware)
         self.steps: dict[str, dict[str, Any]] = {}
         self._longest: dict[str, float] = {}  # seconds, by kind of step
-        self._started = time.monotonic()
+        self._clock = clock
+        self._started = clock()
 
     @property
     def left(self) -> float:
         """Seconds until the process is killed."""
-        return self.seconds - (time.monotonic() - self._started)
+        return self.seconds - (self._clock() - self._started)
 
     @property
     def failed(self) -> bool:
@@ -86,17 +94,17 @@ class Part:
         if not self.rehearses and expected > self.left:
             reason = f"needs about {expected:.0f} s, {self.left:.0f} are left"
             return self._note(name, {"left_out": reason})
-        started = time.monotonic()
+        started = self._clock()
         try:
             value = function()
         except Exception:
             text = traceback.format_exc()
-            self._note(name, {"seconds": time.monotonic() - started, "error": text})
+            self._note(name, {"seconds": self._clock() - started, "error": text})
             print(text, flush=True)
             if needed:
                 raise
             return None
-        seconds = time.monotonic() - started
+        seconds = self._clock() - started
         if kind:
             self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
         self._note(name, {"seconds": seconds} | ({"result": value} if kept else {}))

@@ -116,7 +116,7 @@ def test_decoding_counts_only_where_texts_depend_on_it(tmp_path: Path) -> None:
         changes = [[], ["decode.gamma=2"], ["decode=block"]]
         return [decoding_of(smoke(tmp_path, f"source={source}", *change)) for change in changes]
 
-    assert marks("draft") == marks("mix") == [{}, {}, {}]
+    assert marks("draft") == marks("mix") == [[], [], []]
     first, gamma, verification = marks("block")
     assert first == verification != gamma
     first, gamma, verification = marks("replay")

@@ -1,24 +1,22 @@
 """The learning rate is the best of those tried, and a trial that has ended is not run again."""
 
 import math
-import multiprocessing
 import os
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from accelerate import PartialState
 
 from draftkit.artifacts import read_json
-from draftkit.config import DivergenceConfig
+from draftkit.config import Config, DivergenceConfig, ModelConfig
 from draftkit.distillation.loop import Outcome
 from draftkit.models.loading import load_draft, save_model
-from draftkit.tracking import read_metrics
+from draftkit.models.sharding import layers_of
+from draftkit.tracking import Tracker, read_metrics
 from draftkit.workflow import fitting
-from draftkit.workflow.fitting import Fitted, choose_rate, fit
+from draftkit.workflow.fitting import Fitted, choose_rate, fit, load_teaching_target
 from tests import tiny
-from tests.launching import free_port
+from tests.launching import fork_ranks
 from tests.workflow.making import CONFIG, config_of, make_job
 
 
@@ -141,39 +139,48 @@ def test_the_width_of_a_draft_is_known_without_its_weights(pair, tmp_path, monke
     assert fit(make_job(pair, tmp_path, config)).alpha_by_rate == {base: 0.5, 2 * base: 0.5}
 
 
-def choose_as(rank: int, port: int, pair: Path, root: Path, found: Connection) -> None:
+def choose_as(pair: Path, root: Path) -> dict[float, float | None]:
     """In a process of two: choose a rate by trials that end in other alphas on each of them."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    PartialState._reset_state()
-
-    def run(job, optim, folder, name):
-        return ended(optim.learning_rate / 10 + rank)
-
-    fitting.fit_once = run
+    rank = int(os.environ["RANK"])
+    fitting.fit_once = lambda job, optim, folder, name: ended(optim.learning_rate / 10 + rank)
     config = config_of(rate_factors=[0.5, 1, 2], learning_rate=1.0)
-    found.send(choose_rate(make_job(pair, root / str(rank), config, is_main=rank == 0)))
+    return choose_rate(make_job(pair, root / str(rank), config, is_main=rank == 0))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_several_processes_take_the_alpha_of_the_first_one(pair, tmp_path):
     """They need not see its files: not yet, or, as here, not at all."""
     make_job(pair, tmp_path)  # so that no forked process has to sample
-    forking, port = multiprocessing.get_context("fork"), free_port()
-    ends = [forking.Pipe(duplex=False) for _ in range(2)]
-    ranks = [
-        forking.Process(target=choose_as, args=(rank, port, pair, tmp_path, end[1]), daemon=True)
-        for rank, end in enumerate(ends)
-    ]
-    for process in ranks:
-        process.start()
-    for _, written in ends:
-        written.close()  # so that a process that ends without an answer is noticed
-    assert [read.recv() for read, _ in ends] == 2 * [{0.5: 0.05, 1.0: 0.1, 2.0: 0.2}]
-    for process in ranks:
-        process.join()
-        assert process.exitcode == 0
+    assert fork_ranks(choose_as, pair, tmp_path) == 2 * [{0.5: 0.05, 1.0: 0.1, 2.0: 0.2}]
+
+
+def fit_in_parts(
+    pair: Path, root: Path, config: Config
+) -> tuple[Outcome, dict[float, float | None]]:
+    """In a process of two: fit with half of the target's layers."""
+    target = load_teaching_target(
+        ModelConfig(path=str(pair / "target")), config.hardware, stored=False
+    )
+    held = sum(weight.numel() for weight in layers_of(target.adapter.model).parameters())
+    local = [weight.to_local() for weight in layers_of(target.adapter.model).parameters()]
+    assert sum(weight.numel() for weight in local) < 0.6 * held
+    is_main = os.environ["RANK"] == "0"
+    options = {"target": target, "is_main": is_main, "tracker": Tracker(None)}
+    fitted = fit(make_job(pair, root, config, **options))
+    return fitted.outcome, fitted.alpha_by_rate
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_two_processes_that_share_the_target_fit_as_one_does(pair, tmp_path):
+    """Through two trials and the run, for which its layers are split once."""
+    tries = {"rate_factors": [0.5, 1], "per_device_train_batch_size": 2}
+    alone = fit(make_job(pair, tmp_path / "one", config_of(gradient_accumulation_steps=2, **tries)))
+    parts = replace(config_of(**tries), hardware=replace(CONFIG.hardware, shard_target=True))
+    first, second = fork_ranks(fit_in_parts, pair, tmp_path / "two", parts)
+    assert first == second
+    assert first[0].last_alpha == pytest.approx(alone.outcome.last_alpha, rel=1e-4)
+    assert first[0].tokens == alone.outcome.tokens
+    assert first[1] == pytest.approx(alone.alpha_by_rate, rel=1e-4)
 
 
 def test_weights_that_are_to_draft_by_argmax_are_chosen_by_what_that_accepts(pair, tmp_path):

@@ -128,7 +128,8 @@ def judge(
     # Each condition is one for passing, so that NaN refuses.
     if change is not None and not change.low >= -tolerance:
         publish = False
-        text = f"anchors: {signed(change.as_dict())} since the first version, {-tolerance:g} is allowed"
+        lost = signed(change.as_dict())
+        text = f"anchors: {lost} since the first version, {-tolerance:g} is allowed"
     elif not gain.prompts >= LEAST_PROMPTS:
         publish, text = (
             False,

@@ -15,6 +15,7 @@ import torch
 from draftkit.artifacts import provenance, write_json
 from draftkit.config import Config, OptimConfig
 from draftkit.distillation.trainer import Trainer
+from draftkit.evaluation.judge import SERVED_ALPHA
 from draftkit.models.loading import (
     Outline,
     Target,
@@ -173,6 +174,7 @@ def make_refit(
             load_draft(with_path(start, current.path), outline),
             target.adapter if target else None,
             batch_size=config.evaluate.batch_size,
+            acceptance=SERVED_ALPHA.get(config.decode.proposer, "alpha"),
         ),
         anchors=anchors,
         settings=config.online,

@@ -60,7 +60,9 @@ class Judge:
     """Scores weights on records in the precision in which they will be served.
 
     `draft` is a model of the judge's own, into which weights are copied. With `target` alpha is
-    exact; without it the records' stored scores serve, and alpha counts what is certain.
+    exact; without it the records' stored scores serve, and alpha counts what is certain. What is
+    gated is the mode of acceptance that is served, under the name alpha: `alpha_greedy_draft` where
+    the draft's argmax is proposed, which only a target can score.
     """
 
     def __init__(
@@ -69,8 +71,11 @@ class Judge:
         target: CausalAdapter | RememberedAdapter | None,
         *,
         batch_size: int,
+        acceptance: str = "alpha",
     ) -> None:
+        assert target is not None or acceptance == "alpha"
         self.draft = draft
+        self._acceptance = acceptance
         self._target = target
         self._batch_size = batch_size
 
@@ -86,7 +91,8 @@ class Judge:
         options: dict[str, Any] = {"sampling": None, "batch_size": self._batch_size}
         if self._target is None:
             return score_stored(self.draft, records, **options)[0]
-        return score_contexts(self._target, self.draft, records, **options)
+        scored = score_contexts(self._target, self.draft, records, **options)
+        return PromptTotals({"alpha": scored.totals[self._acceptance]}, scored.counts)
 
 
 def level_of(gate: int) -> float:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftkit.artifacts import fingerprint, read_json, write_json
-from draftkit.config import Config
+from draftkit.config import Config, flatten
 from pipelines.evaluate import PROMPTS
 from pipelines.experiments.matrix import (
     Cell,
@@ -44,16 +44,6 @@ _CONTENT = ("target", "data")  # inputs of which the settings do not tell all: a
 _SAME_MACHINE = (*_SAME_QUESTION, "hardware", "machine")
 
 Row = dict[str, Any]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _is_stage(folder: Path) -> bool:
@@ -103,7 +93,7 @@ def read_run(folder: Path) -> Row:
     settings: dict[str, Any] = {}
     for path in reversed(stages):
         if (path / CONFIG).is_file():
-            settings |= _flat(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
+            settings |= flatten(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
     manifest = read_json(stages[0] / MANIFEST)
     machine = manifest.get("provenance", {}).get("hardware", {})
     shown = {key: value for key, value in settings.items() if key.split(".")[0] not in _NOT_SHOWN}
@@ -162,7 +152,7 @@ def read_remote(name: str) -> list[Row]:
         numbers |= {"verdict": flat.get("verdict")}
         settings = {
             key: value
-            for key, value in _flat(run.config).items()
+            for key, value in flatten(run.config).items()
             if key.split(".")[0] not in (*_NOT_SHOWN, "provenance", "inputs")
         } | checksums(run.config.get("inputs", {}))
         unfinished = [] if run.state == "finished" else [STAGES[0]]

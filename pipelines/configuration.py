@@ -43,7 +43,6 @@ def dotted_keys() -> list[str]:
 
 
 def groups() -> list[str]:
-    """The groups of `conf/`."""
     return sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
 
 

@@ -65,16 +65,21 @@ def show(config: Config, folder: Path) -> None:
     after=show,
 )
 def online(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Do what `online.task` says."""
     return EXPERIMENTS[config.online.task](config, folder)
 
 
 def check_drafter(config: Config) -> None:
-    """Raise ValueError where `decode.proposer` leaves nothing to refit."""
-    if not config.decode.has_drafter and config.online.task != "rollback":
+    """Raise ValueError where `decode.proposer` leaves nothing to refit, or nothing to judge by."""
+    proposer = config.decode.proposer
+    if config.online.task == "rollback":
+        return
+    if not config.decode.has_drafter:
+        names = ", ".join(DRAFTED_NAMES)
+        raise ValueError(f"decode.proposer={proposer} has no drafter to refit: use one of {names}")
+    if proposer == "argmax" and config.online.teacher == "stored":
         raise ValueError(
-            f"decode.proposer={config.decode.proposer} has no drafter to refit: use one of "
-            f"{', '.join(DRAFTED_NAMES)}"
+            "decode.proposer=argmax needs online.teacher=target: stored scores do not tell how "
+            "often the draft's argmax is accepted"
         )
 
 

@@ -62,7 +62,6 @@ def read_present(text: str) -> dict[str, str | None]:
 
 
 def wanted() -> list[Requirement]:
-    """What draftkit depends on."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return [Requirement(line) for line in project["dependencies"]]
 

@@ -303,4 +303,7 @@ def test_where_nothing_is_drafted_there_is_nothing_to_refit(name: str) -> None:
     config = compose_config(["+experiment=serve", f"decode.proposer={name}"])
     with pytest.raises(ValueError, match=f"decode.proposer={name} has no drafter to refit: use "):
         check_drafter(config)
-    check_drafter(compose_config(["+experiment=serve", "decode.proposer=argmax"]))
+    argmax = ["+experiment=serve", "decode.proposer=argmax"]
+    check_drafter(compose_config(argmax))
+    with pytest.raises(ValueError, match=r"decode\.proposer=argmax needs online\.teacher=target"):
+        check_drafter(compose_config([*argmax, "online.teacher=stored"]))

@@ -20,9 +20,10 @@ from draftkit.serving.connections import listen
 from pipelines.configuration import compose_config
 from pipelines.folder import locked
 from pipelines.serve import KEY_VARIABLE, answered_at, api_key, serve
-from pipelines.service import buffer_of, service_folder
+from pipelines.service import service_folder
 from tests import tiny
 from tests.launching import ROOT, Forked
+from tests.services import buffer_of
 from tests.serving.fakes import ask, chat_tokenizer, completion, wait_for
 from tests.tiny import byte_tokenizer
 

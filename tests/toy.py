@@ -32,7 +32,9 @@ class Toy:
         self.content = "text"
         self.trouble: Callable[[int], None] = lambda step: None
         self.up = stage(sections=("data.max_length",), shared=True, name="up")(self._up)
-        self.down = stage(sections=("seed", "optim"), needs=self._needs, name="down")(self._down)
+        self.down = stage(
+            sections=("seed", "optim"), needs=self._needs, name="down", everywhere=True
+        )(self._down)
 
     def _up(self, config: Config, folder: StageFolder) -> dict[str, Any]:
         self.runs.append("up")

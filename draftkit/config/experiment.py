@@ -1,6 +1,7 @@
 """A whole experiment: all sections together, and where it runs and reports."""
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from draftkit.config.choices import (
@@ -110,12 +111,11 @@ class Config:
 
 
 def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
-    """A dataclass as `{dotted key: value}`, in order, the form in which settings are compared."""
+    """A section or nested mapping as `{dotted key: value}`, in order, as settings are compared."""
     flat: dict[str, Any] = {}
-    for field_ in fields(section):
-        value = getattr(section, field_.name)
-        if is_dataclass(value):
-            flat |= flatten(value, f"{prefix}{field_.name}.")
+    for key, value in (section if isinstance(section, Mapping) else vars(section)).items():
+        if is_dataclass(value) or isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{field_.name}"] = value
+            flat[f"{prefix}{key}"] = value
     return flat

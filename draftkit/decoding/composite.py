@@ -38,7 +38,6 @@ class Composite(Proposer):
         self.max_positions = model.max_positions
 
     def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
-        """Make the model's cache."""
         self.model.allocate(slots, capacity, encoder_capacity)
 
     def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
@@ -50,7 +49,6 @@ class Composite(Proposer):
         self.model.prefill(tokens, positions=positions, rows=rows, visible=visible)
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's."""
         return self.model.weights()
 
     def swap(self, state_dict: dict[str, Tensor], version: str) -> None:

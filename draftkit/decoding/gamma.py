@@ -111,7 +111,6 @@ class SteppedGamma:
         return max(step for step in self._steps if step <= best)
 
     def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
-        """Tell the policy."""
         self._policy.observe(gamma=gamma, accepted=accepted)
 
 

@@ -209,7 +209,6 @@ class DraftModelProposer(Proposer):
         return first, after
 
     def weights(self) -> dict[str, Tensor]:
-        """The draft's."""
         return self.draft.weights()
 
     def swap(self, state_dict: dict[str, Tensor], version: str) -> None:

@@ -68,7 +68,6 @@ class Packed(NamedTuple):
     numbers: Tensor  # [B, F] of the outcome's floats, in the widest of their precisions
 
     def select(self, places: Tensor) -> "Packed":
-        """The rows at `places`."""
         return Packed(self.integers[places], self.numbers[places])
 
 

@@ -62,7 +62,6 @@ class MixtureSampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
     ) -> list[Record]:
-        """As in `Sampler`."""
         if not prompts:
             return []
         settings = self.settings

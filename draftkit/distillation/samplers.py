@@ -98,7 +98,6 @@ class DecoderSampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
     ) -> list[Record]:
-        """As in `Sampler`."""
         settings = self.settings
         requests = settings.requests(prompts, rows, models=[self.model])
         if self.compiled:
@@ -154,7 +153,6 @@ class SpeculativeSampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
     ) -> list[Record]:
-        """As in `Sampler`."""
         settings = self.settings
         models = [self.target, self.draft]
         answers = decode(

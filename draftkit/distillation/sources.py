@@ -178,7 +178,6 @@ class Shard:
     count: int = 1
 
     def of(self, rows: range) -> range:
-        """Its own `rows`."""
         return rows[self.index :: self.count]
 
 

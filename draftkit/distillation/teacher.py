@@ -80,7 +80,6 @@ class FullScores:
     head: Head | None
 
     def beside(self, draft_logits: Tensor, rows: slice, warp: Warp) -> tuple[Tensor, Tensor]:
-        """Both over the vocabulary."""
         with torch.no_grad():
             target_logits = warp.target(self._logits(rows))
         return target_logits, warp.draft(draft_logits)

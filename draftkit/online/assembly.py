@@ -5,6 +5,7 @@ from pathlib import Path
 
 from draftkit.config import Config, ModelConfig, OptimConfig
 from draftkit.distillation.trainer import Trainer
+from draftkit.evaluation.judge import SERVED_ALPHA
 from draftkit.models.loading import Outline, Target, load_draft, save_draft, with_path
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.buffer import Buffer
@@ -49,6 +50,7 @@ def make_refit(
             load_draft(with_path(start, current.path), target),
             knows,
             batch_size=config.evaluate.batch_size,
+            acceptance=SERVED_ALPHA.get(config.decode.proposer, "alpha"),
         ),
         anchors=anchors,
         settings=config.online,

@@ -22,6 +22,7 @@ from torch import Tensor
 from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record
 from draftkit.evaluation.alpha import PromptTotals, gains, score_contexts, score_stored
+from draftkit.evaluation.report import signed
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import Estimate, gain_p_value
@@ -59,7 +60,9 @@ class Judge:
     """Scores weights on records in the precision in which they will be served.
 
     `draft` is a model of the judge's own, into which weights are copied. With `target` alpha is
-    exact; without it the records' stored scores serve, and alpha counts what is certain.
+    exact; without it the records' stored scores serve, and alpha counts what is certain. What is
+    gated is the mode of acceptance that is served, under the name alpha: `alpha_greedy_draft` where
+    the draft's argmax is proposed, which only a target can score.
     """
 
     def __init__(
@@ -68,8 +71,11 @@ class Judge:
         target: CausalAdapter | RememberedAdapter | None,
         *,
         batch_size: int,
+        acceptance: str = "alpha",
     ) -> None:
+        assert target is not None or acceptance == "alpha"
         self.draft = draft
+        self._acceptance = acceptance
         self._target = target
         self._batch_size = batch_size
 
@@ -85,7 +91,8 @@ class Judge:
         options: dict[str, Any] = {"sampling": None, "batch_size": self._batch_size}
         if self._target is None:
             return score_stored(self.draft, records, **options)[0]
-        return score_contexts(self._target, self.draft, records, **options)
+        scored = score_contexts(self._target, self.draft, records, **options)
+        return PromptTotals({"alpha": scored.totals[self._acceptance]}, scored.counts)
 
 
 def level_of(gate: int) -> float:
@@ -123,11 +130,12 @@ def judge(
     if anchor_after is not None and anchor_first is not None:
         change = gains(after=anchor_after, before=anchor_first, seed=seed, resamples=RESAMPLES)
         change = change["alpha"]
-    level, text = level_of(gate), f"alpha {shown(gain)} on held-out recent traffic"
+    level, text = level_of(gate), f"alpha {signed(gain.as_dict())} on held-out recent traffic"
     # Each condition is one for passing, so that NaN refuses.
     if change is not None and not change.low >= -tolerance:
         publish = False
-        text = f"anchors: {shown(change)} since the first version, {-tolerance:g} is allowed"
+        lost = signed(change.as_dict())
+        text = f"anchors: {lost} since the first version, {-tolerance:g} is allowed"
     elif not gain.prompts >= LEAST_PROMPTS:
         publish, text = (
             False,
@@ -139,8 +147,3 @@ def judge(
     else:
         publish, text = True, f"{text}, p = {p_value:.2g}"
     return Verdict(publish, text, gain, change, p_value)
-
-
-def shown(change: Estimate) -> str:
-    """A difference with its interval."""
-    return f"{change.mean:+.3f} [{change.low:+.3f}, {change.high:+.3f}]"

@@ -90,7 +90,6 @@ class Answer:
 def begin(
     number: int, job: Job, listener: Listener, *, decode: Decode, seed: int, now: float
 ) -> Answer:
-    """An answer without tokens."""
     return Answer(
         number=number,
         job=job,

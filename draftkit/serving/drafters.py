@@ -139,7 +139,6 @@ class Drafters:
     # For the thread that decodes
 
     def attach(self, decoder: Decoder) -> None:
-        """Give `decoder` the proposers."""
         for route in self.routes.values():
             for role in route.roles:
                 decoder.attach(role.proposer_id, role.proposer)
@@ -186,7 +185,6 @@ class Drafters:
         self._thread.start()
 
     def stop(self) -> None:
-        """Follow them no more."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()

@@ -126,7 +126,6 @@ class Engine:
             self._changed.notify()
 
     def load(self) -> Load:
-        """How busy it is."""
         with self._changed:
             return Load(
                 len(self._waiting), len(self._rows), self._serve.slots, draining=self._draining

@@ -101,7 +101,6 @@ class Bench:
         return PROPOSERS[name or self.chosen](material)
 
     def plain(self, *, eager: bool = False) -> Method:
-        """Our decoder without speculation."""
         return decoding(self.pair.target, None, self._setting(eager))
 
     def drafted(
@@ -240,7 +239,6 @@ def setting_of(
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median and quartiles."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": statistics.median(values), "quartiles": [low, high]}
 

@@ -43,7 +43,6 @@ class Lab:
 
     @property
     def path(self) -> Path:
-        """Where products go."""
         return self.folder.path
 
 

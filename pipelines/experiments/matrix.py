@@ -11,6 +11,7 @@ many is more likely than others to have been lucky, as is the control that did b
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -98,7 +99,6 @@ def is_matrix(cells: Sequence[Cell]) -> bool:
 
 
 def temperatures(cells: Sequence[Cell]) -> list[float]:
-    """All of them, ascending."""
     return sorted({cell.temperature for cell in cells})
 
 
@@ -113,11 +113,6 @@ def grid(cells: Sequence[Cell], temperature: float) -> dict[str, dict[str, list[
         if cell.temperature == temperature:
             rows[cell.divergence][cell.source].append(cell)
     return rows
-
-
-def mean(values: Sequence[float]) -> float:
-    """Their mean."""
-    return sum(values) / len(values)
 
 
 def paired(after: Sequence[Cell], baselines: Sequence[list[float]]) -> Number:
@@ -154,7 +149,7 @@ def gain(cells: Sequence[Cell]) -> Number:
 def control(cells: Sequence[Cell], temperature: float) -> list[Cell]:
     """The seeds of the better plain training, on whichever texts; none where it was not run."""
     found = [seeds for seeds in grid(cells, temperature).get(CONTROL, {}).values() if seeds]
-    return max(found, key=lambda seeds: mean([cell.alpha["mean"] for cell in seeds]), default=[])
+    return max(found, key=lambda seeds: fmean([cell.alpha["mean"] for cell in seeds]), default=[])
 
 
 def over_control(cells: Sequence[Cell], controls: Sequence[Cell]) -> Number | None:
@@ -231,7 +226,7 @@ def cell_text(cells: Sequence[Cell]) -> str:
     """The gain, its interval, and `x1.31` below each other; of several seeds with their count."""
     if not cells:
         return ""
-    times = mean([cell.length_gain for cell in cells])
+    times = fmean([cell.length_gain for cell in cells])
     seeds = f" n={len(cells)}" if len(cells) > 1 else ""
     return f"{number_text(gain(cells))}\nx{times:.2f}{seeds}"
 

@@ -140,7 +140,6 @@ def ask(url: str, requests: Sequence[tuple[str, Sequence[int]]], config: Config)
 
 
 def served_row(served: Served) -> dict[str, Any]:
-    """What one version did."""
     return {
         "version": served.version,
         "requests": served.requests,

@@ -6,6 +6,7 @@ import torch.distributed
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.batch import TokenSequence, collate
 from draftkit.distillation.loop import train
+from draftkit.distillation.ranks import agree, leave_group
 from draftkit.distillation.sources import Shard, TextSource
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
@@ -140,6 +141,7 @@ def losses(divergence, dtype, *, accumulation):
 def measured(folder, runs):
     """In a process of several: the losses of each run, and what they could disagree about."""
     found = [losses(name, getattr(torch, dtype), accumulation=1) for name, dtype, _ in runs]
-    agreed = {"masks": masks(), "refused": refused(), "best": best(folder), "passes": passes()}
-    torch.distributed.destroy_process_group()
+    agreed: dict = {"agreed": agree(torch.distributed.get_rank())}
+    agreed |= {"masks": masks(), "refused": refused(), "best": best(folder), "passes": passes()}
+    leave_group()
     return [*found, agreed]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftkit.distillation.ranks import agree
 from tests.distillation.ranks import losses, measured
 from tests.launching import fork_ranks
 
@@ -55,6 +56,13 @@ def test_all_processes_read_with_the_target_equally_often(
     """Where its layers are shared they wait for each other in every pass."""
     first, second = of_both(ranks, "passes")
     assert first == second > 1
+
+
+def test_all_processes_take_the_value_of_the_first_and_one_its_own(
+    ranks: list[list[dict[str, Any]]],
+) -> None:
+    assert of_both(ranks, "agreed") == (0, 0)
+    assert agree("mine") == "mine"
 
 
 @pytest.mark.parametrize("place", range(len(RUNS)), ids=[run[0] for run in RUNS])

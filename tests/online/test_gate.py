@@ -203,6 +203,21 @@ def test_the_judge_scores_weights_and_not_the_model_it_was_given():
         torch.testing.assert_close(found, expected)
 
 
+def test_a_drafter_that_is_served_by_its_argmax_is_judged_by_it():
+    target, records = making.target(), making.traffic(6)
+    own = tiny.adapter(seed=8)
+    served, sampled = (
+        Judge(tiny.adapter(seed=5), target, batch_size=4, acceptance=mode)
+        for mode in ("alpha_greedy_draft", "alpha")
+    )
+    weights = own.weights()
+    scored = score_contexts(target, own, records, sampling=None, batch_size=4)
+    for judge_of, mode in ((served, "alpha_greedy_draft"), (sampled, "alpha")):
+        found = judge_of.score(weights, records)
+        torch.testing.assert_close(found.totals["alpha"], scored.totals[mode])
+    assert not torch.equal(scored.totals["alpha"], scored.totals["alpha_greedy_draft"])
+
+
 def test_stored_scores_never_overstate_alpha():
     target, records = making.target(), making.traffic(6)
     draft = tiny.adapter(seed=8)

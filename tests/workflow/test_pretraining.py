@@ -1,4 +1,4 @@
-"""In a distributed launch one process trains a model that all then read."""
+"""A small model trained from scratch learns its text, is saved whole and leaves nothing beside."""
 
 import os
 from dataclasses import replace
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftkit.config import ModelConfig, PretrainConfig
+from draftkit.config import Config, HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.data.prompts import Example
 from draftkit.distillation.ranks import agree
 from draftkit.models.loading import load_target
@@ -14,45 +14,58 @@ from draftkit.tracking import Tracker, read_metrics
 from draftkit.workflow.pretraining import pretrain
 from tests import tiny
 from tests.launching import fork_ranks
-from tests.workflow.making import CONFIG
 
 SHAPE = PretrainConfig(
-    num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=32, max_steps=6
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+    max_steps=30,
+    per_device_train_batch_size=4,
+    learning_rate=1e-2,
+)
+CONFIG = Config(
+    hardware=HardwareConfig(device="cpu", dtype="float32"), target=ModelConfig(pretrain=SHAPE)
 )
 
 
-def make(folder: Path) -> None:
-    prompts = tiny.prompts([12] * 16)
+def make(folder: Path) -> list[float]:
+    """Train the target in `folder`; its losses."""
     pretrain(
         "target",
-        replace(CONFIG, target=ModelConfig(pretrain=SHAPE)),
+        CONFIG,
         tokenizer=tiny.byte_tokenizer(),
-        texts=[Example(ids, [False] + [True] * (len(ids) - 1), "", "") for ids in prompts],
+        texts=[Example([1, 2, 3, 4] * 4, [True] * 16, "", "")] * 8,
         folder=folder,
         tracker=Tracker(folder),
         note=lambda line: None,
     )
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
+
+
+def weights(folder: Path) -> list[float]:
+    """A number of each weight of the trained target."""
+    path = replace(CONFIG.target, path=str(folder / "target"))
+    model = load_target(path, CONFIG.hardware).adapter.model
+    assert model.config.num_hidden_layers == 1
+    return [float(weight.sum()) for weight in model.parameters()]
 
 
 def read_by_all(folder: Path) -> list[float]:
     """What each of two processes reads of the model that the first has trained."""
-    first = os.environ["RANK"] == "0"
-    if first:
+    if os.environ["RANK"] == "0":
         make(folder)
     agree("it is there")
-    target = load_target(ModelConfig(path=str(folder / "target")), CONFIG.hardware)
-    return [float(weight.sum()) for weight in target.adapter.model.parameters()]
+    return weights(folder)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_one_of_two_processes_trains_what_both_read(tmp_path: Path) -> None:
-    (tmp_path / "alone").mkdir()
-    make(tmp_path / "alone")
-    first, second = fork_ranks(read_by_all, tmp_path)
-    assert first == second
-    losses = [
-        [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
-        for folder in (tmp_path, tmp_path / "alone")
-    ]
-    assert losses[0] == losses[1]
-    assert not list(tmp_path.rglob("*-training"))
+def test_a_model_learns_and_is_saved_whole_by_one_of_several_processes(tmp_path: Path) -> None:
+    alone, launched = tmp_path / "alone", tmp_path / "launched"
+    alone.mkdir()
+    launched.mkdir()
+    losses = make(alone)
+    assert losses[-1] < 0.5 * losses[0]
+    assert not (alone / "target-training").exists()
+    assert fork_ranks(read_by_all, launched) == 2 * [pytest.approx(weights(alone), rel=1e-3)]

@@ -44,7 +44,6 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def run(part: Part) -> None:
-    """Measure the ceilings."""
     device = resolve_device(part.config.hardware)
     size = REHEARSED_MATRIX if part.rehearses else MATRIX
     part.step("machine", lambda: machine(device))

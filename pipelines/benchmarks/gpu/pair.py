@@ -208,7 +208,6 @@ def train(
 
 
 def run(part: Part) -> None:
-    """Train, distil, and measure."""
     size = REHEARSED if part.rehearses else REAL
     lesson = part.step("text", lambda: Lesson(part, size), needed=True, kept=False)
     assert lesson is not None

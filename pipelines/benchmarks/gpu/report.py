@@ -32,7 +32,6 @@ def report(summary: dict[str, Any], origin: dict[str, Any]) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return [f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |" for line in lines]
 
@@ -90,7 +89,6 @@ def part_lines(part: dict[str, Any]) -> Iterator[str]:
 
 
 def fenced(title: str, text: str) -> list[str]:
-    """`text` as it is."""
     return ["", title, "", "````text", text.rstrip(), "````", ""]
 
 

@@ -4,7 +4,11 @@ Importing this module loads no torch, so a command can use it before it knows wh
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK")  # what a launcher sets, and accelerate reads
 
 
 def is_alone() -> bool:
@@ -47,3 +51,20 @@ def agree(value: Any) -> Any:
     values = [value]
     torch.distributed.broadcast_object_list(values, src=0)
     return values[0]
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this process train by itself, while the others of a distributed launch wait for it."""
+    if is_alone():
+        yield
+        return
+    from accelerate.state import AcceleratorState
+
+    launched = {name: os.environ.pop(name) for name in LAUNCHED if name in os.environ}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        yield
+    finally:
+        os.environ |= launched
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -11,6 +11,7 @@ from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfi
 from draftkit.data.prompts import Example
 from draftkit.data.store import Mapped
 from draftkit.distillation.loop import Progress, train
+from draftkit.distillation.ranks import alone
 from draftkit.distillation.sources import TextSource, whole_text
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
@@ -20,6 +21,7 @@ from draftkit.tracking import Tracker
 from draftkit.workflow.progress import progress
 
 
+@alone()  # in a distributed launch the first process makes the model, the others wait for it
 def pretrain(
     key: str,
     config: Config,

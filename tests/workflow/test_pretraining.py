@@ -1,42 +1,71 @@
 """A small model trained from scratch learns its text, is saved whole and leaves nothing beside."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from draftkit.config import Config, HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.data.prompts import Example
+from draftkit.distillation.ranks import agree
 from draftkit.models.loading import load_target
 from draftkit.tracking import Tracker, read_metrics
 from draftkit.workflow.pretraining import pretrain
 from tests import tiny
+from tests.launching import fork_ranks
+
+SHAPE = PretrainConfig(
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+    max_steps=30,
+    per_device_train_batch_size=4,
+    learning_rate=1e-2,
+)
+CONFIG = Config(
+    hardware=HardwareConfig(device="cpu", dtype="float32"), target=ModelConfig(pretrain=SHAPE)
+)
 
 
-def test_a_model_learns_and_is_saved_whole(tmp_path: Path) -> None:
-    shape = PretrainConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        max_steps=30,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-    )
-    hardware = HardwareConfig(device="cpu", dtype="float32")
-    config = Config(hardware=hardware, target=ModelConfig(pretrain=shape))
-    texts = [Example([1, 2, 3, 4] * 4, [True] * 16, "", "")] * 8
+def make(folder: Path) -> list[float]:
+    """Train the target in `folder`; its losses."""
     pretrain(
         "target",
-        config,
+        CONFIG,
         tokenizer=tiny.byte_tokenizer(),
-        texts=texts,
-        folder=tmp_path,
-        tracker=Tracker(tmp_path),
+        texts=[Example([1, 2, 3, 4] * 4, [True] * 16, "", "")] * 8,
+        folder=folder,
+        tracker=Tracker(folder),
         note=lambda line: None,
     )
-    losses = [line["loss"] for line in read_metrics(tmp_path / "metrics.jsonl")]
-    assert losses[-1] < 0.5 * losses[0]
-    assert not (tmp_path / "target-training").exists()
-    path = replace(config.target, path=str(tmp_path / "target"))
-    model = load_target(path, hardware).adapter.model
+    return [line["loss"] for line in read_metrics(folder / "metrics.jsonl")]
+
+
+def weights(folder: Path) -> list[float]:
+    """A number of each weight of the trained target."""
+    path = replace(CONFIG.target, path=str(folder / "target"))
+    model = load_target(path, CONFIG.hardware).adapter.model
     assert model.config.num_hidden_layers == 1
+    return [float(weight.sum()) for weight in model.parameters()]
+
+
+def read_by_all(folder: Path) -> list[float]:
+    """What each of two processes reads of the model that the first has trained."""
+    if os.environ["RANK"] == "0":
+        make(folder)
+    agree("it is there")
+    return weights(folder)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_model_learns_and_is_saved_whole_by_one_of_several_processes(tmp_path: Path) -> None:
+    alone, launched = tmp_path / "alone", tmp_path / "launched"
+    alone.mkdir()
+    launched.mkdir()
+    losses = make(alone)
+    assert losses[-1] < 0.5 * losses[0]
+    assert not (alone / "target-training").exists()
+    assert fork_ranks(read_by_all, launched) == 2 * [pytest.approx(weights(alone), rel=1e-3)]

@@ -164,7 +164,10 @@ def table_of(draft: TabularAdapter, order: int) -> CountTable:
 
 
 def named(name: str) -> Made:
-    """What `decode.proposer=name` makes, with tables in float64."""
+    """What `decode.proposer=name` makes, with tables in float64, and staged in short passes.
+
+    A longer pass has more draws of its own, all of which enumeration must bisect.
+    """
 
     def make(draft: TabularAdapter) -> Proposer:
         size, generator = draft.vocab_size, torch.Generator().manual_seed(3)
@@ -172,6 +175,8 @@ def named(name: str) -> Made:
         made = PROPOSERS[name](Material(lambda: draft, lambda: texts, size, draft.device))
         if isinstance(made, CountTable):
             made.table = made.table.double()
+        if isinstance(made, StagedProposer):
+            made.width = 1
         return made
 
     return make

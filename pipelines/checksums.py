@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from transformers import AutoConfig
+
 from draftkit.artifacts import fingerprint, sha256_file, sha256_tree, write_json
 from draftkit.config import DataConfig, ModelConfig
 from draftkit.data.installed import PACKAGES
@@ -23,7 +25,7 @@ MEMORY = Path("shared") / "checksums.json"
 
 
 def given_model(model: ModelConfig, key: str, root: str) -> Given:
-    """The model of a section that names one; a hub name stands for itself with its revision.
+    """The model of a section that names one; of the hub, its name and commit.
 
     Raises ValueError naming `key` where there is no model.
     """
@@ -31,8 +33,20 @@ def given_model(model: ModelConfig, key: str, root: str) -> Given:
     check_folder(model, key)
     folder = Path(model.path)
     if not folder.is_dir():
-        return Given(f"{model.path}@{model.revision or 'main'}", model.path)
+        return Given(f"{model.path}@{hub_commit(model)}", model.path)
     return Given(remembered(folder, root, model_sha256), model.path)
+
+
+def hub_commit(model: ModelConfig) -> str:
+    """The commit that a revision of the hub stands for; the revision, where nobody knows.
+
+    Then loading says what is wrong.
+    """
+    revision = model.revision or "main"
+    with suppress(OSError, ValueError):
+        config = AutoConfig.from_pretrained(str(model.path), revision=revision)
+        return config._commit_hash or revision
+    return revision
 
 
 def model_sha256(folder: Path) -> str:
@@ -72,7 +86,7 @@ def remembered(path: Path, root: str, checksum: Callable[[Path], str]) -> str:
         known = stored if isinstance(stored, dict) else {}
     if known.get(key, [""])[0] == state:
         return known[key][1]
-    found = checksum(path)
+    digest = checksum(path)
     with suppress(OSError):  # a memory that cannot be written costs time alone
-        write_json(memory, {**known, key: [state, found]})
-    return found
+        write_json(memory, {**known, key: [state, digest]})
+    return digest

@@ -46,11 +46,15 @@ class StageFolder:
         return Path(self.inputs[name])
 
     def model(self, config: Config, key: str) -> ModelConfig:
-        """The model of section `key` (`target` or `draft`): as it is given, or as it was made."""
+        """The model of section `key` (`target` or `draft`): as it is given, or as it was made.
+
+        One of the hub at the commit that the plan has seen, whatever is uploaded since.
+        """
         section: ModelConfig = getattr(config, key)
-        if section.path is not None:
-            return section
-        return replace(section, path=self.inputs[key], revision=None)
+        if section.path is None:
+            return replace(section, path=self.inputs[key], revision=None)
+        name, _, commit = self.checksums.get(key, "").rpartition("@")
+        return replace(section, revision=commit) if name == section.path else section
 
 
 Run = Callable[[Config, StageFolder], dict[str, Any]]

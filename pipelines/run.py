@@ -89,8 +89,8 @@ def show_plan(name: str, goals: Iterable[Given | Step], redo: str = "") -> None:
 def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = "") -> bool:
     """Print the plan for `goals` and run what has to; whether anything had to.
 
-    `redo`: the command whose steps run in any case. `mine`: the stage that is refused, not waited
-    for, where another process is making it.
+    `redo`: the command whose steps run in any case. `mine`: the command whose steps are refused,
+    not waited for, where another process is making them.
     """
     to_do = pending(goals, redo)
     if to_do:
@@ -99,7 +99,7 @@ def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = ""
         if step.check is not None:
             step.check(step.config)
     for step in to_do:
-        run_step(step, overwrite=bool(redo) and step.command == redo, wait=step.name != mine)
+        run_step(step, overwrite=bool(redo) and step.command == redo, wait=step.command != mine)
     return bool(to_do)
 
 

@@ -1,6 +1,8 @@
 """A checksum changes with what it stands for, and with nothing else."""
 
 import importlib.metadata
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,3 +70,40 @@ def test_a_file_is_read_once_until_it_changes(
         assert given_text(data, root).address == "read again"
     path.write_text("{ }")
     assert given_text(data, root).address == "read again"
+
+
+HUB = """
+import sys
+from pathlib import Path
+from draftkit.config import Config, ModelConfig
+from draftkit.tracking import Tracker
+from pipelines.checksums import given_model
+from pipelines.plan import StageFolder
+for revision in (None, "old", "unknown"):
+    model = ModelConfig(path="maker/model", revision=revision)
+    given = given_model(model, "target", sys.argv[1])
+    folder = StageFolder(Path(), Tracker(None), checksums={"target": given.address})
+    print(given.address, folder.model(Config(target=model), "target").revision)
+"""
+
+
+def test_a_model_of_the_hub_is_that_of_a_commit(tmp_path: Path) -> None:
+    """The cache as the hub's client lays it out; nothing is fetched."""
+    cached = tmp_path / "hub" / "models--maker--model"
+    for name, commit in (("main", "a" * 40), ("old", "b" * 40)):
+        (cached / "snapshots" / commit).mkdir(parents=True)
+        (cached / "snapshots" / commit / "config.json").write_text('{"model_type": "llama"}')
+        (cached / "refs").mkdir(exist_ok=True)
+        (cached / "refs" / name).write_text(commit)
+    shown = subprocess.run(
+        [sys.executable, "-c", HUB, str(tmp_path)],
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.splitlines() == [
+        f"maker/model@{'a' * 40} {'a' * 40}",
+        f"maker/model@{'b' * 40} {'b' * 40}",
+        "maker/model@unknown unknown",
+    ]

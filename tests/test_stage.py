@@ -208,6 +208,19 @@ def test_a_second_launch_on_a_folder_in_use_is_refused_in_one_line(
     toy.down.launch(config)
 
 
+def test_a_second_launch_is_refused_wherever_the_first_one_is(config: Config) -> None:
+    """Also in a step before the last one that the command makes."""
+    before = stage(sections=("seed",), name="before", command="after")(lambda c, folder: {})
+    after = stage(sections=(), name="after", needs=lambda c: {"before": before.step(c)})(
+        lambda c, folder: {}
+    )
+    with (
+        locked(before.path(config), wait=False),
+        pytest.raises(ValueError, match="in use by another run"),
+    ):
+        after.launch(config)
+
+
 def test_a_needed_stage_that_another_run_is_making_is_waited_for(toy: Toy, config: Config) -> None:
     path = toy.up.path(config)
     with locked(path, wait=False):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from transformers import AutoConfig
+from transformers.utils.hub import cached_file
 
 from draftkit.artifacts import fingerprint, sha256_file, sha256_tree, write_json
 from draftkit.config import DataConfig, ModelConfig
@@ -44,8 +44,8 @@ def hub_commit(model: ModelConfig) -> str:
     """
     revision = model.revision or "main"
     with suppress(OSError, ValueError):
-        config = AutoConfig.from_pretrained(str(model.path), revision=revision)
-        return config._commit_hash or revision
+        file = cached_file(str(model.path), "config.json", revision=revision)
+        return Path(str(file)).parent.name  # snapshots/<commit>/config.json of the hub's cache
     return revision
 
 

@@ -141,7 +141,13 @@ def run(words: Sequence[str], cache: Path, minutes: float | None) -> int | None:
     """
     command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", "-m", MARKED]
     command += ["-o", f"cache_dir={cache}", *words]
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    # A shell's background job ignores interrupts, and so would pytest.
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     try:
         return process.wait(minutes and 60 * minutes)
     except subprocess.TimeoutExpired:

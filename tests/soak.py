@@ -35,82 +35,82 @@ TIMED = (
 # Most were reckoned from the processor time of one case.
 _MINUTES = {
     "data/test_store": {
-        "test_text_larger_than_memory_is_split_and_tokenised": 1.0,
+        "test_text_larger_than_memory_is_split_and_tokenised": 1.4,
     },
     "decoding/test_exactness": {
-        "test_the_joint_law_is_the_targets_everywhere": 8.0,
-        "test_the_joint_law_is_the_targets_everywhere_whoever_proposes": 5.0,
-        "test_two_hundred_thousand_rows_have_the_targets_law": 10.0,
-        "test_two_hundred_thousand_rows_have_the_targets_law_under_other_rules": 3.0,
-        "test_two_hundred_thousand_rows_have_the_targets_law_whoever_proposes": 5.0,
+        "test_the_joint_law_is_the_targets_everywhere": 3.0,
+        "test_the_joint_law_is_the_targets_everywhere_whoever_proposes": 3.9,
+        "test_two_hundred_thousand_rows_have_the_targets_law": 12.1,
+        "test_two_hundred_thousand_rows_have_the_targets_law_under_other_rules": 3.7,
+        "test_two_hundred_thousand_rows_have_the_targets_law_whoever_proposes": 7.7,
     },
     "decoding/test_graphs": {
-        "test_machine_code_of_every_kind": 5.0,
-        "test_weights_opened_to_training_are_read_anew_by_machine_code_and_go_with_the_target": 0.6,
+        "test_machine_code_of_every_kind": 6.4,
+        "test_weights_opened_to_training_are_read_anew_by_machine_code_and_go_with_the_target": 0.2,
     },
     "decoding/test_identity": {
-        "test_compiled_greedy_text_is_the_targets": 2.0,
-        "test_greedy_text_is_the_targets_on_many_prompts": 2.0,
+        "test_compiled_greedy_text_is_the_targets": 1.2,
+        "test_greedy_text_is_the_targets_on_many_prompts": 1.9,
     },
     "decoding/test_memory": {
-        "test_generations_by_graphs_leave_nothing_behind": 0.5,
-        "test_generations_by_machine_code_leave_nothing_behind": 1.0,
-        "test_generations_leave_nothing_behind": 1.8,
-        "test_the_peak_of_compiled_decoding_is_weights_and_caches_and_little_else": 3.0,
+        "test_generations_by_graphs_leave_nothing_behind": 0.6,
+        "test_generations_by_machine_code_leave_nothing_behind": 0.6,
+        "test_generations_leave_nothing_behind": 2.1,
+        "test_the_peak_of_compiled_decoding_is_weights_and_caches_and_little_else": 3.1,
     },
     "decoding/test_round": {
-        "test_compiled_rounds_of_every_proposer_are_its_own": 0.4,
-        "test_compiled_rounds_read_encoders_of_every_size": 0.3,
+        "test_compiled_rounds_of_every_proposer_are_its_own": 0.2,
+        "test_compiled_rounds_read_encoders_of_every_size": 0.2,
     },
     "online/test_faults": {
-        "test_a_kill_at_any_moment_leaves_a_registry_that_works": 0.3,
-        "test_a_kill_during_the_seed_leaves_a_registry_that_is_seeded_again": 0.2,
-        "test_a_reader_goes_on_while_writers_are_killed_beside_it": 0.2,
-        "test_acknowledged_records_survive_every_kill": 0.6,
+        "test_a_kill_at_any_moment_leaves_a_registry_that_works": 0.2,
+        "test_a_kill_during_the_seed_leaves_a_registry_that_is_seeded_again": 0.1,
+        "test_a_reader_goes_on_while_writers_are_killed_beside_it": 0.1,
+        "test_acknowledged_records_survive_every_kill": 0.8,
     },
     "online/test_gate": {
-        "test_of_many_streams_at_most_one_in_twenty_lets_an_equal_drafter_through": 0.5,
+        "test_of_many_streams_at_most_one_in_twenty_lets_an_equal_drafter_through": 0.3,
     },
     "serving/test_api_soak": {
-        "test_a_thousand_idle_connections_do_not_stop_service": 1.0,
-        "test_slow_readers_cost_little_and_hold_nobody_up": 1.0,
-        "test_ten_thousand_requests_leave_no_memory_behind": 2.0,
+        "test_a_thousand_idle_connections_do_not_stop_service": 0.1,
+        "test_slow_readers_cost_little_and_hold_nobody_up": 0.1,
+        "test_ten_thousand_requests_leave_no_memory_behind": 2.1,
     },
     "serving/test_canary": {
-        "test_an_equal_version_is_rarely_withdrawn_and_one_that_is_worse_nearly_always": 1.0,
+        "test_an_equal_version_is_rarely_withdrawn_and_one_that_is_worse_nearly_always": 0.2,
     },
     "serving/test_engine_law": {
-        "test_served_text_has_the_targets_law_in_fifty_thousand_answers": 4.0,
+        "test_served_text_has_the_targets_law_in_fifty_thousand_answers": 3.3,
     },
     "serving/test_engine_load": {
-        "test_a_swap_holds_the_rounds_for_less_than_one_of_them": 0.5,
-        "test_many_clients_are_served_at_twice_the_rate_of_one_and_fairly": 0.5,
+        "test_a_swap_holds_the_rounds_for_less_than_one_of_them": 0.4,
+        "test_many_clients_are_served_at_twice_the_rate_of_one_and_fairly": 1.5,
         "test_recording_costs_at_most_three_hundredths_of_the_processor": 1.0,
-        "test_what_recording_adds_is_at_most_three_hundredths_of_the_work": 1.0,
-        "test_who_joins_last_first_is_not_fair": 0.5,
+        "test_what_recording_adds_is_at_most_three_hundredths_of_the_work": 0.5,
+        "test_who_joins_last_first_is_not_fair": 0.1,
     },
     "serving/test_hostile": {
-        "test_many_bodies_by_the_openapi_description": 3.0,
+        "test_many_bodies_by_the_openapi_description": 2.1,
     },
     "serving/test_large_answers": {
-        "test_a_large_answer_holds_neither_the_loop_nor_another_stream": 0.5,
+        "test_a_large_answer_holds_neither_the_loop_nor_another_stream": 0.7,
     },
     "test_node8": {
         "test_eight_processes_train_as_one_that_accumulates": 2.0,
     },
     "test_notebooks": {
-        "test_a_notebook_runs_and_shows_what_it_promises": 0.5,
+        "test_a_notebook_runs_and_shows_what_it_promises": 0.6,
     },
     "test_service_kill": {
-        "test_a_daemon_killed_anywhere_leaves_whole_versions": 1.8,
-        "test_a_server_killed_anywhere_keeps_what_it_acknowledged": 1.3,
+        "test_a_daemon_killed_anywhere_leaves_whole_versions": 2.0,
+        "test_a_server_killed_anywhere_keeps_what_it_acknowledged": 0.7,
     },
     "test_stage_kill": {
-        "test_a_kill_at_any_moment_leaves_a_folder_that_the_next_launch_finishes": 1.0,
+        "test_a_kill_at_any_moment_leaves_a_folder_that_the_next_launch_finishes": 1.5,
     },
     "theory/test_verification": {
-        "test_the_joint_law_holds_over_many_random_tables": 4.0,
-        "test_the_p_values_of_repetitions_are_uniform": 12.0,
+        "test_the_joint_law_holds_over_many_random_tables": 2.7,
+        "test_the_p_values_of_repetitions_are_uniform": 4.7,
     },
 }
 MINUTES = {

@@ -154,11 +154,11 @@ def lossless_of(config: Config, folder: StageFolder, prompts: Prompts) -> dict[s
     sections=("seed", "data", "sampling", "decode", "evaluate"),
     needs=needs,
     check=check,
+    check_texts=check_prompts,
     after=show,
 )
 def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Judge the drafts under every temperature of `evaluate.temperatures`."""
-    check_prompts(config, folder.input("texts"))
     served = folder.input(f"contexts at {config.sampling.temperature:g}")
     prompts = Prompts(
         test=[record.prompt_ids for record in read_contexts(served, "test")],

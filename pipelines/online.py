@@ -5,6 +5,7 @@
 experiment with a stream that changes, `serve_and_refit` that with two real processes.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def main() -> None:
         check_drafter(config)
         task = SERVICE.get(config.online.task)
         if task is None:
-            online.launch(config)
+            online.launch(replace(config, job=swept or None))
         else:
             task(config)
 

@@ -83,7 +83,8 @@ class Step:
     `settings`: those that the product depends on. `product`: the part of the folder that other
     steps read: empty for all of it, None where no step reads any. `everywhere`: all processes of a
     launch take part; else the first one makes it and the others wait. `command`: the one that
-    redoes it. `check(config)` raises ValueError for what can be refused before any step runs.
+    redoes it. `check(config)` raises ValueError for what can be refused before any step runs,
+    `check_texts(config, folder)` for what can be as soon as the input `texts` lies in `folder`.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Step:
     product: str | None = ""
     everywhere: bool = False
     check: Callable[[Config], None] | None = None
+    check_texts: Callable[[Config, Path], None] | None = None
 
     @cached_property
     def address(self) -> str:

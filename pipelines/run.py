@@ -98,9 +98,21 @@ def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = ""
     for step in to_do:
         if step.check is not None:
             step.check(step.config)
+    unchecked = [step for step in to_do if step.check_texts is not None]
     for step in to_do:
+        unchecked = [later for later in unchecked if not check_texts(later)]
         run_step(step, overwrite=bool(redo) and step.command == redo, wait=step.command != mine)
     return bool(to_do)
+
+
+def check_texts(step: Step) -> bool:
+    """Whether the text of `step` was there to be checked. Raises ValueError where it is refused."""
+    texts = step.needs["texts"]
+    if not texts.digest:
+        return False
+    assert step.check_texts is not None
+    step.check_texts(step.config, Path(texts.path))
+    return True
 
 
 def run_step(step: Step, *, overwrite: bool = False, wait: bool = True) -> None:
@@ -320,8 +332,8 @@ def stage(
     `target.pretrain`, `seed`); those of `NEVER_COUNT` cannot be. `needs(config)`: inputs by name,
     steps or what is given; it makes nothing. `after(config, path)`: what the command does once the
     folder is complete, also when it already was. `name`: the module's, unless given. `options`:
-    `shared` (one folder for all experiments), `product`, `everywhere`, `command` and `check` of
-    `Step`.
+    `shared` (one folder for all experiments), `product`, `everywhere`, `command`, `check` and
+    `check_texts` of `Step`.
     """
 
     def decorate(run: Run) -> Stage:

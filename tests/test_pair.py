@@ -76,7 +76,9 @@ def test_too_few_held_out_prompts_for_a_verdict_are_refused_before_anything_is_t
     with pytest.raises(ValueError, match=said) as error:
         distill.launch(pair_config(own, tmp_path, *many))
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "pair" / "distill").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["shared"]
+    made = sorted(path.name for path in (tmp_path / "shared").iterdir())
+    assert made == ["checksums.json", "texts"]  # nothing is sampled, and nothing trained
 
 
 @pytest.mark.parametrize(

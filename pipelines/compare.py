@@ -34,6 +34,7 @@ from pipelines.plan import MANIFEST, SUMMARY, Given, StageFolder
 from pipelines.run import stage
 
 STAGES = ("evaluate", "distill")  # the first that is there gives the numbers
+TRAINING = "train"
 PRODUCT = "compare.json"
 HEAT_MAP = "heat_map.png"
 REMOTE = "wandb:"
@@ -50,6 +51,17 @@ def _is_stage(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
+def stages_of(folder: Path) -> list[Path]:
+    """The stage folders that tell of the experiment in `folder`, or `folder` if it is one.
+
+    Training has a row of its own only until `distill`, whose summary repeats it, has begun.
+    """
+    if _is_stage(folder):
+        return [folder]
+    names = STAGES if _is_stage(folder / STAGES[-1]) else (*STAGES, TRAINING)
+    return [folder / name for name in names if _is_stage(folder / name)]
+
+
 def expand(run: str) -> list[Path]:
     """The folders that `run` stands for: itself, or the jobs of the sweep that it holds.
 
@@ -58,10 +70,10 @@ def expand(run: str) -> list[Path]:
     folder = Path(run)
     if not folder.is_dir():
         raise ValueError(f"runs: there is no folder {run}; give experiment folders, outputs/NAME")
-    if _is_stage(folder) or any(_is_stage(folder / name) for name in STAGES):
+    if stages_of(folder):
         return [folder]
     jobs = sorted({path.parent.parent for path in folder.glob(f"*/*/{MANIFEST}")})
-    jobs = [job for job in jobs if any(_is_stage(job / name) for name in STAGES)]
+    jobs = [job for job in jobs if stages_of(job)]
     if not jobs:
         raise ValueError(f"runs: {run} holds no evaluate or distill folder: run one of them first")
     return jobs
@@ -81,8 +93,7 @@ def _numbers(summary: Mapping[str, Any]) -> Row:
 
 def read_run(folder: Path) -> Row:
     """One row: label, whether it is finished, its numbers and its settings."""
-    stages = [folder] if _is_stage(folder) else [folder / name for name in STAGES]
-    stages = [path for path in stages if _is_stage(path)]
+    stages = stages_of(folder)
     finished = [path for path in stages if (path / SUMMARY).is_file()]
     numbers = _numbers({})
     for path in reversed(finished):  # the more telling stage speaks last
@@ -99,6 +110,8 @@ def read_run(folder: Path) -> Row:
     shown = {key: value for key, value in settings.items() if key.split(".")[0] not in _NOT_SHOWN}
     shown |= checksums(manifest.get("inputs", {}))
     unfinished = [path.name for path in stages if path not in finished]
+    if stages[0].name == TRAINING and not unfinished:
+        unfinished = [STAGES[0]]
     cells = [asdict(cell) for path in finished for cell in cells_in(path, settings)]
     return {"run": str(folder), "unfinished": unfinished, **numbers, "cells": cells} | {
         "settings": shown | {f"machine.{key}": value for key, value in machine.items()}

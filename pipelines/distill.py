@@ -21,20 +21,22 @@ from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.report import evaluation_table, model_card
 from pipelines.checksums import CARD
 from pipelines.evaluate import evaluate
-from pipelines.plan import SUMMARY, StageFolder, Step
+from pipelines.inputs import pair_and_text
+from pipelines.plan import SUMMARY, Given, StageFolder, Step
 from pipelines.run import stage
 from pipelines.train import DRAFT, FIGURE, train
 
 
-def needs(config: Config) -> dict[str, Step]:
-    """The trained drafter, and its evaluation beside the one it started from."""
+def needs(config: Config) -> dict[str, Given | Step]:
+    """The pair and its text, the trained drafter, and its evaluation beside the starting one."""
     judged = replace(config, evaluate=replace(config.evaluate, draft="trained"))
-    return {"train": train.step(config), "evaluate": evaluate.step(judged)}
+    steps = {"train": train.step(config), "evaluate": evaluate.step(judged)}
+    return {**pair_and_text(config), **steps}
 
 
 def show(config: Config, folder: Path) -> None:
     """Print the table of the evaluation that ended the run."""
-    judged = needs(config)["evaluate"].folder
+    judged = Path(needs(config)["evaluate"].path)
     Console(width=80).print(evaluation_table(read_json(judged / SUMMARY)))
     print(f"The drafter: {folder / DRAFT}")
 

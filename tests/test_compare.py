@@ -74,6 +74,19 @@ def test_an_unfinished_run_is_shown_with_what_it_has(
     assert "(evaluate unfinished)" in " ".join(shown.get().split())
 
 
+@pytest.mark.parametrize(("trained", "waits_for"), [(False, "train"), (True, "evaluate")])
+def test_a_run_that_has_only_been_trained_is_unfinished(
+    tmp_path: Path, trained: bool, waits_for: str
+) -> None:
+    write_stage(tmp_path / "a" / "train", summary={"seconds": 9.0} if trained else None)
+    assert expand(str(tmp_path / "a")) == [tmp_path / "a"]
+    row = read_run(tmp_path / "a")
+    assert row["unfinished"] == [waits_for]
+    assert row["seconds"] == (9.0 if trained else None)
+    write_stage(tmp_path / "a" / "evaluate", summary={"alpha": estimate(0.7), "seconds": 1.0})
+    assert read_run(tmp_path / "a")["unfinished"] == ([] if trained else ["train"])
+
+
 def test_a_stage_folder_and_a_sweep_can_be_given(tmp_path: Path) -> None:
     experiment(tmp_path / "sweep", "beta=0.1", 0.7)
     experiment(tmp_path / "sweep", "beta=0.9", 0.8)

@@ -77,6 +77,11 @@ def test_one_command_runs_every_stage_and_answers_the_question(finished, root, c
         low, high = summary[f"{mode}_gain"]["ci95"]
         assert low <= summary[f"{mode}_gain"]["mean"] <= high
     assert summary["alpha_gain"]["mean"] > 0
+    inputs = read_json(finished / "distill" / "manifest.json")["inputs"]
+    trained = read_json(finished / "train" / "manifest.json")
+    for key in ("data", "target", "draft"):
+        assert inputs[key] == trained["inputs"][key]
+    assert inputs["train"] == trained["product"]
     assert summary["steps"] == smoke(root).optim.max_steps
     assert summary["peak_memory_bytes"] > 1e7
     assert (finished / "distill" / "training.png").stat().st_size > 1000

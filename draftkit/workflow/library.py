@@ -19,14 +19,12 @@ from draftkit.artifacts import fingerprint, read_json, write_json
 from draftkit.config import (
     MIN_CHUNKS,
     Config,
-    DataConfig,
     DivergenceConfig,
     EvaluateConfig,
     HardwareConfig,
     SourceConfig,
 )
-from draftkit.data.corpora import Document, row_form
-from draftkit.data.prompts import Example, to_examples
+from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.evaluation.alpha import PromptTotals, estimates, gains, score_contexts
@@ -37,10 +35,10 @@ from draftkit.theory.acceptance import Estimate
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
 from draftkit.workflow.fitting import Fitted, Job, fit
+from draftkit.workflow.prompts import Prompt, cut_examples, examples_of
 from draftkit.workflow.sampling import target_sampler
 from draftkit.workflow.sources import TrainingTexts, reads_rollouts
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 Note = Callable[[str], None]
 CALIBRATING = 4  # every so many-th prompt calibrates costs, and times nothing
 
@@ -164,26 +162,16 @@ def distill(
     The pair stays as it is, and its target is the only copy in memory. Raises ValueError, one line,
     for prompts and settings that cannot be used, and where training fails.
     """
-    config, loss = pair.settings(sections), None
-    if callable(divergence):
-        loss = divergence
-    elif divergence is not None:
-        named = isinstance(divergence, str)
-        config = replace(
-            config, divergence=DivergenceConfig(name=divergence) if named else divergence
-        )
+    if isinstance(divergence, str):
+        divergence = DivergenceConfig(name=divergence)
+    loss = divergence if callable(divergence) else None
+    if isinstance(divergence, DivergenceConfig):
+        sections["divergence"] = divergence
     if source is not None:
-        source = SourceConfig(name=source) if isinstance(source, str) else source
-        config = replace(config, source=source)
-    length = max_length or config.data.max_length
-    config = replace(
-        config,
-        optim=replace(config.optim, max_steps=steps or config.optim.max_steps),
-        data=replace(config.data, max_length=length, prompt_tokens=1),
-        # The target is in memory: nothing is gained by storing its scores.
-        generate=replace(config.generate, top_k=0),
-    )
-    examples = fitting_examples(examples_of(prompts, pair.target), length)
+        sections["source"] = SourceConfig(name=source) if isinstance(source, str) else source
+    config = training_settings(pair.settings(sections), steps, max_length)
+    length = config.data.max_length
+    examples = cut_examples(examples_of(prompts, pair.target), length)
     if validation is None:
         count = max(2, round(config.data.validation_fraction * len(examples)))
         count = min(count, config.evaluate.validation_prompts)
@@ -214,6 +202,18 @@ def distill(
             )
         )
     return fitted
+
+
+def training_settings(config: Config, steps: int | None, max_length: int | None) -> Config:
+    """`config` with the steps and the tokens of a text that a call gives, where it gives any."""
+    length = max_length or config.data.max_length
+    return replace(
+        config,
+        optim=replace(config.optim, max_steps=steps or config.optim.max_steps),
+        data=replace(config.data, max_length=length, prompt_tokens=1),
+        # The target is in memory: nothing is gained by storing its scores.
+        generate=replace(config.generate, top_k=0),
+    )
 
 
 def evaluate(
@@ -304,50 +304,6 @@ def generate(
         done.output_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     return Generated(str(text), done.output_ids, done.ended, done.rounds, done.accepted)
-
-
-def examples_of(prompts: Sequence[Prompt], target: Target) -> list[Example]:
-    """Prompts, and answers where they have some, as the target reads them.
-
-    Raises ValueError naming the first that cannot be used.
-    """
-    if isinstance(prompts, str):
-        raise ValueError("prompts must be a list of prompts, and is one text")
-    size = target.adapter.vocab_size
-    data = DataConfig(name="local", path="prompts", max_length=target.adapter.max_positions)
-    examples: list[Example] = []
-    for number, prompt in enumerate(prompts):
-        name, row = f"prompt {number}", prompt
-        if isinstance(row, str):
-            row = {"prompt": row}
-        elif not isinstance(row, Mapping):
-            ids: Any = [*row]
-            if ids and isinstance(ids[0], Mapping):
-                row = {"messages": ids}
-            elif ids and all(isinstance(one, int) and 0 <= one < size for one in ids):
-                examples.append(Example(ids, [False] * len(ids), name, ""))
-                continue
-            else:
-                raise ValueError(f"{name} must be text, messages, or ids from 0 to {size - 1}")
-        document = Document(name, "", row_form(dict(row), data, name))
-        made = to_examples(document, target.tokenizer, data)
-        if not made:
-            raise ValueError(f"{name} holds no text to continue")
-        examples += made
-    return examples
-
-
-def fitting_examples(examples: Sequence[Example], length: int) -> list[Example]:
-    """`examples` cut to `length` tokens. Raises ValueError for a prompt that leaves no room."""
-    for example in examples:
-        if len(example.prompt_ids) >= length:
-            raise ValueError(
-                f"{example.document} has {len(example.prompt_ids)} tokens, and prompt and answer "
-                f"together get max_length={length}: raise it, or leave the prompt out"
-            )
-    return [
-        replace(e, token_ids=e.token_ids[:length], loss_mask=e.loss_mask[:length]) for e in examples
-    ]
 
 
 def _answers(

@@ -89,7 +89,7 @@ def wait_until_healthy(url: str, process: Any) -> None:
     raise ValueError("the server did not start: see its message above")
 
 
-def asked(config: Config, texts: Path) -> list[tuple[str, Sequence[int]]]:
+def requests_of(config: Config, texts: Path) -> list[tuple[str, Sequence[int]]]:
     """Route and prompt ids of every request, in turn. Raises ValueError naming the keys."""
     online, traffic = config.online, config.online.traffic
     if len(traffic.domains) != len(online.routes):
@@ -154,7 +154,7 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
 
     Raises ValueError where that folder holds what no run of this experiment has left.
     """
-    requests = asked(config, folder.input("texts"))
+    requests = requests_of(config, folder.input("texts"))
     begun = folder.path / BEGUN
     begin_anew(config, ours=config.overwrite or begun.exists())
     write_json(begun, {"service": str(service_folder(config))})

@@ -18,7 +18,7 @@ from draftkit.config import Config
 from draftkit.online.buffer import Served
 from pipelines.configuration import compose_config
 from pipelines.experiments import serve_and_refit
-from pipelines.experiments.serve_and_refit import asked
+from pipelines.experiments.serve_and_refit import requests_of
 from pipelines.online import online
 from pipelines.refitting import daemon_folder
 from pipelines.serve import serve
@@ -83,11 +83,13 @@ def test_each_route_is_served_recorded_and_refitted_by_itself(tmp_path: Path) ->
 def test_domains_that_are_not_there_are_named(tmp_path: Path) -> None:
     words = ["+experiment=serve_and_refit", "online.routes=[default,code]"]
     with pytest.raises(ValueError, match=r"online.traffic.domains names 1 domains for 2"):
-        asked(composed(tmp_path, *words), tmp_path)
+        requests_of(composed(tmp_path, *words), tmp_path)
     read = texts.ensure(composed(tmp_path, *words))
     with pytest.raises(ValueError, match=r"online.traffic.domains: .* no prompts of 'poems'"):
-        asked(composed(tmp_path, *words, "online.traffic.domains=[prose,poems]"), read)
-    requests = asked(composed(tmp_path, *words, *LOAD, "online.traffic.domains=[prose,cpp]"), read)
+        requests_of(composed(tmp_path, *words, "online.traffic.domains=[prose,poems]"), read)
+    requests = requests_of(
+        composed(tmp_path, *words, *LOAD, "online.traffic.domains=[prose,cpp]"), read
+    )
     assert [route for route, _ in requests] == ["default", "code"] * 60
 
 

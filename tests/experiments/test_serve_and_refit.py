@@ -139,7 +139,7 @@ def begun(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(serve_and_refit, "running", running)
     monkeypatch.setattr(serve_and_refit, "wait_until_healthy", lambda url, process: None)
     monkeypatch.setattr(serve_and_refit, "ask", lambda url, requests, config: {"requests": 3})
-    monkeypatch.setattr(serve_and_refit, "asked", lambda config, texts: [])
+    monkeypatch.setattr(serve_and_refit, "requests_of", lambda config, texts: [])
     return names
 
 

@@ -143,6 +143,16 @@ def show(config: Config, folder: Path) -> None:
     console.print(f"What was accepted and corrected, token by token: {folder / 'trace.html'}")
 
 
+def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
+    """The prompts of the contexts in `answers`, with the training texts of `folder`."""
+    test, validation = (
+        [record.prompt_ids for record in read_contexts(answers, split)]
+        for split in ("test", "validation")
+    )
+    texts = folder.input("texts")
+    return Prompts(test=test, calibration=validation, texts=lambda: training_texts(texts))
+
+
 def lossless_of(config: Config, folder: StageFolder, prompts: Prompts) -> dict[str, Any]:
     """Greedy decoding with and without the draft, in float32; the models go when it is done."""
     folder.note("losslessness: greedy decoding with and without the draft, in float32")
@@ -160,11 +170,7 @@ def lossless_of(config: Config, folder: StageFolder, prompts: Prompts) -> dict[s
 def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Judge the drafts under every temperature of `evaluate.temperatures`."""
     served = folder.input(f"contexts at {config.sampling.temperature:g}")
-    prompts = Prompts(
-        test=[record.prompt_ids for record in read_contexts(served, "test")],
-        calibration=[record.prompt_ids for record in read_contexts(served, "validation")],
-        texts=lambda: training_texts(folder.input("texts")),
-    )
+    prompts = prompts_in(folder, served)
     lossless = lossless_of(config, folder, prompts)
     gc.collect()  # models stand in reference cycles: one copy of the target at a time
     target, drafts = load_all(config, folder)

@@ -32,9 +32,8 @@ from pipelines.benchmarks.random_models import random_model, random_texts
 from pipelines.contexts import contexts
 from pipelines.evaluate import drafts_of, judged_inputs, prompts_in
 from pipelines.inputs import check_pair, pair_and_text
-from pipelines.memory import peak_memory_bytes
 from pipelines.plan import Given, StageFolder, Step
-from pipelines.run import stage
+from pipelines.run import peak_memory_bytes, stage
 
 RANDOM_CALIBRATION_PROMPTS = 8
 

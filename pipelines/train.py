@@ -20,9 +20,8 @@ from draftkit.workflow.sources import TrainingTexts, reads_rollouts
 from pipelines.contexts import contexts, read_contexts
 from pipelines.generate import ROLLOUT_SETTINGS, generate
 from pipelines.inputs import check_pair, pair_and_text
-from pipelines.memory import peak_memory_bytes
 from pipelines.plan import Given, StageFolder, Step
-from pipelines.run import stage
+from pipelines.run import peak_memory_bytes, stage
 from pipelines.scores import read_validation, scores
 
 DRAFT, FIGURE = "draft", "training.png"

@@ -18,7 +18,7 @@ from pipelines.benchmarks.ceilings import seconds_of
 from pipelines.benchmarks.gpu.part import Part
 from pipelines.benchmarks.random_models import random_model, random_texts, shape
 from pipelines.benchmarks.training import Shape, chunked_costs
-from pipelines.memory import peak_memory_bytes
+from pipelines.run import peak_memory_bytes
 
 DIVERGENCE = "reverse_kl"
 WARM_STEPS = 2

@@ -52,13 +52,9 @@ class Cell:
 
 
 def cells_of(
-    divergence: str,
-    source: str,
-    seed: int,
-    summary: Mapping[str, Any],
-    prompts: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any], summary: Mapping[str, Any], prompts: Mapping[str, Any] | None = None
 ) -> list[Cell]:
-    """The cells of an evaluation: one a temperature, none without a drafter before.
+    """The cells of an evaluation under `config`: one a temperature, none without a drafter before.
 
     prompts: by temperature, what the evaluation found prompt by prompt.
     """
@@ -67,10 +63,10 @@ def cells_of(
         if "before" not in part:
             continue
         cell = Cell(
-            divergence,
-            source,
+            config["divergence"]["name"],
+            config["source"]["name"],
             float(name),
-            seed,
+            config["seed"],
             alpha=part["alpha"],
             alpha_gain=part["alpha_gain"],
             length=part["acceptance_length"],

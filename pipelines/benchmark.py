@@ -29,10 +29,10 @@ from pipelines.benchmarks.decoder import PLAIN, Pair, Point, headline, measure, 
 from pipelines.benchmarks.decoder_report import LEGEND, benchmark_tables
 from pipelines.benchmarks.gpu import run as gpu
 from pipelines.benchmarks.random_models import random_model, random_texts
-from pipelines.contexts import contexts
 from pipelines.evaluate import drafts_of, judged_inputs, prompts_in
-from pipelines.inputs import check_pair, pair_and_text
+from pipelines.generate import contexts
 from pipelines.plan import Given, StageFolder, Step
+from pipelines.prepare import check_pair, pair_and_text
 from pipelines.run import peak_memory_bytes, stage
 
 RANDOM_CALIBRATION_PROMPTS = 8

@@ -22,7 +22,6 @@ COPIES = {"cpu": 1, "cuda": 10}  # between two looks at the clock, which cost a 
 TURNS = 5
 LAUNCHES = 1000
 KERNELS = 200  # of a captured graph
-MATRIX, REHEARSED_MATRIX = 8192, 64
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "numpy", "hydra-core", "pytest")
 Clock = Callable[[], float]  # seconds
 
@@ -137,7 +136,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def run(part: Part) -> None:
-    device, size = part.device, REHEARSED_MATRIX if part.rehearses else MATRIX
+    device, size = part.device, part.size(8192, 64)
     part.step("machine", lambda: machine(device))
     part.step("copy, bytes a second", lambda: copy_bandwidth(device))
     part.step("product in bfloat16, operations a second", lambda: matmul_rate(device, size))

@@ -26,6 +26,9 @@ def shape(layers: int, hidden: int, inner: int, heads: int, positions: int) -> P
     )
 
 
+TINY = shape(1, 32, 64, 4, 128)  # of rehearsals
+
+
 def random_texts(count: int, tokens: int, *, vocab_size: int, seed: int) -> list[list[int]]:
     """`count` texts of `tokens` random ids each."""
     generator = torch.Generator().manual_seed(seed)

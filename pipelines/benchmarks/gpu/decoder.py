@@ -6,10 +6,10 @@ compiled) and its assisted one, in turns. What decides comes first; what time is
 longer to make and runs faster. How much longer, a target of four layers tells first.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 from draftkit.config import PretrainConfig, SamplingConfig
 from draftkit.decoding.graphs import compile_seconds
@@ -27,44 +27,14 @@ from pipelines.benchmarks.decoder import (
 )
 from pipelines.benchmarks.forced import GIVEN, GivenAcceptance, acceptance_given
 from pipelines.benchmarks.gpu.part import Part
-from pipelines.benchmarks.random_models import random_model, random_texts, shape
+from pipelines.benchmarks.random_models import TINY, random_model, random_texts, shape
 
 PROBED_LAYERS = 4
 CAPTURED, COMPILED = "captured", "compiled"
+DRAFTS = {"0.15B": shape(6, 768, 3072, 12, 2048), "1B": shape(16, 2048, 8192, 32, 2048)}
+MAIN = "0.15B"  # what most is held against
 # Seconds that steps may take on a GPU before one has been timed: guesses.
 CAPTURED_GUESS, PEER_GUESS, PROBE_GUESS = 25.0, 70.0, 25.0
-
-
-class Size:
-    """Shapes of models and texts, and how often what is timed."""
-
-    target = shape(32, 4096, 14336, 32, 2048)
-    # The first is what most is held against; so it is with rates of acceptance.
-    drafts: ClassVar = {
-        "0.15B": shape(6, 768, 3072, 12, 2048),
-        "1B": shape(16, 2048, 8192, 32, 2048),
-    }
-    vocab_size = 128_256
-    prompt_tokens = 32
-    new_tokens = 128
-    chunks = 6
-    turns = 6  # of calibration
-    batch_sizes: ClassVar = [1, 8]
-    gammas: ClassVar = [4, 8]
-    rates: ClassVar = [0.8, 0.5]
-
-
-class Rehearsed(Size):
-    target = shape(1, 32, 64, 4, 128)
-    drafts: ClassVar = {"0.15B": shape(1, 16, 32, 4, 128), "1B": shape(1, 32, 32, 4, 128)}
-    vocab_size = 300
-    prompt_tokens = 4
-    new_tokens = 6
-    chunks = 2
-    turns = 1
-    batch_sizes: ClassVar = [2]
-    gammas: ClassVar = [2]
-    rates: ClassVar = [0.8]
 
 
 @dataclass(frozen=True)
@@ -90,21 +60,23 @@ class Case:
         return f"{setting}, {self.draft} at {self.rate:g}{self.beside}"
 
 
-def cases(size: type[Size]) -> Iterator[Case]:
-    """All of them, the most important first."""
-    gamma, draft, best = size.gammas[0], next(iter(size.drafts)), size.rates[0]
+def cases(
+    gammas: Sequence[int], rates: Sequence[float], batch_sizes: Sequence[int]
+) -> Iterator[Case]:
+    """All of them, the most important first; so are the gammas and the rates of acceptance."""
+    gamma, best = gammas[0], rates[0]
     assisted = (PLAIN, SPECULATIVE, HF_ASSISTED)
-    yield Case(CAPTURED, 1, gamma, draft, best, assisted)
-    for rate in size.rates:
-        yield Case(COMPILED, 1, gamma, draft, rate)
-    yield Case(COMPILED, 1, gamma, draft, best, (PLAIN, HF_STATIC))
-    yield Case(COMPILED, 1, gamma, draft, best, assisted)
-    for rate in size.rates[1:]:
-        yield Case(CAPTURED, 1, gamma, draft, rate, assisted)
-    for other, number, rows in product(size.drafts, size.gammas, size.batch_sizes):
-        if (other, number, rows) != (draft, gamma, 1):
-            for rate in size.rates:
-                yield Case(CAPTURED, rows, number, other, rate)
+    yield Case(CAPTURED, 1, gamma, MAIN, best, assisted)
+    for rate in rates:
+        yield Case(COMPILED, 1, gamma, MAIN, rate)
+    yield Case(COMPILED, 1, gamma, MAIN, best, (PLAIN, HF_STATIC))
+    yield Case(COMPILED, 1, gamma, MAIN, best, assisted)
+    for rate in rates[1:]:
+        yield Case(CAPTURED, 1, gamma, MAIN, rate, assisted)
+    for draft, number, rows in product(DRAFTS, gammas, batch_sizes):
+        if (draft, number, rows) != (MAIN, gamma, 1):
+            for rate in rates:
+                yield Case(CAPTURED, rows, number, draft, rate)
 
 
 class Bench:
@@ -112,18 +84,20 @@ class Bench:
 
     def __init__(self, part: Part) -> None:
         self.part = part
-        self.size = Rehearsed if part.rehearses else Size
+        self.vocab_size = part.size(128_256, 300)
+        self.gammas = part.size((4, 8), (2,))
+        self.shape = part.size(shape(32, 4096, 14336, 32, 2048), TINY)
         self.verifier = GivenAcceptance(part.device)
         self.copied = copy_bandwidth(part.device)
-        self.target = self.model(self.size.target, 0)
+        self.target = self.model(self.shape, 0)
         self.drafts = {
-            name: self.model(draft, seed)
-            for seed, (name, draft) in enumerate(self.size.drafts.items(), 1)
+            name: self.model(part.size(draft, TINY), seed)
+            for seed, (name, draft) in enumerate(DRAFTS.items(), 1)
         }
 
     def model(self, shape: PretrainConfig, seed: int) -> CausalAdapter:
         hardware = self.part.config.hardware
-        return random_model(shape, hardware, vocab_size=self.size.vocab_size, seed=seed)
+        return random_model(shape, hardware, vocab_size=self.vocab_size, seed=seed)
 
     def about(self) -> dict[str, Any]:
         """What is known before anything is decoded."""
@@ -140,19 +114,19 @@ class Bench:
         Beside them the share of a copy's bytes a second at which plain decoding reads the weights:
         without the prefill, which reads them once for many tokens; a step reads them for all rows.
         """
-        size, seed, target = self.size, self.part.config.seed, target or self.target
-        count = size.chunks * case.batch_size
+        size, seed, target = self.part.size, self.part.config.seed, target or self.target
+        count, calibrating = size(6, 2) * case.batch_size, 2
         texts = random_texts(
-            count + 2, size.prompt_tokens, vocab_size=size.vocab_size, seed=seed
-        )  # two for calibration
+            count + calibrating, size(32, 4), vocab_size=self.vocab_size, seed=seed
+        )
         prompts = Prompts(test=texts[:count], calibration=texts[count:])
         on_gpu = self.part.device.type == "cuda"
         setting = setting_of(
             prompts,
             sampling=SamplingConfig(temperature=1.0),
-            max_new_tokens=size.new_tokens,
+            max_new_tokens=size(128, 6),
             gamma=case.gamma,
-            most_gamma=max(size.gammas),
+            most_gamma=max(self.gammas),
             seed=seed,
             verification=GIVEN,
             batch_size=case.batch_size,
@@ -161,7 +135,7 @@ class Bench:
         )
         making, pair = -compile_seconds(), Pair(target, self.drafts[case.draft])
         with acceptance_given(self.verifier, case.rate, assisted=HF_ASSISTED in case.methods):
-            points = measure(pair, prompts, setting, case.methods, turns=size.turns)
+            points = measure(pair, prompts, setting, case.methods, turns=size(6, 1))
         plain = points[0]
         seconds = plain["seconds"] - plain["prefill_seconds"]
         step = seconds * plain["batch_size"] / plain["tokens"]
@@ -178,23 +152,23 @@ class Bench:
 
 def probe(bench: Bench) -> dict[str, float]:
     """Seconds to make code of plain steps of a target of a few layers, and to run a step."""
-    few = replace(bench.size.target, num_hidden_layers=PROBED_LAYERS)
+    few = replace(bench.shape, num_hidden_layers=PROBED_LAYERS)
     target, seconds = bench.model(few, 9), {}
     for code in (CAPTURED, COMPILED):
-        case = Case(code, 1, 0, next(iter(bench.size.drafts)), 0.0, (PLAIN,))
+        case = Case(code, 1, 0, MAIN, 0.0, (PLAIN,))
         result = bench.run(case, target)
         seconds[f"{code}_making_seconds"] = result["making_seconds"]
         seconds[f"{code}_step_seconds"] = result["plain_step_seconds"]
     return seconds
 
 
-def compiled_guess(size: type[Size], probed: dict[str, float] | None) -> float:
+def compiled_guess(bench: Bench, probed: dict[str, float] | None) -> float:
     """Seconds of the first compiled case: its units, each in proportion to its layers."""
     if probed is None:
         return 150.0
-    draft = next(iter(size.drafts.values()))
     passes = 3  # of the target: plain, verifying, and verifying to measure o
-    layers = passes * size.target.num_hidden_layers + size.gammas[0] * draft.num_hidden_layers
+    layers = passes * bench.shape.num_hidden_layers
+    layers += bench.gammas[0] * DRAFTS[MAIN].num_hidden_layers
     return CAPTURED_GUESS + probed["compiled_making_seconds"] * layers / PROBED_LAYERS
 
 
@@ -204,8 +178,8 @@ def run(part: Part) -> None:
     assert bench is not None
     part.step("about", bench.about)
     probed = part.step("probe of four layers", lambda: probe(bench), guess=PROBE_GUESS)
-    compiling, made = compiled_guess(bench.size, probed), set()
-    for case in cases(bench.size):
+    compiling, made = compiled_guess(bench, probed), set()
+    for case in cases(bench.gammas, part.size((0.8, 0.5), (0.8,)), part.size((1, 8), (2,))):
         code = (case.code, case.batch_size, case.gamma, case.draft)
         guess, kind = PEER_GUESS if case.beside else CAPTURED_GUESS, case.code + case.beside
         if case.code == COMPILED and code not in made:

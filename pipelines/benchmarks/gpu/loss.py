@@ -16,7 +16,7 @@ from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from pipelines.benchmarks.ceilings import seconds_of
 from pipelines.benchmarks.gpu.part import Part
-from pipelines.benchmarks.random_models import random_model, random_texts, shape
+from pipelines.benchmarks.random_models import TINY, random_model, random_texts, shape
 from pipelines.benchmarks.training import Shape, chunked_costs
 from pipelines.run import peak_memory_bytes
 
@@ -25,34 +25,15 @@ WARM_STEPS = 2
 STEPS_GUESS = 15.0  # seconds
 
 
-class Size:
-    """Of the loss, and of the steps."""
-
-    loss = Shape()
-    repeats = 5
-    target = shape(36, 2560, 9728, 32, 1024)
-    draft = shape(28, 1024, 3072, 16, 1024)
-    rows = 8
-    tokens = 512  # of a row
-    steps = 6
-
-
-class Rehearsed(Size):
-    loss = Shape(tokens=24, vocab_size=500, target_width=8, draft_width=8)
-    repeats = 1
-    target = shape(1, 32, 32, 4, 64)
-    draft = shape(1, 16, 16, 4, 64)
-    rows = 2
-    tokens = 8
-    steps = 2
-
-
-def steps(part: Part, size: type[Size]) -> dict[str, Any]:
+def steps(part: Part, vocab_size: int) -> dict[str, Any]:
     """Tokens a second of whole steps, and the most memory that they took."""
-    hardware, vocab_size = part.config.hardware, size.loss.vocab_size
+    hardware, count = part.config.hardware, part.size(6, 2)
+    rows, tokens = part.size(8, 2), part.size(512, 8)  # tokens of a row
     precise = replace(hardware, dtype="float32")
-    target = random_model(size.target, hardware, vocab_size=vocab_size, seed=0)
-    draft = random_model(size.draft, precise, vocab_size=vocab_size, seed=1)
+    target_shape = part.size(shape(36, 2560, 9728, 32, 1024), TINY)
+    draft_shape = part.size(shape(28, 1024, 3072, 16, 1024), TINY)
+    target = random_model(target_shape, hardware, vocab_size=vocab_size, seed=0)
+    draft = random_model(draft_shape, precise, vocab_size=vocab_size, seed=1)
     draft.model.requires_grad_(True)
     trainer = Trainer(
         draft,
@@ -62,9 +43,9 @@ def steps(part: Part, size: type[Size]) -> dict[str, Any]:
         sampling=SamplingConfig(),
         autocast=None if target.dtype == torch.float32 else target.dtype,
     )
-    rows = random_texts(size.rows, size.tokens, vocab_size=vocab_size, seed=part.config.seed)
-    batch = collate([continued(row[:1], row[1:]) for row in rows], device=part.device)
-    turns = range(WARM_STEPS + size.steps)
+    texts = random_texts(rows, tokens, vocab_size=vocab_size, seed=part.config.seed)
+    batch = collate([continued(text[:1], text[1:]) for text in texts], device=part.device)
+    turns = range(WARM_STEPS + count)
     seconds = [seconds_of(lambda: trainer.step(batch), part.device) for _ in turns]
     step, tokens = statistics.median(seconds[WARM_STEPS:]), trainer.tokens // len(turns)
     return {
@@ -78,12 +59,13 @@ def steps(part: Part, size: type[Size]) -> dict[str, Any]:
 
 def run(part: Part) -> None:
     """The loss both ways, then steps."""
-    size = Rehearsed if part.rehearses else Size
-    part.step("shape", lambda: asdict(size.loss))
+    tiny = Shape(tokens=24, vocab_size=500, target_width=8, draft_width=8)
+    loss, repeats = part.size(Shape(), tiny), part.size(5, 1)
+    part.step("shape", lambda: asdict(loss))
     part.step(
         "loss",
         lambda: chunked_costs(
-            size.loss, divergence=DIVERGENCE, device=part.device, repeats=size.repeats, seed=0
+            loss, divergence=DIVERGENCE, device=part.device, repeats=repeats, seed=0
         ),
     )
-    part.step("steps", lambda: steps(part, size), guess=STEPS_GUESS)
+    part.step("steps", lambda: steps(part, loss.vocab_size), guess=STEPS_GUESS)

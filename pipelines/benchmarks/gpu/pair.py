@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -31,53 +31,25 @@ from draftkit.models.loading import Target, new_llama
 from draftkit.workflow.sampling import target_sampler
 from pipelines.benchmarks.decoder import PLAIN, SPECULATIVE, Pair, measure, setting_of
 from pipelines.benchmarks.gpu.part import Part
-from pipelines.benchmarks.random_models import shape
+from pipelines.benchmarks.random_models import TINY, shape
 from pipelines.texts import texts, tokenizer_of
 
 SETTLING, PACED = 5, 15  # steps before the pace of training is measured, and until it is
 WARMUP_STEPS = 20
 SPEED_GUESS = 80.0  # seconds
 RATES = {"target": 1e-3, "draft": 2e-3, "distilled": 1e-3}
+SHARES = {"target": 0.11, "draft": 0.03, "distilled": 0.045}  # of `gpu.seconds`
 SAMPLED = SamplingConfig()
-
-
-class Size:
-    """Shapes, rows of a step, and shares of `gpu.seconds`; or steps, where time is no matter."""
-
-    data: DataConfig | None = None  # the experiment's
-    target = shape(24, 704, 1920, 11, 512)
-    draft = shape(2, 704, 1920, 11, 512)
-    rows = 64
-    rollouts = 1024
-    prompts = 96
-    timed_prompts = 12
-    new_tokens = 128
-    gamma = 4
-    turns = 8
-    shares: ClassVar = {"target": 0.11, "draft": 0.03, "distilled": 0.045}
-    steps: int | None = None
-
-
-class Rehearsed(Size):
-    data = DataConfig(max_megabytes=0.3, vocab_size=512, prompt_tokens=16, max_length=48)
-    target = shape(2, 64, 128, 4, 128)
-    draft = shape(1, 32, 64, 4, 128)
-    rows = 4
-    rollouts = 6
-    prompts = 2
-    timed_prompts = 2
-    new_tokens = 6
-    gamma = 2
-    turns = 1
-    steps = 2
+REHEARSED_DATA = DataConfig(max_megabytes=0.3, vocab_size=512, prompt_tokens=16, max_length=48)
 
 
 class Lesson:
     """Text, tokenizer and device of all trainings."""
 
     def __init__(self, part: Part) -> None:
-        self.size = Rehearsed if part.rehearses else Size
-        self.config = replace(part.config, data=self.size.data or part.config.data)
+        self.part = part
+        self.config = replace(part.config, data=part.size(part.config.data, REHEARSED_DATA))
+        self.new_tokens = part.size(128, 6)
         self.device = part.device
         self.dtype = resolve_dtype(self.config.hardware, self.device)
         folder = texts.ensure(self.config)
@@ -94,7 +66,7 @@ class Lesson:
         self, name: str, model: PreTrainedModel, target: CausalAdapter | None, batch: Batch
     ) -> dict[str, float]:
         """Train `model` on rows of `batch` for its share of the time; what that came to."""
-        size, whole = self.size, len(batch.input_ids)
+        count, whole = self.part.size(64, 4), len(batch.input_ids)
         trainer = Trainer(
             CausalAdapter(model, vocab_size=len(self.tokenizer)),
             None if target is None else TargetTeacher(target),
@@ -108,42 +80,42 @@ class Lesson:
         generator = torch.Generator().manual_seed(self.config.seed)
 
         def drawn(_: int) -> Batch:
-            rows = torch.randint(whole, (size.rows,), generator=generator)
+            rows = torch.randint(whole, (count,), generator=generator)
             return batch.select(rows.to(self.device))
 
-        return train(trainer, drawn, size.shares[name] * self.config.gpu.seconds, size.steps)
+        seconds = SHARES[name] * self.config.gpu.seconds
+        return train(trainer, drawn, seconds, steps=2 if self.part.rehearses else None)
 
     def rollouts(self, target: CausalAdapter, examples: list[Example]) -> list[Record]:
         """Continuations of prompts by `target`, which end by their length alone."""
-        size = self.size
         sampler = target_sampler(
             Target(target, self.tokenizer, eos_token_ids=()),
             sampling=SAMPLED,
             seed=self.config.seed,
-            max_new_tokens=size.new_tokens,
-            batch_size=size.rollouts // 2,
-            max_length=self.config.data.prompt_tokens + size.new_tokens,
+            max_new_tokens=self.new_tokens,
+            batch_size=self.part.size(512, 3),
+            max_length=self.config.data.prompt_tokens + self.new_tokens,
         )
         prompts = [example.prompt_ids for example in examples]
         return sampler.sample(prompts, rows=range(len(prompts)), version="")
 
     def timed(self, target: CausalAdapter, draft: CausalAdapter, temperature: float) -> Any:
         """Points of plain and speculative decoding on held-out prompts."""
-        size = self.size
+        timed = self.splits.test[: self.part.size(12, 2)]
         prompts = Prompts(
-            test=[example.prompt_ids for example in self.splits.test[: size.timed_prompts]],
+            test=[example.prompt_ids for example in timed],
             calibration=[example.prompt_ids for example in self.splits.validation[:4]],
         )
         setting = setting_of(
             prompts,
             sampling=replace(SAMPLED, temperature=temperature),
-            max_new_tokens=size.new_tokens,
-            gamma=size.gamma,
+            max_new_tokens=self.new_tokens,
+            gamma=self.part.size(4, 2),
             seed=self.config.seed,
             compiled=self.device.type == "cuda",
         )
-        names = (PLAIN, SPECULATIVE)
-        return {"points": measure(Pair(target, draft), prompts, setting, names, turns=size.turns)}
+        names, turns = (PLAIN, SPECULATIVE), self.part.size(8, 1)
+        return {"points": measure(Pair(target, draft), prompts, setting, names, turns=turns)}
 
 
 def train(
@@ -176,10 +148,15 @@ def train(
 def run(part: Part) -> None:
     lesson = part.step("text", lambda: Lesson(part), needed=True, kept=False)
     assert lesson is not None
-    size, splits, device = lesson.size, lesson.splits, lesson.device
+    splits, device = lesson.splits, lesson.device
     models = {
-        name: new_llama(getattr(size, name), lesson.tokenizer, seed=number, device=device)
-        for number, name in enumerate(("target", "draft"))
+        name: new_llama(
+            part.size(shape(layers, 704, 1920, 11, 512), TINY),
+            lesson.tokenizer,
+            seed=number,
+            device=device,
+        )
+        for number, (name, layers) in enumerate((("target", 24), ("draft", 2)))
     }
     parameters = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
     part.step("parameters", lambda: parameters)
@@ -195,7 +172,7 @@ def run(part: Part) -> None:
         "texts of the target",
         lambda: [
             lesson.rollouts(target, list(examples))
-            for examples in (splits.train[: size.rollouts], splits.test[: size.prompts])
+            for examples in (splits.train[: part.size(1024, 6)], splits.test[: part.size(96, 2)])
         ],
         needed=True,
         kept=False,

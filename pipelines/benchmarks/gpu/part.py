@@ -84,6 +84,10 @@ class Part:
     def device(self) -> torch.device:
         return resolve_device(self.config.hardware)
 
+    def size(self, real: T, rehearsed: T) -> T:
+        """How large or long something is: `rehearsed` where nothing is measured."""
+        return rehearsed if self.rehearses else real
+
     def step(
         self,
         name: str,

@@ -22,37 +22,11 @@ from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
 from draftkit.serving.jobs import Draining, Job, Piece
 from pipelines.benchmarks.gpu.part import Part
-from pipelines.benchmarks.random_models import random_model, random_texts, shape
+from pipelines.benchmarks.random_models import TINY, random_model, random_texts, shape
 
 PATIENCE = 300.0  # seconds that an answer may take: code is compiled for the first
 POLL_SECONDS = 0.1
 GUESSES = {"captured": 30.0, "compiled": 90.0}  # seconds of either load on a GPU
-
-
-class Size:
-    """Shapes, clients, and seconds that count."""
-
-    target = shape(16, 2048, 8192, 32, 2048)
-    draft = shape(6, 768, 3072, 12, 2048)
-    vocab_size = 128_256
-    clients = 32
-    slots = 16
-    prompt_tokens = 64
-    new_tokens = 96
-    gamma = 4
-    seconds = 20.0
-
-
-class Rehearsed(Size):
-    target = shape(1, 32, 32, 4, 64)
-    draft = shape(1, 16, 16, 4, 64)
-    vocab_size = 300
-    clients = 3
-    slots = 2
-    prompt_tokens = 4
-    new_tokens = 6
-    gamma = 2
-    seconds = 0.3
 
 
 class Heard(NamedTuple):
@@ -67,24 +41,18 @@ class Heard(NamedTuple):
 class Load:
     """Clients on threads of their own, each with a prompt that it sends again and again."""
 
-    def __init__(self, engine: Engine, size: type[Size], seed: int) -> None:
-        self.engine, self.size = engine, size
+    def __init__(self, engine: Engine, prompts: list[list[int]], new_tokens: int) -> None:
+        self.engine, self.new_tokens = engine, new_tokens
         self.heard: list[Heard] = []
         self.ends: list[str] = []  # why each answer ended
         self.stopping = threading.Event()
-        prompts = random_texts(
-            size.clients, size.prompt_tokens, vocab_size=size.vocab_size, seed=seed
-        )
         self.threads = [
             threading.Thread(target=self._client, args=(prompt,), daemon=True) for prompt in prompts
         ]
 
     def _client(self, prompt: list[int]) -> None:
-        job = Job(
-            prompt_ids=prompt,
-            max_new_tokens=self.size.new_tokens,
-            sampling=SamplingConfig(temperature=1.0),
-        )
+        sampling = SamplingConfig(temperature=1.0)
+        job = Job(prompt_ids=prompt, max_new_tokens=self.new_tokens, sampling=sampling)
         while not self.stopping.is_set():
             ended, last, first = threading.Event(), time.monotonic(), True
 
@@ -105,19 +73,21 @@ class Load:
                 return
 
 
-def measured(engine: Engine, load: Load, publish: Callable[[], object]) -> dict[str, Any]:
+def measured(
+    engine: Engine, load: Load, publish: Callable[[], object], seconds: float
+) -> dict[str, Any]:
     """Rates and waits of the seconds that count, with a swap in their midst."""
-    size, load_started = load.size, time.monotonic()
+    load_started = time.monotonic()
     for thread in load.threads:
         thread.start()
-    _until(lambda: len(load.ends) >= 2 * size.clients)
+    _until(lambda: len(load.ends) >= 2 * len(load.threads))
     began, swaps = time.monotonic(), engine.counters().swaps
-    time.sleep(size.seconds / 2)
+    time.sleep(seconds / 2)
     published = time.monotonic()
     publish()
     _until(lambda: engine.counters().swaps > swaps)
     swapped = time.monotonic()
-    time.sleep(size.seconds / 2)
+    time.sleep(seconds / 2)
     ended = time.monotonic()
     heard = [piece for piece in load.heard if began <= piece.time < ended]
     firsts = [piece.waited for piece in heard if piece.first]
@@ -153,44 +123,46 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def under_load(part: Part, size: type[Size], code: str) -> dict[str, Any]:
+def under_load(part: Part, code: str) -> dict[str, Any]:
     """Start an engine that runs rounds as `code`, load it, stop it."""
-    model = partial(random_model, hardware=part.config.hardware, vocab_size=size.vocab_size)
-    newer: Any = model(size.draft, seed=2).model
+    counts = {"clients": part.size(32, 3), "slots": part.size(16, 2), "gamma": part.size(4, 2)}
+    prompt_tokens, new_tokens = part.size(64, 4), part.size(96, 6)
+    vocab_size = part.size(128_256, 300)
+    target_shape = part.size(shape(16, 2048, 8192, 32, 2048), TINY)
+    draft_shape = part.size(shape(6, 768, 3072, 12, 2048), TINY)
+    model = partial(random_model, hardware=part.config.hardware, vocab_size=vocab_size)
+    newer: Any = model(draft_shape, seed=2).model
+    prompts = random_texts(
+        counts["clients"], prompt_tokens, vocab_size=vocab_size, seed=part.config.seed
+    )
     with tempfile.TemporaryDirectory(dir=part.folder) as folder:
         registry = Registry(folder)
-        route = Route("default", lambda: DraftModelProposer(model(size.draft, seed=1)), registry)
+        route = Route("default", lambda: DraftModelProposer(model(draft_shape, seed=1)), registry)
         engine = Engine(
-            model(size.target, seed=0),
+            model(target_shape, seed=0),
             Drafters([route], GateConfig(canary_fraction=0.0), poll_seconds=POLL_SECONDS),
             decode=lambda ids: " ".join(map(str, ids)),
             serve=ServeConfig(
-                slots=size.slots,
-                queue=2 * size.clients,
-                max_length=size.prompt_tokens + size.new_tokens,
+                slots=counts["slots"],
+                queue=2 * counts["clients"],
+                max_length=prompt_tokens + new_tokens,
                 adapts=False,
                 top_logprobs=0,
             ),
-            decoding=DecodeConfig(gamma=size.gamma, compile=code),
+            decoding=DecodeConfig(gamma=counts["gamma"], compile=code),
         )
-        load = Load(engine, size, part.config.seed)
+        load = Load(engine, prompts, new_tokens)
         publish = partial(registry.publish, newer.save_pretrained, metrics={}, canary=False)
         engine.start()
         try:
-            rates = measured(engine, load, publish)
+            return counts | measured(engine, load, publish, part.size(20.0, 0.3))
         finally:
             load.stopping.set()
             engine.stop()
-    return {"clients": size.clients, "slots": size.slots, "gamma": size.gamma} | rates
 
 
 def run(part: Part) -> None:
     """The server under load, with code of either kind; on a CPU eager."""
-    size = Rehearsed if part.rehearses else Size
     compiled = "true" if part.device.type == "cuda" else "false"
     for name, code in (("captured", "captured"), ("compiled", compiled)):
-        part.step(
-            f"load, {name}",
-            lambda code=code: under_load(part, size, code),
-            guess=GUESSES[name],
-        )
+        part.step(f"load, {name}", lambda code=code: under_load(part, code), guess=GUESSES[name])

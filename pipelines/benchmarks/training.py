@@ -32,11 +32,10 @@ from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.models.loading import Target, load_draft, load_target
 from pipelines.benchmarks.ceilings import seconds_of
 from pipelines.benchmarks.decoder import spread
-from pipelines.benchmarks.training_peers import trl_steps
+from pipelines.benchmarks.training_peers import LEARNING_RATE, answer_tokens, trl_steps
 from pipelines.plan import StageFolder
 
 GRADIENT_REPEATS = 2  # of half a minute each, on two cores
-LEARNING_RATE = 1e-4  # where none is given
 
 
 def measure(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -99,11 +98,6 @@ def show(summary: dict[str, Any]) -> None:
 # Whole steps
 
 
-def answer_tokens(config: Config) -> int:
-    """How many tokens a step samples for a prompt."""
-    return config.data.max_length - config.data.prompt_tokens
-
-
 def beside_trl(
     target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
 ) -> dict[str, Any]:
@@ -112,19 +106,7 @@ def beside_trl(
     theirs = copy.deepcopy(draft.model)
     step = our_step(target, draft, prompts, config)
     ours: list[float] = []  # completion tokens a second
-    trl = trl_steps(
-        target=target.adapter.model,
-        draft=theirs,
-        tokenizer=target.tokenizer,
-        prompts=prompts,
-        divergence=config.divergence.name,
-        batch_size=config.optim.per_device_train_batch_size,
-        max_new_tokens=answer_tokens(config),
-        steps=warm_steps + steps,
-        learning_rate=config.optim.learning_rate or LEARNING_RATE,
-        low_precision=target.adapter.dtype == torch.bfloat16,
-        between=lambda: ours.append(step(len(ours))),
-    )
+    trl = trl_steps(target, theirs, prompts, config, lambda: ours.append(step(len(ours))))
     rates = {
         "draftkit": ours[warm_steps:],
         "trl": [step.tokens / step.seconds for step in trl[warm_steps:]],
@@ -145,10 +127,11 @@ def our_step(
     """A function that takes the step of a number, and tells its completion tokens a second."""
     dtype, size = target.adapter.dtype, config.optim.per_device_train_batch_size
     rate = config.optim.learning_rate or LEARNING_RATE
+    optim = OptimConfig(learning_rate=rate, lr_scheduler_type="constant", warmup_steps=0)
     trainer = Trainer(
         draft,
         TargetTeacher(target.adapter),
-        optim=OptimConfig(learning_rate=rate, lr_scheduler_type="constant", warmup_steps=0),
+        optim=optim,
         divergence=config.divergence,
         sampling=config.sampling,
         autocast=dtype if dtype != torch.float32 else None,

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    TrainerCallback,
-)
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 
+from draftkit.config import Config
+from draftkit.models.loading import Target
+
+LEARNING_RATE = 1e-4  # of both trainers, where none is given
 BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0}  # TRL's interpolation
 PLAIN: dict[str, Any] = {  # nothing beside the steps
     "lr_scheduler_type": "constant",
@@ -84,33 +83,31 @@ def peer_class(texts: dict[str, list[int]]) -> Any:
             return [texts[name] for name in prompts], None, {}
 
         def _generate_single_turn(self, prompt_ids: Any, *others: Any, **options: Any) -> Any:
-            found = super()._generate_single_turn(prompt_ids, *others, **options)
-            self.latest_texts = list(zip(prompt_ids, found, strict=True))
-            return found
+            completions = super()._generate_single_turn(prompt_ids, *others, **options)
+            self.latest_texts = list(zip(prompt_ids, completions, strict=True))
+            return completions
 
         def _compute_loss(self, *args: Any, **options: Any) -> Any:
-            found = super()._compute_loss(*args, **options)
-            self.latest_loss = float(found[0].detach())
-            return found
+            loss = super()._compute_loss(*args, **options)
+            self.latest_loss = float(loss[0].detach())
+            return loss
 
     return Peer
 
 
+def answer_tokens(config: Config) -> int:
+    """How many tokens a step of either trainer samples for a prompt."""
+    return config.data.max_length - config.data.prompt_tokens
+
+
 def trl_steps(
-    *,
-    target: PreTrainedModel,
+    target: Target,
     draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
-    divergence: str,
-    batch_size: int,
-    max_new_tokens: int,
-    steps: int,
-    learning_rate: float,
-    low_precision: bool,
+    config: Config,
     between: Callable[[], None],
 ) -> list[PeerStep]:
-    """Train `draft` for `steps` steps.
+    """Train `draft` for all steps of `config.benchmark`.
 
     `between` is called after every step, and its time counts for nobody. Raises ValueError where
     TRL is not installed.
@@ -124,18 +121,18 @@ def trl_steps(
         warnings.simplefilter("ignore")  # of settings that it passes on under old names
         turns.peer = make(
             model=draft,
-            teacher_model=target,
-            processing_class=tokenizer,
+            teacher_model=target.adapter.model,
+            processing_class=target.tokenizer,
             train_dataset=Dataset.from_dict({"prompt": list(named)}),
             callbacks=[turns],
             args=DistillationConfig(
                 output_dir=folder,
-                beta=BETAS[divergence],
-                per_device_train_batch_size=batch_size,
-                max_completion_length=max_new_tokens,
-                max_steps=steps,
-                learning_rate=learning_rate,
-                bf16=low_precision,
+                beta=BETAS[config.divergence.name],
+                per_device_train_batch_size=config.optim.per_device_train_batch_size,
+                max_completion_length=answer_tokens(config),
+                max_steps=config.benchmark.warm_steps + config.benchmark.steps,
+                learning_rate=config.optim.learning_rate or LEARNING_RATE,
+                bf16=target.adapter.dtype == torch.bfloat16,
                 **PLAIN,
             ),
         )

@@ -7,10 +7,18 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.config import (
+    BenchmarkConfig,
+    Config,
+    DataConfig,
+    DivergenceConfig,
+    OptimConfig,
+    SamplingConfig,
+)
 from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
+from draftkit.models.loading import Target
 from draftkit.models.vocabulary import train_byte_bpe
 from pipelines.benchmarks.training_peers import BETAS, trl_steps
 from tests import tiny
@@ -23,20 +31,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return train_byte_bpe(["a b c"], 300)
 
 
-def steps_of(target, draft, tokenizer, divergence, between=lambda: None, steps=2):
-    return trl_steps(
-        target=target.model,
-        draft=draft.model,
-        tokenizer=tokenizer,
-        prompts=PROMPTS,
-        divergence=divergence,
-        batch_size=2,
-        max_new_tokens=7,
-        steps=steps,
-        learning_rate=1e-3,
-        low_precision=False,
-        between=between,
+def steps_of(target, draft, tokenizer, divergence, between=lambda: None):
+    config = Config(
+        divergence=DivergenceConfig(name=divergence),
+        data=DataConfig(prompt_tokens=9, max_length=16),
+        optim=OptimConfig(per_device_train_batch_size=2, learning_rate=1e-3),
+        benchmark=BenchmarkConfig(warm_steps=1, steps=2),
     )
+    return trl_steps(Target(target, tokenizer, ()), draft.model, PROMPTS, config, between)
 
 
 @pytest.mark.parametrize("divergence", BETAS)
@@ -45,7 +47,7 @@ def test_the_peers_loss_is_ours_on_the_same_tokens(tokenizer, divergence):
     start = copy.deepcopy(draft)
     called = []
     found = steps_of(target, draft, tokenizer, divergence, lambda: called.append(1))
-    assert len(found) == len(called) == 2
+    assert len(found) == len(called) == 3
     ours = Trainer(
         start,
         TargetTeacher(target),

@@ -25,28 +25,19 @@ MEMORY = Path("shared") / "checksums.json"
 
 
 def given_model(model: ModelConfig, key: str, root: str) -> Given:
-    """The model of a section that names one; of the hub, its name and commit.
+    """The model of a section that names one; of the hub, its name and the commit of its revision.
 
     Raises ValueError naming `key` where there is no model.
     """
     assert model.path is not None
     check_folder(model, key)
-    folder = Path(model.path)
-    if not folder.is_dir():
-        return Given(f"{model.path}@{hub_commit(model)}", model.path)
-    return Given(remembered(folder, root, model_sha256), model.path)
-
-
-def hub_commit(model: ModelConfig) -> str:
-    """The commit that a revision of the hub stands for; the revision, where nobody knows.
-
-    Then loading says what is wrong.
-    """
-    revision = model.revision or "main"
-    with suppress(OSError, ValueError):
-        file = cached_file(str(model.path), "config.json", revision=revision)
-        return Path(str(file)).parent.name  # snapshots/<commit>/config.json of the hub's cache
-    return revision
+    folder, commit = Path(model.path), model.revision or "main"
+    if folder.is_dir():
+        return Given(remembered(folder, root, model_sha256), model.path)
+    with suppress(OSError, ValueError):  # where nobody knows the commit loading says what is wrong
+        file = Path(str(cached_file(model.path, "config.json", revision=commit)))
+        commit = file.parent.name  # snapshots/<commit>/config.json of the hub's cache
+    return Given(f"{model.path}@{commit}", model.path)
 
 
 def model_sha256(folder: Path) -> str:
@@ -75,10 +66,10 @@ def given_text(data: DataConfig, root: str) -> Given:
 def remembered(path: Path, root: str, checksum: Callable[[Path], str]) -> str:
     """`checksum(path)`, from memory where no file of it has changed since."""
     memory, key = Path(root) / MEMORY, str(path.resolve())
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    states = [(str(file.relative_to(path)), file.stat()) for file in files if file.is_file()]
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()] or [path]
+    stats = [(str(file.relative_to(path)), file.stat()) for file in files]
     state = fingerprint(
-        [[name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in states]
+        [[name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats]
     )
     known: dict[str, list[str]] = {}
     with suppress(OSError, ValueError):

@@ -43,8 +43,8 @@ def user_line(error: Exception) -> str:
     if isinstance(error, COMPOSITION_ERRORS):
         return explain(error)
     if disk_is_full(error):
-        place = getattr(error, "filename", None) or "the output folder"
-        return f"no space left on the device of {place}: free some, or use root=..."
+        full = getattr(error, "filename", None) or "the output folder"
+        return f"no space left on the device of {full}: free some, or use root=..."
     if isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
         return f"{error.strerror}: {error.filename}; change its permissions, or use root=..."
     if isinstance(error, ValueError):

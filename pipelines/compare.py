@@ -131,12 +131,12 @@ def read_remote(run: str) -> list[Row]:
     project, _, group = name.rpartition("/")
     try:
         filters = {"group": group, "jobType": STAGES[0]}
-        found = list(wandb.Api().runs(project, filters=filters, lazy=False))
+        uploaded = list(wandb.Api().runs(project, filters=filters, lazy=False))
     except (wandb.Error, ValueError) as error:
         raise ValueError(f"runs: W&B does not answer for {name} ({error})") from error
-    if not found:
+    if not uploaded:
         raise ValueError(f"runs: W&B has no evaluation in the group {name}")
-    return [_remote_row(run, project) for run in found]
+    return [_remote_row(run, project) for run in uploaded]
 
 
 def _remote_row(run: Any, project: str) -> Row:

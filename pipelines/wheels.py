@@ -16,7 +16,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from email.parser import Parser
+from importlib.metadata import PathDistribution
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -51,14 +51,14 @@ Present = Mapping[str, str | None]  # names, and versions where they are known
 
 def read_present(text: str) -> dict[str, str | None]:
     """Packages of a list: names, `name==version`, or the columns of `pip list`."""
-    found: dict[str, str | None] = {}
+    packages: dict[str, str | None] = {}
     for line in text.splitlines():
         words = re.split(r"[\s=]+", line.strip())
         versions = [word for word in words[1:] if re.match(r"\d", word)]
         named = words[:1] if versions else words
         for name in filter(None, named):
-            found[canonicalize_name(name)] = versions[0] if versions else None
-    return found
+            packages[canonicalize_name(name)] = versions[0] if versions else None
+    return packages
 
 
 def wanted() -> list[Requirement]:
@@ -114,10 +114,8 @@ def pip(*arguments: str) -> str:
 
 def needs(wheel: Path) -> Iterator[Requirement]:
     """What a wheel says that it depends on, there."""
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        metadata = Parser().parsestr(archive.read(name).decode())
-    for line in metadata.get_all("Requires-Dist", []):
+    (information,) = (path for path in zipfile.Path(wheel).iterdir() if path.suffix == ".dist-info")
+    for line in PathDistribution(information).requires or []:
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate(ENVIRONMENT):
             yield requirement

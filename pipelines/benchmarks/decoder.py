@@ -316,8 +316,7 @@ def headline(points: Sequence[Point]) -> dict[str, Any]:
     }
 
     def ratio(name: str, other: str) -> float | None:
-        found = alone.get(name, {}).get("ratios", {}).get(other)
-        return None if found is None else found["median"]
+        return alone.get(name, {}).get("ratios", {}).get(other, {}).get("median")
 
     drafted = alone.get(SPECULATIVE, {})
     return {

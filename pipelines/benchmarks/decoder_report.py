@@ -100,8 +100,8 @@ def remarks(point: dict[str, Any]) -> Iterator[str]:
         shares = (f"{gamma} in {count / total:.0%}" for gamma, count in point["gammas"].items())
         yield f"adaptive gamma: {', '.join(shares)} of rounds"
     if "beside_hf" in point:
-        found = point["beside_hf"]
+        same = point["beside_hf"]
         yield (
-            f"{LABELS[point['method']]} = HF plain: {found['identical']} of {found['compared']} "
-            f"answers, {found['near_ties']} near-ties, {found['different']} different"
+            f"{LABELS[point['method']]} = HF plain: {same['identical']} of {same['compared']} "
+            f"answers, {same['near_ties']} near-ties, {same['different']} different"
         )

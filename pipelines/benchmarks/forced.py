@@ -9,9 +9,10 @@ token has some probability.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -46,12 +47,11 @@ def acceptance_given(
     assisted: the same for Hugging Face's assisted generation, where it samples.
     """
     verifier.rate.fill_(rate)
-    VERIFIERS[GIVEN] = verifier
-    try:
-        with assistance_given(rate) if assisted else nullcontext():
-            yield GIVEN
-    finally:
-        del VERIFIERS[GIVEN]
+    with (
+        patch.dict(VERIFIERS, {GIVEN: verifier}),
+        assistance_given(rate) if assisted else nullcontext(),
+    ):
+        yield GIVEN
 
 
 @contextmanager
@@ -63,23 +63,14 @@ def assistance_given(rate: float) -> Iterator[None]:
     """
     import transformers.generation.utils as generation
 
-    module: Any = generation
-    rule: Callable[..., Any] = module._speculative_sampling
+    rule, draw = generation._speculative_sampling, torch.rand_like
 
     def lottery(ratio: Tensor) -> Tensor:
         return torch.zeros_like(ratio).masked_fill(draw(ratio) >= rate, math.inf)
 
     def decided(*arguments: Any, **options: Any) -> Any:
-        numbers.rand_like = lottery
-        try:
+        with patch.object(torch, "rand_like", lottery):
             return rule(*arguments, **options)
-        finally:
-            numbers.rand_like = draw
 
-    numbers: Any = torch
-    draw = torch.rand_like
-    module._speculative_sampling = decided
-    try:
+    with patch.object(generation, "_speculative_sampling", decided):
         yield
-    finally:
-        module._speculative_sampling = rule

@@ -80,7 +80,7 @@ def stream(
                 "domain": domain,
                 "first": before + first,
                 "last": before + last,
-                "alpha": {name: found.alpha.as_dict() for name, found in totals.items()},
+                "alpha": {name: sums.alpha.as_dict() for name, sums in totals.items()},
                 "versions": {service.name: service.version for service in services},
             }
             for start in range(first, last, step):

@@ -17,8 +17,9 @@ from draftkit.artifacts import read_json, write_json, write_text
 from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.data.prompts import read_splits
 from draftkit.decoding.trace import html, terminal
-from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, compare, gather
+from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather
 from draftkit.evaluation.report import evaluation_table
+from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
 from pipelines.contexts import contexts, read_contexts

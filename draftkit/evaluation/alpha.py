@@ -8,6 +8,7 @@ very function that serves (P1), and the three acceptance modes are summed by pro
 Shapes: M generated positions, V vocabulary, P prompts.
 """
 
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import (
     Estimate,
-    estimate_gain,
-    estimate_ratio,
+    Rate,
+    bootstrap,
     exact_match_acceptance,
     greedy_draft_acceptance,
     sampled_acceptance,
@@ -49,10 +50,14 @@ class PromptTotals:
         lists = {mode: totals.tolist() for mode, totals in self.totals.items()}
         return {**lists, "positions": self.counts.tolist()}
 
+    def rate(self, mode: str = "alpha") -> Rate:
+        """The acceptance over all positions."""
+        return Rate(self.totals[mode], self.counts)
+
     @property
     def alpha(self) -> Estimate:
         """Alpha over all positions, its interval over rows. ValueError with fewer than 2."""
-        return estimate_ratio(self.totals["alpha"], self.counts)
+        return bootstrap(self.rate())
 
     def summed(self, keys: Sequence[Hashable]) -> "PromptTotals":
         """Rows of equal key [P] together, in the order in which the keys first occur."""
@@ -101,10 +106,10 @@ def score_drafts(
     counts = torch.tensor([len(c.output_ids) for c in contexts], dtype=torch.float64)
     return {
         name: PromptTotals(
-            totals={mode: torch.tensor(sums, dtype=torch.float64) for mode, sums in found.items()},
+            totals={mode: torch.tensor(sums, dtype=torch.float64) for mode, sums in modes.items()},
             counts=counts,
         )
-        for name, found in totals.items()
+        for name, modes in totals.items()
     }
 
 
@@ -181,8 +186,7 @@ def score_stored(
 def estimates(scored: PromptTotals, *, seed: int, resamples: int) -> dict[str, Estimate]:
     """Mean and interval of each mode: ratio of totals, bootstrap over prompts."""
     return {
-        mode: estimate_ratio(totals, scored.counts, seed=seed, resamples=resamples)
-        for mode, totals in scored.totals.items()
+        mode: bootstrap(scored.rate(mode), seed=seed, resamples=resamples) for mode in scored.totals
     }
 
 
@@ -191,11 +195,10 @@ def gains(
 ) -> dict[str, Estimate]:
     """Paired gain of each mode on the same prompts and contexts."""
     return {
-        mode: estimate_gain(
-            totals=after.totals[mode],
-            counts=after.counts,
-            baseline_totals=before.totals[mode],
-            baseline_counts=before.counts,
+        mode: bootstrap(
+            after.rate(mode),
+            before.rate(mode),
+            compare=operator.sub,
             seed=seed,
             resamples=resamples,
         )
@@ -216,14 +219,7 @@ def sampling_of(context: Record) -> SamplingConfig:
 
 def sampling_params(sampling: SamplingConfig, device: torch.device) -> SamplingParams:
     """The served sampling as parameters of one row."""
-    return SamplingParams.uniform(
-        1,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        repetition_penalty=sampling.repetition_penalty,
-        device=device,
-    )
+    return SamplingParams.uniform(1, **vars(sampling), device=device)
 
 
 def padded(contexts: Sequence[Record], device: torch.device) -> tuple[Tensor, Tensor]:

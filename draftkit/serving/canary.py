@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from draftkit.theory.acceptance import ratio_error
+from draftkit.theory.acceptance import Rate, rate_error
 
 KEPT = 4096  # requests that a mean is made of, the last ones
 REQUESTS = 20  # of each version, at least: of fewer the error of a mean is not known
@@ -46,7 +46,7 @@ class Served:
     def error(self) -> float:
         """The standard error of the mean over requests, of which there must be two."""
         totals = torch.tensor(self.acceptance, dtype=torch.float64)
-        return ratio_error(totals, torch.tensor(self.tested, dtype=torch.float64))
+        return rate_error(Rate(totals, torch.tensor(self.tested, dtype=torch.float64)))
 
 
 @dataclass(frozen=True)

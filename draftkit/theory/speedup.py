@@ -37,6 +37,12 @@ class Costs:
         if not self.verify_ratios:
             raise ValueError("verify_ratios is empty; measure verification at one gamma at least")
 
+    @property
+    def ratios(self) -> dict[str, float]:
+        """c, v and o, as `speedup_from_length` takes them."""
+        names = ("cost_ratio", "verify_ratio", "overhead_ratio")
+        return {name: getattr(self, name) for name in names}
+
     def verify_at(self, gamma: int) -> float:
         """v(gamma), linear between the measured ones and beyond; constant if there is but one."""
         known = sorted(self.verify_ratios)

@@ -28,7 +28,8 @@ from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.evaluation.alpha import PromptTotals, estimates, gains, score_contexts
-from draftkit.evaluation.judge import Prompts, check_lossless, compare, gather, proposers_of
+from draftkit.evaluation.judge import Prompts, check_lossless, gather, proposers_of
+from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target, in_float32, load_draft, load_target
 from draftkit.theory.acceptance import Estimate

@@ -8,7 +8,7 @@ import torch
 
 from draftkit.config import GateConfig
 from draftkit.serving.canary import KEPT, REQUESTS, WIDTH, Served, give_up, judge
-from draftkit.theory.acceptance import estimate_ratio
+from draftkit.theory.acceptance import Rate, bootstrap
 
 
 def served(rate: float, requests: int, *, seed: int = 0, tested: int = 20) -> Served:
@@ -95,7 +95,7 @@ def test_the_error_of_a_mean_is_that_of_its_bootstrap() -> None:
         tested = draw.randrange(1, 120)
         made.add(tested, tested * draw.betavariate(4, 2))
     columns = (torch.tensor(made.acceptance), torch.tensor(made.tested))
-    interval = estimate_ratio(*columns)
+    interval = bootstrap(Rate(*columns))
     assert made.error == pytest.approx((interval.high - interval.low) / 2 / WIDTH, rel=0.06)
     assert made.mean == pytest.approx(interval.mean)
 

@@ -12,8 +12,7 @@ from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import Record, read_parts, read_records, write_parts, write_records
 from draftkit.models.loading import load_target
-from draftkit.workflow.scoring import scored_by, texts_to_score
-from draftkit.workflow.sources import TrainingTexts
+from draftkit.workflow.sources import TrainingTexts, scored_by, texts_to_score
 from pipelines.contexts import contexts, read_contexts
 from pipelines.generate import ROLLOUT_SETTINGS, generate
 from pipelines.inputs import text_and_target

@@ -112,6 +112,11 @@ class SourceConfig:
             self.other,
         )
 
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether target and draft take turns inside a text."""
+        return self.name == "mix" and self.granularity == "token"
+
 
 @dataclass(kw_only=True)
 class GenerateConfig:

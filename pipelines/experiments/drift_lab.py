@@ -13,7 +13,6 @@ from draftkit.artifacts import remove
 from draftkit.config import Config
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, write_parts
-from draftkit.distillation.loop import Progress, train
 from draftkit.distillation.sources import TextSource
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.models.loading import Target, load_draft, save_draft, with_path
@@ -24,7 +23,7 @@ from draftkit.online.refit import Anchors, row_of
 from draftkit.online.registry import Registry
 from draftkit.workflow.fitting import make_trainer
 from draftkit.workflow.pretraining import pretrain
-from draftkit.workflow.progress import progress
+from draftkit.workflow.progress import train_logged
 from draftkit.workflow.sampling import target_sampler
 from pipelines.experiments.drift_stream import Service
 from pipelines.plan import StageFolder
@@ -103,13 +102,16 @@ def distil(
 
     work = lab.path / f"{name}-training"
     work.mkdir(exist_ok=True)
-    with progress(f"distilling {name}", steps, lab.folder.note) as show:
-
-        def log(step: Progress) -> None:
-            show(step)
-            lab.folder.tracker.log(name, step.steps, {"loss": step.metrics.loss})
-
-        train(trainer, source, work, evaluate=evaluate, log=log)
+    train_logged(
+        trainer,
+        source,
+        work,
+        title=f"distilling {name}",
+        section=name,
+        tracker=lab.folder.tracker,
+        note=lab.folder.note,
+        evaluate=evaluate,
+    )
     save_draft(trainer.draft, lab.target.tokenizer, path)
     remove(work)
     return path

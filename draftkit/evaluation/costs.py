@@ -10,16 +10,14 @@ job, which also makes the code and the buffers that the first jobs need.
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy, SteppedGamma
-from draftkit.decoding.generation import Completion, make_requests, record
+from draftkit.decoding.generation import Completion, record
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.results import RoundSeconds
 from draftkit.decoding.state import RoundView
@@ -28,6 +26,7 @@ from draftkit.evaluation.walltime import (
     PromptIds,
     Setting,
     device_clock,
+    join,
     make_decoder,
     rotated,
     synchronised_clock,
@@ -68,7 +67,7 @@ class Flow:
     As soon as a row ends, all make room for the next batch. Whatever compiled code depends on is
     as in the generations that are timed, so that they share it. So is who waits for whom: `late`
     (as on CUDA) a round lasts from one result to the next, and the device times its parts.
-    Where a flow `shares` the decoder with others, its rows leave after every burst.
+    With `proposer_id` the decoder is a server's, which others share: rows leave after every burst.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class Flow:
         gamma: int,
         *,
         proposer_id: str | None = None,
-        shares: bool = False,
         late: bool | None = None,
     ) -> None:
         room = setting.capacity - max(map(len, prompts)) - 2 * (gamma + 1)
@@ -87,13 +85,12 @@ class Flow:
         device = decoder.target.device
         self.clock = synchronised_clock(device)
         self.decoder = decoder
-        decoder.late = device.type == "cuda" if late is None else late
-        by_device = decoder.late and device.type == "cuda"
-        decoder.clock = device_clock(device) if by_device else self.clock
+        on_cuda = device.type == "cuda"
+        decoder.late = on_cuda and proposer_id is None if late is None else late
+        decoder.clock = device_clock(device) if decoder.late and on_cuda else self.clock
         self.prompts = prompts
         self.gamma = gamma
-        self._proposer_id = proposer_id
-        self._shares = shares
+        self._changes = {} if proposer_id is None else {"proposer_id": proposer_id}
         self._joined = 0
         self._running: dict[int, Completion] = {}
         self._last: float | None = None  # when a round began or, late, the one before came back
@@ -101,7 +98,7 @@ class Flow:
     def burst(self, rounds: int, settling: int) -> RoundSeconds:
         """Means over `rounds` in a row, as they follow each other, without the first `settling`."""
         seconds = [self.round() for _ in range(rounds)][settling:]
-        if self._shares:
+        if self._changes:
             self.leave()
         return RoundSeconds(*map(statistics.fmean, zip(*seconds, strict=True)))
 
@@ -130,21 +127,10 @@ class Flow:
         self._running, self._last = {}, None
 
     def _join(self) -> None:
-        setting, first = self.setting, self._joined
-        self._joined += setting.batch_size
-        made = make_requests(
-            [self.prompts[row % len(self.prompts)] for row in range(first, self._joined)],
-            max_new_tokens=setting.max_new_tokens,
-            sampling=setting.sampling,
-            gamma=self.gamma,
-            seed=setting.seed,
-            first_row=first,
-        )
-        batch = [replace(one, proposer_id=self._proposer_id or one.proposer_id) for one in made]
-        for slot, request in zip(self.decoder.join(batch), batch, strict=True):
-            self._running[slot] = Completion(list(request.prompt_ids))
-        while self.decoder.prefill():
-            pass
+        first, self._joined = self._joined, self._joined + self.setting.batch_size
+        prompts = [self.prompts[row % len(self.prompts)] for row in range(first, self._joined)]
+        batch = (self.decoder, prompts, self.setting)
+        self._running = join(*batch, gamma=self.gamma, first=first, **self._changes)
 
 
 class Meter:
@@ -261,21 +247,16 @@ def decoder_costs(decoder: Decoder, proposer_id: str, size: int, gammas: Sequenc
     length = min(SERVER_PROMPT_TOKENS, decoder.capacity - 2 * (most + 1) - 1)
     prompt = [token % decoder.target.vocab_size for token in range(length)]
     setting = Setting(
-        sampling=SamplingConfig(),
         max_new_tokens=SERVER_BURST * (most + 1),
         gamma=most,
         verification=decoder.verification,
         batch_size=size,
         capacity=decoder.capacity,
-        eos_token_ids=(),
-        seed=0,
-        compiled=False,
     )
     kept = decoder.late, decoder.clock
-    flow = partial(
-        Flow, decoder, [prompt], setting, proposer_id=proposer_id, shares=True, late=False
-    )
-    flows = {gamma: flow(gamma) for gamma in gammas}
+    flows = {
+        gamma: Flow(decoder, [prompt], setting, gamma, proposer_id=proposer_id) for gamma in gammas
+    }
     try:
         measuring = Meter(flows, most)
         measuring.take(SERVER_TURNS, SERVER_BURST, SERVER_SETTLING)

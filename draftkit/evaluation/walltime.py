@@ -9,7 +9,7 @@ apart from the rounds. Compiling takes no time here: the clock stands still, and
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -29,19 +29,19 @@ PromptIds = Sequence[Sequence[int]]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """How timed generations are made."""
 
-    sampling: SamplingConfig
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_new_tokens: int
     gamma: int
-    verification: str
-    batch_size: int
+    verification: str = "speculative"
+    batch_size: int = 1
     capacity: int  # cache slots of a row; one number for all, since compiled code depends on it
-    eos_token_ids: Sequence[int]
-    seed: int
-    compiled: bool
+    eos_token_ids: Sequence[int] = ()
+    seed: int = 0
+    compiled: bool = False
     captured: bool = False  # eager code, on CUDA
 
 
@@ -185,6 +185,33 @@ def make_decoder(
     return decoder
 
 
+def join(
+    decoder: Decoder,
+    prompts: PromptIds,
+    setting: Setting,
+    *,
+    gamma: int,
+    first: int,
+    **changes: Any,
+) -> dict[int, Completion]:
+    """Prefill `prompts`, rows from number `first` on; their completions, still empty, by slot.
+
+    changes: other settings of each request.
+    """
+    requests = make_requests(
+        prompts,
+        max_new_tokens=setting.max_new_tokens,
+        sampling=setting.sampling,
+        gamma=gamma,
+        seed=setting.seed,
+        first_row=first,
+    )
+    slots = decoder.join([replace(request, **changes) for request in requests])
+    while decoder.prefill():
+        pass
+    return {slot: Completion(list(p)) for slot, p in zip(slots, prompts, strict=True)}
+
+
 def decoding(
     target: Adapter,
     proposer: Proposer | None,
@@ -200,32 +227,21 @@ def decoding(
 
     def generate(prompts: PromptIds, first: int) -> Chunk:
         started = clock()
-        requests = make_requests(
-            prompts,
-            max_new_tokens=setting.max_new_tokens,
-            sampling=setting.sampling,
-            gamma=0 if proposer is None else setting.gamma,
-            seed=setting.seed,
-            first_row=first,
-        )
-        adapts = gamma_policy is not None
-        slots = decoder.join([replace(request, adapts=adapts) for request in requests])
-        while decoder.prefill():
-            pass
+        gamma, adapts = 0 if proposer is None else setting.gamma, gamma_policy is not None
+        running = join(decoder, prompts, setting, gamma=gamma, first=first, adapts=adapts)
         ready = clock()
-        running = {slot: Completion(list(p)) for slot, p in zip(slots, prompts, strict=True)}
-        left, full, row_rounds, emitted = set(slots), None, 0, 0
+        left, full, row_rounds, emitted = set(running), None, 0, 0
         while left:
             for result in decoder.round():
                 left -= set(record(running, result))
                 row_rounds += len(result.slots)
                 emitted += sum(result.emitted)
-            if full is None and len(left) < len(slots):
+            if full is None and len(left) < len(running):
                 tokens = sum(len(completion.output_ids) for completion in running.values())
                 full = FullBatch(now() - ready, tokens, row_rounds, emitted)
         finished = now()  # a round that the device may have begun since then is not counted
-        decoder.leave(slots)
-        return Chunk(ready - started, finished - ready, [running[slot] for slot in slots], full)
+        decoder.leave([*running])
+        return Chunk(ready - started, finished - ready, [*running.values()], full)
 
     return generate
 

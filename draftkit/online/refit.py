@@ -30,7 +30,8 @@ from draftkit.online.buffer import Buffer, Stored
 from draftkit.online.gate import Judge, Verdict, judge
 from draftkit.online.registry import Registry, Version
 from draftkit.online.rows import chosen, kinds, row_of, texts_of, with_scores
-from draftkit.theory.acceptance import Estimate, expected_accepted
+from draftkit.theory.acceptance import Estimate
+from draftkit.theory.speedup import expected_tokens
 
 STATE = "state.safetensors"
 NEWEST = 32  # records by which a drift shows, and after which it is looked for again
@@ -380,7 +381,7 @@ class Refit:
             self._judge.score(weights, fresh).summed(units).alpha
             for weights in (earlier, self.registry.read(base))
         ]
-        lengths = [1 + expected_accepted(alpha.mean, self._gamma) for alpha in alphas]
+        lengths = [expected_tokens(alpha.mean, self._gamma) for alpha in alphas]
         self.state["growth"][base.name] = lengths[1] / lengths[0]
         self.state["alphas"][base.name] = alphas[1].as_dict()
 

@@ -198,23 +198,6 @@ def unconditional_rates(accept_counts: Tensor) -> Tensor:
     return at_least[..., 1:] / at_least[..., :1]
 
 
-def expected_accepted(alpha: float, gamma: int) -> float:
-    """E[n] = alpha (1 - alpha^gamma) / (1 - alpha) of the i.i.d. model, written as its sum."""
-    return sum(alpha**i for i in range(1, gamma + 1))
-
-
-def increasing_root(function: Callable[[float], float], value: float) -> float:
-    """Where an increasing `function` takes `value` on [0, 1], by bisection to the last bit."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if function(middle) < value:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
 def tail_bound(
     *, kept_overlap: Tensor, target_tail: Tensor, draft_tail: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -228,12 +228,8 @@ def setting_of(
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         gamma=gamma,
-        verification="speculative",
-        batch_size=1,
         capacity=row_capacity(texts, max_new_tokens=max_new_tokens, gamma=gamma),
-        eos_token_ids=(),
         seed=seed,
-        compiled=False,
     )
 
 

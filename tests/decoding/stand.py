@@ -24,27 +24,12 @@ from draftkit.theory import noise
 from draftkit.theory.verification import VERIFIERS, Verifier
 from draftkit.theory.warping import SamplingParams
 from tests.decoding.checks import served
+from tests.params import params_of, select
 from tests.tabular import TabularAdapter
 from tests.theory.laws import START, check_sample, pair_laws, sequences
 
 Made = Callable[[TabularAdapter], Proposer]
 CHUNK = 20_000  # rows that are decoded at once
-
-
-def params_of(samplings: list[SamplingConfig]) -> SamplingParams:
-    """The sampling of rows, one each."""
-    return SamplingParams.concatenate(
-        [
-            SamplingParams.uniform(
-                1,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                repetition_penalty=sampling.repetition_penalty,
-            )
-            for sampling in samplings
-        ]
-    )
 
 
 def view_of(
@@ -154,7 +139,7 @@ def run(
             target,
             torch.tensor(START).expand(len(row), -1),
             torch.full_like(row, len(START)),
-            params=params_of([sampling]).select(torch.zeros_like(row)),
+            params=select(params_of([vars(sampling)]), torch.zeros_like(row)),
             gamma=gamma,
             limit=len(START) + tokens,
             verifier=VERIFIERS[verification],

@@ -23,13 +23,11 @@ from draftkit.online.assembly import make_refit
 from draftkit.online.daemon import Daemon
 from draftkit.online.refit import Anchors, Refit, Update
 from draftkit.workflow.fitting import load_teaching_target
-from pipelines.contexts import contexts, read_contexts
 from pipelines.folder import SUMMARY, locked
-from pipelines.generate import generate
-from pipelines.inputs import check_pair, models
+from pipelines.generate import contexts, generate, read_contexts, scores
 from pipelines.plan import Given, StageFolder, Step
+from pipelines.prepare import check_pair, models
 from pipelines.run import products, show_plan, tracker_of
-from pipelines.scores import read_validation, scores
 from pipelines.service import (
     SERVER,
     STATE,
@@ -140,7 +138,8 @@ def load_anchors(config: Config, made: StageFolder) -> Anchors:
     """Answers of the target to prompts of `data`: some to mix in, held-out ones for the gate."""
     options = config.online
     if "scores" in made.inputs:
-        train, held_out = read_parts(made.input("scores")), read_validation(made.input("scores"))
+        train = read_parts(made.input("scores"))
+        held_out = read_contexts(made.input("scores"), "validation")
     elif "rollouts" in made.inputs:
         train = read_parts(made.input("rollouts"))
         held_out = read_contexts(made.input("contexts"), "validation")

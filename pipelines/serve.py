@@ -30,8 +30,8 @@ from draftkit.serving.recorder import Recorder
 from draftkit.serving.texts import Texts
 from pipelines.command import run_command
 from pipelines.folder import locked
-from pipelines.inputs import check_pair, models
 from pipelines.plan import Given, StageFolder, Step
+from pipelines.prepare import check_pair, models
 from pipelines.run import products, show_plan
 from pipelines.service import (
     SERVER,

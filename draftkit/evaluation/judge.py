@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from draftkit.config import Config, SamplingConfig
+from draftkit.config import Config, ModelConfig, SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.graphs import compile_seconds
@@ -27,7 +27,7 @@ from draftkit.evaluation.walltime import (
     time_methods,
 )
 from draftkit.models.adapter import Adapter
-from draftkit.models.loading import Target
+from draftkit.models.loading import Target, in_float32, load_draft
 from draftkit.theory.speedup import Costs
 
 LOOKUP = "prompt_lookup"
@@ -159,15 +159,22 @@ def timing(
 
 
 def check_lossless(
-    target: Target, drafts: dict[str, Adapter], prompts: Prompts, config: Config
+    target: Target,
+    drafts: Mapping[str, ModelConfig],
+    prompts: Prompts,
+    config: Config,
+    note: Callable[[str], None],
 ) -> dict[str, Losslessness]:
-    """Greedy identity of every draft, as it is served, beside a float32 `target`."""
-    return greedy_identity(
-        target.adapter,
-        proposers_of(target.adapter, drafts, prompts, config),
-        prompts.test[: config.evaluate.lossless_prompts],
-        max_new_tokens=config.evaluate.max_new_tokens,
-        gamma=max(config.decode.gamma, 1),
-        batch_size=config.evaluate.batch_size,
-        eos_token_ids=target.eos_token_ids,
-    )
+    """Greedy identity of every draft, as it is served; `target` is held in float32 meanwhile."""
+    note("losslessness: greedy decoding with and without the draft, in float32")
+    with in_float32(target):
+        loaded: dict[str, Adapter] = {name: load_draft(d, target) for name, d in drafts.items()}
+        return greedy_identity(
+            target.adapter,
+            proposers_of(target.adapter, loaded, prompts, config),
+            prompts.test[: config.evaluate.lossless_prompts],
+            max_new_tokens=config.evaluate.max_new_tokens,
+            gamma=max(config.decode.gamma, 1),
+            batch_size=config.evaluate.batch_size,
+            eos_token_ids=target.eos_token_ids,
+        )

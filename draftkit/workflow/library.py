@@ -31,7 +31,7 @@ from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather, proposers_of
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.loading import Target, in_float32, load_draft, load_target
+from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.theory.acceptance import Estimate, bootstrap
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
@@ -249,10 +249,7 @@ def _timed(
     calibration = prompts[CALIBRATING - 1 :: CALIBRATING]
     del prompts[CALIBRATING - 1 :: CALIBRATING]
     parts = Prompts(test=prompts, calibration=calibration)
-    note("losslessness: greedy decoding with and without the draft, in float32")
-    with in_float32(pair.target):
-        draft = load_draft(config.draft, pair.target)
-        lossless = check_lossless(pair.target, {"given": draft}, parts, config)
+    lossless = check_lossless(pair.target, {"given": config.draft}, parts, config, note)
     return gather(
         pair.target,
         {"given": pair.draft},

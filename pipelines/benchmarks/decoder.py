@@ -14,12 +14,10 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from draftkit.config import SamplingConfig
 from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.generation import Completion
@@ -64,25 +62,21 @@ class Pair:
 
     target: CausalAdapter
     draft: CausalAdapter
-    eos_token_ids: Sequence[int]
-    pad_token_id: int
+    eos_token_ids: Sequence[int] = ()
+    pad_token_id: int = 0
 
 
-class Counted:
-    """A gamma policy, and how often it chose what."""
+class Counted(AdaptiveGamma):
+    """An adaptive gamma, and how often it chose what."""
 
-    def __init__(self, policy: GammaPolicy) -> None:
-        self.policy = policy
+    def __init__(self, costs: dict[int, Costs]) -> None:
+        super().__init__(costs)
         self.chosen: Counter[int] = Counter()
 
     def choose(self, *, batch: int, most: int) -> int:
-        gamma = self.policy.choose(batch=batch, most=most)
+        gamma = super().choose(batch=batch, most=most)
         self.chosen[gamma] += 1
         return gamma
-
-    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
-        """Pass on what a round showed."""
-        self.policy.observe(gamma=gamma, accepted=accepted)
 
 
 @dataclass(frozen=True)
@@ -101,17 +95,14 @@ class Bench:
         material = Material(lambda: draft, self.texts, target.vocab_size, target.device)
         return PROPOSERS[name or self.chosen](material)
 
-    def plain(self, *, eager: bool = False) -> Method:
-        return decoding(self.pair.target, None, self._setting(eager))
-
-    def drafted(
-        self, name: str | None = None, policy: GammaPolicy | None = None, *, eager: bool = False
+    def ours(
+        self, proposer: Proposer | None, policy: GammaPolicy | None = None, *, eager: bool = False
     ) -> Method:
-        """Our decoder with that proposer, at the gammas of `policy` if given."""
-        return decoding(self.pair.target, self.proposer(name), self._setting(eager), policy)
-
-    def _setting(self, eager: bool) -> Setting:
-        return replace(self.setting, compiled=False, captured=False) if eager else self.setting
+        """Our decoder, plain without `proposer`; at the gammas of `policy` if given."""
+        setting = self.setting
+        if eager:
+            setting = replace(setting, compiled=False, captured=False)
+        return decoding(self.pair.target, proposer, setting, policy)
 
     def peer(self, **options: Any) -> Method:
         pad = self.pair.pad_token_id
@@ -119,12 +110,16 @@ class Bench:
 
 
 METHODS: dict[str, Callable[[Bench], Method]] = {
-    PLAIN: lambda bench: bench.plain(),
-    SPECULATIVE: lambda bench: bench.drafted(),
-    ADAPTIVE: lambda bench: bench.drafted(policy=bench.policy),
-    "eager_plain": lambda bench: bench.plain(eager=True),
-    "eager_speculative": lambda bench: bench.drafted(eager=True),
-    **{name: partial(Bench.drafted, name=name) for name in PROPOSERS if name != "none"},
+    PLAIN: lambda bench: bench.ours(None),
+    SPECULATIVE: lambda bench: bench.ours(bench.proposer()),
+    ADAPTIVE: lambda bench: bench.ours(bench.proposer(), bench.policy),
+    "eager_plain": lambda bench: bench.ours(None, eager=True),
+    "eager_speculative": lambda bench: bench.ours(bench.proposer(), eager=True),
+    **{
+        name: lambda bench, name=name: bench.ours(bench.proposer(name))
+        for name in PROPOSERS
+        if name != "none"
+    },
     HF_PLAIN: lambda bench: bench.peer(),
     HF_ASSISTED: lambda bench: bench.peer(assistant=bench.pair.draft),
     "hf_lookup": lambda bench: bench.peer(lookup=True),
@@ -155,24 +150,21 @@ def measure(
 ) -> list[Point]:
     """Time the methods `names` on `prompts.test`, in turns; one point for each.
 
-    proposer: a name of `PROPOSERS`, of all methods that are not named after one themselves.
-
     costs: by batch size, to which those calibrated here are added; the adaptive gamma uses them.
-    turns: bursts of rounds of a kind by which they are calibrated.
+    turns: bursts of rounds of a kind by which they are calibrated. proposer: a name of `PROPOSERS`,
+    of all methods that are not named after one themselves.
     """
     names = applicable(names, setting)
     costs = {} if costs is None else costs
     meters, policy = [], None
-    texts = prompts.texts or (lambda: prompts.calibration)
-    bench = Bench(pair, setting, texts, proposer)
+    bench = Bench(pair, setting, prompts.texts or (lambda: prompts.calibration), proposer)
     if setting.gamma > 0 and {SPECULATIVE, ADAPTIVE} & set(names):
-        measuring = meter(pair.target, bench.proposer(), prompts.calibration, setting)
-        meters.append(measuring)
+        meters.append(meter(pair.target, bench.proposer(), prompts.calibration, setting))
         if ADAPTIVE in names:
-            measuring.turn(POLICY_TURNS)
-            costs[setting.batch_size] = measuring.costs()
-            policy = Counted(AdaptiveGamma(costs))
-    bench = replace(bench, policy=policy)
+            meters[0].turn(POLICY_TURNS)
+            costs[setting.batch_size] = meters[0].costs()
+            policy = Counted(costs)
+            bench = replace(bench, policy=policy)
     methods = {name: METHODS[name](bench) for name in names}
     drafted = [name for name in names if name in DRAFTED]
     warm_up(methods, prompts.calibration, setting, drafted=drafted)
@@ -220,20 +212,19 @@ def base_point(name: str, timed: dict[str, Timed], setting: Setting) -> Point:
 
 
 def setting_of(
-    prompts: Prompts, sampling: SamplingConfig, *, max_new_tokens: int, gamma: int, seed: int
+    prompts: Prompts, *, max_new_tokens: int, gamma: int, most_gamma: int = 0, **options: Any
 ) -> Setting:
-    """One row, eagerly, by speculative sampling, of texts that end by their length alone."""
+    """One row, eagerly, by speculative sampling, of texts that end by their length alone.
+
+    most_gamma: of settings that share compiled code with this one. options: of `Setting`.
+    """
     texts: PromptIds = [*prompts.test, *prompts.calibration]
-    return Setting(
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        gamma=gamma,
-        capacity=row_capacity(texts, max_new_tokens=max_new_tokens, gamma=gamma),
-        seed=seed,
-    )
+    capacity = row_capacity(texts, max_new_tokens=max_new_tokens, gamma=max(gamma, most_gamma))
+    return Setting(max_new_tokens=max_new_tokens, gamma=gamma, capacity=capacity, **options)
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles, as tables show them."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": statistics.median(values), "quartiles": [low, high]}
 
@@ -256,14 +247,11 @@ def median_interval(values: Sequence[float]) -> list[float]:
     than 6 of them admit no such interval: then it is their range, which covers less.
     """
     ordered, n = sorted(values), len(values)
-
-    def at_most(k: int) -> float:
-        return sum(math.comb(n, i) for i in range(k + 1)) / 2**n
-
-    place = 0
-    while at_most(place + 1) <= 0.025:
-        place += 1
-    return [ordered[place], ordered[n - 1 - place]]
+    cut, below = 0, 1 + n  # values left out on each side; sets of fewer than cut + 2 of n values
+    while below <= 0.025 * 2**n:
+        cut += 1
+        below += math.comb(n, cut + 1)
+    return [ordered[cut], ordered[n - 1 - cut]]
 
 
 def prediction(timed: dict[str, Timed], measured: Meter, setting: Setting, resamples: int) -> Point:

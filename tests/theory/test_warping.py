@@ -159,7 +159,7 @@ def test_a_flag_is_set_exactly_when_a_row_needs_it(name: str) -> None:
 def test_greedy_rows_alone_and_beside_sampled_ones_are_the_same() -> None:
     logits = random_batch(2, 3, torch.float32, ties=True)
     greedy = SamplingParams.uniform(1, temperature=0.0)
-    both = SamplingParams.concatenate([greedy, SamplingParams.uniform(1)])
+    both = params_of([{"temperature": 0.0}, {}])
     for function in (warped_logits, warp):
         assert torch.equal(function(logits[:1], greedy), function(logits, both)[:1])
         assert torch.equal(

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftkit.data.prompts import Example
+from draftkit.data.rollouts import Record
 from draftkit.models.adapter import Packing
 
 
@@ -41,6 +43,49 @@ def continued(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> TokenSequ
     return TokenSequence(
         [*prompt_ids, *output_ids], [False] * len(prompt_ids) + [True] * len(output_ids)
     )
+
+
+def sequence_of_example(example: Example) -> TokenSequence:
+    """The text of the data, loss on its completion."""
+    return TokenSequence(example.token_ids, example.loss_mask)
+
+
+def whole_text(example: Example) -> TokenSequence:
+    """The text of the data, loss on all of it: plain pre-training."""
+    return TokenSequence(example.token_ids, [False] + [True] * (len(example.token_ids) - 1))
+
+
+def sequence_of_record(record: Record) -> TokenSequence:
+    """A rollout, loss on its output, with what is known of it: refusals, the target's scores."""
+    text, given = continued(record.prompt_ids, record.output_ids), len(record.prompt_ids)
+    if record.rejected is not None:
+        text = replace(text, rejected=[False] * given + record.rejected)
+    return with_stored_scores(text, record)
+
+
+def all_learned(text: TokenSequence) -> TokenSequence:
+    """The same text, loss on the prompt too, of which no scores are stored: ask the target."""
+    return replace(text, generated=[False] + [True] * (len(text.token_ids) - 1))
+
+
+def with_stored_scores(text: TokenSequence, record: Record) -> TokenSequence:
+    """`text`, that of `record`, with the scores that lie there, if any."""
+    ids, log_probs, tails = record.topk_ids, record.topk_log_probs, record.loss_tail_mass
+    if ids is None or log_probs is None or tails is None:
+        return text
+    given, count = len(record.prompt_ids), len(ids[0])
+    return replace(
+        text,
+        topk_ids=[[0] * count] * given + ids,
+        topk_log_probs=[[0.0] * count] * given + log_probs,
+        tail_mass=[0.0] * given + tails,
+    )
+
+
+def block_of_record(record: Record) -> TokenSequence:
+    """Tokens drafted after a text, loss on them alone; each knows how many came before it."""
+    offsets = [0] * len(record.prompt_ids) + list(range(len(record.output_ids)))
+    return replace(continued(record.prompt_ids, record.output_ids), block_offset=offsets)
 
 
 @dataclass(frozen=True)

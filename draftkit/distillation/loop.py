@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from draftkit.distillation.batch_sources import Source
 from draftkit.distillation.checkpoint import (
     load_checkpoint,
     load_weights,
@@ -18,7 +19,6 @@ from draftkit.distillation.checkpoint import (
     save_weights,
 )
 from draftkit.distillation.ranks import agree
-from draftkit.distillation.sources import Source
 from draftkit.distillation.trainer import StepMetrics, Trainer
 
 CHECKPOINT = "checkpoint.safetensors"

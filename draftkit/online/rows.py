@@ -10,8 +10,7 @@ import torch
 
 from draftkit.config import OnlineConfig
 from draftkit.data.rollouts import Record
-from draftkit.distillation.batch import TokenSequence
-from draftkit.distillation.sources import all_learned, sequence_of_record
+from draftkit.distillation.batch import TokenSequence, all_learned, sequence_of_record
 from draftkit.online.buffer import Stored, conversation_of
 
 

@@ -10,29 +10,30 @@ from draftkit.config import Config
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.data.store import Mapped, Picked
-from draftkit.distillation.batch import TokenSequence
+from draftkit.distillation.batch import (
+    TokenSequence,
+    block_of_record,
+    sequence_of_example,
+    sequence_of_record,
+    with_stored_scores,
+)
+from draftkit.distillation.batch_sources import (
+    WHOLE,
+    Grouping,
+    RolloutFiles,
+    SampledSource,
+    Shard,
+    Source,
+    cut_texts,
+    shuffled,
+    some_rows,
+)
 from draftkit.distillation.mixing import MixtureSampler
-from draftkit.distillation.refresh import RolloutFiles
 from draftkit.distillation.samplers import (
     AnswerSettings,
     DecoderSampler,
     Sampler,
     SpeculativeSampler,
-)
-from draftkit.distillation.sources import (
-    WHOLE,
-    Grouping,
-    SampledSource,
-    Shard,
-    Source,
-    TextSource,
-    block_of_record,
-    cut_texts,
-    sequence_of_example,
-    sequence_of_record,
-    shuffled,
-    some_rows,
-    with_stored_scores,
 )
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target
@@ -79,11 +80,10 @@ def make_source(
     packed_length = config.data.max_length if config.data.packing else None
     if source.name in ("fixed", "target"):
         sequences = stored_sequences(texts, source.name)
-        return TextSource(
-            sequences,
-            seed=seed,
+        grouping = grouping_of(config, (len(text.token_ids) for text in sequences), batch_size)
+        return Source(
+            shuffled(sequences, seed, grouping),
             version="target" if source.name == "target" else "",
-            grouping=grouping_of(config, (len(text.token_ids) for text in sequences), batch_size),
             batch_size=batch_size,
             device=draft.device,
             packed_length=packed_length,

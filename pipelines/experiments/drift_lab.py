@@ -13,8 +13,8 @@ from draftkit.artifacts import remove
 from draftkit.config import Config
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, write_parts
+from draftkit.distillation.batch_sources import Source, shuffled
 from draftkit.distillation.loop import Progress, train
-from draftkit.distillation.sources import TextSource
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.models.loading import Target, load_draft, save_draft, with_path
 from draftkit.models.remembered import RememberedAdapter
@@ -88,10 +88,10 @@ def distil(
     trainer = make_trainer(
         config, with_path(config.draft, start), lab.target, optim, reader=lab.reader
     )
-    source = TextSource(
-        [row_of(record, prompts=config.online.prompts) for record in records],
+    texts = [row_of(record, prompts=config.online.prompts) for record in records]
+    source = Source(
+        shuffled(texts, config.seed),
         batch_size=trainer.optim.rows_of_a_process,
-        seed=config.seed,
         device=trainer.draft.device,
     )
 

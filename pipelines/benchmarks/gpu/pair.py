@@ -25,9 +25,8 @@ from draftkit.config import (
 )
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import Record
-from draftkit.distillation.batch import Batch, collate, continued
+from draftkit.distillation.batch import Batch, collate, continued, whole_text
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
-from draftkit.distillation.sources import whole_text
 from draftkit.distillation.teacher import TargetTeacher, Teacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import estimates, score_contexts

@@ -163,21 +163,19 @@ class SpeculativeSampler:
             proposer=DraftModelProposer(self.draft, version=version),
             verification=self.verification,
         )
-        records = []
-        for prompt, answer, row in zip(prompts, answers, rows, strict=True):
-            proposals, rejected = verdicts(answer.steps)
-            records.append(
-                settings.record(
-                    prompt,
-                    answer.output_ids,
-                    row=row,
-                    sampler="speculative",
-                    sampler_version=version,
-                    proposals=proposals,
-                    rejected=rejected,
-                )
+        return [
+            settings.record(
+                prompt,
+                answer.output_ids,
+                row=row,
+                sampler="speculative",
+                sampler_version=version,
+                proposals=proposals,
+                rejected=rejected,
             )
-        return records
+            for prompt, answer, row in zip(prompts, answers, rows, strict=True)
+            for proposals, rejected in [verdicts(answer.steps)]
+        ]
 
 
 def verdicts(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:
@@ -189,7 +187,7 @@ def verdicts(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:
     proposals: list[int] = []
     rejected: list[bool] = []
     for step in rounds:
-        for place in range(step.committed):
-            proposals.append(step.proposed[place] if place < len(step.proposed) else -1)
-            rejected.append(step.accepted <= place < len(step.proposed))
+        for index in range(step.committed):
+            proposals.append(step.proposed[index] if index < len(step.proposed) else -1)
+            rejected.append(step.accepted <= index < len(step.proposed))
     return proposals, rejected

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config, HardwareConfig, ModelConfig, OptimConfig
 from draftkit.data.rollouts import Record
+from draftkit.distillation.batch_sources import Shard
 from draftkit.distillation.loop import Outcome
 from draftkit.distillation.ranks import agree, join_group
-from draftkit.distillation.sources import Shard
 from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, Teacher
 from draftkit.distillation.trainer import Trainer, learning_rate_for
 from draftkit.evaluation.alpha import estimates, score_contexts, score_stored

@@ -10,8 +10,9 @@ from draftkit.artifacts import remove
 from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.data.prompts import Example
 from draftkit.data.store import Mapped
+from draftkit.distillation.batch import whole_text
+from draftkit.distillation.batch_sources import Source, shuffled
 from draftkit.distillation.ranks import alone
-from draftkit.distillation.sources import TextSource, whole_text
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.devices import resolve_device, resolve_dtype
@@ -54,10 +55,9 @@ def pretrain(
         sampling=SamplingConfig(),
         autocast=dtype if dtype != torch.float32 else None,
     )
-    source = TextSource(
-        Mapped(whole_text, texts),
+    source = Source(
+        shuffled(Mapped(whole_text, texts), config.seed),
         batch_size=shape.per_device_train_batch_size,
-        seed=config.seed,
         device=device,
     )
     training = folder / f"{key}-training"

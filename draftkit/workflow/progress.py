@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from draftkit.distillation.batch_sources import Source
 from draftkit.distillation.loop import Outcome, Progress, train
-from draftkit.distillation.sources import Source
 from draftkit.distillation.trainer import Trainer
 from draftkit.tracking import Tracker
 

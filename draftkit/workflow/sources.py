@@ -11,22 +11,23 @@ from draftkit.config import Config
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.data.store import Mapped, Picked
-from draftkit.distillation.batch import TokenSequence
-from draftkit.distillation.refresh import RolloutFiles
-from draftkit.distillation.sources import (
+from draftkit.distillation.batch import (
+    TokenSequence,
+    block_of_record,
+    sequence_of_example,
+    sequence_of_record,
+    with_stored_scores,
+)
+from draftkit.distillation.batch_sources import (
     WHOLE,
     Grouping,
+    RolloutFiles,
     SampledSource,
     Shard,
     Source,
-    TextSource,
-    block_of_record,
     cut_texts,
-    sequence_of_example,
-    sequence_of_record,
     shuffled,
     some_rows,
-    with_stored_scores,
 )
 from draftkit.distillation.teacher import stored_scores
 from draftkit.models.adapter import CausalAdapter
@@ -80,11 +81,10 @@ def make_source(
 
     if source.name in ("fixed", "target"):
         sequences = stored_sequences(texts, source.name)
-        return TextSource(
-            sequences,
-            seed=seed,
+        lengths = (len(text.token_ids) for text in sequences)
+        return Source(
+            shuffled(sequences, seed, grouping(lengths)),
             version="target" if source.name == "target" else "",
-            grouping=grouping(len(text.token_ids) for text in sequences),
             batch_size=batch_size,
             device=draft.device,
             packed_length=packed_length,

@@ -13,7 +13,7 @@ from draftkit.artifacts import remove
 from draftkit.config import Config
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, write_parts
-from draftkit.distillation.sources import TextSource
+from draftkit.distillation.batch_sources import Source, shuffled
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.loading import Target, load_draft, save_draft, with_path
@@ -121,10 +121,10 @@ class Lab:
         trainer = make_trainer(
             config, with_path(config.draft, start), self.target, optim, reader=self.reader
         )
-        source = TextSource(
-            [row_of(record, prompts=config.online.prompts) for record in texts.train],
+        rows = [row_of(record, prompts=config.online.prompts) for record in texts.train]
+        source = Source(
+            shuffled(rows, config.seed),
             batch_size=trainer.optim.rows_of_a_process,
-            seed=config.seed,
             device=trainer.draft.device,
         )
 

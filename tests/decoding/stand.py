@@ -104,11 +104,10 @@ class Stand:
         self.state.limit = torch.full_like(length, limit)
         self.state.row = torch.arange(rows)
         group = Group(
-            slots=list(range(rows)),
+            members={},
             index=torch.arange(rows),
             rows=None,
             active=torch.ones(rows, dtype=torch.bool),
-            places=None,
             params=params,
             gamma=gamma,
             proposer_id="draft",

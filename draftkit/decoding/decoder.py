@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from draftkit.decoding import round as units
-from draftkit.decoding.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.decoding.feeding import feed, feed_encoders
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units
@@ -39,7 +38,7 @@ from draftkit.decoding.state import (
     with_gammas,
 )
 from draftkit.models.adapter import Adapter
-from draftkit.models.seq2seq import EncodingAdapter
+from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.theory import noise
 from draftkit.theory.verification import VERIFIERS
 
@@ -98,7 +97,6 @@ class Decoder:
         )
         self._packs = compiled and is_frozen(target)
         self._packed: set[Hashable] = set()  # keys of graphs with a copy of the weights
-        self._encodes = isinstance(target, EncodingAdapter)
         self._free = list(range(slots))
         self._proposers: dict[str, Proposer] = {}
         self._made: set[str | None] = set()  # proposers whose caches have taken their shape
@@ -173,7 +171,7 @@ class Decoder:
             )
         if (need := tokens_needed(request)) > self.capacity:
             raise ValueError(f"a row needs {need} cache slots, the decoder has {self.capacity}")
-        if bool(request.encoder_ids) != self._encodes:
+        if bool(request.encoder_ids) != self.target.has_encoder:
             raise ValueError("encoder_ids are for encoder-decoder targets, and these need them")
         if len(request.encoder_ids) > (room := self.cache.encoder_capacity):
             raise ValueError(f"{len(request.encoder_ids)} encoder tokens, room for {room}")

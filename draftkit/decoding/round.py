@@ -12,11 +12,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.graphs import map_tensors
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.state import DecodeState, Group, NoiseFunction, RoundView, view_of
 from draftkit.models.adapter import Adapter
+from draftkit.models.cache import SlotCache
 from draftkit.theory.acceptance import sampled_acceptance
 from draftkit.theory.noise import ACCEPT, NEXT
 from draftkit.theory.truncation import most_likely_served

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.decoder import Decoder
+from draftkit.models.cache import SlotCache
 from draftkit.theory.noise import ACCEPT, DRAFT, NEXT
 from tests.theory.laws import LARGEST, LawBroken
 

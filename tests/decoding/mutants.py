@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from draftkit.decoding import cache, decoder, feeding, proposers, state
+from draftkit.decoding import decoder, feeding, proposers, state
 from draftkit.decoding import round as units
 from draftkit.decoding.proposers import DraftModelProposer, Proposal
 from draftkit.decoding.state import RoundView
+from draftkit.models import cache
 from draftkit.theory.warping import SamplingParams, warp
 from tests.decoding.checks import Parts
 from tests.theory.checks import stops_after_token_one

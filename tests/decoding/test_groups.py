@@ -9,13 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import feeding, state
-from draftkit.decoding.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.graphs import COMPILED_BUCKET, Units
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.results import to_host
 from draftkit.decoding.round import Packed
 from draftkit.decoding.state import DecodeState, group_shape, make_group, to_device
+from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from tests.decoding.driving import DRAFT, SAMPLINGS, Answer, assert_same, drive, request
 from tests.tabular import random_adapter, relative
 

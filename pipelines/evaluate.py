@@ -126,7 +126,7 @@ def log(folder: StageFolder, temperature: float, summary: dict[str, Any], main: 
 
 def write_traces(folder: StageFolder, main: Evidence, target: Target) -> None:
     """Leave the first answers as pages to look at: what was proposed, accepted and corrected."""
-    traces = [completion.trace for completion in main.timed.completions[:TRACES]]
+    traces = main.timed.completions[:TRACES]
 
     def decode(ids: list[int]) -> str:
         return str(target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))

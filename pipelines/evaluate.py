@@ -106,7 +106,7 @@ def track(tracker: Tracker, temperature: float, summary: dict[str, Any], main: E
 
 def write_traces(folder: Path, main: Evidence, target: Target) -> None:
     """Leave the first answers as pages to look at: what was proposed, accepted and corrected."""
-    traces = [completion.trace for completion in main.timed.completions[:TRACES]]
+    traces = main.timed.completions[:TRACES]
 
     def decode(ids: list[int]) -> str:
         return str(target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))

@@ -11,10 +11,9 @@ from typing import Any, Protocol
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.generation import Completion, decode, finish, make_requests
+from draftkit.decoding.generation import Completion, TraceRound, decode, finish, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
-from draftkit.decoding.trace import TraceRound
 from draftkit.models.adapter import Adapter
 
 SCRATCH = 2  # cache slots behind the text, in plain decoding

@@ -78,8 +78,8 @@ class Answer:
         completion = self.completion
         return Speculation(
             rounds=completion.rounds,
-            drafted=completion.trace.proposed,
-            accepted=completion.trace.accepted,
+            drafted=completion.drafted,
+            accepted=sum(step.accepted for step in completion.steps),
             tested=completion.tested,
             acceptance=completion.acceptance_total,
             accept_counts=tuple(completion.accept_counts),

@@ -20,7 +20,7 @@ import numpy as np
 
 from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
-from draftkit.decoding.trace import TraceRound
+from draftkit.decoding.generation import TraceRound
 from draftkit.distillation.samplers import verdicts
 from draftkit.online.buffer import UPKEEP_SECONDS, Buffer, Entry, Served
 from draftkit.serving.jobs import DrafterCounters, Job, Load

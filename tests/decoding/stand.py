@@ -14,12 +14,12 @@ from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import round as units
-from draftkit.decoding.cache import SlotCache, visible_slots
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.round import Outcome, RoundInputs
 from draftkit.decoding.state import DecodeState, Group, Request, RoundView, make_group
 from draftkit.decoding.state import view_of as state_view
 from draftkit.models.adapter import Adapter
+from draftkit.models.cache import SlotCache, visible_slots
 from draftkit.theory import noise
 from draftkit.theory.verification import VERIFIERS, Verifier
 from draftkit.theory.warping import SamplingParams
@@ -89,11 +89,10 @@ class Stand:
         self.state.limit = torch.full_like(length, limit)
         self.state.row = torch.arange(rows)
         group = Group(
-            slots=list(range(rows)),
+            members={},
             index=torch.arange(rows),
             rows=None,
             active=torch.ones(rows, dtype=torch.bool),
-            places=None,
             params=params,
             gamma=gamma,
             proposer_id="draft",

@@ -210,10 +210,10 @@ def test_batches_are_full_and_begin_anew_as_soon_as_a_row_ends(clock):
     begun = set()
     for _ in range(60):
         assert flow.round().verify == 1.0
-        requests = flow.decoder.state.requests
-        assert len(requests) in (0, SETTING.batch_size)
-        assert not flow.decoder.state.finished
-        begun |= {request.row for request in requests.values()}
+        slots = flow.decoder.state.slots.values()
+        assert len(slots) in (0, SETTING.batch_size)
+        assert not any(slot.is_finished for slot in slots)
+        begun |= {slot.request.row for slot in slots}
     assert len(begun) > 2 * 60 / SETTING.max_new_tokens  # some ended before the length limit
 
 

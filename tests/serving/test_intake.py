@@ -10,7 +10,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from draftkit.config import BufferConfig, SamplingConfig, ServeConfig
-from draftkit.decoding.trace import TraceRound
+from draftkit.decoding.generation import TraceRound
 from draftkit.online.buffer import Buffer
 from draftkit.serving.intake import Asked, Intake, UnknownModel, conversation_of
 from draftkit.serving.protocol import BadRequest, ChatRequest, CompletionRequest

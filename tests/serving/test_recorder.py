@@ -13,7 +13,7 @@ import torch
 
 from draftkit.config import BufferConfig, SamplingConfig
 from draftkit.data.rollouts import Record
-from draftkit.decoding.trace import TraceRound
+from draftkit.decoding.generation import TraceRound
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Buffer
 from draftkit.serving.drafters import START

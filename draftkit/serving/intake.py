@@ -1,6 +1,6 @@
 """From a valid request to jobs for the engine: prompts as ids, limits, routes, defaults.
 
-Raises BadRequest for what the request asks and this server cannot give; knows no streams and no
+Raises ApiError for what the request asks and this server cannot give; knows no streams and no
 sockets.
 """
 
@@ -16,32 +16,21 @@ from starlette.datastructures import Headers
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
 from draftkit.decoding.streaming import final_text
 from draftkit.serving.jobs import Job
-from draftkit.serving.protocol import (
-    SHOWN,
-    BadRequest,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-)
+from draftkit.serving.protocol import SHOWN, ChatRequest, CompletionRequest
 from draftkit.serving.replies import ChatForm, Choice, CompletionForm, Form
 from draftkit.serving.texts import Offsets, Texts
+from draftkit.serving.wire import ApiError
 
 ROUTE_HEADER = "x-draftkit-route"
 RECORD_HEADER = "x-draftkit-record"
-COMPLETION_TOKENS = 16  # where a completion names no bound, as OpenAI's
-
-
-class UnknownModel(Exception):
-    """No model of that name is served."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Prepared:
     """One request, ready for the engine."""
 
     jobs: list[Job]
     choices: list[Choice]  # one for each job
-    echoes: list[str]  # what each answer begins with
     prompt_tokens: int
     form: Form
     streams: bool
@@ -69,102 +58,68 @@ class Intake:
         self._routes = routes
         self._model_name = model_name
 
-    async def completion(self, body: CompletionRequest, headers: Headers, name: str) -> Asked:
+    async def completion(self, body: CompletionRequest, headers: Headers, name: str) -> Prepared:
         """The jobs of a completion; `name` is the request's own."""
-        self._check_model(body)
-        body.check()
-        self._check_top(body.logprobs, "logprobs")
-        prompts = body.prompts
-        self._check_count(body, len(prompts))
-        most = body.max_tokens or COMPLETION_TOKENS
-        ids = [await self._ids(prompt, most) for prompt in prompts]
-        echoes = [""] * len(prompts)
-        if body.echo:
-            echoes = [await self._echo(prompt) for prompt in prompts]
-        wants = body.logprobs is not None
-        form = CompletionForm(self._texts, model=self._model_name, name=name, logprobs=wants)
-        return self._asked(
-            body,
-            headers,
-            form,
-            ids=ids,
-            echoes=echoes,
-            most=most,
-            top=body.logprobs or 0,
-        )
+        self._check(body, len(body.prompts), top="logprobs")
+        ids = [await self._ids(prompt, body.most_tokens) for prompt in body.prompts]
+        echoes = [await self._echo(prompt) if body.echo else "" for prompt in body.prompts]
+        return self._prepared(body, headers, name, ids, echoes, most=body.most_tokens)
 
-    async def chat(self, body: ChatRequest, headers: Headers, name: str) -> Asked:
+    async def chat(self, body: ChatRequest, headers: Headers, name: str) -> Prepared:
         """The jobs of a chat."""
-        self._check_model(body)
-        body.check()
-        self._check_top(body.top_logprobs, "top_logprobs")
-        self._check_count(body, 1)
+        self._check(body, 1, top="top_logprobs")
         messages = [{"role": turn.role, "content": turn.text} for turn in body.messages]
         self._check_size(sum(len(turn["content"]) for turn in messages), "messages")
         try:
             ids = await asyncio.to_thread(self._texts.chat, messages)
         except ValueError as error:
-            raise BadRequest(str(error), param="messages", code="chat_template") from error
+            raise ApiError(str(error), param="messages", code="chat_template") from error
         most = body.most_tokens or max(self._max_length - len(ids), 1)
         bound = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self._check_length(len(ids), most, param="messages", bound=bound)
-        wants = bool(body.logprobs)
-        form = ChatForm(self._texts, model=self._model_name, name=name, logprobs=wants)
-        return self._asked(
-            body,
-            headers,
-            form,
-            ids=[ids],
-            echoes=[""],
-            most=most,
-            top=body.top_logprobs or 0,
-            conversation=conversation_of(messages),
+        conversation = conversation_of(messages)
+        return self._prepared(
+            body, headers, name, [ids], [""], most=most, conversation=conversation
         )
 
-    def _asked(
+    def _prepared(
         self,
-        body: GenerationRequest,
+        body: CompletionRequest | ChatRequest,
         headers: Headers,
-        form: Form,
-        *,
+        name: str,
         ids: list[list[int]],
         echoes: list[str],
+        *,
         most: int,
-        top: int,
         conversation: str = "",
-    ) -> Asked:
+    ) -> Prepared:
+        continues = isinstance(body, CompletionRequest)
         shared = {
             "max_new_tokens": most,
-            "continues": isinstance(body, CompletionRequest),
+            "continues": continues,
             "sampling": body.sampling(self._sampling),
             "seed": body.seed,
             "stops": body.stops,
-            "top_logprobs": top,
+            "top_logprobs": body.alternatives or 0,
             "route": self._route(headers),
             "conversation": conversation,
             "records": _records(headers),
             "deadline": time.monotonic() + self._settings.request_seconds,
         }
-        # The same prompt and seed give the same answers, whatever else the request asks.
-        jobs = [
-            Job(prompt_ids=prompt, row=row, **shared)
-            for prompt in ids
-            for row in range(body.choices)
-        ]
-        starts = [echo for echo in echoes for _ in range(body.choices)]
-        return Asked(
+        jobs, choices = [], []
+        for prompt, echo in zip(ids, echoes, strict=True):
+            # The same prompt and seed give the same answers, whatever else the request asks.
+            for row in range(body.choices):
+                jobs.append(Job(prompt_ids=prompt, row=row, **shared))
+                offsets = Offsets(self._texts, len(echo), before=prompt)
+                choices.append(Choice(len(choices), offsets, not body.stream, echo))
+        kind = CompletionForm if continues else ChatForm
+        wants = body.alternatives is not None
+        return Prepared(
             jobs=jobs,
-            choices=[
-                Choice(
-                    index,
-                    Offsets(self._texts, len(start), before=job.prompt_ids),
-                    keeps=not body.stream,
-                )
-                for index, (job, start) in enumerate(zip(jobs, starts, strict=True))
-            ],
-            echoes=starts,
+            choices=choices,
             prompt_tokens=sum(map(len, ids)),
-            form=form,
+            form=kind(self._texts, model=self._model_name, name=name, logprobs=wants),
             streams=bool(body.stream),
             includes_usage=body.includes_usage,
         )
@@ -180,11 +135,11 @@ class Intake:
         else:
             ids = prompt
         if not ids:
-            raise BadRequest("prompt must not be empty: it has no token", param="prompt")
+            raise ApiError("prompt must not be empty: it has no token", param="prompt")
         self._check_length(len(ids), most, param="prompt", bound="max_tokens")
         size = self._texts.vocab_size
         if (wrong := max(ids)) >= size:
-            raise BadRequest(f"prompt: token id {wrong} is not below {size}", param="prompt")
+            raise ApiError(f"prompt: token id {wrong} is not below {size}", param="prompt")
         return ids
 
     async def _echo(self, prompt: str | list[int]) -> str:
@@ -193,21 +148,23 @@ class Intake:
             return prompt
         return await asyncio.to_thread(final_text, prompt, self._texts.decode)
 
-    def _check_model(self, body: GenerationRequest) -> None:
+    def _check(self, body: CompletionRequest | ChatRequest, prompts: int, *, top: str) -> None:
+        """Refuse what a request cannot have, however long it is.
+
+        `top`: the parameter that says how many alternatives a token has.
+        """
+        settings, room = self._settings, self._settings.queue + self._settings.slots
         if body.model != self._model_name:
-            raise UnknownModel(body.model)
-
-    def _check_top(self, asked: int | None, param: str) -> None:
-        most = self._settings.top_logprobs
-        if (asked or 0) > most:
-            raise BadRequest(f"{param} must be at most {most}, got {asked}", param=param)
-
-    def _check_count(self, body: GenerationRequest, prompts: int) -> None:
-        most, room = self._settings.max_choices, self._settings.queue + self._settings.slots
-        if body.choices > most:
-            raise BadRequest(f"n must be at most {most}, got {body.choices}", param="n")
+            raise no_model(body.model)
+        body.check()
+        for param, value, most in (
+            (top, body.alternatives or 0, settings.top_logprobs),
+            ("n", body.choices, settings.max_choices),
+        ):
+            if value > most:
+                raise ApiError(f"{param} must be at most {most}, got {value}", param=param)
         if prompts * body.choices > room:
-            raise BadRequest(
+            raise ApiError(
                 f"{prompts} prompts with n={body.choices} are more answers than there is room for "
                 f"({room}): send fewer at once",
                 param="prompt",
@@ -227,8 +184,8 @@ class Intake:
         if tokens + most > self._max_length:
             raise self._too_long(f"{what} with {bound} {most}", bound)
 
-    def _too_long(self, what: str, param: str) -> BadRequest:
-        return BadRequest(
+    def _too_long(self, what: str, param: str) -> ApiError:
+        return ApiError(
             f"{what} does not fit the {self._max_length} tokens of a prompt and its answer",
             param=param,
             code="context_length_exceeded",
@@ -237,12 +194,18 @@ class Intake:
     def _route(self, headers: Headers) -> str:
         route = headers.get(ROUTE_HEADER, DEFAULT_ROUTE)
         if route not in self._routes:
-            raise BadRequest(
+            raise ApiError(
                 f"{ROUTE_HEADER} must be one of {', '.join(self._routes)}, got {route[:SHOWN]!r}",
                 param=ROUTE_HEADER,
                 code="unknown_route",
             )
         return route
+
+
+def no_model(name: str) -> ApiError:
+    """What to tell who asks for another model."""
+    message = f"there is no model {name[:SHOWN]!r}: GET /v1/models lists what there is"
+    return ApiError(message, status=404, code="model_not_found", param="model")
 
 
 def conversation_of(messages: Sequence[Mapping[str, str]]) -> str:
@@ -260,5 +223,5 @@ def _records(headers: Headers) -> bool:
     words = [value.strip().lower() for value in headers.getlist(RECORD_HEADER)]
     if wrong := [word for word in words if word not in ("yes", "no")]:
         shown = wrong[0][:SHOWN]
-        raise BadRequest(f"{RECORD_HEADER} must be yes or no, got {shown!r}", param=RECORD_HEADER)
+        raise ApiError(f"{RECORD_HEADER} must be yes or no, got {shown!r}", param=RECORD_HEADER)
     return "no" not in words

@@ -11,12 +11,10 @@ from draftkit.serving.replies import (
     ChatForm,
     Choice,
     CompletionForm,
-    Json,
-    bits,
-    encode,
     speculative,
 )
 from draftkit.serving.texts import Offsets, Texts
+from draftkit.serving.wire import Json, bits, encode
 from tests.serving.fakes import TOKENIZER, chat_tokenizer
 from tests.tiny import VOCAB_SIZE
 
@@ -80,10 +78,10 @@ def test_where_nothing_was_drafted_there_is_no_rate() -> None:
 def test_impossible_tokens_have_a_finite_log_prob() -> None:
     score = TokenScore(A, -0.1, ((A, -0.1), (B, -math.inf)))
     form = CompletionForm(TEXTS, model="m", name="n", logprobs=True)
-    found = received(form.response([choice(score)], [""], {}))["choices"][0]["logprobs"]
+    found = received(form.response([choice(score)], {}))["choices"][0]["logprobs"]
     assert found["top_logprobs"] == [{"a": -0.1, "b": -9999.0}]
     content = ChatForm(TEXTS, model="m", name="n", logprobs=True)
-    (made,) = received(content.response([choice(score)], [""], {}))["choices"]
+    (made,) = received(content.response([choice(score)], {}))["choices"]
     (entry,) = made["logprobs"]["content"]
     assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.1, -9999.0]
 
@@ -103,7 +101,7 @@ def test_a_stream_keeps_nothing_that_it_has_sent() -> None:
 
 def test_no_log_probs_unless_they_are_wanted() -> None:
     form = ChatForm(TEXTS, model="m", name="n", logprobs=False)
-    assert form.response([choice(TokenScore(A, -1.0))], [""], {})["choices"][0]["logprobs"] is None
+    assert form.response([choice(TokenScore(A, -1.0))], {})["choices"][0]["logprobs"] is None
     chunk = form.piece(choice(), Piece("a", (TokenScore(A, -1.0),)))
     assert chunk["choices"][0] == {
         "index": 0,

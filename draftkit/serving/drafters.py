@@ -99,15 +99,6 @@ class Route:
         return [role for role in (self.current, self.candidate) if role is not None]
 
 
-@dataclass
-class SwapCounts:
-    """What became of the versions that were offered."""
-
-    swaps: int = 0
-    refused: int = 0
-    last_seconds: float = 0.0  # for which the rounds waited
-
-
 class Drafters:
     """All routes, and the thread that follows their registries; see the module's docstring.
 
@@ -124,7 +115,8 @@ class Drafters:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.routes = {route.name: route for route in routes}
-        self.counts = SwapCounts()
+        self.swaps = self.refused = 0  # versions
+        self.last_swap_seconds = 0.0  # for which the rounds waited
         self.wake: Callable[[], None] = lambda: None
         self._gate = gate
         self._poll_seconds = poll_seconds
@@ -280,7 +272,7 @@ class Drafters:
     def _refuse(self, route: Route, version: Version, reason: str) -> None:
         route.refused.add(version.name)
         with self._lock:
-            self.counts.refused += 1
+            self.refused += 1
         serving = route.current.proposer.version
         log.error(
             "route %s: version %s is refused, %s goes on: %s",
@@ -305,9 +297,9 @@ class Drafters:
             swapper.swap(role.proposer_id, offer.previous, before)
         with self._lock:
             if offer.installed:
-                self.counts.swaps += 1
+                self.swaps += 1
                 role.version, role.served = offer.version, Served()
-            self.counts.last_seconds = time.perf_counter() - started
+            self.last_swap_seconds = time.perf_counter() - started
         offer.done.set()
 
     # Judging

@@ -14,13 +14,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from draftkit.config import DecodeConfig, ServeConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.streaming import Decode
 from draftkit.evaluation.costs import measured_policy
 from draftkit.models.adapter import Adapter
-from draftkit.serving.answers import Answer, begin
+from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import Drafters
 from draftkit.serving.jobs import Counters, Draining, Job, Listener, Load, QueueFull
 from draftkit.serving.recorder import Recorder
@@ -108,16 +109,17 @@ class Engine:
             busy = len(self._waiting) + len(self._rows)
             if busy + len(jobs) > room:
                 raise QueueFull(self._retry_after())
+            numbers = range(self._next, self._next + len(jobs))
             answers = []
-            for job, listener in zip(jobs, listeners, strict=True):
+            for number, job, listener in zip(numbers, jobs, listeners, strict=True):
                 seed = secrets.randbelow(SEEDS) if job.seed is None else job.seed % SEEDS
                 answers.append(
-                    begin(self._next, job, listener, decode=self._decode, seed=seed, now=now)
+                    Answer(number, job, listener, decode=self._decode, seed=seed, now=now)
                 )
-                self._next += 1
+            self._next += len(jobs)
             self._waiting.extend(answers)
             self._changed.notify()
-        return [answer.number for answer in answers]
+        return list(numbers)
 
     def cancel(self, ids: Sequence[int]) -> None:
         """End jobs as "cancelled" at the next round; those that have ended are left alone."""
@@ -133,11 +135,11 @@ class Engine:
 
     def counters(self) -> Counters:
         """All counts since the start."""
-        counts = self.drafters.counts
-        return self._rows.counting.snapshot(
-            swaps=counts.swaps,
-            refused=counts.refused,
-            swap_seconds=counts.last_seconds,
+        return replace(
+            self._rows.counters(),
+            swaps=self.drafters.swaps,
+            refused_versions=self.drafters.refused,
+            last_swap_seconds=self.drafters.last_swap_seconds,
             records_dropped=0 if self.recorder is None else self.recorder.dropped,
         )
 
@@ -170,7 +172,7 @@ class Engine:
         self.drafters.wake = self._wake
         self.drafters.start()
         if self.recorder is not None:
-            self.recorder.start(self.load, self._rows.counting.drafters)
+            self.recorder.start(self.load, lambda: self._rows.counters().drafters)
 
     def drain(self, seconds: float) -> bool:
         """Take no more jobs, wait for those there are, and cancel what is left after `seconds`.

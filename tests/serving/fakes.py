@@ -5,6 +5,7 @@ import http.client
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from socket import SO_SNDBUF, SOL_SOCKET
@@ -41,7 +42,7 @@ TEMPLATE = (
 SAID = "Grüße an alle. "  # again and again; with characters of two bytes
 TOKENIZER = byte_tokenizer()
 SAID_IDS: list[int] = TOKENIZER(SAID * 100)["input_ids"]
-SPECULATION = Speculation(3, 9, 6, 8, 6.4, (0, 1, 1, 1), "v000002")
+SPECULATION = Speculation(3, 9, 6, 8, 6.4, "v000002")
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -141,7 +142,7 @@ SOME_COUNTS = Counters(
             drafts=10,
             drafted=40,
             accepted=20,
-            accepted_per_position=(9, 6, 4, 1),
+            accepted_per_position=Counter(dict(enumerate((9, 6, 4, 1)))),
             tested=24,
             acceptance=18.0,
         ),
@@ -151,14 +152,13 @@ SOME_COUNTS = Counters(
             drafts=5,
             drafted=20,
             accepted=15,
-            accepted_per_position=(5, 4, 3, 3),
+            accepted_per_position=Counter(dict(enumerate((5, 4, 3, 3)))),
             tested=16,
             acceptance=14.4,
         ),
         ("code", "v000001"): DrafterCounters(),
     },
     prompt_tokens=77,
-    generated_tokens=70,
     swaps=1,
     refused_versions=2,
     last_swap_seconds=0.25,

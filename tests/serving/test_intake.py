@@ -12,9 +12,10 @@ from starlette.datastructures import Headers
 from draftkit.config import BufferConfig, SamplingConfig, ServeConfig
 from draftkit.decoding.trace import TraceRound
 from draftkit.online.buffer import Buffer
+from draftkit.serving.answers import Answer
 from draftkit.serving.intake import Intake, Prepared, conversation_of
 from draftkit.serving.protocol import ChatRequest, CompletionRequest
-from draftkit.serving.recorder import Answered, entry
+from draftkit.serving.recorder import entry
 from draftkit.serving.texts import Texts
 from draftkit.serving.wire import ApiError
 from tests.serving.fakes import chat, chat_tokenizer, completion
@@ -163,15 +164,10 @@ def test_all_turns_of_a_conversation_are_on_one_side_of_the_held_out_split(tmp_p
             turns = [{"role": "user", "content": f"q{number}"}]
             for answer in ("a", "b"):
                 (job,) = converse(found, messages=turns, max_tokens=1).jobs
-                finished = Answered(
-                    job=job,
-                    seed=0,
-                    output_ids=[7, 9],
-                    steps=[TraceRound([7, 8], 1, 9, 2)],
-                    likeliest=[],
-                    version="v",
-                    seconds=0,
-                )
+                finished = Answer(0, job, print, decode=TEXTS.decode, seed=0, now=0.0)
+                finished.completion.output_ids += [7, 9]
+                finished.completion.steps += [TraceRound([7, 8], 1, 9, 2)]
+                finished.ended = 0.0
                 buffer.append([entry(finished)])
                 turns += [{"role": "assistant", "content": answer}]
                 turns += [{"role": "user", "content": "?"}]

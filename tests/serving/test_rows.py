@@ -32,7 +32,7 @@ class Stand:
         self.drafters.attach(self.decoder)
         self.drafters.poll()
         self.rows = Rows(self.decoder, self.drafters, None, gamma=3, **rows)
-        self.served = lambda: self.drafters.routes["default"].current.served
+        self.served = lambda: self.drafters.routes["default"].current.acceptance
         self.joined = 0
 
     def join(self, one: Job) -> tuple[Client, Answer]:

@@ -11,8 +11,9 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,16 +96,6 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
     return Drafters(routes, config.online.gate, poll_seconds=config.serve.poll_seconds)
 
 
-def decoder_of(target: Target) -> Callable[[list[int]], str]:
-    """The text of ids, special tokens left out."""
-    tokenizer: Any = target.tokenizer
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    return decode
-
-
 def answered_at(address: Sequence[Any]) -> str:
     """The URL of a listening address."""
     host, port = address[:2]
@@ -136,10 +127,13 @@ def serve(config: Config, swept: str = "") -> None:
             clear_service(config, STATE)
         buffer = stack.enter_context(closing(buffer_of(config, checksums_of(made))))
         target = load_target(target_config, config.hardware)
+        decode: Any = partial(
+            target.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         engine = Engine(
             target.adapter,
             drafters_of(config, made, target),
-            decode=decoder_of(target),
+            decode=decode,
             eos_token_ids=target.eos_token_ids,
             serve=settings,
             decoding=config.decode,

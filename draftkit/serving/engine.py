@@ -31,6 +31,7 @@ IDLE_SECONDS = 1.0  # after which an engine without jobs shows that it lives
 STALLED_SECONDS = 120.0  # a round of compiled code may have to be compiled first
 MOST_ERRORS = 3  # rounds in a row that may fail
 REST_SECONDS = 10.0  # after so many, until the next job may show whether rounds succeed again
+LEAVING_SECONDS = 5.0  # for answers that are cancelled at the end
 ERROR_SECONDS = 0.1  # until the next try
 SEEDS = 1 << 63
 log = logging.getLogger(__name__)
@@ -67,9 +68,9 @@ class Engine:
                 f"online.buffer.top_k must be 0 or at least serve.top_logprobs = "
                 f"{serve.top_logprobs}, got {recorded}: both come from one list of a round"
             )
-        models = [target.max_positions]
-        models += [route.current.proposer.max_positions for route in drafters.routes.values()]
-        self.max_length = min(serve.max_length, *models)
+        proposers = [route.current.proposer for route in drafters.routes.values()]
+        contexts = [model.max_positions for model in (target, *proposers)]
+        self.max_length = min(serve.max_length, *contexts)
         self.decoder = Decoder(
             target,
             slots=serve.slots,
@@ -108,7 +109,8 @@ class Engine:
                 raise Draining("the server is about to stop")
             busy = len(self._waiting) + len(self._rows)
             if busy + len(jobs) > room:
-                raise QueueFull(self._retry_after())
+                turns = 1 + len(self._waiting) / self._serve.slots
+                raise QueueFull(min(60.0, max(1.0, turns * self._rows.job_seconds)))
             numbers = range(self._next, self._next + len(jobs))
             answers = []
             for number, job, listener in zip(numbers, jobs, listeners, strict=True):
@@ -128,10 +130,9 @@ class Engine:
             self._changed.notify()
 
     def load(self) -> Load:
+        slots, draining = self._serve.slots, self._draining
         with self._changed:
-            return Load(
-                len(self._waiting), len(self._rows), self._serve.slots, draining=self._draining
-            )
+            return Load(len(self._waiting), len(self._rows), slots, draining)
 
     def counters(self) -> Counters:
         """All counts since the start."""
@@ -179,14 +180,13 @@ class Engine:
 
         Returns whether all came to their own end. The engine still runs: `stop` it.
         """
-        deadline = self._clock() + seconds
         with self._changed:
             self._draining = True
             done = self._changed.wait_for(self._is_idle, timeout=seconds)
             if not done:
                 self._cancelled.update(answer.number for answer in self._answers())
                 self._changed.notify_all()
-                self._changed.wait_for(self._is_idle, timeout=max(5.0, deadline - self._clock()))
+                self._changed.wait_for(self._is_idle, timeout=LEAVING_SECONDS)
         return done
 
     def stop(self) -> None:
@@ -226,10 +226,6 @@ class Engine:
             raise ValueError(f"there is no route {job.route!r}")
         if job.top_logprobs > self._serve.top_logprobs:
             raise ValueError(f"at most {self._serve.top_logprobs} alternatives a token")
-
-    def _retry_after(self) -> float:
-        turns = 1 + len(self._waiting) / self._serve.slots
-        return min(60.0, max(1.0, turns * self._rows.job_seconds))
 
     # The thread
 
@@ -274,11 +270,13 @@ class Engine:
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
             answers = self._answers()
-        reasons = {a.number: "cancelled" for a in answers if a.number in cancelled}
+        reasons = {}
         for answer in answers:
             deadline = answer.job.deadline
-            if deadline is not None and now >= deadline:
-                reasons.setdefault(answer.number, "timeout")
+            if answer.number in cancelled:
+                reasons[answer.number] = "cancelled"
+            elif deadline is not None and now >= deadline:
+                reasons[answer.number] = "timeout"
         if reasons:
             self._end(reasons)
 

@@ -147,7 +147,7 @@ class CompletionForm(Form):
             "tokens": (shown(score.token_id).readable for score in scores),
             "token_logprobs": (max(LEAST_LOG_PROB, score.log_prob) for score in scores),
             "top_logprobs": (self._alternatives(score) for score in scores),
-            "text_offset": (offsets.push([score.token_id])[0] for score in scores),
+            "text_offset": (offsets.push(score.token_id) for score in scores),
         }
 
     def _alternatives(self, score: TokenScore) -> dict[str, float]:

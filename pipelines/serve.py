@@ -27,6 +27,7 @@ from draftkit.serving.api import make_app
 from draftkit.serving.connections import Server, listen, room_for
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
+from draftkit.serving.intake import Intake
 from draftkit.serving.recorder import Recorder
 from draftkit.serving.texts import Texts
 from pipelines.command import run_command
@@ -139,18 +140,16 @@ def serve(config: Config, swept: str = "") -> None:
             decoding=config.decode,
             recorder=Recorder(buffer, config.online.buffer),
         )
-        name = settings.model_name or Path(str(target_config.path)).name
-        app = make_app(
-            engine,
-            Texts(target.tokenizer, target.adapter.vocab_size),
-            settings,
+        intake = Intake(
+            texts=Texts(target.tokenizer, target.adapter.vocab_size),
+            settings=settings,
+            max_length=engine.max_length,
             sampling=config.sampling,
             routes=config.online.routes,
-            model_name=name,
-            key=key,
+            model_name=settings.model_name or Path(str(target_config.path)).name,
         )
         server = Server(
-            app,
+            make_app(engine, intake, key=key),
             connections=room_for(settings.connections),
             drain_seconds=settings.drain_seconds,
             drain=lambda: engine.drain(settings.drain_seconds),
@@ -163,7 +162,8 @@ def serve(config: Config, swept: str = "") -> None:
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         if key is None and not settings.host.startswith(LOOPBACK):
             print(f"serve: {KEY_VARIABLE} is not set: whoever reaches {settings.host} may ask")
-        print(f"serve: {name} answers at {answered_at(listening.getsockname())}/v1", flush=True)
+        address = answered_at(listening.getsockname())
+        print(f"serve: {intake.model_name} answers at {address}/v1", flush=True)
         server.run(sockets=[listening])
 
 

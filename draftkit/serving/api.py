@@ -7,52 +7,28 @@ no tokenizer's inside: requests become jobs in `intake`, and pieces become answe
 import asyncio
 import math
 import time
-from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from draftkit.config import SamplingConfig, ServeConfig
 from draftkit.serving.delivery import Answers, Delivery
 from draftkit.serving.engine import Engine
-from draftkit.serving.intake import Intake, Prepared, no_model
+from draftkit.serving.intake import Intake, no_model
 from draftkit.serving.jobs import Draining, QueueFull
 from draftkit.serving.limits import Limits
 from draftkit.serving.metrics import CONTENT_TYPE, Metrics
 from draftkit.serving.protocol import SHOWN, ChatRequest, CompletionRequest, explain
-from draftkit.serving.texts import Texts
 from draftkit.serving.wire import ApiError, json_response
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GRACE_SECONDS = 10.0  # beyond the deadline of a request, after which nobody waits for the engine
 
 
-def make_app(
-    engine: Engine,
-    texts: Texts,
-    settings: ServeConfig,
-    *,
-    sampling: SamplingConfig,
-    routes: Sequence[str],
-    model_name: str,
-    key: str | None,
-) -> FastAPI:
-    """The server's app.
-
-    sampling: of requests that name none; routes: what `X-Draftkit-Route` may say; key: None lets
-    everybody in, otherwise nothing but `/health` answers without it.
-    """
-    intake = Intake(
-        texts,
-        settings,
-        max_length=engine.max_length,
-        sampling=sampling,
-        routes=routes,
-        model_name=model_name,
-    )
-    metrics = Metrics(engine, model_name)
+def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
+    """The server's app. `key`: without it nothing but `/health` answers; None: there is none."""
+    settings, metrics = intake.settings, Metrics(engine, intake.model_name)
     app = FastAPI(
         title="draftkit",
         docs_url=None,  # these pages load scripts from afar
@@ -62,20 +38,19 @@ def make_app(
     )
     limits = {"key": key, "host": settings.host, "max_body_bytes": settings.max_body_bytes}
     app.add_middleware(Limits, **limits)
-    seconds = settings.request_seconds + GRACE_SECONDS
-    _add_generation(app, engine, intake, metrics, seconds=seconds)
-    _add_information(app, engine, metrics, model_name)
+    _add_generation(app, engine, intake, metrics)
+    _add_information(app, engine, intake.model_name, metrics)
     _add_errors(app)
     return app
 
 
-def _add_generation(
-    app: FastAPI, engine: Engine, intake: Intake, metrics: Metrics, *, seconds: float
-) -> None:
-    """`seconds`: after which a request is given up whatever the engine does."""
+def _add_generation(app: FastAPI, engine: Engine, intake: Intake, metrics: Metrics) -> None:
+    seconds = intake.settings.request_seconds + GRACE_SECONDS
     turn = asyncio.Lock()  # to make a part of a whole answer
 
-    def answer(prepared: Prepared, began: float) -> Response:
+    async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
+        began = time.monotonic()
+        prepared = await intake.prepare(body, request.headers, request.state.request_id)
         try:
             answers = Answers(engine, prepared, metrics, began=began)
         except QueueFull as full:
@@ -92,17 +67,15 @@ def _add_generation(
     @app.post(COMPLETIONS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
-        began, name = time.monotonic(), request.state.request_id
-        return answer(await intake.completion(body, request.headers, name), began)
+        return await answer(body, request)
 
     @app.post(CHAT)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer in a conversation."""
-        began, name = time.monotonic(), request.state.request_id
-        return answer(await intake.chat(body, request.headers, name), began)
+        return await answer(body, request)
 
 
-def _add_information(app: FastAPI, engine: Engine, metrics: Metrics, model_name: str) -> None:
+def _add_information(app: FastAPI, engine: Engine, model_name: str, metrics: Metrics) -> None:
     model = {"id": model_name, "object": "model", "created": int(time.time())}
     model |= {"owned_by": "draftkit", "max_model_len": engine.max_length}
 

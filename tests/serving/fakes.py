@@ -17,6 +17,7 @@ from draftkit.config import SamplingConfig, ServeConfig
 from draftkit.decoding.streaming import TextStream
 from draftkit.serving.api import make_app
 from draftkit.serving.connections import Server, listen
+from draftkit.serving.intake import Intake
 from draftkit.serving.jobs import (
     Counters,
     DrafterCounters,
@@ -193,16 +194,15 @@ def serving(
     send_buffer: bytes that the kernel takes for a reader who does not read.
     """
     settings = settings or ServeConfig()
-    texts = Texts(tokenizer or chat_tokenizer(), VOCAB_SIZE)
-    app = make_app(
-        engine,
-        texts,
-        settings,
+    intake = Intake(
+        texts=Texts(tokenizer or chat_tokenizer(), VOCAB_SIZE),
+        settings=settings,
+        max_length=engine.max_length,
         sampling=sampling or SamplingConfig(),
         routes=ROUTES,
         model_name=NAME,
-        key=key,
     )
+    app = make_app(engine, intake, key=key)
     socket = listen("127.0.0.1", 0, stalled_seconds=settings.request_seconds)
     if send_buffer is not None:
         socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)

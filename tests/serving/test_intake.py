@@ -26,8 +26,8 @@ TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
 
 def intake(texts: Texts = TEXTS, max_length: int = 40, **settings: Any) -> Intake:
     return Intake(
-        texts,
-        ServeConfig(**settings),
+        texts=texts,
+        settings=ServeConfig(**settings),
         max_length=max_length,
         sampling=SamplingConfig(),
         routes=("default", "code"),
@@ -37,11 +37,11 @@ def intake(texts: Texts = TEXTS, max_length: int = 40, **settings: Any) -> Intak
 
 def complete(found: Intake, headers: dict[str, str] | None = None, **rest: Any) -> Prepared:
     body = CompletionRequest.model_validate(completion(**rest))
-    return asyncio.run(found.completion(body, Headers(headers), "name"))
+    return asyncio.run(found.prepare(body, Headers(headers), "name"))
 
 
 def converse(found: Intake, **rest: Any) -> Prepared:
-    return asyncio.run(found.chat(ChatRequest.model_validate(chat(**rest)), Headers(), "name"))
+    return asyncio.run(found.prepare(ChatRequest.model_validate(chat(**rest)), Headers(), "name"))
 
 
 def test_a_prompt_and_its_answer_fit_exactly() -> None:
@@ -137,7 +137,7 @@ def test_one_no_among_several_suffices() -> None:
     raw = [(b"x-draftkit-record", b"yes"), (b"x-draftkit-record", b"no")]
     body = CompletionRequest.model_validate(completion())
     for headers in (raw, raw[::-1]):
-        asked = asyncio.run(intake().completion(body, Headers(raw=headers), "name"))
+        asked = asyncio.run(intake().prepare(body, Headers(raw=headers), "name"))
         assert not asked.jobs[0].records
 
 

@@ -90,19 +90,20 @@ def round_scores(result: RoundResult, wanted: Sequence[int]) -> list[list[TokenS
     """The scores of each row's committed tokens, with as many alternatives as are `wanted`."""
     tokens, log_probs = result.tokens.tolist(), result.target_log_probs.tolist()
     most = max(wanted, default=0)
-    alternatives = None
-    if most > 0 and result.topk_ids is not None and result.topk_log_probs is not None:
-        ids, values = result.topk_ids[..., :most].tolist(), result.topk_log_probs[..., :most]
-        alternatives = ids, values.tolist()
-    scores = []
-    for row, (count, width) in enumerate(zip(result.committed, wanted, strict=True)):
-        tops: list[tuple[tuple[int, float], ...]] = [()] * count
-        if width > 0 and alternatives is not None:
-            pairs = zip(*(part[row][:count] for part in alternatives), strict=True)
-            tops = [tuple(zip(i[:width], v[:width], strict=True)) for i, v in pairs]
-        own = zip(tokens[row][:count], log_probs[row][:count], tops, strict=True)
-        scores.append([TokenScore(*score) for score in own])
-    return scores
+    ids, values = (
+        part[..., :most].tolist() if part is not None and most > 0 else None
+        for part in (result.topk_ids, result.topk_log_probs)
+    )
+
+    def top(row: int, n: int, width: int) -> tuple[tuple[int, float], ...]:
+        if ids is None or values is None or width == 0:
+            return ()
+        return tuple(zip(ids[row][n][:width], values[row][n][:width], strict=True))
+
+    return [
+        [TokenScore(tokens[row][n], log_probs[row][n], top(row, n, width)) for n in range(count)]
+        for row, (count, width) in enumerate(zip(result.committed, wanted, strict=True))
+    ]
 
 
 def round_likeliest(result: RoundResult) -> list[Likeliest]:

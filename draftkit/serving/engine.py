@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from draftkit.config import DecodeConfig, ServeConfig
@@ -184,7 +184,8 @@ class Engine:
             self._draining = True
             done = self._changed.wait_for(self._is_idle, timeout=seconds)
             if not done:
-                self._cancelled.update(answer.number for answer in self._answers())
+                left = [*self._waiting, *self._rows.answers]
+                self._cancelled.update(answer.number for answer in left)
                 self._changed.notify_all()
                 self._changed.wait_for(self._is_idle, timeout=LEAVING_SECONDS)
         return done
@@ -206,9 +207,6 @@ class Engine:
 
     def _is_idle(self) -> bool:
         return not self._waiting and not len(self._rows)
-
-    def _answers(self) -> list[Answer]:
-        return [*self._waiting, *self._rows.answers]
 
     def _check(self, job: Job) -> None:
         prompt, new = len(job.prompt_ids), job.max_new_tokens
@@ -239,7 +237,7 @@ class Engine:
         finally:
             with self._changed:
                 self._draining = True  # nobody is there for new jobs
-            self._end({answer.number: reason for answer in self._answers()})
+            self._end(lambda _: reason)
 
     def _try_step(self) -> None:
         try:
@@ -247,7 +245,7 @@ class Engine:
         except Exception:  # not of a round: those end their own rows
             log.exception("the engine met an error between two rounds")
             self._rows.count_error()
-            self._end({answer.number: "error" for answer in self._answers()})
+            self._end(lambda _: "error")
             with self._changed:
                 self._changed.wait(ERROR_SECONDS)
 
@@ -269,25 +267,24 @@ class Engine:
         now = self._clock()
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
-            answers = self._answers()
-        reasons = {}
-        for answer in answers:
+
+        def reason(answer: Answer) -> str | None:
             deadline = answer.job.deadline
             if answer.number in cancelled:
-                reasons[answer.number] = "cancelled"
-            elif deadline is not None and now >= deadline:
-                reasons[answer.number] = "timeout"
-        if reasons:
-            self._end(reasons)
+                return "cancelled"
+            return "timeout" if deadline is not None and now >= deadline else None
 
-    def _end(self, reasons: Mapping[int, str]) -> None:
+        self._end(reason)
+
+    def _end(self, reason_of: Callable[[Answer], str | None]) -> None:
+        """End the answers, waiting or running, that have a reason."""
         with self._changed:
-            gone = [answer for answer in self._waiting if answer.number in reasons]
-            for answer in gone:
+            ending = [(answer, reason) for answer in self._waiting if (reason := reason_of(answer))]
+            for answer, _ in ending:
                 self._waiting.remove(answer)
-        for answer in gone:
-            self._rows.finish(answer, answer.end(reasons[answer.number]))
-        self._rows.end(reasons)
+        for answer, reason in ending:
+            self._rows.finish(answer, answer.end(reason))
+        self._rows.end(reason_of)
 
     def _admit(self) -> None:
         """Let waiting jobs join, the longest waiting first."""

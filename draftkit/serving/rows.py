@@ -8,7 +8,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import record
@@ -80,13 +80,12 @@ class Rows:
         self._running[slot] = answer
         self._counters.prompt_tokens += len(job.prompt_ids)
 
-    def end(self, reasons: Mapping[int, str]) -> None:
-        """End the answers of these numbers before their time, each for its reason."""
-        slots = [slot for slot, answer in self._running.items() if answer.number in reasons]
-        for slot in slots:
-            answer = self._running[slot]
-            self.finish(answer, answer.end(reasons[answer.number]))
-        self._leave(slots)
+    def end(self, reason_of: Callable[[Answer], str | None]) -> None:
+        """End the answers that have a reason, before their time."""
+        ending = [(s, a, reason) for s, a in self._running.items() if (reason := reason_of(a))]
+        for _, answer, reason in ending:
+            self.finish(answer, answer.end(reason))
+        self._leave([slot for slot, _, _ in ending])
 
     def round(self) -> None:
         """Bring all on by a round; where that fails, all that run end as "error"."""

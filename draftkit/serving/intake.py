@@ -18,7 +18,7 @@ from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
 from draftkit.decoding.streaming import final_text
 from draftkit.serving.jobs import Job
 from draftkit.serving.protocol import SHOWN, ChatRequest, CompletionRequest
-from draftkit.serving.replies import ChatForm, Choice, CompletionForm, Form
+from draftkit.serving.replies import ChatForm, Choice, CompletionForm
 from draftkit.serving.texts import Offsets, Texts
 from draftkit.serving.wire import ApiError
 
@@ -33,7 +33,7 @@ class Prepared:
     jobs: list[Job]
     choices: list[Choice]  # one for each job
     prompt_tokens: int
-    form: Form
+    form: CompletionForm
     streams: bool
     includes_usage: bool
 

@@ -107,17 +107,9 @@ class Recorder:
 
     def _gather(self) -> list[Answer]:
         """The next batch, perhaps empty."""
-        batch: list[Answer] = []
-        deadline = self._clock() + GATHER_SECONDS
-        while len(batch) < BATCH:
-            left = deadline - self._clock()
-            waits = left > 0 and not self._stopping.is_set()
-            try:
-                batch.append(self._queue.get(timeout=left) if waits else self._queue.get_nowait())
-            except queue.Empty:
-                if not waits:
-                    break
-        return batch
+        if self._queue.qsize() < BATCH:
+            self._stopping.wait(GATHER_SECONDS)
+        return [self._queue.get_nowait() for _ in range(min(BATCH, self._queue.qsize()))]
 
     def _write(self, batch: Sequence[Answer]) -> None:
         """Store them together; one that makes no record is lost alone."""

@@ -5,7 +5,6 @@ entry a token are iterators, so that a long answer is made while it is encoded.
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -58,12 +57,11 @@ class Choice:
         self.speculation = piece.speculation or self.speculation
 
 
-class Form(ABC):
-    """How one of the two kinds of response is written."""
+class CompletionForm:
+    """How a response of `/v1/completions` is written."""
 
-    prefix: str
-    whole: str  # the object that a response is
-    chunk: str
+    prefix = "cmpl"
+    whole = chunk = "text_completion"  # the object that a response is, and a chunk of a stream
 
     def __init__(self, texts: Texts, *, model: str, name: str, logprobs: bool) -> None:
         """`name`: of the response; `logprobs`: whether the client wants them."""
@@ -73,15 +71,10 @@ class Form(ABC):
 
     def response(self, choices: Sequence[Choice], usage: Json) -> Json:
         """The whole answer, for `bits`."""
-        parts = [
-            self._part(
-                one,
-                self.message(one.echo + "".join(one.text)),
-                one.scores,
-                one.finish_reason,
-            )
-            for one in choices
-        ]
+        parts = []
+        for choice in choices:
+            text = self.message(choice.echo + "".join(choice.text))
+            parts.append(self._part(choice, text, choice.scores, choice.finish_reason))
         return {
             **self._head,
             "object": self.whole,
@@ -92,8 +85,8 @@ class Form(ABC):
 
     def piece(self, choice: Choice, piece: Piece) -> Json:
         """A chunk of a stream, for `bits`; the last one of a choice tells of its speculation."""
-        delta = self.delta(piece.text)
-        chunk = self._chunk([self._part(choice, delta, piece.scores, piece.finish_reason)])
+        text = self.delta(piece.text)
+        chunk = self._chunk([self._part(choice, text, piece.scores, piece.finish_reason)])
         if piece.speculation is not None:
             chunk["speculative"] = speculative([piece.speculation])
         return chunk
@@ -116,32 +109,19 @@ class Form(ABC):
         ends = {"logprobs": logprobs, "finish_reason": finish_reason}
         return {"index": choice.index, **text, **ends}
 
-    @abstractmethod
     def message(self, text: str) -> Json:
         """The text as a whole response holds it."""
-
-    @abstractmethod
-    def delta(self, text: str) -> Json:
-        """The text as a chunk holds it."""
-
-    @abstractmethod
-    def scored(self, scores: Sequence[TokenScore], offsets: Offsets) -> Json:
-        """Log-probabilities of tokens that follow each other, in iterators."""
-
-
-class CompletionForm(Form):
-    """`/v1/completions`."""
-
-    prefix = "cmpl"
-    whole = chunk = "text_completion"
-
-    def message(self, text: str) -> Json:
         return {"text": text}
 
-    delta = message
+    def delta(self, text: str) -> Json:
+        """The text as a chunk holds it."""
+        return {"text": text}
 
     def scored(self, scores: Sequence[TokenScore], offsets: Offsets) -> Json:
-        """Four lists, an entry a token; alternatives of the same text count once, the likeliest."""
+        """Log-probabilities of tokens that follow each other: four lists, an entry a token.
+
+        Alternatives of the same text count once, the likeliest.
+        """
         shown = self._texts.shown
         return {
             "tokens": (shown(score.token_id).readable for score in scores),
@@ -158,12 +138,17 @@ class CompletionForm(Form):
         return by_text
 
 
-class ChatForm(Form):
-    """`/v1/chat/completions`."""
+class ChatForm(CompletionForm):
+    """How a response of `/v1/chat/completions` is written."""
 
     prefix = "chatcmpl"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
+
+    def opening(self, choice: Choice) -> Json:
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        ends = {"logprobs": None, "finish_reason": None}
+        return self._chunk([{"index": choice.index, **delta, **ends}])
 
     def message(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -171,13 +156,8 @@ class ChatForm(Form):
     def delta(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def opening(self, choice: Choice) -> Json:
-        delta = {"delta": {"role": "assistant", "content": ""}}
-        ends = {"logprobs": None, "finish_reason": None}
-        return self._chunk([{"index": choice.index, **delta, **ends}])
-
     def scored(self, scores: Sequence[TokenScore], offsets: Offsets) -> Json:
-        """A list with an entry a token."""
+        """One list with an entry a token."""
         content = (
             self._entry(score.token_id, score.log_prob)
             | {"top_logprobs": [self._entry(*pair) for pair in score.top]}

@@ -19,7 +19,7 @@ WIDTH = 1.96  # standard errors: an equal version exceeds them on one side once 
 
 
 @dataclass
-class Served:
+class AcceptanceLog:
     """What one version was accepted for: tested positions and their acceptance, by request."""
 
     tested: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -33,9 +33,9 @@ class Served:
             self.acceptance.append(acceptance)
             self.positions += tested
 
-    def copy(self) -> "Served":
+    def copy(self) -> "AcceptanceLog":
         """What is known by now."""
-        return Served(self.tested.copy(), self.acceptance.copy(), self.positions)
+        return AcceptanceLog(self.tested.copy(), self.acceptance.copy(), self.positions)
 
     @property
     def mean(self) -> float:
@@ -57,7 +57,7 @@ class Verdict:
     reason: str
 
 
-def judge(*, new: Served, old: Served, positions: int) -> Verdict | None:
+def judge(*, new: AcceptanceLog, old: AcceptanceLog, positions: int) -> Verdict | None:
     """The verdict on `new` once it has `positions` tested positions; None as long as it is open.
 
     It goes only where it is surely worse: where the 95 % interval of the difference of the means
@@ -73,7 +73,7 @@ def judge(*, new: Served, old: Served, positions: int) -> Verdict | None:
     return Verdict(stays, f"{reason}: {change:+.4f} \u00b1{width:.4f}")
 
 
-def give_up(*, new: Served, rows: int, share: float, positions: int) -> Verdict | None:
+def give_up(*, new: AcceptanceLog, rows: int, share: float, positions: int) -> Verdict | None:
     """The end of a trial that the traffic does not decide; None while it still may.
 
     `rows` have begun since it did, of which `share` was meant for `new`. It goes where by one test

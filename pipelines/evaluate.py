@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from draftkit.artifacts import read_json, write_json, write_text
 from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.data.prompts import read_splits
 from draftkit.decoding.trace import html, terminal
-from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, compare, gather
+from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather
 from draftkit.evaluation.report import evaluation_table
+from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
 from draftkit.tracking import Tracker
@@ -79,15 +79,6 @@ def check_prompts(config: Config, texts: Path) -> None:
         )
 
 
-def load_all(
-    config: Config, folder: StageFolder, dtype: torch.dtype | None = None
-) -> tuple[Target, dict[str, Adapter]]:
-    """The target and the judged drafts, in `dtype` or the hardware's."""
-    target = load_target(folder.model(config, "target"), config.hardware, dtype=dtype)
-    drafts = drafts_of(config, folder)
-    return target, {name: load_draft(draft, target) for name, draft in drafts.items()}
-
-
 def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
     """The prompts of the contexts in `answers`, with the training texts of `folder`."""
     test, validation = (
@@ -96,13 +87,6 @@ def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
     )
     texts = folder.input("texts")
     return Prompts(test=test, calibration=validation, texts=lambda: training_texts(texts))
-
-
-def lossless_of(config: Config, folder: StageFolder, prompts: Prompts) -> dict[str, Any]:
-    """Greedy decoding with and without the draft, in float32; the models go when it is done."""
-    folder.note("losslessness: greedy decoding with and without the draft, in float32")
-    target, drafts = load_all(config, folder, dtype=torch.float32)
-    return check_lossless(target, drafts, prompts, config)
 
 
 def track(tracker: Tracker, temperature: float, summary: dict[str, Any], main: Evidence) -> None:
@@ -122,7 +106,7 @@ def track(tracker: Tracker, temperature: float, summary: dict[str, Any], main: E
 
 def write_traces(folder: Path, main: Evidence, target: Target) -> None:
     """Leave the first answers as pages to look at: what was proposed, accepted and corrected."""
-    traces = [completion.trace for completion in main.timed.completions[:TRACES]]
+    traces = main.timed.completions[:TRACES]
 
     def decode(ids: list[int]) -> str:
         return str(target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -150,9 +134,11 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Judge the drafts under every temperature of `evaluate.temperatures`."""
     served = config.sampling.temperature
     prompts = prompts_in(folder, folder.input(f"contexts at {served:g}"))
-    lossless = lossless_of(config, folder, prompts)
-    gc.collect()  # models stand in reference cycles: one copy of the target at a time
-    target, drafts = load_all(config, folder)
+    target = load_target(folder.model(config, "target"), config.hardware)
+    models = drafts_of(config, folder)
+    lossless = check_lossless(target, models, prompts, config, folder.note)
+    gc.collect()  # models stand in reference cycles: one copy of each draft at a time
+    drafts: dict[str, Adapter] = {name: load_draft(one, target) for name, one in models.items()}
     main = list(drafts)[-1]
     by_temperature: dict[str, dict[str, Any]] = {}
     by_prompt: dict[str, dict[str, Any]] = {}

@@ -17,8 +17,7 @@ from draftkit.distillation.engines import RETOKENISED
 from draftkit.distillation.samplers import Sampler
 from draftkit.models.loading import load_target
 from draftkit.workflow.sampling import engine_sampler, target_sampler
-from draftkit.workflow.scoring import scored_by, texts_to_score
-from draftkit.workflow.sources import TrainingTexts
+from draftkit.workflow.sources import TrainingTexts, scored_by, texts_to_score
 from pipelines.plan import Given, StageFolder, Step
 from pipelines.prepare import text_and_target
 from pipelines.run import stage

@@ -9,6 +9,7 @@ of a row. Greedy answers are compared with Hugging Face's, token by token.
 """
 
 import math
+import operator
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,23 +22,23 @@ from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.generation import Completion
 from draftkit.decoding.proposers import Proposer
-from draftkit.evaluation.costs import CALIBRATION_TURNS, Calibration, between, meter
-from draftkit.evaluation.judge import Prompts, count_rounds
+from draftkit.evaluation.costs import CALIBRATION_TURNS, Meter, between, meter
+from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.lossless import parting_margin
+from draftkit.evaluation.summary import count_rounds
 from draftkit.evaluation.walltime import (
     PLAIN,
     Method,
     PromptIds,
     Setting,
     Timed,
-    chunk_count,
     decoding,
     row_capacity,
-    speedup,
     take_turns,
     warm_up,
 )
 from draftkit.models.adapter import CausalAdapter
+from draftkit.theory.acceptance import bootstrap
 from draftkit.theory.speedup import Costs, speedup_from_length
 from pipelines.benchmarks.decoder_peers import hugging_face
 
@@ -161,7 +162,7 @@ def measure(
         meters.append(meter(pair.target, bench.proposer(), prompts.calibration, setting))
         if ADAPTIVE in names:
             meters[0].turn(POLICY_TURNS)
-            costs[setting.batch_size] = meters[0].result().costs
+            costs[setting.batch_size] = meters[0].costs()
             policy = Counted(costs)
             bench = replace(bench, policy=policy)
     methods = {name: METHODS[name](bench) for name in names}
@@ -169,14 +170,12 @@ def measure(
     warm_up(methods, prompts.calibration, setting, drafted=drafted)
     if policy is not None:
         policy.chosen.clear()
-    chunks = chunk_count(prompts.test, setting)
-    timed = take_turns(methods, prompts.test, setting, between(meters, chunks, turns))
+    timed = take_turns(methods, prompts.test, setting, between(meters, turns))
     points = {name: base_point(name, timed, setting) for name in names}
     for measured in meters:
-        calibration = measured.result()
-        costs[setting.batch_size] = calibration.costs
+        costs[setting.batch_size] = measured.costs()
         if {PLAIN, SPECULATIVE} <= set(names):
-            points[SPECULATIVE] |= prediction(timed, calibration, setting, resamples)
+            points[SPECULATIVE] |= prediction(timed, measured, setting, resamples)
     if policy is not None:
         points[ADAPTIVE]["gammas"] = {str(g): n for g, n in sorted(policy.chosen.items())}
     if HF_PLAIN in names and setting.sampling.temperature == 0:
@@ -199,11 +198,11 @@ def base_point(name: str, timed: dict[str, Timed], setting: Setting) -> Point:
         "compiled": ours and setting.compiled and not name.startswith("eager_"),
         "captured": ours and setting.captured and not name.startswith("eager_"),
         "prompts": len(mine.completions),
-        "chunks": len(mine.tokens),
-        "tokens": sum(mine.tokens),
-        "seconds": sum(mine.prefill_seconds) + sum(mine.seconds),
-        "prefill_seconds": sum(mine.prefill_seconds) if ours else None,  # theirs is not known
-        "tokens_per_second": spread(mine.rates),
+        "chunks": len(mine.chunks),
+        "tokens": sum(chunk.tokens for chunk in mine.chunks),
+        "seconds": float(mine.answers.counts.sum()),
+        "prefill_seconds": mine.prefill_seconds if ours else None,  # theirs is not known
+        "tokens_per_second": spread(by_chunk(mine)),
         "ratios": {
             other: paired_ratio(mine, timed[other])
             for other in BASELINES
@@ -221,9 +220,7 @@ def setting_of(
     """
     texts: PromptIds = [*prompts.test, *prompts.calibration]
     capacity = row_capacity(texts, max_new_tokens=max_new_tokens, gamma=max(gamma, most_gamma))
-    alone: dict[str, Any] = {"batch_size": 1, "eos_token_ids": (), "compiled": False}
-    alone |= {"verification": "speculative", "max_new_tokens": max_new_tokens, "gamma": gamma}
-    return Setting(capacity=capacity, **alone | options)
+    return Setting(max_new_tokens=max_new_tokens, gamma=gamma, capacity=capacity, **options)
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -232,9 +229,14 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "quartiles": [low, high]}
 
 
+def by_chunk(timed: Timed) -> list[float]:
+    """Tokens per second from request to last token."""
+    return (timed.answers.totals / timed.answers.counts).tolist()
+
+
 def paired_ratio(mine: Timed, other: Timed) -> dict[str, Any]:
     """Median over chunks of the ratio of both rates on the same chunk, with its 95 % interval."""
-    ratios = [a / b for a, b in zip(mine.rates, other.rates, strict=True)]
+    ratios = [a / b for a, b in zip(by_chunk(mine), by_chunk(other), strict=True)]
     return {"median": statistics.median(ratios), "ci95": median_interval(ratios)}
 
 
@@ -252,37 +254,33 @@ def median_interval(values: Sequence[float]) -> list[float]:
     return [ordered[cut], ordered[n - 1 - cut]]
 
 
-def prediction(
-    timed: dict[str, Timed], calibration: Calibration, setting: Setting, resamples: int
-) -> Point:
+def prediction(timed: dict[str, Timed], measured: Meter, setting: Setting, resamples: int) -> Point:
     """Acceptance length, calibrated costs, and the speed-up that they predict beside the measured.
 
     The latter two for the rounds of full batches, and `full_length` is the acceptance length there.
     """
-    costs, drafted = calibration.costs, timed[SPECULATIVE]
+    costs, drafted = measured.costs(), timed[SPECULATIVE]
     counted = count_rounds(drafted, seed=setting.seed, resamples=resamples)
-    measured = speedup(
-        speculative=drafted,
-        plain=timed[PLAIN],
-        of="full batches",
+    speedup = bootstrap(
+        drafted.full_batches,
+        timed[PLAIN].full_batches,
+        compare=operator.truediv,
         seed=setting.seed,
         resamples=resamples,
     )
-    ratios = ("cost_ratio", "verify_ratio", "overhead_ratio")
-    round_costs = {name: getattr(costs, name) for name in ratios}
-    predicted = speedup_from_length(drafted.full_length, setting.gamma, **round_costs)
+    predicted = speedup_from_length(drafted.full_length, setting.gamma, **costs.ratios)
     return {
         "acceptance_length": counted["acceptance_length"],
         "full_length": drafted.full_length,
-        **round_costs,
+        **costs.ratios,
         "plain_step_seconds": costs.plain_seconds,
-        "quartiles": {name: list(limits) for name, limits in calibration.quartiles.items()},
+        "quartiles": measured.quartiles(),
         "speedup": {
-            "measured": measured.mean,
-            "ci95": [measured.low, measured.high],
+            "measured": speedup.mean,
+            "ci95": [speedup.low, speedup.high],
             "predicted": predicted,
         },
-        "prediction_error": measured.mean / predicted - 1,
+        "prediction_error": speedup.mean / predicted - 1,
     }
 
 

@@ -7,6 +7,7 @@ The curve is taken on requests that nobody has seen; what was recovered after a 
 stream, and what is left of the first domain, on held-out text of the test split.
 """
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
@@ -19,7 +20,7 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.loading import load_target
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.refit import Anchors, Update
-from draftkit.theory.acceptance import Estimate, estimate_gain, estimate_recovered
+from draftkit.theory.acceptance import Estimate, Rate, bootstrap
 from pipelines.experiments.drift_lab import Lab, Texts
 from pipelines.experiments.drift_report import drift_figure
 from pipelines.experiments.drift_stream import Service, stream
@@ -46,20 +47,11 @@ def recovered(scored: Mapping[str, PromptTotals], name: str) -> Estimate | None:
     """How much of the way from static to oracle `name` has come; None where there is no way."""
     totals = {key: of_draft.totals["alpha"] for key, of_draft in scored.items()}
     counts = scored[name].counts
-    gap = estimate_gain(
-        totals=totals["oracle"],
-        counts=counts,
-        baseline_totals=totals["static"],
-        baseline_counts=counts,
-    )
-    if not gap.excludes(0):
+    way = Rate(totals["oracle"] - totals["static"], counts)
+    if not bootstrap(way).excludes(0):
         return None
-    return estimate_recovered(
-        totals=totals[name],
-        start_totals=totals["static"],
-        best_totals=totals["oracle"],
-        counts=counts,
-    )
+    come = Rate(totals[name] - totals["static"], counts)
+    return bootstrap(come, way, compare=operator.truediv)
 
 
 def tested(

@@ -13,8 +13,7 @@ from draftkit.artifacts import remove
 from draftkit.config import Config
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, write_parts
-from draftkit.distillation.loop import Progress, train
-from draftkit.distillation.sources import TextSource
+from draftkit.distillation.batch_sources import Source, shuffled
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.loading import Target, load_draft, save_draft, with_path
@@ -25,7 +24,7 @@ from draftkit.online.refit import Anchors, row_of
 from draftkit.online.registry import Registry
 from draftkit.workflow.fitting import make_trainer
 from draftkit.workflow.pretraining import pretrain
-from draftkit.workflow.progress import progress
+from draftkit.workflow.progress import train_logged
 from draftkit.workflow.sampling import target_sampler
 from pipelines.experiments.drift_stream import Service
 from pipelines.plan import StageFolder
@@ -122,10 +121,10 @@ class Lab:
         trainer = make_trainer(
             config, with_path(config.draft, start), self.target, optim, reader=self.reader
         )
-        source = TextSource(
-            [row_of(record, prompts=config.online.prompts) for record in texts.train],
+        rows = [row_of(record, prompts=config.online.prompts) for record in texts.train]
+        source = Source(
+            shuffled(rows, config.seed),
             batch_size=trainer.optim.rows_of_a_process,
-            seed=config.seed,
             device=trainer.draft.device,
         )
 
@@ -136,13 +135,16 @@ class Lab:
 
         work = folder.path / f"{name}-training"
         work.mkdir(exist_ok=True)
-        with progress(f"distilling {name}", steps, folder.note) as show:
-
-            def log(step: Progress) -> None:
-                show(step)
-                folder.tracker.log(name, step.steps, {"loss": step.metrics.loss})
-
-            train(trainer, source, work, evaluate=evaluate, log=log)
+        train_logged(
+            trainer,
+            source,
+            work,
+            title=f"distilling {name}",
+            section=name,
+            tracker=folder.tracker,
+            note=folder.note,
+            evaluate=evaluate,
+        )
         save_draft(trainer.draft, self.target.tokenizer, path)
         remove(work)
         return path

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from draftkit.artifacts import atomic_path
 from draftkit.config import DIVERGENCE_NAMES, MIXTURE, SOURCE_NAMES
-from draftkit.theory.acceptance import estimate_gain
+from draftkit.theory.acceptance import Rate, bootstrap
 
 CONTROL = "next_token"  # plain training, for as many steps on as many tokens
 
@@ -114,12 +114,8 @@ def paired(after: Sequence[Cell], baselines: Sequence[list[float]]) -> Number:
         return torch.tensor(lists, dtype=torch.float64).sum(0)
 
     positions = column([cell.positions for cell in after])
-    return estimate_gain(
-        totals=column([cell.after for cell in after]),
-        counts=positions,
-        baseline_totals=column(baselines),
-        baseline_counts=positions,
-    ).as_dict()
+    gain = Rate(column([cell.after for cell in after]) - column(baselines), positions)
+    return bootstrap(gain).as_dict()
 
 
 def gain(cells: Sequence[Cell]) -> Number:

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from draftkit.config import DataConfig, DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record
-from draftkit.distillation.batch import Batch, collate, continued
-from draftkit.distillation.sources import whole_text
+from draftkit.distillation.batch import Batch, collate, continued, whole_text
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import estimates, score_contexts

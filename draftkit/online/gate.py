@@ -47,13 +47,9 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """As a version's metrics hold it."""
-        change = None if self.anchor_change is None else self.anchor_change.as_dict()
-        return {
-            "gain": self.gain.as_dict(),
-            "p_value": self.p_value,
-            "anchor_change": change,
-            "reason": self.reason,
-        }
+        change = self.anchor_change and self.anchor_change.as_dict()
+        known = {"p_value": self.p_value, "reason": self.reason}
+        return {"gain": self.gain.as_dict(), "anchor_change": change, **known}
 
 
 class Judge:
@@ -128,21 +124,17 @@ def judge(
     )
     change = None
     if anchor_after is not None and anchor_first is not None:
-        change = gains(after=anchor_after, before=anchor_first, seed=seed, resamples=RESAMPLES)
-        change = change["alpha"]
+        changes = gains(after=anchor_after, before=anchor_first, seed=seed, resamples=RESAMPLES)
+        change = changes["alpha"]
     level, text = level_of(gate), f"alpha {signed(gain.as_dict())} on held-out recent traffic"
+    publish = False
     # Each condition is one for passing, so that NaN refuses.
     if change is not None and not change.low >= -tolerance:
-        publish = False
         lost = signed(change.as_dict())
         text = f"anchors: {lost} since the first version, {-tolerance:g} is allowed"
     elif not gain.prompts >= LEAST_PROMPTS:
-        publish, text = (
-            False,
-            f"{text}: of {gain.prompts} conversations, {LEAST_PROMPTS} are needed",
-        )
+        text = f"{text}: of {gain.prompts} conversations, {LEAST_PROMPTS} are needed"
     elif not p_value <= level:
-        publish = False
         text = f"no sure gain: {text}, p = {p_value:.2g}, gate {gate} needs {level:.2g}"
     else:
         publish, text = True, f"{text}, p = {p_value:.2g}"

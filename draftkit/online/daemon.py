@@ -12,6 +12,7 @@ traceback, and the route is left alone for a while that doubles with every error
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import Event
 
 from draftkit.config import OnlineConfig
@@ -30,50 +31,43 @@ class Stopped(Exception):
     """The daemon was told to stop in the middle of an update, which is given up."""
 
 
+@dataclass
 class Daemon:
     """Refits the drafters of all routes in turns until `stop` is set.
 
     `clock` (seconds) and the waits of `stop` are all that it knows of time.
     """
 
-    def __init__(
-        self,
-        refits: Sequence[Refit],
-        *,
-        buffer: Buffer,
-        settings: OnlineConfig,
-        log: Callable[[Refit, Update], None],
-        stop: Event,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    refits: Sequence[Refit]
+    buffer: Buffer
+    settings: OnlineConfig
+    log: Callable[[Refit, Update], None]
+    stop: Event
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.updates = 0
-        self._refits = list(refits)
-        self._buffer = buffer
-        self._settings = settings
-        self._log = log
-        self._stop = stop
-        self._clock = clock
         # Of the routes whose last turn failed: how long they are left alone, and until when.
         self._pauses: dict[str, tuple[float, float]] = {}
 
     def run(self) -> None:
         """Update until told to stop, or until `online.most_updates` are done."""
-        while not self._stop.is_set() and not self._is_done():
+        while not self.stop.is_set() and not self._is_done():
             try:
-                if not any([self._turn(refit) for refit in self._refits]):
-                    self._stop.wait(self._settings.poll_seconds)
+                if not any([self._turn(refit) for refit in self.refits]):
+                    self.stop.wait(self.settings.poll_seconds)
             except Stopped:
                 return
 
     def _is_done(self) -> bool:
-        most = self._settings.most_updates
+        most = self.settings.most_updates
         return most is not None and self.updates >= most
 
     def _turn(self, refit: Refit) -> bool:
         """Update one route if it is due; whatever goes wrong is logged, and tried again later."""
-        route, shortest = refit.route, self._settings.poll_seconds
-        paused, until = self._pauses.get(route, (shortest / 2, self._clock()))
-        if self._is_done() or self._clock() < until:
+        route, shortest = refit.route, self.settings.poll_seconds
+        paused, until = self._pauses.get(route, (shortest / 2, self.clock()))
+        if self._is_done() or self.clock() < until:
             return False
         update = None
         try:
@@ -86,7 +80,7 @@ class Daemon:
             logger.warning("route %s: %s", route, error)
         except Exception:
             seconds = min(2 * paused, max(shortest, MOST_PAUSE_SECONDS))
-            self._pauses[route] = (seconds, self._clock() + seconds)
+            self._pauses[route] = (seconds, self.clock() + seconds)
             logger.exception("route %s: no update, tried again in %.0f s", route, seconds)
             return False
         self._pauses.pop(route, None)
@@ -99,9 +93,9 @@ class Daemon:
         self.updates += 1
         for step in (
             lambda: self._weigh(refit, update),
-            lambda: self._log(refit, update),
-            lambda: refit.registry.collect(self._settings.keep),
-            self._buffer.maintain,
+            lambda: self.log(refit, update),
+            lambda: refit.registry.collect(self.settings.keep),
+            self.buffer.maintain,
         ):
             try:
                 step()
@@ -110,19 +104,19 @@ class Daemon:
 
     def _weigh(self, refit: Refit, update: Update) -> None:
         """Let the next update of `refit` wait where all have cost more than they have saved."""
-        saved = sum(refit.seconds_saved() for refit in self._refits)
-        spent = sum(refit.state["seconds"] for refit in self._refits)
+        saved = sum(refit.seconds_saved() for refit in self.refits)
+        spent = sum(refit.state["seconds"] for refit in self.refits)
         pays = saved == 0 or saved >= spent  # 0: nothing has served yet
         if update.version is not None and not pays:
             refit.back_off()
 
     def hold(self) -> None:
         """Wait while the server is busy. Raises `Stopped` when told to stop."""
-        while not self._stop.is_set():
-            load = self._buffer.load()
+        while not self.stop.is_set():
+            load = self.buffer.load()
             if load is None or load.age_seconds > FRESH_SECONDS:
                 return
-            if load.queued <= self._settings.pause_queue:
+            if load.queued <= self.settings.pause_queue:
                 return
-            self._stop.wait(HOLD_SECONDS)
+            self.stop.wait(HOLD_SECONDS)
         raise Stopped

@@ -52,6 +52,7 @@ class Verdict:
         return {"gain": self.gain.as_dict(), "anchor_change": change, **known}
 
 
+@dataclass
 class Judge:
     """Scores weights on records in the precision in which they will be served.
 
@@ -61,34 +62,28 @@ class Judge:
     the draft's argmax is proposed, which only a target can score.
     """
 
-    def __init__(
-        self,
-        draft: CausalAdapter,
-        target: CausalAdapter | RememberedAdapter | None,
-        *,
-        batch_size: int,
-        acceptance: str = "alpha",
-    ) -> None:
-        assert target is not None or acceptance == "alpha"
-        self.draft = draft
-        self._acceptance = acceptance
-        self._target = target
-        self._batch_size = batch_size
+    draft: CausalAdapter
+    target: CausalAdapter | RememberedAdapter | None
+    batch_size: int
+    acceptance: str = "alpha"
+
+    def __post_init__(self) -> None:
+        assert self.target is not None or self.acceptance == "alpha"
 
     def can_score(self, record: Record) -> bool:
         """Whether what is known of `record` suffices."""
-        if self._target is not None:
+        if self.target is not None:
             return True
         return record.topk_ids is not None and record.sampling["repetition_penalty"] == 1
 
     def score(self, weights: dict[str, Tensor], records: Sequence[Record]) -> PromptTotals:
         """Sums by record of the draft with `weights`."""
         self.draft.load_weights(weights)
-        options: dict[str, Any] = {"sampling": None, "batch_size": self._batch_size}
-        if self._target is None:
+        options: dict[str, Any] = {"sampling": None, "batch_size": self.batch_size}
+        if self.target is None:
             return score_stored(self.draft, records, **options)[0]
-        scored = score_contexts(self._target, self.draft, records, **options)
-        return PromptTotals({"alpha": scored.totals[self._acceptance]}, scored.counts)
+        scored = score_contexts(self.target, self.draft, records, **options)
+        return PromptTotals({"alpha": scored.totals[self.acceptance]}, scored.counts)
 
 
 def level_of(gate: int) -> float:

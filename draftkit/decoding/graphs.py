@@ -121,7 +121,7 @@ class Units:
         if len(self._captured) >= MOST_CAPTURED:
             del self._captured[next(iter(self._captured))]
         # What another capture returns stays where it is, and need not be copied to be read.
-        staying = {id(part) for made in self._captured.values() for part in made.returned}
+        staying = {id(part) for one in self._captured.values() for part in tensors_of(one.outputs)}
         own = map_tensors(lambda part: part if id(part) in staying else part.clone(), inputs)
         with _timed():
             return Captured(function, places, own, written, self._pool, self.device)
@@ -140,23 +140,18 @@ def _compiled(
     if owner is not None:
         graphs = _by_owner.setdefault(owner, {})
     key = (key, freeze)  # weights that were constant may be opened to training
-    if key not in graphs:
-        # On a CPU, calling kernels from C++ takes a fifth off a pass of a small model, and joining
-        # the projections that read the same states (frozen weights only) a tenth.
-        settings = {
-            "freezing": freeze,
-            "cpp.enable_concat_linear": freeze,
-            "cpp.weight_prepack": pack,
-            "cpp_wrapper": device.type == "cpu",
-        }
-        graphs[key] = _first_call(unit, graphs, key, settings)
-    return graphs[key]
-
-
-def _first_call(
-    unit: Unit, graphs: MutableMapping[Hashable, Unit], key: Hashable, settings: dict[str, Any]
-) -> Unit:
+    if key in graphs:
+        return graphs[key]
     import torch._inductor.config as inductor
+
+    # On a CPU, calling kernels from C++ takes a fifth off a pass of a small model, and joining
+    # the projections that read the same states (frozen weights only) a tenth.
+    settings = {
+        "freezing": freeze,
+        "cpp.enable_concat_linear": freeze,
+        "cpp.weight_prepack": pack,
+        "cpp_wrapper": device.type == "cpu",
+    }
 
     def isolated(places: Any, inputs: Any) -> Any:
         return unit(places, inputs)
@@ -177,7 +172,7 @@ def _first_call(
         graphs[key] = graph
         return result
 
-    return compile_and_call
+    return graphs.setdefault(key, compile_and_call)
 
 
 @contextmanager
@@ -223,19 +218,14 @@ class Captured:
                 self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
             ),
         ):
-            self._outputs = function(places, inputs)
+            self.outputs = function(places, inputs)
 
     def __call__(self, inputs: Any) -> Any:
         """Copy what is new in `inputs` in, and replay."""
         copy_tensors(source=inputs, target=self._inputs, last=self._last)
         self._last = inputs
         self._graph.replay()
-        return self._outputs
-
-    @property
-    def returned(self) -> list[Tensor]:
-        """The tensors that calls return."""
-        return list(tensors_of(self._outputs))
+        return self.outputs
 
 
 @cache
@@ -269,16 +259,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors of `tree`, as `map_tensors` meets them."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple):
-        for part in tree:
-            yield from tensors_of(part)
-    elif hasattr(tree, "__dataclass_fields__"):
-        for name in tree.__dataclass_fields__:
-            yield from tensors_of(getattr(tree, name))
+    tensors: list[Tensor] = []
+    map_tensors(lambda tensor: tensors.append(tensor) or tensor, tree)
+    return tensors
 
 
 def copy_tensors(*, source: Any, target: Any, last: Any = None) -> None:

@@ -109,10 +109,9 @@ def answer(trace: Completion, decode: Decode) -> Iterator[Part]:
         yield Part(kinds[end - 1], together, text)
 
 
+PROMPT = "prompt  "
 LINE = "↵"
 JOINER = "\u200d"  # of emoji
-
-
 HIDDEN = (*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 SIGNS = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
@@ -160,11 +159,14 @@ def terminal(trace: Completion, decode: Decode, *, width: int, colour: bool) -> 
     table.add_column(overflow="fold")
     for number, (step, shown) in enumerate(steps(trace, decode), start=1):
         table.add_row(str(number), f"{step.accepted}/{len(step.proposed)}", marked(shown))
+    prompt, cut = visible(decode(trace.prompt_ids[-width:])), len(trace.prompt_ids) > width
+    while cell_len(PROMPT + prompt) + cut > width and prompt:
+        prompt, cut = prompt[1:], True
     head = ", ".join(f"{label} {value}" for label, value in figures(trace).items())
     page = Group(
         Text(head),
         Text("  ").join(marked([part]) for part in legend),
-        Text(prompt_end(trace, decode, room=width), style="dim"),
+        Text(PROMPT + "…" * cut + prompt, style="dim"),
         table,
     )
     system = ColorSystem.STANDARD if colour else None
@@ -187,16 +189,6 @@ def marked(shown: Sequence[Part]) -> Text:
         text.append(look.marks[0], "dim").append(base + body.removeprefix(JOINER), look.style)
         text.append(look.marks[1], "dim")
     return text
-
-
-def prompt_end(trace: Completion, decode: Decode, *, room: int) -> str:
-    """The end of the prompt, as much as fits into `room` cells."""
-    label = "prompt  "
-    text = visible(decode(trace.prompt_ids[-room:]))
-    cut = len(trace.prompt_ids) > room
-    while cell_len(label + text) + cut > room and text:
-        text, cut = text[1:], True
-    return label + "…" * cut + text
 
 
 # Page

@@ -109,14 +109,11 @@ class StagedProposer(Composite):
     def __init__(
         self, guesser: Proposer, model: DraftModelProposer, *, width: int = 3, passes: int = 2
     ) -> None:
-        assert width > 0
-        assert passes > 0
         super().__init__(guesser, model)
         self.width = width
         self.passes = passes
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
-        """Draw up to `gamma` tokens from the served law of the model, in few passes of it."""
         view = self.model.served(view)
         width, count = min(self.width, gamma), min(self.passes, gamma)
         # All noise of the round is keyed by its own length: the text of a pass may come again.

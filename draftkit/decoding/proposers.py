@@ -150,7 +150,6 @@ class DraftModelProposer(Proposer):
 
     @property
     def signature(self) -> Hashable:
-        """The architecture of the draft, and how its tokens are chosen."""
         return (type(self), self.draft.signature, self.tokens)
 
     def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
@@ -165,7 +164,6 @@ class DraftModelProposer(Proposer):
         self.draft.prefill(tokens, positions=positions, cache=self._of_rows(rows, visible))
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
-        """Draw `gamma` tokens one after the other from the warped draft distribution."""
         view = self.served(view)
         first, after = self.reading(view)
         return draw(view, gamma, first=first, after=after)
@@ -205,9 +203,6 @@ class DraftModelProposer(Proposer):
         return self.draft.weights()
 
     def swap(self, state_dict: dict[str, Tensor], version: str) -> None:
-        """Copy new draft weights in place; rows keep their draft cache, which costs no exactness.
-
-        Raises ValueError where the weights do not fit.
-        """
+        # Rows keep their draft cache, which costs no exactness.
         self.draft.load_weights(state_dict)
         self.version = version

@@ -38,7 +38,7 @@ WIDTH_STEPS = {"cuda": 64}  # of passes, by type of device: libraries plan each 
 
 
 class Bench(Protocol):
-    """Where a round takes place: the part of a decoder that its units need."""
+    """The part of a decoder that the units of a round need."""
 
     target: Adapter
     state: DecodeState
@@ -82,9 +82,9 @@ class Packed(NamedTuple):
         return Packed(self.integers[rows], self.numbers[rows])
 
 
-def propose(places: tuple[Proposer, Bench], inputs: RoundInputs) -> Proposal:
+def propose(resident: tuple[Proposer, Bench], inputs: RoundInputs) -> Proposal:
     """Let the proposer guess `group.gamma` tokens for every row."""
-    proposer, bench = places
+    proposer, bench = resident
     proposal = proposer.propose(round_view(bench, inputs), inputs.group.gamma)
     proposal = within_context(bench, inputs, proposal, proposer.max_positions)
     return map_tensors(Tensor.contiguous, proposal)  # compiled verification knows one layout
@@ -203,26 +203,15 @@ def _verdict(
     )
 
 
-class Cut(NamedTuple):
-    """How much of a round's candidates stays; all [B].
-
-    Tokens are *emitted* up to the first end of text, which is kept, and *committed* as far as the
-    length limit allows: rates count emitted tokens, answers hold committed ones.
-    """
-
-    emitted: Tensor  # at least 1
-    committed: Tensor
-    ended: Tensor  # bool: an end-of-text id was committed
-    done: Tensor  # bool: nothing more may follow
-
-
 def cut_round(
     candidates: Tensor, *, accepted: Tensor, remaining: Tensor, eos_token_ids: Tensor
-) -> Cut:
-    """Cut `candidates` [B, K + 1], of which the first `accepted` [B] + 1 are verified.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How much stays of `candidates` [B, K + 1], of which `accepted` [B] + 1 are verified; all [B].
 
-    `remaining` [B] is the number of tokens that may still be committed (at least 1);
-    `eos_token_ids` [E] may be empty.
+    *Emitted* are tokens up to the first end of text, which is kept, at least 1; *committed* as many
+    of them as the length limit allows: rates count the former, answers hold the latter. `ended`:
+    whether an end-of-text id was committed; `done`: whether nothing more may follow. `remaining`
+    tokens (at least 1) may still be committed; `eos_token_ids` [E] may be empty.
     """
     width = candidates.shape[1]
     index = torch.arange(width, device=candidates.device)
@@ -232,7 +221,7 @@ def cut_round(
     emitted = torch.minimum(accepted, first_end) + 1
     committed = torch.minimum(emitted, remaining)
     ended = (first_end <= accepted) & (first_end < remaining)
-    return Cut(emitted, committed, ended, ended | (committed == remaining))
+    return emitted, committed, ended, ended | (committed == remaining)
 
 
 def _commit(
@@ -242,7 +231,7 @@ def _commit(
     state, group = bench.state, view.group
     candidates = torch.cat([proposal.tokens, verdict.next_token[:, None]], dim=1)
     candidates = candidates.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
-    cut = cut_round(
+    emitted, committed, ended, done = cut_round(
         candidates,
         accepted=verdict.accepted,
         remaining=(state.limit[group.index] - view.length).clamp(min=1),
@@ -250,13 +239,13 @@ def _commit(
     )
     was_done = state.done[group.index]
     advances = group.active & ~was_done
-    places = view.length[:, None] + torch.arange(candidates.shape[1], device=candidates.device)
-    places = places.clamp(max=state.tokens.shape[1] - 1)
-    state.tokens[group.index[:, None], places] = candidates
-    length = torch.where(advances, view.length + cut.committed, state.length[group.index])
+    positions = view.length[:, None] + torch.arange(candidates.shape[1], device=candidates.device)
+    positions = positions.clamp(max=state.tokens.shape[1] - 1)
+    state.tokens[group.index[:, None], positions] = candidates
+    length = torch.where(advances, view.length + committed, state.length[group.index])
     state.length[group.index] = length
-    state.done[group.index] = was_done | (advances & cut.done)
-    columns = (cut.emitted, cut.committed, cut.ended, cut.done, proposal.lengths)
+    state.done[group.index] = was_done | (advances & done)
+    columns = (emitted, committed, ended, done, proposal.lengths)
     report = torch.stack([column.long() for column in columns], dim=1)
     return candidates, report * advances[:, None]
 

@@ -238,7 +238,7 @@ def with_gammas(groups: Sequence[Group], policy: GammaPolicy | None) -> list[Gro
     """`groups` with the gamma of a round: for all that adapt what `policy` chooses for the largest.
 
     So drafters that are compared on the same traffic propose alike. Were the few rows of one given
-    a larger gamma, its deeper places, which are reached in easier contexts, would raise its mean.
+    a larger gamma, its deeper positions, reached in easier contexts, would raise its mean.
     """
     if policy is None:
         return list(groups)

@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment
 from rich.cells import cell_len
-from rich.color import ColorSystem
-from rich.console import Console, Group
-from rich.style import Style
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -163,19 +161,17 @@ def terminal(trace: Completion, decode: Decode, *, width: int, colour: bool) -> 
     while cell_len(PROMPT + prompt) + cut > width and prompt:
         prompt, cut = prompt[1:], True
     head = ", ".join(f"{label} {value}" for label, value in figures(trace).items())
-    page = Group(
-        Text(head),
-        Text("  ").join(marked([part]) for part in legend),
-        Text(PROMPT + "…" * cut + prompt, style="dim"),
-        table,
-    )
-    system = ColorSystem.STANDARD if colour else None
-    lines = Console(width=width, legacy_windows=False).render_lines(page, pad=False)
-    rendered = (
-        "".join((style or Style()).render(text, color_system=system) for text, style, _ in line)
-        for line in lines
-    )
-    return "".join(f"{line.rstrip()}\n" for line in rendered)
+    system = "standard" if colour else None
+    console = Console(width=width, color_system=system, no_color=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(
+            Text(head),
+            Text("  ").join(marked([part]) for part in legend),
+            Text(PROMPT + "…" * cut + prompt, style="dim"),
+            table,
+            sep="\n",
+        )
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().split("\n")[:-1])
 
 
 def marked(shown: Sequence[Part]) -> Text:

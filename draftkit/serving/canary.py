@@ -50,15 +50,15 @@ class AcceptanceLog:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """Whether a new version stays, and why."""
 
     stays: bool
     reason: str
 
 
-def judge(*, new: AcceptanceLog, old: AcceptanceLog, positions: int) -> Verdict | None:
-    """The verdict on `new` once it has `positions` tested positions; None as long as it is open.
+def judge(*, new: AcceptanceLog, old: AcceptanceLog, positions: int) -> Judgement | None:
+    """The judgement on `new` once it has `positions` tested positions; None as long as it is open.
 
     It goes only where it is surely worse: where the 95 % interval of the difference of the means
     lies below 0. One that is exactly as good goes with a probability of 1/40.
@@ -70,10 +70,10 @@ def judge(*, new: AcceptanceLog, old: AcceptanceLog, positions: int) -> Verdict 
     compared = f"{new.mean:.4f} over {new.positions} positions"
     side = "not surely below" if stays else "below"
     reason = f"acceptance {compared} is {side} the old one's {old.mean:.4f}"
-    return Verdict(stays, f"{reason}: {change:+.4f} \u00b1{width:.4f}")
+    return Judgement(stays, f"{reason}: {change:+.4f} \u00b1{width:.4f}")
 
 
-def give_up(*, new: AcceptanceLog, rows: int, share: float, positions: int) -> Verdict | None:
+def give_up(*, new: AcceptanceLog, rows: int, share: float, positions: int) -> Judgement | None:
     """The end of a trial that the traffic does not decide; None while it still may.
 
     `rows` have begun since it did, of which `share` was meant for `new`. It goes where by one test
@@ -81,7 +81,7 @@ def give_up(*, new: AcceptanceLog, rows: int, share: float, positions: int) -> V
     """
     if rows * share < max(positions, 4 * REQUESTS):
         return None
-    return Verdict(
+    return Judgement(
         False,
         f"it cannot be judged: of {rows} rows it has {new.positions} tested positions, and "
         f"online.gate.canary_tokens asks for {positions}; rows with a seed do not try it, gamma 0 "

@@ -60,8 +60,8 @@ class Answers:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[int, Piece, float]] = []  # choice, piece, when it came
         self._backlog = 0
-        self._sends = 0
-        self._is_sending = self._is_judged = self._too_slow = False
+        self._sending: Awaitable[None] | None = None  # what waits for the client
+        self._is_judged = self._too_slow = False
         self._arrived = asyncio.Event()
         jobs = prepared.jobs
         self._open = len(jobs)
@@ -79,17 +79,17 @@ class Answers:
         self._waiting.append((index, piece, at))
         self._backlog += _entries(piece)
         is_over = self._backlog > BACKLOG * len(self._ids)
-        if is_over and self._is_sending and not self._is_judged:
+        if is_over and self._sending is not None and not self._is_judged:
             self._is_judged = True
-            self._loop.call_soon(self._judge, self._sends, TURNS)
+            self._loop.call_soon(self._judge, self._sending, TURNS)
         self._arrived.set()
 
-    def _judge(self, send: int, turns: int) -> None:
-        """Give the reader up if it waits for the same `send` after so many turns of the loop."""
-        if send != self._sends or not self._is_sending:
+    def _judge(self, sending: Awaitable[None], turns: int) -> None:
+        """Give the reader up if it is still `sending` after so many turns of the loop."""
+        if sending is not self._sending:
             self._is_judged = False
         elif turns > 1:
-            self._loop.call_soon(self._judge, send, turns - 1)
+            self._loop.call_soon(self._judge, sending, turns - 1)
         else:
             self._too_slow = True
             self._waiting.clear()
@@ -98,12 +98,11 @@ class Answers:
 
     async def send(self, sending: Awaitable[None]) -> None:
         """Wait for the client to take something: the only time in which a reader is slow."""
-        self._sends += 1
-        self._is_sending = True
+        self._sending = sending
         try:
             await sending
         finally:
-            self._is_sending = False
+            self._sending = None
 
     def cancel(self) -> None:
         """Free the rows of the jobs that have not ended."""

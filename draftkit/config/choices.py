@@ -21,8 +21,6 @@ BENCHMARK_METHOD_NAMES = ("plain", "speculative", "adaptive", "eager_plain", "ea
 BENCHMARK_METHOD_NAMES += tuple(name for name in PROPOSER_NAMES if name != "none")
 BENCHMARK_METHOD_NAMES += ("hf_plain", "hf_assisted", "hf_lookup", "hf_static")
 GPU_PARTS = ("a", "b", "c", "d", "e", "f")
-ONLINE_TASKS = ("daemon", "rollback", "drift", "serve_and_refit")
-TEACHER_NAMES = ("stored", "target")
 
 
 def require(condition: bool, key: str, rule: str, value: object) -> None:

@@ -3,14 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from draftkit.config.choices import (
-    ONLINE_TASKS,
-    TEACHER_NAMES,
-    check_rules,
-    positive,
-    require,
-    setting,
-)
+from draftkit.config.choices import Section, positive, require, setting
 
 DEFAULT_ROUTE = "default"
 LEAST_PROMPTS = 20  # different ones, below which no gate decides: intervals of fewer are too narrow
@@ -18,7 +11,7 @@ ROUTE = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")  # also the name of a folder
 
 
 @dataclass(kw_only=True)
-class ServeConfig:
+class ServeConfig(Section, key="serve"):
     """An OpenAI-compatible server. Its key, if any, is in the environment: DRAFTKIT_API_KEY."""
 
     host: str = "127.0.0.1"
@@ -36,12 +29,9 @@ class ServeConfig:
     poll_seconds: float = positive(0.5)  # how often a new drafter version is looked for
     adapts: bool = True  # gamma by load and acceptance; requests with a seed keep decode.gamma
 
-    def __post_init__(self) -> None:
-        check_rules(self, "serve")
-
 
 @dataclass(kw_only=True)
-class BufferConfig:
+class BufferConfig(Section, key="online.buffer"):
     """What of the traffic is kept, for how long, and how much of it."""
 
     fraction: float = setting(1.0, least=0, most=1)  # of the requests; 0 records nothing
@@ -52,12 +42,9 @@ class BufferConfig:
     retention_days: float = positive(30.0)
     queue: int = positive(1024)  # records that wait to be written; more are dropped
 
-    def __post_init__(self) -> None:
-        check_rules(self, "online.buffer")
-
 
 @dataclass(kw_only=True)
-class GateConfig:
+class GateConfig(Section, key="online.gate"):
     """When a refitted drafter may be served."""
 
     # Of the recorded conversations, never trained on: the gate's.
@@ -72,12 +59,9 @@ class GateConfig:
     canary_fraction: float = setting(0.1, least=0, below=1)
     canary_tokens: int = positive(4000)  # tested positions after which a canary is judged
 
-    def __post_init__(self) -> None:
-        check_rules(self, "online.gate")
-
 
 @dataclass(kw_only=True)
-class DriftConfig:
+class DriftConfig(Section, key="online.drift"):
     """The simulated stream of `online.task=drift`: domains that follow each other."""
 
     domains: list[str] = setting(["prose", "cpp"], filled=True)  # after the first one
@@ -88,17 +72,13 @@ class DriftConfig:
     oracle_steps: int = positive(600)
 
     def __post_init__(self) -> None:
-        check_rules(self, "online.drift")
-        require(
-            self.first not in self.domains,
-            "online.drift.first",
-            "not be one of online.drift.domains",
-            self.first,
-        )
+        super().__post_init__()
+        others = self.first not in self.domains
+        self.require(others, "first", "not be one of online.drift.domains")
 
 
 @dataclass(kw_only=True)
-class TrafficConfig:
+class TrafficConfig(Section, key="online.traffic"):
     """The load that `online.task=serve_and_refit` puts on its own server."""
 
     requests: int = positive(800)
@@ -107,20 +87,17 @@ class TrafficConfig:
     # Whose prompts are sent: one for each of `online.routes`.
     domains: list[str] = field(default_factory=lambda: ["prose"])
 
-    def __post_init__(self) -> None:
-        check_rules(self, "online.traffic")
-
 
 @dataclass(kw_only=True)
-class OnlineConfig:
+class OnlineConfig(Section, key="online"):
     """The refit loop. `optim` says how it steps, `divergence` what it minimises."""
 
-    task: str = setting("daemon", names=ONLINE_TASKS)
+    task: str = setting("daemon", names=("daemon", "rollback", "drift", "serve_and_refit"))
     routes: list[str] = field(default_factory=lambda: [DEFAULT_ROUTE])  # each with its drafter
     route: str = DEFAULT_ROUTE  # task=rollback: of which
     version: str | None = None  # task=rollback: to which; null: the one before
     # target: in memory; stored: its scores in the buffer, exact for the kept ids.
-    teacher: str = setting("target", names=TEACHER_NAMES)
+    teacher: str = setting("target", names=("stored", "target"))
     prompts: bool = False  # learn from prompts too: for short ones that differ; asks the target
     poll_seconds: float = positive(2.0)
     min_records: int = positive(64)  # new ones that an update waits for
@@ -143,22 +120,14 @@ class OnlineConfig:
     traffic: TrafficConfig = field(default_factory=TrafficConfig)
 
     def __post_init__(self) -> None:
-        check_rules(self, "online")
-        require(
-            not self.prompts or self.teacher == "target",
-            "online.prompts",
-            "be false with online.teacher=stored, which knows answers alone",
-            self.prompts,
-        )
+        super().__post_init__()
+        rule = "be false with online.teacher=stored, which knows answers alone"
+        self.require(not self.prompts or self.teacher == "target", "prompts", rule)
         for route in self.routes:
             fits = ROUTE.fullmatch(route) is not None
             require(fits, "online.routes", "be of a-z, 0-9, _ and -, at most 32 long", route)
         unique = len(set(self.routes)) == len(self.routes) and DEFAULT_ROUTE in self.routes
-        require(unique, "online.routes", f"hold {DEFAULT_ROUTE}, and none twice", self.routes)
-        require(self.route in self.routes, "online.route", "be in online.routes", self.route)
-        require(
-            self.recent_fraction + self.anchor_fraction <= 1,
-            "online.recent_fraction",
-            "leave room beside online.anchor_fraction",
-            self.recent_fraction,
-        )
+        self.require(unique, "routes", f"hold {DEFAULT_ROUTE}, and none twice")
+        self.require(self.route in self.routes, "route", "be in online.routes")
+        fits = self.recent_fraction + self.anchor_fraction <= 1
+        self.require(fits, "recent_fraction", "leave room beside online.anchor_fraction")

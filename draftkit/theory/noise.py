@@ -52,7 +52,7 @@ def uniform(
     """
     words = (seed, seed >> 32, row, length) * 2
     # Numbers, not a tensor of indices: a compiler may compute what is made of indices in int32.
-    salts = (((place + 8 * purpose) * _GOLDEN) & _BITS_32 for place in range(8))
+    salts = (((word + 8 * purpose) * _GOLDEN) & _BITS_32 for word in range(8))
     salted = torch.stack([word ^ salt for word, salt in zip(words, salts, strict=True)])  # [8, B]
     state = _mix(salted & _BITS_32).unflatten(0, (2, 4)).sum(1) & _BITS_32  # [2, B]
     offset = torch.arange(first, first + count, device=seed.device)

@@ -10,6 +10,7 @@ many is more likely than others to have been lucky, as is the control that did b
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -49,12 +50,6 @@ class Cell:
     def question(self) -> tuple[int, str]:
         """The seed, and which continuations of which prompts it was judged on."""
         return self.seed, self.prompts.get("contexts", "")
-
-    @property
-    def length_gain(self) -> float:
-        """Tokens per target pass over those of the starting drafter."""
-        after, before = (self.judged[f"acceptance_length{when}"] for when in ("", "_before"))
-        return after["mean"] / before["mean"]
 
 
 def cells_of(
@@ -204,7 +199,9 @@ def cell_text(cells: Sequence[Cell]) -> str:
     """The gain, its interval, and `x1.31` below each other; of several seeds with their count."""
     if not cells:
         return ""
-    times = fmean([cell.length_gain for cell in cells])
+    keys = ("acceptance_length", "acceptance_length_before")
+    lengths = [[cell.judged[key]["mean"] for cell in cells] for key in keys]
+    times = fmean(map(truediv, *lengths))
     seeds = f" n={len(cells)}" if len(cells) > 1 else ""
     return f"{number_text(gain(cells))}\nx{times:.2f}{seeds}"
 

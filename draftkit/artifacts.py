@@ -88,19 +88,13 @@ def recover_tree(folder: Path) -> None:
         _settle(leftover)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_tree(path: Path) -> None:
-    if path.is_dir():
-        for child in path.iterdir():
-            _sync_tree(child)
-    _sync(path)
+def _sync(*paths: Path) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextmanager
@@ -116,7 +110,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     temporary, aside = _beside(path, "tmp"), _beside(path, "old")
     try:
         yield temporary
-        _sync_tree(temporary)
+        _sync(*temporary.rglob("*"), temporary)
         if path.is_dir():  # a folder cannot be renamed over a full one
             path.rename(aside)
         temporary.replace(path)

@@ -112,7 +112,6 @@ class Tracker:
         """
         self._path = None if folder is None else Path(folder) / FILE_NAME
         self._begun: set[str] = set()  # sections that have logged since the file was opened
-        self._axes: set[str] = set()
         self._run: Any = None
         if self._path is None:
             return
@@ -144,7 +143,8 @@ class Tracker:
         numbers = {k: v if isinstance(v, int) else float(v) for k, v in metrics.items()}
         if self._path is None:
             return
-        if section not in self._begun:
+        begins = section not in self._begun
+        if begins:
             self._begun.add(section)
             lines = read_metrics(self._path)
             kept = [line for line in lines if line["section"] != section or line["step"] < step]
@@ -157,8 +157,7 @@ class Tracker:
         axis = f"{section}/{STEP_NAMES.get(section, 'step')}"
 
         def send(run: Any) -> None:
-            if section not in self._axes:
-                self._axes.add(section)
+            if begins:
                 run.define_metric(axis)
                 run.define_metric(f"{section}/*", step_metric=axis)
             run.log({axis: step} | {f"{section}/{key}": value for key, value in numbers.items()})

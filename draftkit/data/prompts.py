@@ -169,7 +169,7 @@ def _examples(
     opening = iter(_tokens(tokenizer, openings, special=True, literal=literal))
     completions = [row["completion"] for row in rows if "completion" in row]
     completion = iter(_tokens(tokenizer, completions, special=False, literal=literal))
-    found = []
+    examples: list[list[Example]] = []
     for document in documents:
         if "messages" in document.row:
             pieces = _chat(document.row["messages"], tokenizer, data, counts)
@@ -180,24 +180,23 @@ def _examples(
             pieces = [(next(opening), rest, [True] * len(rest))]
         else:
             pieces = [(next(opening), [], [])]
-        fitting = [piece for piece in pieces if piece[0] and not _dropped(piece, data, counts)]
-        examples = [_fitted(document, piece, data, counts) for piece in fitting]
-        counts["documents_dropped"] += not examples
-        found.append(examples)
-    return found
+        fitted = [_fitted(document, piece, data, counts) for piece in pieces if piece[0]]
+        examples.append([example for example in fitted if example is not None])
+        counts["documents_dropped"] += not examples[-1]
+    return examples
 
 
-def _dropped(piece: Piece, data: DataConfig, counts: Counter[str]) -> bool:
-    """Whether a row is too long, and such rows are to be left out."""
-    prompt, rest, _ = piece
-    too_long = data.overlong == "drop" and len(prompt) + max(1, len(rest)) > data.max_length
-    counts["rows_dropped"] += too_long
-    return too_long
+def _fitted(
+    document: Document, piece: Piece, data: DataConfig, counts: Counter[str]
+) -> Example | None:
+    """Cut the prompt on the left, so that a token fits after it, then the rest on the right.
 
-
-def _fitted(document: Document, piece: Piece, data: DataConfig, counts: Counter[str]) -> Example:
-    """Cut the prompt on the left, so that a token fits after it, then the rest on the right."""
+    None for what is too long where `data.overlong` drops it.
+    """
     prompt, rest, mask = piece
+    if data.overlong == "drop" and len(prompt) + max(1, len(rest)) > data.max_length:
+        counts["rows_dropped"] += 1
+        return None
     counts["prompts_cut"] += len(prompt) > data.max_length - 1
     prompt = prompt[-(data.max_length - 1) :]
     room = data.max_length - len(prompt)

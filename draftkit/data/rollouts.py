@@ -11,6 +11,7 @@ float.
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -141,28 +142,28 @@ def read_records(path: str | Path) -> list[Record]:
     """The records of a file, in order. Raises ValueError, one line that names the file."""
     if not Path(path).is_file():
         raise ValueError(f"{path} is not a file: make the rollouts first")
-    try:
-        # Not `read_table`, which would take columns from the names of folders.
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            found = (file.schema_arrow.metadata or {}).get(_FORMAT_KEY, b"none").decode()
-            if found != FORMAT:
-                raise ValueError(f"format {found} instead of {FORMAT}")
-            if not file.schema_arrow.equals(SCHEMA):
-                raise ValueError("other columns or types")
-            return [record for batch in file.read().to_batches() for record in _unpacked(batch)]
-    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
-        raise _refused(path, error) from error
+    # Not `read_table`, which would take columns from the names of folders.
+    with _reading(path), pq.ParquetFile(path, page_checksum_verification=True) as file:
+        stored = (file.schema_arrow.metadata or {}).get(_FORMAT_KEY, b"none").decode()
+        if stored != FORMAT:
+            raise ValueError(f"format {stored} instead of {FORMAT}")
+        if not file.schema_arrow.equals(SCHEMA):
+            raise ValueError("other columns or types")
+        return [record for batch in file.read().to_batches() for record in _unpacked(batch)]
 
 
 def _count(path: str | Path) -> int:
-    try:
+    with _reading(path):
         return int(pq.read_metadata(path).num_rows)
-    except (OSError, pa.ArrowException) as error:
-        raise _refused(path, error) from error
 
 
-def _refused(path: str | Path, error: Exception) -> ValueError:
-    return ValueError(f"{path} is not a whole rollout file ({first_line(error)}): {ADVICE}")
+@contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
+        reason = first_line(error)
+        raise ValueError(f"{path} is not a whole rollout file ({reason}): {ADVICE}") from error
 
 
 class RecordParts(Lazy[Record]):
@@ -180,10 +181,9 @@ class RecordParts(Lazy[Record]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _at(self, place: int) -> Record:
-        part = bisect_right(self._ends, place)
-        start = self._ends[part - 1] if part else 0
-        return self._read(self._paths[part])[place - start]
+    def _at(self, index: int) -> Record:
+        part = bisect_right(self._ends, index)
+        return self._read(self._paths[part])[index - self._ends[part]]  # from the part's end
 
 
 def write_parts(

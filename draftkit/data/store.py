@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -23,35 +23,16 @@ ORDER = np.dtype([("high", ">u8"), ("low", ">u8")])  # what `hash_order` gives, 
 WRITTEN = 256  # rows of a batch: what is in memory while a file is written
 
 
-class Lazy(Sequence[Item], Generic[Item]):
+class Lazy(Sequence[Item]):
     """A sequence that makes an item when it is asked for; a slice is lazy too."""
 
     @abstractmethod
-    def _at(self, place: int) -> Item:
-        """The item at `place`, which is in range."""
+    def _at(self, index: int) -> Item:
+        """The item at `index`, which is in range."""
 
-    @overload
-    def __getitem__(self, place: int) -> Item: ...
-    @overload
-    def __getitem__(self, place: slice) -> "Picked[Item]": ...
-    def __getitem__(self, place: int | slice) -> "Item | Picked[Item]":
-        if isinstance(place, slice):
-            return Picked(self, range(len(self))[place])
-        return self._at(range(len(self))[place])  # counts from the end, and refuses, as lists do
-
-
-class Picked(Lazy[Item]):
-    """Those of `items` at `places`, in that order."""
-
-    def __init__(self, items: Sequence[Item], places: Sequence[int] | np.ndarray) -> None:
-        self._items = items
-        self._places = places if isinstance(places, range) else np.asarray(places, np.int64)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def _at(self, place: int) -> Item:
-        return self._items[int(self._places[place])]
+    def __getitem__(self, index: Any) -> Any:
+        indices = range(len(self))[index]  # counts from the end, and refuses, as lists do
+        return Picked(self, indices) if isinstance(index, slice) else self._at(indices)
 
 
 class Mapped(Lazy[Made], Generic[Item, Made]):
@@ -64,11 +45,19 @@ class Mapped(Lazy[Made], Generic[Item, Made]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def _at(self, place: int) -> Made:
-        return self._function(self._items[place])
+    def _at(self, index: int) -> Made:
+        return self._function(self._items[index])
 
     def __iter__(self) -> Iterator[Made]:
         return map(self._function, self._items)
+
+
+class Picked(Mapped[Any, Item]):
+    """Those of `items` at `indices`, in that order."""
+
+    def __init__(self, items: Sequence[Item], indices: Sequence[int] | np.ndarray) -> None:
+        kept: Any = indices if isinstance(indices, range) else np.asarray(indices, np.int64)
+        super().__init__(items.__getitem__, kept)
 
 
 class Stored(Lazy[Item]):
@@ -81,8 +70,8 @@ class Stored(Lazy[Item]):
     def __len__(self) -> int:
         return self._table.num_rows
 
-    def _at(self, place: int) -> Item:
-        return self._make(**self._table.slice(place, 1).to_pylist()[0])
+    def _at(self, index: int) -> Item:
+        return self._make(**self._table.slice(index, 1).to_pylist()[0])
 
     def __iter__(self) -> Iterator[Item]:
         for batch in self._table.to_batches():

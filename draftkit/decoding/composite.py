@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer, draw
-from draftkit.decoding.state import RoundView
+from draftkit.decoding.state import RoundView, text_of
 from draftkit.theory.noise import DRAFT
 from draftkit.theory.verification import speculative_sampling
-from draftkit.theory.warping import seen_along, seen_tokens, warp
+from draftkit.theory.warping import seen_along, warp
 
 
 class Composite(Proposer):
@@ -41,18 +41,15 @@ class Composite(Proposer):
         self.model.allocate(slots, capacity, encoder_capacity)
 
     def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
-        """Show the model the encoder's text."""
         self.model.encode(tokens, lengths=lengths, rows=rows)
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
-        """Show the model a piece of the prompts."""
         self.model.prefill(tokens, positions=positions, rows=rows, visible=visible)
 
     def weights(self) -> dict[str, Tensor]:
         return self.model.weights()
 
     def swap(self, state_dict: dict[str, Tensor], version: str) -> None:
-        """Give the model new weights."""
         self.model.swap(state_dict, version)
         self.version = version
 
@@ -112,14 +109,11 @@ class StagedProposer(Composite):
     def __init__(
         self, guesser: Proposer, model: DraftModelProposer, *, width: int = 3, passes: int = 2
     ) -> None:
-        assert width > 0
-        assert passes > 0
         super().__init__(guesser, model)
         self.width = width
         self.passes = passes
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
-        """Draw up to `gamma` tokens from the served law of the model, in few passes of it."""
         view = self.model.served(view)
         width, count = min(self.width, gamma), min(self.passes, gamma)
         # All noise of the round is keyed by its own length: the text of a pass may come again.
@@ -145,8 +139,8 @@ class StagedProposer(Composite):
         own, accept, then = uniforms.split([width, width, 1], dim=1)
         guess = self.guesser.propose(replace(view, noise=lambda **_: own), width)
         fed = torch.cat([view.last_two, guess.tokens], dim=1)  # two, as in every first step
-        places = view.length[:, None] + torch.arange(-2, width, device=fed.device)
-        positions = torch.minimum(places, end[:, None]).clamp(min=0)
+        positions = view.length[:, None] + torch.arange(-2, width, device=fed.device)
+        positions = torch.minimum(positions, end[:, None]).clamp(min=0)
         cache = self.model.cache(view)
         logits = self.model.draft.step(fed, positions=positions, cache=cache)[:, 1:]
         history = None if view.seen is None else seen_along(view.seen, guess.tokens)
@@ -166,13 +160,11 @@ class StagedProposer(Composite):
 
 def _after(view: RoundView, done: Pass, end: Tensor) -> RoundView:
     """`view` with the tokens of a pass behind its text, as far as `end` [B]."""
-    places = view.length[:, None] + torch.arange(done.tokens.shape[1], device=end.device)
-    tokens = view.tokens.scatter(1, torch.minimum(places, end[:, None]), done.tokens)
+    positions = view.length[:, None] + torch.arange(done.tokens.shape[1], device=end.device)
+    tokens = view.tokens.scatter(1, torch.minimum(positions, end[:, None]), done.tokens)
     length = torch.minimum(view.length + done.count, end)
-    last = length[:, None] + torch.arange(-2, 0, device=end.device)
-    seen = None if view.seen is None else seen_tokens(tokens, length, view.seen.shape[1])
-    last_two = tokens.gather(1, last.clamp(min=0))
-    return replace(view, tokens=tokens, length=length, last_two=last_two, seen=seen)
+    vocab_size = None if view.seen is None else view.seen.shape[1]
+    return replace(view, **text_of(tokens, length, vocab_size))
 
 
 def _first(gamma: int, counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -181,8 +173,8 @@ def _first(gamma: int, counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
     Returns an index [B, K] into all P * size, and how many there are [B].
     """
     ends = counts.cumsum(1)  # [B, P]
-    place = torch.arange(gamma, device=counts.device).expand(len(counts), -1)  # [B, K]
-    of = (place[..., None] >= ends[:, None]).sum(-1).clamp(max=counts.shape[1] - 1)
-    within = place - (ends - counts).gather(1, of)
+    order = torch.arange(gamma, device=counts.device).expand(len(counts), -1)  # [B, K]
+    of = (order[..., None] >= ends[:, None]).sum(-1).clamp(max=counts.shape[1] - 1)
+    within = order - (ends - counts).gather(1, of)
     index = (of * size + within).clamp(max=counts.shape[1] * size - 1)
     return index, ends[:, -1].clamp(max=gamma)

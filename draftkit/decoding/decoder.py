@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from draftkit.decoding import round as units
-from draftkit.decoding.feeding import feed, feed_encoders
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.results import Launched, RoundResult, RoundSeconds, read, to_host
-from draftkit.decoding.round import Packed, RoundInputs
+from draftkit.decoding.round import Packed, RoundInputs, feed, feed_encoders
 from draftkit.decoding.state import (
     DecodeState,
     Group,
@@ -95,9 +94,8 @@ class Decoder:
         self._units = Units(
             compiled=compiled, captured=captured, sizes=batch_sizes, device=target.device
         )
-        self._packs = compiled and is_frozen(target)
+        self._copies = packed_copies(target) if compiled else 0
         self._packed: set[Hashable] = set()  # keys of graphs with a copy of the weights
-        self._free = list(range(slots))
         self._proposers: dict[str, Proposer] = {}
         self._made: set[str | None] = set()  # proposers whose caches have taken their shape
         self._running: list[Group] | None = None  # None: membership changed, group anew
@@ -132,30 +130,27 @@ class Decoder:
     @property
     def free_slots(self) -> int:
         """How many requests can join now."""
-        return len(self._free)
+        return self.cache.rows - len(self.state.slots)
 
     def join(self, requests: Sequence[Request]) -> list[int]:
         """Give each request a slot; `round` advances their prefill. Returns the slots.
 
         Raises ValueError for a request that cannot fit, before any has joined.
         """
-        if len(requests) > len(self._free):
-            raise ValueError(f"{len(requests)} requests, {len(self._free)} free slots")
+        if len(requests) > self.free_slots:
+            raise ValueError(f"{len(requests)} requests, {self.free_slots} free slots")
         for request in requests:
             self._check_fits(request)
-        numbers = [self._free.pop(0) for _ in requests]
-        for number, request in zip(numbers, requests, strict=True):
+        free = [number for number in range(self.cache.rows) if number not in self.state.slots]
+        for number, request in zip(free, requests, strict=False):
             self.state.admit(number, request)
             self._running = None
-        return numbers
+        return free[: len(requests)]
 
     def leave(self, slots: Sequence[int]) -> None:
         """Free `slots`, finished or not, between rounds."""
-        for slot in slots:
-            self.state.free(slot)
-            self._free.append(slot)
-        self._free.sort()
-        if slots:
+        for number in slots:
+            self.state.free(number)
             self._running = None
 
     def _check_fits(self, request: Request) -> None:
@@ -184,31 +179,29 @@ class Decoder:
 
         A prompt's last token is fed by the round that first uses it.
         """
-        slots = self.state.slots
-        unread = [number for number, slot in sorted(slots.items()) if not slot.is_encoded]
-        for proposer, numbers in self._by_proposer(unread):
-            feed_encoders(self, numbers, proposer)
-            for number in numbers:
-                slots[number].is_encoded = True
-        waiting = [number for number, slot in slots.items() if not slot.is_ready]
-        for proposer, numbers in self._by_proposer(waiting):
-            starts = [slots[number].prefilled for number in numbers]
-            ends = [len(slots[number].request.prompt_ids) - 1 for number in numbers]
-            left = [end - start for start, end in zip(starts, ends, strict=True)]
+        slots = self.state.slots.values()
+        unread = [slot for slot in slots if not slot.is_encoded]
+        for proposer, batch in self._by_proposer(unread):
+            feed_encoders(self, batch, proposer)
+            for slot in batch:
+                slot.is_encoded = True
+        waiting = [slot for slot in slots if not slot.is_ready]
+        for proposer, batch in self._by_proposer(waiting):
+            numbers, starts = [slot.number for slot in batch], [slot.prefilled for slot in batch]
+            left = [len(slot.request.prompt_ids) - 1 - slot.prefilled for slot in batch]
             width = min(PREFILL_CHUNK, max(left))
             feed(self, numbers, starts, width, to_target=True, proposer=proposer)
-            for number, count in zip(numbers, left, strict=True):
-                slots[number].prefilled += min(width, count)
+            for slot, count in zip(batch, left, strict=True):
+                slot.prefilled += min(width, count)
         if unread or waiting:
             self._running = None
-        return any(not slots[number].is_ready for number in waiting)
+        return any(not slot.is_ready for slot in waiting)
 
-    def _by_proposer(self, numbers: Sequence[int]) -> Iterator[tuple[Proposer | None, list[int]]]:
+    def _by_proposer(self, slots: Sequence[Slot]) -> Iterator[tuple[Proposer | None, list[Slot]]]:
         """Slots that share a proposer, at most `PREFILL_ROWS` together."""
-        by_proposer: dict[str | None, list[int]] = {}
-        for number in numbers:
-            proposer_id = self.state.slots[number].request.proposer_id
-            by_proposer.setdefault(proposer_id, []).append(number)
+        by_proposer: dict[str | None, list[Slot]] = {}
+        for slot in slots:
+            by_proposer.setdefault(slot.request.proposer_id, []).append(slot)
         for proposer_id, members in by_proposer.items():
             for first in range(0, len(members), PREFILL_ROWS):
                 yield self._proposer(proposer_id), members[first : first + PREFILL_ROWS]
@@ -247,8 +240,8 @@ class Decoder:
         groups = []
         for (gamma, proposer_id, adapts), slots in members.items():
             size, prefix = group_shape(slots, self.cache.rows, self._units)
-            shape: dict[str, Any] = {"adapts": adapts, "size": size, "prefix": prefix}
-            groups.append(make_group(self.state, slots, gamma, proposer_id, **shape))
+            group = make_group(self.state, slots, gamma, proposer_id, size=size, prefix=prefix)
+            groups.append(replace(group, adapts=adapts))
         return groups
 
     def _launch(self, group: Group) -> Launched:
@@ -256,27 +249,21 @@ class Decoder:
         ticks = [self._tick()]
         if self._units.is_fixed:
             self._make_buffers(group)
-        inputs = RoundInputs(group, self._visible(group))
+        held = [self.state.slots[number] for number in group.members]
+        longest = max(slot.length for slot in held) + self._unread() + group.gamma + 1
+        bucket = COMPILED_BUCKET if self._units.is_fixed else BUCKET
+        visible = visible_slots(longest, self.capacity, bucket, joins_last=self._on_cuda)
+        inputs = RoundInputs(group, visible)
         proposal, version = self._propose(inputs)
         ticks.append(self._tick())
         packed = self._verify(inputs._replace(proposal=proposal))
         ticks.append(self._tick())
-        held = self._held(group)
         for slot in held:
             slot.rounds += 1
         return Launched(group, held, version, ticks, *to_host(packed))
 
-    def _held(self, group: Group) -> list[Slot]:
-        return [self.state.slots[number] for number in group.members]
-
     def _tick(self) -> Any:
         return self.clock() if self.clock is not None else 0.0
-
-    def _visible(self, group: Group) -> int:
-        """Cache slots of a round, by what the host knows of lengths."""
-        longest = max(slot.length for slot in self._held(group)) + self._unread() + group.gamma + 1
-        bucket = COMPILED_BUCKET if self._units.is_fixed else BUCKET
-        return visible_slots(longest, self.capacity, bucket, joins_last=self._on_cuda)
 
     def _unread(self) -> int:
         """The most tokens that a row can have beyond those that the host knows of."""
@@ -298,65 +285,55 @@ class Decoder:
         proposer = self._proposers[group.proposer_id]
         if group.gamma == 0:
             return units.no_proposal(inputs), proposer.version
-        chosen = self._pick(proposer, inputs)
-        if chosen.has_cache:
-            self._catch_up(chosen, group)
+        version = proposer.version
+        # Where the host can look at the text. To make a view takes time.
+        if not self._on_cuda and type(proposer).pick is not Proposer.pick:
+            proposer = proposer.pick(units.round_view(self, inputs))
+        if proposer.has_cache:
+            self._catch_up(proposer, group)
         proposal = self._units.run(
             units.propose,
-            (chosen, self),
+            (proposer, self),
             inputs,
-            key=(chosen.signature, self._shape_key(inputs)),
+            key=(proposer.signature, self._shape_key(inputs)),
             holder=group.proposer_id,
         )
-        return proposal, proposer.version
-
-    def _pick(self, proposer: Proposer, inputs: RoundInputs) -> Proposer:
-        """The part of `proposer` that this round needs, where the host can look at the text."""
-        if type(proposer).pick is Proposer.pick or self._on_cuda:  # to make a view takes time
-            return proposer
-        return proposer.pick(units.round_view(self, inputs))
+        return proposal, version
 
     def _verify(self, inputs: RoundInputs) -> Packed:
         proposal = inputs.proposal
         assert proposal is not None
         sampled = None if proposal.draft_probs is None else proposal.draft_probs.dtype
         key = (self.verification, sampled, self.top_k, self._shape_key(inputs))
+        if len(self._packed) < self._copies:
+            self._packed.add(key)
         return self._units.run(
             units.verify_and_pack,
             self,
             inputs,
             key=key,
             owner=self.target,
-            freeze=self._freezes(key),
+            freeze=key in self._packed,
             # A packed float32 matrix takes 5 MB beyond itself, one in bfloat16 nothing.
             pack=self.target.dtype == torch.bfloat16,
             written=(self.state.length, self.state.done),
         )
 
-    def _freezes(self, key: Hashable) -> bool:
-        """Whether the graph of `key` has the target's weights packed into it.
-
-        Each such graph holds a copy: there are as many as fit `FREEZE_BYTES`, first come.
-        """
-        copies = len(self._packed) + 1
-        if self._packs and copies * packed_bytes(self.target) <= FREEZE_BYTES:
-            self._packed.add(key)
-        return key in self._packed
-
     def _shape_key(self, inputs: RoundInputs) -> tuple[object, ...]:
         """What the code of a unit depends on beside its model."""
-        places = (self.cache.rows, self.capacity, self.cache.encoder_capacity)
-        own = (*places, len(self.eos_token_ids), self.noise)
-        return (inputs.visible, inputs.group.key, own)
+        cache = self.cache
+        sizes = (cache.rows, self.capacity, cache.encoder_capacity, len(self.eos_token_ids))
+        return (inputs.visible, inputs.group.key, sizes, self.noise)
 
     def _catch_up(self, proposer: Proposer, group: Group) -> None:
         """Show `proposer` the text of rounds that went by without it."""
-        slots = {number: self.state.slots[number] for number in group.members}
-        behind = {n: slot.fed for n, slot in slots.items() if slot.followed < slot.rounds}
+        slots = [self.state.slots[number] for number in group.members]
+        behind = [slot for slot in slots if slot.followed < slot.rounds]
         if behind:
-            width = max(slots[n].length - start for n, start in behind.items()) + self._unread()
-            feed(self, [*behind], [*behind.values()], width, to_target=False, proposer=proposer)
-        for slot in slots.values():
+            numbers, starts = [slot.number for slot in behind], [slot.fed for slot in behind]
+            width = max(slot.length - slot.fed for slot in behind) + self._unread()
+            feed(self, numbers, starts, width, to_target=False, proposer=proposer)
+        for slot in slots:
             slot.followed, slot.fed = slot.rounds + 1, slot.length
 
     def _read(self, launched: Launched) -> RoundResult:
@@ -375,11 +352,9 @@ class Decoder:
         return replace(result, seconds=RoundSeconds(*(b - a for a, b in pairwise(ticks))))
 
 
-def is_frozen(target: Adapter) -> bool:
-    """Whether `target`'s weights never change and are few enough to be packed into a graph."""
-    return target.is_constant and packed_bytes(target) <= FREEZE_BYTES
+def packed_copies(target: Adapter) -> int:
+    """How many graphs may have `target`'s weights packed into them, which must never change.
 
-
-def packed_bytes(target: Adapter) -> int:
-    """What a frozen graph of `target` holds: its weights again, and those that it joins."""
-    return 2 * target.weight_bytes
+    Each holds them again, and those that it joins: as many as fit `FREEZE_BYTES`.
+    """
+    return FREEZE_BYTES // (2 * target.weight_bytes) if target.is_constant else 0

@@ -21,7 +21,7 @@ from draftkit.theory.speedup import Costs, best_gamma
 
 
 class GammaPolicy(Protocol):
-    """Asked before every round of a batch, told after it."""
+    """Consulted before every round of a batch, and shown what came of it."""
 
     def choose(self, *, batch: int, most: int) -> int:
         """The number of tokens, 0..most, that each of `batch` rows proposes next. Changes nothing.
@@ -46,13 +46,15 @@ class AdaptiveGamma:
     Plain rounds observe nothing but age the evidence. After `probe_after` of them gamma 1 is tried
     for one round; while such probes find no acceptance that would pay, the wait doubles up to
     `probe_at_most`. Nothing is tried where even alpha = 1 would not pay.
-    costs: by batch size; ValueError if there are none.
+    costs: by batch size; ValueError if there are none. steps: numbers to keep to beside 0, since
+    each may be compiled code of its own (default: all).
     """
 
     def __init__(
         self,
         costs: dict[int, Costs],
         *,
+        steps: Sequence[int] | None = None,
         decay: float = 0.98,
         probe_after: int = 8,
         probe_at_most: int = 128,
@@ -60,6 +62,7 @@ class AdaptiveGamma:
         if not costs:
             raise ValueError("costs is empty; measure one batch size at least")
         self.costs = costs
+        self.steps = None if steps is None else sorted({0, *steps})
         self.decay = decay
         self.probe_after = probe_after
         self.probe_at_most = probe_at_most
@@ -74,15 +77,13 @@ class AdaptiveGamma:
         return (self._accepted + 1) / (self._tests + 2)
 
     def choose(self, *, batch: int, most: int) -> int:
-        """The best of 0..most for the estimate at this batch size, or 1 where a probe is due."""
         costs = costs_at(self.costs, batch)
         gamma = _best(self.alpha, costs, most)
         if gamma == 0 and self._plain_rounds >= self._wait and _best(1.0, costs, most) > 0:
-            return 1
-        return gamma
+            gamma = 1
+        return gamma if self.steps is None else max(n for n in self.steps if n <= gamma)
 
     def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
-        """Count the tests of a round, or one more plain round."""
         if gamma == 0:
             self._plain_rounds += 1
         elif accepted:
@@ -96,22 +97,6 @@ class AdaptiveGamma:
                 pays = _best(passed / tests, costs, max(costs.verify_ratios)) > 0
                 self._wait = self.probe_after if pays else min(2 * self._wait, self.probe_at_most)
             self._plain_rounds = 0
-
-
-class SteppedGamma:
-    """A policy that keeps to few numbers, since each is compiled code of its own."""
-
-    def __init__(self, policy: GammaPolicy, steps: Sequence[int]) -> None:
-        self._policy = policy
-        self._steps = sorted({0, *steps})
-
-    def choose(self, *, batch: int, most: int) -> int:
-        """The largest step that is no more than the policy's choice."""
-        best = self._policy.choose(batch=batch, most=most)
-        return max(step for step in self._steps if step <= best)
-
-    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
-        self._policy.observe(gamma=gamma, accepted=accepted)
 
 
 def costs_at(costs: dict[int, Costs], batch: int) -> Costs:

@@ -1,6 +1,6 @@
 """The units of a round as machine code: compiled once, run without a glance at Python.
 
-A unit is a function of two arguments: *places*, objects whose tensors stay where they are (a
+A unit is a function of two arguments: *resident*, objects whose tensors stay where they are (a
 decoder with its caches, a proposer with its weights), and *inputs*, tensors that are new in every
 round. Eagerly it is called as it is. Compiled, it becomes one graph for each `key`, and the key
 must hold everything but tensor contents that the unit depends on: nothing is checked when the
@@ -78,7 +78,7 @@ class Units:
     def run(
         self,
         unit: Unit,
-        places: Any,
+        resident: Any,
         inputs: Any,
         *,
         key: Hashable,
@@ -88,43 +88,42 @@ class Units:
         written: tuple[Tensor, ...] = (),
         holder: Hashable = None,
     ) -> Any:
-        """Call `unit(places, inputs)`; the next call may write over what it returns.
+        """Call `unit(resident, inputs)`; the next call may write over what it returns.
 
         Graphs belong to `owner` and go when it goes; without one, all that have the same unit and
         key share a graph. `freeze` makes constants of the weights, `pack` arranges them for the
-        processor. `written` are the tensors of `places` that a second call would change
-        again: capturing needs some calls before the first that counts. A capture is of one
-        `holder` of places, until `forget`; parts of `inputs` that are frozen dataclasses must not
-        change in place.
+        processor. `written` are the tensors of `resident` that a second call would change again:
+        capturing needs some calls before the first that counts. A capture is of what one `holder`
+        has, until `forget`; parts of `inputs` that are frozen dataclasses must not change in place.
         """
         if not self.is_fixed:
-            return unit(places, inputs)
+            return unit(resident, inputs)
         key = (unit, key)
         if not self._captures:
-            return _compiled(unit, key, owner, self.device, freeze, pack)(places, inputs)
+            return _compiled(unit, key, owner, self.device, freeze, pack)(resident, inputs)
         captured = self._captured.pop((holder, key), None)
         if captured is None:
             function = _compiled(unit, key, owner, self.device) if self.compiled else unit
-            captured = self._capture(function, places, inputs, written)
+            captured = self._capture(function, resident, inputs, written)
         self._captured[holder, key] = captured
         return captured(inputs)
 
     def forget(self, holders: Sequence[Hashable]) -> None:
-        """Drop the captures of `holders`, whose places have moved or go."""
+        """Drop the captures of `holders`, whose resident objects have moved or go."""
         gone = [key for key in self._captured if key[0] in holders]
         for key in gone:
             del self._captured[key]
 
     def _capture(
-        self, function: Unit, places: Any, inputs: Any, written: tuple[Tensor, ...]
+        self, function: Unit, resident: Any, inputs: Any, written: tuple[Tensor, ...]
     ) -> "Captured":
         if len(self._captured) >= MOST_CAPTURED:
             del self._captured[next(iter(self._captured))]
         # What another capture returns stays where it is, and need not be copied to be read.
-        staying = {id(part) for made in self._captured.values() for part in made.returned}
+        staying = {id(part) for one in self._captured.values() for part in tensors_of(one.outputs)}
         own = map_tensors(lambda part: part if id(part) in staying else part.clone(), inputs)
         with _timed():
-            return Captured(function, places, own, written, self._pool, self.device)
+            return Captured(function, resident, own, written, self._pool, self.device)
 
 
 def _compiled(
@@ -140,26 +139,21 @@ def _compiled(
     if owner is not None:
         graphs = _by_owner.setdefault(owner, {})
     key = (key, freeze)  # weights that were constant may be opened to training
-    if key not in graphs:
-        # On a CPU, calling kernels from C++ takes a fifth off a pass of a small model, and joining
-        # the projections that read the same states (frozen weights only) a tenth.
-        settings = {
-            "freezing": freeze,
-            "cpp.enable_concat_linear": freeze,
-            "cpp.weight_prepack": pack,
-            "cpp_wrapper": device.type == "cpu",
-        }
-        graphs[key] = _first_call(unit, graphs, key, settings)
-    return graphs[key]
-
-
-def _first_call(
-    unit: Unit, graphs: MutableMapping[Hashable, Unit], key: Hashable, settings: dict[str, Any]
-) -> Unit:
+    if key in graphs:
+        return graphs[key]
     import torch._inductor.config as inductor
 
-    def isolated(places: Any, inputs: Any) -> Any:
-        return unit(places, inputs)
+    # On a CPU, calling kernels from C++ takes a fifth off a pass of a small model, and joining
+    # the projections that read the same states (frozen weights only) a tenth.
+    settings = {
+        "freezing": freeze,
+        "cpp.enable_concat_linear": freeze,
+        "cpp.weight_prepack": pack,
+        "cpp_wrapper": device.type == "cpu",
+    }
+
+    def isolated(resident: Any, inputs: Any) -> Any:
+        return unit(resident, inputs)
 
     # The compiler keeps its graphs with the code object: a copy of it for each key keeps them
     # apart, as no guards tell which one fits.
@@ -171,13 +165,13 @@ def _first_call(
         options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
     )
 
-    def compile_and_call(places: Any, inputs: Any) -> Any:
+    def compile_and_call(resident: Any, inputs: Any) -> Any:
         with _timed(), inductor.patch(settings), torch._dynamo.config.patch(recompile_limit=1):
-            result = graph(places, inputs)
+            result = graph(resident, inputs)
         graphs[key] = graph
         return result
 
-    return compile_and_call
+    return graphs.setdefault(key, compile_and_call)
 
 
 @contextmanager
@@ -190,14 +184,14 @@ def _timed() -> Iterator[None]:
 class Captured:
     """A unit as a CUDA graph: replayed on tensors that stay where they are.
 
-    It holds none of its places, lest it keep alive who owns it: who owns it keeps them alive. Its
+    It holds none of `resident`, lest it keep alive who owns it: who owns it keeps them alive. Its
     own are `inputs`, which calls copy into, and what it returns, the same tensors in every call.
     """
 
     def __init__(
         self,
         function: Unit,
-        places: Any,
+        resident: Any,
         inputs: Any,
         written: tuple[Tensor, ...],
         pool: Any,
@@ -210,7 +204,7 @@ class Captured:
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles, then runs once more as it will run
-                function(places, inputs)
+                function(resident, inputs)
         current.wait_stream(stream)
         for tensor, value in zip(written, kept, strict=True):
             tensor.copy_(value)
@@ -223,19 +217,14 @@ class Captured:
                 self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
             ),
         ):
-            self._outputs = function(places, inputs)
+            self.outputs = function(resident, inputs)
 
     def __call__(self, inputs: Any) -> Any:
         """Copy what is new in `inputs` in, and replay."""
         copy_tensors(source=inputs, target=self._inputs, last=self._last)
         self._last = inputs
         self._graph.replay()
-        return self._outputs
-
-    @property
-    def returned(self) -> list[Tensor]:
-        """The tensors that calls return."""
-        return list(tensors_of(self._outputs))
+        return self.outputs
 
 
 @cache
@@ -269,20 +258,15 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors of `tree`, as `map_tensors` meets them."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, tuple):
-        for part in tree:
-            yield from tensors_of(part)
-    elif hasattr(tree, "__dataclass_fields__"):
-        for name in tree.__dataclass_fields__:
-            yield from tensors_of(getattr(tree, name))
+    tensors: list[Tensor] = []
+    map_tensors(lambda tensor: tensors.append(tensor) or tensor, tree)
+    return tensors
 
 
 def copy_tensors(*, source: Any, target: Any, last: Any = None) -> None:
-    """Copy every tensor of `source` into its place in `target`, a tree of the same shape.
+    """Copy every tensor of `source` into its counterpart in `target`, a tree of the same shape.
 
     But not fields of frozen dataclasses that are the same objects as in `last`, whence `target`
     was copied before: they are values, and have not changed.
@@ -292,8 +276,8 @@ def copy_tensors(*, source: Any, target: Any, last: Any = None) -> None:
             target.copy_(source, non_blocking=True)
     elif isinstance(source, tuple):
         before = last if isinstance(last, tuple) else (None,) * len(source)
-        for part, place, old in zip(source, target, before, strict=True):
-            copy_tensors(source=part, target=place, last=old)
+        for part, own, old in zip(source, target, before, strict=True):
+            copy_tensors(source=part, target=own, last=old)
     elif hasattr(source, "__dataclass_fields__"):
         for name in source.__dataclass_fields__:
             part, old = getattr(source, name), getattr(last, name, None)

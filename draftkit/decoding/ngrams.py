@@ -1,14 +1,14 @@
 """Guesses without a model: tables of counts, the row's own text, and past answers.
 
 A count table is a law like any other: tokens are drawn from it as the target is served, and q is
-what it says. Prompt lookup and the n-gram memory name one token a place, so their q is one-hot: a
+what it says. Prompt lookup and the n-gram memory name one token each time, so their q is one-hot: a
 proposal is accepted with probability p(x), and the correction is p without x. Nothing here can
-touch exactness, for a guess depends on committed text and on past answers only, and whatever was
-learned or collided is put to the test as any proposal.
+touch exactness: a guess depends on committed text and on past answers only, and is tested like any
+other.
 
 This module knows no models, no caches and no text but token ids.
 
-Shapes: B rows, L tokens a row can hold, K proposed tokens, V vocabulary, M learned places, C
+Shapes: B rows, L tokens a row can hold, K proposed tokens, V vocabulary, M learned tokens, C
 tokens of the longest context, O orders (lengths of context) from short to long.
 """
 
@@ -45,15 +45,14 @@ def count_table(
             f"{vocab_size**2 * 4 / 2**30:.1f} GiB: above {LARGEST_BIGRAM_VOCABULARY} tokens use "
             "decode.proposer=unigram, prompt_lookup or ngram"
         )
-    assert smoothing > 0
     singles = torch.zeros(vocab_size)
     pairs = torch.zeros(vocab_size * vocab_size if order == 2 else 0)
     for text in texts:
         ids = torch.tensor(list(text), dtype=torch.long)
         singles += torch.bincount(ids, minlength=vocab_size)
         if order == 2:
-            places = ids[:-1] * vocab_size + ids[1:]
-            pairs.index_add_(0, places, torch.ones(len(places)))
+            followed = ids[:-1] * vocab_size + ids[1:]
+            pairs.index_add_(0, followed, torch.ones(len(followed)))
     law = (singles + smoothing / vocab_size) / (singles.sum() + smoothing)
     if order == 1:
         return law.log()
@@ -69,7 +68,6 @@ class CountTable(Proposer):
         self.table = table
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
-        """Draw `gamma` tokens one after the other from the warped law of the table."""
         if view.group.greedy:
             view = most_likely(view)
 
@@ -97,28 +95,28 @@ class PromptLookup(Proposer):
         """One-hot proposals; none for rows without a match."""
         text = view.tokens[:, : view.visible]
         last = view.length.clamp(max=view.visible) - 1  # fillers may be longer than is visible
-        place = torch.arange(text.shape[1], device=text.device)
-        matches = place < last[:, None]  # [B, L] so far, an occurrence that ends here
+        position = torch.arange(text.shape[1], device=text.device)
+        matches = position < last[:, None]  # [B, L] so far, an occurrence that ends here
         matched = torch.zeros_like(text, dtype=torch.int32)  # tokens
         for n in range(self.max_ngram):
             token = text.gather(1, (last[:, None] - n).clamp(min=0))
             matches = matches & F.pad(text == token, (n, 0))[:, : text.shape[1]]
             matched = matched + matches
         longest = matched.amax(1, keepdim=True)
-        found = longest[:, 0] >= self.min_ngram
-        end = torch.where(matched == longest, place, -1).amax(1)  # the last one
+        end = torch.where(matched == longest, position, -1).amax(1)  # the last one
         period = (last - end).clamp(min=1)
         index = (end + 1)[:, None] + torch.arange(gamma, device=text.device) % period[:, None]
         tokens = text.gather(1, index.clamp(max=text.shape[1] - 1))
-        return Proposal(tokens, None, lengths=torch.where(found, gamma, 0))
+        lengths = torch.where(longest[:, 0] >= self.min_ngram, gamma, 0)
+        return Proposal(tokens, None, lengths=lengths)
 
 
 class NgramMemory(Proposer):
     """What followed the last tokens in past answers, longest context first.
 
     A hash table of fixed size for each length of context from `min_ngram` to `max_ngram`: an entry
-    is the mark of a context and the token that followed it last. Contexts that share a place
-    overwrite each other; those that share a mark as well, about one in 2^(32 - bits of a place),
+    is the mark of a context and the token that followed it last. Contexts that share a cell
+    overwrite each other; those that share a mark as well, about one in 2^(32 - bits of a cell),
     are taken for each other. Token ids must be below 2^24.
     """
 
@@ -135,7 +133,7 @@ class NgramMemory(Proposer):
         self._bits = min(max_bytes // (8 * orders), 1 << (_MARK_BITS - 1)).bit_length() - 1
         if self._bits < 1:
             raise ValueError(f"max_bytes={max_bytes} holds no {orders} tables; give some MiB")
-        self.table = torch.full((orders, 1 << self._bits), -1, device=device)  # [O, places]
+        self.table = torch.full((orders, 1 << self._bits), -1, device=device)  # [O, cells]
         self._orders = torch.arange(min_ngram, max_ngram + 1, device=device)
         # Where each table begins: made here, since units compute nothing large of indices.
         self._starts = torch.arange(orders, device=device) << self._bits
@@ -153,12 +151,12 @@ class NgramMemory(Proposer):
         recent, token = windows[:, :-1].flip(1), windows[:, -1]  # [M, C] newest first, [M]
         inside = (recent >= 0).long().cumprod(1).sum(1)  # tokens of the same text
         is_known = (inside[:, None] >= self._orders) & (token >= 0)[:, None]  # [M, O]
-        marks, places = self._look_up(recent)
+        marks, cells = self._look_up(recent)
         entries = (marks << _TOKEN_BITS) | token.clamp(min=0)[:, None]
-        places, entries = places[is_known], entries[is_known]  # in the order of the texts
-        places, order = places.sort(stable=True)
-        is_newest = places.diff(append=places.new_full((1,), -1)) != 0
-        self.table.view(-1)[places[is_newest]] = entries[order[is_newest]]
+        cells, entries = cells[is_known], entries[is_known]  # in the order of the texts
+        cells, order = cells.sort(stable=True)
+        is_newest = cells.diff(append=cells.new_full((1,), -1)) != 0
+        self.table.view(-1)[cells[is_newest]] = entries[order[is_newest]]
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
         """One-hot proposals, up to the first context that is not known."""
@@ -168,8 +166,8 @@ class NgramMemory(Proposer):
         lengths = torch.zeros_like(view.length)
         tokens = []
         for i in range(gamma):
-            marks, places = self._look_up(recent)
-            entries = self.table.view(-1)[places]  # [B, O]
+            marks, cells = self._look_up(recent)
+            entries = self.table.view(-1)[cells]  # [B, O]
             hits = (entries >> _TOKEN_BITS == marks) & (view.length[:, None] + i >= self._orders)
             best = (hits * self._orders).argmax(1, keepdim=True)
             is_alive = is_alive & hits.any(1)
@@ -181,7 +179,7 @@ class NgramMemory(Proposer):
         return Proposal(torch.stack(tokens, dim=1), None, lengths=lengths)
 
     def _look_up(self, recent: Tensor) -> tuple[Tensor, Tensor]:
-        """Marks [N, O] of the contexts `recent` [N, C], newest first, and their places."""
+        """Marks [N, O] of the contexts `recent` [N, C], newest first, and their cells."""
         sums = ((recent + 1) * self._weights).cumsum(1)  # below 2^63 for C up to 128
         marks = sums[:, self._orders - 1] & ((1 << _MARK_BITS) - 1)
         # The high bits of a mark depend on all bits of all tokens.

@@ -13,7 +13,7 @@ Shapes: B rows, N fed tokens, K proposed tokens, E encoder tokens, V vocabulary.
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +50,14 @@ class Proposer:
 
         All attributes count: of tensors shape and dtype, of models and parts their signature.
         """
-        parts = sorted((name, _trait(value)) for name, value in vars(self).items())
-        return (type(self), *(part for part in parts if part[0] != "version"))
+        traits = {
+            name: (value.shape, value.dtype)
+            if isinstance(value, Tensor)
+            else getattr(value, "signature", value)
+            for name, value in sorted(vars(self).items())
+            if name != "version"
+        }
+        return (type(self), *traits.items())
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
         """Propose `gamma` tokens after the committed text of each row."""
@@ -80,12 +86,6 @@ class Proposer:
     def swap(self, state_dict: dict[str, Tensor], version: str) -> None:
         """Take new weights in place, between rounds. Raises ValueError where they do not fit."""
         raise ValueError(f"{type(self).__name__} has no weights to swap")
-
-
-def _trait(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return (tuple(value.shape), value.dtype)
-    return getattr(value, "signature", value)
 
 
 def most_likely(view: RoundView) -> RoundView:
@@ -150,28 +150,20 @@ class DraftModelProposer(Proposer):
 
     @property
     def signature(self) -> Hashable:
-        """The architecture of the draft, and how its tokens are chosen."""
         return (type(self), self.draft.signature, self.tokens)
 
     def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
-        """Make an empty cache; called when the proposer is attached to a decoder."""
         # A draft that reads the encoder text as a prefix keeps it in front of its own.
         self._cache = SlotCache(slots, capacity + encoder_capacity, encoder_capacity)
 
     def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
-        """Let the draft read the encoder's text."""
-        assert self._cache is not None
-        cache = self._cache.select(rows, visible=self._cache.capacity)
+        cache = self._of_rows(rows, visible=tokens.shape[1])
         self.draft.encode(tokens, lengths=lengths, cache=cache)
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
-        """Fill the draft's cache with a piece of the prompts."""
-        assert self._cache is not None
-        cache = self._cache.select(rows, visible=visible)
-        self.draft.prefill(tokens, positions=positions, cache=cache)
+        self.draft.prefill(tokens, positions=positions, cache=self._of_rows(rows, visible))
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
-        """Draw `gamma` tokens one after the other from the warped draft distribution."""
         view = self.served(view)
         first, after = self.reading(view)
         return draw(view, gamma, first=first, after=after)
@@ -183,8 +175,11 @@ class DraftModelProposer(Proposer):
 
     def cache(self, view: RoundView) -> SlotCache:
         """The draft's cache of the rows of `view`."""
+        return self._of_rows(view.group.rows, view.visible)
+
+    def _of_rows(self, rows: Tensor | int | None, visible: int) -> SlotCache:
         assert self._cache is not None
-        return self._cache.select(view.group.rows, visible=view.visible)
+        return self._cache.select(rows, visible=visible)
 
     def reading(self, view: RoundView) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:
         """Read on to the end of the text; return `first` and `after` as `draw` needs them.
@@ -208,9 +203,6 @@ class DraftModelProposer(Proposer):
         return self.draft.weights()
 
     def swap(self, state_dict: dict[str, Tensor], version: str) -> None:
-        """Copy new draft weights in place; rows keep their draft cache, which costs no exactness.
-
-        Raises ValueError where the weights do not fit.
-        """
+        # Rows keep their draft cache, which costs no exactness.
         self.draft.load_weights(state_dict)
         self.version = version

@@ -52,9 +52,8 @@ class RoundResult:
     target_log_probs: Tensor  # [B, K + 1] log p of the candidates, raw (temperature 1)
     log_sum_exp: Tensor  # [B, K + 1] of the raw logits
     served_log_sum_exp: Tensor  # [B, K + 1] of logits / temperature (1 where greedy)
-    # The target's likeliest ids [B, K + 1, k] at each candidate's place, where asked for, their
-    # log p (temperature 1), and the mass [B, K + 1] of all others at the served temperature (1
-    # where greedy).
+    # Where wanted: the target's likeliest ids [B, K + 1, k] beside each candidate, their log p
+    # (temperature 1), and the mass [B, K + 1] of all others at the served temperature, 1 if greedy.
     topk_ids: Tensor | None = None
     topk_log_probs: Tensor | None = None
     tail_mass: Tensor | None = None

@@ -7,6 +7,7 @@ costs is all that is left of a round outside them.
 Shapes: B rows of a group, fillers included, K proposed tokens, V vocabulary, k reported ids.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,9 +15,17 @@ from torch import Tensor
 
 from draftkit.decoding.graphs import map_tensors
 from draftkit.decoding.proposers import Proposal, Proposer
-from draftkit.decoding.state import DecodeState, Group, NoiseFunction, RoundView, view_of
+from draftkit.decoding.state import (
+    DecodeState,
+    Group,
+    NoiseFunction,
+    RoundView,
+    Slot,
+    text_of,
+    to_device,
+)
 from draftkit.models.adapter import Adapter
-from draftkit.models.cache import SlotCache
+from draftkit.models.cache import SlotCache, visible_slots
 from draftkit.theory.acceptance import sampled_acceptance
 from draftkit.theory.noise import ACCEPT, NEXT
 from draftkit.theory.truncation import most_likely_served
@@ -25,9 +34,11 @@ from draftkit.theory.warping import promote, seen_along, warp
 
 REPORTED = 5  # columns of a report
 
+WIDTH_STEPS = {"cuda": 64}  # of passes, by type of device: libraries plan each new width anew
+
 
 class Bench(Protocol):
-    """Where a round takes place: the part of a decoder that its units need."""
+    """The part of a decoder that the units of a round need."""
 
     target: Adapter
     state: DecodeState
@@ -71,9 +82,9 @@ class Packed(NamedTuple):
         return Packed(self.integers[rows], self.numbers[rows])
 
 
-def propose(places: tuple[Proposer, Bench], inputs: RoundInputs) -> Proposal:
+def propose(resident: tuple[Proposer, Bench], inputs: RoundInputs) -> Proposal:
     """Let the proposer guess `group.gamma` tokens for every row."""
-    proposer, bench = places
+    proposer, bench = resident
     proposal = proposer.propose(round_view(bench, inputs), inputs.group.gamma)
     proposal = within_context(bench, inputs, proposal, proposer.max_positions)
     return map_tensors(Tensor.contiguous, proposal)  # compiled verification knows one layout
@@ -98,7 +109,11 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
     view, proposal = round_view(bench, inputs), inputs.proposal
     assert proposal is not None
     proposal = within_context(bench, inputs, proposal, bench.target.max_positions)
-    logits = _target_logits(bench, view, proposal)
+    tokens = torch.cat([view.last_two[:, 1:], proposal.tokens], dim=1)
+    positions = view.length[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)
+    positions = positions.clamp(max=bench.cache.capacity - 1)  # fillers may stand anywhere
+    cache = bench.cache.select(view.group.rows, visible=view.visible)
+    logits = bench.target.step(tokens, positions=positions, cache=cache)  # [B, K + 1, V]
     history = None if view.seen is None else seen_along(view.seen, proposal.tokens)
     target_probs = warp(logits, view.group.params, history)  # [B, K + 1, V]
     verdict = _verdict(bench, view, proposal, target_probs)
@@ -151,23 +166,24 @@ def unpack(packed: Packed, *, gamma: int) -> Outcome:
 
 
 def round_view(bench: Bench, inputs: RoundInputs) -> RoundView:
-    """What proposers and verification see of the rows of a round."""
-    return view_of(
-        bench.state,
-        inputs.group,
+    """The committed text of the rows of a round: what proposers and verification see of them."""
+    state, group = bench.state, inputs.group
+
+    def of_rows(part: Tensor) -> Tensor:
+        if group.rows is None:
+            return part
+        return part[group.index] if isinstance(group.rows, Tensor) else part[: group.rows]
+
+    length = of_rows(state.length).clamp(min=1)  # a free slot among the fillers has no text
+    penalised = bench.target.vocab_size if group.params.uses_penalty else None
+    return RoundView(
+        group=group,
         visible=inputs.visible,
-        vocab_size=bench.target.vocab_size,
+        seed=of_rows(state.seed),
+        row=of_rows(state.row),
         noise=bench.noise,
+        **text_of(of_rows(state.tokens), length, penalised),
     )
-
-
-def _target_logits(bench: Bench, view: RoundView, proposal: Proposal) -> Tensor:
-    """One target pass over the last committed token and the proposals: [B, K + 1, V]."""
-    tokens = torch.cat([view.last_two[:, 1:], proposal.tokens], dim=1)
-    positions = view.length[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)
-    positions = positions.clamp(max=bench.cache.capacity - 1)  # fillers may stand anywhere
-    cache = bench.cache.select(view.group.rows, visible=view.visible)
-    return bench.target.step(tokens, positions=positions, cache=cache)
 
 
 def _verdict(
@@ -187,26 +203,15 @@ def _verdict(
     )
 
 
-class Cut(NamedTuple):
-    """How much of a round's candidates stays; all [B].
-
-    Tokens are *emitted* up to the first end of text, which is kept, and *committed* as far as the
-    length limit allows: rates count emitted tokens, answers hold committed ones.
-    """
-
-    emitted: Tensor  # at least 1
-    committed: Tensor
-    ended: Tensor  # bool: an end-of-text id was committed
-    done: Tensor  # bool: nothing more may follow
-
-
 def cut_round(
     candidates: Tensor, *, accepted: Tensor, remaining: Tensor, eos_token_ids: Tensor
-) -> Cut:
-    """Cut `candidates` [B, K + 1], of which the first `accepted` [B] + 1 are verified.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How much stays of `candidates` [B, K + 1], of which `accepted` [B] + 1 are verified; all [B].
 
-    `remaining` [B] is the number of tokens that may still be committed (at least 1);
-    `eos_token_ids` [E] may be empty.
+    *Emitted* are tokens up to the first end of text, which is kept, at least 1; *committed* as many
+    of them as the length limit allows: rates count the former, answers hold the latter. `ended`:
+    whether an end-of-text id was committed; `done`: whether nothing more may follow. `remaining`
+    tokens (at least 1) may still be committed; `eos_token_ids` [E] may be empty.
     """
     width = candidates.shape[1]
     index = torch.arange(width, device=candidates.device)
@@ -216,7 +221,7 @@ def cut_round(
     emitted = torch.minimum(accepted, first_end) + 1
     committed = torch.minimum(emitted, remaining)
     ended = (first_end <= accepted) & (first_end < remaining)
-    return Cut(emitted, committed, ended, ended | (committed == remaining))
+    return emitted, committed, ended, ended | (committed == remaining)
 
 
 def _commit(
@@ -226,7 +231,7 @@ def _commit(
     state, group = bench.state, view.group
     candidates = torch.cat([proposal.tokens, verdict.next_token[:, None]], dim=1)
     candidates = candidates.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
-    cut = cut_round(
+    emitted, committed, ended, done = cut_round(
         candidates,
         accepted=verdict.accepted,
         remaining=(state.limit[group.index] - view.length).clamp(min=1),
@@ -234,13 +239,13 @@ def _commit(
     )
     was_done = state.done[group.index]
     advances = group.active & ~was_done
-    places = view.length[:, None] + torch.arange(candidates.shape[1], device=candidates.device)
-    places = places.clamp(max=state.tokens.shape[1] - 1)
-    state.tokens[group.index[:, None], places] = candidates
-    length = torch.where(advances, view.length + cut.committed, state.length[group.index])
+    positions = view.length[:, None] + torch.arange(candidates.shape[1], device=candidates.device)
+    positions = positions.clamp(max=state.tokens.shape[1] - 1)
+    state.tokens[group.index[:, None], positions] = candidates
+    length = torch.where(advances, view.length + committed, state.length[group.index])
     state.length[group.index] = length
-    state.done[group.index] = was_done | (advances & cut.done)
-    columns = (cut.emitted, cut.committed, cut.ended, cut.done, proposal.lengths)
+    state.done[group.index] = was_done | (advances & done)
+    columns = (emitted, committed, ended, done, proposal.lengths)
     report = torch.stack([column.long() for column in columns], dim=1)
     return candidates, report * advances[:, None]
 
@@ -266,3 +271,50 @@ def target_log_probs(
     log_sum_exp = raw.logsumexp(-1)
     log_probs = raw.gather(2, candidates[..., None])[..., 0] - log_sum_exp
     return log_probs, log_sum_exp, (raw / served).logsumexp(-1)
+
+
+# Text that reaches the caches outside of rounds: prompts, what went by, and encoders' texts
+
+
+def feed(
+    bench: Bench,
+    slots: Sequence[int],
+    starts: Sequence[int],
+    width: int,
+    *,
+    to_target: bool,
+    proposer: Proposer | None,
+) -> None:
+    """Feed the `width` tokens of each of `slots` from `starts` on to target and proposer.
+
+    A row that is shorter runs on into garbage, which lands in slots that its own tokens overwrite
+    before anything sees them.
+    """
+    device, capacity = bench.target.device, bench.cache.capacity
+    rows, first = to_device([slots, starts], device, torch.long)
+    visible = visible_slots(min(max(starts) + width, capacity), capacity)
+    step = WIDTH_STEPS.get(device.type, 1)
+    wide = -(-width // step) * step  # what is fed beyond `width` is garbage, as in shorter rows
+    positions = first[:, None] + torch.arange(wide, device=device)  # [B, N]
+    positions = positions.clamp(max=capacity - 1)
+    tokens = bench.state.tokens[rows].gather(1, positions)
+    if to_target:
+        cache = bench.cache.select(rows, visible=visible)
+        bench.target.prefill(tokens, positions=positions, cache=cache)
+    if proposer is not None:
+        proposer.prefill(tokens, positions=positions, rows=rows, visible=visible)
+
+
+def feed_encoders(bench: Bench, slots: Sequence[Slot], proposer: Proposer | None) -> None:
+    """Let the encoders of target and proposer read the texts of `slots`."""
+    device = bench.target.device
+    texts = [list(slot.request.encoder_ids) for slot in slots]
+    longest = max(map(len, texts))
+    padded = [text + [0] * (longest - len(text)) for text in texts]
+    tokens = to_device(padded, device, torch.long)
+    columns = [[len(text) for text in texts], [slot.number for slot in slots]]
+    lengths, rows = to_device(columns, device, torch.long)
+    cache = bench.cache.select(rows, visible=bench.cache.capacity)
+    bench.target.encode(tokens, lengths=lengths, cache=cache)
+    if proposer is not None:
+        proposer.encode(tokens, lengths=lengths, rows=rows)

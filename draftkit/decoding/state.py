@@ -70,6 +70,7 @@ def tokens_needed(request: Request) -> int:
 class Slot:
     """A request in a slot, and how far the host knows it to have come."""
 
+    number: int
     request: Request
     length: int  # committed tokens, as far as results have been read
     fed: int  # tokens that a proposer with a cache holds, once it has
@@ -116,7 +117,7 @@ class DecodeState:
         self.row[number] = request.row
         self.done[number] = False
         encodes = bool(request.encoder_ids)
-        self.slots[number] = Slot(request, count, fed=count - 1, is_encoded=not encodes)
+        self.slots[number] = Slot(number, request, count, count - 1, is_encoded=not encodes)
 
     def free(self, number: int) -> None:
         """Forget the request in a slot."""
@@ -182,7 +183,6 @@ def make_group(
     gamma: int,
     proposer_id: str | None,
     *,
-    adapts: bool = False,
     size: int | None = None,
     prefix: bool = False,
 ) -> Group:
@@ -231,7 +231,6 @@ def make_group(
         params=params,
         gamma=gamma,
         proposer_id=proposer_id,
-        adapts=adapts,
     )
 
 
@@ -239,7 +238,7 @@ def with_gammas(groups: Sequence[Group], policy: GammaPolicy | None) -> list[Gro
     """`groups` with the gamma of a round: for all that adapt what `policy` chooses for the largest.
 
     So drafters that are compared on the same traffic propose alike. Were the few rows of one given
-    a larger gamma, its deeper places, which are reached in easier contexts, would raise its mean.
+    a larger gamma, its deeper positions, reached in easier contexts, would raise its mean.
     """
     if policy is None:
         return list(groups)
@@ -271,22 +270,6 @@ class RoundView:
         return self.noise(
             seed=self.seed, row=self.row, length=self.length, count=count, purpose=purpose
         )
-
-
-def view_of(
-    state: DecodeState, group: Group, *, visible: int, vocab_size: int, noise: NoiseFunction
-) -> RoundView:
-    """The committed text of `group` at the start of a round."""
-
-    def of_rows(part: Tensor) -> Tensor:
-        if group.rows is None:
-            return part
-        return part[group.index] if isinstance(group.rows, Tensor) else part[: group.rows]
-
-    length = of_rows(state.length).clamp(min=1)  # a free slot among the fillers has no text
-    text = text_of(of_rows(state.tokens), length, vocab_size if group.params.uses_penalty else None)
-    row, seed = of_rows(state.row), of_rows(state.seed)
-    return RoundView(group=group, visible=visible, seed=seed, row=row, noise=noise, **text)
 
 
 def text_of(tokens: Tensor, length: Tensor, vocab_size: int | None) -> dict[str, Any]:

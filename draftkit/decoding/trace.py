@@ -13,9 +13,7 @@ from typing import NamedTuple
 
 from jinja2 import Environment
 from rich.cells import cell_len
-from rich.color import ColorSystem
-from rich.console import Console, Group
-from rich.style import Style
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -109,10 +107,9 @@ def answer(trace: Completion, decode: Decode) -> Iterator[Part]:
         yield Part(kinds[end - 1], together, text)
 
 
+PROMPT = "prompt  "
 LINE = "↵"
 JOINER = "\u200d"  # of emoji
-
-
 HIDDEN = (*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 SIGNS = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
@@ -160,20 +157,21 @@ def terminal(trace: Completion, decode: Decode, *, width: int, colour: bool) -> 
     table.add_column(overflow="fold")
     for number, (step, shown) in enumerate(steps(trace, decode), start=1):
         table.add_row(str(number), f"{step.accepted}/{len(step.proposed)}", marked(shown))
+    prompt, cut = visible(decode(trace.prompt_ids[-width:])), len(trace.prompt_ids) > width
+    while cell_len(PROMPT + prompt) + cut > width and prompt:
+        prompt, cut = prompt[1:], True
     head = ", ".join(f"{label} {value}" for label, value in figures(trace).items())
-    page = Group(
-        Text(head),
-        Text("  ").join(marked([part]) for part in legend),
-        Text(prompt_end(trace, decode, room=width), style="dim"),
-        table,
-    )
-    system = ColorSystem.STANDARD if colour else None
-    lines = Console(width=width, legacy_windows=False).render_lines(page, pad=False)
-    rendered = (
-        "".join((style or Style()).render(text, color_system=system) for text, style, _ in line)
-        for line in lines
-    )
-    return "".join(f"{line.rstrip()}\n" for line in rendered)
+    system = "standard" if colour else None
+    console = Console(width=width, color_system=system, no_color=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(
+            Text(head),
+            Text("  ").join(marked([part]) for part in legend),
+            Text(PROMPT + "…" * cut + prompt, style="dim"),
+            table,
+            sep="\n",
+        )
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().split("\n")[:-1])
 
 
 def marked(shown: Sequence[Part]) -> Text:
@@ -187,16 +185,6 @@ def marked(shown: Sequence[Part]) -> Text:
         text.append(look.marks[0], "dim").append(base + body.removeprefix(JOINER), look.style)
         text.append(look.marks[1], "dim")
     return text
-
-
-def prompt_end(trace: Completion, decode: Decode, *, room: int) -> str:
-    """The end of the prompt, as much as fits into `room` cells."""
-    label = "prompt  "
-    text = visible(decode(trace.prompt_ids[-room:]))
-    cut = len(trace.prompt_ids) > room
-    while cell_len(label + text) + cut > room and text:
-        text, cut = text[1:], True
-    return label + "…" * cut + text
 
 
 # Page

@@ -126,17 +126,17 @@ class TopKScores:
 TargetScores = FullScores | TopKScores  # what the target makes of the M generated tokens
 
 
+@dataclass(frozen=True)
 class TargetTeacher:
     """Scores batches with a frozen target."""
 
-    def __init__(self, target: CausalAdapter | RememberedAdapter) -> None:
-        self._target = target
+    target: CausalAdapter | RememberedAdapter
 
     @torch.no_grad()
     def score(self, batch: Batch) -> TargetScores:
         """Run the target once over `batch`."""
-        states = self._target.states(batch.input_ids, batch.predicting, batch.packing)
-        return FullScores(states, self._target.head)
+        states = self.target.states(batch.input_ids, batch.predicting, batch.packing)
+        return FullScores(states, self.target.head)
 
 
 class StoredTeacher:

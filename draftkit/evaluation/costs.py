@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy, SteppedGamma
+from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.generation import Completion, record
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.results import RoundSeconds
@@ -238,7 +238,7 @@ def measured_policy(decoder: Decoder, proposer_id: str, gamma: int) -> GammaPoli
     steps = sorted({0, 1, gamma // 2, gamma})
     sizes = sorted({1, max(1, decoder.free_slots // 4), decoder.free_slots})
     costs = {size: decoder_costs(decoder, proposer_id, size, steps) for size in sizes}
-    return SteppedGamma(AdaptiveGamma(costs), steps)
+    return AdaptiveGamma(costs, steps=steps)
 
 
 def decoder_costs(decoder: Decoder, proposer_id: str, size: int, gammas: Sequence[int]) -> Costs:

@@ -14,7 +14,7 @@ from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
-from draftkit.evaluation.alpha import PromptTotals, score_contexts
+from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.costs import between, meter
 from draftkit.evaluation.lossless import Losslessness, greedy_identity
 from draftkit.evaluation.walltime import (
@@ -91,15 +91,11 @@ def gather(
     """Measure every draft under `sampling`: shared contexts, shared prompts, shared baseline."""
     options = config.evaluate
     timed_prompts = prompts.test[: options.timing_prompts]
-    texts = [*timed_prompts, *prompts.calibration]
-    setting = timing(texts, sampling, target.eos_token_ids, config)
+    decoded = [*timed_prompts, *prompts.calibration]
+    setting = timing(decoded, sampling, target.eos_token_ids, config)
     note(f"alpha on {len(contexts)} contexts at temperature {sampling.temperature:g}")
-    scored = {
-        name: score_contexts(
-            target.adapter, draft, contexts, sampling=sampling, batch_size=options.batch_size
-        )
-        for name, draft in drafts.items()
-    }
+    size = options.batch_size
+    scored = score_drafts(target.adapter, drafts, contexts, sampling=sampling, batch_size=size)
     compiling = -compile_seconds()
     note(f"wall time on {len(timed_prompts)} prompts, in turns with the baseline")
 

@@ -29,12 +29,8 @@ def compare(
     ways = {LOOKUP: lookup, "drafter" if has_drafter else config.decode.proposer: summary}
     others: dict[str, Any] = {LOOKUP: lookup}
     if main != "before" and "before" in evidence:
-        gained = gains(
-            after=evidence[main].scored,
-            before=evidence["before"].scored,
-            seed=config.seed,
-            resamples=config.evaluate.bootstrap,
-        )
+        after, before = evidence[main].scored, evidence["before"].scored
+        gained = gains(after=after, before=before, **resampling(config))
         others |= {f"{mode}_gain": gain.as_dict() for mode, gain in gained.items()}
         others["before"] = summarise(evidence["before"], sampling, config)
         if has_drafter:
@@ -44,11 +40,10 @@ def compare(
 
 def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> dict[str, Any]:
     """The `evaluate` keys of one draft under one sampling."""
-    seed, resamples = config.seed, config.evaluate.bootstrap
     gamma, costs = config.decode.gamma, evidence.costs
     timed, plain = evidence.timed, evidence.plain
-    acceptance = estimates(evidence.scored, seed=seed, resamples=resamples)
-    counted = count_rounds(timed, seed=seed, resamples=resamples)
+    acceptance = estimates(evidence.scored, **resampling(config))
+    counted = count_rounds(timed, **resampling(config))
     rounds, answers = speedups(timed, plain, config)
     predicted = speedup_from_length(timed.full_length, gamma, **costs.ratios)
     limit, break_even = ceiling(gamma, **costs.ratios), break_even_alpha(gamma, **costs.ratios)
@@ -77,8 +72,14 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         **costs.ratios,
         "plain_step_seconds": costs.plain_seconds,
         "compile_seconds": evidence.compile_seconds,
-        "tokens_per_second": beside(plain.rounds.mean, timed.rounds.mean),
-        "prefill_seconds": beside(plain.prefill_seconds, timed.prefill_seconds),
+        "tokens_per_second": {
+            "autoregressive": plain.rounds.mean,
+            "speculative": timed.rounds.mean,
+        },
+        "prefill_seconds": {
+            "autoregressive": plain.prefill_seconds,
+            "speculative": timed.prefill_seconds,
+        },
         "speedup": {
             **stated(rounds, answers),
             "predicted": predicted,
@@ -94,16 +95,16 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
     }
 
 
-def beside(plain: float, drafted: float) -> dict[str, float]:
-    return {"autoregressive": plain, "speculative": drafted}
+def resampling(config: Config) -> dict[str, int]:
+    """How all intervals are made."""
+    return {"seed": config.seed, "resamples": config.evaluate.bootstrap}
 
 
 def lookup_summary(evidence: Evidence, config: Config) -> dict[str, Any]:
     """The `prompt_lookup` object: what proposals from the text alone would gain."""
-    lookup, seed, resamples = evidence.lookup, config.seed, config.evaluate.bootstrap
-    counted = count_rounds(lookup, seed=seed, resamples=resamples)
+    lookup = evidence.lookup
     return {
-        "acceptance_length": counted["acceptance_length"],
+        "acceptance_length": count_rounds(lookup, **resampling(config))["acceptance_length"],
         "tokens_per_second": lookup.rounds.mean,
         "speedup": stated(*speedups(lookup, evidence.plain, config)),
     }
@@ -111,12 +112,7 @@ def lookup_summary(evidence: Evidence, config: Config) -> dict[str, Any]:
 
 def speedups(timed: Timed, plain: Timed, config: Config) -> tuple[Estimate, Estimate]:
     """Of the rounds, and from request to last token: tokens per second, paired by chunk."""
-    quotient = partial(
-        bootstrap,
-        compare=operator.truediv,
-        seed=config.seed,
-        resamples=config.evaluate.bootstrap,
-    )
+    quotient = partial(bootstrap, compare=operator.truediv, **resampling(config))
     return quotient(timed.rounds, plain.rounds), quotient(timed.answers, plain.answers)
 
 

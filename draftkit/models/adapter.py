@@ -96,9 +96,8 @@ class Adapter(nn.Module):
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         """Copy `state_dict` of the same model in place, so that compiled code keeps its buffers.
 
-        Of tensors that share their memory one is enough, as files hold them. Raises ValueError
-        naming the first tensor that is missing, of another shape or unknown: then nothing was
-        copied.
+        Of tensors that share memory one is enough, as in files. Raises ValueError naming the first
+        tensor that is missing, of another shape or unknown, before anything is copied.
         """
         own = self.weights()
         if unknown := sorted(state_dict.keys() - own.keys()):
@@ -126,7 +125,6 @@ class Head:
     vocab_size: int = 0  # V, where ids are kept
 
     def __call__(self, states: Tensor) -> Tensor:
-        """The logits of `states`."""
         logits = functional.linear(states, self.weight, self.bias)
         return logits if self.kept_ids is None else widened(logits, self.kept_ids, self.vocab_size)
 
@@ -198,7 +196,6 @@ class CausalAdapter(Adapter):
 
     @property
     def signature(self) -> Hashable:
-        """With the number of kept ids."""
         return (super().signature, None if self.kept_ids is None else len(self.kept_ids))
 
     def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> Tensor:
@@ -222,8 +219,11 @@ class CausalAdapter(Adapter):
         """
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if packing is not None:
+            order = torch.arange(tokens.shape[1], device=tokens.device)
+            behind = order[:, None] - order  # [T, T]
+            own = packing.segments[:, None, :, None] == packing.segments[:, None, None, :]
             inputs["position_ids"] = packing.positions
-            inputs["attention_mask"] = self._packed_masks(packing)
+            inputs["attention_mask"] = self._masks(behind, own & (behind >= 0))
         if not self._head_is_plain:
             return self._cut(self.model(**inputs).logits[keep])
         return self.model.base_model(**inputs).last_hidden_state[keep]
@@ -304,32 +304,23 @@ class CausalAdapter(Adapter):
         return torch.equal(given[0], hidden) and torch.equal(loud[0].to(logits.dtype), logits)
 
     def _cached_inputs(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> dict[str, Any]:
-        """Arguments of a cached forward pass; garbage beyond the context keeps a legal position."""
-        positions = positions.clamp(max=self._context - 1)
+        """Arguments of a cached forward pass: the token at position t sees the slots 0..t."""
+        positions = positions.clamp(max=self._context - 1)  # beyond is garbage, at legal positions
+        slots = torch.arange(cache.visible, device=positions.device)
+        behind = positions[:, None, :, None] - slots  # [B, 1, N, C]
         return {
             "input_ids": tokens,
             "position_ids": positions,
-            "attention_mask": self._masks(positions, cache.visible),
+            "attention_mask": self._masks(behind, behind >= 0),
             "past_key_values": cache.at(positions),
             "use_cache": True,
         }
 
-    def _masks(self, positions: Tensor, visible: int) -> Tensor | dict[str, Tensor]:
-        """Additive masks [B, 1, N, C]: the token at position t sees the slots 0..t."""
-        slots = torch.arange(visible, device=positions.device)
-        behind = positions[:, None, :, None] - slots  # [B, 1, N, C]
-        return self._by_layer(behind, behind >= 0)
+    def _masks(self, behind: Tensor, seen: Tensor) -> Tensor | dict[str, Tensor]:
+        """Additive masks of the layers, with and without a sliding window.
 
-    def _packed_masks(self, packing: Packing) -> Tensor | dict[str, Tensor]:
-        """Additive masks [B, 1, T, T]: a token sees its own text, up to itself."""
-        segments, length = packing.segments, packing.segments.shape[1]
-        places = torch.arange(length, device=segments.device)
-        behind = places[:, None] - places  # [T, T]
-        same = segments[:, None, :, None] == segments[:, None, None, :]
-        return self._by_layer(behind, same & (behind >= 0))
-
-    def _by_layer(self, behind: Tensor, seen: Tensor) -> Tensor | dict[str, Tensor]:
-        """Masks of layers with and without a sliding window; `behind`: how far back a token is."""
+        behind: how far back a token is; seen [..., N, C]: whether it may be seen at all.
+        """
         if self._window is None or self._layer_types == {"full_attention"}:
             return additive(seen, self.dtype)
         near = additive(seen & (behind < self._window), self.dtype)

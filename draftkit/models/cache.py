@@ -107,27 +107,25 @@ class SlotCache(Cache):
         if self._encoder_lengths is None:
             self._encoder_lengths = lengths.new_zeros(self.rows)
         self._encoder_lengths[rows] = lengths
-        for layer, (keys, values) in enumerate(layers):
+        for layer, states in enumerate(layers):
             if layer == len(self._encoder):
-                self._encoder.append((self._encoder_buffer(keys), self._encoder_buffer(values)))
-            for buffer, states in zip(self._encoder[layer], (keys, values), strict=True):
-                buffer[rows, : states.shape[1]] = states
+                shape = (self.rows, self.encoder_capacity, *states[0].shape[2:])
+                self._encoder.append((states[0].new_zeros(shape), states[1].new_zeros(shape)))
+            for buffer, part in zip(self._encoder[layer], states, strict=True):
+                buffer[rows, : part.shape[1]] = part
 
-    def read_encoder(self) -> list[tuple[Tensor, Tensor]]:
+    def read_encoder(self) -> list[tuple[Tensor, ...]]:
         """Return the visible [B, heads, E, D] keys and values of every layer."""
-        return [(self._read(keys), self._read(values)) for keys, values in self._encoder]
+        return [
+            tuple(self._of_rows(part[:, : self.encoder_visible]).transpose(1, 2) for part in layer)
+            for layer in self._encoder
+        ]
 
     @property
     def encoder_lengths(self) -> Tensor:
         """Lengths [B] of the encoder texts of the selected rows."""
         assert self._encoder_lengths is not None
         return self._of_rows(self._encoder_lengths)
-
-    def _encoder_buffer(self, states: Tensor) -> Tensor:
-        return states.new_zeros(self.rows, self.encoder_capacity, *states.shape[2:])
-
-    def _read(self, buffer: Tensor) -> Tensor:
-        return self._of_rows(buffer[:, : self.encoder_visible]).transpose(1, 2)
 
     def _buffer(self, states: Tensor) -> Tensor:
         _, heads, _, size = states.shape

@@ -14,7 +14,7 @@ Shapes: B rows, E encoder tokens, N new decoder tokens, T decoder tokens, C slot
 V real vocabulary, H hidden size.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Seq2SeqAdapter(Adapter):
 
     @property
     def signature(self) -> Hashable:
-        """With a tied head, which the configuration conceals."""
+        # The configuration conceals whether the head is tied.
         tied = self._head.weight is self.model.get_input_embeddings().weight
         return (super().signature, tied)
 
@@ -84,7 +84,13 @@ class Seq2SeqAdapter(Adapter):
         Padding, on the right, is seen neither by the encoder nor by cross attention. The texts stay
         those of these weights when others are loaded.
         """
-        cache.write_encoder(self._cross_states(self._encoded(tokens, lengths)), lengths)
+        states = self._encoded(tokens, lengths)
+        layers = []
+        for block in self._decoder.block:
+            attention = block.layer[1].EncDecAttention
+            shape = (*tokens.shape, attention.n_heads, attention.key_value_proj_dim)
+            layers.append((attention.k(states).view(shape), attention.v(states).view(shape)))
+        cache.write_encoder(layers, lengths)
 
     def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> Tensor:
         hidden = self._decode(tokens, positions, cache) * self._scale
@@ -124,13 +130,6 @@ class Seq2SeqAdapter(Adapter):
         encoder: Any = self.model.get_encoder()
         mask = inside(lengths, tokens.shape[1])
         return encoder(input_ids=tokens, attention_mask=mask).last_hidden_state
-
-    def _cross_states(self, states: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values [B, E, heads, D] that each block makes of the encoder's `states`."""
-        for block in self._decoder.block:
-            attention = block.layer[1].EncDecAttention
-            shape = (*states.shape[:2], attention.n_heads, attention.key_value_proj_dim)
-            yield attention.k(states).view(shape), attention.v(states).view(shape)
 
     def _decode(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """The last hidden states [B, N, H], normed and not scaled."""

@@ -5,7 +5,6 @@ Embeddings and head stay whole, since losses make logits of states without passi
 model. All processes must pass through together: sharded models score batches, they do not decode.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,21 +33,9 @@ def shard_layers(model: Any) -> None:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     # One root over all layers: a layer is then gathered while the one before it computes.
     fully_shard(stack, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
-    stack.forward = _outside_inference(stack.forward)
-
-
-def _outside_inference(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` without gradients, but never in inference mode.
-
-    Layers gather their weights into buffers that outlive the call; made in inference mode (where
-    alpha is measured), they could not be written to in a training step.
-    """
-
-    def run(*arguments: Any, **named: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            return forward(*arguments, **named)
-
-    return run
+    # Without gradients, but never in inference mode, where alpha is measured: layers gather their
+    # weights into buffers that outlive the call, and a training step could not write to them.
+    stack.forward = torch.inference_mode(False)(torch.no_grad()(stack.forward))
 
 
 def layers_of(model: Any) -> nn.ModuleList:

@@ -77,21 +77,18 @@ def _cut_lists(config: Any, layers: Sequence[int]) -> None:
 def _renumbered(target: PreTrainedModel, layers: Sequence[int]) -> dict[str, Tensor]:
     """The weights of `target` without the other layers, the chosen ones numbered from 0."""
     count = target.config.get_text_config().num_hidden_layers
-    stacks = [
-        f"{name}."
-        for name, module in target.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
+    lists = [
+        n for n, m in target.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count
     ]
-    places = {
-        f"{stack}{old}.": f"{stack}{layers.index(old)}." if old in layers else None
-        for stack in stacks[:1]  # the outermost comes first
-        for old in range(count)
-    }
+    stack = f"{lists[0]}." if lists else None  # the outermost comes first
     weights = {}
     for name, weight in target.state_dict().items():
-        place = next((old for old in places if name.startswith(old)), "")
-        if (new := places.get(place, "")) is not None:
-            weights[new + name.removeprefix(place)] = weight
+        if stack is not None and name.startswith(stack):
+            number, _, rest = name.removeprefix(stack).partition(".")
+            if int(number) not in layers:
+                continue
+            name = f"{stack}{layers.index(int(number))}.{rest}"
+        weights[name] = weight
     return weights
 
 
@@ -138,17 +135,14 @@ def read_kept_ids(path: Path, vocab_size: int) -> Tensor:
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise _refused(path, f"it cannot be read ({error})") from error
-    if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-        raise _refused(path, "it must hold one list of ids, and nothing else")
-    if any(low >= high for low, high in pairwise(ids)):
-        raise _refused(path, "its ids must ascend, none twice")
-    if ids[0] < 0 or ids[-1] >= vocab_size:
-        raise _refused(path, f"its ids must lie in 0..{vocab_size - 1}")
-    return torch.tensor(ids)
-
-
-def _refused(path: Path, reason: str) -> ValueError:
-    return ValueError(
-        f"draft.path {path}: {reason}: give the folder as prepare or distill wrote it"
-    )
+        reason = f"it cannot be read ({error})"
+    else:
+        if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
+            reason = "it must hold one list of ids, and nothing else"
+        elif any(low >= high for low, high in pairwise(ids)):
+            reason = "its ids must ascend, none twice"
+        elif ids[0] < 0 or ids[-1] >= vocab_size:
+            reason = f"its ids must lie in 0..{vocab_size - 1}"
+        else:
+            return torch.tensor(ids)
+    raise ValueError(f"draft.path {path}: {reason}: give the folder as prepare or distill wrote it")

@@ -334,17 +334,16 @@ class Buffer:
             ids = self._ids(connection, route, held_out=held_out, after=after)
             return self._read(connection, ids[:count])
 
-    def sample(
-        self, route: str, count: int, *, held_out: bool, seed: int, recent: int, reservoir: bool
+    def older(
+        self, route: str, count: int, *, held_out: bool, seed: int, recent: int
     ) -> list[Stored]:
         """`count` different records (fewer if there are fewer), uniform, in random order.
 
-        Drawn from the newest `recent` of that side of `route`, or, with `reservoir`, from all
-        older ones. The same content and seed give the same records.
+        Drawn from all of that side of `route` but the newest `recent`. The same content and seed
+        give the same records.
         """
         with self._database.reading() as connection:
-            ids = self._ids(connection, route, held_out=held_out)
-            ids = ids[recent:] if reservoir else ids[:recent]
+            ids = self._ids(connection, route, held_out=held_out)[recent:]
             chosen = random.Random(seed).sample(ids, min(count, len(ids)))
             return self._read(connection, chosen)
 

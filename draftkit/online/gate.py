@@ -47,15 +47,12 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """As a version's metrics hold it."""
-        change = None if self.anchor_change is None else self.anchor_change.as_dict()
-        return {
-            "gain": self.gain.as_dict(),
-            "p_value": self.p_value,
-            "anchor_change": change,
-            "reason": self.reason,
-        }
+        change = self.anchor_change and self.anchor_change.as_dict()
+        known = {"p_value": self.p_value, "reason": self.reason}
+        return {"gain": self.gain.as_dict(), "anchor_change": change, **known}
 
 
+@dataclass
 class Judge:
     """Scores weights on records in the precision in which they will be served.
 
@@ -65,34 +62,28 @@ class Judge:
     the draft's argmax is proposed, which only a target can score.
     """
 
-    def __init__(
-        self,
-        draft: CausalAdapter,
-        target: CausalAdapter | RememberedAdapter | None,
-        *,
-        batch_size: int,
-        acceptance: str = "alpha",
-    ) -> None:
-        assert target is not None or acceptance == "alpha"
-        self.draft = draft
-        self._acceptance = acceptance
-        self._target = target
-        self._batch_size = batch_size
+    draft: CausalAdapter
+    target: CausalAdapter | RememberedAdapter | None
+    batch_size: int
+    acceptance: str = "alpha"
+
+    def __post_init__(self) -> None:
+        assert self.target is not None or self.acceptance == "alpha"
 
     def can_score(self, record: Record) -> bool:
         """Whether what is known of `record` suffices."""
-        if self._target is not None:
+        if self.target is not None:
             return True
         return record.topk_ids is not None and record.sampling["repetition_penalty"] == 1
 
     def score(self, weights: dict[str, Tensor], records: Sequence[Record]) -> PromptTotals:
         """Sums by record of the draft with `weights`."""
         self.draft.load_weights(weights)
-        options: dict[str, Any] = {"sampling": None, "batch_size": self._batch_size}
-        if self._target is None:
+        options: dict[str, Any] = {"sampling": None, "batch_size": self.batch_size}
+        if self.target is None:
             return score_stored(self.draft, records, **options)[0]
-        scored = score_contexts(self._target, self.draft, records, **options)
-        return PromptTotals({"alpha": scored.totals[self._acceptance]}, scored.counts)
+        scored = score_contexts(self.target, self.draft, records, **options)
+        return PromptTotals({"alpha": scored.totals[self.acceptance]}, scored.counts)
 
 
 def level_of(gate: int) -> float:
@@ -123,21 +114,17 @@ def judge(
     p_value = gain_p_value(after.rate(), before.rate())
     change = None
     if anchor_after is not None and anchor_first is not None:
-        change = gains(after=anchor_after, before=anchor_first, seed=seed, resamples=RESAMPLES)
-        change = change["alpha"]
+        changes = gains(after=anchor_after, before=anchor_first, seed=seed, resamples=RESAMPLES)
+        change = changes["alpha"]
     level, text = level_of(gate), f"alpha {signed(gain.as_dict())} on held-out recent traffic"
+    publish = False
     # Each condition is one for passing, so that NaN refuses.
     if change is not None and not change.low >= -tolerance:
-        publish = False
         lost = signed(change.as_dict())
         text = f"anchors: {lost} since the first version, {-tolerance:g} is allowed"
     elif not gain.prompts >= LEAST_PROMPTS:
-        publish, text = (
-            False,
-            f"{text}: of {gain.prompts} conversations, {LEAST_PROMPTS} are needed",
-        )
+        text = f"{text}: of {gain.prompts} conversations, {LEAST_PROMPTS} are needed"
     elif not p_value <= level:
-        publish = False
         text = f"no sure gain: {text}, p = {p_value:.2g}, gate {gate} needs {level:.2g}"
     else:
         publish, text = True, f"{text}, p = {p_value:.2g}"

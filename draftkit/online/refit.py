@@ -61,35 +61,28 @@ class Update:
     version: str | None  # what was published
 
 
+@dataclass(kw_only=True)
 class Refit:
-    """One route: its buffer, its registry, and the trainer whose weights become versions.
+    """One route: its buffer, its registry, and the trainer whose weights become versions."""
 
-    make_trainer(folder): a trainer whose draft starts from a version's folder. The schedule of its
-    rate begins anew with each update: what the gate sees, and users get, has come to rest.
-    save(trainer, folder): write the draft as a folder that serving can load.
-    stored_at: with stored scores the temperature of the loss, at which records must have been
-    served to be trained on. None: every record will do.
-    """
+    route: str
+    buffer: Buffer
+    registry: Registry
+    # A trainer whose draft starts from a version's folder. The schedule of its rate begins anew
+    # with each update: what the gate sees, and users get, has come to rest.
+    make_trainer: Callable[[Path], Trainer]
+    save: Callable[[Trainer, Path], None]  # writes the draft as a folder that serving can load
+    judge: Judge
+    anchors: Anchors
+    settings: OnlineConfig
+    folder: Path
+    gamma: int
+    seed: int
+    # With stored scores the temperature of the loss, at which records must have been served to be
+    # trained on. None: every record will do.
+    stored_at: float | None = None
 
-    def __init__(
-        self,
-        *,
-        route: str,
-        buffer: Buffer,
-        registry: Registry,
-        make_trainer: Callable[[Path], Trainer],
-        save: Callable[[Trainer, Path], None],
-        judge: Judge,
-        anchors: Anchors,
-        settings: OnlineConfig,
-        folder: Path,
-        gamma: int,
-        seed: int,
-        stored_at: float | None = None,
-    ) -> None:
-        self.route = route
-        self.registry = registry
-        self.settings = settings
+    def __post_init__(self) -> None:
         self.state: dict[str, Any] = {
             "update": 0,
             "last_id": 0,  # of the records that updates have seen
@@ -105,15 +98,7 @@ class Refit:
             "anchor_change": None,  # of the weights of the last update, since the first version
             "records": 0,  # that updates have seen, of the training side
         }
-        self._buffer = buffer
-        self._make_trainer = make_trainer
-        self._save = save
-        self._judge = judge
-        self._anchors = anchors
-        self._path = folder / STATE
-        self._gamma = gamma
-        self._seed = seed
-        self._stored_at = stored_at
+        self._path = self.folder / STATE
         self._trainer: Trainer | None = None
         self._first_on_anchors: PromptTotals | None = None
         self._drift_looked_at = 0  # new records at the last look for a drift
@@ -126,7 +111,7 @@ class Refit:
         news = self.new_records()
         if news < self.settings.min_records or self.registry.candidate() is not None:
             return False
-        known = self._buffer.conversations(
+        known = self.buffer.conversations(
             self.route, held_out=True, newest=self.settings.gate.records
         )
         if known < LEAST_PROMPTS:
@@ -149,7 +134,7 @@ class Refit:
         records, units = texts_of(stored)
         if len(set(units)) < LEAST_PROMPTS:
             return False
-        scored = self._judge.score(self.registry.read(base), records).summed(units)
+        scored = self.judge.score(self.registry.read(base), records).summed(units)
         return scored.alpha.high < known
 
     @property
@@ -159,7 +144,7 @@ class Refit:
 
     def new_records(self) -> int:
         """Records that no update has seen."""
-        return self._buffer.count(self.route, held_out=False, after=self.state["last_id"])
+        return self.buffer.count(self.route, held_out=False, after=self.state["last_id"])
 
     # What
 
@@ -179,7 +164,7 @@ class Refit:
         started = time.perf_counter()
         trainer, base = self._restore()
         number, news = self.state["update"], self.new_records()
-        last_id = self._buffer.last_id(self.route)
+        last_id = self.buffer.last_id(self.route)
         losses, tokens = [], trainer.tokens
         pools = self._pools(number)
         if not pools[0]:
@@ -202,7 +187,7 @@ class Refit:
         version = None
         if verdict.publish:
             version = self.registry.publish(
-                partial(self._save, trainer),
+                partial(self.save, trainer),
                 metrics=verdict.as_dict() | {"steps": trainer.steps, "tokens": trainer.tokens},
                 parent=base.name,
                 canary=self.settings.gate.canary_fraction > 0,
@@ -261,7 +246,7 @@ class Refit:
         whose growth is not known yet has saved nothing.
         """
         growth = self.state["growth"]
-        served = self._buffer.served(self.route)
+        served = self.buffer.served(self.route)
         return sum(one.seconds * (growth.get(one.version, 1.0) - 1) for one in served)
 
     def back_off(self) -> None:
@@ -282,7 +267,7 @@ class Refit:
         if base is None:
             raise ValueError(f"{self.route}: no drafter is published; start the server, or seed it")
         if self._trainer is None:
-            self._trainer = self._make_trainer(base.path)
+            self._trainer = self.make_trainer(base.path)
             if self._path.exists():
                 self.state |= load_checkpoint(self._path, self._trainer)
         if self.state["base"] != base.name:
@@ -293,46 +278,41 @@ class Refit:
 
     def _restart(self, base: Version) -> None:
         """Train from `base`; AdamW's moments were those of other weights."""
-        before, self._trainer = self._working(), self._make_trainer(base.path)
+        before, self._trainer = self._working(), self.make_trainer(base.path)
         self._trainer.steps, self._trainer.tokens = before.steps, before.tokens
 
     # Rows
 
     def _pools(self, number: int) -> tuple[list[Record], list[Record]]:
         """Recent and older records that an update draws from."""
-        settings, seed = self.settings, self._seed * 1_000_003 + number
-        recent = self._buffer.newest(self.route, settings.recent, held_out=False)
-        older = self._buffer.sample(
-            self.route,
-            settings.recent,
-            held_out=False,
-            seed=seed,
-            recent=settings.recent,
-            reservoir=True,
+        settings, seed = self.settings, self.seed * 1_000_003 + number
+        recent = self.buffer.newest(self.route, settings.recent, held_out=False)
+        older = self.buffer.older(
+            self.route, settings.recent, held_out=False, seed=seed, recent=settings.recent
         )
         return self._learnable(recent), self._learnable(older)
 
     def _learnable(self, stored: Sequence[Stored]) -> list[Record]:
         """The records that the teacher can use."""
         records = [one.record for one in stored]
-        if self._stored_at is None:
+        if self.stored_at is None:
             return records
         others = self._working().draft.vocab_size - 1
         width = min(self.settings.buffer.top_k, others)
-        return with_scores(records, temperature=self._stored_at, width=width)
+        return with_scores(records, temperature=self.stored_at, width=width)
 
     def _batch(self, pools: tuple[list[Record], list[Record]], number: int, step: int) -> Batch:
         """The rows of a step."""
         settings, trainer = self.settings, self._working()
-        pool = (*pools, self._anchors.train)
+        pool = (*pools, self.anchors.train)
         counts = kinds(
             trainer.optim.rows_of_a_process,
             settings,
             has_older=bool(pools[1]),
-            has_anchors=bool(self._anchors.train),
+            has_anchors=bool(self.anchors.train),
         )
         generator = torch.Generator()
-        generator.manual_seed((self._seed * 1_000_003 + number) * 100_003 + step)
+        generator.manual_seed((self.seed * 1_000_003 + number) * 100_003 + step)
         rows = [
             row_of(records[index], prompts=settings.prompts)
             for records, count in zip(pool, counts, strict=True)
@@ -344,8 +324,8 @@ class Refit:
 
     def _scorable(self, count: int, *, held_out: bool, after: int = 0) -> list[Stored]:
         """Those of the `count` newest records that the judge can score, the newest first."""
-        stored = self._buffer.newest(self.route, count, held_out=held_out, after=after)
-        return [one for one in stored if self._judge.can_score(one.record)]
+        stored = self.buffer.newest(self.route, count, held_out=held_out, after=after)
+        return [one for one in stored if self.judge.can_score(one.record)]
 
     def _test(self, trainer: Trainer, base: Version) -> tuple[Verdict, Estimate, Estimate, int]:
         """The verdict on the weights as they are; alpha of the version in force, and theirs; the
@@ -354,20 +334,20 @@ class Refit:
         gate, weights = self.settings.gate, merged_weights(trainer.draft.model)
         stored = self._scorable(gate.records, held_out=True)
         traffic, units = texts_of(stored)
-        after = self._judge.score(weights, traffic).summed(units)
-        before = self._judge.score(self.registry.read(base), traffic).summed(units)
-        anchors = list(self._anchors.held_out)
+        after = self.judge.score(weights, traffic).summed(units)
+        before = self.judge.score(self.registry.read(base), traffic).summed(units)
+        anchors = list(self.anchors.held_out)
         if anchors and self._first_on_anchors is None:
             first = self.registry.versions()[0]
-            self._first_on_anchors = self._judge.score(self.registry.read(first), anchors)
+            self._first_on_anchors = self.judge.score(self.registry.read(first), anchors)
         verdict = judge(
             after=after,
             before=before,
-            anchor_after=self._judge.score(weights, anchors) if anchors else None,
+            anchor_after=self.judge.score(weights, anchors) if anchors else None,
             anchor_first=self._first_on_anchors,
             tolerance=gate.anchor_tolerance,
             gate=self.state["gates"].get(base.name, 0) + 1,
-            seed=self._seed,
+            seed=self.seed,
         )
         self._measure(base, stored)
         return verdict, before.alpha, after.alpha, max(one.id for one in stored)
@@ -388,9 +368,9 @@ class Refit:
         except ValueError:
             return  # deleted or damaged: there is nothing to compare with
         alphas = [
-            self._judge.score(weights, fresh).summed(units).alpha
+            self.judge.score(weights, fresh).summed(units).alpha
             for weights in (earlier, self.registry.read(base))
         ]
-        lengths = [expected_tokens(alpha.mean, self._gamma) for alpha in alphas]
+        lengths = [expected_tokens(alpha.mean, self.gamma) for alpha in alphas]
         self.state["growth"][base.name] = lengths[1] / lengths[0]
         self.state["alphas"][base.name] = alphas[1].as_dict()

@@ -50,9 +50,9 @@ def _add_generation(app: FastAPI, engine: Engine, intake: Intake, metrics: Metri
 
     async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
         began = time.monotonic()
-        prepared = await intake.prepare(body, request.headers, request.state.request_id)
+        reply = await intake.prepare(body, request.headers, request.state.request_id)
         try:
-            answers = Answers(engine, prepared, metrics, began=began)
+            answers = Answers(engine, reply, metrics, began=began)
         except QueueFull as full:
             retry = {"retry-after": str(max(1, math.ceil(full.retry_after)))}
             raise ApiError(str(full), status=429, code="queue_full", headers=retry) from full

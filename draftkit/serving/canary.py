@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from draftkit.config import GateConfig
 from draftkit.theory.acceptance import Rate, rate_error
 
 KEPT = 4096  # requests that a mean is made of, the last ones
@@ -50,40 +51,36 @@ class AcceptanceLog:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """Whether a new version stays, and why."""
 
     stays: bool
     reason: str
 
 
-def judge(*, new: AcceptanceLog, old: AcceptanceLog, positions: int) -> Verdict | None:
-    """The verdict on `new` once it has `positions` tested positions; None as long as it is open.
+def judge(
+    gate: GateConfig, *, new: AcceptanceLog, old: AcceptanceLog, rows: int | None = None
+) -> Judgement | None:
+    """The judgement on `new` once it has `gate.canary_tokens` tested positions; None until then.
 
     It goes only where it is surely worse: where the 95 % interval of the difference of the means
-    lies below 0. One that is exactly as good goes with a probability of 1/40.
+    lies below 0. One that is exactly as good goes with a probability of 1/40. A candidate, on whose
+    trial `rows` have begun, goes too where the traffic does not decide: where by one test a row
+    it would have been judged. Then nearly all rows have a seed, or gamma is 0.
     """
-    if new.positions < positions or min(len(new.tested), len(old.tested)) < REQUESTS:
-        return None
-    change, width = new.mean - old.mean, WIDTH * math.hypot(new.error, old.error)
-    stays = change + width >= 0
-    compared = f"{new.mean:.4f} over {new.positions} positions"
-    side = "not surely below" if stays else "below"
-    reason = f"acceptance {compared} is {side} the old one's {old.mean:.4f}"
-    return Verdict(stays, f"{reason}: {change:+.4f} \u00b1{width:.4f}")
-
-
-def give_up(*, new: AcceptanceLog, rows: int, share: float, positions: int) -> Verdict | None:
-    """The end of a trial that the traffic does not decide; None while it still may.
-
-    `rows` have begun since it did, of which `share` was meant for `new`. It goes where by one test
-    a row it would have been judged: then nearly all rows have a seed, or gamma is 0.
-    """
-    if rows * share < max(positions, 4 * REQUESTS):
-        return None
-    return Verdict(
-        False,
-        f"it cannot be judged: of {rows} rows it has {new.positions} tested positions, and "
-        f"online.gate.canary_tokens asks for {positions}; rows with a seed do not try it, gamma 0 "
-        "tests nothing, and online.gate.canary_fraction=0 publishes without a trial",
-    )
+    positions, share = gate.canary_tokens, gate.canary_fraction
+    if new.positions >= positions and min(len(new.tested), len(old.tested)) >= REQUESTS:
+        change, width = new.mean - old.mean, WIDTH * math.hypot(new.error, old.error)
+        stays = change + width >= 0
+        compared = f"{new.mean:.4f} over {new.positions} positions"
+        side = "not surely below" if stays else "below"
+        reason = f"acceptance {compared} is {side} the old one's {old.mean:.4f}"
+        return Judgement(stays, f"{reason}: {change:+.4f} \u00b1{width:.4f}")
+    if rows is not None and rows * share >= max(positions, 4 * REQUESTS):
+        return Judgement(
+            False,
+            f"it cannot be judged: of {rows} rows it has {new.positions} tested positions, and "
+            f"online.gate.canary_tokens asks for {positions}; rows with a seed do not try it, "
+            "gamma 0 tests nothing, and online.gate.canary_fraction=0 publishes without a trial",
+        )
+    return None

@@ -18,9 +18,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from draftkit.serving.engine import Engine
-from draftkit.serving.intake import Prepared
 from draftkit.serving.jobs import Piece, TokenScore
 from draftkit.serving.metrics import Metrics
+from draftkit.serving.replies import CompletionReply
 from draftkit.serving.wire import ApiError, Json, bits, encode, in_utf8
 
 BACKLOG = 25_000  # token scores and alternatives of a job, some 100 bytes each, that may wait
@@ -46,13 +46,13 @@ class Answers:
     """The answers to one request as they arrive. Belongs to the running loop."""
 
     def __init__(
-        self, engine: Engine, prepared: Prepared, metrics: Metrics, *, began: float
+        self, engine: Engine, reply: CompletionReply, metrics: Metrics, *, began: float
     ) -> None:
         """Submit the jobs; raises what `engine.submit` raises.
 
         `began`: when the request came, by time.monotonic().
         """
-        self.prepared = prepared
+        self.reply = reply
         self._engine = engine
         self._metrics = metrics
         self._began = began
@@ -60,10 +60,10 @@ class Answers:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[int, Piece, float]] = []  # choice, piece, when it came
         self._backlog = 0
-        self._sends = 0
-        self._is_sending = self._is_judged = self._too_slow = False
+        self._sending: Awaitable[None] | None = None  # what waits for the client
+        self._is_judged = self._too_slow = False
         self._arrived = asyncio.Event()
-        jobs = prepared.jobs
+        jobs = [choice.job for choice in reply.choices]
         self._open = len(jobs)
         listeners = [functools.partial(self._listen, index) for index in range(len(jobs))]
         self._ids = engine.submit(jobs, listeners)
@@ -79,17 +79,17 @@ class Answers:
         self._waiting.append((index, piece, at))
         self._backlog += _entries(piece)
         is_over = self._backlog > BACKLOG * len(self._ids)
-        if is_over and self._is_sending and not self._is_judged:
+        if is_over and self._sending is not None and not self._is_judged:
             self._is_judged = True
-            self._loop.call_soon(self._judge, self._sends, TURNS)
+            self._loop.call_soon(self._judge, self._sending, TURNS)
         self._arrived.set()
 
-    def _judge(self, send: int, turns: int) -> None:
-        """Give the reader up if it waits for the same `send` after so many turns of the loop."""
-        if send != self._sends or not self._is_sending:
+    def _judge(self, sending: Awaitable[None], turns: int) -> None:
+        """Give the reader up if it is still `sending` after so many turns of the loop."""
+        if sending is not self._sending:
             self._is_judged = False
         elif turns > 1:
-            self._loop.call_soon(self._judge, send, turns - 1)
+            self._loop.call_soon(self._judge, sending, turns - 1)
         else:
             self._too_slow = True
             self._waiting.clear()
@@ -98,12 +98,11 @@ class Answers:
 
     async def send(self, sending: Awaitable[None]) -> None:
         """Wait for the client to take something: the only time in which a reader is slow."""
-        self._sends += 1
-        self._is_sending = True
+        self._sending = sending
         try:
             await sending
         finally:
-            self._is_sending = False
+            self._sending = None
 
     def cancel(self) -> None:
         """Free the rows of the jobs that have not ended."""
@@ -124,7 +123,7 @@ class Answers:
             by_choice: dict[int, list[Piece]] = {}
             for index, piece, at in arrived:
                 self._measure(index, piece, at)
-                self.prepared.choices[index].push(piece)
+                self.reply.push(index, piece)
                 self._open -= piece.finish_reason is not None
                 if piece.finish_reason in FAILURES:
                     raise failure(piece.finish_reason)
@@ -149,17 +148,10 @@ class Answers:
         async for _ in self.arrivals():
             pass
 
-    @property
-    def usage(self) -> Json:
-        read = self.prepared.prompt_tokens
-        written = sum(choice.tokens for choice in self.prepared.choices)
-        counts = {"prompt_tokens": read, "completion_tokens": written}
-        return counts | {"total_tokens": read + written}
-
     async def close(self) -> None:
         """Free the rows of what has not ended, and one choice after the other: that takes time."""
         self.cancel()
-        for choice in self.prepared.choices:
+        for choice in self.reply.choices:
             if choice.scores:
                 choice.scores.clear()
                 await asyncio.sleep(0)
@@ -219,7 +211,7 @@ class Delivery(Response):
         `seconds`: after which an answer is given up that does not come, and one whose reader does
         not take it.
         """
-        self._streams = answers.prepared.streams
+        self._streams = answers.reply.streams
         self.media_type = "text/event-stream" if self._streams else "application/json"
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=headers if self._streams else None)
@@ -258,26 +250,25 @@ class Delivery(Response):
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        prepared, form = self._answers.prepared, self._answers.prepared.form
-        for choice in prepared.choices:
-            if (opening := form.opening(choice)) is not None:
+        reply = self._answers.reply
+        for index, choice in enumerate(reply.choices):
+            if (opening := reply.opening(index)) is not None:
                 yield _event(opening)
             if choice.echo:
-                yield _event(form.piece(choice, Piece(choice.echo, ())))
+                yield _event(reply.piece(index, Piece(choice.echo, ())))
         try:
             async for arrived in self._answers.arrivals():
                 for index, pieces in arrived.items():
                     for piece in joined(pieces):
-                        yield _event(form.piece(prepared.choices[index], piece))
+                        yield _event(reply.piece(index, piece))
         except ApiError as error:
             yield _event(error.body)
             return
-        if prepared.includes_usage:
-            yield _event(form.closing(self._answers.usage))
+        if reply.includes_usage:
+            yield _event(reply.closing())
 
     async def _send_parts(self, send: Send) -> None:
-        prepared, is_first, more = self._answers.prepared, True, True
-        parts = _parts(prepared.form.response(prepared.choices, self._answers.usage))
+        parts, is_first, more = _parts(self._answers.reply.response()), True, True
         while more:
             async with self._turn:
                 began = time.thread_time()

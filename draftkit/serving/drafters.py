@@ -21,7 +21,7 @@ from draftkit.config import GateConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import Proposer
 from draftkit.online.registry import Registry, Version
-from draftkit.serving.canary import AcceptanceLog, give_up, judge
+from draftkit.serving.canary import AcceptanceLog, judge
 from draftkit.serving.weights import fitted, same
 
 START = "start"  # the version of weights that no registry has published
@@ -280,33 +280,26 @@ class Drafters:
 
     def _judge(self, route: Route, registry: Registry, candidate: Role) -> None:
         """Promote or withdraw a candidate, take back a version on trial, or leave that open."""
-        gate, before = self._gate, None
+        before, rows = None, None
         with self._lock:
             if route.tries:
-                role, old = candidate, route.current.acceptance.copy()
+                role, rows, old = candidate, route.rows, route.current.acceptance.copy()
             elif route.before is not None:
                 role, (before, old) = route.current, route.before
             else:
                 return
             new = role.acceptance.copy()
-        verdict = judge(new=new, old=old, positions=gate.canary_tokens)
-        if verdict is None and before is None:
-            verdict = give_up(
-                new=new,
-                rows=route.rows,
-                share=gate.canary_fraction,
-                positions=gate.canary_tokens,
-            )
-        if verdict is None or role.version is None:
+        judgement = judge(self._gate, new=new, old=old, rows=rows)
+        if judgement is None or role.version is None:
             return
         name = role.version.name
-        if before is None and verdict.stays:
+        if before is None and judgement.stays:
             registry.promote(name)
         elif before is None:
-            registry.withdraw(name, reason=verdict.reason)
-        elif not verdict.stays:
-            registry.rollback(before.name, reason=verdict.reason)
+            registry.withdraw(name, reason=judgement.reason)
+        elif not judgement.stays:
+            registry.rollback(before.name, reason=judgement.reason)
         route.tries, route.before = False, None
-        fate = "stays" if verdict.stays else "goes"
-        log.warning("route %s: version %s %s: %s", route.name, name, fate, verdict.reason)
+        fate = "stays" if judgement.stays else "goes"
+        log.warning("route %s: version %s %s: %s", route.name, name, fate, judgement.reason)
         self._follow(route, registry, candidate)

@@ -18,24 +18,12 @@ from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
 from draftkit.decoding.streaming import final_text
 from draftkit.serving.jobs import Job
 from draftkit.serving.protocol import SHOWN, ChatRequest, CompletionRequest
-from draftkit.serving.replies import ChatForm, Choice, CompletionForm
+from draftkit.serving.replies import ChatReply, Choice, CompletionReply
 from draftkit.serving.texts import Offsets, Texts
 from draftkit.serving.wire import ApiError
 
 ROUTE_HEADER = "x-draftkit-route"
 RECORD_HEADER = "x-draftkit-record"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """One request, ready for the engine."""
-
-    jobs: list[Job]
-    choices: list[Choice]  # one for each job
-    prompt_tokens: int
-    form: CompletionForm
-    streams: bool
-    includes_usage: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +39,8 @@ class Intake:
 
     async def prepare(
         self, body: CompletionRequest | ChatRequest, headers: Headers, name: str
-    ) -> Prepared:
-        """The jobs of a request; `name` is its own."""
+    ) -> CompletionReply:
+        """The reply to a request, with the jobs that make it; `name` is the request's own."""
         self._check(body)
         shared: dict[str, Any] = {
             "sampling": body.sampling(self.sampling),
@@ -64,27 +52,28 @@ class Intake:
             "deadline": time.monotonic() + self.settings.request_seconds,
         }
         if isinstance(body, ChatRequest):
-            kind, messages = ChatForm, [{"role": m.role, "content": m.text} for m in body.messages]
+            kind, messages = ChatReply, [{"role": m.role, "content": m.text} for m in body.messages]
             prompts, echoes = [await self._chat_ids(body, messages)], [""]
             most = body.most_tokens or self.max_length - len(prompts[0])
             shared |= {"continues": False, "conversation": conversation_of(messages)}
         else:
-            kind, most = CompletionForm, body.most_tokens
+            kind, most = CompletionReply, body.most_tokens
             prompts = [await self._ids(prompt, most) for prompt in body.prompts]
             echoes = [await self._echo(prompt) if body.echo else "" for prompt in body.prompts]
-        jobs, choices = [], []
+        choices = []
         for prompt, echo in zip(prompts, echoes, strict=True):
             # The same prompt and seed give the same answers, whatever else the request asks.
             for row in range(body.choices):
-                jobs.append(Job(prompt_ids=prompt, row=row, max_new_tokens=most, **shared))
+                job = Job(prompt_ids=prompt, row=row, max_new_tokens=most, **shared)
                 offsets = Offsets(self.texts, len(echo), before=prompt)
-                choices.append(Choice(len(choices), offsets, not body.stream, echo))
-        wants = body.alternatives is not None
-        return Prepared(
-            jobs=jobs,
+                choices.append(Choice(job, offsets, echo))
+        return kind(
+            texts=self.texts,
+            model=self.model_name,
+            name=name,
             choices=choices,
             prompt_tokens=sum(map(len, prompts)),
-            form=kind(self.texts, model=self.model_name, name=name, logprobs=wants),
+            has_logprobs=body.alternatives is not None,
             streams=bool(body.stream),
             includes_usage=body.includes_usage,
         )

@@ -127,12 +127,13 @@ class GenerationRequest(BaseModel):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage. Raises ApiError for options without a stream."""
-        if self.stream_options is None:
-            return False
-        if not self.stream:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Raise ApiError for parameters that contradict each other."""
+        if self.stream_options is not None and not self.stream:
             raise ApiError("stream_options needs stream to be true", param="stream_options")
-        return bool(self.stream_options.include_usage)
 
     def sampling(self, served: SamplingConfig) -> SamplingConfig:
         """The served sampling with what the request names in its place."""
@@ -179,7 +180,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def check(self) -> None:
-        """Raise ApiError for parameters that contradict each other."""
+        super().check()
         if self.best_of not in (None, self.choices):
             raise ApiError(f"best_of must equal n, got {self.best_of}", param="best_of")
         if self.echo and self.logprobs is not None:
@@ -241,7 +242,7 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
-        """Raise ApiError for parameters that contradict each other."""
+        super().check()
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.max_tokens is not None and self.max_tokens != self.most_tokens:
@@ -262,13 +263,13 @@ def explain(errors: Sequence[Mapping[str, Any]], request: type[BaseModel]) -> Ap
     Of several errors the first one counts.
     """
     error = errors[0]
-    place, known = [str(part) for part in error["loc"][1:]], request.model_fields
+    path, known = [str(part) for part in error["loc"][1:]], request.model_fields
     if error["type"] == "json_invalid":
         reason = error.get("ctx", {}).get("error", "malformed")
         return ApiError(f"the body is no JSON: {reason}", code="invalid_json")
-    if not place:
+    if not path:
         return ApiError("the body must be a JSON object", code="invalid_body")
-    name = place[0]
+    name = path[0]
     if name not in known:
         near = difflib.get_close_matches(name[:SHOWN], known, n=1)
         hint = f": did you mean {near[0]}?" if near else ""
@@ -277,10 +278,10 @@ def explain(errors: Sequence[Mapping[str, Any]], request: type[BaseModel]) -> Ap
             param=name[:SHOWN],
             code="unknown_parameter",
         )
-    if error["type"] == "missing" and len(place) == 1:
+    if error["type"] == "missing" and len(path) == 1:
         return ApiError(f"{name} is missing", param=name, code="missing_parameter")
     # Of the alternatives of a type pydantic names each: no word to a client.
-    plain = list(itertools.takewhile(lambda part: part.isdigit() or part in _PARTS, place[1:]))
+    plain = list(itertools.takewhile(lambda part: part.isdigit() or part in _PARTS, path[1:]))
     where = f" (at {'.'.join([name, *plain])})" if plain else ""
     return ApiError(
         f"{name} must {known[name].description}, got {_shown(error['input'])}{where}", param=name

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draftkit.serving.jobs import Piece, Speculation, TokenScore
+from draftkit.serving.jobs import Job, Piece, Speculation, TokenScore
 from draftkit.serving.texts import Offsets, Texts
 from draftkit.serving.wire import Json
 
@@ -36,11 +36,10 @@ def speculative(speculations: Sequence[Speculation]) -> Json:
 
 @dataclass
 class Choice:
-    """One answer while it grows."""
+    """One answer while it grows; what a stream has sent is not kept."""
 
-    index: int
+    job: Job
     offsets: Offsets
-    keeps: bool  # what has come; a stream has sent it
     echo: str = ""  # what it begins with
     text: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
@@ -48,66 +47,76 @@ class Choice:
     finish_reason: str | None = None
     speculation: Speculation | None = None
 
-    def push(self, piece: Piece) -> None:
-        if self.keeps:
-            self.text.append(piece.text)
-            self.scores += piece.scores
-        self.tokens += len(piece.scores)
-        self.finish_reason = piece.finish_reason or self.finish_reason
-        self.speculation = piece.speculation or self.speculation
 
-
-class CompletionForm:
-    """How a response of `/v1/completions` is written."""
+@dataclass(kw_only=True)
+class CompletionReply:
+    """The reply to one request while it grows, in the words of `/v1/completions`."""
 
     prefix = "cmpl"
-    whole = chunk = "text_completion"  # the object that a response is, and a chunk of a stream
+    whole = chunk = "text_completion"  # the object that a reply is, and a chunk of a stream
 
-    def __init__(self, texts: Texts, *, model: str, name: str, logprobs: bool) -> None:
-        """`name`: of the response; `logprobs`: whether the client wants them."""
-        self._texts = texts
-        self._logprobs = logprobs
-        self._head = {"id": f"{self.prefix}-{name}", "created": int(time.time()), "model": model}
+    texts: Texts
+    model: str
+    name: str  # of the request
+    choices: list[Choice]
+    prompt_tokens: int
+    has_logprobs: bool
+    streams: bool
+    includes_usage: bool
+    created: int = field(default_factory=lambda: int(time.time()))
 
-    def response(self, choices: Sequence[Choice], usage: Json) -> Json:
-        """The whole answer, for `bits`."""
+    def push(self, index: int, piece: Piece) -> None:
+        """Take in what came for a choice."""
+        choice = self.choices[index]
+        if not self.streams:
+            choice.text.append(piece.text)
+            choice.scores += piece.scores
+        choice.tokens += len(piece.scores)
+        choice.finish_reason = piece.finish_reason or choice.finish_reason
+        choice.speculation = piece.speculation or choice.speculation
+
+    def response(self) -> Json:
+        """The whole reply, for `bits`."""
         parts = []
-        for choice in choices:
+        for index, choice in enumerate(self.choices):
             text = self.message(choice.echo + "".join(choice.text))
-            parts.append(self._part(choice, text, choice.scores, choice.finish_reason))
-        return {
-            **self._head,
-            "object": self.whole,
-            "choices": parts,
-            "usage": usage,
-            "speculative": speculative([one.speculation for one in choices if one.speculation]),
-        }
+            parts.append(self._part(index, text, choice.scores, choice.finish_reason))
+        speculations = [choice.speculation for choice in self.choices if choice.speculation]
+        head = self._head(self.whole, parts)
+        return {**head, "usage": self._usage(), "speculative": speculative(speculations)}
 
-    def piece(self, choice: Choice, piece: Piece) -> Json:
+    def piece(self, index: int, piece: Piece) -> Json:
         """A chunk of a stream, for `bits`; the last one of a choice tells of its speculation."""
-        text = self.delta(piece.text)
-        chunk = self._chunk([self._part(choice, text, piece.scores, piece.finish_reason)])
+        part = self._part(index, self.delta(piece.text), piece.scores, piece.finish_reason)
+        chunk = self._head(self.chunk, [part])
         if piece.speculation is not None:
             chunk["speculative"] = speculative([piece.speculation])
         return chunk
 
-    def opening(self, choice: Choice) -> Json | None:
+    def opening(self, index: int) -> Json | None:
         """The chunk before the first text, if there is one."""
         return None
 
-    def closing(self, usage: Json) -> Json:
+    def closing(self) -> Json:
         """The chunk that tells the usage."""
-        return self._chunk([]) | {"usage": usage}
+        return self._head(self.chunk, []) | {"usage": self._usage()}
 
-    def _chunk(self, parts: list[Json]) -> Json:
-        return {**self._head, "object": self.chunk, "choices": parts}
+    def _head(self, kind: str, parts: list[Json]) -> Json:
+        name = f"{self.prefix}-{self.name}"
+        own = {"id": name, "created": self.created, "model": self.model}
+        return {**own, "object": kind, "choices": parts}
 
     def _part(
-        self, choice: Choice, text: Json, scores: Sequence[TokenScore], finish_reason: str | None
+        self, index: int, text: Json, scores: Sequence[TokenScore], finish_reason: str | None
     ) -> Json:
-        logprobs = self.scored(scores, choice.offsets) if self._logprobs else None
-        ends = {"logprobs": logprobs, "finish_reason": finish_reason}
-        return {"index": choice.index, **text, **ends}
+        offsets = self.choices[index].offsets
+        logprobs = self.scored(scores, offsets) if self.has_logprobs else None
+        return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _usage(self) -> Json:
+        read, written = self.prompt_tokens, sum(choice.tokens for choice in self.choices)
+        counts = {"prompt_tokens": read, "completion_tokens": written}
+        return counts | {"total_tokens": read + written}
 
     def message(self, text: str) -> Json:
         """The text as a whole response holds it."""
@@ -122,7 +131,7 @@ class CompletionForm:
 
         Alternatives of the same text count once, the likeliest.
         """
-        shown = self._texts.shown
+        shown = self.texts.shown
         return {
             "tokens": (shown(score.token_id).readable for score in scores),
             "token_logprobs": (max(LEAST_LOG_PROB, score.log_prob) for score in scores),
@@ -134,21 +143,21 @@ class CompletionForm:
         pairs = [*score.top, (score.token_id, score.log_prob)] if score.top else []
         by_text: dict[str, float] = {}
         for token_id, log_prob in pairs:
-            by_text.setdefault(self._texts.shown(token_id).readable, max(LEAST_LOG_PROB, log_prob))
+            by_text.setdefault(self.texts.shown(token_id).readable, max(LEAST_LOG_PROB, log_prob))
         return by_text
 
 
-class ChatForm(CompletionForm):
-    """How a response of `/v1/chat/completions` is written."""
+class ChatReply(CompletionReply):
+    """The reply to one request while it grows, in the words of `/v1/chat/completions`."""
 
     prefix = "chatcmpl"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def opening(self, choice: Choice) -> Json:
+    def opening(self, index: int) -> Json:
         delta = {"delta": {"role": "assistant", "content": ""}}
         ends = {"logprobs": None, "finish_reason": None}
-        return self._chunk([{"index": choice.index, **delta, **ends}])
+        return self._head(self.chunk, [{"index": index, **delta, **ends}])
 
     def message(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -166,6 +175,6 @@ class ChatForm(CompletionForm):
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, log_prob: float) -> Json:
-        shown = self._texts.shown(token_id)
+        shown = self.texts.shown(token_id)
         log_prob = max(LEAST_LOG_PROB, log_prob)
         return {"token": shown.text, "logprob": log_prob, "bytes": shown.values}

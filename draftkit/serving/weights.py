@@ -4,9 +4,7 @@ Knows state dicts only.
 """
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +19,10 @@ def fitted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, 
     """
     if unknown := sorted(given.keys() - own.keys()):
         raise ValueError(f"the drafter has no {unknown[0]}")
-    by_place = {_place(own[name]): tensor for name, tensor in given.items()}
+    by_storage = {_storage(own[name]): tensor for name, tensor in given.items()}
     wanted = {}
     for name, tensor in own.items():
-        new = given.get(name, by_place.get(_place(tensor)))
+        new = given.get(name, by_storage.get(_storage(tensor)))
         if new is None:
             raise ValueError(f"{name} is missing")
         if new.shape != tensor.shape:
@@ -32,17 +30,15 @@ def fitted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, 
         if new.is_floating_point() != tensor.is_floating_point():
             raise ValueError(f"{name} holds {new.dtype}, the drafter's {tensor.dtype}")
         wanted[name] = new
-    with _beside(next(iter(own.values())).device):
-        found = {
-            name: new.to(device=own[name].device, dtype=own[name].dtype)
-            for name, new in wanted.items()
-        }
+    device = next(iter(own.values())).device
+    with torch.cuda.stream(_side_stream(device) if device.type == "cuda" else None):
+        copies = {name: new.to(own[name].device, own[name].dtype) for name, new in wanted.items()}
         # Read at once: to look at a number on a device is to wait for it.
-        finite = torch.stack([torch.isfinite(new).all() for new in found.values()]).tolist()
-    for name, is_finite in zip(found, finite, strict=True):
+        finite = torch.stack([torch.isfinite(new).all() for new in copies.values()]).tolist()
+    for name, is_finite in zip(copies, finite, strict=True):
         if not is_finite:
             raise ValueError(f"{name} holds numbers that are not finite")
-    return found
+    return copies
 
 
 def same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
@@ -53,16 +49,12 @@ def same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
     return bool(torch.stack(equal).all())
 
 
-def _beside(device: torch.device) -> AbstractContextManager[Any]:
-    """Work on a CUDA `device` that its rounds do not wait for."""
-    return torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else nullcontext()
-
-
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """For work that rounds on `device` do not wait for."""
     return torch.cuda.Stream(device)
 
 
-def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+def _storage(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
     """Where a tensor lies: tied ones share it."""
     return tensor.data_ptr(), tuple(tensor.shape)

@@ -157,7 +157,7 @@ def test_captured_decoders_are_asked_for_by_the_setting(monkeypatch):
 
     asked = []
     monkeypatch.setattr(walltime, "Decoder", lambda *a, **options: asked.append(options))
-    setting = Setting(SamplingConfig(), 8, 2, "speculative", 8, 80, (), 0, compiled=False)
+    setting = Setting(max_new_tokens=8, gamma=2, batch_size=8, capacity=80)
     for captured in (False, True):
         walltime.make_decoder(object(), None, replace(setting, captured=captured))
     assert [options["captured"] for options in asked] == [False, True]

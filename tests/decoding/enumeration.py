@@ -14,7 +14,7 @@ vocabulary.
 import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -60,9 +60,8 @@ def fork(decoder: Decoder, index: Tensor) -> Decoder:
         seed=old.seed[index],
         row=torch.arange(len(index)),
         done=old.done[index],
-        slots={n: copy.copy(old.slots[row]) for n, row in enumerate(rows)},
+        slots={n: replace(old.slots[row], number=n) for n, row in enumerate(rows)},
     )
-    twin._free = []
     twin._running = twin._groups()
     return twin
 

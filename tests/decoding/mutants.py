@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from draftkit.decoding import decoder, feeding, proposers, state
+from draftkit.decoding import decoder, proposers, state
 from draftkit.decoding import round as units
 from draftkit.decoding.proposers import DraftModelProposer, Proposal
 from draftkit.decoding.state import RoundView
@@ -83,7 +83,7 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
         "draft_tokens=proposal.tokens,\n        lengths=None,\n        accept",
     ),
     "prompt fed one slot late": (
-        feeding,
+        units,
         "positions = first[:, None] + torch",
         "positions = first[:, None] + 1 + torch",
     ),
@@ -149,7 +149,7 @@ def mutant(name: str) -> Parts:
         vars(copied_units).update(names)
     for place in (copied, copied_units):
         own = vars(place)
-        for key in ("make_group", "view_of", "feed", "SlotCache"):
+        for key in ("make_group", "text_of", "SlotCache"):
             if key in names and key in own and inspect.getmodule(own[key]) is module:
                 own[key] = names[key]
     vars(copied)["units"] = copied_units

@@ -8,6 +8,8 @@ Shapes: N rows, T tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,6 @@ from draftkit.decoding import round as units
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.round import Outcome, RoundInputs
 from draftkit.decoding.state import DecodeState, Group, Request, RoundView, make_group
-from draftkit.decoding.state import view_of as state_view
 from draftkit.models.adapter import Adapter
 from draftkit.models.cache import SlotCache, visible_slots
 from draftkit.theory import noise
@@ -55,7 +56,9 @@ def view_of(
         state.admit(slot, request)
     group = make_group(state, list(range(len(texts))), gamma, "draft")
     visible = visible_slots(max(map(len, texts)) + gamma, capacity)
-    return state_view(state, group, visible=visible, vocab_size=vocab_size, noise=noise.uniform)
+    target: Any = SimpleNamespace(vocab_size=vocab_size)
+    bench: Any = SimpleNamespace(state=state, target=target, noise=noise.uniform)
+    return units.round_view(bench, RoundInputs(group, visible))
 
 
 class Stand:

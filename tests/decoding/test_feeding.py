@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding import feeding
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, Completion, decode
 from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.round import feed
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import Adapter
 from draftkit.models.seq2seq import PrefixedAdapter
@@ -110,13 +110,13 @@ def test_rows_that_are_fed_together_may_start_and_end_anywhere() -> None:
     sampling = SamplingConfig(temperature=0.0)
     decoder.join([Request(prompt_ids=t, max_new_tokens=5, sampling=sampling) for t in texts])
     with torch.inference_mode():
-        feeding.feed(decoder, [0, 1, 2], [0, 0, 0], 4, to_target=True, proposer=None)
-        feeding.feed(decoder, [2, 0], [3, 2], 6, to_target=True, proposer=None)
+        feed(decoder, [0, 1, 2], [0, 0, 0], 4, to_target=True, proposer=None)
+        feed(decoder, [2, 0], [3, 2], 6, to_target=True, proposer=None)
     for slot, text in enumerate(texts):
         fed = 4 if slot == 1 else min(len(text), 8)
         alone = Decoder(target, slots=1, capacity=64)
         alone.join([Request(prompt_ids=text, max_new_tokens=5, sampling=sampling)])
         with torch.inference_mode():
-            feeding.feed(alone, [0], [0], fed, to_target=True, proposer=None)
+            feed(alone, [0], [0], fed, to_target=True, proposer=None)
         for mine, other in zip(decoder.cache._keys, alone.cache._keys, strict=True):
             torch.testing.assert_close(mine[slot, :, :fed], other[0, :, :fed], atol=1e-12, rtol=0)

@@ -13,12 +13,10 @@ from torch import Tensor
 from draftkit.decoding.gamma import (
     AdaptiveGamma,
     GammaPolicy,
-    SteppedGamma,
     costs_at,
 )
 from draftkit.theory.speedup import Costs, best_gamma, break_even_alpha
 from draftkit.theory.verification import VERIFIERS
-from tests.gammas import FixedGamma
 from tests.theory.laws import (
     Law,
     Round,
@@ -287,7 +285,15 @@ def test_a_gamma_that_looks_at_the_present_round_would_break_the_law() -> None:
 
 
 def test_steps_are_kept_to_from_below() -> None:
-    for best, chosen in ((0, 0), (1, 1), (2, 1), (3, 3), (7, 3)):
-        policy = SteppedGamma(FixedGamma(best), [1, 3])
-        assert policy.choose(batch=1, most=9) == chosen
-    assert SteppedGamma(FixedGamma(9), [1, 3]).choose(batch=1, most=2) == 1
+    seen = set()
+    for accepted in range(0, 100, 3):
+        chosen = []
+        for steps in (None, [1, 3]):
+            policy = AdaptiveGamma({1: PLAIN_MODEL}, steps=steps)
+            policy.observe(gamma=1, accepted=[1] * accepted + [0] * (100 - accepted))
+            chosen += [policy.choose(batch=1, most=9), policy.choose(batch=1, most=2)]
+        best, few, stepped, few_stepped = chosen
+        assert stepped == max(n for n in (0, 1, 3) if n <= best)
+        assert few_stepped == max(n for n in (0, 1) if n <= few)
+        seen.add(best)
+    assert seen >= {0, 1, 2, 3, 5, 9}

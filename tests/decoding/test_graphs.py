@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import graphs
-from draftkit.decoding.decoder import Decoder, is_frozen
+from draftkit.decoding.decoder import Decoder, packed_copies
 from draftkit.decoding.graphs import (
     BATCHES,
     Units,
@@ -257,7 +257,7 @@ def real() -> Iterator[Machine]:
     """A pair with a frozen target, compiled by the compiler that ships."""
     with one_batch_size():
         made = machine()
-        assert is_frozen(made.target)
+        assert packed_copies(made.target) > 0
         with warnings.catch_warnings():  # of a busy disk, not of the code
             warnings.filterwarnings("ignore", "VecISA dlopen probe", UserWarning)
             made.play(compiled=True)

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding import feeding, state
+from draftkit.decoding import round as units_module
+from draftkit.decoding import state
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.graphs import COMPILED_BUCKET, Units
 from draftkit.decoding.proposers import DraftModelProposer
@@ -208,7 +209,7 @@ def test_prompts_that_are_fed_in_few_widths_are_the_same_text(
     monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     whole = answers(prefix=False)
-    monkeypatch.setitem(feeding.WIDTH_STEPS, "cpu", step)
+    monkeypatch.setitem(units_module.WIDTH_STEPS, "cpu", step)
     target = random_adapter(8, 1)
     widths = set()
     real = type(target).prefill

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding import decoder as decoder_module
 from draftkit.decoding import graphs
-from draftkit.decoding.decoder import Decoder, is_frozen, packed_bytes
+from draftkit.decoding.decoder import Decoder, packed_copies
 from draftkit.decoding.proposers import DraftModelProposer, Proposal
 from draftkit.decoding.state import Request, RoundView
 from draftkit.models.adapter import CausalAdapter
@@ -259,11 +259,13 @@ def test_only_constant_weights_are_frozen_and_opened_ones_are_read_anew(strict: 
 
 def test_only_small_targets_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny.adapter(**SMALL)
-    assert not is_frozen(target)
+    assert packed_copies(target) == 0
     target.requires_grad_(False)
-    assert is_frozen(target)
-    monkeypatch.setattr(decoder_module, "FREEZE_BYTES", packed_bytes(target) - 1)
-    assert not is_frozen(target)
+    assert packed_copies(target) > 0
+    monkeypatch.setattr(decoder_module, "FREEZE_BYTES", 3 * 2 * target.weight_bytes)
+    assert packed_copies(target) == 3
+    monkeypatch.setattr(decoder_module, "FREEZE_BYTES", 2 * target.weight_bytes - 1)
+    assert packed_copies(target) == 0
 
 
 def test_swapped_weights_act_in_compiled_code_as_in_eager_code(strict: Strict) -> None:

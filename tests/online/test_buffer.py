@@ -86,35 +86,30 @@ def test_routes_are_apart(buffer: Buffer) -> None:
     assert buffer.newest("c", 5, held_out=False) == []
 
 
-def test_a_sample_is_uniform_over_its_part_and_the_seeds(buffer: Buffer) -> None:
+def test_older_records_are_drawn_uniformly_from_their_part_and_the_seeds(buffer: Buffer) -> None:
+    buffer.append(entries(range(60)))
+    part = [number for number in range(60) if not held(number)][:-20]
+    seen: Counter[int] = Counter()
+    for seed in range(300):
+        found = buffer.older("default", 5, held_out=False, seed=seed, recent=20)
+        assert len(set(seeds(found))) == 5
+        seen.update(seeds(found))
+    expected = 1500 / len(part)
+    assert set(seen) == set(part)
+    # Chi-square with about 20 degrees of freedom: 60 has a chance below 1e-4.
+    assert sum((seen[number] - expected) ** 2 / expected for number in part) < 60
+
+
+def test_older_records_are_the_same_for_a_seed_and_as_many_as_can_be(buffer: Buffer) -> None:
     buffer.append(entries(range(60)))
     trained = [number for number in range(60) if not held(number)]
-    for reservoir, part in ((False, trained[-20:]), (True, trained[:-20])):
-        seen: Counter[int] = Counter()
-        for seed in range(300):
-            found = buffer.sample(
-                "default", 5, held_out=False, seed=seed, recent=20, reservoir=reservoir
-            )
-            assert len(set(seeds(found))) == 5
-            seen.update(seeds(found))
-        expected = 1500 / len(part)
-        assert set(seen) == set(part)
-        # Chi-square with about 20 degrees of freedom: 60 has a chance below 1e-4.
-        assert sum((seen[number] - expected) ** 2 / expected for number in part) < 60
-
-
-def test_a_sample_is_the_same_for_a_seed_and_as_large_as_can_be(buffer: Buffer) -> None:
-    buffer.append(entries(range(60)))
 
     def drawn(seed: int, count: int) -> list[int]:
-        found = buffer.sample(
-            "default", count, held_out=False, seed=seed, recent=20, reservoir=False
-        )
-        return seeds(found)
+        return seeds(buffer.older("default", count, held_out=False, seed=seed, recent=20))
 
     assert drawn(1, 10) == drawn(1, 10) != drawn(2, 10)
-    assert len(drawn(1, 99)) == 20
-    assert buffer.sample("no", 5, held_out=True, seed=1, recent=5, reservoir=True) == []
+    assert len(drawn(1, 99)) == len(trained) - 20
+    assert buffer.older("no", 5, held_out=True, seed=1, recent=5) == []
 
 
 def test_counts_are_added_up_by_route_and_version(buffer: Buffer) -> None:

@@ -61,7 +61,7 @@ def test_what_is_known_of_a_version_comes_from_records_after_the_gate_that_chose
     alphas = []
     for name in ("v000001", "v000002"):
         weights = shop.registry.read(shop.registry.version(name))
-        alphas.append(shop.refit._judge.score(weights, fresh).alpha)
+        alphas.append(shop.refit.judge.score(weights, fresh).alpha)
     assert state["alphas"]["v000002"] == alphas[1].as_dict()
     lengths = [expected_tokens(alpha.mean, 4) for alpha in alphas]
     assert state["growth"]["v000002"] == lengths[1] / lengths[0]
@@ -267,13 +267,13 @@ def test_a_drift_is_looked_for_once_in_so_many_records(shop, records, monkeypatc
     refuse(monkeypatch)
     shop.refit.update()
     scored = []
-    score = shop.refit._judge.score
+    score = shop.refit.judge.score
 
     def watched(weights, texts):
         scored.append(len(texts))
         return score(weights, texts)
 
-    monkeypatch.setattr(shop.refit._judge, "score", watched)
+    monkeypatch.setattr(shop.refit.judge, "score", watched)
     monkeypatch.setattr(refit_module, "NEWEST", 20)
     shop.buffer.append(entries(records[60:100]))
     for _ in range(5):

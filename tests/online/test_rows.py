@@ -39,7 +39,7 @@ def test_with_stored_scores_only_records_of_the_same_temperature_are_used(tmp_pa
         for record in served[60:]
     ]
     shop = Shop(tmp_path)
-    shop.refit._stored_at = 1.0
+    shop.refit.stored_at = 1.0
     shop.buffer.append(entries(others))
     assert shop.refit.due()
     with pytest.raises(ValueError, match=r"online\.teacher=target"):
@@ -63,7 +63,7 @@ def test_records_with_another_number_of_stored_ids_are_not_mixed(tmp_path, recor
         for record in records[:60]
     ]
     shop = Shop(tmp_path)
-    shop.refit._stored_at = 1.0
+    shop.refit.stored_at = 1.0
     shop.buffer.append(entries([*narrow, *records[60:]]))
     assert shop.refit.update().tokens > 0
     assert len(with_scores(narrow, temperature=1.0, width=making.TOP_K)) == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftkit.config import GateConfig
-from draftkit.serving.canary import KEPT, REQUESTS, WIDTH, AcceptanceLog, give_up, judge
+from draftkit.serving.canary import KEPT, REQUESTS, WIDTH, AcceptanceLog, Judgement, judge
 from draftkit.theory.acceptance import Rate, bootstrap
 
 
@@ -19,10 +19,14 @@ def served(rate: float, requests: int, *, seed: int = 0, tested: int = 20) -> Ac
     return made
 
 
+def judged(new: AcceptanceLog, old: AcceptanceLog, positions: int) -> Judgement | None:
+    return judge(GateConfig(canary_tokens=positions), new=new, old=old)
+
+
 def test_a_clearly_worse_version_goes_and_any_other_stays() -> None:
     old = served(0.7, 200)
     for rate, stays in ((0.5, False), (0.66, False), (0.72, True), (0.9, True)):
-        verdict = judge(new=served(rate, 100, seed=1), old=old, positions=2000)
+        verdict = judged(new=served(rate, 100, seed=1), old=old, positions=2000)
         assert verdict is not None
         assert verdict.stays == stays
         assert f"over 2000 positions is {'not surely ' if stays else ''}below" in verdict.reason
@@ -30,13 +34,13 @@ def test_a_clearly_worse_version_goes_and_any_other_stays() -> None:
 
 def test_the_verdict_waits_for_positions_and_for_requests_of_both() -> None:
     old = served(0.7, 200)
-    assert judge(new=served(0.1, 99), old=old, positions=2000) is None
-    assert judge(new=served(0.1, 100), old=old, positions=2000) is not None
-    assert judge(new=served(0.1, 100), old=served(0.7, REQUESTS - 1), positions=2000) is None
+    assert judged(new=served(0.1, 99), old=old, positions=2000) is None
+    assert judged(new=served(0.1, 100), old=old, positions=2000) is not None
+    assert judged(new=served(0.1, 100), old=served(0.7, REQUESTS - 1), positions=2000) is None
     few = served(0.1, REQUESTS - 1, tested=200)
-    assert judge(new=few, old=old, positions=2000) is None
+    assert judged(new=few, old=old, positions=2000) is None
     few.add(200, 20.0)
-    assert judge(new=few, old=old, positions=2000) is not None
+    assert judged(new=few, old=old, positions=2000) is not None
 
 
 def test_just_below_is_told_from_just_above(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +51,7 @@ def test_just_below_is_told_from_just_above(monkeypatch: pytest.MonkeyPatch) -> 
         new = AcceptanceLog()
         for _ in range(REQUESTS):
             new.add(100, 100 * (old.mean + change))
-        verdict = judge(new=new, old=old, positions=1000)
+        verdict = judged(new=new, old=old, positions=1000)
         assert verdict is not None
         assert verdict.stays == stays
 
@@ -70,7 +74,7 @@ def withdrawn(change: float, *, share: float, trials: int) -> float:
             for alpha in alphas.tolist():
                 made.add(60, 60 * alpha)
             sides.append(made)
-        verdict = judge(new=sides[0], old=sides[1], positions=positions)
+        verdict = judged(new=sides[0], old=sides[1], positions=positions)
         assert verdict is not None
         gone += not verdict.stays
     return gone / trials
@@ -106,8 +110,8 @@ def test_a_verdict_comes_however_many_positions_it_waits_for() -> None:
     for number in range(2 * KEPT):
         new.add(2, 1.8 + 0.1 * (number % 2))
         old.add(2, 1.8 + 0.1 * (number % 2))
-    assert judge(new=new, old=old, positions=4 * KEPT + 1) is None
-    verdict = judge(new=new, old=old, positions=4 * KEPT)
+    assert judged(new=new, old=old, positions=4 * KEPT + 1) is None
+    verdict = judged(new=new, old=old, positions=4 * KEPT)
     assert verdict is not None
     assert verdict.stays
 
@@ -116,15 +120,19 @@ def test_a_trial_that_nothing_can_decide_ends() -> None:
     new, gate = served(0.7, 10), GateConfig()
     share, positions = gate.canary_fraction, gate.canary_tokens
     enough = round(positions / share)
-    assert give_up(new=new, rows=enough - 1, share=share, positions=positions) is None
-    verdict = give_up(new=new, rows=enough, share=share, positions=positions)
+    old = served(0.7, 10)
+    assert judge(gate, new=new, old=old) is None  # not a candidate, but the version in force
+    assert judge(gate, new=new, old=old, rows=enough - 1) is None
+    verdict = judge(gate, new=new, old=old, rows=enough)
     assert verdict is not None
     assert not verdict.stays
     assert "of 40000 rows it has 200 tested positions" in verdict.reason
     assert "online.gate.canary_tokens" in verdict.reason
     assert "\n" not in verdict.reason
     # Where one position would do, there must still be time for the requests of both.
-    assert give_up(new=AcceptanceLog(), rows=8 * REQUESTS - 1, share=0.5, positions=1) is None
+    gate, new = GateConfig(canary_fraction=0.5, canary_tokens=1), AcceptanceLog()
+    assert judge(gate, new=new, old=old, rows=8 * REQUESTS - 1) is None
+    assert judge(gate, new=new, old=old, rows=8 * REQUESTS) is not None
 
 
 def test_positions_count_and_not_requests() -> None:

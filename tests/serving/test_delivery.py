@@ -11,10 +11,9 @@ import pytest
 from draftkit.config import SamplingConfig
 from draftkit.serving import delivery
 from draftkit.serving.delivery import FAILURES, Answers, Delivery, failure, joined, unless_left
-from draftkit.serving.intake import Prepared
 from draftkit.serving.jobs import Job, Listener, Piece, TokenScore
 from draftkit.serving.metrics import Metrics
-from draftkit.serving.replies import Choice, CompletionForm
+from draftkit.serving.replies import Choice, CompletionReply
 from draftkit.serving.texts import Offsets, Texts
 from draftkit.serving.wire import ApiError
 from tests.serving.fakes import TOKENIZER, FakeEngine, chat_tokenizer
@@ -42,15 +41,17 @@ class Handed(FakeEngine):
 
 def submitted(engine: Handed, count: int = 1, *, streams: bool = True) -> Answers:
     job = Job(prompt_ids=[1], max_new_tokens=5, sampling=SamplingConfig())
-    prepared = Prepared(
-        jobs=[job] * count,
-        choices=[Choice(index, Offsets(TEXTS), keeps=not streams) for index in range(count)],
+    reply = CompletionReply(
+        texts=TEXTS,
+        model="m",
+        name="n",
+        choices=[Choice(job, Offsets(TEXTS)) for _ in range(count)],
         prompt_tokens=1,
-        form=CompletionForm(TEXTS, model="m", name="n", logprobs=True),
+        has_logprobs=True,
         streams=streams,
         includes_usage=False,
     )
-    return Answers(engine, prepared, Metrics(engine, "m"), began=0.0)
+    return Answers(engine, reply, Metrics(engine, "m"), began=0.0)
 
 
 def delivery_of(answers: Answers, seconds: float = 30) -> Delivery:
@@ -224,7 +225,7 @@ def whole(engine: Handed, scores: tuple[TokenScore, ...], leaves_at: int = 99) -
             return {"type": "http.disconnect"}
 
         await delivery_of(made)({"type": "http"}, receive, send)
-        assert made.prepared.choices[0].scores == []
+        assert made.reply.choices[0].scores == []
         return sent
 
     return asyncio.run(test())

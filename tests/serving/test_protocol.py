@@ -155,7 +155,7 @@ def test_parameters_that_agree() -> None:
 def test_stream_options_need_a_stream() -> None:
     body = completion(stream_options={"include_usage": True})
     with pytest.raises(ApiError, match="stream_options needs stream"):
-        _ = CompletionRequest.model_validate(body).includes_usage
+        CompletionRequest.model_validate(body).check()
     assert CompletionRequest.model_validate(body | {"stream": True}).includes_usage
 
 

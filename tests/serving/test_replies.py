@@ -6,13 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from draftkit.serving.jobs import Piece, Speculation, TokenScore
-from draftkit.serving.replies import (
-    ChatForm,
-    Choice,
-    CompletionForm,
-    speculative,
-)
+from draftkit.config import SamplingConfig
+from draftkit.serving.jobs import Job, Piece, Speculation, TokenScore
+from draftkit.serving.replies import ChatReply, Choice, CompletionReply, speculative
 from draftkit.serving.texts import Offsets, Texts
 from draftkit.serving.wire import Json, bits, encode
 from tests.serving.fakes import TOKENIZER, chat_tokenizer
@@ -22,10 +18,26 @@ TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
 A, B = (TOKENIZER.convert_tokens_to_ids(letter) for letter in "ab")
 
 
-def choice(*scores: TokenScore, keeps: bool = True) -> Choice:
-    found = Choice(0, Offsets(TEXTS), keeps=keeps)
-    found.push(Piece("ab", scores))
-    return found
+def reply(
+    kind: type[CompletionReply] = CompletionReply,
+    *scores: TokenScore,
+    streams: bool = False,
+    has_logprobs: bool = True,
+) -> CompletionReply:
+    """A reply of one choice, for which "ab" with `scores` has come."""
+    job = Job(prompt_ids=[1], max_new_tokens=5, sampling=SamplingConfig())
+    made = kind(
+        texts=TEXTS,
+        model="m",
+        name="n",
+        choices=[Choice(job, Offsets(TEXTS))],
+        prompt_tokens=1,
+        has_logprobs=has_logprobs,
+        streams=streams,
+        includes_usage=False,
+    )
+    made.push(0, Piece("ab", scores))
+    return made
 
 
 def received(value: Json) -> Json:
@@ -77,32 +89,30 @@ def test_where_nothing_was_drafted_there_is_no_rate() -> None:
 
 def test_impossible_tokens_have_a_finite_log_prob() -> None:
     score = TokenScore(A, -0.1, ((A, -0.1), (B, -math.inf)))
-    form = CompletionForm(TEXTS, model="m", name="n", logprobs=True)
-    found = received(form.response([choice(score)], {}))["choices"][0]["logprobs"]
+    found = received(reply(CompletionReply, score).response())["choices"][0]["logprobs"]
     assert found["top_logprobs"] == [{"a": -0.1, "b": -9999.0}]
-    content = ChatForm(TEXTS, model="m", name="n", logprobs=True)
-    (made,) = received(content.response([choice(score)], {}))["choices"]
+    (made,) = received(reply(ChatReply, score).response())["choices"]
     (entry,) = made["logprobs"]["content"]
     assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.1, -9999.0]
 
 
 def test_a_token_that_is_not_among_the_likeliest_is_added() -> None:
-    form = CompletionForm(TEXTS, model="m", name="n", logprobs=True)
     scores = [TokenScore(B, -3.0, ((A, -0.1),)), TokenScore(B, -2.0)]
-    found = received(form.scored(scores, Offsets(TEXTS)))
+    found = received(reply().scored(scores, Offsets(TEXTS)))
     assert found["top_logprobs"] == [{"a": -0.1, "b": -3.0}, {}]
 
 
 def test_a_stream_keeps_nothing_that_it_has_sent() -> None:
-    kept, sent = choice(TokenScore(A, -1.0)), choice(TokenScore(A, -1.0), keeps=False)
+    (kept,) = reply(CompletionReply, TokenScore(A, -1.0)).choices
+    (sent,) = reply(CompletionReply, TokenScore(A, -1.0), streams=True).choices
     assert (kept.tokens, kept.text, len(kept.scores)) == (1, ["ab"], 1)
     assert (sent.tokens, sent.text, sent.scores) == (1, [], [])
 
 
 def test_no_log_probs_unless_they_are_wanted() -> None:
-    form = ChatForm(TEXTS, model="m", name="n", logprobs=False)
-    assert form.response([choice(TokenScore(A, -1.0))], {})["choices"][0]["logprobs"] is None
-    chunk = form.piece(choice(), Piece("a", (TokenScore(A, -1.0),)))
+    made = reply(ChatReply, TokenScore(A, -1.0), has_logprobs=False)
+    assert made.response()["choices"][0]["logprobs"] is None
+    chunk = made.piece(0, Piece("a", (TokenScore(A, -1.0),)))
     assert chunk["choices"][0] == {
         "index": 0,
         "delta": {"content": "a"},

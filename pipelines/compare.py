@@ -19,6 +19,7 @@ from rich.table import Table
 
 from draftkit.artifacts import fingerprint, read_json, write_json
 from draftkit.config import Config, flatten
+from draftkit.tracking import scalars
 from pipelines.evaluate import PROMPTS
 from pipelines.experiments.matrix import (
     Cell,
@@ -274,17 +275,11 @@ def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
         if is_matrix(cells := cells_of_rows(rows)):
             heat_map(cells, folder.path / HEAT_MAP)
             folder.tracker.figure("compare/heat_map", folder.path / HEAT_MAP)
-    columns = ["run", "alpha", "acceptance_length", "end_to_end", "speedup", "verdict"]
-    table = [
-        [
-            row["run"],
-            *((row[key] or {}).get("mean") for key in columns[1:4]),
-            (row["speedup"] or {}).get("measured"),
-            row["verdict"],
-        ]
-        for row in rows
-    ]
-    folder.tracker.table("compare", columns, table)
+    columns = {key: key for key in ("run", "alpha", "acceptance_length", "end_to_end")}
+    columns |= {"speedup": "speedup/measured", "verdict": "verdict"}
+    flat = [dict(scalars(row)) for row in rows]
+    table = [[row.get(key) for key in columns.values()] for row in flat]
+    folder.tracker.table("compare", list(columns), table)
     return {"runs": [row["run"] for row in rows], "findings": findings}
 
 

@@ -59,16 +59,9 @@ def _print(text: str) -> None:
 
 def tracker_of(config: Config, path: Path, stage_name: str, manifest: Mapping[str, Any]) -> Tracker:
     """The tracker of a stage in `path`, labelled as people look for it."""
-
-    def short(model: str | None) -> str:
-        return Path(model).name if model else "embedded"
-
-    tags = {
-        "target": short(config.target.path),
-        "draft": short(config.draft.path),
-        "divergence": config.divergence.name,
-        "source": config.source.name,
-    }
+    tags = {"divergence": config.divergence.name, "source": config.source.name}
+    for key, model in (("target", config.target), ("draft", config.draft)):
+        tags[key] = Path(model.path).name if model.path else "embedded"
     return Tracker(
         path,
         mode=config.tracker.mode,

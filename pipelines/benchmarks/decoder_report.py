@@ -40,22 +40,17 @@ LEGEND = (
 
 def benchmark_tables(points: Sequence[dict[str, Any]]) -> list[Table]:
     """One table for each setting, in order."""
-
-    def setting(point: dict[str, Any]) -> tuple[float, int]:
-        return point["temperature"], point["batch_size"]
-
-    return [setting_table(list(group)) for _, group in groupby(points, setting)]
+    settings = groupby(points, lambda point: (point["temperature"], point["batch_size"]))
+    return [setting_table(list(group)) for _, group in settings]
 
 
 def setting_table(points: Sequence[dict[str, Any]]) -> Table:
     """The methods of one setting, with the prediction and the comparison of answers below."""
-    first = points[0]
-    temperature = first["temperature"]
+    first, temperature = points[0], points[0]["temperature"]
     sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
     kinds = [kind for kind in ("compiled", "captured") if any(point.get(kind) for point in points)]
-    compiled = kinds[0] if kinds else "eager"
     title = (
-        f"{sampling}, batch {first['batch_size']}, {compiled}: "
+        f"{sampling}, batch {first['batch_size']}, {kinds[0] if kinds else 'eager'}: "
         f"{first['prompts']} prompts in {first['chunks']} chunks"
     )
     caption = "\n".join(line for point in points for line in remarks(point))
@@ -65,20 +60,14 @@ def setting_table(points: Sequence[dict[str, Any]]) -> Table:
     for name in ("tokens/s", "x plain", "x HF plain"):
         table.add_column(name, justify="right", no_wrap=True)
     for point in points:
-        ratios = [ratio_text(point["ratios"].get(other)) for other in ("plain", "hf_plain")]
-        table.add_row(LABELS[point["method"]], rate_text(point["tokens_per_second"]), *ratios)
+        rate, ratios = point["tokens_per_second"], point["ratios"]
+        low, high = rate["quartiles"]
+        cells = [f"{rate['median']:.0f} [{low:.0f}, {high:.0f}]"]
+        for other in ("plain", "hf_plain"):
+            ratio = ratios.get(other)
+            cells.append(interval({"mean": ratio["median"], **ratio}, 2) if ratio else "")
+        table.add_row(LABELS[point["method"]], *cells)
     return table
-
-
-def rate_text(rate: dict[str, Any]) -> str:
-    """`212 [205, 218]`."""
-    low, high = rate["quartiles"]
-    return f"{rate['median']:.0f} [{low:.0f}, {high:.0f}]"
-
-
-def ratio_text(ratio: dict[str, Any] | None) -> str:
-    """`2.46 [2.31, 2.60]`, or nothing for the baseline itself."""
-    return "" if ratio is None else interval({"mean": ratio["median"], "ci95": ratio["ci95"]}, 2)
 
 
 def remarks(point: dict[str, Any]) -> Iterator[str]:

@@ -9,7 +9,8 @@ many is more likely than others to have been lucky, as is the control that did b
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,20 +36,20 @@ class Cell:
     source: str
     temperature: float
     seed: int
-    alpha: Number
-    alpha_gain: Number
-    length: Number
-    length_before: Number
-    contexts: str = ""  # which continuations of which prompts it was judged on
-    # By prompt, where they are known: sums of min(p, q), after and before, and positions.
-    after: list[float] = field(default_factory=list)
-    before: list[float] = field(default_factory=list)
-    positions: list[float] = field(default_factory=list)
+    judged: dict[str, Number]  # alpha, alpha_gain, acceptance_length, acceptance_length_before
+    # What was found prompt by prompt, where that is known: which `contexts`, sums and positions of
+    # the drafter `before` and `after`.
+    prompts: dict[str, Any]
 
     @property
-    def length_gain(self) -> float:
-        """Tokens per target pass over those of the starting drafter."""
-        return self.length["mean"] / self.length_before["mean"]
+    def after(self) -> list[float]:
+        """Sums of min(p, q) by prompt; empty where they are not known."""
+        return self.prompts.get("after", {}).get("alpha", [])
+
+    @property
+    def question(self) -> tuple[int, str]:
+        """The seed, and which continuations of which prompts it was judged on."""
+        return self.seed, self.prompts.get("contexts", "")
 
 
 def cells_of(
@@ -58,31 +59,19 @@ def cells_of(
 
     prompts: by temperature, what the evaluation found prompt by prompt.
     """
-    cells = []
-    for name, part in summary.get("by_temperature", {}).items():
-        if "before" not in part:
-            continue
-        cell = Cell(
+    return [
+        Cell(
             config["divergence"]["name"],
             config["source"]["name"],
-            float(name),
+            float(temperature),
             config["seed"],
-            alpha=part["alpha"],
-            alpha_gain=part["alpha_gain"],
-            length=part["acceptance_length"],
-            length_before=part["before"]["acceptance_length"],
+            judged={key: part[key] for key in ("alpha", "alpha_gain", "acceptance_length")}
+            | {"acceptance_length_before": part["before"]["acceptance_length"]},
+            prompts=(prompts or {}).get(temperature, {}),
         )
-        if prompts is not None:
-            after, before = prompts[name]["after"], prompts[name]["before"]
-            cell = replace(
-                cell,
-                contexts=prompts[name]["contexts"],
-                after=after["alpha"],
-                before=before["alpha"],
-                positions=after["positions"],
-            )
-        cells.append(cell)
-    return cells
+        for temperature, part in summary.get("by_temperature", {}).items()
+        if "before" in part
+    ]
 
 
 def is_matrix(cells: Sequence[Cell]) -> bool:
@@ -113,7 +102,7 @@ def paired(after: Sequence[Cell], baselines: Sequence[list[float]]) -> Number:
     def column(lists: Sequence[list[float]]) -> torch.Tensor:
         return torch.tensor(lists, dtype=torch.float64).sum(0)
 
-    positions = column([cell.positions for cell in after])
+    positions = column([cell.prompts["after"]["positions"] for cell in after])
     gain = Rate(column([cell.after for cell in after]) - column(baselines), positions)
     return bootstrap(gain).as_dict()
 
@@ -124,14 +113,14 @@ def gain(cells: Sequence[Cell]) -> Number:
     Raises ValueError for several evaluations of which one does not tell its prompts apart.
     """
     if len(cells) == 1:
-        return cells[0].alpha_gain
+        return cells[0].judged["alpha_gain"]
     counts = {len(cell.after) for cell in cells}
     if len(counts) > 1 or 0 in counts:
         raise ValueError(
             "runs: seeds stand together only where each evaluation has its prompts.json, of as "
             "many prompts: run pipelines.evaluate on the others again, with overwrite=true"
         )
-    return paired(cells, [cell.before for cell in cells])
+    return paired(cells, [cell.prompts["before"]["alpha"] for cell in cells])
 
 
 def control(cells: Sequence[Cell], temperature: float) -> list[Cell]:
@@ -139,18 +128,18 @@ def control(cells: Sequence[Cell], temperature: float) -> list[Cell]:
     by_source = grid(cells, temperature).get(CONTROL, {}).values()
     return max(
         filter(None, by_source),
-        key=lambda seeds: fmean([cell.alpha["mean"] for cell in seeds]),
+        key=lambda seeds: fmean([cell.judged["alpha"]["mean"] for cell in seeds]),
         default=[],
     )
 
 
 def over_control(cells: Sequence[Cell], controls: Sequence[Cell]) -> Number | None:
     """What `cells` have over plain training of the same seeds; None where nothing is paired."""
-    by_seed = {(cell.seed, cell.contexts): cell.after for cell in controls if cell.after}
-    both = [cell for cell in cells if cell.after and (cell.seed, cell.contexts) in by_seed]
+    by_question = {cell.question: cell.after for cell in controls if cell.after}
+    both = [cell for cell in cells if cell.after and cell.question in by_question]
     if not both:
         return None
-    return paired(both, [by_seed[cell.seed, cell.contexts] for cell in both])
+    return paired(both, [by_question[cell.question] for cell in both])
 
 
 def matrix_table(cells: Sequence[Cell], temperature: float) -> Table:
@@ -210,7 +199,9 @@ def cell_text(cells: Sequence[Cell]) -> str:
     """The gain, its interval, and `x1.31` below each other; of several seeds with their count."""
     if not cells:
         return ""
-    times = fmean([cell.length_gain for cell in cells])
+    keys = ("acceptance_length", "acceptance_length_before")
+    lengths = [[cell.judged[key]["mean"] for cell in cells] for key in keys]
+    times = fmean(map(truediv, *lengths))
     seeds = f" n={len(cells)}" if len(cells) > 1 else ""
     return f"{number_text(gain(cells))}\nx{times:.2f}{seeds}"
 
@@ -221,7 +212,7 @@ def heat_map(cells: Sequence[Cell], path: Path) -> None:
 
     panels = temperatures(cells)
     figure = Figure(figsize=(1.5 + 4.2 * len(panels), 5.2), layout="constrained")
-    reach = max(abs(cell.alpha_gain["mean"]) for cell in cells) or 1.0
+    reach = max(abs(cell.judged["alpha_gain"]["mean"]) for cell in cells) or 1.0
     for axes, temperature in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
     ):

@@ -135,7 +135,7 @@ def test_a_cell_is_paired_with_the_better_plain_training_of_its_seed():
         judged("tvd", "draft", 1, [9.0, 25.0], [5.0, 25.0]),
         judged("jsd", "draft", 2, [9.0, 25.0], [5.0, 25.0]),
     ]
-    better = [replace(cell, alpha=number(0.9)) for cell in controls]
+    better = [replace(cell, judged=cell.judged | {"alpha": number(0.9)}) for cell in controls]
     chosen = control([*cells, worse, *better], 1.0)
     assert chosen == better
     found = over_control(cells[:2], chosen)

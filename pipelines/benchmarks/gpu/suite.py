@@ -36,21 +36,21 @@ class Counting:
         if report.when == "call" and report.capstdout.strip():
             self.results["printed"][report.nodeid] = report.capstdout[-TEXT_CHARACTERS:]
         if report.when == "call" or report.outcome != "passed":
-            self._count(report.outcome, report.nodeid, report.longrepr, report.duration)
+            self._count(report, report.duration)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Count a file that could not be read."""
         if report.outcome == "failed":
-            self._count("failed", report.nodeid, report.longrepr, 0.0)
+            self._count(report, 0.0)
 
-    def _count(self, outcome: str, test: str, text: Any, seconds: float) -> None:
-        self.results[outcome] += 1
+    def _count(self, report: Any, seconds: float) -> None:
+        test, text = report.nodeid, report.longrepr
+        self.results[report.outcome] += 1
         self.results["seconds_by_test"][test] = round(seconds, 2)
-        if outcome == "failed":
+        if report.outcome == "failed":
             self.results["failures"][test] = str(text)[-TEXT_CHARACTERS:]
-        if outcome == "skipped":
-            reason = text[-1] if isinstance(text, tuple) else str(text)
-            self.results["reasons"][test] = reason
+        if report.outcome == "skipped":
+            self.results["reasons"][test] = text[-1] if isinstance(text, tuple) else str(text)
         self.part.write(self.name, {"unfinished": True, "result": self.results})
 
 

@@ -13,7 +13,7 @@ what was refused in them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -118,40 +118,32 @@ class Shard:
 WHOLE = Shard()
 
 
+@dataclass
 class Source:
     """Batches by step: row r of all steps is `text_of(r)`. As it is, of stored texts.
 
     `batch_size` rows make a step, of which a batch holds those of the `shard`.
     """
 
-    def __init__(
-        self,
-        text_of: Callable[[int], TokenSequence],
-        *,
-        batch_size: int,
-        device: torch.device,
-        version: str = "",
-        packed_length: int | None = None,
-        shard: Shard = WHOLE,
-    ) -> None:
-        self._text_of = text_of
-        self._batch_size = batch_size
-        self._device = device
-        self._version = version
-        self._packed_length = packed_length
-        self._shard = shard
+    text_of: Callable[[int], TokenSequence]
+    _: KW_ONLY
+    batch_size: int
+    device: torch.device
+    version: str = ""
+    packed_length: int | None = None
+    shard: Shard = WHOLE
 
     def _rows(self, steps: range) -> range:
-        size = self._batch_size
-        return self._shard.of(range(steps.start * size, steps.stop * size))
+        size = self.batch_size
+        return self.shard.of(range(steps.start * size, steps.stop * size))
 
     def batch(self, step: int) -> Batch:
         """The batch of `step`, always the same for the same step and weights."""
         return collate(
-            [self._text_of(row) for row in self._rows(range(step, step + 1))],
-            device=self._device,
-            sampler_version=self._version,
-            packed_length=self._packed_length,
+            [self.text_of(row) for row in self._rows(range(step, step + 1))],
+            device=self.device,
+            sampler_version=self.version,
+            packed_length=self.packed_length,
         )
 
 
@@ -249,10 +241,10 @@ class SampledSource(Source):
             prompts = {row: prompt for row in rows if (prompt := self._prompt_of(row)) is not None}
             records = self._sampler.sample([*prompts.values()], rows=[*prompts], version=version)
             self._files.write(step, records)
-        elif version != self._version:
+        elif version != self.version:
             records = self._files.read(step)
         else:
             return super().batch(step)
         self._sampled = {record.row: record for record in records}
-        self._version = version
+        self.version = version
         return super().batch(step)

@@ -17,7 +17,7 @@ import random
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import KW_ONLY, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -150,38 +150,30 @@ def too_much(connection: sqlite3.Connection, *, newest: float, aged: float) -> l
     return [row[0] for row in connection.execute(TOO_MUCH, {"newest": newest, "aged": aged})]
 
 
+@dataclass(eq=False)
 class Buffer:
     """Records by route, bounded in bytes and in time, part of the conversations held out.
 
     A conversation, by `Record.document` or else by the prompt, is on the same side of the held-out
     split for ever (for one `gate_fraction`).
-    `damaged` holds the ids of rows that were read and were not as they had been written.
+    `fingerprints`: of what the records are made with, by configuration key; a new file keeps them.
+    None: whoever opens it does not ask. Raises ValueError, one line, for a file with other ones or
+    of another format; OSError where the file cannot be opened or written.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        settings: BufferConfig,
-        *,
-        gate_fraction: float = 0.2,
-        fingerprints: Mapping[str, str] | None = None,
-        clock: Callable[[], float] = time.time,
-        uptime: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Open or begin the file `path`.
+    path: Path
+    settings: BufferConfig
+    _: KW_ONLY
+    gate_fraction: float = 0.2
+    fingerprints: Mapping[str, str] | None = None
+    clock: Callable[[], float] = time.time
+    uptime: Callable[[], float] = time.monotonic
 
-        `fingerprints`: of what its records are made with, by configuration key; a new file keeps
-        them. None: whoever opens it does not ask. Raises ValueError, one line, for a file with
-        other ones or of another format; OSError where the file cannot be opened or written.
-        """
-        self.settings = settings
-        self.damaged: set[int] = set()
-        self._gate_fraction = gate_fraction
-        self._path, self._fingerprints = Path(path), fingerprints
-        self._clock, self._uptime = clock, uptime
-        self._room = settings.max_megabytes * 1e6
+    def __post_init__(self) -> None:
+        self.damaged: set[int] = set()  # ids of rows that were not as they had been written
+        self._room = self.settings.max_megabytes * 1e6
         self._grown = 0  # bytes since the last upkeep
-        self._database = Database(path, self._prepare)
+        self._database = Database(self.path, self._prepare)
 
     @property
     def set_aside(self) -> Path | None:
@@ -193,17 +185,17 @@ class Buffer:
             connection.execute(statement)
         # Ids of a new file begin at its time in milliseconds, so that they come after those of
         # the file whose place it may have taken, and nobody who waits for higher ones waits on.
-        first = max(0, int(1000 * self._clock()))
+        first = max(0, int(1000 * self.clock()))
         if not connection.execute("SELECT count(*) FROM sqlite_sequence").fetchone()[0]:
             connection.execute("INSERT INTO sqlite_sequence VALUES ('records', ?)", (first,))
-        if self._fingerprints is None:
+        if self.fingerprints is None:
             return
-        stored, wanted = self._fact(connection, "fingerprints"), dict(self._fingerprints)
+        stored, wanted = self._fact(connection, "fingerprints"), dict(self.fingerprints)
         used = "SELECT EXISTS (SELECT 1 FROM records) OR EXISTS (SELECT 1 FROM served)"
         if stored is None and not connection.execute(used).fetchone()[0]:
             self._set_fact(connection, "fingerprints", wanted)
         else:
-            require_same(self._path, stored=stored or {}, wanted=wanted)
+            require_same(self.path, stored=stored or {}, wanted=wanted)
 
     @staticmethod
     def _fact(connection: sqlite3.Connection, name: str) -> Any:
@@ -221,7 +213,7 @@ class Buffer:
         Raises OSError (ENOSPC: the disk is full) and stores none of them; ValueError for an id
         that does not fit 32 bits. After much growth `maintain` follows.
         """
-        now, rows = self._clock(), []
+        now, rows = self.clock(), []
         for entry in entries:
             content = to_bytes(entry.record)
             columns = (entry.route, entry.version, float(entry.seconds), now, split(entry.record))
@@ -259,7 +251,7 @@ class Buffer:
 
     def set_load(self, *, queued: int, running: int) -> None:
         """Tell others how busy the server is."""
-        load = {"queued": queued, "running": running, "uptime": self._uptime()}
+        load = {"queued": queued, "running": running, "uptime": self.uptime()}
         with self._database.writing() as connection:
             self._set_fact(connection, "server", load)
 
@@ -269,7 +261,7 @@ class Buffer:
             load = self._fact(connection, "server")
         if load is None:
             return None
-        age = self._uptime() - load.pop("uptime")
+        age = self.uptime() - load.pop("uptime")
         return Load(**load, age_seconds=age if age >= 0 else float("inf"))
 
     def count(self, route: str, *, held_out: bool, after: int = 0) -> int:
@@ -285,7 +277,7 @@ class Buffer:
             " ORDER BY id DESC LIMIT ?)"
         )
         with self._database.reading() as connection:
-            values = (route, self._gate_fraction, newest)
+            values = (route, self.gate_fraction, newest)
             return connection.execute(query, values).fetchone()[0]
 
     def last_id(self, route: str) -> int:
@@ -302,7 +294,7 @@ class Buffer:
             "SELECT id FROM records INDEXED BY records_by_route"
             f" WHERE route = ? AND id > ? AND split {_SIGN[held_out]} ? ORDER BY id DESC"
         )
-        return [row[0] for row in connection.execute(query, (route, after, self._gate_fraction))]
+        return [row[0] for row in connection.execute(query, (route, after, self.gate_fraction))]
 
     def _read(self, connection: sqlite3.Connection, ids: Sequence[int]) -> list[Stored]:
         """The records of `ids`, in their order, without damaged ones."""
@@ -319,7 +311,7 @@ class Buffer:
                 record = from_bytes(content)
             except ValueError as error:
                 if record_id not in self.damaged:
-                    _log.warning("%s: record %d: %s", self._path, record_id, error)
+                    _log.warning("%s: record %d: %s", self.path, record_id, error)
                 self.damaged.add(record_id)
                 continue
             route, version, seconds, *_ = columns
@@ -354,7 +346,7 @@ class Buffer:
         Call it now and then, with or without traffic. Raises OSError as `append`.
         """
         self._grown = 0
-        now, keep_seconds = self._clock(), self.settings.retention_days * _DAY
+        now, keep_seconds = self.clock(), self.settings.retention_days * _DAY
         with self._database.reading() as connection:
             query = "SELECT id FROM records WHERE kept < ? ORDER BY kept"
             expired = connection.execute(query, (now - keep_seconds,)).fetchall()
@@ -364,8 +356,8 @@ class Buffer:
             ids = too_much(connection, newest=(1 - sampled) * share, aged=sampled * share)
         self._delete(ids)
         if not self._database.shrink():
-            _log.warning("%s: a reader is busy, the log is emptied later", self._path)
-        for aside in self._path.parent.glob(f"{self._path.name}.damaged-*"):
+            _log.warning("%s: a reader is busy, the log is emptied later", self.path)
+        for aside in self.path.parent.glob(f"{self.path.name}.damaged-*"):
             with contextlib.suppress(FileNotFoundError):  # others look after the file too
                 if now - aside.stat().st_mtime > min(_DAY, keep_seconds):
                     aside.unlink()

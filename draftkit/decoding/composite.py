@@ -13,7 +13,6 @@ Shapes: B rows, L tokens a row can hold, K proposed tokens (gamma), W guesses a 
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,14 +91,6 @@ class HybridProposer(Composite):
         return proposal._replace(lengths=torch.where(is_guessed, guess.lengths, gamma))
 
 
-class Pass(NamedTuple):
-    """What a pass of the draft model yields: the first `count` of its tokens."""
-
-    tokens: Tensor  # [B, W + 1]
-    law: Tensor  # [B, W + 1, V] that each was drawn from
-    count: Tensor  # [B] 1..W + 1
-
-
 class StagedProposer(Composite):
     """The guesser drafts `width` tokens for each of `passes` passes of the model.
 
@@ -121,21 +112,26 @@ class StagedProposer(Composite):
         uniforms = view.uniform(count=count * share, purpose=DRAFT).split(share, dim=1)
         # Positions past this round's proposals are scratch: they are clamped to one slot.
         end = (view.length + gamma).clamp(max=view.tokens.shape[1] - 1)
-        now, passes = view, []
-        for i in range(count):
-            if i > 0:
-                now = _after(now, passes[-1], end)
+        now, passes = view, [self._pass(view, width, uniforms[0], end)]
+        for i in range(1, count):
+            new, kept, _ = passes[-1]
+            now = _after(now, new, kept, end)
             passes.append(self._pass(now, width, uniforms[i], end))
-        index, lengths = _first(gamma, torch.stack([p.count for p in passes], dim=1), width + 1)
-        tokens = torch.cat([p.tokens for p in passes], dim=1).gather(1, index)
+        drawn, counts, laws = zip(*passes, strict=True)
+        index, lengths = _first(gamma, torch.stack(counts, dim=1), width + 1)
+        tokens = torch.cat(drawn, dim=1).gather(1, index)
         if view.group.greedy:
             return Proposal(tokens, None, lengths=lengths)
-        law = torch.cat([p.law for p in passes], dim=1)
         rows = torch.arange(len(index), device=index.device)[:, None]
-        return Proposal(tokens, law[rows, index], lengths=lengths)
+        return Proposal(tokens, torch.cat(laws, dim=1)[rows, index], lengths=lengths)
 
-    def _pass(self, view: RoundView, width: int, uniforms: Tensor, end: Tensor) -> Pass:
-        """One round of speculative decoding, with the model in the target's place."""
+    def _pass(
+        self, view: RoundView, width: int, uniforms: Tensor, end: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One round of speculative decoding, with the model as the target.
+
+        Returns tokens [B, W + 1], how many of them count [B], and the law [B, W + 1, V] of each.
+        """
         own, accept, then = uniforms.split([width, width, 1], dim=1)
         guess = self.guesser.propose(replace(view, noise=lambda **_: own), width)
         fed = torch.cat([view.last_two, guess.tokens], dim=1)  # two, as in every first step
@@ -155,14 +151,14 @@ class StagedProposer(Composite):
         )
         accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
         tokens = torch.cat([guess.tokens, next_token], dim=1).scatter(1, accepted, next_token)
-        return Pass(tokens, law, verdict.accepted + 1)
+        return tokens, verdict.accepted + 1, law
 
 
-def _after(view: RoundView, done: Pass, end: Tensor) -> RoundView:
-    """`view` with the tokens of a pass behind its text, as far as `end` [B]."""
-    positions = view.length[:, None] + torch.arange(done.tokens.shape[1], device=end.device)
-    tokens = view.tokens.scatter(1, torch.minimum(positions, end[:, None]), done.tokens)
-    length = torch.minimum(view.length + done.count, end)
+def _after(view: RoundView, new: Tensor, count: Tensor, end: Tensor) -> RoundView:
+    """`view` with `count` [B] of the tokens `new` [B, W + 1] behind its text, up to `end` [B]."""
+    positions = view.length[:, None] + torch.arange(new.shape[1], device=end.device)
+    tokens = view.tokens.scatter(1, torch.minimum(positions, end[:, None]), new)
+    length = torch.minimum(view.length + count, end)
     vocab_size = None if view.seen is None else view.seen.shape[1]
     return replace(view, **text_of(tokens, length, vocab_size))
 

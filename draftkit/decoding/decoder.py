@@ -24,7 +24,7 @@ from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.results import Launched, RoundResult, RoundSeconds, read, to_host
-from draftkit.decoding.round import Packed, RoundInputs, feed, feed_encoders
+from draftkit.decoding.round import Packed, RoundInputs
 from draftkit.decoding.state import (
     DecodeState,
     Group,
@@ -96,7 +96,7 @@ class Decoder:
         )
         self._copies = packed_copies(target) if compiled else 0
         self._packed: set[Hashable] = set()  # keys of graphs with a copy of the weights
-        self._proposers: dict[str, Proposer] = {}
+        self._proposers: dict[str | None, Proposer] = {}  # no None: plain rows look it up in vain
         self._made: set[str | None] = set()  # proposers whose caches have taken their shape
         self._running: list[Group] | None = None  # None: membership changed, group anew
         self._pending: deque[Launched] = deque()
@@ -182,7 +182,7 @@ class Decoder:
         slots = self.state.slots.values()
         unread = [slot for slot in slots if not slot.is_encoded]
         for proposer, batch in self._by_proposer(unread):
-            feed_encoders(self, batch, proposer)
+            units.feed_encoders(self, batch, proposer)
             for slot in batch:
                 slot.is_encoded = True
         waiting = [slot for slot in slots if not slot.is_ready]
@@ -190,7 +190,7 @@ class Decoder:
             numbers, starts = [slot.number for slot in batch], [slot.prefilled for slot in batch]
             left = [len(slot.request.prompt_ids) - 1 - slot.prefilled for slot in batch]
             width = min(PREFILL_CHUNK, max(left))
-            feed(self, numbers, starts, width, to_target=True, proposer=proposer)
+            units.feed(self, numbers, starts, width, to_target=True, proposer=proposer)
             for slot, count in zip(batch, left, strict=True):
                 slot.prefilled += min(width, count)
         if unread or waiting:
@@ -204,10 +204,7 @@ class Decoder:
             by_proposer.setdefault(slot.request.proposer_id, []).append(slot)
         for proposer_id, members in by_proposer.items():
             for first in range(0, len(members), PREFILL_ROWS):
-                yield self._proposer(proposer_id), members[first : first + PREFILL_ROWS]
-
-    def _proposer(self, proposer_id: str | None) -> Proposer | None:
-        return None if proposer_id is None else self._proposers[proposer_id]
+                yield self._proposers.get(proposer_id), members[first : first + PREFILL_ROWS]
 
     # Rounds
 
@@ -271,21 +268,18 @@ class Decoder:
 
     def _make_buffers(self, group: Group) -> None:
         """Feed a first token again where no pass has made a cache yet: code needs it there."""
-        proposer_id = group.proposer_id
-        is_new = proposer_id is not None and proposer_id not in self._made
+        proposer = self._proposers.get(group.proposer_id)
+        is_new = proposer is not None and group.proposer_id not in self._made
         if is_new or not self.cache.is_made:
-            proposer = self._proposer(proposer_id)
-            feed(self, [*group.members][:1], [0], 1, to_target=True, proposer=proposer)
-            self._made |= {proposer_id}
+            units.feed(self, [*group.members][:1], [0], 1, to_target=True, proposer=proposer)
+            self._made.add(group.proposer_id)
 
     def _propose(self, inputs: RoundInputs) -> tuple[Proposal, str]:
         group = inputs.group
-        if group.proposer_id is None:
-            return units.no_proposal(inputs), ""
-        proposer = self._proposers[group.proposer_id]
-        if group.gamma == 0:
-            return units.no_proposal(inputs), proposer.version
-        version = proposer.version
+        proposer = self._proposers.get(group.proposer_id)
+        version = "" if proposer is None else proposer.version
+        if proposer is None or group.gamma == 0:
+            return units.no_proposal(inputs), version
         # Where the host can look at the text. To make a view takes time.
         if not self._on_cuda and type(proposer).pick is not Proposer.pick:
             proposer = proposer.pick(units.round_view(self, inputs))
@@ -332,7 +326,7 @@ class Decoder:
         if behind:
             numbers, starts = [slot.number for slot in behind], [slot.fed for slot in behind]
             width = max(slot.length - slot.fed for slot in behind) + self._unread()
-            feed(self, numbers, starts, width, to_target=False, proposer=proposer)
+            units.feed(self, numbers, starts, width, to_target=False, proposer=proposer)
         for slot in slots:
             slot.followed, slot.fed = slot.rounds + 1, slot.length
 

@@ -122,7 +122,7 @@ class Head:
     weight: Tensor  # [V, H], real vocabulary only, or [K, H]
     bias: Tensor | None  # [V] or [K]
     kept_ids: Tensor | None = None
-    vocab_size: int = 0  # V, where ids are kept
+    vocab_size: int = 0  # V; needed where ids are kept
 
     def __call__(self, states: Tensor) -> Tensor:
         logits = functional.linear(states, self.weight, self.bias)
@@ -236,10 +236,9 @@ class CausalAdapter(Adapter):
         if not self._head_is_plain:
             return None
         module: Any = self.model.get_output_embeddings()
-        bias, size, kept = module.bias, self.vocab_size, self.kept_ids
-        if kept is not None:
-            return Head(module.weight[kept], None if bias is None else bias[kept], kept, size)
-        return Head(module.weight[:size], None if bias is None else bias[:size])
+        rows = slice(self.vocab_size) if self.kept_ids is None else self.kept_ids
+        bias = None if module.bias is None else module.bias[rows]
+        return Head(module.weight[rows], bias, self.kept_ids, self.vocab_size)
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         super().load_weights(state_dict)

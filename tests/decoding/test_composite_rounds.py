@@ -195,14 +195,14 @@ def hybrid(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
 MUTANTS: dict[str, tuple[Any, str, str]] = {
     "staged states the law of the guesser": (
         one_pass,
-        "return Pass(tokens, law, ",
+        "return tokens, verdict.accepted + 1, law",
         "law = torch.cat([guess.draft_probs, law[:, 1:]], dim=1)\n"
-        "        return Pass(tokens, law, ",
+        "        return tokens, verdict.accepted + 1, law",
     ),
     "staged states the laws one place off": (
         one_pass,
-        "return Pass(tokens, law, ",
-        "return Pass(tokens, law.roll(1, dims=1), ",
+        "return tokens, verdict.accepted + 1, law",
+        "return tokens, verdict.accepted + 1, law.roll(1, dims=1)",
     ),
     "staged takes guesses untested": (one_pass, "accept_uniform=accept,", "accept_uniform=0,"),
     "staged draws guess and test with one number": (
@@ -232,7 +232,7 @@ MUTANTS: dict[str, tuple[Any, str, str]] = {
     ),
     "staged does not move on between passes": (
         staged,
-        "now = _after(now, passes[-1], end)",
+        "now = _after(now, new, kept, end)",
         "pass",
     ),
     "hybrid chooses by what the model draws": (

@@ -185,7 +185,7 @@ def test_lookup_and_memory_read_committed_text_alone() -> None:
 
 READS_BEYOND = {
     "what followed, beyond the end": ("% period[:, None]", ""),
-    "matches beyond the end": ("place < last[:, None]", "place != last[:, None]"),
+    "matches beyond the end": ("position < last[:, None]", "position != last[:, None]"),
 }
 
 

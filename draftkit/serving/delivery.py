@@ -66,7 +66,7 @@ class Answers:
         jobs = [choice.job for choice in reply.choices]
         self._open = len(jobs)
         listeners = [functools.partial(self._listen, index) for index in range(len(jobs))]
-        self._ids = engine.submit(jobs, listeners)
+        self._submitted = engine.submit(jobs, listeners)
 
     def _listen(self, index: int, piece: Piece) -> None:
         """On the engine's thread. A loop that has closed has nobody left to tell."""
@@ -78,7 +78,7 @@ class Answers:
             return
         self._waiting.append((index, piece, at))
         self._backlog += _entries(piece)
-        is_over = self._backlog > BACKLOG * len(self._ids)
+        is_over = self._backlog > BACKLOG * len(self.reply.choices)
         if is_over and self._sending is not None and not self._is_judged:
             self._is_judged = True
             self._loop.call_soon(self._judge, self._sending, TURNS)
@@ -107,7 +107,7 @@ class Answers:
     def cancel(self) -> None:
         """Free the rows of the jobs that have not ended."""
         if self._open:
-            self._engine.cancel(self._ids)
+            self._engine.cancel(self._submitted)
 
     async def arrivals(self) -> AsyncIterator[dict[int, list[Piece]]]:
         """All that has come since the last time, by choice, until every job has ended.

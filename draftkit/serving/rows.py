@@ -22,6 +22,10 @@ from draftkit.serving.recorder import Recorder
 log = logging.getLogger(__name__)
 
 
+def nobody(_: Piece) -> None:
+    """Listens to an answer that has ended."""
+
+
 class Rows:
     """The running answers by slot of `decoder`; see the module's docstring."""
 
@@ -179,6 +183,7 @@ class Rows:
         if self._recorder is not None and answer.records and is_whole:
             self._recorder.offer(answer)
         self._tell(answer, piece)
+        answer.listener = nobody  # what waits to be recorded keeps no client
 
     def _tell(self, answer: Answer, piece: Piece) -> bool:
         """Whether the listener could take `piece`; after a failure it is not called again."""
@@ -188,6 +193,6 @@ class Rows:
             answer.listener(piece)
         except Exception:
             log.exception("a listener failed; its answer is cancelled")
-            answer.listener = lambda _: None
+            answer.listener = nobody
             return False
         return True

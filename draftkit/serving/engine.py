@@ -224,22 +224,19 @@ class Engine:
         try:
             while not self._stopping:
                 self._beat = self._clock()
-                self._try_step()
+                try:
+                    self._step()
+                except Exception:  # not of a round: those end their own rows
+                    log.exception("the engine met an error between two rounds")
+                    self._rows.count_error()
+                    self._end(lambda _: "error")
+                    with self._changed:
+                        self._changed.wait(ERROR_SECONDS)
             reason = "cancelled"
         finally:
             with self._changed:
                 self._draining = True  # nobody is there for new jobs
             self._end(lambda _: reason)
-
-    def _try_step(self) -> None:
-        try:
-            self._step()
-        except Exception:  # not of a round: those end their own rows
-            log.exception("the engine met an error between two rounds")
-            self._rows.count_error()
-            self._end(lambda _: "error")
-            with self._changed:
-                self._changed.wait(ERROR_SECONDS)
 
     def _step(self) -> None:
         """One round with all that comes before it; without rows, wait for some."""

@@ -79,7 +79,9 @@ class Rows:
             )
             (slot,) = self.decoder.join([request])
         except Exception:
-            self._fail([answer])
+            log.exception("an answer cannot join and ends by an error")
+            self._counters.errors += 1
+            self.finish(answer, answer.end("error"))
             return
         self._running[slot] = answer
         self._counters.prompt_tokens += len(job.prompt_ids)
@@ -88,7 +90,8 @@ class Rows:
         """End the answers that have a reason, before their time."""
         ending = [(s, a, reason) for s, a in self._running.items() if (reason := reason_of(a))]
         for _, answer, reason in ending:
-            self.finish(answer, answer.end(reason))
+            if answer.ended is None:
+                self.finish(answer, answer.end(reason))
         self._leave([slot for slot, _, _ in ending])
 
     def round(self) -> None:
@@ -102,9 +105,10 @@ class Rows:
                 self._take(result, seconds / rows)
             self.errors_in_a_row = 0
         except Exception:
+            log.exception("%d answers end by an error", len(self))
+            self._counters.errors += 1
             self.count_error()
-            self._fail(self.answers)
-            self._leave(list(self._running))
+            self.end(lambda _: "error")
 
     def count_error(self) -> None:
         """One more without a round that succeeded in between."""
@@ -115,14 +119,6 @@ class Rows:
         for slot in slots:
             del self._running[slot]
         self.decoder.leave(slots)
-
-    def _fail(self, answers: Sequence[Answer]) -> None:
-        """End `answers` as "error", while an exception is at hand."""
-        log.exception("%d answers end by an error", len(answers))
-        self._counters.errors += 1
-        for answer in answers:
-            if answer.ended is None:
-                self.finish(answer, answer.end("error"))
 
     def _take(self, result: RoundResult, seconds: float) -> None:
         """Bring a group's round to its answers; `seconds` is each row's share of the time."""

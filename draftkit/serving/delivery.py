@@ -217,6 +217,7 @@ class Delivery(Response):
         super().__init__(headers=headers if self._streams else None)
         del self.headers["content-length"]
         self._answers, self._turn, self._seconds = answers, turn, seconds
+        self._has_begun = False  # to send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it; stop where the client leaves or sleeps.
@@ -225,19 +226,18 @@ class Delivery(Response):
         """
         until = functools.partial(unless_left, receive=receive, seconds=self._seconds)
         try:
-            if not self._streams:
-                try:
-                    is_there = await until(self._answers.whole())
-                except TimeoutError:
-                    raise failure("timeout") from None
-                if not is_there:
-                    return
-            with suppress(TimeoutError):
-                await until(self._send_events(send) if self._streams else self._send_parts(send))
+            if self._streams:
+                await until(self._send_events(send))
+            elif await until(self._answers.whole()):
+                await until(self._send_parts(send))
+        except TimeoutError:
+            if not self._has_begun:
+                raise failure("timeout") from None
         finally:
             await self._answers.close()
 
     async def _start(self, send: Send) -> None:
+        self._has_begun = True
         start = {"type": "http.response.start", "status": self.status_code}
         await send(start | {"headers": self.raw_headers})
 

@@ -124,7 +124,7 @@ class Limits:
             code="too_large",
         )
         declared = _header(request, "content-length")
-        if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
+        if declared.isdecimal() and int(declared[:20]) > self._max_body_bytes:
             raise too_large
         body = bytearray()
         try:

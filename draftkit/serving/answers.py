@@ -23,15 +23,15 @@ class Answer:
     """
 
     def __init__(
-        self, number: int, job: Job, listener: Listener, *, decode: Decode, seed: int, now: float
+        self, job: Job, listener: Listener, *, decode: Decode, seed: int, now: float
     ) -> None:
         """`now`: by time.monotonic()."""
-        self.number = number
         self.job = job
         self.listener = listener
         self.seed = seed
         self.started = now
         self.ended: float | None = None  # unix time at which the last piece is told
+        self.is_cancelled = False  # it ends at the next round
         self.records = False
         self.completion = Completion(list(job.prompt_ids))
         self.versions: list[str] = []  # of drafters, each once

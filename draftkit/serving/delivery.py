@@ -66,7 +66,7 @@ class Answers:
         jobs = [choice.job for choice in reply.choices]
         self._open = len(jobs)
         listeners = [functools.partial(self._listen, index) for index in range(len(jobs))]
-        self._ids = engine.submit(jobs, listeners)
+        self._submitted = engine.submit(jobs, listeners)
 
     def _listen(self, index: int, piece: Piece) -> None:
         """On the engine's thread. A loop that has closed has nobody left to tell."""
@@ -78,7 +78,7 @@ class Answers:
             return
         self._waiting.append((index, piece, at))
         self._backlog += _entries(piece)
-        is_over = self._backlog > BACKLOG * len(self._ids)
+        is_over = self._backlog > BACKLOG * len(self.reply.choices)
         if is_over and self._sending is not None and not self._is_judged:
             self._is_judged = True
             self._loop.call_soon(self._judge, self._sending, TURNS)
@@ -107,7 +107,7 @@ class Answers:
     def cancel(self) -> None:
         """Free the rows of the jobs that have not ended."""
         if self._open:
-            self._engine.cancel(self._ids)
+            self._engine.cancel(self._submitted)
 
     async def arrivals(self) -> AsyncIterator[dict[int, list[Piece]]]:
         """All that has come since the last time, by choice, until every job has ended.
@@ -217,6 +217,7 @@ class Delivery(Response):
         super().__init__(headers=headers if self._streams else None)
         del self.headers["content-length"]
         self._answers, self._turn, self._seconds = answers, turn, seconds
+        self._has_begun = False  # to send
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all of it; stop where the client leaves or sleeps.
@@ -225,19 +226,18 @@ class Delivery(Response):
         """
         until = functools.partial(unless_left, receive=receive, seconds=self._seconds)
         try:
-            if not self._streams:
-                try:
-                    is_there = await until(self._answers.whole())
-                except TimeoutError:
-                    raise failure("timeout") from None
-                if not is_there:
-                    return
-            with suppress(TimeoutError):
-                await until(self._send_events(send) if self._streams else self._send_parts(send))
+            if self._streams:
+                await until(self._send_events(send))
+            elif await until(self._answers.whole()):
+                await until(self._send_parts(send))
+        except TimeoutError:
+            if not self._has_begun:
+                raise failure("timeout") from None
         finally:
             await self._answers.close()
 
     async def _start(self, send: Send) -> None:
+        self._has_begun = True
         start = {"type": "http.response.start", "status": self.status_code}
         await send(start | {"headers": self.raw_headers})
 

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from draftkit.config import DecodeConfig, ServeConfig
@@ -85,16 +85,14 @@ class Engine:
         self._rows = Rows(self.decoder, drafters, recorder, gamma=decoding.gamma, clock=clock)
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[Answer] = deque()
-        self._cancelled: set[int] = set()
-        self._next = 0
         self._draining = self._stopping = False
         self._beat = self._clock()
         self._thread: threading.Thread | None = None
 
     # For any thread
 
-    def submit(self, jobs: Sequence[Job], listeners: Sequence[Listener]) -> list[int]:
-        """Queue `jobs`, all or none; return their numbers. Pieces may come before this returns.
+    def submit(self, jobs: Sequence[Job], listeners: Sequence[Listener]) -> list[Answer]:
+        """Queue `jobs`, all or none; return what `cancel` takes. Pieces may come before that.
 
         Raises QueueFull; Draining; ValueError for a job that can never be served.
         """
@@ -103,7 +101,10 @@ class Engine:
         room = self._serve.queue + self._serve.slots
         if len(jobs) > room:
             raise ValueError(f"{len(jobs)} answers at once, the server has room for {room}")
-        now = self._clock()
+        now, answers = self._clock(), []
+        for job, listener in zip(jobs, listeners, strict=True):
+            seed = secrets.randbelow(SEEDS) if job.seed is None else job.seed % SEEDS
+            answers.append(Answer(job, listener, decode=self._decode, seed=seed, now=now))
         with self._changed:
             if self._draining:
                 raise Draining("the server is about to stop")
@@ -111,22 +112,15 @@ class Engine:
             if busy + len(jobs) > room:
                 turns = 1 + len(self._waiting) / self._serve.slots
                 raise QueueFull(min(60.0, max(1.0, turns * self._rows.job_seconds)))
-            numbers = range(self._next, self._next + len(jobs))
-            answers = []
-            for number, job, listener in zip(numbers, jobs, listeners, strict=True):
-                seed = secrets.randbelow(SEEDS) if job.seed is None else job.seed % SEEDS
-                answers.append(
-                    Answer(number, job, listener, decode=self._decode, seed=seed, now=now)
-                )
-            self._next += len(jobs)
             self._waiting.extend(answers)
             self._changed.notify()
-        return list(numbers)
+        return answers
 
-    def cancel(self, ids: Sequence[int]) -> None:
-        """End jobs as "cancelled" at the next round; those that have ended are left alone."""
+    def cancel(self, answers: Iterable[Answer]) -> None:
+        """End answers as "cancelled" at the next round; those that have ended are left alone."""
         with self._changed:
-            self._cancelled.update(ids)
+            for answer in answers:
+                answer.is_cancelled = True
             self._changed.notify()
 
     def load(self) -> Load:
@@ -184,9 +178,7 @@ class Engine:
             self._draining = True
             done = self._changed.wait_for(self._is_idle, timeout=seconds)
             if not done:
-                left = [*self._waiting, *self._rows.answers]
-                self._cancelled.update(answer.number for answer in left)
-                self._changed.notify_all()
+                self.cancel([*self._waiting, *self._rows.answers])
                 self._changed.wait_for(self._is_idle, timeout=LEAVING_SECONDS)
         return done
 
@@ -232,22 +224,19 @@ class Engine:
         try:
             while not self._stopping:
                 self._beat = self._clock()
-                self._try_step()
+                try:
+                    self._step()
+                except Exception:  # not of a round: those end their own rows
+                    log.exception("the engine met an error between two rounds")
+                    self._rows.count_error()
+                    self._end(lambda _: "error")
+                    with self._changed:
+                        self._changed.wait(ERROR_SECONDS)
             reason = "cancelled"
         finally:
             with self._changed:
                 self._draining = True  # nobody is there for new jobs
             self._end(lambda _: reason)
-
-    def _try_step(self) -> None:
-        try:
-            self._step()
-        except Exception:  # not of a round: those end their own rows
-            log.exception("the engine met an error between two rounds")
-            self._rows.count_error()
-            self._end(lambda _: "error")
-            with self._changed:
-                self._changed.wait(ERROR_SECONDS)
 
     def _step(self) -> None:
         """One round with all that comes before it; without rows, wait for some."""
@@ -265,13 +254,11 @@ class Engine:
     def _drop(self) -> None:
         """End what was cancelled or is late, waiting or running."""
         now = self._clock()
-        with self._changed:
-            cancelled, self._cancelled = self._cancelled, set()
 
         def reason(answer: Answer) -> str | None:
-            deadline = answer.job.deadline
-            if answer.number in cancelled:
+            if answer.is_cancelled:
                 return "cancelled"
+            deadline = answer.job.deadline
             return "timeout" if deadline is not None and now >= deadline else None
 
         self._end(reason)

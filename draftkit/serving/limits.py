@@ -91,7 +91,8 @@ class Limits:
             )
 
     def _check_host(self, given: str) -> None:
-        host = hostname(given)
+        host = given[1:].partition("]")[0] if given.startswith("[") else given.partition(":")[0]
+        host = host.lower().removesuffix(".")
         try:
             ipaddress.ip_address(host)
         except ValueError:
@@ -123,7 +124,7 @@ class Limits:
             code="too_large",
         )
         declared = _header(request, "content-length")
-        if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
+        if declared.isdecimal() and int(declared[:20]) > self._max_body_bytes:
             raise too_large
         body = bytearray()
         try:
@@ -141,15 +142,8 @@ class Limits:
 
 
 def _header(request: Request, name: str) -> str:
-    """A header's value; several are joined, and so are none that is known."""
+    """A header's value, empty without one; several are joined."""
     return ", ".join(request.headers.getlist(name))
-
-
-def hostname(given: str) -> str:
-    """The host of a `Host` header, without its port, in lower case; an IPv6 address bare."""
-    if given.startswith("["):
-        return given[1:].partition("]")[0].lower()
-    return given.partition(":")[0].lower().removesuffix(".")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -21,12 +21,13 @@ LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
 
-class Metrics:
+class Metrics(Collector):
     """The metrics of one server, labelled with the name that clients call its model by."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
+        self._engine, self._model_name = engine, model_name
         self._registry = CollectorRegistry()
-        self._registry.register(_Engine(engine, model_name))
+        self._registry.register(self)
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
             made = Histogram(name, what, ["model_name"], buckets=buckets, registry=self._registry)
@@ -49,7 +50,6 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
-        self._model_name = model_name
 
     def ended(self, reason: str) -> None:
         self._ended.labels(self._model_name, reason).inc()
@@ -58,20 +58,12 @@ class Metrics:
         """The exposition, of type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
-
-class _Engine(Collector):
-    """The engine's counts, read when Prometheus asks."""
-
-    def __init__(self, engine: Engine, model_name: str) -> None:
-        self._engine = engine
-        self._name = model_name
-
     def describe(self) -> list[Metric]:
         """None in advance: the engine may not have begun."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of the engine."""
+        """The engine's counts, read when Prometheus asks."""
         load, counts = self._engine.load(), self._engine.counters()
         drafters = dict(sorted(counts.drafters.items()))
         versions = sorted(self._engine.versions().items())
@@ -143,5 +135,5 @@ class _Engine(Collector):
         """`values`: by the tuple of their `labels`."""
         family = kind(name, what, labels=["model_name", *labels])
         for label_values, value in values.items():
-            family.add_metric([self._name, *label_values], value)
+            family.add_metric([self._model_name, *label_values], value)
         return family

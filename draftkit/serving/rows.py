@@ -22,6 +22,10 @@ from draftkit.serving.recorder import Recorder
 log = logging.getLogger(__name__)
 
 
+def nobody(_: Piece) -> None:
+    """Listens to an answer that has ended."""
+
+
 class Rows:
     """The running answers by slot of `decoder`; see the module's docstring."""
 
@@ -75,7 +79,9 @@ class Rows:
             )
             (slot,) = self.decoder.join([request])
         except Exception:
-            self._fail([answer])
+            log.exception("an answer cannot join and ends by an error")
+            self._counters.errors += 1
+            self.finish(answer, answer.end("error"))
             return
         self._running[slot] = answer
         self._counters.prompt_tokens += len(job.prompt_ids)
@@ -84,7 +90,8 @@ class Rows:
         """End the answers that have a reason, before their time."""
         ending = [(s, a, reason) for s, a in self._running.items() if (reason := reason_of(a))]
         for _, answer, reason in ending:
-            self.finish(answer, answer.end(reason))
+            if answer.ended is None:
+                self.finish(answer, answer.end(reason))
         self._leave([slot for slot, _, _ in ending])
 
     def round(self) -> None:
@@ -98,9 +105,10 @@ class Rows:
                 self._take(result, seconds / rows)
             self.errors_in_a_row = 0
         except Exception:
+            log.exception("%d answers end by an error", len(self))
+            self._counters.errors += 1
             self.count_error()
-            self._fail(self.answers)
-            self._leave(list(self._running))
+            self.end(lambda _: "error")
 
     def count_error(self) -> None:
         """One more without a round that succeeded in between."""
@@ -111,14 +119,6 @@ class Rows:
         for slot in slots:
             del self._running[slot]
         self.decoder.leave(slots)
-
-    def _fail(self, answers: Sequence[Answer]) -> None:
-        """End `answers` as "error", while an exception is at hand."""
-        log.exception("%d answers end by an error", len(answers))
-        self._counters.errors += 1
-        for answer in answers:
-            if answer.ended is None:
-                self.finish(answer, answer.end("error"))
 
     def _take(self, result: RoundResult, seconds: float) -> None:
         """Bring a group's round to its answers; `seconds` is each row's share of the time."""
@@ -179,6 +179,7 @@ class Rows:
         if self._recorder is not None and answer.records and is_whole:
             self._recorder.offer(answer)
         self._tell(answer, piece)
+        answer.listener = nobody  # what waits to be recorded keeps no client
 
     def _tell(self, answer: Answer, piece: Piece) -> bool:
         """Whether the listener could take `piece`; after a failure it is not called again."""
@@ -188,6 +189,6 @@ class Rows:
             answer.listener(piece)
         except Exception:
             log.exception("a listener failed; its answer is cancelled")
-            answer.listener = lambda _: None
+            answer.listener = nobody
             return False
         return True

@@ -19,6 +19,7 @@ from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Entry, Served
 from draftkit.online.registry import Version
+from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
 from draftkit.serving.jobs import Job, Piece, Speculation
@@ -45,6 +46,7 @@ class Client:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self.answer: Answer | None = None  # what the engine calls it
         self.pieces: list[Piece] = []
         self.ended = threading.Event()
         self.started = threading.Event()
@@ -87,7 +89,8 @@ def job(prompt: Sequence[int], new: int = 12, **others: Any) -> Job:
 def ask(engine: Engine, *jobs: Job) -> list[Client]:
     """Submit `jobs` together."""
     clients = [Client(one) for one in jobs]
-    engine.submit(jobs, clients)
+    for client, answer in zip(clients, engine.submit(jobs, clients), strict=True):
+        client.answer = answer
     return clients
 
 

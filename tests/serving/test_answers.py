@@ -15,7 +15,7 @@ def pairs(ids: list[int]) -> str:
 
 
 def answer(*stops: str) -> Answer:
-    return Answer(0, job([1], stops=stops), lambda _: None, decode=pairs, seed=0, now=0.0)
+    return Answer(job([1], stops=stops), lambda _: None, decode=pairs, seed=0, now=0.0)
 
 
 def take(made: Answer, ids: list[int], *, done: bool = False, version: str = "v1") -> Piece | None:

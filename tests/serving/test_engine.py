@@ -147,14 +147,15 @@ def test_a_cancelled_answer_frees_its_row_and_the_next_one_joins() -> None:
     with serving(TARGET, draft, slots=1) as engine:
         long, short = ask(engine, job(PROMPTS[0], 90), job(PROMPTS[1], 3))
         assert long.started.wait(30)
-        engine.cancel([0])
-        engine.cancel([0, 99])
+        engine.cancel([long.answer])
+        engine.cancel([long.answer])
         assert long.wait().reason == "cancelled"
         assert 0 < len(long.ids) < 90
         assert short.wait().reason == "length"
         waiting = ask(engine, job(PROMPTS[0], 90), job(PROMPTS[1], 70))
-        engine.cancel([3, 2])
+        engine.cancel([long.answer, *(client.answer for client in reversed(waiting))])
         assert [client.wait().reason for client in waiting] == ["cancelled"] * 2
+        assert long.reason == "cancelled"  # it has ended long ago
         until(lambda: engine.load().running == 0)
         assert engine.load().queued == 0
         assert engine.decoder.free_slots == 1
@@ -165,7 +166,7 @@ def test_a_row_is_free_at_the_round_after_a_cancellation() -> None:
         (client,) = ask(engine, job(PROMPTS[0], 90))
         engine._step()
         assert engine.decoder.free_slots == 0
-        engine.cancel([0])
+        engine.cancel([client.answer])
         (other,) = ask(engine, job(PROMPTS[1], 2))
         engine._step()
         assert client.reason == "cancelled"
@@ -180,7 +181,7 @@ def test_an_answer_that_is_late_ends_whether_it_runs_or_waits() -> None:
         )
         assert waiting.wait().reason == "timeout"
         assert waiting.ids == []
-        engine.cancel([0])
+        engine.cancel([running.answer])
         running.wait()
         (late,) = answers(engine, job(PROMPTS[0], 90, deadline=past))
         assert late.reason == "timeout"

@@ -116,7 +116,7 @@ def test_who_joins_last_first_is_not_fair(monkeypatch: pytest.MonkeyPatch) -> No
 
         def newest_first() -> None:
             with engine._changed:
-                newest = sorted(engine._waiting, key=lambda answer: -answer.number)
+                newest = sorted(engine._waiting, key=lambda answer: -answer.started)
                 engine._waiting = deque(newest)
             admit()
 

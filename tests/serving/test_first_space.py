@@ -50,7 +50,7 @@ class Saying(FakeEngine):
         return list(range(len(jobs)))
 
     def _say(self, job: Job, listener: Listener) -> None:
-        answer = Answer(0, job, listener, decode=decode, seed=0, now=0.0)
+        answer = Answer(job, listener, decode=decode, seed=0, now=0.0)
         for number, token in enumerate(SAID_IDS, start=1):
             answer.completion.output_ids.append(token)
             score = TokenScore(token, -1.0)

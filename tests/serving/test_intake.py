@@ -126,10 +126,10 @@ def test_numbers_are_bounded_by_the_settings() -> None:
 def test_routes_and_recording() -> None:
     plain = complete(intake()).choices[0].job
     assert (plain.route, plain.records) == ("default", True)
-    told = (
+    named = (
         complete(intake(), {"X-Draftkit-Route": "code", "X-Draftkit-Record": " No "}).choices[0].job
     )
-    assert (told.route, told.records) == ("code", False)
+    assert (named.route, named.records) == ("code", False)
     with pytest.raises(ApiError, match=r"must be one of default, code, got '\.\./x'"):
         complete(intake(), {"x-draftkit-route": "../x"})
     with pytest.raises(ApiError, match="must be yes or no, got 'never'"):
@@ -167,7 +167,7 @@ def test_all_turns_of_a_conversation_are_on_one_side_of_the_held_out_split(tmp_p
             turns = [{"role": "user", "content": f"q{number}"}]
             for answer in ("a", "b"):
                 (choice,) = converse(found, messages=turns, max_tokens=1).choices
-                finished = Answer(0, choice.job, print, decode=TEXTS.decode, seed=0, now=0.0)
+                finished = Answer(choice.job, print, decode=TEXTS.decode, seed=0, now=0.0)
                 finished.completion.output_ids += [7, 9]
                 finished.completion.steps += [TraceRound([7, 8], 1, 9, 2)]
                 finished.ended = 0.0

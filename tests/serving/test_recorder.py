@@ -38,7 +38,7 @@ def answered(
     number: int = 0, *, records: bool = True, output_ids: Sequence[int] = (7, 9)
 ) -> Answer:
     one = job([1, 2, number], records=records)
-    made = Answer(number, one, lambda _: None, decode=bytes_text, seed=number, now=0.0)
+    made = Answer(one, lambda _: None, decode=bytes_text, seed=number, now=0.0)
     made.completion.output_ids += output_ids
     made.completion.steps = [TraceRound([7, 8], 1, 9, 2)]
     made.versions, made.ended = ["v1"], 100.0
@@ -148,7 +148,7 @@ def test_a_broken_off_answer_is_not_recorded() -> None:
     with serving(TARGET, draft, disk=disk) as engine:
         (client,) = ask(engine, job(PROMPTS[0], 80))
         assert client.started.wait(30)
-        engine.cancel([0])
+        engine.cancel([client.answer])
         client.wait()
     assert disk.entries == []
     assert sum(row.requests for row in disk.counts) == 1

@@ -33,12 +33,10 @@ class Stand:
         self.drafters.poll()
         self.rows = Rows(self.decoder, self.drafters, None, gamma=3, **rows)
         self.served = lambda: self.drafters.routes["default"].current.acceptance
-        self.joined = 0
 
     def join(self, one: Job) -> tuple[Client, Answer]:
         client = Client(one)
-        answer = Answer(self.joined, one, client, decode=self.decode, seed=1, now=0.0)
-        self.joined += 1
+        answer = Answer(one, client, decode=self.decode, seed=1, now=0.0)
         self.rows.join(answer)
         return client, answer
 
@@ -167,7 +165,7 @@ def test_a_listener_that_failed_is_not_called_again(caplog: pytest.LogCaptureFix
         raise OSError("gone")
 
     one = job(PROMPT, 50)
-    stand.rows.join(Answer(0, one, broken, decode=bytes_text, seed=1, now=0.0))
+    stand.rows.join(Answer(one, broken, decode=bytes_text, seed=1, now=0.0))
     stand.rows.round()
     assert len(stand.rows) == 0
     assert calls == [1]

@@ -1,7 +1,7 @@
 """From what was measured to the keys of a summary, the verdict among them."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -143,19 +143,17 @@ def count_rounds(timed: Timed, *, seed: int, resamples: int) -> dict[str, Any]:
     """
     done = timed.completions
 
-    def ratio(totals: Sequence[float], counts: Sequence[float]) -> dict[str, Any] | None:
-        if sum(count > 0 for count in counts) < 2:
+    def estimate(pairs: Iterable[tuple[float, float]]) -> dict[str, Any] | None:
+        rate = Rate.of(pairs)
+        if (rate.counts > 0).sum() < 2:
             return None
-        rate = Rate(*(torch.tensor(one, dtype=torch.float64) for one in (totals, counts)))
         return bootstrap(rate, seed=seed, resamples=resamples).as_dict()
 
-    rounds, accepted = [c.rounds for c in done], [c.accepted for c in done]
     histogram = torch.tensor([c.accept_counts for c in done], dtype=torch.float64).sum(0)
-    emitted = [n + r for n, r in zip(accepted, rounds, strict=True)]
     return {
-        "alpha_decoding": ratio([c.acceptance_total for c in done], [c.tested for c in done]),
-        "acceptance_rate": ratio(accepted, [c.drafted for c in done]),
-        "acceptance_length": ratio(emitted, rounds),
+        "alpha_decoding": estimate((c.acceptance_total, c.tested) for c in done),
+        "acceptance_rate": estimate((c.accepted, c.drafted) for c in done),
+        "acceptance_length": estimate((c.accepted + c.rounds, c.rounds) for c in done),
         "acceptance_per_position": unconditional_rates(histogram).tolist(),
         "accept_counts": [int(count) for count in histogram],
     }

@@ -7,7 +7,7 @@ apart from the rounds. Compiling takes no time here: the clock stands still, and
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -90,12 +90,12 @@ class Timed:
     @property
     def rounds(self) -> Rate:
         """Without the prefill."""
-        return _rate((chunk.tokens, chunk.seconds) for chunk in self.chunks)
+        return Rate.of((chunk.tokens, chunk.seconds) for chunk in self.chunks)
 
     @property
     def answers(self) -> Rate:
         """From request to last token: with the prefill, and with waiting for the slowest row."""
-        return _rate((one.tokens, one.prefill_seconds + one.seconds) for one in self.chunks)
+        return Rate.of((one.tokens, one.prefill_seconds + one.seconds) for one in self.chunks)
 
     @property
     def full_batches(self) -> Rate:
@@ -104,20 +104,16 @@ class Timed:
         In a larger batch rows end apart, the drafted ones further apart, so that whole chunks gain
         less than a server that refills its batch.
         """
-        return _rate((full.tokens, full.seconds) for full in self._full)
+        return Rate.of((full.tokens, full.seconds) for full in self._full)
 
     @property
     def full_length(self) -> float:
         """Acceptance length in the rounds of full batches."""
-        return _rate((full.emitted, full.row_rounds) for full in self._full).mean
+        return Rate.of((full.emitted, full.row_rounds) for full in self._full).mean
 
     @property
     def _full(self) -> list[FullBatch]:
         return [chunk.full for chunk in self.chunks if chunk.full is not None]
-
-
-def _rate(pairs: Iterable[tuple[float, float]]) -> Rate:
-    return Rate(*torch.tensor([*pairs], dtype=torch.float64).unbind(-1))
 
 
 def now() -> float:

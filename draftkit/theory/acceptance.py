@@ -20,7 +20,7 @@ Shapes: V vocabulary, P prompts.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +52,11 @@ class Rate(NamedTuple):
 
     totals: Tensor
     counts: Tensor
+
+    @staticmethod
+    def of(pairs: Iterable[tuple[float, float]]) -> "Rate":
+        """A total and a count of each prompt."""
+        return Rate(*torch.tensor([*pairs], dtype=torch.float64).unbind(-1))
 
     @property
     def mean(self) -> float:

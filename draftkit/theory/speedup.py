@@ -57,10 +57,6 @@ def expected_tokens(alpha: float, gamma: int) -> float:
     return sum((alpha**i for i in range(1, gamma + 1)), start=1.0)
 
 
-def _round_cost(gamma: int, cost_ratio: float, verify_ratio: float, overhead_ratio: float) -> float:
-    return gamma * cost_ratio + verify_ratio + overhead_ratio
-
-
 def speedup_from_length(
     acceptance_length: float,
     gamma: int,
@@ -69,7 +65,7 @@ def speedup_from_length(
     overhead_ratio: float = 0.0,
 ) -> float:
     """tau / (gamma c + v + o) for a measured tau."""
-    return acceptance_length / _round_cost(gamma, cost_ratio, verify_ratio, overhead_ratio)
+    return acceptance_length / (gamma * cost_ratio + verify_ratio + overhead_ratio)
 
 
 def improvement_factor(
@@ -95,7 +91,7 @@ def break_even_alpha(
     gamma: int, cost_ratio: float, verify_ratio: float = 1.0, overhead_ratio: float = 0.0
 ) -> float | None:
     """The alpha at which speculation neither gains nor loses; None if even alpha = 1 loses."""
-    cost = _round_cost(gamma, cost_ratio, verify_ratio, overhead_ratio)
+    cost = gamma * cost_ratio + verify_ratio + overhead_ratio
     if gamma + 1 < cost:
         return None
     low, high = 0.0, 1.0

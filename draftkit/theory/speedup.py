@@ -68,23 +68,11 @@ def speedup_from_length(
     return acceptance_length / (gamma * cost_ratio + verify_ratio + overhead_ratio)
 
 
-def improvement_factor(
-    alpha: float,
-    gamma: int,
-    cost_ratio: float,
-    verify_ratio: float = 1.0,
-    overhead_ratio: float = 0.0,
-) -> float:
-    """The speed-up at alpha; (1 - alpha^(gamma+1)) / ((1 - alpha)(gamma c + 1)) at v = 1, o = 0."""
-    tokens = expected_tokens(alpha, gamma)
-    return speedup_from_length(tokens, gamma, cost_ratio, verify_ratio, overhead_ratio)
-
-
 def ceiling(
     gamma: int, cost_ratio: float, verify_ratio: float = 1.0, overhead_ratio: float = 0.0
 ) -> float:
     """The factor of a perfect draft, alpha = 1: (gamma + 1) / (gamma c + v + o)."""
-    return improvement_factor(1.0, gamma, cost_ratio, verify_ratio, overhead_ratio)
+    return speedup_from_length(gamma + 1, gamma, cost_ratio, verify_ratio, overhead_ratio)
 
 
 def break_even_alpha(

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftkit.artifacts import write_text
+
 FILE_NAME = "metrics.jsonl"
 STEP_NAMES = {"online": "update"}  # the step axis of a section, where it is not `step`
 
@@ -125,13 +127,7 @@ class Tracker:
 
     def _replace(self, lines: list[dict[str, Any]]) -> None:
         assert self._path is not None
-        temporary = self._path.with_name(f".{FILE_NAME}.tmp-{os.getpid()}")
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(self._path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_text(self._path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def log(self, section: str, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line and forward `section/key` to W&B. Steps of a section must not fall.

@@ -57,7 +57,7 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
 
     def answer(rows: range) -> list[Record]:
         lot = [prompts[row % len(prompts)].prompt_ids for row in rows]
-        return sampler.sample(lot, rows=rows, version=folder.checksums["target"])
+        return sampler.sample(lot, rows=rows, version=folder.needs["target"].digest)
 
     for records in write_parts(folder.path, total, size=size, make=answer):
         rollouts += len(records)
@@ -104,7 +104,7 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
                 "rows, or raise data.test_fraction and data.validation_fraction"
             )
         records = sampler.sample(
-            prompts, rows=range(len(prompts)), version=folder.checksums["target"]
+            prompts, rows=range(len(prompts)), version=folder.needs["target"].digest
         )
         write_records(folder.path / f"{name}.parquet", records)
         tokens = sum(len(record.output_ids) for record in records)
@@ -141,7 +141,7 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     With `generate.top_k` above 0 a draft learns from these, and the target is not in memory while
     it does.
     """
-    rollouts = read_parts(folder.input("rollouts")) if "rollouts" in folder.inputs else None
+    rollouts = read_parts(folder.input("rollouts")) if "rollouts" in folder.needs else None
     examples = read_splits(folder.input("texts")).train
     records = texts_to_score(config, TrainingTexts(examples, rollouts))
     score = partial(

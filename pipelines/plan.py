@@ -22,10 +22,10 @@ NEVER_COUNT = ("name", "root", "job", "overwrite", "plan", "runs", "hardware", "
 
 @dataclass(frozen=True)
 class StageFolder:
-    """What a stage is given: its folder, its inputs' paths by name, and its tracker.
+    """What a stage is given: its folder, its tracker, and what it needs by name, made by now.
 
     `resumed`: an interrupted run began there. `is_main` is false on the other processes of a
-    distributed launch: they read and never write. `checksums`: those of the inputs.
+    distributed launch: they read and never write.
     """
 
     path: Path
@@ -33,8 +33,7 @@ class StageFolder:
     resumed: bool = False
     is_main: bool = True
     stage: str = ""
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    checksums: Mapping[str, str] = field(default_factory=dict)
+    needs: "Mapping[str, Given | Step]" = field(default_factory=dict)
 
     def note(self, text: str) -> None:
         """Print one line to the person who started the stage."""
@@ -43,7 +42,7 @@ class StageFolder:
 
     def input(self, name: str) -> Path:
         """Where the product of the input `name` lies."""
-        return Path(self.inputs[name])
+        return Path(self.needs[name].path)
 
     def model(self, config: Config, key: str) -> ModelConfig:
         """The model of section `key` (`target` or `draft`): as it is given, or as it was made.
@@ -52,8 +51,8 @@ class StageFolder:
         """
         section: ModelConfig = getattr(config, key)
         if section.path is None:
-            return replace(section, path=self.inputs[key], revision=None)
-        name, _, commit = self.checksums.get(key, "").rpartition("@")
+            return replace(section, path=self.needs[key].path, revision=None)
+        name, _, commit = self.needs[key].digest.rpartition("@")
         return replace(section, revision=commit) if name == section.path else section
 
 

@@ -147,10 +147,10 @@ def daemon_needs(config: Config) -> dict[str, Given | Step]:
 def load_anchors(config: Config, made: StageFolder) -> Anchors:
     """Answers of the target to prompts of `data`: some to mix in, held-out ones for the gate."""
     options = config.online
-    if "scores" in made.inputs:
+    if "scores" in made.needs:
         train = read_parts(made.input("scores"))
         held_out = read_contexts(made.input("scores"), "validation")
-    elif "rollouts" in made.inputs:
+    elif "rollouts" in made.needs:
         train = read_parts(made.input("rollouts"))
         held_out = read_contexts(made.input("contexts"), "validation")
     else:

@@ -131,15 +131,6 @@ def run_step(step: Step, *, overwrite: bool = False, wait: bool = True) -> None:
             time.sleep(POLL_SECONDS)
 
 
-def folder_of(
-    path: Path, needs: Mapping[str, Given | Step], tracker: Tracker, **options: Any
-) -> StageFolder:
-    """A folder whose inputs are `needs`."""
-    paths = {name: need.path for name, need in needs.items()}
-    checksums = {name: need.digest for name, need in needs.items()}
-    return StageFolder(path, tracker, inputs=paths, checksums=checksums, **options)
-
-
 def _make(step: Step, *, overwrite: bool, wait: bool) -> None:
     """Lock, claim and run; a refused run that has stored nothing leaves no folder."""
     path = step.folder
@@ -202,7 +193,7 @@ def _compute(step: Step, tracker: Tracker, **options: bool) -> dict[str, Any]:
     keep_freed_memory()
     if step.config.hardware.threads is not None:
         torch.set_num_threads(step.config.hardware.threads)
-    folder = folder_of(step.folder, step.needs, tracker, stage=step.name, **options)
+    folder = StageFolder(step.folder, tracker, stage=step.name, needs=step.needs, **options)
     started = time.perf_counter()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -236,7 +227,7 @@ def peak_memory_bytes() -> int:
 def products(name: str, needs: Mapping[str, Given | Step]) -> StageFolder:
     """Make what a command needs that has no product of its own; the inputs it is then given."""
     make_all(name, [need for need in needs.values() if isinstance(need, Step)])
-    return folder_of(Path(), needs, Tracker(None), stage=name)
+    return StageFolder(Path(), Tracker(None), stage=name, needs=needs)
 
 
 class Stage(Recipe):

@@ -54,7 +54,7 @@ def buffer_of(config: Config, fingerprints: Mapping[str, str]) -> Buffer:
 
 def checksums_of(made: StageFolder) -> dict[str, str]:
     """The fingerprints of a service: checksums of target and starting draft."""
-    return {key: made.checksums[key] for key in ("target", "draft")}
+    return {key: made.needs[key].digest for key in ("target", "draft")}
 
 
 def registry_of(

@@ -69,8 +69,8 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     temperature, served = config.training_temperature, config.sampling.temperature
     if temperature != served and config.divergence.name != "ce_argmax":
         folder.note(f"the loss is taken at temperature {temperature:g}, served is {served:g}")
-    scored = folder.input("scores") if "scores" in folder.inputs else None
-    rollouts = folder.input("rollouts") if "rollouts" in folder.inputs else None
+    scored = folder.input("scores") if "scores" in folder.needs else None
+    rollouts = folder.input("rollouts") if "rollouts" in folder.needs else None
     target = folder.model(config, "target")
     fitted = fit(
         Job(

@@ -82,7 +82,7 @@ from pipelines.plan import StageFolder
 for revision in (None, "old", "unknown"):
     model = ModelConfig(path="maker/model", revision=revision)
     given = given_model(model, "target", sys.argv[1])
-    folder = StageFolder(Path(), Tracker(None), checksums={"target": given.address})
+    folder = StageFolder(Path(), Tracker(None), needs={"target": given})
     print(given.address, folder.model(Config(target=model), "target").revision)
 """
 

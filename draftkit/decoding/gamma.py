@@ -2,16 +2,14 @@
 
 The theory's choice maximises the speed-up tau(alpha, gamma) / (gamma c + v(gamma) + o) over gamma,
 0 included, with measured costs (Leviathan et al., arXiv 2211.17192, section 3; `theory.speedup`).
-Costs depend on the batch size, and so does the choice: a large batch leaves no idle arithmetic to
-verify with.
+Costs depend on the batch size: a large one leaves no idle arithmetic to verify with.
 
 Every choice is lossless: it depends only on rounds that are already committed, never on the
 noise, the proposals or the target's pass of the round that it is made for. Given the past, a round
 verifies a number of proposals that was fixed beforehand, and that is exact for each number. Only
 the law is kept, not the sample: another schedule reads other noise.
 
-Policies are deterministic. They know no models and no tensors, and measure nothing: rounds are
-reported to them.
+Policies are deterministic and measure nothing: rounds are reported to them.
 """
 
 from collections.abc import Sequence

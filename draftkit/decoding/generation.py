@@ -87,20 +87,13 @@ def record(completions: dict[int, Completion], result: RoundResult) -> list[int]
     finished = []
     for row, slot in enumerate(result.slots):
         completion = completions[slot]
-        completion.output_ids += tokens[row][: result.committed[row]]
+        emitted, committed, n = result.emitted[row], result.committed[row], result.lengths[row]
+        tested = min(emitted, n)
+        completion.output_ids += tokens[row][:committed]
+        completion.steps.append(trace_round(tokens[row], proposed[row], emitted, committed, n))
         completion.accept_counts += [0] * (result.gamma + 1 - len(completion.accept_counts))
-        completion.accept_counts[result.emitted[row] - 1] += 1
-        completion.steps.append(
-            trace_round(
-                tokens[row],
-                proposed[row],
-                result.emitted[row],
-                result.committed[row],
-                result.lengths[row],
-            )
-        )
-        tested = min(result.emitted[row], result.lengths[row])
-        completion.drafted += result.lengths[row]
+        completion.accept_counts[emitted - 1] += 1
+        completion.drafted += n
         completion.tested += tested
         completion.acceptance_total += sum(acceptance[row][:tested])
         if result.done[row]:

@@ -146,7 +146,7 @@ class DraftModelProposer(Proposer):
         self.version = version
         self.tokens = tokens
         self.max_positions = draft.max_positions
-        self._cache: SlotCache | None = None
+        self._cache = SlotCache(0, 0)  # until `allocate`
 
     @property
     def signature(self) -> Hashable:
@@ -157,11 +157,12 @@ class DraftModelProposer(Proposer):
         self._cache = SlotCache(slots, capacity + encoder_capacity, encoder_capacity)
 
     def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
-        cache = self._of_rows(rows, visible=tokens.shape[1])
+        cache = self._cache.select(rows, visible=tokens.shape[1])
         self.draft.encode(tokens, lengths=lengths, cache=cache)
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, rows: Tensor, visible: int) -> None:
-        self.draft.prefill(tokens, positions=positions, cache=self._of_rows(rows, visible))
+        cache = self._cache.select(rows, visible=visible)
+        self.draft.prefill(tokens, positions=positions, cache=cache)
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
         view = self.served(view)
@@ -175,11 +176,7 @@ class DraftModelProposer(Proposer):
 
     def cache(self, view: RoundView) -> SlotCache:
         """The draft's cache of the rows of `view`."""
-        return self._of_rows(view.group.rows, view.visible)
-
-    def _of_rows(self, rows: Tensor | int | None, visible: int) -> SlotCache:
-        assert self._cache is not None
-        return self._cache.select(rows, visible=visible)
+        return self._cache.select(view.group.rows, visible=view.visible)
 
     def reading(self, view: RoundView) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:
         """Read on to the end of the text; return `first` and `after` as `draw` needs them.

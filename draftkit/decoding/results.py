@@ -2,11 +2,8 @@
 
 A round is *launched*, and all that it reports is copied behind it; it is *read* when the host
 needs it, at once or a round later, when the device is at work on the next. A request may have left
-in between: then its row is dropped.
-
-A copy between a device and ordinary memory waits for all that the device still has to do, and so
-does reading a value of a tensor there. Copies to page-locked memory are queued like any other work
-of the device. Where tensors lie on the host, nothing is copied and nothing waits.
+in between: then its row is dropped. Copies to page-locked memory are queued like any other work of
+the device; any other copy, and a look at a value there, would wait for all that it still has to do.
 
 Shapes: B rows of a group, K proposed tokens.
 """

@@ -6,9 +6,8 @@ out; it is no faster for one query than for many, which decoding asks for in eve
 heads share keys these are repeated for it. So the products serve short texts when a gradient is
 wanted, and decoding where heads share keys or rows are many; all else the fused kernel.
 
-On CUDA too keys that heads share are repeated for it, where there is a mask: written four times and
-read four times, where decoding does little else than read them. There the query heads that share
-keys are taken for queries of one head.
+On CUDA too shared keys are repeated for it, where there is a mask, and reading keys is most of what
+decoding does. There the query heads that share keys are taken for queries of one head.
 
 Shapes: B rows, N query heads, K key-value heads, T tokens, C keys, D dimensions of a head.
 """

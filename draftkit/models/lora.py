@@ -84,10 +84,10 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     for path, layer in list(model.named_modules()):
         if not isinstance(layer, LoraLayer):
             continue
-        plain = {n: w for n, w in weights.items() if n.startswith(f"{path}.base_layer.")}
-        weights = {n: w for n, w in weights.items() if not n.startswith(f"{path}.")}
-        for name, weight in plain.items():
-            weights[name.replace(".base_layer.", ".")] = weight
+        for name in [name for name in weights if name.startswith(f"{path}.")]:
+            weight = weights.pop(name)
+            if ".base_layer." in name:
+                weights[name.replace(".base_layer.", ".")] = weight
         update: Any = layer
         for adapter in update.active_adapters:
             weights[f"{path}.weight"] = weights[f"{path}.weight"] + update.get_delta_weight(adapter)

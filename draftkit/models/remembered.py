@@ -1,9 +1,8 @@
 """A frozen model that remembers what it made of a text: read once, scored as often as one likes.
 
 The states before the head are kept in memory, not logits: with H = 384 a token takes 768 bytes in
-half precision, and the head is all that is run again. For experiments that come back to the same
-texts many times; a model that learns must not be remembered. All of a text is kept, whatever part
-is asked for, so that a loss on a whole text and a score of its answer read it once between them.
+half precision, and the head is all that is run again. All of a text is kept, whatever part is asked
+for, so that a loss on a whole text and a score of its answer read it once between them.
 
 Shapes: B rows, T tokens, M kept positions, H width of the states, V vocabulary.
 """

@@ -1,14 +1,12 @@
 """Encoder-decoder models behind the face of `adapter`: the encoder once, then tokens and slots.
 
 A T5-type decoder (Raffel et al. 1910.10683) attends to its own tokens, as a causal model does, and
-to the text of its encoder. `encode` runs the encoder once a request and stores the keys and values
-of cross attention in the rows of the cache. From then on `step` and `prefill` feed decoder tokens
-at their positions, and rolling back is writing slots again. The blocks of the decoder are called
-one by one, with finished biases: the stack around them derives one bias from one length of the
-cache, and here every row stands at a position of its own. The model itself is left as it is.
+to the text of its encoder. `encode` runs the encoder once a request and keeps the keys and values
+of cross attention in the rows of the cache; from then on all is as in a causal model. The blocks of
+the decoder are called one by one, with finished biases: the stack around them derives one bias from
+one length of the cache, and here every row stands at a position of its own.
 
-`PrefixedAdapter` puts a decoder-only draft behind the same face: it reads the encoder's text as
-the beginning of its own. Neither knows sampling, losses or schedules.
+`PrefixedAdapter` lets a decoder-only draft read the encoder's text as the beginning of its own.
 
 Shapes: B rows, E encoder tokens, N new decoder tokens, T decoder tokens, C slots attended to,
 V real vocabulary, H hidden size.
@@ -30,7 +28,7 @@ T5_TYPES = ("t5", "mt5")
 def inside(lengths: Tensor, width: int) -> Tensor:
     """Return [B, width] bool: what is text and no padding.
 
-    A row without text shows its first place, lest its softmax become NaN and stay in its slots.
+    A row without text shows its first slot, lest its softmax become NaN and stay in its slots.
     """
     return torch.arange(width, device=lengths.device) < lengths.clamp(min=1)[:, None]
 

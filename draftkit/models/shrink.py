@@ -5,7 +5,7 @@ architecture, which speaks the target's language before it has learnt anything. 
 vocabulary the head is what a small drafter spends its time on: proposing the most frequent ids
 alone (FR-Spec 2502.14856, VocabTrim 2506.22694) leaves q = 0 for all others, which costs
 acceptance and no exactness. The ids lie in a file beside a head that stays whole; `adapter`
-applies them. This module knows no text but token ids, no training and no decoding.
+applies them.
 
 Shapes: K kept ids, V real vocabulary.
 """

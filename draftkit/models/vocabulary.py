@@ -2,8 +2,7 @@
 
 Speculative sampling compares p(x) and q(x) id by id, so target and draft must mean the same text
 by the same id. Embedding tables may be padded beyond the tokenizer (151936 and 152064 rows for
-one and the same Qwen vocabulary); the padding is cut off before any softmax, at the *real*
-vocabulary size that this module computes. It knows tokenizers and configurations, no weights.
+one and the same Qwen vocabulary): logits are cut at the *real* size that this module computes.
 """
 
 from collections.abc import Iterable

@@ -183,7 +183,6 @@ class RecomputingProposer(DraftModelProposer):
     def propose(self, view: RoundView, gamma: int) -> Proposal:
         proposal = super().propose(view, gamma)
         model: Any = self.draft
-        assert self._cache is not None
         written = self._cache._keys[0][view.group.index, 0, :, 0].long() - 1  # the text
         logits = model.logits(written.clamp(min=0))
         at = view.length[:, None] - 1 + torch.arange(gamma)

@@ -71,7 +71,6 @@ def play(
         for row, prompt in enumerate(prompts)
     ]
     finish(decoder, requests)
-    assert proposer._cache is not None
     return bytes_of(decoder.cache) + bytes_of(proposer._cache)
 
 

@@ -241,7 +241,7 @@ class Engine:
     def _step(self) -> None:
         """One round with all that comes before it; without rows, wait for some."""
         self.drafters.install()
-        self._drop()
+        self._end(self._due)
         self._admit()
         if len(self._rows):
             self._rows.round()
@@ -251,17 +251,12 @@ class Engine:
             if not self._waiting and not self._stopping and not self.drafters.waits:
                 self._changed.wait(IDLE_SECONDS)
 
-    def _drop(self) -> None:
-        """End what was cancelled or is late, waiting or running."""
-        now = self._clock()
-
-        def reason(answer: Answer) -> str | None:
-            if answer.is_cancelled:
-                return "cancelled"
-            deadline = answer.job.deadline
-            return "timeout" if deadline is not None and now >= deadline else None
-
-        self._end(reason)
+    def _due(self, answer: Answer) -> str | None:
+        """Why it ends before its time, if it does."""
+        if answer.is_cancelled:
+            return "cancelled"
+        deadline = answer.job.deadline
+        return "timeout" if deadline is not None and self._clock() >= deadline else None
 
     def _end(self, reason_of: Callable[[Answer], str | None]) -> None:
         """End the answers, waiting or running, that have a reason."""

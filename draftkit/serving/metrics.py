@@ -58,10 +58,6 @@ class Metrics(Collector):
         """The exposition, of type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
-    def describe(self) -> list[Metric]:
-        """None in advance: the engine may not have begun."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """The engine's counts, read when Prometheus asks."""
         load, counts = self._engine.load(), self._engine.counters()

@@ -96,7 +96,7 @@ def _add_information(app: FastAPI, engine: Engine, model_name: str, metrics: Met
         """200 while requests are taken and answered."""
         if not engine.healthy():
             return json_response({"status": "failed"}, 503)
-        if engine.load().draining:
+        if engine.draining:
             return json_response({"status": "draining"}, 503)
         return json_response({"status": "ok"})
 

@@ -268,32 +268,31 @@ class Delivery(Response):
             yield _event(reply.closing())
 
     async def _send_parts(self, send: Send) -> None:
-        parts, is_first, more = _parts(self._answers.reply.response()), True, True
+        made, is_first, more = bits(self._answers.reply.response()), True, True
         while more:
             async with self._turn:
                 began = time.thread_time()
-                part, more = next(parts)
+                part = _part(made)
+                more = len(part) >= PART
+                body = in_utf8(part)
                 if more:  # as long again for others: rounds need the interpreter too
                     await asyncio.sleep(time.thread_time() - began)
             if is_first:
                 if not more:
-                    self.headers["content-length"] = str(len(part))
+                    self.headers["content-length"] = str(len(body))
                 await self._start(send)
                 is_first = False
-            await send({"type": "http.response.body", "body": part, "more_body": more})
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-def _parts(value: Json) -> Iterator[tuple[bytes, bool]]:
-    """`value` as JSON in parts of little more than PART characters, and whether one follows."""
+def _part(made: Iterator[str]) -> str:
+    """The next of `made`: little more than PART characters, fewer at the end."""
     gathered: list[str] = []
     size = 0
-    for bit in bits(value):
-        if size >= PART:
-            yield in_utf8("".join(gathered)), True
-            gathered, size = [], 0
+    while size < PART and (bit := next(made, None)) is not None:
         gathered.append(bit)
         size += len(bit)
-    yield in_utf8("".join(gathered)), False
+    return "".join(gathered)
 
 
 def _event(content: Json) -> bytes:

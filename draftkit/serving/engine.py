@@ -23,7 +23,7 @@ from draftkit.evaluation.costs import measured_policy
 from draftkit.models.adapter import Adapter
 from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import Drafters
-from draftkit.serving.jobs import Counters, Draining, Job, Listener, Load, QueueFull
+from draftkit.serving.jobs import Counters, Draining, Job, Listener, QueueFull
 from draftkit.serving.recorder import Recorder
 from draftkit.serving.rows import Rows
 
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 class Engine:
     """Owns the decoder of `target`; see the module's docstring.
 
-    `decode` is the text of ids, special tokens left out. `submit`, `cancel`, `load`, `counters` and
-    `healthy` may be called from any thread and wait for no round.
+    `decode` is the text of ids, special tokens left out. What comes before "The thread" may be
+    called from any thread; `submit`, `cancel`, `counters` and `healthy` wait for no round.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class Engine:
     ) -> None:
         self.drafters = drafters
         self.recorder = recorder
+        self.slots = serve.slots
         self._serve = serve
         self._gamma = decoding.gamma
         self._clock = clock
@@ -85,7 +86,7 @@ class Engine:
         self._rows = Rows(self.decoder, drafters, recorder, gamma=decoding.gamma, clock=clock)
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[Answer] = deque()
-        self._draining = self._stopping = False
+        self.draining = self._stopping = False
         self._beat = self._clock()
         self._thread: threading.Thread | None = None
 
@@ -98,7 +99,7 @@ class Engine:
         """
         for job in jobs:
             self._check(job)
-        room = self._serve.queue + self._serve.slots
+        room = self._serve.queue + self.slots
         if len(jobs) > room:
             raise ValueError(f"{len(jobs)} answers at once, the server has room for {room}")
         now, answers = self._clock(), []
@@ -106,11 +107,11 @@ class Engine:
             seed = secrets.randbelow(SEEDS) if job.seed is None else job.seed % SEEDS
             answers.append(Answer(job, listener, decode=self._decode, seed=seed, now=now))
         with self._changed:
-            if self._draining:
+            if self.draining:
                 raise Draining("the server is about to stop")
             busy = len(self._waiting) + len(self._rows)
             if busy + len(jobs) > room:
-                turns = 1 + len(self._waiting) / self._serve.slots
+                turns = 1 + len(self._waiting) / self.slots
                 raise QueueFull(min(60.0, max(1.0, turns * self._rows.job_seconds)))
             self._waiting.extend(answers)
             self._changed.notify()
@@ -123,15 +124,14 @@ class Engine:
                 answer.is_cancelled = True
             self._changed.notify()
 
-    def load(self) -> Load:
-        slots, draining = self._serve.slots, self._draining
-        with self._changed:
-            return Load(len(self._waiting), len(self._rows), slots, draining)
-
     def counters(self) -> Counters:
-        """All counts since the start."""
+        """What it does and has done."""
+        with self._changed:
+            queued, running = len(self._waiting), len(self._rows)
         return replace(
             self._rows.counters(),
+            queued=queued,
+            running=running,
             swaps=self.drafters.swaps,
             refused_versions=self.drafters.refused,
             last_swap_seconds=self.drafters.last_swap_seconds,
@@ -167,7 +167,7 @@ class Engine:
         self.drafters.wake = self._wake
         self.drafters.start()
         if self.recorder is not None:
-            self.recorder.start(self.load, lambda: self._rows.counters().drafters)
+            self.recorder.start(self.counters)
 
     def drain(self, seconds: float) -> bool:
         """Take no more jobs, wait for those there are, and cancel what is left after `seconds`.
@@ -175,7 +175,7 @@ class Engine:
         Returns whether all came to their own end. The engine still runs: `stop` it.
         """
         with self._changed:
-            self._draining = True
+            self.draining = True
             done = self._changed.wait_for(self._is_idle, timeout=seconds)
             if not done:
                 self.cancel([*self._waiting, *self._rows.answers])
@@ -185,7 +185,7 @@ class Engine:
     def stop(self) -> None:
         """Cancel what runs, and end all threads; records that wait are written."""
         with self._changed:
-            self._draining = self._stopping = True
+            self.draining = self._stopping = True
             self._changed.notify_all()
         self.drafters.stop()
         if self._thread is not None:
@@ -235,13 +235,13 @@ class Engine:
             reason = "cancelled"
         finally:
             with self._changed:
-                self._draining = True  # nobody is there for new jobs
+                self.draining = True  # nobody is there for new jobs
             self._end(lambda _: reason)
 
     def _step(self) -> None:
         """One round with all that comes before it; without rows, wait for some."""
         self.drafters.install()
-        self._drop()
+        self._end(self._due)
         self._admit()
         if len(self._rows):
             self._rows.round()
@@ -251,17 +251,12 @@ class Engine:
             if not self._waiting and not self._stopping and not self.drafters.waits:
                 self._changed.wait(IDLE_SECONDS)
 
-    def _drop(self) -> None:
-        """End what was cancelled or is late, waiting or running."""
-        now = self._clock()
-
-        def reason(answer: Answer) -> str | None:
-            if answer.is_cancelled:
-                return "cancelled"
-            deadline = answer.job.deadline
-            return "timeout" if deadline is not None and now >= deadline else None
-
-        self._end(reason)
+    def _due(self, answer: Answer) -> str | None:
+        """Why it ends before its time, if it does."""
+        if answer.is_cancelled:
+            return "cancelled"
+        deadline = answer.job.deadline
+        return "timeout" if deadline is not None and self._clock() >= deadline else None
 
     def _end(self, reason_of: Callable[[Answer], str | None]) -> None:
         """End the answers, waiting or running, that have a reason."""

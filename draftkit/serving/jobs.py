@@ -80,16 +80,6 @@ class Piece:
 Listener = Callable[[Piece], None]  # called on the engine's thread, must not block
 
 
-@dataclass(frozen=True)
-class Load:
-    """How busy the engine is: jobs that wait, jobs that run, and rows in all."""
-
-    queued: int
-    running: int
-    slots: int
-    draining: bool
-
-
 @dataclass
 class DrafterCounters:
     """Sums since the start over the finished and running jobs of one route and version."""
@@ -111,8 +101,10 @@ DrafterKey = tuple[str, str]  # route and version
 
 @dataclass
 class Counters:
-    """All counts since the start."""
+    """How many jobs wait and run now, and all counts since the start."""
 
+    queued: int = 0
+    running: int = 0
     drafters: dict[DrafterKey, DrafterCounters] = field(
         default_factory=lambda: defaultdict(DrafterCounters)
     )

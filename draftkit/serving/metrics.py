@@ -58,13 +58,9 @@ class Metrics(Collector):
         """The exposition, of type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
-    def describe(self) -> list[Metric]:
-        """None in advance: the engine may not have begun."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """The engine's counts, read when Prometheus asks."""
-        load, counts = self._engine.load(), self._engine.counters()
+        counts = self._engine.counters()
         drafters = dict(sorted(counts.drafters.items()))
         versions = sorted(self._engine.versions().items())
         accepted: Tally[int] = Tally()
@@ -75,9 +71,9 @@ class Metrics(Collector):
             return sum(getattr(drafter, name) for drafter in drafters.values())
 
         for name, what, value in (
-            ("vllm:num_requests_running", "Answers being decoded.", load.running),
-            ("vllm:num_requests_waiting", "Answers that wait.", load.queued),
-            ("draftkit:slots", "Answers that can be decoded at once.", load.slots),
+            ("vllm:num_requests_running", "Answers being decoded.", counts.running),
+            ("vllm:num_requests_waiting", "Answers that wait.", counts.queued),
+            ("draftkit:slots", "Answers that can be decoded at once.", self._engine.slots),
             (
                 "draftkit:last_swap_seconds",
                 "Rounds waited for the last swap.",

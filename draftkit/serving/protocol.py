@@ -9,7 +9,7 @@ would be ignored in silence. This module knows no engine, no tokenizer and no HT
 import difflib
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -137,13 +137,9 @@ class GenerationRequest(BaseModel):
 
     def sampling(self, served: SamplingConfig) -> SamplingConfig:
         """The served sampling with what the request names in its place."""
-        named: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": None if self.top_k is None else max(self.top_k, 0),
-            "repetition_penalty": self.repetition_penalty,
-        }
-        return replace(served, **{k: v for k, v in named.items() if v is not None})
+        names = {field.name for field in fields(served)}
+        named = self.model_dump(include=names, exclude_none=True)
+        return replace(served, **named | ({"top_k": 0} if self.top_k == -1 else {}))
 
 
 class CompletionRequest(GenerationRequest):

@@ -12,7 +12,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -23,7 +23,7 @@ from draftkit.data.rollouts import Record
 from draftkit.distillation.samplers import verdicts
 from draftkit.online.buffer import UPKEEP_SECONDS, Buffer, Entry, Served
 from draftkit.serving.answers import Answer
-from draftkit.serving.jobs import DrafterCounters, DrafterKey, Job, Load
+from draftkit.serving.jobs import Counters, DrafterCounters, DrafterKey, Job
 
 BATCH = 64  # records of a transaction, at most
 GATHER_SECONDS = 0.25  # for which a batch is gathered, as each costs a flush to the disk
@@ -73,13 +73,9 @@ class Recorder:
         except queue.Full:
             self._refused += 1
 
-    def start(
-        self,
-        load: Callable[[], Load],
-        counters: Callable[[], Mapping[DrafterKey, DrafterCounters]],
-    ) -> None:
-        """Write from now on, also what `load` and `counters` say, and delete what is too old."""
-        self._load, self._counters = load, counters
+    def start(self, counters: Callable[[], Counters]) -> None:
+        """Write from now on, also what `counters` says, and delete what is too old."""
+        self._counters = counters
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
@@ -129,14 +125,15 @@ class Recorder:
 
     def _write_counts(self) -> None:
         """Store how busy the server is, and what has been counted since the last time."""
-        load, counters = self._load(), self._counters()
-        before = {key: self._written.get(key, DrafterCounters()) for key in counters}
+        counters = self._counters()
+        drafters, written = counters.drafters, self._written
+        before = {key: written.get(key, DrafterCounters()) for key in drafters}
         rows = [
-            served(*key, now, before[key]) for key, now in counters.items() if now != before[key]
+            served(*key, now, before[key]) for key, now in drafters.items() if now != before[key]
         ]
         if rows and self._try(lambda: self._store.add_served(rows)):
-            self._written = dict(counters)
-        self._try(lambda: self._store.set_load(queued=load.queued, running=load.running))
+            self._written = drafters
+        self._try(lambda: self._store.set_load(queued=counters.queued, running=counters.running))
 
     def _try(self, write: Callable[[], None], expected: type[Exception] = Exception) -> bool:
         """Whether `write` could; told once until it can again."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from socket import SO_SNDBUF, SOL_SOCKET
 from typing import Any
 
@@ -24,7 +24,6 @@ from draftkit.serving.jobs import (
     Draining,
     Job,
     Listener,
-    Load,
     Piece,
     QueueFull,
     Speculation,
@@ -69,6 +68,7 @@ class FakeEngine:
     """Says SAID, `per_round` bytes a round, from a thread for each job."""
 
     max_length: int = 120
+    slots: int = 4
     room: int = 64  # jobs at once
     per_round: int = 2
     round_seconds: float = 0.0
@@ -118,11 +118,8 @@ class FakeEngine:
     def cancel(self, ids: Sequence[int]) -> None:
         self.cancelled.update(ids)
 
-    def load(self) -> Load:
-        return Load(queued=1, running=len(self.running), slots=4, draining=self.draining)
-
     def counters(self) -> Counters:
-        return self.counts
+        return replace(self.counts, queued=1, running=len(self.running))
 
     def versions(self) -> dict[str, str]:
         return {"default": "v000002"}

@@ -213,7 +213,7 @@ def test_a_client_that_leaves_frees_its_row(streams: bool) -> None:
             else:
                 with pytest.raises(httpx.ReadTimeout):
                     client.post(url, json=body, timeout=0.3)
-        assert wait_for(lambda: engine.load().running == 0)
+        assert wait_for(lambda: engine.counters().running == 0)
         tokens = engine.counters().generated_tokens
         assert 0 < tokens < 100
         go.set()
@@ -231,7 +231,7 @@ def test_a_request_that_waits_too_long_is_told_so() -> None:
         with pytest.raises(openai.APIStatusError) as caught:
             client.completions.create(model=NAME, prompt=PROMPT, max_tokens=60)
         assert caught.value.status_code == 408
-        assert wait_for(lambda: engine.load().running == 0)
+        assert wait_for(lambda: engine.counters().running == 0)
 
 
 def test_a_full_queue_refuses_and_recovers() -> None:
@@ -242,9 +242,9 @@ def test_a_full_queue_refuses_and_recovers() -> None:
         go = slowed(engine, 30)
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(ask, address, "/v1/completions", completion())
-            assert wait_for(lambda: engine.load().running == 1)
+            assert wait_for(lambda: engine.counters().running == 1)
             second = pool.submit(ask, address, "/v1/completions", completion())
-            assert wait_for(lambda: engine.load().queued == 1)
+            assert wait_for(lambda: engine.counters().queued == 1)
             refused = ask(address, "/v1/completions", completion())
             go.set()
             assert {first.result().status, second.result().status} == {200}

@@ -80,7 +80,7 @@ def test_ten_thousand_requests_leave_no_memory_behind() -> None:
         sizes = []
         for _ in range(5):  # the first fifth fills caches and pools
             list(pool.map(lambda number: mixed(address, number), range(REQUESTS // 4)))
-            assert wait_for(lambda: engine.load().running == 0)
+            assert wait_for(lambda: engine.counters().running == 0)
             sizes.append(resident())
         assert engine.counters().errors == 0
     assert sizes[-1] - sizes[0] < 8_000_000, sizes

@@ -156,8 +156,8 @@ def test_a_cancelled_answer_frees_its_row_and_the_next_one_joins() -> None:
         engine.cancel([long.answer, *(client.answer for client in reversed(waiting))])
         assert [client.wait().reason for client in waiting] == ["cancelled"] * 2
         assert long.reason == "cancelled"  # it has ended long ago
-        until(lambda: engine.load().running == 0)
-        assert engine.load().queued == 0
+        until(lambda: engine.counters().running == 0)
+        assert engine.counters().queued == 0
         assert engine.decoder.free_slots == 1
 
 
@@ -194,7 +194,7 @@ def test_the_queue_is_bounded_and_takes_all_choices_of_a_request_or_none() -> No
             ask(engine, job(PROMPTS[2], 2), job(PROMPTS[2], 2))
         assert 1 <= full.value.retry_after <= 60
         clients += ask(engine, job(PROMPTS[3], 2))
-        assert engine.load().queued == 3
+        assert engine.counters().queued == 3
         with pytest.raises(QueueFull):
             ask(engine, job(PROMPTS[2], 2))
         with pytest.raises(ValueError, match="4 answers at once"):
@@ -220,7 +220,7 @@ def test_a_job_that_cannot_be_served_is_refused_at_once(bad: object, says: str) 
     with serving(TARGET, draft, started=False) as engine:
         with pytest.raises(ValueError, match=says):
             ask(engine, job([1], 2), bad)  # pyrefly: ignore
-        assert engine.load().queued == 0
+        assert engine.counters().queued == 0
 
 
 def test_many_clients_get_their_own_answers_and_fair_turns() -> None:
@@ -354,7 +354,7 @@ def test_a_listener_that_fails_harms_nobody_else(caplog: pytest.LogCaptureFixtur
         engine.submit([job(PROMPTS[0], 90)], [broken])
         (client,) = answers(engine, job(PROMPTS[2], LENGTHS[2], sampling=GREEDY))
         assert client.ids == OWN[2]
-        until(lambda: engine.load().running == 0)
+        until(lambda: engine.counters().running == 0)
         assert engine.counters().generated_tokens < 90
 
 
@@ -363,7 +363,7 @@ def test_draining_takes_no_more_and_lets_the_rest_finish() -> None:
         clients = ask(engine, *[job(p, 20, sampling=GREEDY) for p in PROMPTS[:6]])
         assert engine.drain(60)
         assert [client.reason for client in clients] == ["length"] * 6
-        assert engine.load().draining
+        assert engine.draining
         with pytest.raises(Draining):
             ask(engine, job(PROMPTS[0], 2))
 

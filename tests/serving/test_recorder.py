@@ -20,7 +20,7 @@ from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Buffer
 from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import START
-from draftkit.serving.jobs import DrafterCounters, Load
+from draftkit.serving.jobs import Counters, DrafterCounters
 from draftkit.serving.recorder import BATCH, Recorder, entry, served
 from tests import tiny
 from tests.serving.running import GREEDY, Disk, answers, ask, bytes_text, job, serving, until
@@ -45,13 +45,9 @@ def answered(
     return made
 
 
-def nothing() -> tuple[Load, dict[tuple[str, str], DrafterCounters]]:
-    return Load(0, 0, 1, draining=False), {}
-
-
 def running(disk: Disk, settings: BufferConfig | None = None) -> Recorder:
     recorder = Recorder(disk, settings or BufferConfig())
-    recorder.start(lambda: nothing()[0], lambda: nothing()[1])
+    recorder.start(Counters)
     return recorder
 
 
@@ -208,7 +204,7 @@ def test_one_bad_record_costs_no_other(caplog: pytest.LogCaptureFixture, tmp_pat
     broken = [without_steps, answered(4, output_ids=[2**40])]
     for one in [answered(1), answered(2), *broken, answered(5)]:
         recorder.offer(one)
-    recorder.start(lambda: nothing()[0], lambda: nothing()[1])
+    recorder.start(Counters)
     recorder.stop()
     stored = [
         found.record.seed

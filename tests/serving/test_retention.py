@@ -8,7 +8,7 @@ import pytest
 
 from draftkit.config import BufferConfig
 from draftkit.online.buffer import Buffer
-from draftkit.serving.jobs import Load
+from draftkit.serving.jobs import Counters
 from draftkit.serving.recorder import Recorder
 from tests.online.traffic import DAY, Clocks, entries
 from tests.serving.running import until
@@ -26,7 +26,7 @@ def idle(buffer: Buffer, *, fraction: float = 0.0, **options: Any) -> Recorder:
     """A running recorder that is offered nothing."""
     settings = BufferConfig(retention_days=1, fraction=fraction)
     recorder = Recorder(buffer, settings, **options)
-    recorder.start(lambda: Load(0, 0, 1, draining=False), dict)
+    recorder.start(Counters)
     return recorder
 
 

@@ -60,6 +60,10 @@ class PromptTotals:
         """Alpha over all positions, its interval over rows. ValueError with fewer than 2."""
         return bootstrap(self.rate())
 
+    def gain(self, before: "PromptTotals", mode: str = "alpha", **options: int) -> Estimate:
+        """What was gained since `before`, paired: on the same prompts and contexts."""
+        return bootstrap(self.rate(mode), before.rate(mode), compare=operator.sub, **options)
+
     def summed(self, keys: Sequence[Hashable]) -> "PromptTotals":
         """Rows of equal key [P] together, in the order in which the keys first occur."""
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
@@ -186,22 +190,6 @@ def estimates(scored: PromptTotals, *, seed: int, resamples: int) -> dict[str, E
     """Mean and interval of each mode: ratio of totals, bootstrap over prompts."""
     return {
         mode: bootstrap(scored.rate(mode), seed=seed, resamples=resamples) for mode in scored.totals
-    }
-
-
-def gains(
-    *, after: PromptTotals, before: PromptTotals, seed: int, resamples: int
-) -> dict[str, Estimate]:
-    """Paired gain of each mode on the same prompts and contexts."""
-    return {
-        mode: bootstrap(
-            after.rate(mode),
-            before.rate(mode),
-            compare=operator.sub,
-            seed=seed,
-            resamples=resamples,
-        )
-        for mode in after.totals
     }
 
 

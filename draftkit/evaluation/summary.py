@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from draftkit.config import Config, SamplingConfig
-from draftkit.evaluation.alpha import estimates, gains
+from draftkit.evaluation.alpha import estimates
 from draftkit.evaluation.judge import LOOKUP, SERVED_ALPHA, Evidence
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import Timed
@@ -30,8 +30,9 @@ def compare(
     others: dict[str, Any] = {LOOKUP: lookup}
     if main != "before" and "before" in evidence:
         after, before = evidence[main].scored, evidence["before"].scored
-        gained = gains(after=after, before=before, **resampling(config))
-        others |= {f"{mode}_gain": gain.as_dict() for mode, gain in gained.items()}
+        for mode in after.totals:
+            gain = after.gain(before, mode, **resampling(config))
+            others[f"{mode}_gain"] = gain.as_dict()
         others["before"] = summarise(evidence["before"], sampling, config)
         if has_drafter:
             ways["before"] = others["before"]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record
-from draftkit.evaluation.alpha import PromptTotals, gains, score_contexts, score_stored
+from draftkit.evaluation.alpha import PromptTotals, score_contexts, score_stored
 from draftkit.evaluation.report import signed
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.remembered import RememberedAdapter
@@ -110,12 +110,11 @@ def judge(
     gate: the how-manieth test (from 1) this is against the version in force. Raises ValueError with
     fewer than 2 prompts; with fewer than `LEAST_PROMPTS` nothing is published.
     """
-    gain = gains(after=after, before=before, seed=seed, resamples=RESAMPLES)["alpha"]
+    gain = after.gain(before, seed=seed, resamples=RESAMPLES)
     p_value = gain_p_value(after.rate(), before.rate())
     change = None
     if anchor_after is not None and anchor_first is not None:
-        changes = gains(after=anchor_after, before=anchor_first, seed=seed, resamples=RESAMPLES)
-        change = changes["alpha"]
+        change = anchor_after.gain(anchor_first, seed=seed, resamples=RESAMPLES)
     level, text = level_of(gate), f"alpha {signed(gain.as_dict())} on held-out recent traffic"
     publish = False
     # Each condition is one for passing, so that NaN refuses.

@@ -6,7 +6,6 @@ takes sections of it by name, as `sampling=SamplingConfig(temperature=0.7)`, for
 call. The commands of `pipelines` call what these functions call, and share what they make.
 """
 
-import operator
 import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather,
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target, load_draft, load_target
-from draftkit.theory.acceptance import Estimate, bootstrap
+from draftkit.theory.acceptance import Estimate
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
 from draftkit.workflow.fitting import Fitted, Job, fit
@@ -90,7 +89,7 @@ class Evaluation:
 
     def gain(self, before: "Evaluation") -> Estimate:
         """The alpha gained since `before`, paired: both must be of the same prompts."""
-        return bootstrap(self.totals.rate(), before.totals.rate(), compare=operator.sub)
+        return self.totals.gain(before.totals)
 
 
 @dataclass(frozen=True)

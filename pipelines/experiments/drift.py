@@ -15,7 +15,7 @@ from typing import Any
 
 from draftkit.artifacts import write_json
 from draftkit.config import Config
-from draftkit.evaluation.alpha import PromptTotals, gains
+from draftkit.evaluation.alpha import PromptTotals
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import load_target
 from draftkit.models.remembered import RememberedAdapter
@@ -64,8 +64,7 @@ def tested(
 
     def change(after: str, before: str) -> dict[str, Any]:
         """Of alpha on the first domain."""
-        gained = gains(after=kept[after], before=kept[before], seed=0, resamples=2000)
-        return gained["alpha"].as_dict()
+        return kept[after].gain(kept[before]).as_dict()
 
     row: dict[str, Any] = {"domain": domain, "share": share}
     row |= {f"alpha_{name}": totals.alpha.as_dict() for name, totals in scored.items()}

@@ -11,7 +11,6 @@ from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.evaluation.alpha import (
     estimates,
-    gains,
     score_contexts,
     score_drafts,
     score_stored,
@@ -123,7 +122,7 @@ def test_a_repetition_penalty_sees_exactly_the_text_before_each_position():
 def test_a_gain_is_paired_and_zero_for_the_same_draft():
     target, draft = BigramModel(0), BigramModel(1)
     scored = score_contexts(target, draft, contexts(), sampling=SamplingConfig(), batch_size=3)
-    gain = gains(after=scored, before=scored, seed=0, resamples=200)["alpha"]
+    gain = scored.gain(scored, resamples=200)
     assert (gain.mean, gain.low, gain.high) == (0, 0, 0)
 
 

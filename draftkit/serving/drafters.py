@@ -266,13 +266,8 @@ class Drafters:
             reason = "its weights read back other than they were written"
         route.refused.add(version.name)
         self.refused += 1
-        log.error(
-            "route %s: version %s is refused, %s goes on: %s",
-            route.name,
-            version.name,
-            route.current.proposer.version,
-            reason,
-        )
+        names = (route.name, version.name, route.current.proposer.version)
+        log.error("route %s: version %s is refused, %s goes on: %s", *names, reason)
         return False
 
     def _judge(self, route: Route, registry: Registry, candidate: Role) -> None:

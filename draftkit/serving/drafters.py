@@ -34,12 +34,11 @@ class _Stopped(Exception):
 
 @dataclass
 class Role:
-    """One proposer of a route and the version whose weights it has."""
+    """One proposer of a route, and how the version whose weights it has is accepted."""
 
     proposer_id: str
     proposer: Proposer
-    version: Version | None = None  # None: none of a registry
-    acceptance: AcceptanceLog = field(default_factory=AcceptanceLog)  # of this version
+    acceptance: AcceptanceLog = field(default_factory=AcceptanceLog)
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Offer:
     """Weights that wait to be copied between two rounds."""
 
     role: Role
-    version: Version
+    version: str
     weights: dict[str, Tensor]
     previous: dict[str, Tensor]  # copies of what they replace
     done: threading.Event = field(default_factory=threading.Event)
@@ -79,7 +78,7 @@ class Route:
         self.tries = False  # whether the candidate gets rows
         self.rows = 0  # that have begun since it does
         # What a version on trial has replaced, and how that was accepted.
-        self.before: tuple[Version, AcceptanceLog] | None = None
+        self.before: tuple[str, AcceptanceLog] | None = None
         self.refused: set[str] = set()
         self.seen: Hashable = None  # the pointers that have been followed
         self.trouble = ""  # with the registry, as it was told
@@ -91,8 +90,7 @@ class Route:
 
     def lacks(self, version: Version, role: Role) -> bool:
         """Whether `version` is to be loaded for `role`."""
-        in_force = None if role.version is None else role.version.name
-        return version.name != in_force and version.name not in self.refused
+        return version.name not in (role.proposer.version, *self.refused)
 
 
 class Drafters:
@@ -151,16 +149,16 @@ class Drafters:
         role, started = offer.role, time.perf_counter()
         before = role.proposer.version
         try:
-            self._decoder.swap(role.proposer_id, offer.weights, offer.version.name)
+            self._decoder.swap(role.proposer_id, offer.weights, offer.version)
             offer.installed = same(role.proposer.weights(), offer.weights)
         except Exception:  # whatever it is, the rounds go on with what was in force
-            log.exception("version %s could not be copied", offer.version.name)
+            log.exception("version %s could not be copied", offer.version)
         if not offer.installed:
             self._decoder.swap(role.proposer_id, offer.previous, before)
         with self._lock:
             if offer.installed:
                 self.swaps += 1
-                role.version, role.acceptance = offer.version, AcceptanceLog()
+                role.acceptance = AcceptanceLog()
             self.last_swap_seconds = time.perf_counter() - started
         offer.done.set()
 
@@ -168,7 +166,7 @@ class Drafters:
         """Take in a finished row that one version alone drafted for, without a seed."""
         with self._lock:
             for role in self.routes[name].roles:
-                if role.version is not None and role.version.name == version:
+                if role.proposer.version == version:
                     role.acceptance.add(tested, acceptance)
                     return
 
@@ -218,12 +216,11 @@ class Drafters:
             return
         current, tried = registry.current(), registry.candidate()
         if current is not None and route.lacks(current, route.current):
-            before, acceptance = route.current.version, route.current.acceptance
+            before = (route.current.proposer.version, route.current.acceptance)
             if self._load(route, registry, route.current, current):
                 # On trial where no candidate came before it.
-                on_trial = self._gate.canary_fraction == 0
-                is_next = before is not None and before.name in current.ancestors
-                route.before = (before, acceptance) if before and is_next and on_trial else None
+                on_trial = self._gate.canary_fraction == 0 and before[0] in current.ancestors
+                route.before = before if on_trial else None
         if tried is None or (current is not None and tried.name == current.name):
             route.tries = False
         else:
@@ -256,7 +253,7 @@ class Drafters:
             reason = str(error)
         else:
             previous = {name: tensor.clone() for name, tensor in own.items()}
-            offer = self._offer = Offer(role, version, weights, previous)
+            offer = self._offer = Offer(role, version.name, weights, previous)
             if self._thread is None:  # no other thread decodes
                 self.install()
             else:
@@ -269,13 +266,8 @@ class Drafters:
             reason = "its weights read back other than they were written"
         route.refused.add(version.name)
         self.refused += 1
-        log.error(
-            "route %s: version %s is refused, %s goes on: %s",
-            route.name,
-            version.name,
-            route.current.proposer.version,
-            reason,
-        )
+        names = (route.name, version.name, route.current.proposer.version)
+        log.error("route %s: version %s is refused, %s goes on: %s", *names, reason)
         return False
 
     def _judge(self, route: Route, registry: Registry, candidate: Role) -> None:
@@ -290,15 +282,15 @@ class Drafters:
                 return
             new = role.acceptance.copy()
         judgement = judge(self._gate, new=new, old=old, rows=rows)
-        if judgement is None or role.version is None:
+        if judgement is None:
             return
-        name = role.version.name
+        name = role.proposer.version
         if before is None and judgement.stays:
             registry.promote(name)
         elif before is None:
             registry.withdraw(name, reason=judgement.reason)
         elif not judgement.stays:
-            registry.rollback(before.name, reason=judgement.reason)
+            registry.rollback(before, reason=judgement.reason)
         route.tries, route.before = False, None
         fate = "stays" if judgement.stays else "goes"
         log.warning("route %s: version %s %s: %s", route.name, name, fate, judgement.reason)

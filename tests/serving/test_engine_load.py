@@ -170,7 +170,7 @@ def test_what_recording_adds_is_at_most_three_hundredths_of_the_work(
         return clocking
 
     monkeypatch.setattr(rows, "round_likeliest", clocked(rows.round_likeliest))
-    for name in ("offer", "_write", "_tell"):
+    for name in ("offer", "_write", "_write_counts"):
         monkeypatch.setattr(Recorder, name, clocked(getattr(Recorder, name)))
     buffer = Buffer(tmp_path / "traffic.db", BufferConfig())
     shares = []

@@ -2,7 +2,8 @@
 
 Both are functions of tensors that wait for nothing: no value is read on the host, no branch
 depends on one. So each can be compiled as a whole (`graphs`), and what the decoder's bookkeeping
-costs is all that is left of a round outside them.
+costs is all that is left of a round outside them. Beside them stands how text reaches the caches
+outside of rounds.
 
 Shapes: B rows of a group, fillers included, K proposed tokens, V vocabulary, k reported ids.
 """

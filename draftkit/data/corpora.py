@@ -23,11 +23,12 @@ import pyarrow.parquet as pq
 
 from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
-from draftkit.data.installed import installed_texts
+from draftkit.data.installed import installed_texts, part_of
 from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
 
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
 SCHEMA = pa.schema([(name, pa.large_string()) for name in ("id", "domain", "row")])
+SPLITS = ("train", "validation", "test")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -46,7 +47,13 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
     Raises ValueError, one line that names `data.path`, for whatever cannot be used.
     """
     if data.name == "installed":
-        for domain, name, text in installed_texts(data.domains, megabytes=data.max_megabytes):
+        texts = installed_texts(
+            data.domains,
+            megabytes=data.max_megabytes,
+            validation_fraction=data.validation_fraction,
+            test_fraction=data.test_fraction,
+        )
+        for domain, name, text in texts:
             yield Document(f"{domain}:{name}", domain, {"text": text})
         return
     rows = _hub_rows(data) if data.name == "hub" else _file_rows(Path(str(data.path)))
@@ -88,45 +95,45 @@ def split_documents(
 ) -> dict[str, Sequence[Document]]:
     """Part documents into `train`, `validation` and `test`, none of them empty, in hash order.
 
-    The shares are `data.validation_fraction` and `data.test_fraction` of the distinct documents.
-    Raises ValueError if there are fewer than 3. Of a document two hashes are kept in memory.
+    The shares are `data.validation_fraction` and `data.test_fraction` of the distinct documents;
+    the names of installed files decide it themselves (`installed.part_of`). Raises ValueError if
+    there are fewer than 3. Of a document a hash is kept in memory.
     """
-    names: dict[str, int] = {}
-    domain, asked, place = [], bytearray(), bytearray()  # a document's; numbers are numpy's
+    domains, keys = [], bytearray()  # a document's
     for document in documents:
-        domain.append(names.setdefault(document.domain, len(names)))
-        asked += _split_order(_split_key(document.id))
-        place += _split_order(document.id)
-    keys, key = np.unique(np.frombuffer(asked, ORDER), return_inverse=True)  # in hash order
-    if len(keys) < 3:
+        domains.append(document.domain)
+        keys += hash_order(f"split {document.id}")
+    key = np.frombuffer(keys, ORDER)
+    distinct, number = np.unique(key, return_inverse=True)  # numbers in hash order
+    if data.name == "installed":
+        part = np.asarray([part_of(document.id.partition(":")[2]) for document in documents])
+    else:
+        part = _parts_by_rank(np.asarray(domains), number, len(distinct), data)
+    if len(distinct) < 3 or any(name not in part for name in SPLITS):
         raise ValueError(
-            f"{setting(data)} gives {len(keys)} different documents, and train, validation and "
+            f"{setting(data)} gives {len(distinct)} different documents, and train, validation and "
             "test need one each: give more text (in a text file, blank lines part documents)"
         )
-    rank = np.full(len(keys), -1.0)  # a domain's lie evenly in (0, 1): each part gets its share
-    for name in sorted(names):
-        mine = np.unique(key[np.asarray(domain) == names[name]])
+    ordered = np.argsort(key, kind="stable")
+    return {name: Picked(documents, ordered[part[ordered] == name]) for name in SPLITS}
+
+
+def _parts_by_rank(
+    domains: np.ndarray, number: np.ndarray, count: int, data: DataConfig
+) -> np.ndarray:
+    """The split of each document, by the rank of its `number`, below `count`, in its domain."""
+    rank = np.full(count, -1.0)  # a domain's lie evenly in (0, 1): each split gets its share
+    for domain in np.unique(domains):  # sorted
+        mine = np.unique(number[domains == domain])
         new = mine[rank[mine] < 0]
         rank[new] = (np.arange(len(new)) + 0.5) / max(1, len(new))
-    tests = max(1, math.floor(len(keys) * data.test_fraction))
-    held_out = tests + max(1, math.floor(len(keys) * data.validation_fraction))
-    assert held_out < len(keys)  # each fraction is below one half
-    test, validation, train = np.split(np.argsort(rank, kind="stable"), [tests, held_out])
-    order = np.argsort(np.frombuffer(place, ORDER), kind="stable")
-    return {
-        name: Picked(documents, order[np.isin(key[order], part)])
-        for name, part in (("train", train), ("validation", validation), ("test", test))
-    }
-
-
-def _split_order(key: str) -> bytes:
-    # Not the order in which `_listed` takes files: that would send a whole domain to one part.
-    return hash_order(f"split {key}")
-
-
-def _split_key(document_id: str) -> str:
-    """Drop the domain: `python:a/b.py` and `prose:a/b.py` are one file."""
-    return document_id.partition(":")[2] or document_id
+    tests = max(1, math.floor(count * data.test_fraction))
+    held_out = tests + max(1, math.floor(count * data.validation_fraction))
+    part = np.full(count, "train", dtype="<U10")
+    by_rank = np.argsort(rank, kind="stable")
+    part[by_rank[:held_out]] = "validation"
+    part[by_rank[:tests]] = "test"
+    return part[number]
 
 
 # Files and data sets: (place in the source, row)

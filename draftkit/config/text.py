@@ -6,6 +6,7 @@ from draftkit.config.choices import (
     DATA_NAMES,
     DOMAIN_NAMES,
     OVERLONG_NAMES,
+    SAVED_DTYPE_NAMES,
     check_rules,
     positive,
     require,
@@ -25,6 +26,7 @@ class PretrainConfig:
     max_steps: int = positive(330)
     per_device_train_batch_size: int = positive(8)
     learning_rate: float = positive(2e-3)
+    dtype: str = setting("float32", names=SAVED_DTYPE_NAMES)  # of the weights as they are saved
 
     def check(self, section: str) -> None:
         """Raise ValueError naming the key under `section` that is out of range."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from draftkit.config import OptimConfig
 
 Named = Iterable[tuple[str, nn.Parameter]]
 OptimizerOf = Callable[[Named, OptimConfig, float], torch.optim.Optimizer]  # the peak rate last
+
+ADAMW_SCALE = "match_rms_adamw"  # of torch's Muon: updates as large as AdamW's
 
 
 def adamw(weights: Named, optim: OptimConfig, rate: float) -> torch.optim.Optimizer:
@@ -38,20 +41,19 @@ class Muon(torch.optim.Optimizer):
                 matrices.append(weight)
             else:
                 others.append((name, weight))
-        self._parts = (
-            torch.optim.Muon(
-                matrices, lr=rate, weight_decay=optim.weight_decay, adjust_lr_fn="match_rms_adamw"
-            ),
-            adamw(others, optim, rate),
-        )
+        decay = optim.weight_decay
+        muon = partial(torch.optim.Muon, lr=rate, weight_decay=decay, adjust_lr_fn=ADAMW_SCALE)
+        rest = partial(adamw, optim=optim, rate=rate)
+        makers = ((muon, matrices), (rest, others))
+        self._parts = [make(part) for make, part in makers if part]
         groups: list[dict[str, Any]] = [g for part in self._parts for g in part.param_groups]
         super().__init__(groups, {})
-        for part in self._parts:  # one state and one list of groups, for checkpoint and schedule
-            part.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all weights that have a gradient."""
         assert closure is None
-        for part in self._parts:
+        # Others replace the state and the groups of this optimizer; its parts work on the same.
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.state, part.param_groups = self.state, [group]
             part.step()

@@ -57,7 +57,7 @@ def score_texts(
             sure = ce_argmax(**texts, settings=settings).neg().exp()
             certain[example.domain] += float(sure.sum())
             tokens[example.domain] += len(after)
-            text = tokenizer.decode(after.tolist(), skip_special_tokens=True)
+            text = str(tokenizer.decode(after.tolist(), skip_special_tokens=True))
             sizes[example.domain] += len(text.encode())
     return {
         domain: TextScore(

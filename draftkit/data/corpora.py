@@ -59,8 +59,8 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
     rows = _hub_rows(data) if data.name == "hub" else _file_rows(Path(str(data.path)))
     domain = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     empty = True
-    for place, row in islice(rows, data.max_rows):
-        form = row_form(row, data, f"{setting(data)}, {place}")
+    for origin, row in islice(rows, data.max_rows):
+        form = row_form(row, data, f"{setting(data)}, {origin}")
         yield Document(_content_hash(form), domain, form)
         empty = False
     if empty:
@@ -136,7 +136,7 @@ def _parts_by_rank(
     return part[number]
 
 
-# Files and data sets: (place in the source, row)
+# Files and data sets: (where it stands in the source, row)
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -158,16 +158,16 @@ def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"data.path {path}, line {number}"
+            origin = f"data.path {path}, line {number}"
             try:
                 row = json.loads(line.decode("utf-8-sig").rstrip())
             except json.JSONDecodeError as error:
                 reason = f"{error.msg} at column {error.colno}"
-                raise ValueError(f"{place}: not valid JSON ({reason}); {rule}") from error
+                raise ValueError(f"{origin}: not valid JSON ({reason}); {rule}") from error
             except UnicodeDecodeError as error:
-                raise ValueError(f"{place}: not UTF-8 text ({error.reason})") from error
+                raise ValueError(f"{origin}: not UTF-8 text ({error.reason})") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{place}: a JSON {type(row).__name__}; {rule}")
+                raise ValueError(f"{origin}: a JSON {type(row).__name__}; {rule}")
             yield f"line {number}", row
 
 
@@ -218,72 +218,73 @@ def _hub_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 # Rows
 
 
-def row_form(row: dict[str, Any], data: DataConfig, place: str) -> dict[str, Any]:
+def row_form(row: dict[str, Any], data: DataConfig, origin: str) -> dict[str, Any]:
     """The part of `row` that is used, under the names of one of the three forms."""
-    found = f"columns found: {', '.join(row)}"
+    columns = f"columns found: {', '.join(row)}"
     named = {"prompt_column": data.prompt_column, "completion_column": data.completion_column}
     for key, column in named.items():
         if column is not None and column not in row:
-            raise ValueError(f"data.{key} {column!r} is not in {place}; {found}")
+            raise ValueError(f"data.{key} {column!r} is not in {origin}; {columns}")
     default = data.prompt_column is None and data.completion_column is None
     prompt, completion = data.prompt_column or "prompt", data.completion_column or "completion"
     if default and row.get("messages") is not None:
-        return {"messages": _messages(row["messages"], place)}
+        return {"messages": _messages(row["messages"], origin)}
     if row.get(prompt) is not None:
-        return _prompt_form(row[prompt], row.get(completion), place)
+        return _prompt_form(row[prompt], row.get(completion), origin)
     if default and row.get("text") is not None:
-        return {"text": _text(row["text"], "text", place)}
+        return {"text": _text(row["text"], "text", origin)}
+    names = "messages, prompt or text" if default else prompt
     raise ValueError(
-        f"{place}: nothing under {prompt if not default else 'messages, prompt or text'}; {found}; "
+        f"{origin}: nothing under {names}; {columns}; "
         "name yours by data.prompt_column and data.completion_column"
     )
 
 
-def _prompt_form(prompt: Any, completion: Any, place: str) -> dict[str, Any]:
+def _prompt_form(prompt: Any, completion: Any, origin: str) -> dict[str, Any]:
     """Text, a chat (a list of messages), or a list of user turns, of which the first is taken."""
     if isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt):
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
-        return {"messages": _messages([*prompt, *(completion or [])], place)}
+        return {"messages": _messages([*prompt, *(completion or [])], origin)}
     if isinstance(prompt, list) and prompt:
         prompt = prompt[0]
-    form = {"prompt": _text(prompt, "the prompt", place)}
+    form = {"prompt": _text(prompt, "the prompt", origin)}
     if completion is not None:
-        form["completion"] = _text(completion, "the completion", place)
+        form["completion"] = _text(completion, "the completion", origin)
     return form
 
 
-def _text(value: Any, name: str, place: str) -> str:
+def _text(value: Any, name: str, origin: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{place}: {name} must be text, got {type(value).__name__}")
+        raise ValueError(f"{origin}: {name} must be text, got {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{place}: {name} holds half a character ({error.reason})") from error
+        raise ValueError(f"{origin}: {name} holds half a character ({error.reason})") from error
     return value
 
 
-def _messages(messages: Any, place: str) -> list[dict[str, Any]]:
+def _messages(messages: Any, origin: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{place}: messages must be a list of at least one message")
+        raise ValueError(f"{origin}: messages must be a list of at least one message")
     checked = []
     for index, message in enumerate(messages):
         name = f"messages[{index}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ValueError(f"{place}: {name} must have a role, one of {', '.join(ROLES)}")
+            raise ValueError(f"{origin}: {name} must have a role, one of {', '.join(ROLES)}")
         if not (message.get("content") is None and message.get("tool_calls")):
-            _text(message.get("content"), f"{name}.content", place)
+            _text(message.get("content"), f"{name}.content", origin)
         # Parquet fills absent keys with null, which templates take for present.
         checked.append({key: value for key, value in message.items() if value is not None})
     return checked
 
 
 def _content_hash(form: dict[str, Any]) -> str:
-    """16 hex digits of what is asked: rows that differ in the answer alone share a split."""
-    asked: Any = form.get("text", form.get("prompt"))
+    """16 hex digits of the question: rows that differ in the answer alone share a split."""
+    question: Any = form.get("text", form.get("prompt"))
     if "messages" in form:
         roles = [message["role"] for message in form["messages"]]
         first = roles.index("assistant") if "assistant" in roles else len(roles)
-        asked = form["messages"][:first] or form["messages"]
-    canonical = json.dumps(asked, sort_keys=True)
+        question = form["messages"][:first] or form["messages"]
+    canonical = json.dumps(question, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -120,7 +120,7 @@ def _package_folder(package: str) -> str:
 
 def _listed(roots: dict[str, str], suffixes: tuple[str, ...]) -> list[Source]:
     """Files below `roots` in hash order of their relative names: diverse from the first on."""
-    found: list[Source] = []
+    sources: list[Source] = []
     for prefix, root in roots.items():
         for folder, folders, files in os.walk(root):
             folders[:] = [name for name in folders if not SKIPPED.fullmatch(name)]
@@ -129,8 +129,8 @@ def _listed(roots: dict[str, str], suffixes: tuple[str, ...]) -> list[Source]:
             for file in files:
                 # `_sysconfigdata` records where this interpreter was built.
                 if file.endswith(suffixes) and not file.startswith("_sysconfigdata"):
-                    found.append((f"{inside}/{file}".lstrip("/"), os.path.join(folder, file)))
-    return sorted(found, key=lambda source: hash_order(source[0]))
+                    sources.append((f"{inside}/{file}".lstrip("/"), os.path.join(folder, file)))
+    return sorted(sources, key=lambda source: hash_order(source[0]))
 
 
 def _read_sources(sources: Iterable[Source], seen: set[int]) -> Iterator[tuple[str, str]]:
@@ -176,10 +176,10 @@ def _docstrings(files: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     for name, text in files:
         if text.count('"""') < 4:  # parsing is what costs
             continue
-        found = [item for item in _docstrings_in(text) if item not in seen]
-        seen.update(found)
-        if found:
-            yield name, "\n\n".join(found) + "\n"
+        new = [item for item in _docstrings_in(text) if item not in seen]
+        seen.update(new)
+        if new:
+            yield name, "\n\n".join(new) + "\n"
 
 
 def _docstrings_in(text: str) -> list[str]:
@@ -189,13 +189,13 @@ def _docstrings_in(text: str) -> list[str]:
             tree = ast.parse(text)
         except SyntaxError:  # a template, or syntax of a newer Python
             return []
-    found, nodes = [], [tree]
+    docstrings, nodes = [], [tree]
     while nodes:
         node = nodes.pop()
-        found.append((ast.get_docstring(node) or "").strip())
+        docstrings.append((ast.get_docstring(node) or "").strip())
         kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         nodes += [child for child in reversed(node.body) if isinstance(child, kinds)]
-    return [docstring for docstring in found if len(docstring) >= MIN_DOCSTRING]
+    return [docstring for docstring in docstrings if len(docstring) >= MIN_DOCSTRING]
 
 
 def _topics() -> Iterator[tuple[str, str]]:

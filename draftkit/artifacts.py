@@ -8,38 +8,26 @@ This module does not know what it stores, nor which stage or experiment asks. On
 path at a time; the stage folder's lock sees to that.
 """
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from glob import escape
 from pathlib import Path
 from typing import Any
 
-PINNED_PACKAGES = (
-    "draftkit",
-    "torch",
-    "transformers",
-    "datasets",
-    "peft",
-    "accelerate",
-    "wandb",
-    "hydra-core",
-    "tokenizers",
-    "safetensors",
-    "pyarrow",
-    "numpy",
-)
-_TEMPORARY, _ASIDE = ".tmp-", ".old-"
-_READ_BYTES = 1 << 20
+PINNED_PACKAGES = ("draftkit", "torch", "transformers", "datasets", "peft", "accelerate", "wandb")
+PINNED_PACKAGES += ("hydra-core", "tokenizers", "safetensors", "pyarrow", "numpy")
+_LEFTOVER = re.compile(r"\.(.+)\.(tmp|old)-(\d+)")  # of which path, what, and whose
 
 
 def first_line(error: BaseException) -> str:
@@ -65,42 +53,39 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _siblings(path: Path, mark: str) -> list[Path]:
-    """Leftovers of `path` under `mark` whose writer is dead (or was an earlier one of our pid)."""
-    prefix = f".{path.name}{mark}"
-    if not path.parent.is_dir():
-        return []
-    found = []
-    for sibling in sorted(path.parent.iterdir()):
-        pid = sibling.name.removeprefix(prefix)
-        if sibling.name.startswith(prefix) and pid.isdigit():
-            dead = int(pid) == os.getpid() or not _alive(int(pid))
-            found += [sibling] if dead else []
-    return found
+def _beside(path: Path, kind: str) -> Path:
+    """The name by which this process keeps a new (`tmp`) or replaced (`old`) version of `path`."""
+    return path.with_name(f".{path.name}.{kind}-{os.getpid()}")
+
+
+def _settle(leftover: Path) -> None:
+    """Finish or forget what a dead writer left, or an earlier one of our pid."""
+    match = _LEFTOVER.fullmatch(leftover.name)
+    if match is None or not leftover.exists():
+        return
+    path, pid = leftover.with_name(match[1]), int(match[3])
+    if pid != os.getpid() and _alive(pid):
+        return
+    if match[2] == "old" and not path.exists():
+        leftover.rename(path)
+    else:
+        _remove(leftover)
 
 
 def recover(path: Path) -> None:
-    """Undo what a killed writer of `path` left: finish or forget it, so that `path` is whole.
+    """Undo what a killed writer of `path` left, so that it is whole or absent.
 
     A folder is replaced in two renames; if the kill fell between them, the old one comes back.
     """
-    for aside in _siblings(path, _ASIDE):
-        if path.exists():
-            _remove(aside)
-        else:
-            aside.rename(path)
-    for temporary in _siblings(path, _TEMPORARY):
-        _remove(temporary)
+    for kind in ("old", "tmp"):
+        for leftover in sorted(path.parent.glob(f".{escape(path.name)}.{kind}-*")):
+            _settle(leftover)
 
 
 def recover_tree(folder: Path) -> None:
     """`recover` every path inside `folder`, at any depth."""
-    for parent, folders, files in os.walk(folder):
-        for name in [*folders, *files]:
-            for mark in (_ASIDE, _TEMPORARY):
-                stem, found, pid = name.rpartition(mark)
-                if found and stem.startswith(".") and pid.isdigit():
-                    recover(Path(parent) / stem[1:])
+    for leftover in sorted(folder.rglob(".*-*")):
+        _settle(leftover)
 
 
 def _sync(path: Path) -> None:
@@ -128,8 +113,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path)
-    temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}")
-    aside = path.with_name(f".{path.name}{_ASIDE}{os.getpid()}")
+    temporary, aside = _beside(path, "tmp"), _beside(path, "old")
     try:
         yield temporary
         _sync_tree(temporary)
@@ -140,7 +124,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     except BaseException:
         if aside.exists() and not path.exists():
             aside.rename(path)
-        with contextlib.suppress(OSError):  # the first error is the one to tell
+        with suppress(OSError):  # the first error is the one that counts
             _remove(temporary)
         raise
     if aside.exists():
@@ -152,20 +136,15 @@ def remove(path: str | Path) -> None:
     path = Path(path)
     recover(path)
     if path.exists():
-        temporary = path.with_name(f".{path.name}{_TEMPORARY}{os.getpid()}")
+        temporary = _beside(path, "tmp")
         path.rename(temporary)
         _remove(temporary)
 
 
-def write_bytes(path: str | Path, content: bytes) -> None:
-    """Replace `path` by `content` atomically. Raises OSError (a full disk) and changes nothing."""
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(content)
-
-
 def write_text(path: str | Path, text: str) -> None:
-    """Replace `path` by `text`, in UTF-8, atomically."""
-    write_bytes(path, text.encode())
+    """Replace `path` by `text`, in UTF-8, atomically. On OSError (a full disk) nothing changes."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _plain(value: Any) -> Any:
@@ -194,31 +173,24 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"{path} is not valid JSON ({error}): remove it and run again") from error
 
 
-def _update_from_file(digest: Any, path: Path) -> None:
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-
-
 def sha256_file(path: str | Path) -> str:
     """Hex SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
-    _update_from_file(digest, Path(path))
-    return digest.hexdigest()
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sha256_tree(folder: str | Path, *, skip: Callable[[str], bool] | None = None) -> str:
+def sha256_tree(folder: str | Path, *, skip: Callable[[str], bool] = lambda name: False) -> str:
     """Hex SHA-256 over the relative names and bytes of all files below `folder`.
 
-    `skip` is asked for every name directly inside `folder`. Times and permissions do not count.
+    `skip` gets every name directly inside `folder`. Times and permissions do not count.
     """
-    folder = Path(folder)
-    digest = hashlib.sha256()
+    folder, digest = Path(folder), hashlib.sha256()
     for path in sorted(folder.rglob("*"), key=lambda file: file.relative_to(folder).as_posix()):
         relative = path.relative_to(folder)
-        if path.is_file() and not (skip is not None and skip(relative.parts[0])):
+        if path.is_file() and not skip(relative.parts[0]):
             digest.update(f"{relative.as_posix()}\0{path.stat().st_size}\0".encode())
-            _update_from_file(digest, path)
+            with path.open("rb") as file:
+                hashlib.file_digest(file, lambda: digest)  # goes on with the same one
     return digest.hexdigest()
 
 
@@ -242,11 +214,11 @@ def _git(*arguments: str) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in PINNED_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def _cpu_model() -> str:
@@ -259,24 +231,20 @@ def _cpu_model() -> str:
 
 
 def _hardware() -> dict[str, Any]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = None
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+    cores, memory = os.cpu_count(), None
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    if "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    hardware: dict[str, Any] = {
+    torch = sys.modules.get("torch")  # only where somebody needed it: provenance stays cheap
+    gpus = 0 if torch is None else torch.cuda.device_count()
+    return {
         "cpu": _cpu_model(),
-        "cores": usable,
+        "cores": cores,
         "memory_bytes": memory,
-        "gpu": [],
-        "torch_threads": None,
+        "gpu": [torch.cuda.get_device_name(index) for index in range(gpus)] if torch else [],
+        "torch_threads": torch.get_num_threads() if torch else None,
     }
-    torch = sys.modules.get("torch")  # asked only if somebody needed it: provenance stays cheap
-    if torch is not None:
-        hardware["torch_threads"] = torch.get_num_threads()
-        if torch.cuda.is_available():
-            count = torch.cuda.device_count()
-            hardware["gpu"] = [torch.cuda.get_device_name(index) for index in range(count)]
-    return hardware
 
 
 def provenance(arguments: list[str] | None = None) -> dict[str, Any]:

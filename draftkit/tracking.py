@@ -21,12 +21,6 @@ from typing import Any
 
 FILE_NAME = "metrics.jsonl"
 STEP_NAMES = {"online": "update"}  # the step axis of a section, where it is not `step`
-_RESERVED = ("section", "step", "time")
-
-
-def _number(value: Any) -> float | int | bool:
-    """A Python number of a number or of a one-element tensor."""
-    return value if isinstance(value, bool | int) else float(value)
 
 
 def _is_finite(value: Any) -> bool:
@@ -36,11 +30,9 @@ def _is_finite(value: Any) -> bool:
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, without the torn one that a kill may have left."""
     path = Path(path)
-    lines = []
-    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
-        if line.endswith(b"\n"):  # written in one piece, so only the last can lack it
-            lines.append(json.loads(line))
-    return lines
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    # A line is written in one piece, so only the last can lack its end.
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -110,17 +102,13 @@ class Tracker:
         folder: str | Path | None,
         *,
         mode: str = "none",
-        project: str = "draftkit",
-        entity: str | None = None,
-        group: str = "",
-        job_type: str = "",
-        name: str = "",
-        tags: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
+        **labels: Any,
     ) -> None:
         """Reopen `folder/metrics.jsonl` and start W&B in `mode` (`none` does not import it).
 
-        Raises ValueError when `online` is asked for and no key is configured.
+        labels: what `wandb.init` takes: project, entity, group, job_type, name, tags. Raises
+        ValueError where `mode` is `online` and no key is configured.
         """
         self._path = None if folder is None else Path(folder) / FILE_NAME
         self._begun: set[str] = set()  # sections that have logged since the file was opened
@@ -132,8 +120,6 @@ class Tracker:
         if self._path.is_file():
             self._replace(read_metrics(self._path))
         if mode != "none":
-            labels: dict[str, Any] = {"project": project, "entity": entity, "group": group or None}
-            labels |= {"job_type": job_type or None, "name": name or None, "tags": list(tags)}
             self._run = _start_wandb(
                 self._path.parent, mode=mode, config=config or {}, labels=labels
             )
@@ -153,9 +139,9 @@ class Tracker:
 
         Non-finite values are null in the file, so that it stays JSON, and NaN in W&B.
         """
-        clash = [key for key in metrics if key in _RESERVED]
+        clash = metrics.keys() & {"section", "step", "time"}
         assert not clash, f"metrics may not be called {clash}"
-        numbers = {key: _number(value) for key, value in metrics.items()}
+        numbers = {k: v if isinstance(v, int) else float(v) for k, v in metrics.items()}
         if self._path is None:
             return
         if section not in self._begun:

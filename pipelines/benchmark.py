@@ -5,7 +5,8 @@ held-out prompts, gamma and precision, in turns, in one process (how: `benchmark
 The pair is the experiment's, its drafter the one that `evaluate.draft` names; or, with
 `benchmark.weights=random`, models of the `pretrain` shapes, for speed and bandwidth alone. With
 `benchmark.subject=distill` it is training that is measured, beside TRL's
-(`benchmarks/distill.py`), and with `benchmark.subject=gpu` all that needs a GPU (`benchmarks/gpu`).
+(`benchmarks/training.py`), and with `benchmark.subject=gpu` all
+that needs a GPU (`benchmarks/gpu`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,19 +23,17 @@ from draftkit.evaluation.judge import Prompts
 from draftkit.models.devices import resolve_device
 from draftkit.models.loading import load_draft, load_target
 from draftkit.theory.speedup import Costs
-from pipelines.benchmarks import distill
+from pipelines.benchmarks import training
 from pipelines.benchmarks.ceilings import copy_bandwidth
 from pipelines.benchmarks.decoder import PLAIN, Pair, Point, headline, measure, setting_of
 from pipelines.benchmarks.decoder_report import LEGEND, benchmark_tables
 from pipelines.benchmarks.gpu import run as gpu
 from pipelines.benchmarks.random_models import random_model, random_texts
-from pipelines.contexts import contexts, read_contexts
-from pipelines.evaluate import drafts_of, judged_inputs
-from pipelines.inputs import check_pair, pair_and_text
-from pipelines.memory import peak_memory_bytes
+from pipelines.evaluate import drafts_of, judged_inputs, prompts_in
+from pipelines.generate import contexts
 from pipelines.plan import Given, StageFolder, Step
-from pipelines.run import stage
-from pipelines.texts import training_texts
+from pipelines.prepare import check_pair, pair_and_text
+from pipelines.run import peak_memory_bytes, stage
 
 RANDOM_CALIBRATION_PROMPTS = 8
 
@@ -64,106 +63,80 @@ def check(config: Config) -> None:
 def held_out_pair(config: Config, folder: StageFolder) -> tuple[Pair, Prompts]:
     """The experiment's models, and prompts that neither was trained on."""
     target = load_target(folder.model(config, "target"), config.hardware)
-    test, validation = (
-        [record.prompt_ids for record in read_contexts(folder.input("contexts"), split)]
-        for split in ("test", "validation")
-    )
     pad, ends = target.tokenizer.pad_token_id, target.eos_token_ids
-    return Pair(
-        target.adapter,
-        load_draft(list(drafts_of(config, folder).values())[-1], target),
-        eos_token_ids=ends,
-        pad_token_id=pad if pad is not None else next(iter(ends), 0),
-    ), Prompts(
-        test=test, calibration=validation, texts=lambda: training_texts(folder.input("texts"))
-    )
+    draft = load_draft(list(drafts_of(config, folder).values())[-1], target)
+    pair = Pair(target.adapter, draft, ends, pad if pad is not None else next(iter(ends), 0))
+    return pair, prompts_in(folder, folder.input("contexts"))
 
 
-def random_pair(config: Config, folder: StageFolder) -> tuple[Pair, Prompts]:
+def random_pair(config: Config) -> tuple[Pair, Prompts]:
     """Models of random weights and prompts of random tokens: their speed is that of real ones."""
     vocab_size, seed = config.data.vocab_size, config.seed
     target, draft = (
         random_model(model.pretrain, config.hardware, vocab_size=vocab_size, seed=seed + number)
         for number, model in enumerate((config.target, config.draft))
     )
-    most = max(chunks_of(config, size) * size for size in config.benchmark.batch_sizes)
+    most = max(prompts_of(config, size) for size in config.benchmark.batch_sizes)
     count, tokens = most + RANDOM_CALIBRATION_PROMPTS, config.data.prompt_tokens
     texts = random_texts(count, tokens, vocab_size=vocab_size, seed=seed)
-    return Pair(target, draft, (), 0), Prompts(test=texts[:most], calibration=texts[most:])
+    return Pair(target, draft), Prompts(test=texts[:most], calibration=texts[most:])
 
 
-def chunks_of(config: Config, batch_size: int) -> int:
-    """How many chunks of prompts a setting takes."""
-    return max(config.benchmark.prompts // batch_size, MIN_CHUNKS)
+def prompts_of(config: Config, batch_size: int) -> int:
+    """How many prompts a setting takes."""
+    return max(config.benchmark.prompts // batch_size, MIN_CHUNKS) * batch_size
 
 
 def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder) -> list[Point]:
-    """Measure every method at every temperature and batch size."""
-    options = config.benchmark
-    decode = config.decode
+    """Measure every method at every temperature and batch size; each point is logged."""
+    options, decode = config.benchmark, config.decode
     fixed = options.compiled_batch_sizes if decode.compiles or decode.captures else []
     points: list[Point] = []
     for temperature in options.temperatures:
         costs: dict[bool, dict[int, Costs]] = {True: {}, False: {}}
-        shared = setting_of(
-            prompts,
-            replace(config.sampling, temperature=temperature),
-            max_new_tokens=options.max_new_tokens,
-            gamma=decode.gamma,
-            seed=config.seed,
-        )
         for size in options.batch_sizes:
-            setting = replace(
-                shared,
+            setting = setting_of(
+                prompts,
+                sampling=replace(config.sampling, temperature=temperature),
+                max_new_tokens=options.max_new_tokens,
+                gamma=decode.gamma,
+                seed=config.seed,
                 verification=decode.verification,
                 eos_token_ids=pair.eos_token_ids,
                 batch_size=size,
                 compiled=decode.compiles and size in fixed,
                 captured=decode.captures and size in fixed,
             )
-            wanted = min(chunks_of(config, size), len(prompts.test) // size)
-            if wanted < 2:
+            available = len(prompts.test)
+            if available < 2 * size:
                 raise ValueError(
                     f"benchmark.batch_sizes: {size} rows need {2 * size} held-out prompts, there "
-                    f"are {len(prompts.test)}: leave it out, or raise evaluate.prompts"
+                    f"are {available}: leave it out, or raise evaluate.prompts"
                 )
-            folder.note(f"temperature {temperature:g}, batch {size}: {wanted * size} prompts")
-            found = measure(
+            count = min(prompts_of(config, size), available // size * size)
+            folder.note(f"temperature {temperature:g}, batch {size}: {count} prompts")
+            measured = measure(
                 pair,
-                replace(prompts, test=prompts.test[: wanted * size]),
+                replace(prompts, test=prompts.test[:count]),
                 setting,
                 options.methods,
                 costs=costs[size in fixed],
                 resamples=config.evaluate.bootstrap,
                 proposer=decode.proposer,
             )
-            log(folder, len(points), found)
-            points += found
-    return points
-
-
-def log(folder: StageFolder, step: int, points: Sequence[Point]) -> None:
-    """One line of metrics for each point."""
-    for number, point in enumerate(points, start=step):
-        shown = {key: point[key] for key in ("temperature", "batch_size", "seconds")}
-        rate = point["tokens_per_second"]["median"]
-        folder.tracker.log(
-            f"benchmark_{point['method']}", number, shown | {"tokens_per_second": rate}
-        )
-
-
-def table(folder: StageFolder, points: Sequence[Point]) -> None:
-    """All points as rows for W&B."""
+            for step, point in enumerate(measured, len(points)):
+                shown = {key: point[key] for key in ("temperature", "batch_size", "seconds")}
+                shown["tokens_per_second"] = point["tokens_per_second"]["median"]
+                folder.tracker.log(f"benchmark_{point['method']}", step, shown)
+            points += measured
     columns = ["method", "temperature", "batch_size", "tokens_per_second", "ratio_to_plain"]
+    medians = [(p["tokens_per_second"], p["ratios"].get(PLAIN, {})) for p in points]
     rows = [
-        [
-            *(point[key] for key in columns[:3]),
-            point["tokens_per_second"]["median"],
-            point["ratios"].get(PLAIN, {}).get("median"),
-        ]
-        for point in points
+        [*(point[key] for key in columns[:3]), rate["median"], ratio.get("median")]
+        for point, (rate, ratio) in zip(points, medians, strict=True)
     ]
     folder.tracker.table("benchmark/points", columns, rows)
+    return points
 
 
 def bandwidth(points: Sequence[Point], pair: Pair) -> dict[str, Any]:
@@ -187,7 +160,7 @@ def show(config: Config, folder: Path) -> None:
     """Print the tables of a complete benchmark."""
     summary = read_json(folder / "summary.json")
     if config.benchmark.subject == "distill":
-        return distill.show(summary)
+        return training.show(summary)
     if config.benchmark.subject == "gpu":
         return gpu.show(summary, folder)
     console = Console(width=80, highlight=False)
@@ -221,14 +194,13 @@ def show(config: Config, folder: Path) -> None:
 def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Measure all settings; the numbers of greedy decoding of one row stand at the top."""
     if config.benchmark.subject == "distill":
-        return distill.measure(config, folder)
+        return training.measure(config, folder)
     if config.benchmark.subject == "gpu":
         return gpu.measure(config, folder)
     compiling = -compile_seconds()
-    make = random_pair if config.benchmark.weights == "random" else held_out_pair
-    pair, prompts = make(config, folder)
+    is_random = config.benchmark.weights == "random"
+    pair, prompts = random_pair(config) if is_random else held_out_pair(config, folder)
     points = points_of(config, pair, prompts, folder)
-    table(folder, points)
     return {
         **headline(points),
         "gamma": config.decode.gamma,

@@ -39,7 +39,7 @@ PRODUCT = "compare.json"
 HEAT_MAP = "heat_map.png"
 REMOTE = "wandb:"
 CAPTION = "means over 95 % intervals; end to end: speedup with prefill and waiting"
-_NOT_SHOWN = ("name", "root", "overwrite", "runs", "tracker")
+_NOT_SHOWN = ("name", "root", "overwrite", "runs", "tracker", "provenance", "inputs")
 _SAME_QUESTION = ("target", "data", "sampling", "evaluate.temperatures", "evaluate.max_new_tokens")
 _CONTENT = ("target", "data")  # inputs of which the settings do not tell all: a seed makes a target
 _SAME_MACHINE = (*_SAME_QUESTION, "hardware", "machine")
@@ -47,19 +47,16 @@ _SAME_MACHINE = (*_SAME_QUESTION, "hardware", "machine")
 Row = dict[str, Any]
 
 
-def _is_stage(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
-
-
 def stages_of(folder: Path) -> list[Path]:
     """The stage folders that tell of the experiment in `folder`, or `folder` if it is one.
 
     Training has a row of its own only until `distill`, whose summary repeats it, has begun.
     """
-    if _is_stage(folder):
+    if (folder / MANIFEST).is_file():
         return [folder]
-    names = STAGES if _is_stage(folder / STAGES[-1]) else (*STAGES, TRAINING)
-    return [folder / name for name in names if _is_stage(folder / name)]
+    begun = [folder / name for name in (*STAGES, TRAINING) if (folder / name / MANIFEST).is_file()]
+    names = [path.name for path in begun]
+    return [path for path in begun if path.name != TRAINING or STAGES[-1] not in names]
 
 
 def expand(run: str) -> list[Path]:
@@ -91,56 +88,46 @@ def _numbers(summary: Mapping[str, Any]) -> Row:
     }
 
 
+def _settings(config: Mapping[str, Any], inputs: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that may differ, and beginnings of the checksums of target and text."""
+    settings = {k: v for k, v in flatten(config).items() if k.split(".")[0] not in _NOT_SHOWN}
+    return settings | {f"{key}.sha256": inputs[key][:12] for key in _CONTENT if key in inputs}
+
+
 def read_run(folder: Path) -> Row:
     """One row: label, whether it is finished, its numbers and its settings."""
     stages = stages_of(folder)
-    finished = [path for path in stages if (path / SUMMARY).is_file()]
-    numbers = _numbers({})
-    for path in reversed(finished):  # the more telling stage speaks last
-        found = _numbers(read_json(path / SUMMARY))
-        seconds = (numbers["seconds"] or 0) + (found["seconds"] or 0)
-        numbers |= {key: value for key, value in found.items() if value is not None}
-        numbers["seconds"] = seconds
-    settings: dict[str, Any] = {}
-    for path in reversed(stages):
+    numbers, config, cells, unfinished = _numbers({}), {}, [], []
+    for path in reversed(stages):  # the more telling stage speaks last
         if (path / CONFIG).is_file():
-            settings |= flatten(yaml.safe_load((path / CONFIG).read_text(encoding="utf-8")))
-    manifest = read_json(stages[0] / MANIFEST)
-    machine = manifest.get("provenance", {}).get("hardware", {})
-    shown = {key: value for key, value in settings.items() if key.split(".")[0] not in _NOT_SHOWN}
-    shown |= checksums(manifest.get("inputs", {}))
-    unfinished = [path.name for path in stages if path not in finished]
+            config |= yaml.safe_load((path / CONFIG).read_text(encoding="utf-8"))
+        if not (path / SUMMARY).is_file():
+            unfinished.append(path.name)
+            continue
+        summary = read_json(path / SUMMARY)
+        known = {key: value for key, value in _numbers(summary).items() if value is not None}
+        known["seconds"] = (numbers["seconds"] or 0) + known.get("seconds", 0)
+        numbers |= known
+        prompts = read_json(path / PROMPTS) if (path / PROMPTS).is_file() else None
+        cells += cells_of(config, summary, prompts)
     if stages[0].name == TRAINING and not unfinished:
         unfinished = [STAGES[0]]
-    cells = [asdict(cell) for path in finished for cell in cells_in(path, settings)]
-    return {"run": str(folder), "unfinished": unfinished, **numbers, "cells": cells} | {
-        "settings": shown | {f"machine.{key}": value for key, value in machine.items()}
-    }
+    manifest = read_json(stages[0] / MANIFEST)
+    machine = manifest.get("provenance", {}).get("hardware", {})
+    settings = _settings(config, manifest.get("inputs", {}))
+    settings |= {f"machine.{key}": value for key, value in machine.items()}
+    row = {"run": str(folder), "unfinished": unfinished[::-1], **numbers}
+    return row | {"cells": [asdict(cell) for cell in cells], "settings": settings}
 
 
-def checksums(inputs: Mapping[str, str]) -> dict[str, str]:
-    """Beginnings of the checksums of target and text, as settings that may differ."""
-    return {f"{name}.sha256": inputs[name][:12] for name in _CONTENT if name in inputs}
-
-
-def cells_in(path: Path, settings: Mapping[str, Any]) -> list[Cell]:
-    """What the evaluation in `path` says of its divergence and source at each temperature."""
-    return cells_of(
-        str(settings.get("divergence.name")),
-        str(settings.get("source.name")),
-        int(settings.get("seed", 0)),
-        read_json(path / SUMMARY),
-        read_json(path / PROMPTS) if (path / PROMPTS).is_file() else None,
-    )
-
-
-def read_remote(name: str) -> list[Row]:
-    """Evaluations of the W&B group `[ENTITY/]PROJECT/GROUP`, from its scalars.
+def read_remote(run: str) -> list[Row]:
+    """Evaluations of the W&B group `wandb:[ENTITY/]PROJECT/GROUP`, from its scalars.
 
     Raises ValueError when W&B cannot be asked or the group has none.
     """
     import wandb
 
+    name = run.removeprefix(REMOTE)
     project, _, group = name.rpartition("/")
     try:
         filters = {"group": group, "jobType": STAGES[0]}
@@ -149,41 +136,37 @@ def read_remote(name: str) -> list[Row]:
         raise ValueError(f"runs: W&B does not answer for {name} ({error})") from error
     if not found:
         raise ValueError(f"runs: W&B has no evaluation in the group {name}")
-    rows = []
-    for run in found:
-        flat = dict(run.summary)
+    return [_remote_row(run, project) for run in found]
 
-        def estimate(key: str, flat: dict[str, Any] = flat) -> Row | None:
-            if key not in flat:
-                return None
-            return {"mean": flat[key], "ci95": [flat.get(f"{key}/low"), flat.get(f"{key}/high")]}
 
-        speedup = {"ci95": [flat.get("speedup/ci95/0"), flat.get("speedup/ci95/1")]}
-        speedup |= {key: flat.get(f"speedup/{key}") for key in ("measured", "predicted")}
-        numbers = {key: estimate(key) for key in ("alpha", "acceptance_length")}
-        numbers |= {"speedup": speedup, "end_to_end": estimate("speedup/end_to_end")}
-        numbers |= {"verdict": flat.get("verdict")}
-        settings = {
-            key: value
-            for key, value in flatten(run.config).items()
-            if key.split(".")[0] not in (*_NOT_SHOWN, "provenance", "inputs")
-        } | checksums(run.config.get("inputs", {}))
-        unfinished = [] if run.state == "finished" else [STAGES[0]]
-        row = {"run": f"{REMOTE}{project}/{run.name}", "unfinished": unfinished}
-        rows.append(row | _numbers(flat | numbers) | {"settings": settings})
-    return rows
+def _remote_row(run: Any, project: str) -> Row:
+    flat = dict(run.summary)
+
+    def estimate(key: str) -> Row | None:
+        if key not in flat:
+            return None
+        return {"mean": flat[key], "ci95": [flat.get(f"{key}/low"), flat.get(f"{key}/high")]}
+
+    speedup = {"ci95": [flat.get("speedup/ci95/0"), flat.get("speedup/ci95/1")]}
+    speedup |= {key: flat.get(f"speedup/{key}") for key in ("measured", "predicted")}
+    numbers = {key: estimate(key) for key in ("alpha", "acceptance_length")}
+    numbers |= {"speedup": speedup, "end_to_end": estimate("speedup/end_to_end")}
+    return {
+        "run": f"{REMOTE}{project}/{run.name}",
+        "unfinished": [] if run.state == "finished" else [STAGES[0]],
+        **_numbers(flat | numbers),
+        "settings": _settings(run.config, run.config.get("inputs", {})),
+    }
 
 
 def read_runs(runs: list[str]) -> list[Row]:
     """The rows of all `runs`. Raises ValueError naming the one that cannot be read."""
     if not runs:
         raise ValueError("runs must name what to compare: 'runs=[outputs/a,outputs/b]'")
-    rows = []
+    rows: list[Row] = []
     for run in runs:
-        if run.startswith(REMOTE):
-            rows += read_remote(run.removeprefix(REMOTE))
-        else:
-            rows += [read_run(folder) for folder in expand(run)]
+        is_remote = run.startswith(REMOTE)
+        rows += read_remote(run) if is_remote else map(read_run, expand(run))
     return rows
 
 
@@ -264,16 +247,18 @@ def cells_of_rows(rows: list[Row]) -> list[Cell]:
     return [Cell(**cell) for row in rows for cell in row.get("cells", ())]
 
 
-def _needs(config: Config) -> dict[str, Given]:
-    return {row["run"]: Given(fingerprint(repr(row))) for row in read_runs(config.runs)}
-
-
-def _show(config: Config, path: Path) -> None:
+def show(config: Config, path: Path) -> None:
+    """Print a comparison that was made."""
     product = read_json(path / PRODUCT)
     render(product["runs"], product["findings"], Console())
 
 
-@stage(sections=(), needs=_needs, product=None, after=_show)
+@stage(
+    sections=(),
+    needs=lambda c: {row["run"]: Given(fingerprint(repr(row))) for row in read_runs(c.runs)},
+    product=None,
+    after=show,
+)
 def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Write `compare.json`: the rows, the settings that differ and the findings."""
     rows = read_runs(config.runs)
@@ -283,15 +268,14 @@ def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
         finding(rows, "end_to_end", "speedup end to end", _SAME_MACHINE),
     ]
     findings = [line for line in findings if line]
-    product = {"runs": rows, "differing": differing(rows), "findings": findings}
     if folder.is_main:
+        product = {"runs": rows, "differing": differing(rows), "findings": findings}
         write_json(folder.path / PRODUCT, product)
-        cells = cells_of_rows(rows)
-        if is_matrix(cells):
+        if is_matrix(cells := cells_of_rows(rows)):
             heat_map(cells, folder.path / HEAT_MAP)
             folder.tracker.figure("compare/heat_map", folder.path / HEAT_MAP)
     columns = ["run", "alpha", "acceptance_length", "end_to_end", "speedup", "verdict"]
-    cells = [
+    table = [
         [
             row["run"],
             *((row[key] or {}).get("mean") for key in columns[1:4]),
@@ -300,7 +284,7 @@ def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
         ]
         for row in rows
     ]
-    folder.tracker.table("compare", columns, cells)
+    folder.tracker.table("compare", columns, table)
     return {"runs": [row["run"] for row in rows], "findings": findings}
 
 

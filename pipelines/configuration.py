@@ -8,7 +8,7 @@ that must be given by an empty text: Hydra drops `???` in a group that has a sch
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -17,9 +17,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -37,23 +37,8 @@ def register_schema() -> None:
     ConfigStore.instance().store(name="schema", node=Config)
 
 
-def dotted_keys() -> list[str]:
-    """Every key that can be set, as the user types it."""
-    return list(flatten(Config()))
-
-
 def groups() -> list[str]:
     return sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
-
-
-def _items(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name in node:
-        key = f"{prefix}{name}"
-        value = "" if OmegaConf.is_missing(node, name) else node[str(name)]
-        if isinstance(value, DictConfig):
-            yield from _items(value, f"{key}.")
-        else:
-            yield key, value
 
 
 def _did_you_mean(wrong: str, known: list[str]) -> str:
@@ -68,7 +53,7 @@ def _did_you_mean(wrong: str, known: list[str]) -> str:
 
 
 def _unknown_key(key: str) -> str:
-    hint = _did_you_mean(key, [*groups(), *dotted_keys()])
+    hint = _did_you_mean(key, [*groups(), *flatten(Config())])
     return f"there is no setting {key}{hint or ': `--cfg job` lists all settings'}"
 
 
@@ -77,12 +62,11 @@ def to_config(composed: DictConfig) -> Config:
 
     Raises ValueError, one line, naming the key that is unknown, not given or out of range.
     """
-    known = set(dotted_keys())
-    values = dict(_items(composed))
+    known, values = flatten(Config()), flatten(OmegaConf.to_container(composed, resolve=True))
     for key in values:
         if key not in known:
             raise ValueError(_unknown_key(key))
-    missing = [key for key, value in values.items() if value == ""]
+    missing = [key for key, value in values.items() if value in ("", MISSING)]
     if missing:
         wanted = " ".join(f"{key}=..." for key in missing)
         raise ValueError(f"{', '.join(missing)} must be given: add {wanted}")
@@ -111,54 +95,38 @@ def compose_config(overrides: list[str] | None = None) -> Config:
         raise ValueError(explain(error)) from error
 
 
-def _explain_missing_file(text: str) -> str | None:
-    """An unknown choice of a group, with the near match and all choices."""
-    found = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
-    if not found:
-        return None
-    group, option = found.groups()
-    listed = re.search(r"Available options in '.*':\n((?:\t.*\n?)*)", text)
-    options = listed.group(1).split() if listed else []
-    choices = f" (choices: {', '.join(options)})" if options else ""
-    return f"{group}={option} does not exist{_did_you_mean(option, options)}{choices}"
-
-
-def _full_key(text: str) -> str:
-    found = re.search(r"full_key: (\S+)", text)
-    return found.group(1) if found else ""
-
-
 def explain(error: BaseException) -> str:
     """Boil a composition error of Hydra, OmegaConf or YAML down to one line."""
     text = str(error)
     detail = f"{text}\n{error.__cause__ or ''}"
-    if isinstance(error, MissingConfigException) and (line := _explain_missing_file(text)):
-        return line
     if isinstance(error, YAMLError):
         return " ".join(text.split())
-    group = re.search(r"Could not override '([^']+)'\. No match in the defaults list", text)
-    if group:
-        name = group.group(1)
+    if match := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
+        group, option = match.groups()
+        options = sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+        hint = _did_you_mean(option, options)
+        return f"{group}={option} does not exist{hint} (choices: {', '.join(options)})"
+    if match := re.search(r"Could not override '([^']+)'\. No match in the defaults list", text):
+        name = match.group(1)
         if name == "experiment":
             return "an experiment is added with a plus: +experiment=<name>"
         return f"there is no group {name}{_did_you_mean(name, groups())}"
-    twice = re.match(r"Multiple values for (\w+)\.", text)
-    if twice:
-        plus = "+" if twice.group(1) == "experiment" else ""
-        return f"{twice.group(1)} is given twice: use one {plus}{twice.group(1)}=<choice>"
-    place = re.match(r"In '([^']+)': .* raised while composing config:", text)
-    where = f"conf/{place.group(1)}.yaml: " if place else ""
+    if match := re.match(r"Multiple values for (\w+)\.", text):
+        name, plus = match.group(1), "+" if match.group(1) == "experiment" else ""
+        return f"{name} is given twice: use one {plus}{name}=<choice>"
+    file = re.match(r"In '([^']+)': .* raised while composing config:", text)
+    where = f"conf/{file.group(1)}.yaml: " if file else ""
+    match = re.search(r"full_key: (\S+)", detail)
+    key = match.group(1) if match else ""
     if re.search(r"Key '.+' (?:is )?not in", detail):
         typed = re.search(r"Could not override '([^']+)'", text)
-        key = _full_key(detail)
         if typed and typed.group(1).startswith(f"{key}."):  # a wrong section: show it whole
             key = typed.group(1)
         return where + _unknown_key(key)
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    if place and cause is error:
+    if file and cause is error:
         lines = lines[1:]
-    key = _full_key(detail)
     lines = lines[:2] if "override" in lines[0] and not key else lines[:1]
     return where + (f"{key}: " if key else "") + ": ".join(lines)
 

@@ -21,8 +21,8 @@ from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.report import evaluation_table, model_card
 from pipelines.checksums import CARD
 from pipelines.evaluate import evaluate
-from pipelines.inputs import pair_and_text
 from pipelines.plan import SUMMARY, Given, StageFolder, Step
+from pipelines.prepare import pair_and_text
 from pipelines.run import stage
 from pipelines.train import DRAFT, FIGURE, train
 

@@ -10,20 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from draftkit.artifacts import read_json, write_json, write_text
 from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.data.prompts import read_splits
 from draftkit.decoding.trace import html, terminal
-from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, compare, gather
+from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather
 from draftkit.evaluation.report import evaluation_table
+from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
-from pipelines.contexts import contexts, read_contexts
-from pipelines.inputs import check_pair, pair_and_text
-from pipelines.plan import Given, StageFolder, Step
+from draftkit.tracking import Tracker
+from pipelines.generate import contexts, read_contexts
+from pipelines.plan import SUMMARY, Given, StageFolder, Step
+from pipelines.prepare import check_pair, pair_and_text
 from pipelines.run import stage
 from pipelines.texts import training_texts
 from pipelines.train import train
@@ -48,38 +49,22 @@ def drafts_of(config: Config, folder: StageFolder) -> dict[str, ModelConfig]:
     return {"before": start, "after": with_path(start, folder.input("trained"))}
 
 
-def contexts_of(config: Config) -> dict[float, Step]:
-    """The contexts of every temperature to judge, the prompts' own first."""
-    return {
-        temperature: contexts.step(
-            replace(config, sampling=replace(config.sampling, temperature=temperature))
-        )
-        for temperature in (
-            config.sampling.temperature,
-            *(config.evaluate.temperatures or []),
-        )
-    }
-
-
 def needs(config: Config) -> dict[str, Given | Step]:
-    """What is judged, and the target's answers under each temperature."""
-    answers = {f"contexts at {t:g}": step for t, step in contexts_of(config).items()}
-    return {**judged_inputs(config), **answers}
-
-
-def check_gamma(config: Config) -> None:
-    """Raise ValueError where nothing is proposed, and so nothing can be judged."""
-    if config.decode.gamma == 0:
-        is_none = config.decode.proposer == "none"
-        key, way_out = (
-            ("decode.proposer=none", "another one") if is_none else ("decode.gamma=0", "1 or more")
-        )
-        raise ValueError(f"{key} proposes nothing, so there is no drafter to judge: use {way_out}")
+    """What is judged, and the target's answers under the prompts' and each judged temperature."""
+    inputs, served = judged_inputs(config), config.sampling
+    for temperature in (served.temperature, *(config.evaluate.temperatures or [])):
+        sampled = replace(config, sampling=replace(served, temperature=temperature))
+        inputs[f"contexts at {temperature:g}"] = contexts.step(sampled)
+    return inputs
 
 
 def check(config: Config) -> None:
     """Raise ValueError for what cannot be judged, before anything is made for it."""
-    check_gamma(config)
+    if config.decode.proposer == "none" or config.decode.gamma == 0:
+        key, way_out = "decode.gamma=0", "1 or more"
+        if config.decode.proposer == "none":
+            key, way_out = "decode.proposer=none", "another one"
+        raise ValueError(f"{key} proposes nothing, so there is no drafter to judge: use {way_out}")
     check_pair(config)
 
 
@@ -94,60 +79,48 @@ def check_prompts(config: Config, texts: Path) -> None:
         )
 
 
-def load_all(
-    config: Config, folder: StageFolder, dtype: torch.dtype | None = None
-) -> tuple[Target, dict[str, Adapter]]:
-    """The target and the judged drafts, in `dtype` or the hardware's."""
-    target = load_target(folder.model(config, "target"), config.hardware, dtype=dtype)
-    drafts = drafts_of(config, folder)
-    return target, {name: load_draft(draft, target) for name, draft in drafts.items()}
-
-
-def log(folder: StageFolder, temperature: float, summary: dict[str, Any], main: Evidence) -> None:
-    """One line of metrics, and for W&B a row for each timed prompt."""
-    folder.tracker.log(
-        "eval",
-        round(1000 * temperature),
-        {
-            "temperature": temperature,
-            "alpha": summary["alpha"]["mean"],
-            "acceptance_length": summary["acceptance_length"]["mean"],
-            "speedup": summary["speedup"]["measured"],
-            "speedup_end_to_end": summary["speedup"]["end_to_end"]["mean"],
-        },
+def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
+    """The prompts of the contexts in `answers`, with the training texts of `folder`."""
+    test, validation = (
+        [record.prompt_ids for record in read_contexts(answers, split)]
+        for split in ("test", "validation")
     )
+    texts = folder.input("texts")
+    return Prompts(test=test, calibration=validation, texts=lambda: training_texts(texts))
+
+
+def track(tracker: Tracker, temperature: float, summary: dict[str, Any], main: Evidence) -> None:
+    """One line of metrics, and for W&B a row for each timed prompt."""
+    speedup = summary["speedup"]
+    numbers = {name: summary[name]["mean"] for name in ("alpha", "acceptance_length")}
+    numbers |= {"temperature": temperature, "speedup": speedup["measured"]}
+    numbers["speedup_end_to_end"] = speedup["end_to_end"]["mean"]
+    tracker.log("eval", round(1000 * temperature), numbers)
     columns = ["prompt", "tokens", "rounds", "accepted", "acceptance"]
     rows = [
         [i, len(c.output_ids), c.rounds, c.accepted, c.acceptance_total / max(1, c.tested)]
         for i, c in enumerate(main.timed.completions)
     ]
-    folder.tracker.table(f"eval/prompts_at_{temperature:g}", columns, rows)
+    tracker.table(f"eval/prompts_at_{temperature:g}", columns, rows)
 
 
-def write_traces(folder: StageFolder, main: Evidence, target: Target) -> None:
+def write_traces(folder: Path, main: Evidence, target: Target) -> None:
     """Leave the first answers as pages to look at: what was proposed, accepted and corrected."""
-    traces = [completion.trace for completion in main.timed.completions[:TRACES]]
+    traces = main.timed.completions[:TRACES]
 
     def decode(ids: list[int]) -> str:
         return str(target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    write_text(folder.path / "trace.html", html(traces, decode, title="Speculative decoding"))
+    write_text(folder / "trace.html", html(traces, decode, title="Speculative decoding"))
     texts = [terminal(trace, decode, width=80, colour=False) for trace in traces]
-    write_text(folder.path / "trace.txt", "\n\n".join(texts) + "\n")
+    write_text(folder / "trace.txt", "\n\n".join(texts) + "\n")
 
 
 def show(config: Config, folder: Path) -> None:
     """Print the table of a complete evaluation, and where its traces are."""
     console = Console(width=80)
-    console.print(evaluation_table(read_json(folder / "summary.json")))
+    console.print(evaluation_table(read_json(folder / SUMMARY)))
     console.print(f"What was accepted and corrected, token by token: {folder / 'trace.html'}")
-
-
-def lossless_of(config: Config, folder: StageFolder, prompts: Prompts) -> dict[str, Any]:
-    """Greedy decoding with and without the draft, in float32; the models go when it is done."""
-    folder.note("losslessness: greedy decoding with and without the draft, in float32")
-    target, drafts = load_all(config, folder, dtype=torch.float32)
-    return check_lossless(target, drafts, prompts, config)
 
 
 @stage(
@@ -159,21 +132,19 @@ def lossless_of(config: Config, folder: StageFolder, prompts: Prompts) -> dict[s
 )
 def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Judge the drafts under every temperature of `evaluate.temperatures`."""
-    served = folder.input(f"contexts at {config.sampling.temperature:g}")
-    prompts = Prompts(
-        test=[record.prompt_ids for record in read_contexts(served, "test")],
-        calibration=[record.prompt_ids for record in read_contexts(served, "validation")],
-        texts=lambda: training_texts(folder.input("texts")),
-    )
-    lossless = lossless_of(config, folder, prompts)
-    gc.collect()  # models stand in reference cycles: one copy of the target at a time
-    target, drafts = load_all(config, folder)
+    served = config.sampling.temperature
+    prompts = prompts_in(folder, folder.input(f"contexts at {served:g}"))
+    target = load_target(folder.model(config, "target"), config.hardware)
+    models = drafts_of(config, folder)
+    lossless = check_lossless(target, models, prompts, config, folder.note)
+    gc.collect()  # models stand in reference cycles: one copy of each draft at a time
+    drafts: dict[str, Adapter] = {name: load_draft(one, target) for name, one in models.items()}
     main = list(drafts)[-1]
     by_temperature: dict[str, dict[str, Any]] = {}
     by_prompt: dict[str, dict[str, Any]] = {}
-    for temperature in config.evaluate.temperatures or [config.sampling.temperature]:
-        sampling = replace(config.sampling, temperature=temperature)
-        answers = folder.input(f"contexts at {temperature:g}")
+    for temperature in config.evaluate.temperatures or [served]:
+        sampling, key = replace(config.sampling, temperature=temperature), f"{temperature:g}"
+        answers = folder.input(f"contexts at {key}")
         evidence = gather(
             target,
             drafts,
@@ -184,15 +155,14 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
             config=config,
             note=folder.note,
         )
-        by_temperature[f"{temperature:g}"] = compare(evidence, main, sampling, config)
+        if not by_temperature:
+            write_traces(folder.path, evidence[main], target)
+        by_temperature[key] = compare(evidence, main, sampling, config)
         scored = {name: part.scored.as_dict() for name, part in evidence.items()}
-        by_prompt[f"{temperature:g}"] = {"contexts": answers.name, **scored}
-        log(folder, temperature, by_temperature[f"{temperature:g}"], evidence[main])
-        if len(by_temperature) == 1:
-            write_traces(folder, evidence[main], target)
+        by_prompt[key] = {"contexts": answers.name, **scored}
+        track(folder.tracker, temperature, by_temperature[key], evidence[main])
     write_json(folder.path / PROMPTS, by_prompt)
-    first = next(iter(by_temperature.values()))
-    return {**first, "by_temperature": by_temperature}
+    return {**next(iter(by_temperature.values())), "by_temperature": by_temperature}
 
 
 if __name__ == "__main__":

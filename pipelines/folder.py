@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import recover, recover_tree, remove, sha256_tree, write_json
-from pipelines.checksums import CARD
+from pipelines.checksums import model_sha256
 from pipelines.plan import (
     MANIFEST,
     SUMMARY,
@@ -44,7 +44,7 @@ def product_digest(folder: Path, product: str) -> str:
     `product`: the model in it that stands for all; then it is the checksum of that model.
     """
     if product:
-        return sha256_tree(folder / product, skip=lambda name: name == CARD)
+        return model_sha256(folder / product)
     return sha256_tree(folder, skip=is_record)
 
 

@@ -1,24 +1,30 @@
 """`python -m pipelines.generate`: rollouts of the target on training prompts, in Parquet.
 
-Sampled under the served distribution, by our decoder or by an engine that serves the target over
-HTTP (`generate.engine=openai`). Written in parts, so that a kill costs one part.
+Beside them what else the target says, as stages that other commands run: `contexts`, held-out
+prompts that it has continued, and `scores`, its most likely ids at every token of training texts.
+All are shared by the experiments with the same target, text and sampling, so that drafts are
+compared on the same positions. Rollouts and scores are written in parts: a kill costs one part.
 """
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
-from draftkit.data.rollouts import Record, write_parts
+from draftkit.data.rollouts import Record, read_parts, read_records, write_parts, write_records
 from draftkit.distillation.engines import RETOKENISED
 from draftkit.distillation.samplers import Sampler
 from draftkit.models.loading import load_target
 from draftkit.workflow.sampling import engine_sampler, target_sampler
-from pipelines.inputs import text_and_target
-from pipelines.plan import StageFolder
+from draftkit.workflow.sources import TrainingTexts, scored_by, texts_to_score
+from pipelines.plan import Given, StageFolder, Step
+from pipelines.prepare import text_and_target
 from pipelines.run import stage
 
 # Where an engine answers, and to how many at a time, is no part of what it answers.
 ROLLOUT_SETTINGS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "engine", "model"))
+SCORED_PART = 1024  # texts of a file
 
 
 @stage(
@@ -27,13 +33,13 @@ ROLLOUT_SETTINGS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size",
     needs=text_and_target,
 )
 def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Let the target continue the prompts of the training split."""
-    size, total, length = (
-        config.generate.batch_size,
-        config.generate.rollouts,
-        config.data.max_length,
-    )
-    target = folder.model(config, "target")
+    """Let the target continue the prompts of the training split.
+
+    Under the served distribution, by our decoder or by an engine that serves the target over HTTP
+    (`generate.engine=openai`).
+    """
+    size, total = config.generate.batch_size, config.generate.rollouts
+    length, target = config.data.max_length, folder.model(config, "target")
     sampler: Sampler
     if config.generate.engine == "openai":
         sampler = engine_sampler(target, config)
@@ -61,6 +67,103 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     if retokenised:
         folder.note(f"{retokenised} answers came as text: their tokens may not be those sampled")
     return {"rollouts": total, "tokens": tokens, "retokenised": retokenised}
+
+
+@stage(
+    name="contexts",
+    sections=(
+        *("seed", "data", "sampling", "evaluate.prompts", "evaluate.validation_prompts"),
+        "evaluate.max_new_tokens",
+    ),
+    shared=True,
+    needs=text_and_target,
+)
+def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Let the target continue held-out prompts of both splits, once, for every draft.
+
+    Validation contexts choose the weights in `train`; test contexts are for the tables alone.
+    Raises ValueError for under 2 prompts of a split: no interval could be given.
+    """
+    options, splits = config.evaluate, read_splits(folder.input("texts"))
+    sampler = target_sampler(
+        load_target(folder.model(config, "target"), config.hardware),
+        sampling=config.sampling,
+        seed=config.seed,
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size,
+    )
+    summary = {}
+    for name, examples, count in (
+        ("validation", splits.validation, options.validation_prompts),
+        ("test", splits.test, options.prompts),
+    ):
+        prompts = [example.prompt_ids for example in examples[:count]]
+        if len(examples) < 2:
+            raise ValueError(
+                f"data: {len(examples)} held-out prompts are too few for an interval: give more "
+                "rows, or raise data.test_fraction and data.validation_fraction"
+            )
+        records = sampler.sample(
+            prompts, rows=range(len(prompts)), version=folder.checksums["target"]
+        )
+        write_records(folder.path / f"{name}.parquet", records)
+        tokens = sum(len(record.output_ids) for record in records)
+        summary[name] = {"prompts": len(records), "tokens": tokens}
+    return summary
+
+
+def read_contexts(folder: Path, split: str) -> list[Record]:
+    """The contexts of `split` in a complete folder of `contexts`, or of `scores` (validation)."""
+    return read_records(folder / f"{split}.parquet")
+
+
+def scored_texts(config: Config) -> dict[str, Given | Step]:
+    """The texts to score, the validation contexts and the target."""
+    inputs = {**text_and_target(config), "contexts": contexts.step(config)}
+    if config.source.name == "target":
+        inputs["rollouts"] = generate.step(config)
+    return inputs
+
+
+@stage(
+    name="scores",
+    sections=(
+        *("seed", "data", "sampling", "generate.top_k", "divergence.temperature"),
+        *("source.name", "evaluate.validation_prompts", "evaluate.max_new_tokens"),
+        *ROLLOUT_SETTINGS,
+    ),
+    shared=True,
+    needs=scored_texts,
+)
+def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Score the texts that `source` names, and the validation contexts.
+
+    With `generate.top_k` above 0 a draft learns from these, and the target is not in memory while
+    it does.
+    """
+    rollouts = read_parts(folder.input("rollouts")) if "rollouts" in folder.inputs else None
+    examples = read_splits(folder.input("texts")).train
+    records = texts_to_score(config, TrainingTexts(examples, rollouts))
+    score = partial(
+        scored_by,
+        load_target(folder.model(config, "target"), config.hardware).adapter,
+        top_k=config.generate.top_k,
+        temperature=config.training_temperature,
+    )
+    held_out = read_contexts(folder.input("contexts"), "validation")
+    write_records(folder.path / "validation.parquet", score(held_out))
+    tail, tokens, done = 0.0, 0, 0
+    for part in write_parts(
+        folder.path,
+        len(records),
+        size=SCORED_PART,
+        make=lambda rows: score(records[rows.start : rows.stop]),
+    ):
+        tail += sum(sum(record.loss_tail_mass or []) for record in part)
+        tokens += sum(len(record.output_ids) for record in part)
+        done += len(part)
+        folder.note(f"{done}/{len(records)} texts scored")
+    return {"texts": len(records), "tokens": tokens, "mean_tail_mass": tail / tokens}
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from pipelines.experiments.drift import drift
 from pipelines.experiments.drift_report import drift_table
 from pipelines.experiments.serve_and_refit import serve_and_refit
 from pipelines.generate import ROLLOUT_SETTINGS
-from pipelines.inputs import check_pair, pair_and_text, text_and_target
 from pipelines.plan import Given, StageFolder, Step
+from pipelines.prepare import check_pair, pair_and_text, text_and_target
 from pipelines.refitting import daemon, daemon_needs, rollback
 from pipelines.run import stage
 

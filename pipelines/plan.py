@@ -6,7 +6,7 @@ So a plan is known before anything is made. Making one runs no step, loads no mo
 nothing but remembered checksums, which may be deleted.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -72,51 +72,83 @@ class Given:
 
     @property
     def digest(self) -> str:
-        """The checksum of the content."""
         return self.address
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One stage under one configuration.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Recipe:
+    """How one kind of step is made; the stages of `run` are such.
 
-    `settings`: those that the product depends on. `product`: the part of the folder that other
-    steps read: empty for all of it, None where no step reads any. `everywhere`: all processes of a
-    launch take part; else the first one makes it and the others wait. `command`: the one that
-    redoes it. `check(config)` raises ValueError for what can be refused before any step runs,
-    `check_texts(config, folder)` for what can be as soon as the input `texts` lies in `folder`.
+    `sections`: dotted prefixes of the settings that the product depends on (`optim`,
+    `target.pretrain`, `seed`); those of `NEVER_COUNT` cannot be. `needs(config)`: inputs by name,
+    steps or what is given; it makes nothing. `shared`: one folder for all experiments. `product`:
+    the part of the folder that other steps read: empty for all of it, None where no step reads
+    any. `everywhere`: all processes of a launch take part; else the first one makes it and the
+    others wait. `command`: the one that redoes it, by default its own. `check(config)` raises
+    ValueError for what can be refused before any step runs, `check_texts(config, folder)` for what
+    can be as soon as the input `texts` lies in `folder`. `after(config, folder)`: what the command
+    does once the folder is complete, also when it already was.
     """
 
     name: str
-    command: str
-    config: Config
-    settings: Mapping[str, Any]
-    needs: Mapping[str, "Given | Step"]
     run: Run
+    sections: Sequence[str]
+    needs: "Callable[[Config], Mapping[str, Given | Step]]" = lambda config: {}
     shared: bool = False
     product: str | None = ""
     everywhere: bool = False
+    command: str = ""
     check: Callable[[Config], None] | None = None
     check_texts: Callable[[Config, Path], None] | None = None
+    after: Callable[[Config, Path], None] | None = None
+
+    def __post_init__(self) -> None:
+        known = flatten(Config())
+        for section in self.sections:
+            counted = section.split(".")[0] not in NEVER_COUNT
+            assert counted, f"{section} is never part of a stage's identity"
+            assert any(is_below(key, section) for key in known), f"no setting begins with {section}"
+
+    def step(self, config: Config) -> "Step":
+        """The stage under `config`, with all that it needs; nothing is made.
+
+        Raises ValueError for settings that do not fit together.
+        """
+        return Step(self, config)
+
+
+class Step:
+    """One stage under one configuration, and the settings that the product depends on."""
+
+    def __init__(self, stage: Recipe, config: Config) -> None:
+        self.stage = stage
+        self.config = config
+        self.settings = {
+            key: value
+            for key, value in flatten(config).items()
+            if any(is_below(key, section) for section in stage.sections)
+        }
+        self.needs = dict(stage.needs(config))
+        self.name, self.command = stage.name, stage.command or stage.name
 
     @cached_property
     def address(self) -> str:
         """Fingerprint of stage, settings and the addresses of all inputs."""
-        needs = {name: need.address for name, need in self.needs.items()}
-        return fingerprint({"stage": self.name, "settings": self.settings, "needs": needs})
+        parts = {"stage": self.name, "settings": self.settings, "needs": self.addresses}
+        return fingerprint(parts)
 
     @cached_property
     def folder(self) -> Path:
         """`<root>/shared/<stage>/<address>`, or `<root>/<experiment>/[<sweep job>/]<stage>`."""
         root = Path(self.config.root)
-        if self.shared:
+        if self.stage.shared:
             return root / "shared" / self.name / self.address
         return root / self.config.name / (self.config.job or "") / self.name
 
     @property
     def path(self) -> str:
         """Where other steps read the product."""
-        return str(self.folder / (self.product or ""))
+        return str(self.folder / (self.stage.product or ""))
 
     @property
     def digest(self) -> str:
@@ -132,17 +164,12 @@ class Step:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """The addresses of all inputs by name."""
         return {name: need.address for name, need in self.needs.items()}
 
 
-def settings_of(config: Config, sections: Iterable[str]) -> dict[str, Any]:
-    """The settings of `config` by dotted key that begin with one of `sections`."""
-    return {
-        key: value
-        for key, value in flatten(config).items()
-        if any(key == section or key.startswith(f"{section}.") for section in sections)
-    }
+def is_below(key: str, section: str) -> bool:
+    """Whether the dotted `key` is `section` or lies in it."""
+    return key == section or key.startswith(f"{section}.")
 
 
 def own_manifest(step: Step) -> dict[str, Any] | None:
@@ -165,7 +192,16 @@ def own_manifest(step: Step) -> dict[str, Any] | None:
 def stored_manifest(step: Step) -> dict[str, Any] | None:
     """As `own_manifest`. Raises ValueError naming the keys, if the settings are other ones too."""
     manifest = own_manifest(step)
-    if manifest and (differences := _differences(manifest["settings"], step.settings)):
+    stored, wanted = (manifest or {}).get("settings", step.settings), step.settings
+
+    def shown(settings: Mapping[str, Any], key: str) -> str:
+        return repr(settings[key]) if key in settings else "(not known)"
+
+    if differences := [
+        f"{key} was {shown(stored, key)}, now {shown(wanted, key)}"
+        for key in {**wanted, **stored}
+        if stored.get(key) != wanted.get(key)
+    ]:
         raise ValueError(
             f"{step.folder} was made with other settings ({'; '.join(differences)}): use name=..."
             f" for another experiment, or `python -m pipelines.{step.command} ..."
@@ -182,14 +218,6 @@ def foreign(step: Step, name: str) -> ValueError:
     )
 
 
-def _differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    def shown(settings: Mapping[str, Any], key: str) -> str:
-        return repr(settings[key]) if key in settings else "(not known)"
-
-    keys = [key for key in {**wanted, **stored} if stored.get(key) != wanted.get(key)]
-    return [f"{key} was {shown(stored, key)}, now {shown(wanted, key)}" for key in keys]
-
-
 def changed_inputs(step: Step, manifest: Mapping[str, Any]) -> list[str]:
     """The inputs that are not those of `manifest`, or whose content is not known.
 
@@ -200,7 +228,7 @@ def changed_inputs(step: Step, manifest: Mapping[str, Any]) -> list[str]:
     def same(name: str, need: Given | Step) -> bool:
         if need.digest:
             return stored.get(name) == need.digest
-        return isinstance(need, Step) and need.shared and addresses.get(name) == need.address
+        return isinstance(need, Step) and need.stage.shared and addresses.get(name) == need.address
 
     changed = [name for name, need in step.needs.items() if not same(name, need)]
     return changed + [name for name in stored if name not in step.needs]
@@ -216,7 +244,7 @@ def complete_summary(step: Step) -> dict[str, Any] | None:
     if manifest is None or not summary.is_file():
         return None
     for need in step.needs.values():
-        if isinstance(need, Step) and not need.shared and complete_summary(need) is None:
+        if isinstance(need, Step) and not need.stage.shared and complete_summary(need) is None:
             return None
     return None if changed_inputs(step, manifest) else read_json(summary)
 
@@ -249,7 +277,7 @@ def pending(goals: Iterable[Step], redo: str = "") -> list[Step]:
         if step.folder not in required:
             needs = [need for need in step.needs.values() if isinstance(need, Step)]
             complete = step.command != redo and complete_summary(step) is not None
-            visited = [visit(need) for need in needs if not (complete and need.shared)]
+            visited = [visit(need) for need in needs if not (complete and need.stage.shared)]
             required[step.folder] = not complete or any(visited)
             if required[step.folder] and complete:
                 for need in needs:

@@ -20,9 +20,9 @@ from draftkit.models.shrink import (
     kept_share,
     shrink,
 )
-from draftkit.models.vocabulary import real_vocab_size
+from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 from draftkit.workflow.pretraining import pretrain
-from pipelines.checksums import given_model
+from pipelines.checksums import given_model, given_text
 from pipelines.plan import Given, StageFolder, Step
 from pipelines.run import stage
 from pipelines.target import target_input
@@ -39,8 +39,8 @@ def check(config: Config) -> None:
         check_vocabulary(options.vocabulary, config.data.vocab_size)
 
 
-def needs(config: Config) -> dict[str, Given | Step]:
-    """The text and the target."""
+def text_and_target(config: Config) -> dict[str, Given | Step]:
+    """The text, and the target that continues it."""
     return {"texts": texts.step(config), "target": target_input(config)}
 
 
@@ -68,7 +68,7 @@ def cut(
     sections=("seed", "data", "draft.pretrain", "draft.shrink"),
     shared=True,
     product="draft",
-    needs=needs,
+    needs=text_and_target,
     check=check,
 )
 def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -91,11 +91,32 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256}
 
 
-def draft_input(config: Config) -> Given | Step:
-    """The starting draft: the one that is given, or the step that makes it."""
-    if config.draft.path is not None:
-        return given_model(config.draft, "draft", config.root)
-    return prepare.step(config)
+# The pair, as other stages need it: a model that the configuration names is read where it lies
+
+
+def models(config: Config) -> dict[str, Given | Step]:
+    """The target, and the starting draft: the one that is given, or the step that makes it."""
+    is_given, target = config.draft.path is not None, target_input(config)
+    draft = given_model(config.draft, "draft", config.root) if is_given else prepare.step(config)
+    return {"target": target, "draft": draft}
+
+
+def pair_and_text(config: Config) -> dict[str, Given | Step]:
+    """The pair, and the text by its source and as it was read."""
+    data = given_text(config.data, config.root)
+    return {"data": data, "texts": texts.step(config), **models(config)}
+
+
+def check_pair(config: Config) -> None:
+    """Raise ValueError for a given draft of another vocabulary than the given target's.
+
+    A model that is made has the tokenizer of the other one, or of the text.
+    """
+    if config.target.path is not None and config.draft.path is not None:
+        check_same_tokenizer(
+            target_tokenizer=load_tokenizer(config.target, "target"),
+            draft_tokenizer=load_tokenizer(config.draft, "draft"),
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -12,24 +12,18 @@ from typing import Any
 import torch
 
 from draftkit.artifacts import provenance, write_json
-from draftkit.config import Config, ModelConfig
+from draftkit.config import Config
 from draftkit.data.rollouts import read_parts
-from draftkit.models.loading import (
-    Outline,
-    Target,
-    outline_of,
-)
+from draftkit.models.loading import Outline, outline_of
 from draftkit.online.assembly import make_refit
 from draftkit.online.daemon import Daemon
 from draftkit.online.refit import Anchors, Refit, Update
 from draftkit.workflow.fitting import load_teaching_target
-from pipelines.contexts import contexts, read_contexts
 from pipelines.folder import SUMMARY, locked
-from pipelines.generate import generate
-from pipelines.inputs import check_pair, models
+from pipelines.generate import contexts, generate, read_contexts, scores
 from pipelines.plan import Given, StageFolder, Step
+from pipelines.prepare import check_pair, models
 from pipelines.run import products, show_plan, tracker_of
-from pipelines.scores import read_validation, scores
 from pipelines.service import (
     SERVER,
     STATE,
@@ -59,20 +53,19 @@ def daemon(config: Config) -> None:
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
     folder = service_folder(config)
-    stop, heard = Event(), []
+    stop = Event()
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+    def end(number: int, frame: FrameType | None) -> None:
         stop.set()
 
-    previous = {name: signal.signal(name, hear) for name in (signal.SIGTERM, signal.SIGINT)}
+    previous = {name: signal.signal(name, end) for name in (signal.SIGTERM, signal.SIGINT)}
     try:
         with locked(folder / STATE, wait=False):
             watch(config, folder, stop)
     finally:
         for name, handler in previous.items():
             signal.signal(name, handler)
-    print("online: told to stop" if heard else "online: all updates done", flush=True)
+    print("online: told to stop" if stop.is_set() else "online: all updates done", flush=True)
 
 
 def watch(config: Config, folder: Path, stop: Event) -> None:
@@ -87,26 +80,41 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     target = load_teaching_target(
         made.model(config, "target"), config.hardware, stored=config.online.teacher == "stored"
     )
+    outline = target if isinstance(target, Outline) else outline_of(target)
     anchors = load_anchors(config, made)
     start = made.model(config, "draft")
     refits = [
-        refit_of(config, route, start, target, anchors, fingerprints)
+        make_refit(
+            config,
+            route=route,
+            start=start,
+            target=target,
+            buffer=buffer,
+            registry=seeded_registry(config, route, start, outline, fingerprints),
+            anchors=anchors,
+            folder=folder / STATE / route,
+        )
         for route in config.online.routes
     ]
-    place = daemon_folder(config)
-    tracker = tracker_of(config, place, "online", {"provenance": provenance(), "inputs": {}})
+    account = daemon_folder(config)
+    tracker = tracker_of(config, account, "online", {"provenance": provenance(), "inputs": {}})
 
     def log(refit: Refit, update: Update) -> None:
         section = "online" if len(refits) == 1 else f"online_{refit.route}"
         tracker.log(section, update.number, numbers_of(refit, update))
-        print(f"online: {said(refit, update)}", flush=True)
-        write_json(place / SUMMARY, summary_of(refits))
+        outcome = f"published {update.version}" if update.version else "not published"
+        print(
+            f"online: {refit.route} update {update.number}: {update.records} new records, "
+            f"{update.seconds:.1f} s, {outcome}: {update.verdict.reason}",
+            flush=True,
+        )
+        write_json(account / SUMMARY, summary_of(refits))
 
     loop = Daemon(refits, buffer=buffer, settings=config.online, log=log, stop=stop)
     print(f"online: watching {folder}", flush=True)
     try:
         loop.run()
-        write_json(place / SUMMARY, summary_of(refits))
+        write_json(account / SUMMARY, summary_of(refits))
     finally:
         tracker.finish()
         buffer.close()
@@ -140,7 +148,8 @@ def load_anchors(config: Config, made: StageFolder) -> Anchors:
     """Answers of the target to prompts of `data`: some to mix in, held-out ones for the gate."""
     options = config.online
     if "scores" in made.inputs:
-        train, held_out = read_parts(made.input("scores")), read_validation(made.input("scores"))
+        train = read_parts(made.input("scores"))
+        held_out = read_contexts(made.input("scores"), "validation")
     elif "rollouts" in made.inputs:
         train = read_parts(made.input("rollouts"))
         held_out = read_contexts(made.input("contexts"), "validation")
@@ -148,28 +157,6 @@ def load_anchors(config: Config, made: StageFolder) -> Anchors:
         return Anchors()
     return Anchors(
         train if options.anchor_fraction > 0 else (), list(held_out[: options.gate.anchors])
-    )
-
-
-def refit_of(
-    config: Config,
-    route: str,
-    start: ModelConfig,
-    target: Target | Outline,
-    anchors: Anchors,
-    fingerprints: Mapping[str, str],
-) -> Refit:
-    """The refit of one route, as its last update left it."""
-    outline = target if isinstance(target, Outline) else outline_of(target)
-    return make_refit(
-        config,
-        route=route,
-        start=start,
-        target=target,
-        buffer=buffer_of(config, fingerprints),
-        registry=seeded_registry(config, route, start, outline, fingerprints),
-        anchors=anchors,
-        folder=service_folder(config) / STATE / route,
     )
 
 
@@ -189,15 +176,6 @@ def numbers_of(refit: Refit, update: Update) -> dict[str, float]:
         "seconds_saved": refit.seconds_saved(),
         **({} if change is None else {"anchor_change": change.mean}),
     }
-
-
-def said(refit: Refit, update: Update) -> str:
-    """An update in one line."""
-    outcome = f"published {update.version}" if update.version else "not published"
-    return (
-        f"{refit.route} update {update.number}: {update.records} new records, "
-        f"{update.seconds:.1f} s, {outcome}: {update.verdict.reason}"
-    )
 
 
 def summary_of(refits: Sequence[Refit]) -> dict[str, Any]:

@@ -8,41 +8,44 @@ Steps run in order and never call each other: each is given the folders of its i
 the same goes on where it stopped, something else is refused. Never sees Hydra.
 """
 
+import ctypes
 import gc
 import os
+import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from draftkit.artifacts import provenance, write_json, write_text
-from draftkit.config import Config, flatten
+from draftkit.config import Config
 from draftkit.distillation.ranks import agree, leave_group
 from draftkit.tracking import Tracker
 from pipelines.command import disk_is_full, run_command
 from pipelines.folder import CONFIG, claim, discard_if_empty, locked, product_digest
 from pipelines.plan import (
     MANIFEST,
-    NEVER_COUNT,
     SUMMARY,
     Given,
+    Recipe,
     Run,
     StageFolder,
     Step,
     complete_summary,
     ordered,
     pending,
-    settings_of,
     table,
 )
 
 POLL_SECONDS = 1.0
-
-Needs = Callable[[Config], Mapping[str, Given | Step]]
-After = Callable[[Config, Path], None]
+KEPT_BYTES = 1 << 30  # of freed memory at most
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # the numbers that glibc's `mallopt` gives them
+LARGEST_HEAP_BYTES = 32 << 20  # of one allocation in the heap: glibc allows no more
 
 
 def _rank() -> int:
@@ -96,9 +99,9 @@ def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = ""
     if to_do:
         _print(f"{name}: {len(ordered(goals))} steps\n{table(goals, to_do)}")
     for step in to_do:
-        if step.check is not None:
-            step.check(step.config)
-    unchecked = [step for step in to_do if step.check_texts is not None]
+        if step.stage.check is not None:
+            step.stage.check(step.config)
+    unchecked = list(to_do)
     for step in to_do:
         unchecked = [later for later in unchecked if not check_texts(later)]
         run_step(step, overwrite=bool(redo) and step.command == redo, wait=step.command != mine)
@@ -107,40 +110,41 @@ def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = ""
 
 def check_texts(step: Step) -> bool:
     """Whether the text of `step` was there to be checked. Raises ValueError where it is refused."""
+    if step.stage.check_texts is None:
+        return True
     texts = step.needs["texts"]
-    if not texts.digest:
-        return False
-    assert step.check_texts is not None
-    step.check_texts(step.config, Path(texts.path))
-    return True
+    if texts.digest:
+        step.stage.check_texts(step.config, Path(texts.path))
+    return bool(texts.digest)
 
 
 def run_step(step: Step, *, overwrite: bool = False, wait: bool = True) -> None:
     """Make the product of one step whose inputs are complete, unless it is there already.
 
-    In a distributed launch the first process makes it, or all do (`step.everywhere`).
+    In a distributed launch the first process makes it, or all do (`everywhere`).
     """
     ready = not overwrite and complete_summary(step) is not None
-    if step.everywhere:
+    if step.stage.everywhere:
         ready = agree(ready)
     if ready:
         return
     if _rank() == 0:
         _make(step, overwrite=overwrite, wait=wait)
-    elif step.everywhere:
-        folder = folder_of(step, Tracker(None), resumed=agree(None), is_main=False)
-        _compute(step, folder)
+    elif step.stage.everywhere:
+        resumed = agree(None)
+        _compute(step, Tracker(None), resumed=resumed, is_main=False)
     else:
         while complete_summary(step) is None:  # the launcher ends us if the first process fails
             time.sleep(POLL_SECONDS)
 
 
-def folder_of(step: Step, tracker: Tracker, *, resumed: bool, is_main: bool = True) -> StageFolder:
-    """What the stage of `step` is given."""
-    paths = {name: need.path for name, need in step.needs.items()}
-    return StageFolder(
-        step.folder, tracker, resumed, is_main, step.name, inputs=paths, checksums=step.inputs
-    )
+def folder_of(
+    path: Path, needs: Mapping[str, Given | Step], tracker: Tracker, **options: Any
+) -> StageFolder:
+    """A folder whose inputs are `needs`."""
+    paths = {name: need.path for name, need in needs.items()}
+    checksums = {name: need.digest for name, need in needs.items()}
+    return StageFolder(path, tracker, inputs=paths, checksums=checksums, **options)
 
 
 def _make(step: Step, *, overwrite: bool, wait: bool) -> None:
@@ -185,34 +189,32 @@ def _run_in(step: Step, stored: dict[str, Any] | None) -> None:
     write_text(path / CONFIG, yaml.safe_dump(asdict(step.config), sort_keys=False))
     tracker = tracker_of(step.config, path, step.name, manifest)
     resumed = stored is not None
-    if step.everywhere:
+    if step.stage.everywhere:
         agree(resumed)
     exit_code = 1
     try:
-        summary = _compute(step, folder_of(step, tracker, resumed=resumed))
+        summary = _compute(step, tracker, resumed=resumed)
         tracker.summary(summary)
         exit_code = 0
     finally:
         tracker.finish(exit_code)
-    if step.product is not None:
-        write_json(path / MANIFEST, manifest | {"product": product_digest(path, step.product)})
+    if step.stage.product is not None:
+        made = product_digest(path, step.stage.product)
+        write_json(path / MANIFEST, manifest | {"product": made})
     write_json(path / SUMMARY, summary)
 
 
-def _compute(step: Step, folder: StageFolder) -> dict[str, Any]:
+def _compute(step: Step, tracker: Tracker, **options: bool) -> dict[str, Any]:
     """The stage's own function, seeded; random state outside stays as it was."""
-    import torch
-
-    from pipelines.memory import keep_freed_memory
-
     keep_freed_memory()
     if step.config.hardware.threads is not None:
         torch.set_num_threads(step.config.hardware.threads)
+    folder = folder_of(step.folder, step.needs, tracker, stage=step.name, **options)
     started = time.perf_counter()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(step.config.seed)
-            summary = dict(step.run(step.config, folder))
+            summary = dict(step.stage.run(step.config, folder))
     finally:
         gc.collect()  # models stand in reference cycles, and the next step needs the memory
         torch.cuda.empty_cache()
@@ -220,54 +222,32 @@ def _compute(step: Step, folder: StageFolder) -> dict[str, Any]:
     return summary
 
 
+def keep_freed_memory() -> None:
+    """Let this process keep what it frees, up to `KEPT_BYTES`, where the C library is glibc.
+
+    It would hand large tensors back to the kernel one by one, and every page of the next one would
+    be a fault: on a virtual machine up to a third of a training step on the CPU.
+    """
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
+        library.mallopt(MMAP_THRESHOLD, LARGEST_HEAP_BYTES)
+
+
+def peak_memory_bytes() -> int:
+    """Peak of this process so far: device memory where it used any, else resident memory."""
+    on_device = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+    return int(on_device) or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def products(name: str, needs: Mapping[str, Given | Step]) -> StageFolder:
     """Make what a command needs that has no product of its own; the inputs it is then given."""
     make_all(name, [need for need in needs.values() if isinstance(need, Step)])
-    paths = {key: need.path for key, need in needs.items()}
-    checksums = {key: need.digest for key, need in needs.items()}
-    return StageFolder(Path(), Tracker(None), stage=name, inputs=paths, checksums=checksums)
+    return folder_of(Path(), needs, Tracker(None), stage=name)
 
 
-class Stage:
-    """One kind of step, and the command of its name. Make it by the decorator `stage`."""
-
-    def __init__(
-        self,
-        run: Run,
-        *,
-        name: str,
-        sections: Sequence[str],
-        needs: Needs | None,
-        after: After | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        known = flatten(Config())
-        for section in sections:
-            counted = section.split(".")[0] not in NEVER_COUNT
-            assert counted, f"{section} is never part of a stage's identity"
-            exists = any(key == section or key.startswith(f"{section}.") for key in known)
-            assert exists, f"no setting begins with {section}"
-        self.run = run
-        self.name = name
-        self.sections = tuple(sections)
-        self._needs = needs
-        self._after = after
-        self._options = dict(options)
-
-    def step(self, config: Config) -> Step:
-        """The stage under `config`, with all that it needs; nothing is made.
-
-        Raises ValueError for settings that do not fit together.
-        """
-        options: dict[str, Any] = {"command": self.name, **self._options}
-        return Step(
-            name=self.name,
-            config=config,
-            settings=settings_of(config, self.sections),
-            needs={} if self._needs is None else dict(self._needs(config)),
-            run=self.run,
-            **options,
-        )
+class Stage(Recipe):
+    """A recipe, and the command of its name. Make it by the decorator `stage`."""
 
     def path(self, config: Config) -> Path:
         """The stage folder of `config`, complete or not."""
@@ -300,8 +280,8 @@ class Stage:
             return {}
         summary = complete_summary(step)
         assert summary is not None
-        if self._after is not None:
-            self._after(config, step.folder)
+        if self.after is not None:
+            self.after(config, step.folder)
         return summary
 
     def main(self) -> None:
@@ -318,32 +298,13 @@ class Stage:
             leave_group()
 
 
-def stage(
-    *,
-    sections: Sequence[str],
-    needs: Needs | None = None,
-    after: After | None = None,
-    name: str | None = None,
-    **options: Any,
-) -> Callable[[Run], Stage]:
-    """Make a `Stage` of `run(config, folder) -> summary`.
+def stage(*, name: str | None = None, **options: Any) -> Callable[[Run], Stage]:
+    """Make a `Stage` of `run(config, folder) -> summary`, called after its file unless named.
 
-    `sections`: dotted prefixes of the settings that the product depends on (`optim`,
-    `target.pretrain`, `seed`); those of `NEVER_COUNT` cannot be. `needs(config)`: inputs by name,
-    steps or what is given; it makes nothing. `after(config, path)`: what the command does once the
-    folder is complete, also when it already was. `name`: the module's, unless given. `options`:
-    `shared` (one folder for all experiments), `product`, `everywhere`, `command`, `check` and
-    `check_texts` of `Step`.
+    `options` are those of `Recipe`.
     """
 
     def decorate(run: Run) -> Stage:
-        return Stage(
-            run,
-            name=name or Path(run.__code__.co_filename).stem,
-            sections=sections,
-            needs=needs,
-            after=after,
-            options=options,
-        )
+        return Stage(name=name or Path(run.__code__.co_filename).stem, run=run, **options)
 
     return decorate

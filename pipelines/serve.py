@@ -11,8 +11,9 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from draftkit.serving.api import make_app
 from draftkit.serving.connections import Server, listen, room_for
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
+from draftkit.serving.intake import Intake
 from draftkit.serving.recorder import Recorder
 from draftkit.serving.texts import Texts
 from pipelines.command import run_command
 from pipelines.folder import locked
-from pipelines.inputs import check_pair, models
 from pipelines.plan import Given, StageFolder, Step
+from pipelines.prepare import check_pair, models
 from pipelines.run import products, show_plan
 from pipelines.service import (
     SERVER,
@@ -95,16 +97,6 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
     return Drafters(routes, config.online.gate, poll_seconds=config.serve.poll_seconds)
 
 
-def decoder_of(target: Target) -> Callable[[list[int]], str]:
-    """The text of ids, special tokens left out."""
-    tokenizer: Any = target.tokenizer
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    return decode
-
-
 def answered_at(address: Sequence[Any]) -> str:
     """The URL of a listening address."""
     host, port = address[:2]
@@ -136,27 +128,28 @@ def serve(config: Config, swept: str = "") -> None:
             clear_service(config, STATE)
         buffer = stack.enter_context(closing(buffer_of(config, checksums_of(made))))
         target = load_target(target_config, config.hardware)
+        decode: Any = partial(
+            target.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         engine = Engine(
             target.adapter,
             drafters_of(config, made, target),
-            decode=decoder_of(target),
+            decode=decode,
             eos_token_ids=target.eos_token_ids,
             serve=settings,
             decoding=config.decode,
             recorder=Recorder(buffer, config.online.buffer),
         )
-        name = settings.model_name or Path(str(target_config.path)).name
-        app = make_app(
-            engine,
-            Texts(target.tokenizer, target.adapter.vocab_size),
-            settings,
+        intake = Intake(
+            texts=Texts(target.tokenizer, target.adapter.vocab_size),
+            settings=settings,
+            max_length=engine.max_length,
             sampling=config.sampling,
             routes=config.online.routes,
-            model_name=name,
-            key=key,
+            model_name=settings.model_name or Path(str(target_config.path)).name,
         )
         server = Server(
-            app,
+            make_app(engine, intake, key=key),
             connections=room_for(settings.connections),
             drain_seconds=settings.drain_seconds,
             drain=lambda: engine.drain(settings.drain_seconds),
@@ -169,7 +162,8 @@ def serve(config: Config, swept: str = "") -> None:
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         if key is None and not settings.host.startswith(LOOPBACK):
             print(f"serve: {KEY_VARIABLE} is not set: whoever reaches {settings.host} may ask")
-        print(f"serve: {name} answers at {answered_at(listening.getsockname())}/v1", flush=True)
+        address = answered_at(listening.getsockname())
+        print(f"serve: {intake.model_name} answers at {address}/v1", flush=True)
         server.run(sockets=[listening])
 
 

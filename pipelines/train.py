@@ -17,13 +17,10 @@ from draftkit.evaluation.report import training_figure
 from draftkit.tracking import FILE_NAME, read_metrics
 from draftkit.workflow.fitting import Job, fit, load_teaching_target
 from draftkit.workflow.sources import TrainingTexts, reads_rollouts
-from pipelines.contexts import contexts, read_contexts
-from pipelines.generate import ROLLOUT_SETTINGS, generate
-from pipelines.inputs import check_pair, pair_and_text
-from pipelines.memory import peak_memory_bytes
+from pipelines.generate import ROLLOUT_SETTINGS, contexts, generate, read_contexts, scores
 from pipelines.plan import Given, StageFolder, Step
-from pipelines.run import stage
-from pipelines.scores import read_validation, scores
+from pipelines.prepare import check_pair, pair_and_text
+from pipelines.run import peak_memory_bytes, stage
 
 DRAFT, FIGURE = "draft", "training.png"
 
@@ -56,18 +53,10 @@ def check(config: Config) -> None:
 
 @stage(
     sections=(
-        "seed",
-        "data",
-        "sampling",
-        "divergence",
-        "source",
+        *("seed", "data", "sampling", "divergence", "source", "optim", "generate.top_k"),
+        *("draft.lora", "draft.freeze_head"),
+        *("evaluate.validation_prompts", "evaluate.max_new_tokens"),
         *ROLLOUT_SETTINGS,
-        "generate.top_k",
-        "optim",
-        "draft.lora",
-        "draft.freeze_head",
-        "evaluate.validation_prompts",
-        "evaluate.max_new_tokens",
     ),
     needs=needs,
     check=check,
@@ -93,9 +82,7 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
                 read_parts(rollouts) if rollouts else None,
                 read_parts(scored) if scored else None,
             ),
-            validation=read_validation(scored)
-            if scored
-            else read_contexts(folder.input("contexts"), "validation"),
+            validation=read_contexts(scored or folder.input("contexts"), "validation"),
             folder=folder.path,
             tracker=folder.tracker,
             note=folder.note,
@@ -107,34 +94,30 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
         training_figure(read_metrics(folder.path / FILE_NAME), folder.path / FIGURE)
     PartialState().wait_for_everyone()  # the group is left only when the drafter is saved
     folder.tracker.figure("train/curves", folder.path / FIGURE)
-    outcome, rates = fitted.outcome, fitted.alpha_by_rate
+    outcome, lines = fitted.outcome, read_metrics(folder.path / FILE_NAME)
     if outcome.best_step == 0:
         folder.note("no step beat the starting drafter on validation: it is kept as it was")
-    lines = read_metrics(folder.path / FILE_NAME)
-    return {
+    summary: dict[str, Any] = {
         "steps": outcome.steps,
         "tokens": outcome.tokens,
         "best_step": outcome.best_step,
         "tokens_per_second": mean_pace(lines),
         "peak_memory_bytes": peak_memory_bytes(),
-        **stored_error(lines),
-        **({"alpha_by_rate": {f"{rate:.2e}": a for rate, a in rates.items()}} if rates else {}),
         "divergence": config.divergence.name,
         "source": config.source.name,
     }
-
-
-def stored_error(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """The most by which stored scores may have understated the last validation alpha, if any."""
-    bounds = [line["alpha_error_bound"] for line in lines if "alpha_error_bound" in line]
-    return {"alpha_error_bound": bounds[-1]} if bounds else {}
+    # The most by which stored scores may have understated validation alpha.
+    if bounds := [line["alpha_error_bound"] for line in lines if "alpha_error_bound" in line]:
+        summary["alpha_error_bound"] = bounds[-1]
+    if rates := fitted.alpha_by_rate:
+        summary["alpha_by_rate"] = {f"{rate:.2e}": alpha for rate, alpha in rates.items()}
+    return summary
 
 
 def mean_pace(lines: list[dict[str, Any]]) -> float:
     """Generated tokens trained on per second, sampling included, over all logged steps."""
     steps = [line for line in lines if line["section"] == "train"]
-    tokens = [
-        b["total_tokens"] - a["total_tokens"] for a, b in pairwise([{"total_tokens": 0}, *steps])
-    ]
+    totals = [0, *(line["total_tokens"] for line in steps)]
+    tokens = [b - a for a, b in pairwise(totals)]
     seconds = [count / line["tokens_per_second"] for count, line in zip(tokens, steps, strict=True)]
     return sum(tokens) / sum(seconds)

@@ -4,14 +4,14 @@ from draftkit.config import Config
 from draftkit.models.loading import load_outline
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
-from pipelines import inputs, service
+from pipelines import prepare, service
 from pipelines.plan import StageFolder
 from pipelines.run import products
 
 
 def pair_of(config: Config) -> StageFolder:
     """Target and starting draft, made first where they are missing."""
-    return products("test", inputs.models(config))
+    return products("test", prepare.models(config))
 
 
 def buffer_of(config: Config) -> Buffer:

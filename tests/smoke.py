@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import Splits, read_splits
 from draftkit.tracking import read_metrics
-from pipelines import inputs
+from pipelines import prepare
 from pipelines.configuration import compose_config
 from pipelines.run import products
 from pipelines.texts import texts
@@ -26,7 +26,7 @@ def smoke(root: Path, *overrides: str) -> Config:
 
 def models(config: Config) -> tuple[ModelConfig, ModelConfig]:
     """Target and starting draft of `config`, made first where they are missing."""
-    made = products("test", inputs.models(config))
+    made = products("test", prepare.models(config))
     return made.model(config, "target"), made.model(config, "draft")
 
 

@@ -22,6 +22,8 @@ class TabularAdapter:
     table: [V + 1, V, V], row V for the first token of a text; memory: [V, V], none by default.
     """
 
+    has_encoder = False
+
     def __init__(
         self, table: Tensor, memory: Tensor | None = None, *, max_positions: int = UNBOUNDED
     ) -> None:

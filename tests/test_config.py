@@ -38,6 +38,11 @@ from draftkit.config.text import LoraConfig, ShrinkConfig
 
 Make = Callable[[], Any]
 
+
+def draft(**parts: Any) -> Config:
+    return Config(draft=ModelConfig(**parts))
+
+
 REFUSED: list[tuple[str, Make]] = [
     ("data.name", lambda: DataConfig(name="web")),
     ("data.domains", lambda: DataConfig(domains=["poetry"])),
@@ -139,21 +144,19 @@ REFUSED: list[tuple[str, Make]] = [
         "draft.pretrain.hidden_size",
         lambda: Config(draft=ModelConfig(pretrain=PretrainConfig(hidden_size=100))),
     ),
-    ("draft.lora.rank", lambda: LoraConfig(rank=-1).check()),
-    ("draft.lora.alpha", lambda: LoraConfig(alpha=0).check()),
-    ("draft.lora.dropout", lambda: LoraConfig(dropout=1).check()),
-    ("draft.lora.target_modules", lambda: LoraConfig(target_modules=[]).check()),
-    ("draft.lora.target_modules", lambda: LoraConfig(target_modules=["a", "a"]).check()),
-    ("draft.shrink.layers", lambda: ShrinkConfig(layers=[1, 0]).check()),
-    ("draft.shrink.layers", lambda: ShrinkConfig(layers=[0, 0]).check()),
-    ("draft.shrink.layers", lambda: ShrinkConfig(layers=[-1, 0]).check()),
-    ("draft.shrink.vocabulary", lambda: ShrinkConfig(layers=[0], vocabulary=-1).check()),
-    ("draft.shrink.vocabulary", lambda: ShrinkConfig(vocabulary=8).check()),
-    ("draft.lora.rank", lambda: ModelConfig(lora=LoraConfig(rank=-1)).check("draft")),
-    ("draft.shrink.layers", lambda: ModelConfig(shrink=ShrinkConfig(layers=[2, 1])).check("draft")),
+    ("draft.lora.rank", lambda: draft(lora=LoraConfig(rank=-1))),
+    ("draft.lora.alpha", lambda: draft(lora=LoraConfig(alpha=0))),
+    ("draft.lora.dropout", lambda: draft(lora=LoraConfig(dropout=1))),
+    ("draft.lora.target_modules", lambda: draft(lora=LoraConfig(target_modules=[]))),
+    ("draft.lora.target_modules", lambda: draft(lora=LoraConfig(target_modules=["a", "a"]))),
+    ("draft.shrink.layers", lambda: draft(shrink=ShrinkConfig(layers=[1, 0]))),
+    ("draft.shrink.layers", lambda: draft(shrink=ShrinkConfig(layers=[0, 0]))),
+    ("draft.shrink.layers", lambda: draft(shrink=ShrinkConfig(layers=[-1, 0]))),
+    ("draft.shrink.vocabulary", lambda: draft(shrink=ShrinkConfig(layers=[0], vocabulary=-1))),
+    ("draft.shrink.vocabulary", lambda: draft(shrink=ShrinkConfig(vocabulary=8))),
     (
         "draft.shrink.layers",
-        lambda: ModelConfig(path="some/model", shrink=ShrinkConfig(layers=[0])).check("draft"),
+        lambda: draft(path="some/model", shrink=ShrinkConfig(layers=[0])),
     ),
     ("target.lora.rank", lambda: ModelConfig(lora=LoraConfig(rank=2)).check("target")),
     ("target.shrink.layers", lambda: ModelConfig(shrink=ShrinkConfig(layers=[0])).check("target")),
@@ -247,7 +250,18 @@ def test_a_proposer_goes_by_its_names_and_none_is_plain_decoding() -> None:
 
 
 def test_names_of_choices_are_not_repeated() -> None:
-    for name in vars(settings):
-        if name.endswith("_NAMES"):
-            choices = getattr(settings, name)
-            assert len(choices) == len(set(choices)) >= 2, name
+    shared = [getattr(settings, name) for name in vars(settings) if name.endswith("_NAMES")]
+    rules = [rule for rule in rules_of(Config()) if rule.names]
+    assert len(rules) > 20
+    for choices in (*shared, *(rule.names for rule in rules)):
+        assert len(choices) == len(set(choices)) >= 2, choices
+
+
+def rules_of(section: Any) -> list[settings.Rule]:
+    """The rules of all fields of a section and of those in it."""
+    found: list[settings.Rule] = []
+    for field in fields(section):
+        value = getattr(section, field.name)
+        found += rules_of(value) if is_dataclass(value) else []
+        found += [field.metadata["rule"]] if "rule" in field.metadata else []
+    return found

@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-from pipelines.memory import peak_memory_bytes
+from pipelines.run import peak_memory_bytes
 from tests.launching import ROOT
 
 FAULTS = """
 import resource, sys
-from pipelines.memory import keep_freed_memory, peak_memory_bytes
+from pipelines.run import keep_freed_memory, peak_memory_bytes
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def take():

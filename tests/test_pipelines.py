@@ -18,13 +18,11 @@ from draftkit.data.rollouts import read_parts
 from draftkit.tracking import read_metrics
 from pipelines.benchmark import benchmark
 from pipelines.configuration import compose_config
-from pipelines.contexts import read_contexts
 from pipelines.distill import distill
 from pipelines.evaluate import evaluate
-from pipelines.generate import generate
+from pipelines.generate import generate, read_contexts, scores
 from pipelines.prepare import prepare
 from pipelines.run import Stage
-from pipelines.scores import scores
 from pipelines.target import target
 from pipelines.train import train
 from tests.smoke import made_in, numbers, same_weights, smoke

@@ -1,43 +1,26 @@
-"""The names among which settings choose, and what refuses a value by the key that was typed.
+"""Names that settings and code share, and what refuses a value by the key that was typed.
 
 A bound stands beside its default, as the metadata of the field.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 DIVERGENCE_NAMES = ("forward_kl", "reverse_kl", "jsd", "tvd", "neg_log_alpha", "lk_hybrid")
 DIVERGENCE_NAMES += ("ce_argmax", "next_token")
 MIXTURE = "mixture"  # a weighted sum of divergences
-TOKEN_NAMES = ("all", "rejected", "top")
 SOURCE_NAMES = ("fixed", "target", "draft", "mix", "block", "replay")
-OTHER_NAMES = ("target", "fixed")
-GRANULARITY_NAMES = ("sequence", "token")
-ENGINE_NAMES = ("decoder", "openai")
 VERIFICATION_NAMES = ("speculative", "block", "match")
 DRAFTED_NAMES = ("sampled", "argmax", "hybrid", "staged")  # proposers with a drafter
 COUNTING_NAMES = ("unigram", "bigram", "ngram")  # proposers that count the training text
 PROPOSER_NAMES = (*DRAFTED_NAMES, *COUNTING_NAMES, "prompt_lookup", "none")
 PROPOSER_ALIASES = {"draft": "sampled", "lookup": "prompt_lookup"}
-COMPILE_NAMES = ("auto", "true", "false")
-CODE_NAMES = (*COMPILE_NAMES, "captured")
 DOMAIN_NAMES = ("python", "prose", "cpp")
-OVERLONG_NAMES = ("cut", "drop")
-DATA_NAMES = ("installed", "local", "hub")
-SAVED_DTYPE_NAMES = ("float32", "bfloat16")
-DTYPE_NAMES = ("auto", *SAVED_DTYPE_NAMES)
-DEVICE_NAMES = ("auto", "cpu", "cuda")
-SCHEDULE_NAMES = ("cosine", "linear", "constant")
-TRACKER_MODES = ("offline", "online", "disabled", "none")
-DRAFT_ROLES = ("trained", "given")
 BENCHMARK_METHOD_NAMES = ("plain", "speculative", "adaptive", "eager_plain", "eager_speculative")
 BENCHMARK_METHOD_NAMES += tuple(name for name in PROPOSER_NAMES if name != "none")
 BENCHMARK_METHOD_NAMES += ("hf_plain", "hf_assisted", "hf_lookup", "hf_static")
-BENCHMARK_METHODS = ("plain", "speculative", "adaptive", "hf_plain", "hf_assisted", "hf_lookup")
-SUBJECT_NAMES = ("decoder", "distill", "gpu")
 GPU_PARTS = ("a", "b", "c", "d", "e", "f")
-WEIGHT_NAMES = ("pair", "random")
 ONLINE_TASKS = ("daemon", "rollback", "drift", "serve_and_refit")
 TEACHER_NAMES = ("stored", "target")
 
@@ -108,5 +91,21 @@ def check_rules(section: Any, key: str) -> None:
         require(bool(entries) or not rule.filled, name, "name at least one", value)
         once = not rule.unique or len(set(entries)) == len(entries)
         require(once, name, "name none twice", value)
-        wrong = [entry for entry in entries if not rule.fits(entry)]
-        require(not wrong, name, str(rule), wrong[:1] and wrong[0])
+        for entry in entries:
+            require(rule.fits(entry), name, str(rule), entry)
+
+
+class Section:
+    """A part of the configuration, checked where it is made."""
+
+    key: ClassVar[str]  # as the user types it
+
+    def __init_subclass__(cls, key: str) -> None:
+        cls.key = key
+
+    def __post_init__(self) -> None:
+        check_rules(self, self.key)
+
+    def require(self, condition: bool, name: str, rule: str) -> None:
+        """Raise ValueError naming the field `name` unless `condition` holds."""
+        require(condition, f"{self.key}.{name}", rule, getattr(self, name))

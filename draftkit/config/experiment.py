@@ -4,15 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
-from draftkit.config.choices import (
-    DEVICE_NAMES,
-    DTYPE_NAMES,
-    TRACKER_MODES,
-    check_rules,
-    positive,
-    require,
-    setting,
-)
+from draftkit.config.choices import Section, positive, require, setting
 from draftkit.config.measuring import BenchmarkConfig, DecodeConfig, EvaluateConfig, GpuConfig
 from draftkit.config.service import OnlineConfig, ServeConfig
 from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, embedded_draft
@@ -20,29 +12,23 @@ from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConf
 
 
 @dataclass(kw_only=True)
-class HardwareConfig:
+class HardwareConfig(Section, key="hardware"):
     """Where and in which precision models run; never part of a stage's identity."""
 
-    device: str = setting("auto", names=DEVICE_NAMES)
+    device: str = setting("auto", names=("auto", "cpu", "cuda"))
     # auto: bfloat16 where the hardware computes it, else float32
-    dtype: str = setting("auto", names=DTYPE_NAMES)
+    dtype: str = setting("auto", names=("auto", "float32", "bfloat16"))
     threads: int | None = positive(None)
     shard_target: bool = False  # several processes: each holds a part of the target's layers
 
-    def __post_init__(self) -> None:
-        check_rules(self, "hardware")
-
 
 @dataclass(kw_only=True)
-class TrackerConfig:
+class TrackerConfig(Section, key="tracker"):
     """W&B beside the JSONL that is always written. `none` does not import wandb."""
 
-    mode: str = setting("offline", names=TRACKER_MODES)
+    mode: str = setting("offline", names=("offline", "online", "disabled", "none"))
     project: str = "draftkit"
     entity: str | None = None
-
-    def __post_init__(self) -> None:
-        check_rules(self, "tracker")
 
 
 @dataclass(kw_only=True)
@@ -76,19 +62,14 @@ class Config:
     def __post_init__(self) -> None:
         self.target.check("target")
         self.draft.check("draft")
-        require(
-            bool(self.name) and "/" not in self.name and not self.name.startswith("."),
-            "name",
-            "be a plain folder name",
-            self.name,
-        )
+        plain = bool(self.name) and "/" not in self.name and not self.name.startswith(".")
+        require(plain, "name", "be a plain folder name", self.name)
         require(self.job is None or "/" not in self.job, "job", "be left to sweeps", self.job)
         require(self.seed >= 0, "seed", "be at least 0", self.seed)
-        require(
+        self.data.require(
             self.data.name == "installed" or self.data.path is not None,
-            "data.path",
+            "path",
             f"name a file or data set when data={self.data.name}",
-            self.data.path,
         )
 
     @property

@@ -4,19 +4,13 @@ from dataclasses import dataclass
 
 from draftkit.config.choices import (
     BENCHMARK_METHOD_NAMES,
-    BENCHMARK_METHODS,
-    CODE_NAMES,
-    DRAFT_ROLES,
     DRAFTED_NAMES,
     GPU_PARTS,
     PROPOSER_ALIASES,
     PROPOSER_NAMES,
-    SUBJECT_NAMES,
     VERIFICATION_NAMES,
-    WEIGHT_NAMES,
-    check_rules,
+    Section,
     positive,
-    require,
     setting,
 )
 
@@ -24,7 +18,7 @@ MIN_CHUNKS = 6  # of timed prompts: fewer admit no 95 % interval of a median
 
 
 @dataclass(kw_only=True)
-class DecodeConfig:
+class DecodeConfig(Section, key="decode"):
     """Speculative decoding: tokens proposed per round, how they are verified, and by what code."""
 
     gamma: int = setting(4, least=0, most=32)
@@ -36,12 +30,12 @@ class DecodeConfig:
     # captured: CUDA graphs of eager code, ready at once, where compiling takes its time for every
     # shape of a round (without CUDA: false). auto: a server on CUDA captures and one on a CPU does
     # neither; compiled wherever decoding itself is what is measured.
-    compile: str = setting("auto", names=CODE_NAMES)
+    compile: str = setting("auto", names=("auto", "true", "false", "captured"))
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
         self.proposer = PROPOSER_ALIASES.get(self.proposer, self.proposer)
-        check_rules(self, "decode")
+        super().__post_init__()
         if self.proposer == "none":
             self.gamma = 0
 
@@ -62,11 +56,11 @@ class DecodeConfig:
 
 
 @dataclass(kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(Section, key="evaluate"):
     """Held-out prompts, context length, timing effort and the bootstrap."""
 
     # trained: what `distill` made; given: `draft.path` itself
-    draft: str = setting("trained", names=DRAFT_ROLES)
+    draft: str = setting("trained", names=("trained", "given"))
     temperatures: list[float] | None = setting(None, least=0)  # null: the served one
     prompts: int = positive(96)
     max_new_tokens: int = positive(64)
@@ -80,24 +74,26 @@ class EvaluateConfig:
     bootstrap: int = positive(2000)
 
     def __post_init__(self) -> None:
-        check_rules(self, "evaluate")
+        super().__post_init__()
         least = MIN_CHUNKS * self.timing_batch_size
         rule = f"be at least {least}, {MIN_CHUNKS} batches of evaluate.timing_batch_size"
         for name in ("timing_prompts", "prompts"):
-            value = getattr(self, name)
-            require(value >= least, f"evaluate.{name}", rule, value)
+            self.require(getattr(self, name) >= least, name, rule)
 
 
 @dataclass(kw_only=True)
-class BenchmarkConfig:
+class BenchmarkConfig(Section, key="benchmark"):
     """Which ways to decode are timed beside each other, and on how much."""
 
     # distill: training steps beside TRL's, and the loss in chunks; gpu: all that needs a GPU
-    subject: str = setting("decoder", names=SUBJECT_NAMES)
+    subject: str = setting("decoder", names=("decoder", "distill", "gpu"))
     # random: models of the `pretrain` shapes instead, for speed alone
-    weights: str = setting("pair", names=WEIGHT_NAMES)
+    weights: str = setting("pair", names=("pair", "random"))
     methods: list[str] = setting(
-        BENCHMARK_METHODS, names=BENCHMARK_METHOD_NAMES, filled=True, unique=True
+        ("plain", "speculative", "adaptive", "hf_plain", "hf_assisted", "hf_lookup"),
+        names=BENCHMARK_METHOD_NAMES,
+        filled=True,
+        unique=True,
     )
     temperatures: list[float] = setting([0.0, 1.0], least=0, filled=True, unique=True)
     batch_sizes: list[int] = setting([1, 4, 8, 16], above=0, filled=True, unique=True)
@@ -112,16 +108,13 @@ class BenchmarkConfig:
 
     def __post_init__(self) -> None:
         self.methods = [PROPOSER_ALIASES.get(name, name) for name in self.methods]
-        check_rules(self, "benchmark")
+        super().__post_init__()
 
 
 @dataclass(kw_only=True)
-class GpuConfig:
+class GpuConfig(Section, key="gpu"):
     """What of all that needs a GPU is measured (`benchmark.subject=gpu`), and in how long."""
 
     parts: list[str] = setting(GPU_PARTS, names=GPU_PARTS, filled=True, unique=True)
     rehearse: bool = False  # every part on a CPU, in tiny shapes: its numbers mean nothing
     seconds: float = positive(520.0)  # for all parts together; the limit of each is a share of it
-
-    def __post_init__(self) -> None:
-        check_rules(self, "gpu")

@@ -3,10 +3,8 @@
 from dataclasses import dataclass, field
 
 from draftkit.config.choices import (
-    DATA_NAMES,
     DOMAIN_NAMES,
-    OVERLONG_NAMES,
-    SAVED_DTYPE_NAMES,
+    Section,
     check_rules,
     positive,
     require,
@@ -26,17 +24,8 @@ class PretrainConfig:
     max_steps: int = positive(330)
     per_device_train_batch_size: int = positive(8)
     learning_rate: float = positive(2e-3)
-    dtype: str = setting("float32", names=SAVED_DTYPE_NAMES)  # of the weights as they are saved
-
-    def check(self, section: str) -> None:
-        """Raise ValueError naming the key under `section` that is out of range."""
-        check_rules(self, f"{section}.pretrain")
-        require(
-            self.hidden_size % self.num_attention_heads == 0,
-            f"{section}.pretrain.hidden_size",
-            "be a multiple of num_attention_heads",
-            self.hidden_size,
-        )
+    # Of the weights as they are saved.
+    dtype: str = setting("float32", names=("float32", "bfloat16"))
 
 
 @dataclass(kw_only=True)
@@ -49,10 +38,6 @@ class LoraConfig:
     # null: all linear layers but the head
     target_modules: list[str] | None = setting(None, filled=True, unique=True)
 
-    def check(self) -> None:
-        """Raise ValueError naming the key under `draft` that is out of range."""
-        check_rules(self, "draft.lora")
-
 
 @dataclass(kw_only=True)
 class ShrinkConfig:
@@ -60,17 +45,6 @@ class ShrinkConfig:
 
     layers: list[int] = field(default_factory=list)  # of the target, from 0; empty: do not cut
     vocabulary: int = 0  # most frequent ids that the draft may propose; 0: all
-
-    def check(self) -> None:
-        """Raise ValueError naming the key under `draft` that is out of range."""
-        ascend = self.layers == sorted(set(self.layers)) and min(self.layers, default=0) >= 0
-        require(ascend, "draft.shrink.layers", "be numbers from 0, ascending", self.layers)
-        require(
-            self.vocabulary == 0 or (self.vocabulary > 0 and bool(self.layers)),
-            "draft.shrink.vocabulary",
-            "be 0, or positive beside draft.shrink.layers",
-            self.vocabulary,
-        )
 
 
 @dataclass(kw_only=True)
@@ -87,19 +61,28 @@ class ModelConfig:
 
     def check(self, section: str) -> None:
         """Raise ValueError naming the key under `section` (`target` or `draft`) that is wrong."""
-        self.pretrain.check(section)
+        check_rules(self.pretrain, f"{section}.pretrain")
+        size, layers, vocabulary = (
+            self.pretrain.hidden_size,
+            self.shrink.layers,
+            self.shrink.vocabulary,
+        )
+        whole = size % self.pretrain.num_attention_heads == 0
+        require(
+            whole, f"{section}.pretrain.hidden_size", "be a multiple of num_attention_heads", size
+        )
         if section == "target":
             rule = "stay as it is, since only the draft is trained and cut"
             require(self.lora.rank == 0, "target.lora.rank", rule, self.lora.rank)
-            require(not self.shrink.layers, "target.shrink.layers", rule, self.shrink.layers)
-        self.lora.check()
-        self.shrink.check()
-        require(
-            self.path is None or not self.shrink.layers,
-            "draft.shrink.layers",
-            "be empty where draft.path names the drafter",
-            self.shrink.layers,
-        )
+            require(not layers, "target.shrink.layers", rule, layers)
+        check_rules(self.lora, "draft.lora")
+        ascend = layers == sorted(set(layers)) and min(layers, default=0) >= 0
+        require(ascend, "draft.shrink.layers", "be numbers from 0, ascending", layers)
+        rule = "be 0, or positive beside draft.shrink.layers"
+        fits = vocabulary == 0 or (vocabulary > 0 and bool(layers))
+        require(fits, "draft.shrink.vocabulary", rule, vocabulary)
+        rule = "be empty where draft.path names the drafter"
+        require(self.path is None or not layers, "draft.shrink.layers", rule, layers)
 
 
 def embedded_draft() -> ModelConfig:
@@ -116,13 +99,13 @@ def embedded_draft() -> ModelConfig:
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Section, key="data"):
     """Where text comes from and how a row becomes prompt and completion.
 
     `local`: `path` is a JSONL, Parquet or text file. `hub`: `path` is a dataset name.
     """
 
-    name: str = setting("installed", names=DATA_NAMES)
+    name: str = setting("installed", names=("installed", "local", "hub"))
     path: str | None = None
     subset: str | None = None
     split: str = "train"
@@ -134,29 +117,22 @@ class DataConfig:
     completion_column: str | None = None
     prompt_tokens: int = setting(32, least=1)  # the prompt of a `text` row
     max_length: int = 128  # tokens of prompt and completion together
-    overlong: str = setting("cut", names=OVERLONG_NAMES)  # drop: longer rows are left out
+    overlong: str = setting("cut", names=("cut", "drop"))  # drop: longer rows are left out
     packing: bool = False  # train on rows of several texts, which do not see each other
     validation_fraction: float = setting(0.05, above=0, below=0.5)
     test_fraction: float = setting(0.05, above=0, below=0.5)
 
     def __post_init__(self) -> None:
-        check_rules(self, "data")
-        require(
-            self.max_length > self.prompt_tokens,
-            "data.max_length",
-            "exceed data.prompt_tokens",
-            self.max_length,
-        )
+        super().__post_init__()
+        exceeds = self.max_length > self.prompt_tokens
+        self.require(exceeds, "max_length", "exceed data.prompt_tokens")
 
 
 @dataclass(kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Section, key="sampling"):
     """The served distribution: the only temperature, top-k, top-p and penalty there are."""
 
     temperature: float = setting(1.0, least=0)
     top_k: int = setting(0, least=0, hint=" (0 keeps all)")
     top_p: float = setting(1.0, above=0, most=1)
     repetition_penalty: float = positive(1.0)
-
-    def __post_init__(self) -> None:
-        check_rules(self, "sampling")

@@ -2,19 +2,13 @@
 
 import os
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from draftkit.config.choices import (
-    COMPILE_NAMES,
     DIVERGENCE_NAMES,
-    ENGINE_NAMES,
-    GRANULARITY_NAMES,
     MIXTURE,
-    OTHER_NAMES,
-    SCHEDULE_NAMES,
     SOURCE_NAMES,
-    TOKEN_NAMES,
-    check_rules,
+    Section,
     positive,
     require,
     setting,
@@ -24,7 +18,7 @@ WORTH_COMPILING = 200  # steps
 
 
 @dataclass(kw_only=True)
-class MixtureConfig:
+class MixtureConfig(Section, key="divergence.mixture"):
     """Weights of the divergences in a sum of them."""
 
     forward_kl: float = setting(0.0, least=0)
@@ -38,7 +32,7 @@ class MixtureConfig:
 
 
 @dataclass(kw_only=True)
-class DivergenceConfig:
+class DivergenceConfig(Section, key="divergence"):
     """What `distill` minimises, and on which tokens. `temperature` null means the served one."""
 
     name: str = setting("forward_kl", names=(*DIVERGENCE_NAMES, MIXTURE))
@@ -53,29 +47,24 @@ class DivergenceConfig:
     temperature: float | None = positive(None)
     mixture: MixtureConfig = field(default_factory=MixtureConfig)
     warmup_steps: int = setting(0, least=0)  # of forward_kl, before all else
-    tokens: str = setting("all", names=TOKEN_NAMES)
+    tokens: str = setting("all", names=("all", "rejected", "top"))
     top_fraction: float = setting(0.4, above=0, most=1)  # of each text, where tokens=top
     reference: str | None = None  # tokens=top: a draft; null takes where the loss is largest
     # source=block: weight of a proposal over the one before it
     position_decay: float = setting(1.0, above=0, most=1)
 
     def __post_init__(self) -> None:
-        check_rules(self, "divergence")
-        check_rules(self.mixture, "divergence.mixture")
-        weights = asdict(self.mixture)
-        require(
-            any(weights.values()) == (self.name == MIXTURE),
-            "divergence.mixture",
-            "have weights above 0 exactly where divergence=mixture",
-            weights,
-        )
+        super().__post_init__()
+        weighted = any(vars(self.mixture).values())
+        rule = "have weights above 0 exactly where divergence=mixture"
+        self.require(weighted == (self.name == MIXTURE), "mixture", rule)
 
     @property
     def terms(self) -> dict[str, float]:
         """The divergences of the sum, by name, with their weights."""
         if self.name != MIXTURE:
             return {self.name: 1.0}
-        return {name: weight for name, weight in asdict(self.mixture).items() if weight > 0}
+        return {name: weight for name, weight in vars(self.mixture).items() if weight > 0}
 
     @property
     def names(self) -> set[str]:
@@ -84,7 +73,7 @@ class DivergenceConfig:
 
 
 @dataclass(kw_only=True)
-class SourceConfig:
+class SourceConfig(Section, key="source"):
     """Whose sequences the divergence is taken on: the data's, the target's or the draft's.
 
     What the draft has a part in is sampled anew every `refresh_steps` steps, so it is at most
@@ -98,23 +87,27 @@ class SourceConfig:
         below=1,
         hint="; for the ends use source=target or fixed (0) or draft (1)",
     )
-    other: str = setting("target", names=OTHER_NAMES)  # mix: where the rest comes from
+    other: str = setting("target", names=("target", "fixed"))  # mix: where the rest comes from
     # mix: whole sequences, or single tokens, from either
-    granularity: str = setting("sequence", names=GRANULARITY_NAMES)
+    granularity: str = setting("sequence", names=("sequence", "token"))
     refresh_steps: int = positive(1)
 
     def __post_init__(self) -> None:
-        check_rules(self, "source")
-        require(
+        super().__post_init__()
+        self.require(
             self.granularity == "sequence" or self.other == "target",
-            "source.other",
+            "other",
             "be target when source.granularity=token: a text of the data cannot go on another",
-            self.other,
         )
+
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether target and draft take turns inside a text."""
+        return self.name == "mix" and self.granularity == "token"
 
 
 @dataclass(kw_only=True)
-class GenerateConfig:
+class GenerateConfig(Section, key="generate"):
     """Target rollouts, stored once and shared by every experiment with the same settings.
 
     `engine`: our decoder, or one that serves the target over HTTP as OpenAI does. A key is read
@@ -125,20 +118,20 @@ class GenerateConfig:
     batch_size: int = positive(128)
     # Ids of the target stored for every token, to train without it; 0: none.
     top_k: int = setting(0, least=0, hint=" (0 stores none)")
-    engine: str = setting("decoder", names=ENGINE_NAMES)
+    engine: str = setting("decoder", names=("decoder", "openai"))
     url: str | None = None  # openai: as http://127.0.0.1:8000/v1
     model: str | None = None  # openai: the name that it serves; null: `target.path`
     concurrency: int = positive(16)  # openai: requests at a time
 
     def __post_init__(self) -> None:
-        check_rules(self, "generate")
-        require(
-            self.engine == "decoder" or (self.url or "").startswith(("http://", "https://")),
-            "generate.url",
+        super().__post_init__()
+        url = self.url or ""
+        self.require(
+            self.engine == "decoder" or url.startswith(("http://", "https://")),
+            "url",
             "be the address of an API, as http://127.0.0.1:8000/v1, when generate.engine=openai",
-            self.url,
         )
-        require("@" not in (self.url or ""), "generate.url", "hold no password", "...@...")
+        require("@" not in url, "generate.url", "hold no password", "...@...")
 
 
 def has_compiler() -> bool:
@@ -147,7 +140,7 @@ def has_compiler() -> bool:
 
 
 @dataclass(kw_only=True)
-class OptimConfig:
+class OptimConfig(Section, key="optim"):
     """AdamW, warm-up and schedule, in optimizer steps. Names are those of `transformers`.
 
     A step sees processes x gradient_accumulation_steps x per_device_train_batch_size rows.
@@ -157,7 +150,7 @@ class OptimConfig:
     learning_rate: float | None = positive(None)
     # Multiples of it, of which the best on validation after a quarter of the steps is taken.
     rate_factors: list[float] = setting([], above=0)
-    lr_scheduler_type: str = setting("cosine", names=SCHEDULE_NAMES)
+    lr_scheduler_type: str = setting("cosine", names=("cosine", "linear", "constant"))
     warmup_steps: int = setting(10, least=0)
     max_steps: int = positive(100)
     per_device_train_batch_size: int = positive(16)
@@ -172,11 +165,11 @@ class OptimConfig:
     group_by_length: bool = False  # texts (prompts, where the draft samples) of like length a step
     activation_checkpointing: bool = False  # less memory for a third more of the draft's work
     # auto: where there is a C++ compiler and the run is long enough to earn back half a minute
-    compile: str = setting("auto", names=COMPILE_NAMES)
+    compile: str = setting("auto", names=("auto", "true", "false"))
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
-        check_rules(self, "optim")
+        super().__post_init__()
 
     @property
     def rows_of_a_process(self) -> int:

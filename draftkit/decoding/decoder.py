@@ -20,31 +20,30 @@ import torch
 from torch import Tensor
 
 from draftkit.decoding import round as units
-from draftkit.decoding.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.decoding.feeding import feed, feed_encoders
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units
 from draftkit.decoding.proposers import Proposal, Proposer
-from draftkit.decoding.results import Launched, RoundResult, RoundSeconds, full_tests, launch, read
+from draftkit.decoding.results import Launched, RoundResult, RoundSeconds, read, to_host
 from draftkit.decoding.round import Packed, RoundInputs
 from draftkit.decoding.state import (
     DecodeState,
-    Feeding,
     Group,
     NoiseFunction,
     Request,
+    Slot,
     group_shape,
     make_group,
     tokens_needed,
     with_gammas,
 )
 from draftkit.models.adapter import Adapter
-from draftkit.models.seq2seq import EncodingAdapter
+from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.theory import noise
 from draftkit.theory.verification import VERIFIERS
 
-PREFILL_CHUNK = 512  # tokens of a prompt, and
-PREFILL_ROWS = 8  # prompts, in one pass: what it needs must not grow with those that wait
+PREFILL_CHUNK = 512  # tokens of a prompt in a pass
+PREFILL_ROWS = 8  # prompts in a pass: its memory must not grow with those that wait
 
 
 class Decoder:
@@ -98,13 +97,11 @@ class Decoder:
         )
         self._packs = compiled and is_frozen(target)
         self._packed: set[Hashable] = set()  # keys of graphs with a copy of the weights
-        self._encodes = isinstance(target, EncodingAdapter)
         self._free = list(range(slots))
         self._proposers: dict[str, Proposer] = {}
         self._made: set[str | None] = set()  # proposers whose caches have taken their shape
         self._running: list[Group] | None = None  # None: membership changed, group anew
         self._pending: deque[Launched] = deque()
-        self._joined = 0
 
     # Proposers
 
@@ -123,7 +120,7 @@ class Decoder:
         self._units.forget([proposer_id])
 
     def _check_unused(self, proposer_id: str) -> None:
-        if any(r.proposer_id == proposer_id for r in self.state.requests.values()):
+        if any(slot.request.proposer_id == proposer_id for slot in self.state.slots.values()):
             raise ValueError(f"proposer {proposer_id} still serves rows; let them leave first")
 
     def swap(self, proposer_id: str, state_dict: dict[str, Tensor], version: str) -> None:
@@ -146,15 +143,11 @@ class Decoder:
             raise ValueError(f"{len(requests)} requests, {len(self._free)} free slots")
         for request in requests:
             self._check_fits(request)
-        slots = []
-        for request in requests:
-            slot = self._free.pop(0)
-            self._joined += 1
-            self.state.admit(slot, request, ticket=self._joined)
-            slots.append(slot)
-        if slots:
+        numbers = [self._free.pop(0) for _ in requests]
+        for number, request in zip(numbers, requests, strict=True):
+            self.state.admit(number, request)
             self._running = None
-        return slots
+        return numbers
 
     def leave(self, slots: Sequence[int]) -> None:
         """Free `slots`, finished or not, between rounds."""
@@ -178,7 +171,7 @@ class Decoder:
             )
         if (need := tokens_needed(request)) > self.capacity:
             raise ValueError(f"a row needs {need} cache slots, the decoder has {self.capacity}")
-        if bool(request.encoder_ids) != self._encodes:
+        if bool(request.encoder_ids) != self.target.has_encoder:
             raise ValueError("encoder_ids are for encoder-decoder targets, and these need them")
         if len(request.encoder_ids) > (room := self.cache.encoder_capacity):
             raise ValueError(f"{len(request.encoder_ids)} encoder tokens, room for {room}")
@@ -191,32 +184,34 @@ class Decoder:
 
         A prompt's last token is fed by the round that first uses it.
         """
-        state = self.state
-        for proposer_id, slots in self._by_proposer(sorted(state.unread)):
-            feed_encoders(self, slots, self._proposer(proposer_id))
-            self._running = None
-        state.unread.clear()
-        waiting = [slot for slot in state.requests if not state.is_ready(slot)]
-        for proposer_id, slots in self._by_proposer(waiting):
-            starts = [state.prefilled[slot] for slot in slots]
-            ends = [len(state.requests[slot].prompt_ids) - 1 for slot in slots]
+        slots = self.state.slots
+        unread = [number for number, slot in sorted(slots.items()) if not slot.is_encoded]
+        for proposer, numbers in self._by_proposer(unread):
+            feed_encoders(self, numbers, proposer)
+            for number in numbers:
+                slots[number].is_encoded = True
+        waiting = [number for number, slot in slots.items() if not slot.is_ready]
+        for proposer, numbers in self._by_proposer(waiting):
+            starts = [slots[number].prefilled for number in numbers]
+            ends = [len(slots[number].request.prompt_ids) - 1 for number in numbers]
             left = [end - start for start, end in zip(starts, ends, strict=True)]
             width = min(PREFILL_CHUNK, max(left))
-            proposer = self._proposer(proposer_id)
-            feed(self, slots, starts, width, to_target=True, proposer=proposer)
-            for slot, count in zip(slots, left, strict=True):
-                state.prefilled[slot] += min(width, count)
+            feed(self, numbers, starts, width, to_target=True, proposer=proposer)
+            for number, count in zip(numbers, left, strict=True):
+                slots[number].prefilled += min(width, count)
+        if unread or waiting:
             self._running = None
-        return any(not state.is_ready(slot) for slot in waiting)
+        return any(not slots[number].is_ready for number in waiting)
 
-    def _by_proposer(self, slots: Sequence[int]) -> Iterator[tuple[str | None, list[int]]]:
+    def _by_proposer(self, numbers: Sequence[int]) -> Iterator[tuple[Proposer | None, list[int]]]:
         """Slots that share a proposer, at most `PREFILL_ROWS` together."""
         by_proposer: dict[str | None, list[int]] = {}
-        for slot in slots:
-            by_proposer.setdefault(self.state.requests[slot].proposer_id, []).append(slot)
+        for number in numbers:
+            proposer_id = self.state.slots[number].request.proposer_id
+            by_proposer.setdefault(proposer_id, []).append(number)
         for proposer_id, members in by_proposer.items():
             for first in range(0, len(members), PREFILL_ROWS):
-                yield proposer_id, members[first : first + PREFILL_ROWS]
+                yield self._proposer(proposer_id), members[first : first + PREFILL_ROWS]
 
     def _proposer(self, proposer_id: str | None) -> Proposer | None:
         return None if proposer_id is None else self._proposers[proposer_id]
@@ -243,20 +238,17 @@ class Decoder:
 
     def _groups(self) -> list[Group]:
         """Ready rows by gamma and proposer."""
-        state = self.state
         members: dict[tuple[int, str | None, bool], list[int]] = {}
-        for slot, request in sorted(state.requests.items()):
-            if state.is_ready(slot) and slot not in state.finished:
+        for number, slot in sorted(self.state.slots.items()):
+            if slot.is_ready and not slot.is_finished:
+                request = slot.request
                 key = (request.gamma, request.proposer_id, request.adapts)
-                members.setdefault(key, []).append(slot)
+                members.setdefault(key, []).append(number)
         groups = []
         for (gamma, proposer_id, adapts), slots in members.items():
             size, prefix = group_shape(slots, self.cache.rows, self._units)
-            groups.append(
-                make_group(
-                    state, slots, gamma, proposer_id, adapts=adapts, size=size, prefix=prefix
-                )
-            )
+            shape: dict[str, Any] = {"adapts": adapts, "size": size, "prefix": prefix}
+            groups.append(make_group(self.state, slots, gamma, proposer_id, **shape))
         return groups
 
     def _launch(self, group: Group) -> Launched:
@@ -269,21 +261,26 @@ class Decoder:
         ticks.append(self._tick())
         packed = self._verify(inputs._replace(proposal=proposal))
         ticks.append(self._tick())
-        for slot in group.slots:
-            self.state.rounds[slot] += 1
-        tickets = [self.state.tickets[slot] for slot in group.slots]
-        return launch(group, tickets, packed, self.top_k, version, ticks)
+        held = self._held(group)
+        for slot in held:
+            slot.rounds += 1
+        return Launched(group, held, version, ticks, *to_host(packed))
+
+    def _held(self, group: Group) -> list[Slot]:
+        return [self.state.slots[number] for number in group.members]
 
     def _tick(self) -> Any:
         return self.clock() if self.clock is not None else 0.0
 
     def _visible(self, group: Group) -> int:
         """Cache slots of a round, by what the host knows of lengths."""
-        unread = sum(launched.group.gamma + 1 for launched in self._pending)
-        longest = max(self.state.host_length[slot] for slot in group.slots) + unread
+        longest = max(slot.length for slot in self._held(group)) + self._unread() + group.gamma + 1
         bucket = COMPILED_BUCKET if self._units.is_fixed else BUCKET
-        longest += group.gamma + 1
         return visible_slots(longest, self.capacity, bucket, joins_last=self._on_cuda)
+
+    def _unread(self) -> int:
+        """The most tokens that a row can have beyond those that the host knows of."""
+        return sum(launched.group.gamma + 1 for launched in self._pending)
 
     def _make_buffers(self, group: Group) -> None:
         """Feed a first token again where no pass has made a cache yet: code needs it there."""
@@ -291,7 +288,7 @@ class Decoder:
         is_new = proposer_id is not None and proposer_id not in self._made
         if is_new or not self.cache.is_made:
             proposer = self._proposer(proposer_id)
-            feed(self, group.slots[:1], [0], 1, to_target=True, proposer=proposer)
+            feed(self, [*group.members][:1], [0], 1, to_target=True, proposer=proposer)
             self._made |= {proposer_id}
 
     def _propose(self, inputs: RoundInputs) -> tuple[Proposal, str]:
@@ -354,28 +351,25 @@ class Decoder:
 
     def _catch_up(self, proposer: Proposer, group: Group) -> None:
         """Show `proposer` the text of rounds that went by without it."""
-        state = self.state
-        feedings = {slot: state.fed[slot] for slot in group.slots}
-        behind = {
-            slot: fed.length for slot, fed in feedings.items() if fed.round < state.rounds[slot]
-        }
+        slots = {number: self.state.slots[number] for number in group.members}
+        behind = {n: slot.fed for n, slot in slots.items() if slot.followed < slot.rounds}
         if behind:
-            unread = sum(launched.group.gamma + 1 for launched in self._pending)
-            width = max(state.host_length[s] - start for s, start in behind.items()) + unread
+            width = max(slots[n].length - start for n, start in behind.items()) + self._unread()
             feed(self, [*behind], [*behind.values()], width, to_target=False, proposer=proposer)
-        for slot in group.slots:
-            state.fed[slot] = Feeding(state.rounds[slot] + 1, state.host_length[slot])
+        for slot in slots.values():
+            slot.followed, slot.fed = slot.rounds + 1, slot.length
 
     def _read(self, launched: Launched) -> RoundResult:
         """Take in what a round did, as far as its requests are still there."""
-        result = read(launched, self.state.tickets)
-        for slot, count, stop in zip(result.slots, result.committed, result.done, strict=True):
-            self.state.host_length[slot] += count
-            if stop:  # the row stays in its slot, out of every group, until it leaves
-                self.state.finished.add(slot)
+        result = read(launched, self.state.slots)
+        for number, count, done in zip(result.slots, result.committed, result.done, strict=True):
+            slot = self.state.slots[number]
+            slot.length += count
+            if done:  # the row stays in its slot, out of every group, until it leaves
+                slot.is_finished = True
                 self._running = None
         if self.gamma_policy is not None and (result.gamma > 0 or launched.group.adapts):
-            self.gamma_policy.observe(gamma=result.gamma, accepted=full_tests(result))
+            self.gamma_policy.observe(gamma=result.gamma, accepted=result.full_tests)
         # While a round waits to be read late, the next one runs: that is no time of its own.
         ticks = [*launched.ticks, launched.ticks[-1] if self.late else self._tick()]
         return replace(result, seconds=RoundSeconds(*(b - a for a, b in pairwise(ticks))))

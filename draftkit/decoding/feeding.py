@@ -10,11 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from draftkit.decoding.cache import visible_slots
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.round import Bench
-from draftkit.decoding.transfer import to_device
-from draftkit.models.seq2seq import EncodingAdapter
+from draftkit.decoding.state import to_device
+from draftkit.models.cache import visible_slots
 
 WIDTH_STEPS = {"cuda": 64}  # of passes, by type of device: libraries plan each new width anew
 
@@ -46,9 +45,8 @@ def feed(
 
 def feed_encoders(bench: Bench, slots: Sequence[int], proposer: Proposer | None) -> None:
     """Let the encoders of target and proposer read the texts of `slots`."""
-    assert isinstance(bench.target, EncodingAdapter)
     device = bench.target.device
-    texts = [list(bench.state.requests[slot].encoder_ids) for slot in slots]
+    texts = [list(bench.state.slots[slot].request.encoder_ids) for slot in slots]
     longest = max(map(len, texts))
     padded = [text + [0] * (longest - len(text)) for text in texts]
     tokens = to_device(padded, device, torch.long)

@@ -11,10 +11,31 @@ from draftkit.decoding.decoder import Decoder, RoundResult, tokens_needed
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.state import Request
-from draftkit.decoding.trace import Trace, TraceRound, trace_round
 from draftkit.models.adapter import Adapter
 
 DRAFT_ID = "draft"
+
+
+@dataclass(frozen=True)
+class TraceRound:
+    """One round of one row."""
+
+    proposed: list[int]
+    accepted: int  # of `proposed`, those that were emitted
+    next_token: int | None  # correction or bonus; None: an end of text came before
+    committed: int  # of the emitted tokens, those within the length limit
+
+    @property
+    def emitted(self) -> list[int]:
+        """What the target pass yielded."""
+        own = [] if self.next_token is None else [self.next_token]
+        return self.proposed[: self.accepted] + own
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kind of every emitted token, a key of KINDS."""
+        own = "bonus" if self.accepted == len(self.proposed) else "correction"
+        return (["accepted"] * self.accepted + [own])[: len(self.emitted)]
 
 
 @dataclass
@@ -31,17 +52,27 @@ class Completion:
     steps: list[TraceRound] = field(default_factory=list)
 
     @property
-    def trace(self) -> Trace:
-        """What was proposed, accepted and corrected, round by round."""
-        return Trace(self.prompt_ids, self.steps)
-
-    @property
     def rounds(self) -> int:
         return sum(self.accept_counts)
 
     @property
     def accepted(self) -> int:
         return sum(n * count for n, count in enumerate(self.accept_counts))
+
+
+def trace_round(
+    tokens: list[int], draft_tokens: list[int], emitted: int, committed: int, gamma: int
+) -> TraceRound:
+    """Read one row of a round: `tokens` [K + 1], `draft_tokens` [K], `gamma` real proposals.
+
+    The last emitted token is the target's own unless it is the proposal of its position: a
+    correction never is, so an end of text was proposed, accepted, and ended the row.
+    """
+    last = emitted - 1
+    proposed = draft_tokens[:gamma]
+    if last < gamma and tokens[last] == proposed[last]:
+        return TraceRound(proposed, emitted, None, committed)
+    return TraceRound(proposed, last, tokens[last], committed)
 
 
 def record(completions: dict[int, Completion], result: RoundResult) -> list[int]:
@@ -80,22 +111,18 @@ def record(completions: dict[int, Completion], result: RoundResult) -> list[int]
 
 def finish(decoder: Decoder, requests: Sequence[Request]) -> list[Completion]:
     """Decode `requests`, as many at once as `decoder` has free slots; answers in their order."""
-    waiting = list(enumerate(requests))
-    running: dict[int, Completion] = {}
-    order: dict[int, int] = {}
-    answers: dict[int, Completion] = {}
+    answers = [Completion(list(request.prompt_ids)) for request in requests]
+    waiting, running = [*range(len(requests))], dict[int, Completion]()
     while waiting or running:
         joining = [waiting.pop(0) for _ in range(min(len(waiting), decoder.free_slots))]
-        slots = decoder.join([request for _, request in joining])
-        for slot, (number, request) in zip(slots, joining, strict=True):
-            running[slot] = Completion(prompt_ids=list(request.prompt_ids))
-            order[slot] = number
+        slots = decoder.join([requests[number] for number in joining])
+        running |= zip(slots, [answers[number] for number in joining], strict=True)
         for result in decoder.round():
             done = record(running, result)
-            decoder.leave(sorted(done))
+            decoder.leave(done)
             for slot in done:
-                answers[order[slot]] = running.pop(slot)
-    return [answers[number] for number in range(len(requests))]
+                del running[slot]
+    return answers
 
 
 def decode(

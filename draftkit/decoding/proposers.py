@@ -18,14 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.state import RoundView
-from draftkit.models.adapter import Adapter
-from draftkit.models.seq2seq import EncodingAdapter
+from draftkit.models.adapter import UNBOUNDED, Adapter
+from draftkit.models.cache import SlotCache
 from draftkit.theory.noise import DRAFT, sample
 from draftkit.theory.warping import warp
-
-UNBOUNDED = 1 << 30  # positions of a proposer that has no context to exceed
 
 
 class Proposal(NamedTuple):
@@ -164,7 +161,6 @@ class DraftModelProposer(Proposer):
     def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
         """Let the draft read the encoder's text."""
         assert self._cache is not None
-        assert isinstance(self.draft, EncodingAdapter)
         cache = self._cache.select(rows, visible=self._cache.capacity)
         self.draft.encode(tokens, lengths=lengths, cache=cache)
 

@@ -4,6 +4,10 @@ A round is *launched*, and all that it reports is copied behind it; it is *read*
 needs it, at once or a round later, when the device is at work on the next. A request may have left
 in between: then its row is dropped.
 
+A copy between a device and ordinary memory waits for all that the device still has to do, and so
+does reading a value of a tensor there. Copies to page-locked memory are queued like any other work
+of the device. Where tensors lie on the host, nothing is copied and nothing waits.
+
 Shapes: B rows of a group, K proposed tokens.
 """
 
@@ -14,9 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftkit.decoding.round import REPORTED, Packed, unpack
-from draftkit.decoding.state import Group
-from draftkit.decoding.transfer import Arriving, to_host
+from draftkit.decoding.round import Packed, unpack
+from draftkit.decoding.state import Group, Slot
 
 
 class RoundSeconds(NamedTuple):
@@ -30,25 +33,25 @@ class RoundSeconds(NamedTuple):
 NO_SECONDS = RoundSeconds(0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RoundResult:
     """What one group of rows did in one round; all tensors are on the host."""
 
     slots: list[int]
-    tokens: Tensor  # [B, K + 1] candidates; the first `committed` of a row count
-    committed: list[int]
+    gamma: int
+    proposer_version: str
+    seconds: RoundSeconds = NO_SECONDS
     emitted: list[int]  # tokens a target pass yielded, the length limit not applied
+    committed: list[int]
     ended: list[bool]  # by an end-of-text id
     done: list[bool]
-    gamma: int
     lengths: list[int]  # valid proposals, at most K
+    tokens: Tensor  # [B, K + 1] candidates; the first `committed` of a row count
     draft_tokens: Tensor  # [B, K]
     acceptance: Tensor  # [B, K] sum_x min(p, q) at each proposed position
     target_log_probs: Tensor  # [B, K + 1] log p of the candidates, raw (temperature 1)
     log_sum_exp: Tensor  # [B, K + 1] of the raw logits
     served_log_sum_exp: Tensor  # [B, K + 1] of logits / temperature (1 where greedy)
-    proposer_version: str
-    seconds: RoundSeconds = NO_SECONDS
     # The target's likeliest ids [B, K + 1, k] at each candidate's place, where asked for, their
     # log p (temperature 1), and the mass [B, K + 1] of all others at the served temperature (1
     # where greedy).
@@ -56,67 +59,56 @@ class RoundResult:
     topk_log_probs: Tensor | None = None
     tail_mass: Tensor | None = None
 
+    @property
+    def full_tests(self) -> list[int]:
+        """Accepted proposals of the rows whose `gamma` proposals were all open to acceptance."""
+        rows = zip(self.emitted, self.ended, self.lengths, strict=True)
+        return [emitted - 1 for emitted, ended, n in rows if not ended and n == self.gamma]
+
 
 class Launched(NamedTuple):
-    """A round whose results have not been read."""
+    """A round whose kernels are queued, with its results on the way to the host."""
 
     group: Group
-    tickets: list[int]  # of the requests that held the slots
-    packed: Arriving  # what `round.unpack` takes
-    top_k: int
+    held: list[Slot]  # what its slots held, in their order
     proposer_version: str
     ticks: list[float]
+    packed: Packed  # on the host, to be read after `ready`
+    ready: torch.cuda.Event | None
 
 
-def launch(
-    group: Group,
-    tickets: list[int],
-    packed: Packed,
-    top_k: int,
-    proposer_version: str,
-    ticks: list[float],
-) -> Launched:
-    """A round whose kernels are queued, with its results on the way to the host."""
-    return Launched(group, tickets, to_host(*packed), top_k, proposer_version, ticks)
+def to_host(packed: Packed) -> tuple[Packed, torch.cuda.Event | None]:
+    """Queue copies to the host of what is on a device, which may then be written over."""
+    if not packed.integers.is_cuda:
+        return packed, None
+    on_host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in packed]
+    for copy, tensor in zip(on_host, packed, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(packed.integers.device))
+    return Packed(*on_host), ready
 
 
-def read(launched: Launched, tickets: Mapping[int, int]) -> RoundResult:
-    """The rows of a launched round that `tickets` (slot -> request) still knows and that moved."""
-    group, packed = launched.group, Packed(*launched.packed.wait())
-    report = packed.integers[:, :REPORTED].tolist()
-    places = range(len(group.slots)) if group.places is None else group.places
-    kept = [
-        (slot, place)
-        for slot, ticket, place in zip(group.slots, launched.tickets, places, strict=True)
-        if tickets.get(slot) == ticket and report[place][0] > 0
-    ]
-    if len(kept) < len(report):
-        packed = packed.select(torch.tensor([place for _, place in kept], dtype=torch.long))
-    outcome, draft_tokens = unpack(packed, gamma=group.gamma, top_k=launched.top_k)
-    rows = [report[place] for _, place in kept]
-    emitted, committed, ended, done, lengths = ([row[i] for row in rows] for i in range(5))
+def read(launched: Launched, slots: Mapping[int, Slot]) -> RoundResult:
+    """The rows of a launched round that moved and whose requests are still in `slots`."""
+    group, packed = launched.group, launched.packed
+    if launched.ready is not None:
+        launched.ready.synchronize()  # what the device does later is not awaited
+    emitted = packed.integers[:, 0].tolist()
+    members = zip(group.members.items(), launched.held, strict=True)
+    kept = [(n, row) for (n, row), held in members if slots.get(n) is held and emitted[row] > 0]
+    if len(kept) < len(emitted):
+        packed = packed.select(torch.tensor([row for _, row in kept], dtype=torch.long))
+    tensors = unpack(packed, gamma=group.gamma)._asdict()
+    emitted, committed, ended, done, lengths = tensors.pop("report").T.tolist()
     return RoundResult(
-        slots=[slot for slot, _ in kept],
-        tokens=outcome.tokens,
-        committed=committed,
+        slots=[number for number, _ in kept],
+        gamma=group.gamma,
+        proposer_version=launched.proposer_version,
         emitted=emitted,
+        committed=committed,
         ended=[bool(flag) for flag in ended],
         done=[bool(flag) for flag in done],
-        gamma=group.gamma,
         lengths=lengths,
-        draft_tokens=draft_tokens,
-        acceptance=outcome.acceptance,
-        target_log_probs=outcome.log_probs,
-        log_sum_exp=outcome.log_sum_exp,
-        served_log_sum_exp=outcome.served_log_sum_exp,
-        proposer_version=launched.proposer_version,
-        topk_ids=outcome.topk_ids,
-        topk_log_probs=outcome.topk_log_probs,
-        tail_mass=outcome.tail_mass,
+        **tensors,
     )
-
-
-def full_tests(result: RoundResult) -> list[int]:
-    """Accepted proposals of the rows whose `gamma` proposals were all open to acceptance."""
-    rows = zip(result.emitted, result.ended, result.lengths, strict=True)
-    return [emitted - 1 for emitted, ended, n in rows if not ended and n == result.gamma]

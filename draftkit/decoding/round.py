@@ -12,12 +12,11 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.graphs import map_tensors
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.state import DecodeState, Group, NoiseFunction, RoundView, view_of
-from draftkit.decoding.stopping import cut_round
 from draftkit.models.adapter import Adapter
+from draftkit.models.cache import SlotCache
 from draftkit.theory.acceptance import sampled_acceptance
 from draftkit.theory.noise import ACCEPT, NEXT
 from draftkit.theory.truncation import most_likely_served
@@ -48,27 +47,28 @@ class RoundInputs(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What verification yields; garbage in rows that are not active."""
+    """What verification yields, as `results.RoundResult` has it; garbage in inactive rows."""
 
     report: Tensor  # [B, REPORTED] int64: emitted, committed, ended, done, valid proposals
-    tokens: Tensor  # [B, K + 1] candidates, the first `committed` of which count
-    acceptance: Tensor  # [B, K]
-    log_probs: Tensor  # [B, K + 1]
-    log_sum_exp: Tensor  # [B, K + 1]
-    served_log_sum_exp: Tensor  # [B, K + 1]
-    topk_ids: Tensor | None = None  # [B, K + 1, k]
-    topk_log_probs: Tensor | None = None  # [B, K + 1, k]
-    tail_mass: Tensor | None = None  # [B, K + 1]
+    tokens: Tensor
+    draft_tokens: Tensor
+    acceptance: Tensor
+    target_log_probs: Tensor
+    log_sum_exp: Tensor
+    served_log_sum_exp: Tensor
+    topk_ids: Tensor | None = None
+    topk_log_probs: Tensor | None = None
+    tail_mass: Tensor | None = None
 
 
 class Packed(NamedTuple):
-    """An outcome and the proposals that it judges, in two tensors: two copies bring all of it."""
+    """An outcome in two tensors: two copies bring all of it."""
 
     integers: Tensor  # [B, I] int64
     numbers: Tensor  # [B, F] of the outcome's floats, in the widest of their precisions
 
-    def select(self, places: Tensor) -> "Packed":
-        return Packed(self.integers[places], self.numbers[places])
+    def select(self, rows: Tensor) -> "Packed":
+        return Packed(self.integers[rows], self.numbers[rows])
 
 
 def propose(places: tuple[Proposer, Bench], inputs: RoundInputs) -> Proposal:
@@ -103,72 +103,51 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
     target_probs = warp(logits, view.group.params, history)  # [B, K + 1, V]
     verdict = _verdict(bench, view, proposal, target_probs)
     candidates, report = _commit(bench, view, proposal, verdict)
+    acceptance = proposal_acceptance(target_probs, proposal)
     log_probs, log_sum_exp, served = target_log_probs(logits, candidates, view.group)
-    most_likely = (None, None, None)
-    if bench.top_k > 0:
-        most_likely = most_likely_served(
-            logits,
-            bench.top_k,
-            log_sum_exp=log_sum_exp,
-            temperature=view.group.params.temperature[:, None],
-            served_log_sum_exp=served,
-        )
-    ids, log_probs_of_ids, tail = most_likely
-    return Outcome(
-        report=report,
-        tokens=candidates,
-        acceptance=proposal_acceptance(target_probs, proposal),
-        log_probs=log_probs,
-        log_sum_exp=log_sum_exp,
-        served_log_sum_exp=served,
-        topk_ids=ids,
-        topk_log_probs=log_probs_of_ids,
-        tail_mass=tail,
+    outcome = Outcome(
+        report, candidates, proposal.tokens, acceptance, log_probs, log_sum_exp, served
     )
+    if bench.top_k == 0:
+        return outcome
+    ids, log_probs_of_ids, tail = most_likely_served(
+        logits,
+        bench.top_k,
+        log_sum_exp=log_sum_exp,
+        temperature=view.group.params.temperature[:, None],
+        served_log_sum_exp=served,
+    )
+    return outcome._replace(topk_ids=ids, topk_log_probs=log_probs_of_ids, tail_mass=tail)
 
 
 def verify_and_pack(bench: Bench, inputs: RoundInputs) -> Packed:
-    """`verify`, its outcome packed with the proposals."""
-    assert inputs.proposal is not None
-    return pack(verify(bench, inputs), inputs.proposal.tokens)
+    """`verify`, its outcome packed."""
+    return pack(verify(bench, inputs))
 
 
-def pack(outcome: Outcome, draft_tokens: Tensor) -> Packed:
-    """`outcome` with `draft_tokens` [B, K]."""
-    integers = [outcome.report, outcome.tokens, draft_tokens]
-    numbers = [
-        *(outcome.acceptance, outcome.log_probs),
-        *(outcome.log_sum_exp, outcome.served_log_sum_exp),
-    ]
-    if outcome.topk_ids is not None:
-        assert outcome.topk_log_probs is not None
-        assert outcome.tail_mass is not None
-        integers.append(outcome.topk_ids.flatten(1))
-        numbers += [outcome.topk_log_probs.flatten(1), outcome.tail_mass]
+def pack(outcome: Outcome) -> Packed:
+    """The parts of `outcome` side by side, in their order."""
+    parts = [part.flatten(1) for part in outcome if part is not None]
+    integers = [part for part in parts if part.dtype == torch.long]
+    numbers = [part for part in parts if part.dtype != torch.long]
     return Packed(torch.cat(integers, dim=1), torch.cat(numbers, dim=1))
 
 
-def unpack(packed: Packed, *, gamma: int, top_k: int) -> tuple[Outcome, Tensor]:
-    """The outcome and the draft tokens [B, K] of a round with `gamma` proposals a row.
-
-    top_k: how many of the target's likeliest ids it reports.
-    """
-    wide, likeliest = gamma + 1, (gamma + 1) * top_k
+def unpack(packed: Packed, *, gamma: int) -> Outcome:
+    """What was packed of a round with `gamma` proposals a row."""
+    wide = gamma + 1
+    likeliest = packed.integers.shape[1] - REPORTED - wide - gamma
     report, tokens, draft_tokens, ids = packed.integers.split(
         [REPORTED, wide, gamma, likeliest], dim=1
     )
     acceptance, log_probs, log_sum_exp, served, log_probs_of_ids, tail = packed.numbers.split(
-        [gamma, wide, wide, wide, likeliest, wide if top_k else 0], dim=1
+        [gamma, wide, wide, wide, likeliest, wide if likeliest else 0], dim=1
     )
-    outcome = Outcome(report, tokens, acceptance, log_probs, log_sum_exp, served)
-    if top_k > 0:
-        shape = (wide, top_k)
-        outcome = outcome._replace(
-            topk_ids=ids.unflatten(1, shape),
-            topk_log_probs=log_probs_of_ids.unflatten(1, shape),
-            tail_mass=tail,
-        )
-    return outcome, draft_tokens
+    outcome = Outcome(report, tokens, draft_tokens, acceptance, log_probs, log_sum_exp, served)
+    if likeliest == 0:
+        return outcome
+    ids, log_probs_of_ids = (part.unflatten(1, (wide, -1)) for part in (ids, log_probs_of_ids))
+    return outcome._replace(topk_ids=ids, topk_log_probs=log_probs_of_ids, tail_mass=tail)
 
 
 def round_view(bench: Bench, inputs: RoundInputs) -> RoundView:
@@ -206,6 +185,38 @@ def _verdict(
         accept_uniform=view.uniform(count=proposal.tokens.shape[1], purpose=ACCEPT),
         next_uniform=view.uniform(count=1, purpose=NEXT)[:, 0],
     )
+
+
+class Cut(NamedTuple):
+    """How much of a round's candidates stays; all [B].
+
+    Tokens are *emitted* up to the first end of text, which is kept, and *committed* as far as the
+    length limit allows: rates count emitted tokens, answers hold committed ones.
+    """
+
+    emitted: Tensor  # at least 1
+    committed: Tensor
+    ended: Tensor  # bool: an end-of-text id was committed
+    done: Tensor  # bool: nothing more may follow
+
+
+def cut_round(
+    candidates: Tensor, *, accepted: Tensor, remaining: Tensor, eos_token_ids: Tensor
+) -> Cut:
+    """Cut `candidates` [B, K + 1], of which the first `accepted` [B] + 1 are verified.
+
+    `remaining` [B] is the number of tokens that may still be committed (at least 1);
+    `eos_token_ids` [E] may be empty.
+    """
+    width = candidates.shape[1]
+    index = torch.arange(width, device=candidates.device)
+    # Also behind the accepted ones, unread there. (For many ids `isin` sorts, and waits for that.)
+    is_end = (candidates[..., None] == eos_token_ids).any(-1)
+    first_end = torch.where(is_end, index, width).amin(dim=1)
+    emitted = torch.minimum(accepted, first_end) + 1
+    committed = torch.minimum(emitted, remaining)
+    ended = (first_end <= accepted) & (first_end < remaining)
+    return Cut(emitted, committed, ended, ended | (committed == remaining))
 
 
 def _commit(

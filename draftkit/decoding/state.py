@@ -9,7 +9,7 @@ Shapes: S slots, B rows of a group, L tokens a row can hold, K proposed tokens, 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import Units, batch_size
-from draftkit.decoding.transfer import to_device
 from draftkit.theory import noise
 from draftkit.theory.warping import SamplingParams, seen_tokens
 
@@ -67,16 +66,28 @@ def tokens_needed(request: Request) -> int:
     return request.limit + 2 * (request.gamma + 1)
 
 
-class Feeding(NamedTuple):
-    """How far a proposer with a cache has followed its row."""
+@dataclass(eq=False)
+class Slot:
+    """A request in a slot, and how far the host knows it to have come."""
 
-    round: int  # it has taken part in all rounds before this one
-    length: int  # and holds the tokens before this position
+    request: Request
+    length: int  # committed tokens, as far as results have been read
+    fed: int  # tokens that a proposer with a cache holds, once it has
+    followed: int = 0  # taken part in, or been shown, all rounds before this one
+    rounds: int = 0  # begun
+    prefilled: int = 0  # tokens of the prompt that have been fed
+    is_encoded: bool = True  # whether the encoder has read its text, if there is one
+    is_finished: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all but the last token of the prompt have been fed: rounds feed that one."""
+        return self.is_encoded and self.prefilled >= len(self.request.prompt_ids) - 1
 
 
 @dataclass
 class DecodeState:
-    """Per-slot tensors, with the requests and prefill progress on the host."""
+    """Per-slot tensors, and on the host the slots that hold a request."""
 
     tokens: Tensor  # [S, L] int64
     length: Tensor  # [S] int64: committed tokens, prompt included
@@ -84,74 +95,57 @@ class DecodeState:
     seed: Tensor  # [S] int64
     row: Tensor  # [S] int64
     done: Tensor  # [S] bool: nothing more may follow; true for a free slot
-    requests: dict[int, Request] = field(default_factory=dict)
-    tickets: dict[int, int] = field(default_factory=dict)  # slot -> which request it holds
-    prefilled: dict[int, int] = field(default_factory=dict)  # slot -> tokens of the prompt fed
-    host_length: dict[int, int] = field(default_factory=dict)
-    rounds: dict[int, int] = field(default_factory=dict)  # slot -> rounds begun
-    fed: dict[int, Feeding] = field(default_factory=dict)  # slot -> what its proposer has seen
-    finished: set[int] = field(default_factory=set)
-    unread: set[int] = field(default_factory=set)  # slots whose encoder text waits to be read
+    slots: dict[int, Slot] = field(default_factory=dict)
 
     @classmethod
     def empty(cls, slots: int, capacity: int, device: torch.device) -> "DecodeState":
         """A state of `slots` free rows of at most `capacity` tokens."""
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.long, device=device)
-
+        tokens = torch.zeros(slots, capacity, dtype=torch.long, device=device)
+        length, limit, seed, row = (torch.zeros_like(tokens[:, 0]) for _ in range(4))
         done = torch.ones(slots, dtype=torch.bool, device=device)
-        return cls(
-            zeros(slots, capacity), zeros(slots), zeros(slots), zeros(slots), zeros(slots), done
-        )
+        return cls(tokens, length, limit, seed, row, done)
 
-    def admit(self, slot: int, request: Request, *, ticket: int = 0) -> None:
-        """Put `request` into a free `slot`; `ticket` tells it from others that held the slot."""
+    def admit(self, number: int, request: Request) -> None:
+        """Put `request` into the free slot of that number."""
+        count = len(request.prompt_ids)
         prompt = to_device(list(request.prompt_ids), self.tokens.device, torch.long)
-        self.tokens[slot, : len(prompt)] = prompt
-        self.length[slot] = len(prompt)
-        self.limit[slot] = request.limit
-        self.seed[slot] = request.seed
-        self.row[slot] = request.row
-        self.done[slot] = False
-        self.requests[slot] = request
-        self.tickets[slot] = ticket
-        self.prefilled[slot] = 0
-        self.host_length[slot] = len(prompt)
-        self.rounds[slot] = 0
-        if request.encoder_ids:
-            self.unread.add(slot)
-        self.fed[slot] = Feeding(0, len(prompt) - 1)
+        self.tokens[number, :count] = prompt
+        self.length[number] = count
+        self.limit[number] = request.limit
+        self.seed[number] = request.seed
+        self.row[number] = request.row
+        self.done[number] = False
+        encodes = bool(request.encoder_ids)
+        self.slots[number] = Slot(request, count, fed=count - 1, is_encoded=not encodes)
 
-    def free(self, slot: int) -> None:
-        """Forget the request in `slot`."""
-        for shadow in (self.requests, self.tickets, self.prefilled, self.host_length):
-            del shadow[slot]
-        del self.rounds[slot], self.fed[slot]
-        self.done[slot] = True
-        self.finished.discard(slot)
-        self.unread.discard(slot)
+    def free(self, number: int) -> None:
+        """Forget the request in a slot."""
+        del self.slots[number]
+        self.done[number] = True
 
-    def is_ready(self, slot: int) -> bool:
-        """Whether all but the last token of the prompt have been fed: rounds feed that one."""
-        is_fed = self.prefilled[slot] >= len(self.requests[slot].prompt_ids) - 1
-        return is_fed and slot not in self.unread
+
+def to_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """`values`, numbers in lists of equal lengths, as a tensor on `device`.
+
+    Of page-locked memory, which the device copies without the host waiting for it.
+    """
+    made = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return made.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class Group:
     """Rows that run one round together: same proposer, same gamma.
 
-    `index` may name more rows than `slots`: fillers that bring a batch to a size for which there
-    is compiled code. They run along and commit nothing, since they are not `active`.
+    `index` may name more slots than have a row of their own here: fillers that bring a batch to a
+    size for which there is compiled code. They run along and commit nothing: they are not `active`.
     """
 
-    slots: list[int]
+    members: dict[int, int]  # slot -> its row of the batch, fillers left out
     index: Tensor  # [B] int64, slots on the device, fillers included
     # `index`; its length where the group is the first slots in order; None where it is all of them.
     rows: Tensor | int | None
     active: Tensor  # [B] bool
-    places: list[int] | None  # where `slots` stand in `index`; None: no fillers
     params: SamplingParams
     gamma: int
     proposer_id: str | None
@@ -164,12 +158,10 @@ class Group:
     @property
     def key(self) -> tuple[object, ...]:
         """What compiled code depends on, tensors' contents apart."""
-        params = self.params
-        flags = (
-            *(params.uses_top_k, params.uses_top_p, params.uses_penalty),
-            *(params.uses_greedy, params.uses_sampling, params.largest_top_k),
-        )
-        return (len(self.index), isinstance(self.rows, Tensor), self.gamma, flags)
+        p = self.params
+        flags = (p.uses_top_k, p.uses_top_p, p.uses_penalty, p.uses_greedy, p.uses_sampling)
+        is_gathered = isinstance(self.rows, Tensor)
+        return (len(self.index), is_gathered, self.gamma, flags, p.largest_top_k)
 
 
 def group_shape(slots: Sequence[int], rows: int, units: Units) -> tuple[int, bool]:
@@ -198,21 +190,26 @@ def make_group(
 
     With `prefix` these are the first `size` slots, in which the others must be.
     """
-    all_slots = range(state.tokens.shape[0])
+    everything = [*range(state.tokens.shape[0])]
     size = size or len(slots)
-    taken = set(slots)
-    spare = [slot for slot in all_slots if slot not in taken]
-    index = [*range(size)] if prefix else sorted(slots + spare[: size - len(slots)])
-    sampling = {slot: state.requests[slot].sampling for slot in slots}
+    spare = sorted({*everything} - {*slots})
+    index = everything[:size] if prefix else sorted(slots + spare[: size - len(slots)])
+    sampling = {slot: state.slots[slot].request.sampling for slot in slots}
     rows = [sampling.get(slot, sampling[slots[0]]) for slot in index]
     columns = [
-        *(index, [slot in sampling for slot in index], [s.top_k for s in rows]),
-        *([s.temperature for s in rows], [s.top_p for s in rows]),
+        index,
+        [slot in sampling for slot in index],
+        [s.top_k for s in rows],
+        [s.temperature for s in rows],
+        [s.top_p for s in rows],
         [s.repetition_penalty for s in rows],
     ]
     # In one copy. As SamplingParams.uniform: float64, so that a number is the same everywhere.
     of_rows = to_device(columns, state.tokens.device, torch.float64)
     temperature, top_p, repetition_penalty = of_rows[3:]
+    top_ks, largest = [s.top_k for s in rows if s.temperature > 0], None
+    if min(top_ks, default=0) > 0:  # no sampled row keeps all (0)
+        largest = max(LEAST_TOP_K, 1 << (max(top_ks) - 1).bit_length())
     params = SamplingParams(
         temperature=temperature,
         top_k=of_rows[2].long(),
@@ -223,30 +220,19 @@ def make_group(
         uses_penalty=any(s.repetition_penalty != 1 for s in rows),
         uses_greedy=any(s.temperature == 0 for s in rows),
         uses_sampling=any(s.temperature > 0 for s in rows),
-        largest_top_k=_largest_top_k([s.top_k for s in rows if s.temperature > 0]),
+        largest_top_k=largest,
     )
-    place = {slot: number for number, slot in enumerate(index)}
-    places = [place[slot] for slot in slots]
     on_device = of_rows[0].long()
-    first = size if prefix else on_device
     return Group(
-        slots=slots,
+        members={slot: row for row, slot in enumerate(index) if slot in sampling},
         index=on_device,
-        rows=None if index == list(all_slots) else first,
+        rows=None if index == everything else size if prefix else on_device,
         active=of_rows[1] > 0,
-        places=None if len(index) == len(slots) else places,
         params=params,
         gamma=gamma,
         proposer_id=proposer_id,
         adapts=adapts,
     )
-
-
-def _largest_top_k(top_ks: list[int]) -> int | None:
-    """A power of two that is no less than any of `top_ks`; None where one keeps all (0)."""
-    if min(top_ks, default=0) == 0:
-        return None
-    return max(LEAST_TOP_K, 1 << (max(top_ks) - 1).bit_length())
 
 
 def with_gammas(groups: Sequence[Group], policy: GammaPolicy | None) -> list[Group]:
@@ -257,7 +243,7 @@ def with_gammas(groups: Sequence[Group], policy: GammaPolicy | None) -> list[Gro
     """
     if policy is None:
         return list(groups)
-    batch = max((len(group.slots) for group in groups if group.adapts), default=1)
+    batch = max((len(group.members) for group in groups if group.adapts), default=1)
     return [
         replace(group, gamma=policy.choose(batch=batch, most=group.gamma))
         if group.adapts
@@ -297,17 +283,18 @@ def view_of(
             return part
         return part[group.index] if isinstance(group.rows, Tensor) else part[: group.rows]
 
-    tokens, length = of_rows(state.tokens), of_rows(state.length)
-    length = length.clamp(min=1)  # a free slot among the fillers has no text
+    length = of_rows(state.length).clamp(min=1)  # a free slot among the fillers has no text
+    text = text_of(of_rows(state.tokens), length, vocab_size if group.params.uses_penalty else None)
+    row, seed = of_rows(state.row), of_rows(state.seed)
+    return RoundView(group=group, visible=visible, seed=seed, row=row, noise=noise, **text)
+
+
+def text_of(tokens: Tensor, length: Tensor, vocab_size: int | None) -> dict[str, Any]:
+    """The fields of a view that its text makes; `vocab_size` where a penalty needs what is seen."""
     last = length[:, None] + torch.arange(-2, 0, device=length.device)
-    return RoundView(
-        group=group,
-        tokens=tokens,
-        length=length,
-        last_two=tokens.gather(1, last.clamp(min=0)),
-        seen=seen_tokens(tokens, length, vocab_size) if group.params.uses_penalty else None,
-        visible=visible,
-        seed=of_rows(state.seed),
-        row=of_rows(state.row),
-        noise=noise,
-    )
+    return {
+        "tokens": tokens,
+        "length": length,
+        "last_two": tokens.gather(1, last.clamp(min=0)),
+        "seen": None if vocab_size is None else seen_tokens(tokens, length, vocab_size),
+    }

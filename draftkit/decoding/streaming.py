@@ -66,142 +66,95 @@ def context_of(ids: Sequence[int], decode: Decode) -> list[int]:
     return list(ids[-CONTEXT[0] :])
 
 
-class _Window:
-    """The last ids of a row and their final text; what came before is counted.
-
-    Tokens and characters of `context` stand before the row, so their places are below 0. At least
-    `reach` + 1 characters that were final before a push are still there after it.
-    """
-
-    def __init__(self, decode: Decode, reach: int, context: Sequence[int]) -> None:
-        self.ids = context_of(context, decode)
-        self.text = final_text(self.ids, decode)
-        self.tokens_before = -len(self.ids)
-        self.characters_before = -len(self.text)
-        self._decode = decode
-        self._reach = reach
-
-    @property
-    def first_token(self) -> int:
-        """The place in `ids` of the row's first token, or of the first that is still there."""
-        return max(0, -self.tokens_before)
-
-    @property
-    def first_character(self) -> int:
-        """As `first_token`, in `text`."""
-        return max(0, -self.characters_before)
-
-    def push(self, ids: Sequence[int]) -> None:
-        if len(self.ids) > WINDOW:
-            self._trim()
-        self.ids += ids
-        self.text = final_text(self.ids, self._decode)
-
-    def _trim(self) -> None:
-        """Drop the older half, where a character begins; one of a few neighbours does."""
-        half = len(self.ids) // 2
-        for start in range(half, half - MISSING - 1, -1):
-            text = final_text(self.ids[start:], self._decode)
-            if self.text.endswith(text) and len(text) > self._reach:
-                self.tokens_before += start
-                self.characters_before += len(self.text) - len(text)
-                self.ids = self.ids[start:]
-                return
-
-
-class StopStrings:
-    """Watches one row for the first of `stops`: a plain loop over tokens would end there too.
-
-    The first token that completes a stop string decides; among the stop strings in the text up to
-    it, the earliest wins, then the longest. So the answer does not depend on how many tokens a
-    round brings. `context` is what comes before the row, in which nothing is looked for. Raises
-    ValueError for an empty stop string.
-    """
-
-    def __init__(self, stops: Sequence[str], decode: Decode, context: Sequence[int] = ()) -> None:
-        if "" in stops:
-            raise ValueError("a stop string is empty: it would end every answer before it begins")
-        self.strings = tuple(stops)
-        self.found: Stop | None = None
-        self.reach = max(map(len, stops), default=1) - 1  # of a stop string still incomplete
-        self.window = _Window(decode, self.reach, context)
-        self._decode = decode
-
-    def push(self, ids: Sequence[int]) -> Stop | None:
-        """Take the next ids of the row; return where the answer stops, once it does."""
-        if self.found is None:
-            self.window.push(ids)
-            if self._matches(self.window.text):
-                self.found = self._locate()
-        return self.found
-
-    def _matches(self, text: str) -> list[tuple[int, int, str]]:
-        """Stop strings in `text`, each with its place; the least one counts."""
-        first = self.window.first_character
-        places = ((text.find(s, first), s) for s in self.strings)
-        return [(place, -len(s), s) for place, s in places if place >= 0]
-
-    def _locate(self) -> Stop:
-        """Walk the window by tokens, as a decoder without speculation would have."""
-        window, first = self.window, self.window.first_token
-        prefixes = [window.ids[:count] for count in range(first, len(window.ids) + 1)]
-        texts = (final_text(prefix, self._decode) for prefix in prefixes)
-        text = next(text for text in texts if self._matches(text))
-        place, _, string = min(self._matches(text))
-        tokens = next(
-            count
-            for count, prefix in enumerate(prefixes, first)
-            if self._decode(prefix).startswith(text[:place])
-        )
-        return Stop(string, window.tokens_before + tokens, window.characters_before + place)
-
-
 class TextStream:
     """The text of one row in pieces: together they are `decode` of all its ids, up to a stop.
 
-    With a `context` they are what the ids add to its text, where a first space stays. Held back are
-    unfinished characters and what may be the beginning of one of `stops`.
+    With a `context`, ids that come before the row, they are what the row's ids add to its text,
+    where a first space stays. Held back are unfinished characters and what may be the beginning of
+    one of `stops`. Once one is complete, `stop` says where the text has ended; later ids yield
+    none. A plain loop over tokens would end there too: the first token that completes a stop string
+    decides; among the stop strings in the text up to it, the earliest wins, then the longest. So
+    the answer does not depend on how many tokens a round brings. Nothing is looked for in the
+    context. Raises ValueError for an empty stop string.
     """
 
     def __init__(
         self, decode: Decode, stops: Sequence[str] = (), context: Sequence[int] = ()
     ) -> None:
+        if "" in stops:
+            raise ValueError("a stop string is empty: it would end every answer before it begins")
+        self.stop: Stop | None = None
         self._decode = decode
-        self._watch = StopStrings(stops, decode, context)
+        self._stops = tuple(stops)
+        self._reach = max(map(len, stops), default=1) - 1  # of a stop string still incomplete
+        # The last ids, and their final text. What came before is counted from the row's beginning:
+        # below 0, it lies in the context.
+        self._ids = context_of(context, decode)
+        self._text = final_text(self._ids, decode)
+        self._tokens_before = -len(self._ids)
+        self._characters_before = -len(self._text)
         self._sent = 0  # characters
-
-    @property
-    def stop(self) -> Stop | None:
-        """The stop string that has ended the text, if any; later ids yield no text."""
-        return self._watch.found
 
     @property
     def holds(self) -> bool:
         """Whether text of the ids so far has not been sent: a later id may end before it."""
-        window = self._watch.window
-        return window.characters_before + len(self._decode(window.ids)) > self._sent
+        return self._characters_before + len(self._decode(self._ids)) > self._sent
 
     def push(self, ids: Sequence[int]) -> str:
         """Take the next ids; return the text that is final with them, perhaps none."""
-        self._watch.push(ids)
-        text = self._watch.window.text
-        first = self._watch.window.first_character
-        ends = range(max(first, len(text) - self._watch.reach), len(text))
-        held = (end for end in ends if self._begins_a_stop(text[end:]))
+        if self.stop is None:
+            if len(self._ids) > WINDOW:
+                self._trim()
+            self._ids += ids
+            self._text = final_text(self._ids, self._decode)
+            if self._matches(self._text):
+                self.stop = self._locate()
+        text = self._text
+        ends = range(max(0, -self._characters_before, len(text) - self._reach), len(text))
+        held = (end for end in ends if any(stop.startswith(text[end:]) for stop in self._stops))
         return self._send(text, next(held, len(text)))
 
     def flush(self) -> str:
         """Return what was held back; the row ends here."""
-        text = self._decode(self._watch.window.ids)
+        text = self._decode(self._ids)
         return self._send(text, len(text))
 
-    def _begins_a_stop(self, tail: str) -> bool:
-        return any(string.startswith(tail) for string in self._watch.strings)
-
     def _send(self, text: str, end: int) -> str:
-        before = self._watch.window.characters_before
         if self.stop is not None:
-            end = self.stop.characters - before
-        piece = text[self._sent - before : end]
+            end = self.stop.characters - self._characters_before
+        piece = text[self._sent - self._characters_before : end]
         self._sent += len(piece)
         return piece
+
+    def _trim(self) -> None:
+        """Drop the older half of the ids, where a character begins; one of a few neighbours does.
+
+        Characters that may begin a stop string stay.
+        """
+        half = len(self._ids) // 2
+        for start in range(half, half - MISSING - 1, -1):
+            text = final_text(self._ids[start:], self._decode)
+            if self._text.endswith(text) and len(text) > self._reach:
+                self._tokens_before += start
+                self._characters_before += len(self._text) - len(text)
+                self._ids = self._ids[start:]
+                return
+
+    def _matches(self, text: str) -> list[tuple[int, int, str]]:
+        """Stop strings in `text`, each with its index; the least one counts."""
+        starts = ((text.find(stop, max(0, -self._characters_before)), stop) for stop in self._stops)
+        return [(start, -len(stop), stop) for start, stop in starts if start >= 0]
+
+    def _locate(self) -> Stop:
+        """Walk the ids by tokens, as a decoder without speculation would have."""
+        first = max(0, -self._tokens_before)
+        prefixes = [self._ids[:count] for count in range(first, len(self._ids) + 1)]
+        texts = (final_text(prefix, self._decode) for prefix in prefixes)
+        text = next(text for text in texts if self._matches(text))
+        start, _, string = min(self._matches(text))
+        tokens = next(
+            count
+            for count, prefix in enumerate(prefixes, first)
+            if self._decode(prefix).startswith(text[:start])
+        )
+        return Stop(string, self._tokens_before + tokens, self._characters_before + start)

@@ -7,7 +7,6 @@ or a decoration of its own, so that colours may be missing. Knows no models; tex
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -20,55 +19,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from draftkit.decoding.generation import Completion, TraceRound
 from draftkit.decoding.streaming import REPLACEMENT, Decode, TextStream
-
-
-@dataclass(frozen=True)
-class TraceRound:
-    """One round of one row."""
-
-    proposed: list[int]
-    accepted: int  # of `proposed`, those that were emitted
-    next_token: int | None  # correction or bonus; None: an end of text came before
-    committed: int  # of the emitted tokens, those within the length limit
-
-    @property
-    def emitted(self) -> list[int]:
-        """What the target pass yielded."""
-        own = [] if self.next_token is None else [self.next_token]
-        return self.proposed[: self.accepted] + own
-
-    @property
-    def kinds(self) -> list[str]:
-        """The kind of every emitted token, a key of KINDS."""
-        own = "bonus" if self.accepted == len(self.proposed) else "correction"
-        return (["accepted"] * self.accepted + [own])[: len(self.emitted)]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One generation."""
-
-    prompt_ids: list[int]
-    rounds: list[TraceRound]
-
-    @property
-    def tokens(self) -> int:
-        return sum(step.committed for step in self.rounds)
-
-    @property
-    def proposed(self) -> int:
-        """Proposals of all rounds."""
-        return sum(len(step.proposed) for step in self.rounds)
-
-    @property
-    def accepted(self) -> int:
-        return sum(step.accepted for step in self.rounds)
-
-    @property
-    def acceptance_length(self) -> float:
-        """Emitted tokens a target pass; 0 where there was no pass."""
-        return sum(len(step.emitted) for step in self.rounds) / max(1, len(self.rounds))
 
 
 class Part(NamedTuple):
@@ -101,21 +53,6 @@ LEGEND = {
     "correction": "the target's own token",
     "unused": "not used",
 }
-
-
-def trace_round(
-    tokens: list[int], draft_tokens: list[int], emitted: int, committed: int, gamma: int
-) -> TraceRound:
-    """Read one row of a round: `tokens` [K + 1], `draft_tokens` [K], `gamma` real proposals.
-
-    The last emitted token is the target's own unless it is the proposal of its position: a
-    correction never is, so an end of text was proposed, accepted, and ended the row.
-    """
-    last = emitted - 1
-    proposed = draft_tokens[:gamma]
-    if last < gamma and tokens[last] == proposed[last]:
-        return TraceRound(proposed, emitted, None, committed)
-    return TraceRound(proposed, last, tokens[last], committed)
 
 
 def parts(step: TraceRound, context: list[int], decode: Decode) -> list[Part]:
@@ -162,10 +99,10 @@ def pieces(before: list[int], ids: list[int], decode: Decode) -> Iterator[tuple[
             together = []
 
 
-def answer(trace: Trace, decode: Decode) -> Iterator[Part]:
+def answer(trace: Completion, decode: Decode) -> Iterator[Part]:
     """The whole answer; tokens that share a character are shown as the last of them."""
-    ids = [token for step in trace.rounds for token in step.emitted[: step.committed]]
-    kinds = [kind for step in trace.rounds for kind in step.kinds[: step.committed]]
+    ids = [token for step in trace.steps for token in step.emitted[: step.committed]]
+    kinds = [kind for step in trace.steps for kind in step.kinds[: step.committed]]
     end = 0
     for together, text in pieces(trace.prompt_ids, ids, decode):
         end += len(together)
@@ -176,14 +113,14 @@ LINE = "↵"
 JOINER = "\u200d"  # of emoji
 
 
-def _visible_signs() -> dict[int, str]:
-    controls = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\u2421"}
-    hidden = [*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-    lines = dict.fromkeys([0x0A, 0x85, 0x2028, 0x2029], LINE)
-    return controls | dict.fromkeys(hidden, REPLACEMENT) | lines | {0x09: "⇥"}
-
-
-SIGNS = _visible_signs()
+HIDDEN = (*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+SIGNS = {
+    **{code: chr(0x2400 + code) for code in range(0x20)},
+    **dict.fromkeys(HIDDEN, REPLACEMENT),
+    **dict.fromkeys([0x0A, 0x85, 0x2028, 0x2029], LINE),
+    0x09: "⇥",
+    0x7F: "\u2421",
+}
 
 
 def visible(text: str) -> str:
@@ -191,28 +128,30 @@ def visible(text: str) -> str:
     return text.translate(SIGNS)
 
 
-def steps(trace: Trace, decode: Decode) -> Iterator[tuple[TraceRound, list[Part]]]:
+def steps(trace: Completion, decode: Decode) -> Iterator[tuple[TraceRound, list[Part]]]:
     """Every round with its parts."""
     text = list(trace.prompt_ids)
-    for step in trace.rounds:
+    for step in trace.steps:
         yield step, parts(step, text, decode)
         text += step.emitted[: step.committed]
 
 
-def figures(trace: Trace) -> dict[str, str]:
-    """The counts of a trace, each under what it counts."""
+def figures(trace: Completion) -> dict[str, str]:
+    """The counts of a generation, each under what it counts."""
+    steps = trace.steps
+    emitted, accepted = sum(len(step.emitted) for step in steps), sum(s.accepted for s in steps)
     return {
-        "tokens": f"{trace.tokens}",
-        "target passes": f"{len(trace.rounds)}",
-        "acceptance length": f"{trace.acceptance_length:.2f}",
-        "accepted": f"{trace.accepted} of {trace.proposed}",
+        "tokens": f"{sum(step.committed for step in steps)}",
+        "target passes": f"{len(steps)}",
+        "acceptance length": f"{emitted / max(1, len(steps)):.2f}",
+        "accepted": f"{accepted} of {sum(len(step.proposed) for step in steps)}",
     }
 
 
 # Terminal
 
 
-def terminal(trace: Trace, decode: Decode, *, width: int, colour: bool) -> str:
+def terminal(trace: Completion, decode: Decode, *, width: int, colour: bool) -> str:
     """Return the trace as lines of at most `width` cells, with ANSI colours if `colour`."""
     legend = [Part(kind, [], text) for kind, text in LEGEND.items()]
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -250,7 +189,7 @@ def marked(shown: Sequence[Part]) -> Text:
     return text
 
 
-def prompt_end(trace: Trace, decode: Decode, *, room: int) -> str:
+def prompt_end(trace: Completion, decode: Decode, *, room: int) -> str:
     """The end of the prompt, as much as fits into `room` cells."""
     label = "prompt  "
     text = visible(decode(trace.prompt_ids[-room:]))
@@ -263,7 +202,7 @@ def prompt_end(trace: Trace, decode: Decode, *, room: int) -> str:
 # Page
 
 
-def html(traces: Sequence[Trace], decode: Decode, *, title: str) -> str:
+def html(traces: Sequence[Completion], decode: Decode, *, title: str) -> str:
     """Return one page that needs nothing else: a legend, and rounds and counts of every trace."""
     source = Path(__file__).with_name("trace.html.j2").read_text(encoding="utf-8")
     page = Environment(autoescape=True, trim_blocks=True).from_string(source)

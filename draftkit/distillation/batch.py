@@ -13,8 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
+from draftkit.data.prompts import Example
+from draftkit.data.rollouts import Record
 from draftkit.models.adapter import Packing
+
+_OPTIONAL = {  # of `TokenSequence` and `Batch` alike
+    "rejected": torch.bool,
+    "block_offset": torch.long,
+    "topk_ids": torch.long,
+    "topk_log_probs": torch.float32,
+    "tail_mass": torch.float32,
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,49 @@ def continued(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> TokenSequ
     return TokenSequence(
         [*prompt_ids, *output_ids], [False] * len(prompt_ids) + [True] * len(output_ids)
     )
+
+
+def sequence_of_example(example: Example) -> TokenSequence:
+    """The text of the data, loss on its completion."""
+    return TokenSequence(example.token_ids, example.loss_mask)
+
+
+def whole_text(example: Example) -> TokenSequence:
+    """The text of the data, loss on all of it: plain pre-training."""
+    return TokenSequence(example.token_ids, [False] + [True] * (len(example.token_ids) - 1))
+
+
+def sequence_of_record(record: Record) -> TokenSequence:
+    """A rollout, loss on its output, with what is known of it: refusals, the target's scores."""
+    text, given = continued(record.prompt_ids, record.output_ids), len(record.prompt_ids)
+    if record.rejected is not None:
+        text = replace(text, rejected=[False] * given + record.rejected)
+    return with_stored_scores(text, record)
+
+
+def all_learned(text: TokenSequence) -> TokenSequence:
+    """The same text, loss on the prompt too, of which no scores are stored: ask the target."""
+    return replace(text, generated=[False] + [True] * (len(text.token_ids) - 1))
+
+
+def with_stored_scores(text: TokenSequence, record: Record) -> TokenSequence:
+    """`text`, that of `record`, with the scores that lie there, if any."""
+    ids, log_probs, tails = record.topk_ids, record.topk_log_probs, record.loss_tail_mass
+    if ids is None or log_probs is None or tails is None:
+        return text
+    given, count = len(record.prompt_ids), len(ids[0])
+    return replace(
+        text,
+        topk_ids=[[0] * count] * given + ids,
+        topk_log_probs=[[0.0] * count] * given + log_probs,
+        tail_mass=[0.0] * given + tails,
+    )
+
+
+def block_of_record(record: Record) -> TokenSequence:
+    """Tokens drafted after a text, loss on them alone; each knows how many came before it."""
+    offsets = [0] * len(record.prompt_ids) + list(range(len(record.output_ids)))
+    return replace(continued(record.prompt_ids, record.output_ids), block_offset=offsets)
 
 
 @dataclass(frozen=True)
@@ -125,45 +179,33 @@ def collate(
 
     Raises ValueError if nothing was generated.
     """
-    groups = [[row] for row in rows]
-    if packed_length is not None:
-        groups = packed(rows, packed_length)
+    groups = [[row] for row in rows] if packed_length is None else packed(rows, packed_length)
     if not any(any(row.generated[1:]) for row in rows):
         raise ValueError("a batch holds no generated token: nothing can be learned from it")
 
-    def tensor(columns: Sequence[Sequence[Sequence[Any]]], dtype: torch.dtype) -> Tensor:
+    def padded(
+        values_of: Callable[[TokenSequence, int], Sequence[Any]], dtype: torch.dtype = torch.long
+    ) -> Tensor:
+        """[B, T, ...] of the values of each row, which knows its number in its group."""
         lines = [
-            torch.tensor([v for part in parts for v in part], dtype=dtype) for parts in columns
+            torch.tensor([v for i, row in enumerate(group) for v in values_of(row, i)], dtype=dtype)
+            for group in groups
         ]
-        found = torch.zeros(len(lines), width, *lines[0].shape[1:], dtype=dtype)
-        for line, place in zip(lines, found, strict=True):
-            place[: len(line)] = line
-        return found.to(device)
+        return pad_sequence(lines, batch_first=True).to(device)
 
-    def optional(name: str, dtype: torch.dtype) -> Tensor | None:
-        if any(getattr(row, name) is None for row in rows):
-            return None
-        return tensor([[getattr(row, name) for row in group] for group in groups], dtype)
-
-    width = max(sum(len(row.token_ids) for row in group) for group in groups)
-    lengths = [[len(row.token_ids) for row in group] for group in groups]
-    # A text begins with what was given: its first token was never predicted.
-    generated = [[[False, *row.generated[1:]] for row in group] for group in groups]
+    columns: dict[str, Tensor] = {}
+    if packed_length is not None:
+        columns["positions"] = padded(lambda row, _: range(len(row.token_ids)))
+        columns["segments"] = padded(lambda row, index: [index + 1] * len(row.token_ids))
+    for name, dtype in _OPTIONAL.items():
+        if all(getattr(row, name) is not None for row in rows):
+            columns[name] = padded(lambda row, _, name=name: getattr(row, name), dtype)
     return Batch(
-        input_ids=tensor([[row.token_ids for row in group] for group in groups], torch.long),
-        loss_mask=tensor(generated, torch.bool),
+        input_ids=padded(lambda row, _: row.token_ids),
+        # A text begins with what was given: its first token was never predicted.
+        loss_mask=padded(lambda row, _: [False, *row.generated[1:]], torch.bool),
         sampler_version=sampler_version,
-        positions=tensor([[range(n) for n in line] for line in lengths], torch.long)
-        if packed_length
-        else None,
-        segments=tensor([[[i + 1] * n for i, n in enumerate(line)] for line in lengths], torch.long)
-        if packed_length
-        else None,
-        rejected=optional("rejected", torch.bool),
-        block_offset=optional("block_offset", torch.long),
-        topk_ids=optional("topk_ids", torch.long),
-        topk_log_probs=optional("topk_log_probs", torch.float32),
-        tail_mass=optional("tail_mass", torch.float32),
+        **columns,
     )
 
 
@@ -176,13 +218,11 @@ def packed(rows: Sequence[TokenSequence], length: int) -> list[list[TokenSequenc
     room: list[int] = []
     for row in sorted(rows, key=lambda row: len(row.token_ids), reverse=True):
         size = len(row.token_ids)
-        fits = [(left, i) for i, left in enumerate(room) if left >= size]
-        if fits:
-            _, best = min(fits)
-        else:
-            best = len(groups)
+        fits = [index for index, left in enumerate(room) if left >= size]
+        if not fits:
             groups.append([])
             room.append(max(length, size))
+        best = min(fits, key=room.__getitem__) if fits else -1
         groups[best].append(row)
         room[best] -= size
     return groups

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from draftkit.distillation.batch_sources import Source
 from draftkit.distillation.checkpoint import (
     load_checkpoint,
     load_weights,
@@ -18,7 +19,6 @@ from draftkit.distillation.checkpoint import (
     save_weights,
 )
 from draftkit.distillation.ranks import agree
-from draftkit.distillation.sources import Source
 from draftkit.distillation.trainer import StepMetrics, Trainer
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -68,8 +68,6 @@ def train(
     weights count as the best.
     """
     optim = trainer.optim
-    if evaluate is not None:
-        evaluate = agreed(evaluate)
     best = Best()
     if (folder / CHECKPOINT).exists():
         best = Best(**load_checkpoint(folder / CHECKPOINT, trainer))
@@ -84,10 +82,10 @@ def train(
             pace = (trainer.tokens - counted) / (now - clock)
             log(Progress(trainer.steps, trainer.tokens, metrics, pace))
             clock, counted = time.perf_counter(), trainer.tokens
-        evaluated = evaluate is not None and due(trainer.steps, optim.eval_steps, optim.max_steps)
-        if evaluated and evaluate is not None:
-            best = keep_if_best(trainer, folder, best, evaluate(trainer.steps))
-        if evaluated or due(trainer.steps, optim.save_steps, optim.max_steps):
+        saved = due(trainer.steps, optim.save_steps, optim.max_steps)
+        if evaluate is not None and due(trainer.steps, optim.eval_steps, optim.max_steps):
+            best, saved = keep_if_best(trainer, folder, best, evaluate(trainer.steps)), True
+        if saved:
             save_checkpoint(folder / CHECKPOINT, trainer, vars(best))
             if trainer.accelerator.is_main_process:
                 forget_others(folder, best.best_step)
@@ -95,14 +93,6 @@ def train(
     if evaluate is not None:
         load_weights(best_path(folder, best.best_step), trainer)
     return Outcome(**vars(best), steps=trainer.steps, tokens=trainer.tokens)
-
-
-def agreed(evaluate: Callable[[int], float]) -> Callable[[int], float]:
-    """`evaluate`, with what the first of several processes measured as the answer of all.
-
-    What rounds otherwise on one of them must not let it keep other weights.
-    """
-    return lambda step: agree(evaluate(step))
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -118,8 +108,10 @@ def best_path(folder: Path, step: int) -> Path:
 def keep_if_best(trainer: Trainer, folder: Path, best: Best, alpha: float) -> Best:
     """Keep the present weights if `alpha` beats the best so far, as NaN never does.
 
-    The weights that a run starts from are kept whatever their alpha.
+    The weights that a run starts from are kept whatever their alpha. Of several processes that of
+    the first counts: what rounds otherwise on one must not let it keep other weights.
     """
+    alpha = agree(alpha)
     known = -math.inf if best.best_alpha is None else best.best_alpha
     if trainer.steps > 0 and not alpha > known:
         return replace(best, last_alpha=alpha)

@@ -11,10 +11,9 @@ from typing import Any, Protocol
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.generation import Completion, decode, finish, make_requests
+from draftkit.decoding.generation import Completion, TraceRound, decode, finish, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
-from draftkit.decoding.trace import TraceRound
 from draftkit.models.adapter import Adapter
 
 SCRATCH = 2  # cache slots behind the text, in plain decoding
@@ -163,21 +162,19 @@ class SpeculativeSampler:
             proposer=DraftModelProposer(self.draft, version=version),
             verification=self.verification,
         )
-        records = []
-        for prompt, answer, row in zip(prompts, answers, rows, strict=True):
-            proposals, rejected = verdicts(answer.steps)
-            records.append(
-                settings.record(
-                    prompt,
-                    answer.output_ids,
-                    row=row,
-                    sampler="speculative",
-                    sampler_version=version,
-                    proposals=proposals,
-                    rejected=rejected,
-                )
+        return [
+            settings.record(
+                prompt,
+                answer.output_ids,
+                row=row,
+                sampler="speculative",
+                sampler_version=version,
+                proposals=proposals,
+                rejected=rejected,
             )
-        return records
+            for prompt, answer, row in zip(prompts, answers, rows, strict=True)
+            for proposals, rejected in [verdicts(answer.steps)]
+        ]
 
 
 def verdicts(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:
@@ -189,7 +186,7 @@ def verdicts(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:
     proposals: list[int] = []
     rejected: list[bool] = []
     for step in rounds:
-        for place in range(step.committed):
-            proposals.append(step.proposed[place] if place < len(step.proposed) else -1)
-            rejected.append(step.accepted <= place < len(step.proposed))
+        for index in range(step.committed):
+            proposals.append(step.proposed[index] if index < len(step.proposed) else -1)
+            rejected.append(step.accepted <= index < len(step.proposed))
     return proposals, rejected

@@ -9,7 +9,6 @@ Shapes: M tokens of a batch, m of them, V vocabulary, W outcomes, k stored ids.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -57,21 +56,6 @@ class Warp:
         return tempered(logits, self.temperature)
 
 
-class TargetScores(Protocol):
-    """What the target makes of the M generated tokens of a batch."""
-
-    def beside(self, draft_logits: Tensor, rows: slice, warp: Warp) -> tuple[Tensor, Tensor]:
-        """Warped logits [m, W] of target and draft over the same outcomes.
-
-        draft_logits: raw, [m, V], of the tokens `rows`.
-        """
-        ...
-
-    def best(self, rows: slice, warp: Warp) -> Tensor:
-        """The target's most likely id [m] at each of the tokens `rows`."""
-        ...
-
-
 @dataclass(frozen=True)
 class FullScores:
     """States [M, H] and the head that makes logits of them; without a head, the logits [M, V]."""
@@ -80,12 +64,16 @@ class FullScores:
     head: Head | None
 
     def beside(self, draft_logits: Tensor, rows: slice, warp: Warp) -> tuple[Tensor, Tensor]:
+        """Warped logits [m, W] of target and draft over the same outcomes, here all ids.
+
+        draft_logits: raw, [m, V], of the tokens `rows`.
+        """
         with torch.no_grad():
             target_logits = warp.target(self._logits(rows))
         return target_logits, warp.draft(draft_logits)
 
     def best(self, rows: slice, warp: Warp) -> Tensor:
-        """The first of the largest logits."""
+        """The target's most likely id [m] at each of the tokens `rows`."""
         with torch.no_grad():
             return warp.target(self._logits(rows)).argmax(-1)
 
@@ -135,12 +123,7 @@ class TopKScores:
         return ids.gather(-1, (~warp.never[ids]).int().argmax(-1, keepdim=True))[:, 0]
 
 
-class Teacher(Protocol):
-    """Whoever knows what the target makes of a batch."""
-
-    def score(self, batch: Batch) -> TargetScores:
-        """The scores of its generated tokens."""
-        ...
+TargetScores = FullScores | TopKScores  # what the target makes of the M generated tokens
 
 
 class TargetTeacher:
@@ -169,6 +152,9 @@ class StoredTeacher:
                 "generate.top_k=0"
             )
         return TopKScores(*parts)
+
+
+Teacher = TargetTeacher | StoredTeacher
 
 
 @torch.no_grad()

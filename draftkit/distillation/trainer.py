@@ -20,17 +20,15 @@ from torch import Tensor, nn
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.batch import Batch
-from draftkit.distillation.chunked import chunked_sum
+from draftkit.distillation.chunked import LossOf, chunked_sum
 from draftkit.distillation.losses import Objective, token_weights
 from draftkit.distillation.optimizers import OptimizerOf, adamw
 from draftkit.distillation.teacher import TargetScores, Teacher
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.theory.divergences import Divergence
 from draftkit.theory.noise import DROPOUT, uniform
 
 RATE_TIMES_WIDTH = 0.1
-
-Losses = Callable[[Tensor, slice], Tensor]  # logits [m, V] of the tokens in a slice: [m]
 
 
 @dataclass(frozen=True)
@@ -244,10 +242,6 @@ class Trainer:
         own = torch.tensor(value, dtype=torch.float64, device=self.draft.device)
         return float(self.accelerator.reduce(own, "sum"))
 
-    def _scores(self, part: Batch) -> TargetScores | None:
-        """What the target makes of a micro-batch; of one at a time, since that may be logits."""
-        return None if self.teacher is None else self.teacher.score(part)
-
     def _weights(self, part: Batch) -> Tensor:
         """How much each token [M] of a micro-batch counts."""
         divergence = self.objective.divergence
@@ -257,29 +251,24 @@ class Trainer:
     @torch.no_grad()
     def _lag(self, part: Batch) -> Tensor:
         """How far [M] the draft is behind the reference, or from the target without one."""
-        losses = self._losses(part, self._scores(part))
-        behind = self._values(self.draft, part, losses)
-        if self.reference is not None:
-            behind -= self._values(self.reference, part, losses)
-        return behind
+        losses, _ = self._losses(part)
 
-    def _values(self, draft: CausalAdapter, part: Batch, losses: Losses) -> Tensor:
-        """The loss [M] of each token of `draft`, without a gradient."""
-        values = torch.empty(len(part.token_ids), device=draft.device)
+        def values_of(draft: CausalAdapter) -> Tensor:
+            values = torch.empty(len(part.token_ids), device=draft.device)
 
-        def keep(logits: Tensor, rows: slice) -> Tensor:
-            values[rows] = losses(logits, rows).float()
-            return values[rows].sum()
+            def keep(logits: Tensor, rows: slice) -> Tensor:
+                values[rows] = losses(logits, rows).float()
+                return values[rows].sum()
 
-        with self._precision():
-            states = draft(part.input_ids, part.predicting, part.packing)
-        chunked_sum(keep, states=states, head=draft.head, dtype=self._autocast)
-        return values
+            self._summed(keep, part, draft, draft.head)
+            return values
+
+        behind = values_of(self.draft)
+        return behind if self.reference is None else behind - values_of(self.reference)
 
     def _loss(self, part: Batch, weights: Tensor, measure: bool) -> tuple[Tensor, float]:
         """The weighted sum of a micro-batch's losses and, if asked, of its sum_x min(p, q)."""
-        scores, overlaps = self._scores(part), []
-        losses = self._losses(part, scores)
+        (losses, scores), overlaps = self._losses(part), []
 
         def weighted(logits: Tensor, rows: slice) -> Tensor:
             if measure and scores is not None:
@@ -288,17 +277,21 @@ class Trainer:
                 overlaps.append(overlap.sum())
             return (weights[rows] * losses(logits, rows)).sum()
 
-        with self._precision():
-            states = self._module(part.input_ids, part.predicting, part.packing)
-        value = chunked_sum(weighted, states=states, head=self.draft.head, dtype=self._autocast)
+        value = self._summed(weighted, part, self._module, self.draft.head)
         return value, float(sum(overlaps))
 
-    def _losses(self, part: Batch, scores: TargetScores | None) -> Losses:
-        """The losses [m] of some tokens of a micro-batch, by their logits and their rows."""
-        return partial(
+    def _losses(self, part: Batch) -> tuple[Callable[[Tensor, slice], Tensor], TargetScores | None]:
+        """The losses [m] of some tokens of a micro-batch, by logits and rows; what they look at."""
+        # Of one micro-batch at a time, since that may be logits.
+        scores = None if self.teacher is None else self.teacher.score(part)
+        losses = partial(
             self.objective.losses, scores=scores, token_ids=part.token_ids, step=self.steps
         )
+        return losses, scores
 
-    def _precision(self) -> torch.autocast:
-        device = self.draft.device.type
-        return torch.autocast(device, self._autocast, enabled=self._autocast is not None)
+    def _summed(self, loss_of: LossOf, part: Batch, draft: nn.Module, head: Head | None) -> Tensor:
+        """The sum of `loss_of` over the tokens of a micro-batch."""
+        enabled, device = self._autocast is not None, self.draft.device.type
+        with torch.autocast(device, self._autocast, enabled=enabled):
+            states = draft(part.input_ids, part.predicting, part.packing)
+        return chunked_sum(loss_of, states=states, head=head, dtype=self._autocast)

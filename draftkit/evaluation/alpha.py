@@ -8,8 +8,10 @@ very function that serves (P1), and the three acceptance modes are summed by pro
 Shapes: M generated positions, V vocabulary, P prompts.
 """
 
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +22,8 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import (
     Estimate,
-    estimate_gain,
-    estimate_ratio,
+    Rate,
+    bootstrap,
     exact_match_acceptance,
     greedy_draft_acceptance,
     sampled_acceptance,
@@ -49,10 +51,14 @@ class PromptTotals:
         lists = {mode: totals.tolist() for mode, totals in self.totals.items()}
         return {**lists, "positions": self.counts.tolist()}
 
+    def rate(self, mode: str = "alpha") -> Rate:
+        """The acceptance over all positions."""
+        return Rate(self.totals[mode], self.counts)
+
     @property
     def alpha(self) -> Estimate:
         """Alpha over all positions, its interval over rows. ValueError with fewer than 2."""
-        return estimate_ratio(self.totals["alpha"], self.counts)
+        return bootstrap(self.rate())
 
     def summed(self, keys: Sequence[Hashable]) -> "PromptTotals":
         """Rows of equal key [P] together, in the order in which the keys first occur."""
@@ -98,14 +104,14 @@ def score_drafts(
                 for mode, acceptance in MODES.items():
                     values = acceptance(target_probs=target_probs, draft_probs=draft_probs)
                     totals[name][mode].append(float(values.double().sum()))
+    return {name: _by_prompt(contexts, modes) for name, modes in totals.items()}
+
+
+def _by_prompt(contexts: Sequence[Record], totals: dict[str, list[float]]) -> PromptTotals:
     counts = torch.tensor([len(c.output_ids) for c in contexts], dtype=torch.float64)
-    return {
-        name: PromptTotals(
-            totals={mode: torch.tensor(sums, dtype=torch.float64) for mode, sums in found.items()},
-            counts=counts,
-        )
-        for name, found in totals.items()
-    }
+    return PromptTotals(
+        {m: torch.tensor(v, dtype=torch.float64) for m, v in totals.items()}, counts
+    )
 
 
 def _served(
@@ -118,9 +124,16 @@ def _served(
     tokens, keep = padded(contexts, model.device)
     logits = model.score(tokens, keep).split([len(one.output_ids) for one in contexts])
     for context, rows in zip(contexts, logits, strict=True):
-        served = sampling or sampling_of(context)
-        seen = history(context, served, model.vocab_size, model.device)
-        yield warp(rows[None], sampling_params(served, model.device), seen)[0]
+        served, seen = sampling or sampling_of(context), None
+        if served.repetition_penalty != 1:  # the ids before each position [1, M, V]
+            prompt, outputs = (
+                torch.tensor([ids], device=model.device)
+                for ids in (context.prompt_ids, context.output_ids)
+            )
+            length = torch.tensor([prompt.shape[1]], device=model.device)
+            seen = seen_along(seen_tokens(prompt, length, model.vocab_size), outputs)[:, :-1]
+        params = SamplingParams.uniform(1, **vars(served), device=model.device)
+        yield warp(rows[None], params, seen)[0]
 
 
 @torch.inference_mode()
@@ -138,16 +151,13 @@ def score_stored(
     device, totals, missing = draft.device, [], []
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
-        tokens, keep = padded(chunk, device)
-        lengths = [len(context.output_ids) for context in chunk]
-        for context, logits in zip(chunk, draft.score(tokens, keep).split(lengths), strict=True):
+        for context, probs in zip(chunk, _served(draft, chunk, sampling), strict=True):
             served = sampling or sampling_of(context)
             if served.repetition_penalty != 1:
                 raise ValueError(
                     "generate.top_k: stored scores do not know a repetition penalty: use"
                     " generate.top_k=0"
                 )
-            ids = torch.tensor(context.topk_ids, device=device)
             target_probs = distribution(
                 coarse_target(
                     torch.tensor(context.topk_log_probs, device=device),
@@ -157,8 +167,7 @@ def score_stored(
                     top_p=served.top_p if served.temperature > 0 else 1.0,
                 )
             )
-            params = sampling_params(served, device)
-            draft_probs = warp(logits[None], params)[0].gather(-1, ids)
+            draft_probs = probs.gather(-1, torch.tensor(context.topk_ids, device=device))
             kept = target_probs[:, :-1]
             low = torch.minimum(kept, draft_probs).sum(-1)
             if served.top_k > 0 or served.top_p < 1:
@@ -170,19 +179,13 @@ def score_stored(
             )
             totals.append(float(low.double().sum()))
             missing.append(float((high - low).double().sum()))
-    counts = [len(context.output_ids) for context in contexts]
-    scored = PromptTotals(
-        totals={"alpha": torch.tensor(totals, dtype=torch.float64)},
-        counts=torch.tensor(counts, dtype=torch.float64),
-    )
-    return scored, torch.tensor(missing, dtype=torch.float64)
+    return _by_prompt(contexts, {"alpha": totals}), torch.tensor(missing, dtype=torch.float64)
 
 
 def estimates(scored: PromptTotals, *, seed: int, resamples: int) -> dict[str, Estimate]:
     """Mean and interval of each mode: ratio of totals, bootstrap over prompts."""
     return {
-        mode: estimate_ratio(totals, scored.counts, seed=seed, resamples=resamples)
-        for mode, totals in scored.totals.items()
+        mode: bootstrap(scored.rate(mode), seed=seed, resamples=resamples) for mode in scored.totals
     }
 
 
@@ -191,11 +194,10 @@ def gains(
 ) -> dict[str, Estimate]:
     """Paired gain of each mode on the same prompts and contexts."""
     return {
-        mode: estimate_gain(
-            totals=after.totals[mode],
-            counts=after.counts,
-            baseline_totals=before.totals[mode],
-            baseline_counts=before.counts,
+        mode: bootstrap(
+            after.rate(mode),
+            before.rate(mode),
+            compare=operator.sub,
             seed=seed,
             resamples=resamples,
         )
@@ -205,25 +207,8 @@ def gains(
 
 def sampling_of(context: Record) -> SamplingConfig:
     """The sampling that `context` was served with."""
-    values = context.sampling
-    return SamplingConfig(
-        temperature=values["temperature"],
-        top_k=int(values["top_k"]),
-        top_p=values["top_p"],
-        repetition_penalty=values["repetition_penalty"],
-    )
-
-
-def sampling_params(sampling: SamplingConfig, device: torch.device) -> SamplingParams:
-    """The served sampling as parameters of one row."""
-    return SamplingParams.uniform(
-        1,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        repetition_penalty=sampling.repetition_penalty,
-        device=device,
-    )
+    values: dict[str, Any] = {**context.sampling, "top_k": int(context.sampling["top_k"])}
+    return SamplingConfig(**values)
 
 
 def padded(contexts: Sequence[Record], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -235,15 +220,3 @@ def padded(contexts: Sequence[Record], device: torch.device) -> tuple[Tensor, Te
     for index, (context, row) in enumerate(zip(contexts, rows, strict=True)):
         keep[index, len(context.prompt_ids) - 1 : len(row) - 1] = True
     return tokens, keep
-
-
-def history(
-    context: Record, sampling: SamplingConfig, vocab_size: int, device: torch.device
-) -> Tensor | None:
-    """Ids seen before each output position [1, M, V], where a penalty needs them."""
-    if sampling.repetition_penalty == 1:
-        return None
-    prompt = torch.tensor([context.prompt_ids], device=device)
-    length = torch.tensor([len(context.prompt_ids)], device=device)
-    outputs = torch.tensor([context.output_ids], device=device)
-    return seen_along(seen_tokens(prompt, length, vocab_size), outputs)[:, :-1]

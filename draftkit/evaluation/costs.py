@@ -9,14 +9,15 @@ job, which also makes the code and the buffers that the first jobs need.
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 
-from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy, SteppedGamma
-from draftkit.decoding.generation import Completion, make_requests, record
+from draftkit.decoding.generation import Completion, record
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.results import RoundSeconds
 from draftkit.decoding.state import RoundView
@@ -25,6 +26,7 @@ from draftkit.evaluation.walltime import (
     PromptIds,
     Setting,
     device_clock,
+    join,
     make_decoder,
     rotated,
     synchronised_clock,
@@ -41,14 +43,6 @@ BURST = 16  # rounds of a kind in a row
 SETTLING = 8
 SERVER_TURNS, SERVER_BURST, SERVER_SETTLING = 3, 4, 1  # few: they delay the start of a server
 SERVER_PROMPT_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The measured costs and, for each, the quartiles over turns."""
-
-    costs: Costs
-    quartiles: dict[str, tuple[float, float]]
 
 
 class FirstToken(Proposer):
@@ -73,7 +67,7 @@ class Flow:
     As soon as a row ends, all make room for the next batch. Whatever compiled code depends on is
     as in the generations that are timed, so that they share it. So is who waits for whom: `late`
     (as on CUDA) a round lasts from one result to the next, and the device times its parts.
-    Where a flow `shares` the decoder with others, its rows leave after every burst.
+    With `proposer_id` the decoder is a server's, which others share: rows leave after every burst.
     """
 
     def __init__(
@@ -84,7 +78,6 @@ class Flow:
         gamma: int,
         *,
         proposer_id: str | None = None,
-        shares: bool = False,
         late: bool | None = None,
     ) -> None:
         room = setting.capacity - max(map(len, prompts)) - 2 * (gamma + 1)
@@ -92,13 +85,12 @@ class Flow:
         device = decoder.target.device
         self.clock = synchronised_clock(device)
         self.decoder = decoder
-        decoder.late = device.type == "cuda" if late is None else late
-        by_device = decoder.late and device.type == "cuda"
-        decoder.clock = device_clock(device) if by_device else self.clock
+        on_cuda = device.type == "cuda"
+        decoder.late = on_cuda and proposer_id is None if late is None else late
+        decoder.clock = device_clock(device) if decoder.late and on_cuda else self.clock
         self.prompts = prompts
         self.gamma = gamma
-        self._proposer_id = proposer_id
-        self._shares = shares
+        self._changes = {} if proposer_id is None else {"proposer_id": proposer_id}
         self._joined = 0
         self._running: dict[int, Completion] = {}
         self._last: float | None = None  # when a round began or, late, the one before came back
@@ -106,9 +98,9 @@ class Flow:
     def burst(self, rounds: int, settling: int) -> RoundSeconds:
         """Means over `rounds` in a row, as they follow each other, without the first `settling`."""
         seconds = [self.round() for _ in range(rounds)][settling:]
-        if self._shares:
+        if self._changes:
             self.leave()
-        return RoundSeconds(*(statistics.fmean(column) for column in zip(*seconds, strict=True)))
+        return RoundSeconds(*map(statistics.fmean, zip(*seconds, strict=True)))
 
     def round(self) -> RoundSeconds:
         """Seconds of one round; `rest` is all that is neither proposing nor verifying."""
@@ -135,80 +127,68 @@ class Flow:
         self._running, self._last = {}, None
 
     def _join(self) -> None:
-        setting, first = self.setting, self._joined
-        rows = range(first, first + setting.batch_size)
-        requests = make_requests(
-            [self.prompts[row % len(self.prompts)] for row in rows],
-            max_new_tokens=setting.max_new_tokens,
-            sampling=setting.sampling,
-            gamma=self.gamma,
-            seed=setting.seed,
-            first_row=first,
-        )
-        if self._proposer_id is not None:
-            requests = (replace(request, proposer_id=self._proposer_id) for request in requests)
-        batch = list(requests)
-        slots = self.decoder.join(batch)
-        texts = (Completion(list(request.prompt_ids)) for request in batch)
-        self._running = dict(zip(slots, texts, strict=True))
-        self._joined += setting.batch_size
-        while self.decoder.prefill():
-            pass
+        first, self._joined = self._joined, self._joined + self.setting.batch_size
+        prompts = [self.prompts[row % len(self.prompts)] for row in range(first, self._joined)]
+        batch = (self.decoder, prompts, self.setting)
+        self._running = join(*batch, gamma=self.gamma, first=first, **self._changes)
 
 
 class Meter:
     """Measures c, v and o by the flows of gamma 0, of `gamma`, and of other gammas.
 
-    All are ratios to the plain steps of the same turn, c and v at `gamma`, v at every gamma; `rest`
-    gives o (default: the flow of `gamma`). Medians over turns.
+    All are ratios to the plain steps of the same turn, c and v at `gamma`, v at every gamma; the
+    flow "rest", or that of `gamma`, gives o. Medians over turns.
     """
 
-    def __init__(self, flows: Mapping[int, Flow], gamma: int, rest: Flow | None = None) -> None:
-        self._flows: dict[int | str, Flow] = {**flows}
+    def __init__(self, flows: Mapping[Any, Flow], gamma: int) -> None:
+        self._flows = flows
         self._gamma = gamma
-        self._rest: int | str = gamma
-        if rest is not None:
-            self._flows["rest"], self._rest = rest, "rest"
-        self._turns: dict[int | str, list[RoundSeconds]] = {kind: [] for kind in self._flows}
+        self._turns: dict[Any, list[RoundSeconds]] = {kind: [] for kind in flows}
         self._taken = 0
 
     def turn(self, count: int = 1) -> None:
         """Measure a burst of every kind, `count` times; the very first ones only warm up."""
         if self._taken == 0:
-            self.take(WARM_TURNS, BURST, SETTLING, keep=False)
+            self.take(WARM_TURNS, BURST, SETTLING)
+            for seconds in self._turns.values():
+                seconds.clear()
         self.take(count, BURST, SETTLING)
 
-    def take(self, count: int, rounds: int, settling: int, *, keep: bool = True) -> None:
+    def take(self, count: int, rounds: int, settling: int) -> None:
         """Measure `count` turns of bursts of so many rounds."""
         for turn in range(self._taken, self._taken + count):
             for kind in rotated(list(self._flows), turn):
-                seconds = self._flows[kind].burst(rounds, settling)
-                if keep:
-                    self._turns[kind].append(seconds)
+                self._turns[kind].append(self._flows[kind].burst(rounds, settling))
         self._taken += count
 
-    def result(self) -> Calibration:
-        """The costs by what has been measured so far, at least one turn."""
-        steps = [sum(seconds) for seconds in self._turns[0]]
+    def costs(self) -> Costs:
+        """The medians of what has been measured so far, at least one turn."""
+        kinds = [kind for kind in self._flows if isinstance(kind, int)]
+        return Costs(
+            **{name: statistics.median(column) for name, column in self._columns().items()},
+            verify_ratios={kind: statistics.median(self._ratios(kind, "verify")) for kind in kinds},
+        )
 
-        def ratios(kind: int | str, part: str) -> list[float]:
-            turns = zip(self._turns[kind], steps, strict=True)
-            return [getattr(seconds, part) / step for seconds, step in turns]
+    def quartiles(self) -> dict[str, list[float]]:
+        """The first and third quartile over turns of each cost."""
+        columns = self._columns().items()
+        return {name: np.quantile(column, (0.25, 0.75)).tolist() for name, column in columns}
 
-        columns = {
-            "plain_seconds": steps,
-            "cost_ratio": [ratio / self._gamma for ratio in ratios(self._gamma, "propose")],
-            "verify_ratio": ratios(self._gamma, "verify"),
-            "overhead_ratio": ratios(self._rest, "rest"),
+    def _columns(self) -> dict[str, list[float]]:
+        """Each cost by turn."""
+        propose = self._ratios(self._gamma, "propose")
+        return {
+            "plain_seconds": [sum(step) for step in self._turns[0]],
+            "cost_ratio": [ratio / self._gamma for ratio in propose],
+            "verify_ratio": self._ratios(self._gamma, "verify"),
+            "overhead_ratio": self._ratios(
+                "rest" if "rest" in self._flows else self._gamma, "rest"
+            ),
         }
-        medians = {name: statistics.median(column) for name, column in columns.items()}
-        verify_ratios = {
-            kind: statistics.median(ratios(kind, "verify"))
-            for kind in self._flows
-            if isinstance(kind, int)
-        }
-        quartiles = {name: _quartiles(column) for name, column in columns.items()}
-        return Calibration(Costs(**medians, verify_ratios=verify_ratios), quartiles)
+
+    def _ratios(self, kind: int | str, part: str) -> list[float]:
+        turns = zip(self._turns[kind], self._turns[0], strict=True)
+        return [getattr(seconds, part) / sum(step) for seconds, step in turns]
 
 
 def meter(
@@ -231,19 +211,17 @@ def meter(
     def flow(proposer: Proposer | None, gamma: int, setting: Setting = setting) -> Flow:
         return Flow(make_decoder(target, proposer, setting), prompts, setting, gamma)
 
-    flows = {0: flow(None, 0), gamma: flow(proposer, gamma)}
+    flows: dict[Any, Flow] = {0: flow(None, 0), gamma: flow(proposer, gamma)}
     flows |= {other: flow(guess, other) for other in gammas if other not in flows}
     on_cuda = target.device.type == "cuda"
     of_rest = setting if on_cuda else replace(setting, compiled=False, captured=False)
-    return Meter(flows, gamma, rest=flow(guess, OVERHEAD_GAMMA, of_rest))
+    return Meter(flows | {"rest": flow(guess, OVERHEAD_GAMMA, of_rest)}, gamma)
 
 
-def between(
-    meters: Sequence[Meter], chunks: int, turns: int = CALIBRATION_TURNS
-) -> Callable[[int], None]:
-    """What stands before chunk i of so many: `turns` of each meter in all, evenly spread."""
+def between(meters: Sequence[Meter], turns: int = CALIBRATION_TURNS) -> Callable[[int, int], None]:
+    """What stands before a chunk of so many: `turns` of each meter in all, evenly spread."""
 
-    def before(chunk: int) -> None:
+    def before(chunk: int, chunks: int) -> None:
         first, end = (-(-number * turns // chunks) for number in (chunk, chunk + 1))
         for one in meters:
             one.turn(end - first)
@@ -265,44 +243,25 @@ def measured_policy(decoder: Decoder, proposer_id: str, gamma: int) -> GammaPoli
 
 def decoder_costs(decoder: Decoder, proposer_id: str, size: int, gammas: Sequence[int]) -> Costs:
     """Costs of rounds of `size` rows with each of `gammas`, which hold 0 and a larger one."""
-    vocab_size, most = decoder.target.vocab_size, max(gammas)
+    most = max(gammas)
     length = min(SERVER_PROMPT_TOKENS, decoder.capacity - 2 * (most + 1) - 1)
+    prompt = [token % decoder.target.vocab_size for token in range(length)]
     setting = Setting(
-        sampling=SamplingConfig(),
         max_new_tokens=SERVER_BURST * (most + 1),
         gamma=most,
         verification=decoder.verification,
         batch_size=size,
         capacity=decoder.capacity,
-        eos_token_ids=(),
-        seed=0,
-        compiled=False,
     )
     kept = decoder.late, decoder.clock
-    flows: dict[int, Flow] = {}
+    flows = {
+        gamma: Flow(decoder, [prompt], setting, gamma, proposer_id=proposer_id) for gamma in gammas
+    }
     try:
-        prompt = [token % vocab_size for token in range(length)]
-        for gamma in gammas:
-            flows[gamma] = Flow(
-                decoder,
-                [prompt],
-                setting,
-                gamma,
-                proposer_id=proposer_id,
-                shares=True,
-                late=False,
-            )
         measuring = Meter(flows, most)
         measuring.take(SERVER_TURNS, SERVER_BURST, SERVER_SETTLING)
-        return measuring.result().costs
+        return measuring.costs()
     finally:
-        for flow in flows.values():
-            flow.leave()
+        for one in flows.values():
+            one.leave()
         decoder.late, decoder.clock = kept
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float]:
-    if len(values) == 1:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high

@@ -77,15 +77,10 @@ def greedy_identity(
     def compared(proposer: Proposer) -> Losslessness:
         pairs = zip(plain, outputs(proposer), strict=True)
         differing = [pair for pair in pairs if pair[0].output_ids != pair[1].output_ids]
-        near_ties = sum(is_near_tie(target, *pair) for pair in differing)
+        near_ties = sum(parting_margin(target, *pair) < MARGIN for pair in differing)
         return Losslessness(len(plain), len(differing), near_ties)
 
     return {name: compared(proposer) for name, proposer in proposers.items()}
-
-
-def is_near_tie(target: Adapter, plain: Completion, speculative: Completion) -> bool:
-    """Whether the target's two best logits are within `MARGIN` at the first difference."""
-    return parting_margin(target, plain, speculative) < MARGIN
 
 
 @torch.inference_mode()
@@ -94,14 +89,13 @@ def parting_margin(target: Adapter, first: Completion, second: Completion) -> fl
 
     Infinite where one answer is the beginning of the other: no tie explains that.
     """
-    pairs = enumerate(zip(first.output_ids, second.output_ids, strict=False))
-    place = next((i for i, (a, b) in pairs if a != b), None)
-    if place is None:
+    pairs = [*zip(first.output_ids, second.output_ids, strict=False)]
+    common = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if common is None:
         return math.inf
-    text = [*first.prompt_ids, *first.output_ids[:place]]
+    text = [*first.prompt_ids, *first.output_ids[:common]]
     tokens = torch.tensor([text], device=target.device)
     keep = torch.zeros_like(tokens, dtype=torch.bool)
     keep[:, -1] = True
     logits = target.score(tokens, keep)[0].double()
-    rivals = logits[[first.output_ids[place], second.output_ids[place]]]
-    return float(logits.max() - rivals.min())
+    return float(logits.max() - logits[[*pairs[common]]].min())

@@ -6,11 +6,9 @@ apart from the rounds. Compiling takes no time here: the clock stands still, and
 `graphs.compile_seconds` tells for how long. What a round consists of: `costs`.
 """
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -22,7 +20,7 @@ from draftkit.decoding.generation import DRAFT_ID, Completion, make_requests, re
 from draftkit.decoding.graphs import batch_size, compile_seconds
 from draftkit.decoding.proposers import Proposer
 from draftkit.models.adapter import Adapter
-from draftkit.theory.acceptance import Estimate, estimate_quotient
+from draftkit.theory.acceptance import Rate
 
 PLAIN = "plain"
 CALIBRATED_GAMMA = 8  # the largest at which `costs` are measured beside the one in use
@@ -31,19 +29,19 @@ PromptIds = Sequence[Sequence[int]]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """How timed generations are made."""
 
-    sampling: SamplingConfig
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_new_tokens: int
     gamma: int
-    verification: str
-    batch_size: int
+    verification: str = "speculative"
+    batch_size: int = 1
     capacity: int  # cache slots of a row; one number for all, since compiled code depends on it
-    eos_token_ids: Sequence[int]
-    seed: int
-    compiled: bool
+    eos_token_ids: Sequence[int] = ()
+    seed: int = 0
+    compiled: bool = False
     captured: bool = False  # eager code, on CUDA
 
 
@@ -67,48 +65,59 @@ class Chunk(NamedTuple):
     completions: list[Completion]
     full: FullBatch | None = None  # where rounds can be told apart
 
+    @property
+    def tokens(self) -> int:
+        return sum(len(completion.output_ids) for completion in self.completions)
+
 
 Method = Callable[[PromptIds, int], Chunk]  # prompts, and the number of the first of them
 
 
-@dataclass
+@dataclass(frozen=True)
 class Timed:
-    """Times of one method, by chunk of prompts, and its completions by prompt."""
+    """All chunks of prompts by one method. Its rates are tokens per second, by chunk."""
 
-    seconds: list[float] = field(default_factory=list)
-    prefill_seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    completions: list[Completion] = field(default_factory=list)
-    full: list[FullBatch] = field(default_factory=list)
-
-    def add(self, chunk: Chunk) -> None:
-        """Take in one more chunk."""
-        self.prefill_seconds.append(chunk.prefill_seconds)
-        self.seconds.append(chunk.seconds)
-        self.tokens.append(sum(len(c.output_ids) for c in chunk.completions))
-        self.completions += chunk.completions
-        if chunk.full is not None:
-            self.full.append(chunk.full)
+    chunks: list[Chunk] = field(default_factory=list)
 
     @property
-    def tokens_per_second(self) -> float:
-        """All committed tokens over all decoding seconds."""
-        return sum(self.tokens) / sum(self.seconds)
+    def completions(self) -> list[Completion]:
+        return [completion for chunk in self.chunks for completion in chunk.completions]
 
     @property
-    def whole_seconds(self) -> list[float]:
-        """From request to last token, prefill included, by chunk."""
-        return [a + b for a, b in zip(self.prefill_seconds, self.seconds, strict=True)]
+    def prefill_seconds(self) -> float:
+        return sum(chunk.prefill_seconds for chunk in self.chunks)
 
     @property
-    def rates(self) -> list[float]:
-        """Tokens per second from request to last token, by chunk."""
-        return [n / whole for n, whole in zip(self.tokens, self.whole_seconds, strict=True)]
+    def rounds(self) -> Rate:
+        """Without the prefill."""
+        return _rate((chunk.tokens, chunk.seconds) for chunk in self.chunks)
+
+    @property
+    def answers(self) -> Rate:
+        """From request to last token: with the prefill, and with waiting for the slowest row."""
+        return _rate((one.tokens, one.prefill_seconds + one.seconds) for one in self.chunks)
+
+    @property
+    def full_batches(self) -> Rate:
+        """What the formula predicts.
+
+        In a larger batch rows end apart, the drafted ones further apart, so that whole chunks gain
+        less than a server that refills its batch.
+        """
+        return _rate((full.tokens, full.seconds) for full in self._full)
 
     @property
     def full_length(self) -> float:
         """Acceptance length in the rounds of full batches."""
-        return sum(full.emitted for full in self.full) / sum(full.row_rounds for full in self.full)
+        return _rate((full.emitted, full.row_rounds) for full in self._full).mean
+
+    @property
+    def _full(self) -> list[FullBatch]:
+        return [chunk.full for chunk in self.chunks if chunk.full is not None]
+
+
+def _rate(pairs: Iterable[tuple[float, float]]) -> Rate:
+    return Rate(*torch.tensor([*pairs], dtype=torch.float64).unbind(-1))
 
 
 def now() -> float:
@@ -159,7 +168,6 @@ def make_decoder(
     setting: Setting,
     *,
     gamma_policy: GammaPolicy | None = None,
-    clock: Callable[[], Any] | None = None,
 ) -> Decoder:
     """A decoder of `setting.batch_size` rows with `proposer` attached."""
     decoder = Decoder(
@@ -171,31 +179,25 @@ def make_decoder(
         gamma_policy=gamma_policy,
         compiled=setting.compiled,
         captured=setting.captured,
-        clock=clock,
     )
     if proposer is not None:
         decoder.attach(DRAFT_ID, proposer)
     return decoder
 
 
-def decoding(
-    target: Adapter,
-    proposer: Proposer | None,
+def join(
+    decoder: Decoder,
+    prompts: PromptIds,
     setting: Setting,
-    gamma_policy: GammaPolicy | None = None,
-) -> Method:
-    """Our decoder as a method: plain without `proposer`; at gammas of `gamma_policy` if given."""
-    decoder = make_decoder(target, proposer, setting, gamma_policy=gamma_policy)
-    gamma = 0 if proposer is None else setting.gamma
-    return partial(time_chunk, decoder, setting, gamma, gamma_policy is not None)
+    *,
+    gamma: int,
+    first: int,
+    **changes: Any,
+) -> dict[int, Completion]:
+    """Prefill `prompts`, rows from number `first` on; their completions, still empty, by slot.
 
-
-def time_chunk(
-    decoder: Decoder, setting: Setting, gamma: int, adapts: bool, prompts: PromptIds, first: int
-) -> Chunk:
-    """Decode `prompts` together, from the request to the moment the last token has been read."""
-    clock = synchronised_clock(decoder.target.device)
-    started = clock()
+    changes: other settings of each request.
+    """
     requests = make_requests(
         prompts,
         max_new_tokens=setting.max_new_tokens,
@@ -204,23 +206,44 @@ def time_chunk(
         seed=setting.seed,
         first_row=first,
     )
-    slots = decoder.join([replace(request, adapts=adapts) for request in requests])
+    slots = decoder.join([replace(request, **changes) for request in requests])
     while decoder.prefill():
         pass
-    ready = clock()
-    running = {slot: Completion(list(p)) for slot, p in zip(slots, prompts, strict=True)}
-    left, full, row_rounds, emitted = set(slots), None, 0, 0
-    while left:
-        for result in decoder.round():
-            left -= set(record(running, result))
-            row_rounds += len(result.slots)
-            emitted += sum(result.emitted)
-        if full is None and len(left) < len(slots):
-            tokens = sum(len(completion.output_ids) for completion in running.values())
-            full = FullBatch(now() - ready, tokens, row_rounds, emitted)
-    finished = now()  # a round that the device may have begun since then answers nobody
-    decoder.leave(slots)
-    return Chunk(ready - started, finished - ready, [running[slot] for slot in slots], full)
+    return {slot: Completion(list(p)) for slot, p in zip(slots, prompts, strict=True)}
+
+
+def decoding(
+    target: Adapter,
+    proposer: Proposer | None,
+    setting: Setting,
+    gamma_policy: GammaPolicy | None = None,
+) -> Method:
+    """Our decoder as a method: plain without `proposer`; at gammas of `gamma_policy` if given.
+
+    Timed from the request to the moment the last token has been read.
+    """
+    decoder = make_decoder(target, proposer, setting, gamma_policy=gamma_policy)
+    clock = synchronised_clock(target.device)
+
+    def generate(prompts: PromptIds, first: int) -> Chunk:
+        started = clock()
+        gamma, adapts = 0 if proposer is None else setting.gamma, gamma_policy is not None
+        running = join(decoder, prompts, setting, gamma=gamma, first=first, adapts=adapts)
+        ready = clock()
+        left, full, row_rounds, emitted = set(running), None, 0, 0
+        while left:
+            for result in decoder.round():
+                left -= set(record(running, result))
+                row_rounds += len(result.slots)
+                emitted += sum(result.emitted)
+            if full is None and len(left) < len(running):
+                tokens = sum(len(completion.output_ids) for completion in running.values())
+                full = FullBatch(now() - ready, tokens, row_rounds, emitted)
+        finished = now()  # a round that the device may have begun since then is not counted
+        decoder.leave([*running])
+        return Chunk(ready - started, finished - ready, [*running.values()], full)
+
+    return generate
 
 
 def shapes(setting: Setting) -> list[int]:
@@ -243,27 +266,23 @@ def warm_up(
             method((list(prompts) * rows)[:rows], 0)
 
 
-def chunk_count(prompts: PromptIds, setting: Setting) -> int:
-    """How many batches `prompts` are."""
-    return math.ceil(len(prompts) / setting.batch_size)
-
-
 def take_turns(
     methods: dict[str, Method],
     prompts: PromptIds,
     setting: Setting,
-    before: Callable[[int], None] = lambda chunk: None,
+    before: Callable[[int, int], None] = lambda chunk, chunks: None,
 ) -> dict[str, Timed]:
     """Time every method on each chunk of `prompts`, in rotating order.
 
-    `before` is told the number of every chunk that comes: what it does is not timed.
+    `before` gets the number of every chunk that comes, and of all: what it does is not timed.
     """
     timed = {name: Timed() for name in methods}
-    for turn, first in enumerate(range(0, len(prompts), setting.batch_size)):
-        before(turn)
+    starts = range(0, len(prompts), setting.batch_size)
+    for turn, first in enumerate(starts):
+        before(turn, len(starts))
         chunk = prompts[first : first + setting.batch_size]
         for name in rotated(list(methods), turn):
-            timed[name].add(methods[name](chunk, first))
+            timed[name].chunks.append(methods[name](chunk, first))
     return timed
 
 
@@ -279,42 +298,10 @@ def time_methods(
     prompts: PromptIds,
     warmup: PromptIds,
     setting: Setting,
-    before: Callable[[int], None] = lambda chunk: None,
+    before: Callable[[int, int], None] = lambda chunk, chunks: None,
 ) -> dict[str, Timed]:
     """Time plain decoding and every proposer on `prompts`, in turns, warmed up on `warmup`."""
     methods = {PLAIN: decoding(target, None, setting)}
     methods |= {name: decoding(target, one, setting) for name, one in proposers.items()}
     warm_up(methods, warmup, setting, drafted=list(proposers))
     return take_turns(methods, prompts, setting, before)
-
-
-def speedup(
-    *, speculative: Timed, plain: Timed, of: str = "rounds", seed: int, resamples: int
-) -> Estimate:
-    """Tokens per second of `speculative` over those of `plain`, paired by chunk.
-
-    of: "rounds" leaves out the prefill. "answers" is from the request to the last token, with the
-    prefill of both models and the time that rows wait for the slowest of their batch. "full
-    batches" is what the formula predicts: in a larger batch rows end apart, the drafted ones
-    further apart, so that whole chunks gain less than a server that refills its batch.
-    """
-
-    def columns(timed: Timed) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, seconds = timed.tokens, timed.seconds
-        if of == "answers":
-            seconds = timed.whole_seconds
-        elif of == "full batches":
-            tokens = [full.tokens for full in timed.full]
-            seconds = [full.seconds for full in timed.full]
-        double = torch.float64
-        return torch.tensor(tokens, dtype=double), torch.tensor(seconds, dtype=double)
-
-    (totals, counts), (baseline_totals, baseline_counts) = columns(speculative), columns(plain)
-    return estimate_quotient(
-        totals=totals,
-        counts=counts,
-        baseline_totals=baseline_totals,
-        baseline_counts=baseline_counts,
-        seed=seed,
-        resamples=resamples,
-    )

@@ -11,77 +11,106 @@ Shapes: B rows, N new tokens, T tokens, C slots attended to, V real vocabulary, 
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
+from draftkit.models.cache import SlotCache
+
+UNBOUNDED = 1 << 30  # positions of a model whose context has no end
 ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 SHAPE_BOUND_TYPES = {"bloom", "gpt_neo"}  # they read positions off the shape of the cache
 
 
-class KeyValueCache(Protocol):
-    """What a model needs of a cache: slots by position, as many as are worth attending to."""
+class Adapter(nn.Module):
+    """A language model of Hugging Face, as decoder, trainer and evaluation see it."""
 
-    visible: int
+    has_encoder = False  # whose text `encode` must be shown before the first decoder token
 
-    def at(self, positions: Tensor) -> Cache:
-        """The cache, ready to take keys and values at `positions` [B, N]."""
-        ...
-
-
-class Adapter(Protocol):
-    """A causal language model, seen by decoder, trainer and evaluation."""
-
-    vocab_size: int
-    max_positions: int
+    def __init__(self, model: PreTrainedModel, *, vocab_size: int, max_positions: int) -> None:
+        super().__init__()
+        self.model = model
+        self.vocab_size = vocab_size
+        self.max_positions = max_positions
+        # Once, as it takes milliseconds. Names tell a model with LoRA from one without.
+        self._architecture = model.config.to_json_string() + "\n".join(model.state_dict())
 
     @property
     def signature(self) -> Hashable:
         """Models of one signature differ in the values of their weights only."""
-        ...
+        return (type(self), self._architecture, self.dtype, self.vocab_size)
 
     @property
     def is_constant(self) -> bool:
-        """Whether the weights never change."""
-        ...
+        """Whether no weight is open to training, as `load_target` leaves them."""
+        return not any(weight.requires_grad for weight in self.model.parameters())
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights."""
-        ...
+        """Bytes of all weights and buffers, tied ones once."""
+        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
+
+    @property
+    def width(self) -> int:
+        """The hidden size H."""
+        return self.model.config.get_text_config().hidden_size
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        ...
+        """The dtype of the model's weights."""
+        return next(self.model.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
-        """Where tokens must be."""
-        ...
+        """The device of the model's weights, where tokens must be."""
+        return next(self.model.parameters()).device
 
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> Tensor:
-        """Feed `tokens` [B, N] at `positions` [B, N]; return logits [B, N, V]."""
-        ...
+    def encode(self, tokens: Tensor, *, lengths: Tensor, cache: SlotCache) -> None:
+        """Take in the texts `tokens` [B, E], of `lengths` [B] tokens, padded on the right."""
+        raise NotImplementedError
 
-    def prefill(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> None:
-        """`step` for its effect on the cache alone."""
-        ...
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> Tensor:
+        """Feed `tokens` [B, N] at `positions` [B, N] through the cache; return logits [B, N, V]."""
+        raise NotImplementedError
+
+    def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
+        """Fill slots `positions` [B, N] of the cache; the head is not run."""
+        raise NotImplementedError
 
     def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
-        """Return the logits [M, V] at the M true positions of `keep` [B, T], without a cache."""
-        ...
+        """Return logits [M, V] at the M true positions of `keep` [B, T] of `tokens` [B, T].
 
-    def load_weights(self, state_dict: dict[str, Tensor]) -> None:
-        """Copy weights in place."""
-        ...
+        The head runs on the kept positions only. Rows are padded on the right, so padding is
+        never seen by a kept position and needs no mask.
+        """
+        raise NotImplementedError
 
     def weights(self) -> dict[str, Tensor]:
         """What `load_weights` writes, by name: the tensors themselves, no copies."""
-        ...
+        return self.model.state_dict()
+
+    def load_weights(self, state_dict: dict[str, Tensor]) -> None:
+        """Copy `state_dict` of the same model in place, so that compiled code keeps its buffers.
+
+        Of tensors that share their memory one is enough, as files hold them. Raises ValueError
+        naming the first tensor that is missing, of another shape or unknown: then nothing was
+        copied.
+        """
+        own = self.weights()
+        if unknown := sorted(state_dict.keys() - own.keys()):
+            raise ValueError(f"new weights do not fit the draft: it has no {unknown[0]}")
+        given = {own[name].data_ptr() for name in state_dict}
+        for name, weight in own.items():
+            tied = name not in state_dict and weight.data_ptr() in given
+            if not tied and (name not in state_dict or state_dict[name].shape != weight.shape):
+                raise ValueError(f"new weights do not fit the draft: {name} is missing or reshaped")
+        with torch.no_grad():
+            for name, weight in state_dict.items():
+                own[name].copy_(weight)
 
 
 @dataclass(frozen=True)
@@ -128,25 +157,6 @@ def check_cache(model: PreTrainedModel) -> None:
         )
 
 
-def copy_weights(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
-    """Copy `state_dict` of the same model in place, so that compiled code keeps its buffers.
-
-    Of tensors that share their memory one is enough, as files hold them. Raises ValueError naming
-    the first tensor that is missing, of another shape or unknown: then nothing was copied.
-    """
-    own = model.state_dict()
-    if unknown := sorted(state_dict.keys() - own.keys()):
-        raise ValueError(f"new weights do not fit the draft: it has no {unknown[0]}")
-    given = {own[name].data_ptr() for name in state_dict}
-    for name, weight in own.items():
-        tied = name not in state_dict and weight.data_ptr() in given
-        if not tied and (name not in state_dict or state_dict[name].shape != weight.shape):
-            raise ValueError(f"new weights do not fit the draft: {name} is missing or reshaped")
-    with torch.no_grad():
-        for name, weight in state_dict.items():
-            own[name].copy_(weight)
-
-
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask to add to attention scores: 0 where allowed, else the lowest finite number."""
     zero = torch.zeros((), dtype=dtype, device=allowed.device)
@@ -159,8 +169,8 @@ def widened(logits: Tensor, kept_ids: Tensor, vocab_size: int) -> Tensor:
     return whole.index_copy(-1, kept_ids, logits)
 
 
-class CausalAdapter(nn.Module):
-    """`Adapter` for a Hugging Face decoder-only model. `forward` is `states`.
+class CausalAdapter(Adapter):
+    """`Adapter` for a decoder-only model. `forward` is `states`.
 
     A module, so that data-parallel wrappers see the forward pass of training. Losses make logits
     of the states themselves, a few tokens at a time. With `kept_ids` [K] (ascending) all other
@@ -174,70 +184,33 @@ class CausalAdapter(nn.Module):
     def __init__(
         self, model: PreTrainedModel, *, vocab_size: int, kept_ids: Tensor | None = None
     ) -> None:
-        super().__init__()
         check_cache(model)
-        self.model = model
-        self.vocab_size = vocab_size
         config = model.config.get_text_config()
-        self.max_positions = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+        context = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
+        super().__init__(model, vocab_size=vocab_size, max_positions=context)
+        self._context = context
         self._window: int | None = getattr(config, "sliding_window", None)
         self._layer_types = set(getattr(config, "layer_types", None) or ())
-        self._plain_head: bool | None = None
-        # Once, as it takes milliseconds. Names tell a model with LoRA from one without.
-        self._architecture = model.config.to_json_string() + "\n".join(model.state_dict())
         kept_ids = None if kept_ids is None else kept_ids.to(self.device)
         self.register_buffer("kept_ids", kept_ids, persistent=False)
         self._kept_head: Head | None = None
         self.renew()
 
     @property
-    def device(self) -> torch.device:
-        """The device of the model's weights."""
-        return next(self.model.parameters()).device
-
-    @property
     def signature(self) -> Hashable:
-        """Architecture, precision, real vocabulary and the number of kept ids."""
-        kept = None if self.kept_ids is None else len(self.kept_ids)
-        return (type(self), self._architecture, self.dtype, self.vocab_size, kept)
+        """With the number of kept ids."""
+        return (super().signature, None if self.kept_ids is None else len(self.kept_ids))
 
-    @property
-    def is_constant(self) -> bool:
-        """Whether no weight is open to training, as `load_target` leaves them."""
-        return not any(weight.requires_grad for weight in self.model.parameters())
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights and buffers, tied ones once."""
-        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
-
-    @property
-    def width(self) -> int:
-        """The hidden size H."""
-        return self.model.config.get_text_config().hidden_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the model's weights."""
-        return next(self.model.parameters()).dtype
-
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: KeyValueCache) -> Tensor:
-        """Feed `tokens` [B, N] at `positions` [B, N] through the cache; return logits [B, N, V]."""
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> Tensor:
         inputs = self._cached_inputs(tokens, positions, cache)
         if self._kept_head is None:
             return self._cut(self.model(**inputs).logits)
         return self._kept_head(self.model.base_model(**inputs).last_hidden_state)
 
-    def prefill(self, tokens: Tensor, *, positions: Tensor, cache: KeyValueCache) -> None:
-        """Fill slots `positions` [B, N] of the cache; the head is not run."""
+    def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
         self.model.base_model(**self._cached_inputs(tokens, positions, cache))
 
     def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
-        """Return logits [M, V] at the M true positions of `keep` [B, T] of `tokens` [B, T].
-
-        The head runs on the kept positions only. Rows are padded on the right, so padding is
-        never seen by a kept position and needs no mask.
-        """
         states, head = self.states(tokens, keep), self.head
         return states if head is None else head(states)
 
@@ -251,7 +224,7 @@ class CausalAdapter(nn.Module):
         if packing is not None:
             inputs["position_ids"] = packing.positions
             inputs["attention_mask"] = self._packed_masks(packing)
-        if not self._head_is_plain():
+        if not self._head_is_plain:
             return self._cut(self.model(**inputs).logits[keep])
         return self.model.base_model(**inputs).last_hidden_state[keep]
 
@@ -260,7 +233,7 @@ class CausalAdapter(nn.Module):
     @property
     def head(self) -> Head | None:
         """The output head, where logits are nothing but what it makes of the last states."""
-        if not self._head_is_plain():
+        if not self._head_is_plain:
             return None
         module: Any = self.model.get_output_embeddings()
         bias, size, kept = module.bias, self.vocab_size, self.kept_ids
@@ -269,7 +242,7 @@ class CausalAdapter(nn.Module):
         return Head(module.weight[:size], None if bias is None else bias[:size])
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
-        copy_weights(self.model, state_dict)
+        super().load_weights(state_dict)
         self.renew()
 
     def renew(self) -> None:
@@ -290,32 +263,23 @@ class CausalAdapter(nn.Module):
             if kept.bias is not None and fresh.bias is not None:
                 kept.bias.copy_(fresh.bias)
 
-    def weights(self) -> dict[str, Tensor]:
-        return self.model.state_dict()
-
     def _cut(self, logits: Tensor) -> Tensor:
         """The model's own logits [..., padded V] of the ids that count."""
         if self.kept_ids is None:
             return logits[..., : self.vocab_size]
         return widened(logits[..., self.kept_ids], self.kept_ids, self.vocab_size)
 
+    @cached_property
     def _head_is_plain(self) -> bool:
-        """Whether logits are head(hidden), found once.
+        """Whether logits are head(hidden).
 
         The head must be given the last hidden states, and loud numbers in place of what it puts
         out must come through the model unchanged. (Comparing logits would miss a cap or a scale
         where they are small or 0, as after the zero embedding of a padding id.)
         """
-        if self._plain_head is None:
-            head = self.model.get_output_embeddings()
-            training = self.model.training
-            self.model.eval()
-            self._plain_head = isinstance(head, nn.Linear) and self._comes_through(head)
-            self.model.train(training)
-        return self._plain_head
-
-    @torch.no_grad()
-    def _comes_through(self, head: nn.Module) -> bool:
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            return False
         given: list[Tensor] = []
         loud: list[Tensor] = []
 
@@ -326,19 +290,22 @@ class CausalAdapter(nn.Module):
             return loud[0]
 
         tokens = torch.arange(min(8, self.vocab_size), device=self.device)[None]
+        training = self.model.training
+        self.model.eval()
         handle = head.register_forward_hook(replace)
         try:
-            logits = self.model(input_ids=tokens, use_cache=False).logits
+            with torch.no_grad():
+                logits = self.model(input_ids=tokens, use_cache=False).logits
+                stack = self.model.base_model(input_ids=tokens, use_cache=False)
         finally:
             handle.remove()
-        hidden = self.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+            self.model.train(training)
+        hidden = stack.last_hidden_state
         return torch.equal(given[0], hidden) and torch.equal(loud[0].to(logits.dtype), logits)
 
-    def _cached_inputs(
-        self, tokens: Tensor, positions: Tensor, cache: KeyValueCache
-    ) -> dict[str, Any]:
+    def _cached_inputs(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> dict[str, Any]:
         """Arguments of a cached forward pass; garbage beyond the context keeps a legal position."""
-        positions = positions.clamp(max=self.max_positions - 1)
+        positions = positions.clamp(max=self._context - 1)
         return {
             "input_ids": tokens,
             "position_ids": positions,
@@ -363,15 +330,9 @@ class CausalAdapter(nn.Module):
 
     def _by_layer(self, behind: Tensor, seen: Tensor) -> Tensor | dict[str, Tensor]:
         """Masks of layers with and without a sliding window; `behind`: how far back a token is."""
-        if self._window is None:
-            return self._additive(seen)
-        near = seen & (behind < self._window)
+        if self._window is None or self._layer_types == {"full_attention"}:
+            return additive(seen, self.dtype)
+        near = additive(seen & (behind < self._window), self.dtype)
         if len(self._layer_types) < 2:
-            return self._additive(near if self._layer_types != {"full_attention"} else seen)
-        return {
-            "full_attention": self._additive(seen),
-            "sliding_attention": self._additive(near),
-        }
-
-    def _additive(self, allowed: Tensor) -> Tensor:
-        return additive(allowed, self.dtype)
+            return near
+        return {"full_attention": additive(seen, self.dtype), "sliding_attention": near}

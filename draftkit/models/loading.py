@@ -43,15 +43,6 @@ LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 
 @dataclass(frozen=True)
-class Target:
-    """A target with its tokenizer and the ids that end its texts."""
-
-    adapter: CausalAdapter
-    tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Outline:
     """A target without its weights: what a draft of it must share."""
 
@@ -59,6 +50,15 @@ class Outline:
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target with its tokenizer and the ids that end its texts."""
+
+    adapter: CausalAdapter
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -77,18 +77,32 @@ def outline_of(target: Target | Seq2SeqTarget) -> Outline:
     return Outline(target.tokenizer, target.eos_token_ids, adapter.dtype, adapter.device)
 
 
+@contextmanager
+def _refusing(
+    model: ModelConfig,
+    key: str,
+    failure: str = "cannot load the model",
+    remedy: str = "give a complete folder written by save_pretrained",
+) -> Iterator[None]:
+    """Errors of reading `model` become a ValueError of one line that names `key`."""
+    try:
+        yield
+    except LOADING_ERRORS as error:
+        raise ValueError(
+            f"{key}.path {model.path}: {failure} ({first_line(error)}): {remedy}"
+        ) from error
+
+
+def _source(model: ModelConfig) -> dict[str, Any]:
+    return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+
+
 def load_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model`; `key` (`target` or `draft`) names it in a ValueError."""
     check_folder(model, key)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-    except LOADING_ERRORS as error:
-        raise ValueError(
-            f"{key}.path {model.path}: no usable tokenizer ({first_line(error)}): "
-            "save the tokenizer into the folder with save_pretrained"
-        ) from error
+    remedy = "save the tokenizer into the folder with save_pretrained"
+    with _refusing(model, key, "no usable tokenizer", remedy):
+        tokenizer = AutoTokenizer.from_pretrained(str(model.path), **_source(model))
     assert tokenizer is not None
     return tokenizer
 
@@ -109,23 +123,27 @@ def load_model(
     check_folder(model, key)
     transformers_logging.disable_progress_bar()
     config = _model_config(model, key)
+    name = f"{key}.path {model.path}: {config.model_type} is"
+    if config.is_encoder_decoder and not encoder_decoder:
+        raise ValueError(
+            f"{name} an encoder-decoder model, and the stages train and judge decoder-only ones: "
+            "give one of those (load_seq2seq_target loads an encoder-decoder target for decoding)"
+        )
+    if encoder_decoder and not config.is_encoder_decoder:
+        raise ValueError(f"{name} a decoder-only model: load it with load_target or load_draft")
     # Read to where they stay, and not through the host's memory.
     mapped = {"device_map": device} if device.type == "cuda" else {}
-    check_kind(config, model, key, encoder_decoder=encoder_decoder)
     kind: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
-    try:
+    with _refusing(model, key):
         loaded, report = kind.from_pretrained(
             str(model.path),
             config=config,
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
+            **_source(model),
             **mapped,
         )
-    except LOADING_ERRORS as error:
-        raise cannot_load(model, key, error) from error
     absent = sorted([*report["missing_keys"], *report["mismatched_keys"]], key=str)
     if absent:
         raise ValueError(
@@ -136,12 +154,8 @@ def load_model(
 
 
 def _model_config(model: ModelConfig, key: str) -> PreTrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(
-            str(model.path), revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
-    except LOADING_ERRORS as error:
-        raise cannot_load(model, key, error) from error
+    with _refusing(model, key):
+        return AutoConfig.from_pretrained(str(model.path), **_source(model))
 
 
 def width_of(draft: ModelConfig) -> int:
@@ -149,49 +163,25 @@ def width_of(draft: ModelConfig) -> int:
     return _model_config(draft, "draft").get_text_config().hidden_size
 
 
-def cannot_load(model: ModelConfig, key: str, error: BaseException) -> ValueError:
-    """What to raise when `model` cannot be read for `error`."""
-    return ValueError(
-        f"{key}.path {model.path}: cannot load the model ({first_line(error)}): "
-        "give a complete folder written by save_pretrained"
-    )
-
-
-def check_kind(
-    config: PreTrainedConfig, model: ModelConfig, key: str, *, encoder_decoder: bool
-) -> None:
-    """Raise ValueError unless `config` is of an encoder-decoder model exactly when wanted."""
-    name = f"{key}.path {model.path}: {config.model_type} is"
-    if config.is_encoder_decoder and not encoder_decoder:
-        raise ValueError(
-            f"{name} an encoder-decoder model, and the stages train and judge decoder-only ones: "
-            "give one of those (load_seq2seq_target loads an encoder-decoder target for decoding)"
-        )
-    if encoder_decoder and not config.is_encoder_decoder:
-        raise ValueError(f"{name} a decoder-only model: load it with load_target or load_draft")
-
-
 def check_folder(model: ModelConfig, key: str) -> None:
     """Raise ValueError if `model.path` reads as a local path and is no model folder."""
     assert model.path is not None
-    path = Path(model.path)
+    path, name = Path(model.path), f"{key}.path {model.path}"
     looks_local = path.is_absolute() or model.path.startswith((".", "~")) or path.exists()
     if not looks_local and model.path.count("/") == 1:
         return  # a hub name
     if not path.is_dir():
         raise ValueError(
-            f"{key}.path {model.path}: no such folder: "
+            f"{name}: no such folder: "
             "give one written by save_pretrained, or a hub name OWNER/MODEL"
         )
-    if not (path / "config.json").is_file():
-        raise ValueError(
-            f"{key}.path {model.path}: holds no config.json: "
-            "give a folder written by save_pretrained"
-        )
+    config = path / "config.json"
+    if not config.is_file():
+        raise ValueError(f"{name}: holds no config.json: give a folder written by save_pretrained")
     try:
-        json.loads((path / "config.json").read_text(encoding="utf-8"))
+        json.loads(config.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{key}.path {model.path}: config.json is corrupt ({error})") from error
+        raise ValueError(f"{name}: config.json is corrupt ({error})") from error
 
 
 def new_llama(
@@ -250,18 +240,48 @@ def load_target(
 
     Raises ValueError naming `target.path` for a model that cannot be loaded.
     """
-    device = resolve_device(hardware)
-    tokenizer = load_tokenizer(model, "target")
+    loaded, tokenizer, size = _target_model(model, hardware, dtype, encoder_decoder=False)
+    adapter = CausalAdapter(fit_to_device(loaded), vocab_size=size)
+    return Target(adapter, tokenizer, end_of_text_ids(loaded.generation_config, tokenizer))
+
+
+def load_seq2seq_target(
+    model: ModelConfig, hardware: HardwareConfig, *, dtype: torch.dtype | None = None
+) -> Seq2SeqTarget:
+    """`load_target` for an encoder-decoder model of T5 type, which decodes but trains no draft.
+
+    Raises ValueError naming `target.path` for a model that cannot be loaded or does not say how a
+    decoder's text begins, and the type of one that cannot be decoded.
+    """
+    loaded, tokenizer, size = _target_model(model, hardware, dtype, encoder_decoder=True)
+    declared = (loaded.generation_config, loaded.config)
+    starts = [getattr(config, "decoder_start_token_id", None) for config in declared]
+    if (start := next((i for i in starts if i is not None), None)) is None:
+        raise ValueError(
+            f"target.path {model.path}: no decoder_start_token_id: "
+            "add the first id of decoder texts to generation_config.json (0 for T5)"
+        )
+    adapter = Seq2SeqAdapter(loaded, vocab_size=size)
+    ends = end_of_text_ids(loaded.generation_config, tokenizer)
+    return Seq2SeqTarget(adapter, tokenizer, ends, start)
+
+
+def _target_model(
+    model: ModelConfig,
+    hardware: HardwareConfig,
+    dtype: torch.dtype | None,
+    *,
+    encoder_decoder: bool,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
+    """A target's weights, which stay as they are, its tokenizer, and its real vocabulary's size."""
+    device, tokenizer = resolve_device(hardware), load_tokenizer(model, "target")
+    dtype = dtype or resolve_dtype(hardware, device)
     loaded = load_model(
-        model, "target", dtype=dtype or resolve_dtype(hardware, device), device=device
+        model, "target", dtype=dtype, device=device, encoder_decoder=encoder_decoder
     )
     size = real_vocab_size(tokenizer, loaded.config, "target")
-    loaded.requires_grad_(False)  # a target never changes, so compiled code may pack its weights
-    return Target(
-        adapter=CausalAdapter(fit_to_device(loaded), vocab_size=size),
-        tokenizer=tokenizer,
-        eos_token_ids=end_of_text_ids(loaded.generation_config, tokenizer),
-    )
+    # A target never changes, so compiled code may pack its weights.
+    return loaded.requires_grad_(False), tokenizer, size
 
 
 @contextmanager
@@ -278,45 +298,6 @@ def in_float32(target: Target) -> Iterator[None]:
     finally:
         for weight in weights:
             weight.data = weight.data.to(dtype)
-
-
-def load_seq2seq_target(
-    model: ModelConfig, hardware: HardwareConfig, *, dtype: torch.dtype | None = None
-) -> Seq2SeqTarget:
-    """`load_target` for an encoder-decoder model of T5 type, which decodes but trains no draft.
-
-    Raises ValueError naming `target.path` for a model that cannot be loaded, the type of one that
-    cannot be decoded.
-    """
-    device = resolve_device(hardware)
-    tokenizer = load_tokenizer(model, "target")
-    loaded = load_model(
-        model,
-        "target",
-        dtype=dtype or resolve_dtype(hardware, device),
-        device=device,
-        encoder_decoder=True,
-    )
-    size = real_vocab_size(tokenizer, loaded.config, "target")
-    loaded.requires_grad_(False)
-    return Seq2SeqTarget(
-        adapter=Seq2SeqAdapter(loaded, vocab_size=size),
-        tokenizer=tokenizer,
-        eos_token_ids=end_of_text_ids(loaded.generation_config, tokenizer),
-        start_token_id=start_of_text_id(loaded, model),
-    )
-
-
-def start_of_text_id(loaded: PreTrainedModel, model: ModelConfig) -> int:
-    """The id that a decoder's text begins with. Raises ValueError where none is declared."""
-    declared = [loaded.generation_config, loaded.config]
-    ids = [getattr(config, "decoder_start_token_id", None) for config in declared]
-    if (start := next((i for i in ids if i is not None), None)) is None:
-        raise ValueError(
-            f"target.path {model.path}: no decoder_start_token_id: "
-            "add the first id of decoder texts to generation_config.json (0 for T5)"
-        )
-    return start
 
 
 def load_draft(
@@ -337,16 +318,14 @@ def load_draft(
 
 def load_kept_ids(model: ModelConfig, vocab_size: int) -> Tensor | None:
     """The ids [K] that a draft's folder keeps, None for all. ValueError for a damaged list."""
-    try:
-        found = cached_file(
+    with _refusing(model, "draft"):
+        path = cached_file(
             str(model.path),
             KEPT_IDS,
             revision=model.revision,
             _raise_exceptions_for_missing_entries=False,
         )
-    except LOADING_ERRORS as error:
-        raise cannot_load(model, "draft", error) from error
-    return None if found is None else read_kept_ids(Path(found), vocab_size)
+    return None if path is None else read_kept_ids(Path(path), vocab_size)
 
 
 def load_seq2seq_draft(
@@ -366,16 +345,10 @@ def _draft_model(
 ) -> tuple[PreTrainedModel, int]:
     """A draft with the target's vocabulary, and the real size of it."""
     outline = target if isinstance(target, Outline) else outline_of(target)
-    check_same_tokenizer(
-        target_tokenizer=outline.tokenizer, draft_tokenizer=load_tokenizer(model, "draft")
-    )
-    loaded = load_model(
-        model,
-        "draft",
-        dtype=dtype or outline.dtype,
-        device=outline.device,
-        encoder_decoder=encoder_decoder,
-    )
+    tokenizer = load_tokenizer(model, "draft")
+    check_same_tokenizer(target_tokenizer=outline.tokenizer, draft_tokenizer=tokenizer)
+    dtype, device = dtype or outline.dtype, outline.device
+    loaded = load_model(model, "draft", dtype=dtype, device=device, encoder_decoder=encoder_decoder)
     return loaded, real_vocab_size(outline.tokenizer, loaded.config, "draft")
 
 

@@ -1,35 +1,68 @@
 """The traffic buffer: what was served, in one SQLite file that the server writes and others read.
 
 It stores records and counts; it does not know who serves, who trains, or what a drafter is. Any
-number of processes may open the same file, and several threads may use one `Buffer`. A damaged
-row is left out and counted; a damaged file is set aside and a new one begun.
+number of processes may open the same file, and several threads may use one `Buffer`.
+
+What `append` has stored survives the death of any process and a power cut. What is older than
+`retention_days` by the wall clock, or too much for `max_megabytes`, is deleted and overwritten by
+the next `maintain`. A damaged row is left out and counted; a damaged file is set aside for a day
+and a new one begun.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import random
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from draftkit.config.service import BufferConfig
 from draftkit.data.rollouts import Record, from_bytes, to_bytes
-from draftkit.online import upkeep
-from draftkit.online.ages import Ledger, Uptime, look, seconds_since, uptime
 from draftkit.online.database import Database
 from draftkit.online.fingerprints import require_same
-from draftkit.online.records import checksum, split
 
-UPKEEP_SECONDS = 600.0  # between two upkeeps of a buffer that is written, unless it grows fast
+UPKEEP_SECONDS = 600.0  # between two upkeeps of a buffer that grows slowly
+TABLES = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS records (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, route TEXT NOT NULL, version TEXT NOT NULL,
+    seconds REAL NOT NULL, kept REAL NOT NULL, split REAL NOT NULL, size INTEGER NOT NULL,
+    checksum BLOB NOT NULL, content BLOB NOT NULL);
+CREATE INDEX IF NOT EXISTS records_by_route ON records (route, id, split, size);
+CREATE INDEX IF NOT EXISTS records_by_time ON records (kept);
+CREATE TABLE IF NOT EXISTS served (
+    route TEXT NOT NULL, version TEXT NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    rounds INTEGER NOT NULL, drafted INTEGER NOT NULL, accepted INTEGER NOT NULL,
+    tested INTEGER NOT NULL, acceptance REAL NOT NULL, seconds REAL NOT NULL,
+    UNIQUE (route, version));
+"""
+# Every route has an equal share of the room. Its newest records fill one part of the share; what no
+# longer fits there is aged, and of all aged ones a uniform sample fills the other part: those with
+# the lowest of the numbers that are drawn for their ids, as many as fit. Who is out has been beaten
+# by ones that are still there or have expired, so every aged record has the same chance, however
+# large it is and whenever it came.
+TOO_MUCH = """
+WITH newest AS (
+    SELECT id, route, size, sum(size) OVER (PARTITION BY route ORDER BY id DESC) AS total
+    FROM records),
+aged AS (
+    SELECT id, sum(size) OVER (PARTITION BY route ORDER BY draw(id)) AS total
+    FROM newest WHERE total > :newest)
+SELECT id FROM aged WHERE total > :aged
+"""
+_SPLIT_BITS = 53  # what a float holds exactly
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
-_DAY = 86400.0
+_FILLED = 0.98  # of the bound: how full pages are changes with what is deleted
+_DELETED = 64  # rows deleted in one transaction, so that no other writer waits for long
+_DAY = 86400.0  # also for how long a damaged file is kept, whose records may be due any moment
 _SIGN = {True: "<", False: ">="}  # of the split against the gate's fraction, by `held_out`
-_ASIDE_SECONDS = _DAY  # for which a damaged file is kept, whose records may be due any moment
-_COLUMNS = "id, route, version, seconds, kept, split, checksum, content"
 _log = logging.getLogger(__name__)
 
 
@@ -40,7 +73,7 @@ class Entry:
     record: Record
     route: str
     version: str  # of the drafter that proposed
-    seconds: float  # unix time of the answer; told, never relied on: ids order the records
+    seconds: float  # unix time of the answer; never relied on: ids order the records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +81,6 @@ class Stored(Entry):
     """An entry of the buffer."""
 
     id: int  # rises with every append, never used twice
-    held_out: bool  # the gate's, never trained on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +99,55 @@ class Served:
     seconds: float = 0.0  # of decoding: of every round the share of one row
 
 
+COUNTS = [field.name for field in fields(Served)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Load:
     """How busy the server said it was, and how long ago."""
 
     queued: int
     running: int
-    age_seconds: float  # by the uptime of the machine; infinite if it was before the last boot
+    age_seconds: float  # infinite if it was before the last boot
+
+
+def conversation_of(record: Record) -> str | tuple[int, ...]:
+    """What `record` shares with all that it is not independent of: `document`, else the prompt."""
+    return record.document or tuple(record.prompt_ids)
+
+
+def split(record: Record) -> float:
+    """A number in [0, 1), uniform over conversations, the same for all records of one.
+
+    A record is held out where it is below the gate's fraction.
+    """
+    known = conversation_of(record)
+    if isinstance(known, str):
+        content, person = known.encode(), b"conversation"
+    else:
+        content, person = np.asarray(known, "<i4").tobytes(), b"held out"
+    return _uniform(content, person)
+
+
+def draw(record_id: int) -> float:
+    """The number in [0, 1) that an id has for ever."""
+    return _uniform(record_id.to_bytes(8, "little"), b"reservoir")
+
+
+def _uniform(content: bytes, person: bytes) -> float:
+    digest = hashlib.blake2b(content, digest_size=8, person=person).digest()
+    return (int.from_bytes(digest, "little") >> (64 - _SPLIT_BITS)) / (1 << _SPLIT_BITS)
+
+
+def checksum(content: bytes, *columns: Any) -> bytes:
+    """8 bytes that stand for `content` and what is stored beside it."""
+    return hashlib.blake2b(repr(columns).encode() + content, digest_size=8).digest()
+
+
+def too_much(connection: sqlite3.Connection, *, newest: float, aged: float) -> list[int]:
+    """The ids that neither the `newest` nor the `aged` bytes of their route have room for."""
+    connection.create_function("draw", 1, draw, deterministic=True)
+    return [row[0] for row in connection.execute(TOO_MUCH, {"newest": newest, "aged": aged})]
 
 
 class Buffer:
@@ -92,9 +166,9 @@ class Buffer:
         gate_fraction: float = 0.2,
         fingerprints: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.time,
-        up: Callable[[], Uptime] = uptime,
+        uptime: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open or begin the file `path`. `clock` is the wall's, `up` the machine's uptime.
+        """Open or begin the file `path`.
 
         `fingerprints`: of what its records are made with, by configuration key; a new file keeps
         them. None: whoever opens it does not ask. Raises ValueError, one line, for a file with
@@ -104,9 +178,9 @@ class Buffer:
         self.damaged: set[int] = set()
         self._gate_fraction = gate_fraction
         self._path, self._fingerprints = Path(path), fingerprints
-        self._clock, self._up = clock, up
-        self._ledger: Ledger | None = None
-        self._grown, self._looked_after = 0, up()
+        self._clock, self._uptime = clock, uptime
+        self._room = settings.max_megabytes * 1e6
+        self._grown = 0  # bytes since the last upkeep
         self._database = Database(path, self._prepare)
 
     @property
@@ -115,35 +189,21 @@ class Buffer:
         return self._database.set_aside
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
-        for statement in upkeep.TABLES.split(";"):
+        for statement in TABLES.split(";"):
             connection.execute(statement)
         # Ids of a new file begin at its time in milliseconds, so that they come after those of
         # the file whose place it may have taken, and nobody who waits for higher ones waits on.
         first = max(0, int(1000 * self._clock()))
         if not connection.execute("SELECT count(*) FROM sqlite_sequence").fetchone()[0]:
             connection.execute("INSERT INTO sqlite_sequence VALUES ('records', ?)", (first,))
-        self._belong(connection)
-        self._look(connection)
-
-    def _belong(self, connection: sqlite3.Connection) -> None:
-        """Note in an empty file what it is for. ValueError for one that is for something else."""
-        wanted = self._fingerprints
-        if wanted is None:
+        if self._fingerprints is None:
             return
-        stored = self._fact(connection, "fingerprints")
+        stored, wanted = self._fact(connection, "fingerprints"), dict(self._fingerprints)
         used = "SELECT EXISTS (SELECT 1 FROM records) OR EXISTS (SELECT 1 FROM served)"
         if stored is None and not connection.execute(used).fetchone()[0]:
-            self._set_fact(connection, "fingerprints", dict(wanted))
+            self._set_fact(connection, "fingerprints", wanted)
         else:
             require_same(self._path, stored=stored or {}, wanted=wanted)
-
-    def _look(self, connection: sqlite3.Connection) -> Ledger:
-        """The time of the file's ledger, which is stored."""
-        told = self._fact(connection, "ledger")
-        before = told and Ledger(**told | {"seen": Uptime(**told["seen"])})
-        self._ledger = look(before, wall=self._clock(), up=self._up())
-        self._set_fact(connection, "ledger", asdict(self._ledger))
-        return self._ledger
 
     @staticmethod
     def _fact(connection: sqlite3.Connection, name: str) -> Any:
@@ -159,15 +219,13 @@ class Buffer:
         """Store `entries` in one transaction that is on the disk when this returns.
 
         Raises OSError (ENOSPC: the disk is full) and stores none of them; ValueError for an id
-        that does not fit 32 bits. Now and then `maintain` follows, by time and growth.
+        that does not fit 32 bits. After much growth `maintain` follows.
         """
-        ledger = look(self._ledger, wall=self._clock(), up=self._up())
-        rows = []
+        now, rows = self._clock(), []
         for entry in entries:
             content = to_bytes(entry.record)
-            told = (entry.route, entry.version, float(entry.seconds), ledger.now)
-            place = (*told, split(entry.record))
-            rows.append((*place, len(content), checksum(content, *place), content))
+            columns = (entry.route, entry.version, float(entry.seconds), now, split(entry.record))
+            rows.append((*columns, len(content), checksum(content, *columns), content))
         with self._database.writing() as connection:
             connection.executemany(
                 "INSERT INTO records (route, version, seconds, kept, split, size, checksum,"
@@ -175,51 +233,44 @@ class Buffer:
                 rows,
             )
         self._grown += sum(row[5] for row in rows)
-        rested = seconds_since(self._looked_after, self._up())
-        if self._grown > self._room / _GROWTH or rested is None or rested > UPKEEP_SECONDS:
+        if self._grown > self._room / _GROWTH:
             try:
                 self.maintain()
             except OSError as error:  # the entries are stored all the same
                 _log.warning("%s", error)
 
-    @property
-    def _room(self) -> float:
-        return self.settings.max_megabytes * 1e6
-
     def add_served(self, rows: Sequence[Served]) -> None:
         """Add counts to those of the same route and version. Raises OSError as `append`."""
-        names = [field.name for field in fields(Served)]
-        sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in names[2:])
-        marks = ", ".join("?" for _ in names)
+        sums = ", ".join(f"{name} = {name} + excluded.{name}" for name in COUNTS[2:])
+        marks = ", ".join("?" for _ in COUNTS)
         with self._database.writing() as connection:
             connection.executemany(
-                f"INSERT INTO served ({', '.join(names)}) VALUES ({marks})"
+                f"INSERT INTO served ({', '.join(COUNTS)}) VALUES ({marks})"
                 f" ON CONFLICT (route, version) DO UPDATE SET {sums}",
                 [astuple(row) for row in rows],
             )
 
     def served(self, route: str) -> list[Served]:
         """The counts of a route, a row a version, in the order in which they were first seen."""
-        names = [field.name for field in fields(Served)]
-        query = f"SELECT {', '.join(names)} FROM served WHERE route = ? ORDER BY rowid"
+        query = f"SELECT {', '.join(COUNTS)} FROM served WHERE route = ? ORDER BY rowid"
         with self._database.reading() as connection:
             rows = connection.execute(query, (route,)).fetchall()
-        return [Served(**dict(zip(names, row, strict=True))) for row in rows]
+        return [Served(**dict(zip(COUNTS, row, strict=True))) for row in rows]
 
     def set_load(self, *, queued: int, running: int) -> None:
-        """Tell others how busy the server is; not flushed to the disk, so cheap."""
-        told = {"queued": queued, "running": running, "told": asdict(self._up())}
-        with self._database.writing(flushed=False) as connection:
-            self._set_fact(connection, "load", told)
+        """Tell others how busy the server is."""
+        load = {"queued": queued, "running": running, "uptime": self._uptime()}
+        with self._database.writing() as connection:
+            self._set_fact(connection, "server", load)
 
     def load(self) -> Load | None:
-        """What was last told; None if nothing ever was."""
+        """The last `set_load`; None if there was none."""
         with self._database.reading() as connection:
-            told = self._fact(connection, "load")
-        if told is None:
+            load = self._fact(connection, "server")
+        if load is None:
             return None
-        age = seconds_since(Uptime(**told.pop("told")), self._up())
-        return Load(**told, age_seconds=float("inf") if age is None else age)
+        age = self._uptime() - load.pop("uptime")
+        return Load(**load, age_seconds=age if age >= 0 else float("inf"))
 
     def count(self, route: str, *, held_out: bool, after: int = 0) -> int:
         """How many records of a side of `route` have an id above `after`."""
@@ -255,31 +306,27 @@ class Buffer:
 
     def _read(self, connection: sqlite3.Connection, ids: Sequence[int]) -> list[Stored]:
         """The records of `ids`, in their order, without damaged ones."""
-        found = []
+        stored = []
         for record_id in ids:
-            query = f"SELECT {_COLUMNS} FROM records WHERE id = ?"
-            row = connection.execute(query, (record_id,)).fetchone()
-            _, route, version, seconds, kept, side, told, content = row
+            *columns, expected, content = connection.execute(
+                "SELECT route, version, seconds, kept, split, checksum, content FROM records"
+                " WHERE id = ?",
+                (record_id,),
+            ).fetchone()
             try:
-                if told != checksum(content, route, version, seconds, kept, side):
+                if expected != checksum(content, *columns):
                     raise ValueError("its checksum differs")
                 record = from_bytes(content)
             except ValueError as error:
                 if record_id not in self.damaged:
-                    _log.warning("%s: record %d: %s", self._database.path, record_id, error)
+                    _log.warning("%s: record %d: %s", self._path, record_id, error)
                 self.damaged.add(record_id)
                 continue
-            found.append(
-                Stored(
-                    record=record,
-                    route=route,
-                    version=version,
-                    seconds=seconds,
-                    id=record_id,
-                    held_out=side < self._gate_fraction,
-                )
+            route, version, seconds, *_ = columns
+            stored.append(
+                Stored(id=record_id, record=record, route=route, version=version, seconds=seconds)
             )
-        return found
+        return stored
 
     def newest(self, route: str, count: int, *, held_out: bool, after: int = 0) -> list[Stored]:
         """The `count` newest records of a side with an id above `after`, the newest first."""
@@ -307,19 +354,38 @@ class Buffer:
         Files that were set aside go after a day: how old their records are cannot be known.
         Call it now and then, with or without traffic. Raises OSError as `append`.
         """
-        self._grown, self._looked_after = 0, self._up()
-        keep_seconds = self.settings.retention_days * _DAY
-        with self._database.writing() as connection:
-            now = self._look(connection).now
-        upkeep.expire(self._database, now - keep_seconds)
-        share = self.settings.reservoir_fraction
-        upkeep.bound(self._database, most_bytes=self._room, reservoir_fraction=share)
+        self._grown = 0
+        now, keep_seconds = self._clock(), self.settings.retention_days * _DAY
+        with self._database.reading() as connection:
+            query = "SELECT id FROM records WHERE kept < ? ORDER BY kept"
+            expired = connection.execute(query, (now - keep_seconds,)).fetchall()
+        self._delete([row[0] for row in expired])
+        with self._database.reading() as connection:
+            share, sampled = self._share(connection), self.settings.reservoir_fraction
+            ids = too_much(connection, newest=(1 - sampled) * share, aged=sampled * share)
+        self._delete(ids)
         if not self._database.shrink():
-            _log.warning("%s: a reader is busy, the log is emptied later", self._database.path)
-        for aside in self._database.path.parent.glob(f"{self._database.path.name}.damaged-*"):
+            _log.warning("%s: a reader is busy, the log is emptied later", self._path)
+        for aside in self._path.parent.glob(f"{self._path.name}.damaged-*"):
             with contextlib.suppress(FileNotFoundError):  # others look after the file too
-                if now - aside.stat().st_mtime > min(_ASIDE_SECONDS, keep_seconds):
+                if now - aside.stat().st_mtime > min(_DAY, keep_seconds):
                     aside.unlink()
+
+    def _delete(self, ids: Sequence[int]) -> None:
+        for start in range(0, len(ids), _DELETED):
+            with self._database.writing() as connection:
+                chosen = [(record_id,) for record_id in ids[start : start + _DELETED]]
+                connection.executemany("DELETE FROM records WHERE id = ?", chosen)
+
+    def _share(self, connection: sqlite3.Connection) -> float:
+        """Bytes of content that a route has room for, by how full the file's pages are now."""
+        pages, free, size = (
+            connection.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        query = "SELECT coalesce(sum(size), 0), count(DISTINCT route) FROM records"
+        total, routes = connection.execute(query).fetchone()
+        return _FILLED * self._room * total / ((pages - free) * size) / max(1, routes)
 
     def close(self) -> None:
         """Close the file. Closing twice does nothing."""

@@ -120,12 +120,7 @@ def judge(
     fewer than 2 prompts; with fewer than `LEAST_PROMPTS` nothing is published.
     """
     gain = gains(after=after, before=before, seed=seed, resamples=RESAMPLES)["alpha"]
-    p_value = gain_p_value(
-        totals=after.totals["alpha"],
-        counts=after.counts,
-        baseline_totals=before.totals["alpha"],
-        baseline_counts=before.counts,
-    )
+    p_value = gain_p_value(after.rate(), before.rate())
     change = None
     if anchor_after is not None and anchor_first is not None:
         change = gains(after=anchor_after, before=anchor_first, seed=seed, resamples=RESAMPLES)

@@ -13,6 +13,7 @@ steps of one. This module knows no server, no clock to wait by and no configurat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from draftkit.online.buffer import Buffer, Stored
 from draftkit.online.gate import Judge, Verdict, judge
 from draftkit.online.registry import Registry, Version
 from draftkit.online.rows import chosen, kinds, row_of, texts_of, with_scores
-from draftkit.theory.acceptance import Estimate, expected_accepted
+from draftkit.theory.acceptance import Estimate
+from draftkit.theory.speedup import expected_tokens
 
 STATE = "state.safetensors"
 NEWEST = 32  # records by which a drift shows, and after which it is looked for again
@@ -197,7 +199,14 @@ class Refit:
             losses.append(trainer.step(self._batch(pools, number, step)).loss)
         hold()
         verdict, before, after, newest = self._test(trainer, base)
-        version = self._publish(trainer, base, verdict) if verdict.publish else None
+        version = None
+        if verdict.publish:
+            version = self.registry.publish(
+                partial(self._save, trainer),
+                metrics=verdict.as_dict() | {"steps": trainer.steps, "tokens": trainer.tokens},
+                parent=base.name,
+                canary=self.settings.gate.canary_fraction > 0,
+            )
         update = Update(
             number=number,
             records=news,
@@ -219,14 +228,15 @@ class Refit:
         last_id: of the records that it has seen; newest: of those of its gate.
         """
         state, published = self.state, update.version is not None
+        change = update.verdict.anchor_change
         pays = published and update.verdict.gain.mean >= self.settings.worth
         wait = 1.0 if pays else state["wait"] * self.settings.backoff
         state["gates"][base.name] = state["gates"].get(base.name, 0) + 1
         self._drift_looked_at = 0
         if update.version is not None:
             state["chosen"][update.version] = newest
-        if update.verdict.anchor_change is not None:
-            state["anchor_change"] = update.verdict.anchor_change.as_dict()
+        if change is not None:
+            state["anchor_change"] = change.as_dict()
         state |= {
             "update": update.number + 1,
             "last_id": last_id,
@@ -237,7 +247,8 @@ class Refit:
             "tokens": state["tokens"] + update.tokens,
             "records": state["records"] + update.records,
         }
-        if not published and has_forgotten(update.verdict, self.settings.gate.anchor_tolerance):
+        forgotten = change is not None and change.low < -self.settings.gate.anchor_tolerance
+        if forgotten and not published:
             self._restart(base)
 
     def records_seen(self) -> int:
@@ -380,20 +391,6 @@ class Refit:
             self._judge.score(weights, fresh).summed(units).alpha
             for weights in (earlier, self.registry.read(base))
         ]
-        lengths = [1 + expected_accepted(alpha.mean, self._gamma) for alpha in alphas]
+        lengths = [expected_tokens(alpha.mean, self._gamma) for alpha in alphas]
         self.state["growth"][base.name] = lengths[1] / lengths[0]
         self.state["alphas"][base.name] = alphas[1].as_dict()
-
-    def _publish(self, trainer: Trainer, base: Version, verdict: Verdict) -> Version:
-        return self.registry.publish(
-            lambda folder: self._save(trainer, folder),
-            metrics=verdict.as_dict() | {"steps": trainer.steps, "tokens": trainer.tokens},
-            parent=base.name,
-            canary=self.settings.gate.canary_fraction > 0,
-        )
-
-
-def has_forgotten(verdict: Verdict, tolerance: float) -> bool:
-    """Whether the anchors have lost more than is allowed."""
-    change = verdict.anchor_change
-    return change is not None and change.low < -tolerance

@@ -22,8 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config.service import DEFAULT_ROUTE, ROUTE
 from draftkit.online.fingerprints import require_same
@@ -31,7 +29,6 @@ from draftkit.online.versions import (
     NAME,
     Version,
     is_whole,
-    numbered,
     read_version,
     read_weights,
     state_of,
@@ -69,7 +66,7 @@ class Registry:
         self._versions = self.path / "versions"
         self._events = self.path / "events.jsonl"
         self._checked: dict[str, tuple[Any, bool]] = {}  # name: state of its files, whether whole
-        self._told: set[tuple[str, str | None]] = set()  # what was fallen back from, and to
+        self._falls: set[tuple[str, str | None]] = set()  # from where, and to which version
 
     # Reading
 
@@ -87,15 +84,13 @@ class Registry:
 
     def versions(self) -> list[Version]:
         """All that are there, by name; contents are not checked."""
-        found = []
+        versions = []
         for name in self._names():
             with contextlib.suppress(ValueError):
-                found.append(self.version(name))
-        return found
+                versions.append(self.version(name))
+        return versions
 
-    def read(self, version: Version) -> dict[str, Tensor]:
-        """Its weights. Raises ValueError, one line, if any file differs from its checksum."""
-        return read_weights(version)
+    read = staticmethod(read_weights)
 
     def _whole(self, name: str) -> Version | None:
         """The version `name` if every file is as published: checked once, while unchanged."""
@@ -104,29 +99,23 @@ class Registry:
         except ValueError:
             return None
         state = state_of(version)
-        known = self._checked.get(name)
-        if known is None or known[0] != state:
-            known = (state, state is not None and is_whole(version))
-            self._checked[name] = known
-        return version if known[1] else None
+        if self._checked.get(name, (None, False))[0] != state:
+            self._checked[name] = (state, is_whole(version))
+        return version if state is not None and self._checked[name][1] else None
 
-    def _pointer(self, kind: str) -> dict[str, Any] | None:
-        """`name` and `ancestors` of what a pointer names; None if it names nothing.
+    def _pointer(self, kind: str) -> list[str]:
+        """The version that a pointer names, and its ancestors; nothing if it names none.
 
         For a lost pointer to the current version the events tell where it was.
         """
         try:
-            told = read_json(self.path / kind)
-            return {"name": str(told["name"]), "ancestors": [str(n) for n in told["ancestors"]]}
+            return _lineage(read_json(self.path / kind))
         except FileNotFoundError:
             pass
         except (ValueError, TypeError, KeyError) as error:
             _log.warning("%s is damaged: %s", self.path / kind, error)
-        if kind == CURRENT:
-            for event in reversed(self.events()):
-                if isinstance(event.get(CURRENT), dict):
-                    return event[CURRENT]
-        return None
+        moves = [event for event in self.events() if isinstance(event.get(kind), dict)]
+        return _lineage(moves[-1][kind]) if moves else []
 
     def current(self) -> Version | None:
         """What is to be served; null before `seed`.
@@ -134,63 +123,58 @@ class Registry:
         If that version is deleted or damaged: its nearest whole ancestor, told by a warning and an
         event, once a process. Raises ValueError if none of them is whole.
         """
-        told = self._pointer(CURRENT)
-        if told is None:
-            return None
-        for name in (told["name"], *told["ancestors"]):
-            version = self._whole(name)
-            if version is not None:
-                if name != told["name"]:
-                    self._tell_fall(told["name"], name)
+        names = self._pointer(CURRENT)
+        for name in names:
+            if (version := self._whole(name)) is not None:
+                if name != names[0]:
+                    self._fall(names[0], name)
                 return version
-        raise ValueError(
-            f"{self.path}: {told['name']} and all before it are deleted or damaged: put one back,"
-            " or start the server again, which begins with draft.path"
-        )
+        if names:
+            raise ValueError(
+                f"{self.path}: {names[0]} and all before it are deleted or damaged: put one back,"
+                " or start the server again, which begins with draft.path"
+            )
+        return None
 
     def candidate(self) -> Version | None:
         """What is to be served to a few; null if nothing, or if it is deleted or damaged."""
-        told, current = self._pointer(CANDIDATE), self._pointer(CURRENT)
-        if told is None or (current is not None and told["name"] == current["name"]):
-            return None  # a kill fell between the two writes of `promote`
-        version = self._whole(told["name"])
-        if version is None:
-            self._tell_fall(told["name"], None)
+        names = self._pointer(CANDIDATE)[:1]
+        if names == self._pointer(CURRENT)[:1]:  # a kill fell between the two writes of `promote`
+            return None
+        version = self._whole(names[0]) if names else None
+        if names and version is None:
+            self._fall(names[0], None)
         return version
 
-    def _tell_fall(self, name: str, to: str | None) -> None:
-        if (name, to) not in self._told:
-            self._told.add((name, to))
+    def _fall(self, name: str, to: str | None) -> None:
+        if (name, to) not in self._falls:
+            self._falls.add((name, to))
             reason = f"{name} is deleted or damaged"
-            served = "no candidate" if to is None else to
-            _log.warning("%s: %s: %s is served instead", self.path, reason, served)
+            _log.warning("%s: %s: %s is served instead", self.path, reason, to or "no candidate")
             with contextlib.suppress(OSError):  # a full disk is no reason to serve nothing
                 self._note("fell_back", name, reason=reason, to=to)
 
     def pointers(self) -> Hashable:
         """Differs whenever a pointer was written since. Costs two `stat`."""
-        found: list[tuple[int, int, int] | None] = []
+        states: dict[str, Hashable] = {}
         for kind in (CURRENT, CANDIDATE):
-            try:
+            with contextlib.suppress(OSError):
                 state = os.stat(self.path / kind)
-            except OSError:
-                found.append(None)
-            else:
-                found.append((state.st_ino, state.st_mtime_ns, state.st_size))
-        return tuple(found)
+                states[kind] = (state.st_ino, state.st_mtime_ns, state.st_size)
+        return tuple(states.items())
 
     def events(self) -> list[dict[str, Any]]:
         """What happened, oldest first: `time`, `event`, `name`, `reason` and more.
 
         Events: published, promoted, withdrawn, rolled_back, fell_back, collected.
         """
-        found = []
+        events = []
         with contextlib.suppress(FileNotFoundError):
             for line in self._events.read_bytes().splitlines():
                 with contextlib.suppress(ValueError):  # torn by a full disk
                     event = json.loads(line)
-                    found += [event] if isinstance(event, dict) else []
-        return found
+                    events += [event] if isinstance(event, dict) else []
+        return events
 
     # Changing
 
@@ -208,28 +192,33 @@ class Registry:
     def _note(self, event: str, name: str, **more: Any) -> None:
         """Append an event, in one write: others may append meanwhile."""
         line = json.dumps({"time": time.time(), "event": event, "name": name} | more) + "\n"
-        descriptor = os.open(self._events, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            size = os.fstat(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            os.write(descriptor, (b"\n" if torn else b"") + line.encode())
-        finally:
-            os.close(descriptor)
+        with self._events.open("a+b", buffering=0) as file:
+            size = file.tell()
+            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            file.write((b"\n" if torn else b"") + line.encode())
 
     def _point(self, kind: str, version: Version, event: str, **more: Any) -> None:
         """Move a pointer, and tell. A kill in between loses the event, never the version."""
-        told = {"name": version.name, "ancestors": list(version.ancestors)}
-        write_json(self.path / kind, told)
+        pointer = {"name": version.name, "ancestors": list(version.ancestors)}
+        write_json(self.path / kind, pointer)
         if kind == CURRENT:
             remove(self.path / CANDIDATE)
-        self._note(event, version.name, **({CURRENT: told} if kind == CURRENT else {}), **more)
+            more[CURRENT] = pointer
+        self._note(event, version.name, **more)
 
-    def _next(self) -> str:
-        """A name that was never used, though its folder may be gone."""
-        names = [*self._names(), *(str(event.get("name")) for event in self.events())]
-        for told in (self._pointer(CURRENT), self._pointer(CANDIDATE)):
-            names += [told["name"], *told["ancestors"]] if told is not None else []
-        return numbered(1 + max((_number(name) for name in names), default=0))
+    def _write(
+        self, write: Callable[[Path], None], parent: Version | None, metrics: dict[str, Any]
+    ) -> Version:
+        """A new version of what `write` makes, under a name that was never used."""
+        names = [str(event.get("name")) for event in self.events()]  # folders may be gone
+        names += [*self._names(), *self._pointer(CURRENT), *self._pointer(CANDIDATE)]
+        return write_version(
+            self._versions / f"v{1 + max(map(_number, names), default=0):06d}",
+            write,
+            ancestors=() if parent is None else (parent.name, *parent.ancestors),
+            metrics=metrics,
+            fingerprints=self._fingerprints,
+        )
 
     def seed(self, write: Callable[[Path], None]) -> Version:
         """The current version; where there is none, what `write` puts into a folder becomes it.
@@ -243,13 +232,7 @@ class Registry:
                 _log.warning("%s", error)
                 version = None
             if version is None:
-                version = write_version(
-                    self._versions / self._next(),
-                    write,
-                    ancestors=(),
-                    metrics={},
-                    fingerprints=self._fingerprints,
-                )
+                version = self._write(write, None, {})
                 self._point(CURRENT, version, "published", reason="the starting drafter")
             elif self._fingerprints:
                 stored, wanted = version.fingerprints, self._fingerprints
@@ -272,35 +255,25 @@ class Registry:
         there; NotInForce if `parent` is neither the current version nor the candidate.
         """
         with self._changing():
-            before = self.current() if parent is None else self._in_force(parent)
-            ancestors = () if before is None else (before.name, *before.ancestors)
-            version = write_version(
-                self._versions / self._next(),
-                write,
-                ancestors=ancestors,
-                metrics=metrics,
-                fingerprints=self._fingerprints,
-            )
+            before = self.current()
+            if parent is not None:
+                in_force = [one.name for one in (before, self.candidate()) if one is not None]
+                before = self.version(parent)
+                if parent not in in_force:
+                    raise NotInForce(
+                        f"nothing is published: it was made of {parent}, and "
+                        f"{' and '.join(in_force) or 'nothing'} is in force now"
+                    )
+            version = self._write(write, before, metrics)
             kind = CANDIDATE if canary else CURRENT
             self._point(kind, version, "published", reason=f"as the {kind} version")
             return version
 
-    def _in_force(self, name: str) -> Version:
-        """The version `name`, which is the current one or the candidate."""
-        version = self.version(name)
-        in_force = [one.name for one in (self.current(), self.candidate()) if one is not None]
-        if name not in in_force:
-            chosen = " and ".join(in_force) or "nothing"
-            raise NotInForce(
-                f"nothing is published: it was made of {name}, and {chosen} is in force now"
-            )
-        return version
-
-    def _candidate(self, name: str) -> None:
-        told = self._pointer(CANDIDATE)
-        if told is None or told["name"] != name:
-            found = "there is none" if told is None else f"that is {told['name']}"
-            raise ValueError(f"{name} is not the candidate of route {self.route}: {found}")
+    def _require_candidate(self, name: str) -> None:
+        names = self._pointer(CANDIDATE)
+        if name not in names[:1]:
+            known = f"that is {names[0]}" if names else "there is none"
+            raise ValueError(f"{name} is not the candidate of route {self.route}: {known}")
 
     def promote(self, name: str) -> Version:
         """Make the candidate `name` the current version.
@@ -308,7 +281,7 @@ class Registry:
         Raises ValueError if it is not the candidate, or not whole.
         """
         with self._changing():
-            self._candidate(name)
+            self._require_candidate(name)
             version = self._whole(name)
             if version is None:
                 raise ValueError(f"{name} is deleted or damaged: withdraw it")
@@ -318,7 +291,7 @@ class Registry:
     def withdraw(self, name: str, *, reason: str) -> None:
         """Take the candidate back; its folder stays. ValueError if it is not the candidate."""
         with self._changing():
-            self._candidate(name)
+            self._require_candidate(name)
             remove(self.path / CANDIDATE)
             self._note("withdrawn", name, reason=reason)
 
@@ -328,19 +301,18 @@ class Registry:
         A candidate is withdrawn with it. Raises ValueError if there is no such whole version.
         """
         with self._changing():
-            told = self._pointer(CURRENT)
-            if told is None:
+            names = self._pointer(CURRENT)
+            if not names:
                 raise ValueError(f"{self.path} has no version yet: start the server first")
-            if to == told["name"]:
+            if to == names[0]:
                 raise ValueError(f"{to} is the current version already")
-            names = told["ancestors"] if to is None else [to]
-            found = (version for name in names if (version := self._whole(name)) is not None)
-            version = next(found, None)
+            wanted = names[1:] if to is None else [to]
+            version = next(filter(None, map(self._whole, wanted)), None)
             if version is None:
-                whole = [name for name in self._names() if self._whole(name) is not None]
-                wanted = "no version before it" if to is None else f"no whole version {to}"
-                raise ValueError(f"{self.path}: there is {wanted}; whole ones: {', '.join(whole)}")
-            self._point(CURRENT, version, "rolled_back", reason=reason, since=told["name"])
+                whole = ", ".join(name for name in self._names() if self._whole(name) is not None)
+                missing = "no version before it" if to is None else f"no whole version {to}"
+                raise ValueError(f"{self.path}: there is {missing}; whole ones: {whole}")
+            self._point(CURRENT, version, "rolled_back", reason=reason, since=names[0])
             return version
 
     def collect(self, keep: int) -> list[str]:
@@ -350,9 +322,8 @@ class Registry:
         """
         with self._changing():
             names = self._names()
-            kept = set(names[-keep:] if keep else [])
-            for told in (self._pointer(CURRENT), self._pointer(CANDIDATE)):
-                kept |= {told["name"], *told["ancestors"]} if told is not None else set()
+            kept = {*self._pointer(CURRENT), *self._pointer(CANDIDATE)}
+            kept.update(names[-keep:] if keep else ())
             gone = [name for name in names if name not in kept]
             for name in gone:
                 self._note("collected", name, reason=f"not among the last {keep}, nor an ancestor")
@@ -362,3 +333,7 @@ class Registry:
 
 def _number(name: str) -> int:
     return int(name[1:]) if NAME.fullmatch(name) else 0
+
+
+def _lineage(pointer: Any) -> list[str]:
+    return [str(name) for name in (pointer["name"], *pointer["ancestors"])]

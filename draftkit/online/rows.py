@@ -10,10 +10,8 @@ import torch
 
 from draftkit.config import OnlineConfig
 from draftkit.data.rollouts import Record
-from draftkit.distillation.batch import TokenSequence
-from draftkit.distillation.sources import all_learned, sequence_of_record
-from draftkit.online.buffer import Stored
-from draftkit.online.records import conversation_of
+from draftkit.distillation.batch import TokenSequence, all_learned, sequence_of_record
+from draftkit.online.buffer import Stored, conversation_of
 
 
 def with_scores(records: Sequence[Record], *, temperature: float, width: int) -> list[Record]:

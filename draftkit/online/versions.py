@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from draftkit.artifacts import atomic_path, read_json, sha256_file, write_json
 
 NAME = re.compile(r"v[0-9]{6,12}")
-TOLD = "version.json"
+ABOUT = "version.json"
 _WEIGHTS = ".safetensors"
 _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other OSErrors may pass
 
@@ -38,15 +38,6 @@ class Version:
     fingerprints: dict[str, str] = field(default_factory=dict)
 
 
-def numbered(number: int) -> str:
-    """The name of the version of that number."""
-    return f"v{number:06d}"
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != TOLD)
-
-
 def write_version(
     path: Path,
     write: Callable[[Path], None],
@@ -63,21 +54,19 @@ def write_version(
     with atomic_path(path) as folder:
         folder.mkdir()
         write(folder)
-        sums = {file.relative_to(folder).as_posix(): sha256_file(file) for file in _files(folder)}
+        files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != ABOUT)
+        sums = {file.relative_to(folder).as_posix(): sha256_file(file) for file in files}
         if not any(name.endswith(_WEIGHTS) for name in sums):
             raise ValueError(f"nothing is published: no {_WEIGHTS} file was written")
-        version = Version(
-            name=path.name,
-            path=path,
-            parent=ancestors[0] if ancestors else None,
-            ancestors=ancestors,
-            sha256=sums,
-            metrics=metrics,
-            fingerprints=fingerprints,
-        )
-        # Without the path: the registry may be moved.
-        told = {name: value for name, value in asdict(version).items() if name != "path"}
-        write_json(folder / TOLD, told)
+        about = {  # without the path: the registry may be moved
+            "name": path.name,
+            "parent": ancestors[0] if ancestors else None,
+            "ancestors": ancestors,
+            "sha256": sums,
+            "metrics": metrics,
+            "fingerprints": fingerprints,
+        }
+        write_json(folder / ABOUT, about)
     return read_version(path)
 
 
@@ -88,9 +77,9 @@ def read_version(path: Path) -> Version:
     at the moment.
     """
     try:
-        told = read_json(path / TOLD)
-        known = {field.name: told[field.name] for field in fields(Version) if field.name in told}
-        version = Version(**known | {"path": path, "ancestors": tuple(told["ancestors"])})
+        about = read_json(path / ABOUT)
+        known = {field.name: about[field.name] for field in fields(Version) if field.name in about}
+        version = Version(**known | {"path": path, "ancestors": tuple(about["ancestors"])})
         tables = (version.sha256, version.fingerprints)
         if version.name != path.name or not all(isinstance(table, dict) for table in tables):
             raise ValueError("it is of another version")
@@ -98,7 +87,7 @@ def read_version(path: Path) -> Version:
     except _GONE as error:
         raise ValueError(f"{path.parent} has no version {path.name}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path / TOLD} is damaged: roll back to another version") from error
+        raise ValueError(f"{path / ABOUT} is damaged: roll back to another version") from error
 
 
 def read_weights(version: Version) -> dict[str, Tensor]:
@@ -108,19 +97,16 @@ def read_weights(version: Version) -> dict[str, Tensor]:
     if one cannot be read at the moment.
     """
     tensors: dict[str, Tensor] = {}
-    for name, told in version.sha256.items():
+    for name, expected in version.sha256.items():
         file = version.path / name
         try:
-            if not name.endswith(_WEIGHTS):
-                whole = sha256_file(file) == told
-            else:
-                content = file.read_bytes()
-                whole = hashlib.sha256(content).hexdigest() == told
-                tensors |= safetensors.torch.load(content) if whole else {}
+            content = file.read_bytes()
+            if hashlib.sha256(content).hexdigest() != expected:
+                raise ValueError(f"{file} of {version.name} differs from its checksum")
+            if name.endswith(_WEIGHTS):
+                tensors |= safetensors.torch.load(content)
         except (*_GONE, SafetensorError) as error:
             raise ValueError(f"{file} of {version.name} cannot be read ({error})") from error
-        if not whole:
-            raise ValueError(f"{file} of {version.name} differs from its checksum")
     return tensors
 
 
@@ -130,17 +116,18 @@ def state_of(version: Version) -> tuple[Any, ...] | None:
     While it is the same, so are the contents: checksums need not be computed again.
     """
     try:
-        found = [os.stat(version.path / name) for name in version.sha256]
+        states = [os.stat(version.path / name) for name in version.sha256]
     except _GONE:
         return None
-    return tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in found)
+    return tuple((state.st_ino, state.st_size, state.st_mtime_ns) for state in states)
 
 
 def is_whole(version: Version) -> bool:
     """Whether every file has its checksum. Raises OSError if one cannot be read at the moment."""
     try:
         return all(
-            sha256_file(version.path / name) == told for name, told in version.sha256.items()
+            sha256_file(version.path / name) == expected
+            for name, expected in version.sha256.items()
         )
     except _GONE:
         return False

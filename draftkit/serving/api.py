@@ -1,113 +1,34 @@
 """The OpenAI API over an engine: `/v1/completions`, `/v1/chat/completions`, models, metrics.
 
-Here requests become jobs and pieces become answers, whole or as server-sent events; a client that
-leaves frees its rows. Every error is told in OpenAI's form with one line of reason. This module
-decodes nothing and knows no tokenizer's inside: see `engine`, `intake`, `protocol`, `replies`.
+Every error is told in OpenAI's form with one line of reason. This module decodes nothing and knows
+no tokenizer's inside: requests become jobs in `intake`, and pieces become answers in `delivery`.
 """
 
 import asyncio
 import math
 import time
-from collections.abc import Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from draftkit.config import SamplingConfig, ServeConfig
-from draftkit.serving.delivery import EventStream, Reader, WholeAnswer, failure_of
+from draftkit.serving.delivery import Answers, Delivery
 from draftkit.serving.engine import Engine
-from draftkit.serving.intake import Asked, Intake, UnknownModel
+from draftkit.serving.intake import Intake, no_model
 from draftkit.serving.jobs import Draining, QueueFull
 from draftkit.serving.limits import Limits
 from draftkit.serving.metrics import CONTENT_TYPE, Metrics
-from draftkit.serving.protocol import (
-    SHOWN,
-    BadRequest,
-    ChatRequest,
-    CompletionRequest,
-    explain,
-)
-from draftkit.serving.replies import Failed, json_response
-from draftkit.serving.streams import Answers, ClientLeft, unless_left
-from draftkit.serving.texts import Texts
+from draftkit.serving.protocol import SHOWN, ChatRequest, CompletionRequest, explain
+from draftkit.serving.wire import ApiError, json_response
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GRACE_SECONDS = 10.0  # beyond the deadline of a request, after which nobody waits for the engine
 
 
-class Service:
-    """What the routes of one app share."""
-
-    def __init__(self, engine: Engine, intake: Intake, metrics: Metrics, *, seconds: float) -> None:
-        """`seconds`: after which a request is given up whatever the engine does."""
-        self.engine = engine
-        self.intake = intake
-        self.metrics = metrics
-        self._seconds = seconds
-        self._turn = asyncio.Lock()  # to make a part of a whole answer
-
-    async def answer(self, request: Request, asked: Asked, began: float) -> Response:
-        """Submit the jobs; the whole answer, or the beginning of a stream."""
-        answers = self._submitted(asked)
-        reader = Reader(asked, answers, self.metrics, began)
-        if asked.streams:
-            return EventStream(reader, seconds=self._seconds)
-        is_whole = False
-        try:
-            async with asyncio.timeout(self._seconds):
-                await unless_left(request.receive, reader.all())
-            is_whole = True
-        except ClientLeft:
-            return Response(status_code=499)  # nobody reads it
-        except TimeoutError:
-            failed = failure_of("timeout")
-            assert failed is not None
-            raise failed from None
-        finally:
-            if not is_whole:
-                await reader.close()
-        return WholeAnswer(reader, turn=self._turn, seconds=self._seconds)
-
-    def _submitted(self, asked: Asked) -> Answers:
-        try:
-            return Answers(self.engine, asked.jobs)
-        except QueueFull as full:
-            seconds = str(max(1, math.ceil(full.retry_after)))
-            raise Failed(429, str(full), "queue_full", headers={"retry-after": seconds}) from full
-        except Draining as draining:
-            reason = "the server is stopping and takes no more requests"
-            raise Failed(503, reason, "draining", headers={"retry-after": "5"}) from draining
-        except ValueError as error:
-            raise BadRequest(" ".join(str(error).split())) from error
-
-
-def make_app(
-    engine: Engine,
-    texts: Texts,
-    settings: ServeConfig,
-    *,
-    sampling: SamplingConfig,
-    routes: Sequence[str],
-    model_name: str,
-    key: str | None,
-) -> FastAPI:
-    """The server's app.
-
-    sampling: of requests that name none; routes: what `X-Draftkit-Route` may say; key: None lets
-    everybody in, otherwise nothing but `/health` answers without it.
-    """
-    intake = Intake(
-        texts,
-        settings,
-        max_length=engine.max_length,
-        sampling=sampling,
-        routes=routes,
-        model_name=model_name,
-    )
-    metrics = Metrics(engine, model_name)
-    seconds = settings.request_seconds + GRACE_SECONDS
+def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
+    """The server's app. `key`: without it nothing but `/health` answers; None: there is none."""
+    settings, metrics = intake.settings, Metrics(engine, intake.model_name)
     app = FastAPI(
         title="draftkit",
         docs_url=None,  # these pages load scripts from afar
@@ -117,30 +38,44 @@ def make_app(
     )
     limits = {"key": key, "host": settings.host, "max_body_bytes": settings.max_body_bytes}
     app.add_middleware(Limits, **limits)
-    _add_generation(app, Service(engine, intake, metrics, seconds=seconds))
-    _add_information(app, engine, metrics, model_name)
+    _add_generation(app, engine, intake, metrics)
+    _add_information(app, engine, intake.model_name, metrics)
     _add_errors(app)
     return app
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
+def _add_generation(app: FastAPI, engine: Engine, intake: Intake, metrics: Metrics) -> None:
+    seconds = intake.settings.request_seconds + GRACE_SECONDS
+    turn = asyncio.Lock()  # to make a part of a whole answer
+
+    async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
+        began = time.monotonic()
+        prepared = await intake.prepare(body, request.headers, request.state.request_id)
+        try:
+            answers = Answers(engine, prepared, metrics, began=began)
+        except QueueFull as full:
+            retry = {"retry-after": str(max(1, math.ceil(full.retry_after)))}
+            raise ApiError(str(full), status=429, code="queue_full", headers=retry) from full
+        except Draining as draining:
+            reason = "the server is stopping and takes no more requests"
+            retry = {"retry-after": "5"}
+            raise ApiError(reason, status=503, code="draining", headers=retry) from draining
+        except ValueError as error:
+            raise ApiError(" ".join(str(error).split())) from error
+        return Delivery(answers, turn=turn, seconds=seconds)
+
     @app.post(COMPLETIONS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue texts."""
-        began = time.monotonic()
-        name = request.state.request_id
-        asked = await service.intake.completion(body, request.headers, name)
-        return await service.answer(request, asked, began)
+        return await answer(body, request)
 
     @app.post(CHAT)
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer in a conversation."""
-        began = time.monotonic()
-        asked = await service.intake.chat(body, request.headers, request.state.request_id)
-        return await service.answer(request, asked, began)
+        return await answer(body, request)
 
 
-def _add_information(app: FastAPI, engine: Engine, metrics: Metrics, model_name: str) -> None:
+def _add_information(app: FastAPI, engine: Engine, model_name: str, metrics: Metrics) -> None:
     model = {"id": model_name, "object": "model", "created": int(time.time())}
     model |= {"owned_by": "draftkit", "max_model_len": engine.max_length}
 
@@ -153,7 +88,7 @@ def _add_information(app: FastAPI, engine: Engine, metrics: Metrics, model_name:
     async def one_model(name: str) -> Response:
         """The model, if that is its name."""
         if name != model_name:
-            raise UnknownModel(name)
+            raise no_model(name)
         return json_response(model)
 
     @app.get("/health")
@@ -174,34 +109,26 @@ def _add_information(app: FastAPI, engine: Engine, metrics: Metrics, model_name:
 def _add_errors(app: FastAPI) -> None:
     bodies = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 
-    @app.exception_handler(Failed)
-    async def failed(_: Request, error: Failed) -> Response:
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> Response:
         return error.response
-
-    @app.exception_handler(BadRequest)
-    async def bad(_: Request, error: BadRequest) -> Response:
-        return Failed(400, str(error), error.code, param=error.param).response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        model = bodies.get(request.url.path, CompletionRequest)
-        return await bad(request, explain(error.errors(), model))
-
-    @app.exception_handler(UnknownModel)
-    async def unknown(_: Request, error: UnknownModel) -> Response:
-        message = f"there is no model {str(error)[:SHOWN]!r}: GET /v1/models lists what there is"
-        return Failed(404, message, "model_not_found", param="model").response
+        return explain(error.errors(), bodies[request.scope["path"]]).response
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
+        path, status = request.scope["path"][:SHOWN], error.status_code
         messages = {
             400: "the body is no JSON in UTF-8",
-            404: f"there is nothing at {request.url.path[:SHOWN]!r}",
-            405: f"{request.method} is not possible at {request.url.path[:SHOWN]!r}",
+            404: f"there is nothing at {path!r}",
+            405: f"{request.method} is not possible at {path!r}",
         }
-        message = messages.get(error.status_code, str(error.detail))
-        return Failed(error.status_code, message, None, headers=error.headers).response
+        message = messages.get(status, str(error.detail))
+        return ApiError(message, status=status, headers=error.headers).response
 
     @app.exception_handler(Exception)
     async def broken(_: Request, __: Exception) -> Response:
-        return Failed(500, "an error of the server, told in its log", "internal_error").response
+        message = "an error of the server, told in its log"
+        return ApiError(message, status=500, code="internal_error").response

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from draftkit.theory.acceptance import ratio_error
+from draftkit.theory.acceptance import Rate, rate_error
 
 KEPT = 4096  # requests that a mean is made of, the last ones
 REQUESTS = 20  # of each version, at least: of fewer the error of a mean is not known
@@ -19,7 +19,7 @@ WIDTH = 1.96  # standard errors: an equal version exceeds them on one side once 
 
 
 @dataclass
-class Served:
+class AcceptanceLog:
     """What one version was accepted for: tested positions and their acceptance, by request."""
 
     tested: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -33,9 +33,9 @@ class Served:
             self.acceptance.append(acceptance)
             self.positions += tested
 
-    def copy(self) -> "Served":
+    def copy(self) -> "AcceptanceLog":
         """What is known by now."""
-        return Served(self.tested.copy(), self.acceptance.copy(), self.positions)
+        return AcceptanceLog(self.tested.copy(), self.acceptance.copy(), self.positions)
 
     @property
     def mean(self) -> float:
@@ -46,7 +46,7 @@ class Served:
     def error(self) -> float:
         """The standard error of the mean over requests, of which there must be two."""
         totals = torch.tensor(self.acceptance, dtype=torch.float64)
-        return ratio_error(totals, torch.tensor(self.tested, dtype=torch.float64))
+        return rate_error(Rate(totals, torch.tensor(self.tested, dtype=torch.float64)))
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Verdict:
     reason: str
 
 
-def judge(*, new: Served, old: Served, positions: int) -> Verdict | None:
+def judge(*, new: AcceptanceLog, old: AcceptanceLog, positions: int) -> Verdict | None:
     """The verdict on `new` once it has `positions` tested positions; None as long as it is open.
 
     It goes only where it is surely worse: where the 95 % interval of the difference of the means
@@ -73,7 +73,7 @@ def judge(*, new: Served, old: Served, positions: int) -> Verdict | None:
     return Verdict(stays, f"{reason}: {change:+.4f} \u00b1{width:.4f}")
 
 
-def give_up(*, new: Served, rows: int, share: float, positions: int) -> Verdict | None:
+def give_up(*, new: AcceptanceLog, rows: int, share: float, positions: int) -> Verdict | None:
     """The end of a trial that the traffic does not decide; None while it still may.
 
     `rows` have begun since it did, of which `share` was meant for `new`. It goes where by one test

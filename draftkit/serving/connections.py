@@ -8,6 +8,7 @@ nothing any more. Nothing is logged of requests. Knows no routes and no engine.
 """
 
 import asyncio
+import os
 import resource
 import socket
 from collections.abc import Callable
@@ -142,22 +143,20 @@ def listen(host: str, port: int, *, stalled_seconds: float) -> socket.socket:
     """
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        made = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(f"serve.host={host}: no such address ({error.strerror})") from error
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    try:
+        made = socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise ValueError(
+            f"cannot listen on serve.host={host} serve.port={port} ({reason}): "
+            "stop what listens there, or give another (serve.port=0 takes any that is free)"
+        ) from error
     with suppress(AttributeError, OSError):  # Linux only
         milliseconds = int(stalled_seconds * 1000)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
-    try:
-        made.bind(address)
-        made.listen(2048)
-    except OSError as error:
-        made.close()
-        raise ValueError(
-            f"cannot listen on serve.host={host} serve.port={port} ({error.strerror}): "
-            "stop what listens there, or give another (serve.port=0 takes any that is free)"
-        ) from error
     made.setblocking(False)
     return made
 

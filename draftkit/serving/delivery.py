@@ -1,25 +1,30 @@
-"""From answers that grow to what is sent: whole, as server-sent events, or as an error.
+"""From the engine's thread to a client: answers as they arrive, whole or as server-sent events.
 
-Both are sent no faster than they are read, and made in parts between which others have their turn
-on the event loop. Latencies are measured on the way. Knows the shape of no answer (see `replies`)
-and no routes.
+The engine calls a listener and must never wait, so pieces land in a list and the event loop is
+woken. Nothing is sent faster than it is read, and what is sent is made in parts between which
+others have their turn on the loop. What gathers while a reader waits for its client is bounded:
+past the bound the jobs are cancelled. What gathers while the loop has other things to do is no
+fault of the reader. Knows the shape of no answer (see `replies`) and no routes.
 """
 
 import asyncio
+import functools
 import time
-from abc import abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from draftkit.serving.intake import Asked
+from draftkit.serving.engine import Engine
+from draftkit.serving.intake import Prepared
 from draftkit.serving.jobs import Piece, TokenScore
 from draftkit.serving.metrics import Metrics
-from draftkit.serving.replies import Failed, Json, bits, encode, in_utf8
-from draftkit.serving.streams import Answers, Arrival, ClientLeft, TooSlow, unless_left
+from draftkit.serving.wire import ApiError, Json, bits, encode, in_utf8
 
-DONE = b"data: [DONE]\n\n"
+BACKLOG = 25_000  # token scores and alternatives of a job, some 100 bytes each, that may wait
+TURNS = 3  # of the loop, in which a reader goes on whose client has made room
 EVENT = 1000  # token scores and alternatives of one event, from which on the next one begins
 PART = 16_384  # characters of a whole answer that are made at once, in a few ms
 # Why an answer may end without being one: status, message, code.
@@ -30,57 +35,101 @@ FAILURES = {
 }
 
 
-def failure_of(reason: str | None) -> Failed | None:
-    """What to tell where an answer ended for `reason`; None for one that is complete."""
-    if reason not in FAILURES:
-        return None
+def failure(reason: str) -> ApiError:
+    """What to tell where an answer ended for `reason`, a key of FAILURES."""
     status, message, code = FAILURES[reason]
     # A client that at once asked for the same again would only add to what made it late.
-    return Failed(status, message, code, headers={"x-should-retry": "false"})
+    return ApiError(message, status=status, code=code, headers={"x-should-retry": "false"})
 
 
-class Reader:
-    """Takes the answers to one request as they come, and measures how long they took."""
+class Answers:
+    """The answers to one request as they arrive. Belongs to the running loop."""
 
-    def __init__(self, asked: Asked, answers: Answers, metrics: Metrics, began: float) -> None:
-        """`began`: when the request came, in the clock time.monotonic()."""
-        self.asked = asked
-        self._answers = answers
+    def __init__(
+        self, engine: Engine, prepared: Prepared, metrics: Metrics, *, began: float
+    ) -> None:
+        """Submit the jobs; raises what `engine.submit` raises.
+
+        `began`: when the request came, by time.monotonic().
+        """
+        self.prepared = prepared
+        self._engine = engine
         self._metrics = metrics
         self._began = began
-        self._last: dict[int, float] = {}
+        self._last: dict[int, float] = {}  # time of each choice's last tokens
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[tuple[int, Piece, float]] = []  # choice, piece, when it came
+        self._backlog = 0
+        self._sends = 0
+        self._is_sending = self._is_judged = self._too_slow = False
+        self._arrived = asyncio.Event()
+        jobs = prepared.jobs
+        self._open = len(jobs)
+        listeners = [functools.partial(self._listen, index) for index in range(len(jobs))]
+        self._ids = engine.submit(jobs, listeners)
 
-    async def steps(self) -> AsyncIterator[list[tuple[int, Piece]]]:
-        """What has come since the last step: one piece for each choice, more of one that is long.
+    def _listen(self, index: int, piece: Piece) -> None:
+        """On the engine's thread. A loop that has closed has nobody left to tell."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._take, index, piece, time.monotonic())
 
-        Raises Failed where an answer will not be completed.
-        """
-        async for arrivals in self._arrivals():
-            by_choice: dict[int, list[Piece]] = {}
-            for index, piece, _ in arrivals:
-                by_choice.setdefault(index, []).append(piece)
-            yield [(index, one) for index, all_ in by_choice.items() for one in _joined(all_)]
+    def _take(self, index: int, piece: Piece, at: float) -> None:
+        if self._too_slow:
+            return
+        self._waiting.append((index, piece, at))
+        self._backlog += _entries(piece)
+        is_over = self._backlog > BACKLOG * len(self._ids)
+        if is_over and self._is_sending and not self._is_judged:
+            self._is_judged = True
+            self._loop.call_soon(self._judge, self._sends, TURNS)
+        self._arrived.set()
 
-    async def all(self) -> None:
-        """Wait for the whole of every answer. Raises Failed where there will be none."""
-        async for _ in self._arrivals():
-            pass
+    def _judge(self, send: int, turns: int) -> None:
+        """Give the reader up if it waits for the same `send` after so many turns of the loop."""
+        if send != self._sends or not self._is_sending:
+            self._is_judged = False
+        elif turns > 1:
+            self._loop.call_soon(self._judge, send, turns - 1)
+        else:
+            self._too_slow = True
+            self._waiting.clear()
+            self.cancel()
+            self._arrived.set()
 
     async def send(self, sending: Awaitable[None]) -> None:
-        """Wait for the client, which is too slow where too much arrives meanwhile."""
-        await self._answers.send(sending)
-
-    async def _arrivals(self) -> AsyncIterator[list[Arrival]]:
+        """Wait for the client to take something: the only time in which a reader is slow."""
+        self._sends += 1
+        self._is_sending = True
         try:
-            async for arrivals in self._answers.arrivals():
-                for index, piece, at in arrivals:
-                    self._measure(index, piece, at)
-                    self.asked.choices[index].push(piece)
-                    if failed := failure_of(piece.finish_reason):
-                        raise failed
-                yield arrivals
-        except TooSlow:
-            raise Failed(408, "the stream was read too slowly", "slow_reader") from None
+            await sending
+        finally:
+            self._is_sending = False
+
+    def cancel(self) -> None:
+        """Free the rows of the jobs that have not ended."""
+        if self._open:
+            self._engine.cancel(self._ids)
+
+    async def arrivals(self) -> AsyncIterator[dict[int, list[Piece]]]:
+        """All that has come since the last time, by choice, until every job has ended.
+
+        Raises ApiError where the reader fell behind, or an answer will not be completed.
+        """
+        while self._open:
+            await self._arrived.wait()
+            self._arrived.clear()
+            if self._too_slow:
+                raise ApiError("the stream was read too slowly", status=408, code="slow_reader")
+            arrived, self._waiting, self._backlog = self._waiting, [], 0
+            by_choice: dict[int, list[Piece]] = {}
+            for index, piece, at in arrived:
+                self._measure(index, piece, at)
+                self.prepared.choices[index].push(piece)
+                self._open -= piece.finish_reason is not None
+                if piece.finish_reason in FAILURES:
+                    raise failure(piece.finish_reason)
+                by_choice.setdefault(index, []).append(piece)
+            yield by_choice
 
     def _measure(self, index: int, piece: Piece, at: float) -> None:
         if count := len(piece.scores):
@@ -95,22 +144,32 @@ class Reader:
             self._metrics.ended(piece.finish_reason)
             self._metrics.whole.observe(at - self._began)
 
+    async def whole(self) -> None:
+        """Wait for the whole of every answer. Raises ApiError where there will be none."""
+        async for _ in self.arrivals():
+            pass
+
     @property
-    def used(self) -> Json:
-        read, written = self.asked.prompt_tokens, sum(c.tokens for c in self.asked.choices)
+    def usage(self) -> Json:
+        read = self.prepared.prompt_tokens
+        written = sum(choice.tokens for choice in self.prepared.choices)
         counts = {"prompt_tokens": read, "completion_tokens": written}
         return counts | {"total_tokens": read + written}
 
     async def close(self) -> None:
         """Free the rows of what has not ended, and one choice after the other: that takes time."""
-        self._answers.cancel()
-        for choice in self.asked.choices:
+        self.cancel()
+        for choice in self.prepared.choices:
             if choice.scores:
                 choice.scores.clear()
                 await asyncio.sleep(0)
 
 
-def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
+def _entries(piece: Piece) -> int:
+    return sum(1 + len(score.top) for score in piece.scores)
+
+
+def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """The pieces of a choice in as few as make events of bounded size."""
     texts: list[str] = []
     scores: list[TokenScore] = []
@@ -118,7 +177,7 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         texts.append(piece.text)
         scores += piece.scores
-        entries += sum(1 + len(score.top) for score in piece.scores)
+        entries += _entries(piece)
         if entries >= EVENT or piece.finish_reason is not None:
             yield Piece("".join(texts), tuple(scores), piece.finish_reason, piece.speculation)
             texts, scores, entries = [], [], 0
@@ -126,80 +185,99 @@ def _joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield Piece("".join(texts), tuple(scores))
 
 
-class Delivery(Response):
-    """Answers on their way to a client, no faster than it reads them."""
+async def unless_left(work: Coroutine[Any, Any, None], receive: Receive, *, seconds: float) -> bool:
+    """Whether `work` came to its end; it is stopped as soon as the client disconnects.
 
-    def __init__(self, reader: Reader, *, seconds: float, **headers: str) -> None:
-        """`seconds`: after which it is given up, its reader gone or asleep."""
-        super().__init__(headers={name.replace("_", "-"): value for name, value in headers.items()})
+    The body must have been received before. Raises what `work` raises, and TimeoutError.
+    """
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnect())]
+    try:
+        first = asyncio.FIRST_COMPLETED
+        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=first)
+        if not done:
+            raise TimeoutError
+        if tasks[0] in done:
+            tasks[0].result()
+        return tasks[0] in done
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Delivery(Response):
+    """Answers on their way to a client, as events or in one JSON value that is never held whole."""
+
+    def __init__(self, answers: Answers, *, turn: asyncio.Lock, seconds: float) -> None:
+        """`turn`: to make a part, of all whole answers.
+
+        `seconds`: after which an answer is given up that does not come, and one whose reader does
+        not take it.
+        """
+        self._streams = answers.prepared.streams
+        self.media_type = "text/event-stream" if self._streams else "application/json"
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=headers if self._streams else None)
         del self.headers["content-length"]
-        self._reader, self._seconds = reader, seconds
+        self._answers, self._turn, self._seconds = answers, turn, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it; stop where the client leaves."""
+        """Send all of it; stop where the client leaves or sleeps.
+
+        Raises ApiError, before anything is sent, where there will be no whole answer.
+        """
+        until = functools.partial(unless_left, receive=receive, seconds=self._seconds)
         try:
-            async with asyncio.timeout(self._seconds):
-                await unless_left(receive, self._send(send))
-        except (ClientLeft, TimeoutError):
-            pass
+            if not self._streams:
+                try:
+                    is_there = await until(self._answers.whole())
+                except TimeoutError:
+                    raise failure("timeout") from None
+                if not is_there:
+                    return
+            with suppress(TimeoutError):
+                await until(self._send_events(send) if self._streams else self._send_parts(send))
         finally:
-            await self._reader.close()
+            await self._answers.close()
 
     async def _start(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
         await send(start | {"headers": self.raw_headers})
 
-    @abstractmethod
-    async def _send(self, send: Send) -> None: ...
-
-
-class EventStream(Delivery):
-    """The answers as server-sent events, sent as they come."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, reader: Reader, *, seconds: float) -> None:
-        super().__init__(reader, seconds=seconds, cache_control="no-cache", x_accel_buffering="no")
-
-    async def _send(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> None:
         await self._start(send)
         async for event in self._events():
             message = {"type": "http.response.body", "body": event, "more_body": True}
-            await self._reader.send(send(message))
+            await self._answers.send(send(message))
             await asyncio.sleep(0)  # others have their turn
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        asked, form = self._reader.asked, self._reader.asked.form
-        for choice, echo in zip(asked.choices, asked.echoes, strict=True):
+        prepared, form = self._answers.prepared, self._answers.prepared.form
+        for choice in prepared.choices:
             if (opening := form.opening(choice)) is not None:
                 yield _event(opening)
-            if echo:
-                yield _event(form.piece(choice, Piece(echo, ())))
+            if choice.echo:
+                yield _event(form.piece(choice, Piece(choice.echo, ())))
         try:
-            async for step in self._reader.steps():
-                for index, piece in step:
-                    yield _event(form.piece(asked.choices[index], piece))
-        except Failed as failed:
-            yield _event(failed.body)
+            async for arrived in self._answers.arrivals():
+                for index, pieces in arrived.items():
+                    for piece in joined(pieces):
+                        yield _event(form.piece(prepared.choices[index], piece))
+        except ApiError as error:
+            yield _event(error.body)
             return
-        if asked.includes_usage:
-            yield _event(form.closing(self._reader.used))
+        if prepared.includes_usage:
+            yield _event(form.closing(self._answers.usage))
 
-
-class WholeAnswer(Delivery):
-    """The answers in one JSON value, which is made while it is sent and never held as a whole."""
-
-    media_type = "application/json"
-
-    def __init__(self, reader: Reader, *, turn: asyncio.Lock, seconds: float) -> None:
-        """`turn`: to make a part, of all answers."""
-        super().__init__(reader, seconds=seconds)
-        self._turn = turn
-
-    async def _send(self, send: Send) -> None:
-        asked, is_first, more = self._reader.asked, True, True
-        parts = _parts(asked.form.response(asked.choices, asked.echoes, self._reader.used))
+    async def _send_parts(self, send: Send) -> None:
+        prepared, is_first, more = self._answers.prepared, True, True
+        parts = _parts(prepared.form.response(prepared.choices, self._answers.usage))
         while more:
             async with self._turn:
                 began = time.thread_time()

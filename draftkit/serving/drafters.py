@@ -11,10 +11,8 @@ import logging
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from draftkit.config import GateConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import Proposer
 from draftkit.online.registry import Registry, Version
-from draftkit.serving.canary import Served, Verdict, give_up, judge
+from draftkit.serving.canary import AcceptanceLog, give_up, judge
 from draftkit.serving.weights import fitted, same
 
 START = "start"  # the version of weights that no registry has published
@@ -34,14 +32,6 @@ class _Stopped(Exception):
     """The watching ends while a version waits to be installed."""
 
 
-class Swapper(Protocol):
-    """Who can copy weights between rounds: a decoder."""
-
-    def swap(self, proposer_id: str, state_dict: dict[str, Tensor], version: str) -> None:
-        """Copy them in place."""
-        ...
-
-
 @dataclass
 class Role:
     """One proposer of a route and the version whose weights it has."""
@@ -49,7 +39,7 @@ class Role:
     proposer_id: str
     proposer: Proposer
     version: Version | None = None  # None: none of a registry
-    served: Served = field(default_factory=Served)  # by this version
+    acceptance: AcceptanceLog = field(default_factory=AcceptanceLog)  # of this version
 
 
 @dataclass
@@ -88,7 +78,8 @@ class Route:
         self.candidate = None if registry is None else role("candidate")
         self.tries = False  # whether the candidate gets rows
         self.rows = 0  # that have begun since it does
-        self.before: tuple[Version, Served] | None = None  # what a version on trial replaced
+        # What a version on trial has replaced, and how that was accepted.
+        self.before: tuple[Version, AcceptanceLog] | None = None
         self.refused: set[str] = set()
         self.seen: Hashable = None  # the pointers that have been followed
         self.trouble = ""  # with the registry, as it was told
@@ -98,14 +89,10 @@ class Route:
         """The current one, and the candidate if there can be one."""
         return [role for role in (self.current, self.candidate) if role is not None]
 
-
-@dataclass
-class SwapCounts:
-    """What became of the versions that were offered."""
-
-    swaps: int = 0
-    refused: int = 0
-    last_seconds: float = 0.0  # for which the rounds waited
+    def lacks(self, version: Version, role: Role) -> bool:
+        """Whether `version` is to be loaded for `role`."""
+        in_force = None if role.version is None else role.version.name
+        return version.name != in_force and version.name not in self.refused
 
 
 class Drafters:
@@ -124,17 +111,16 @@ class Drafters:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self.routes = {route.name: route for route in routes}
-        self.counts = SwapCounts()
+        self.swaps = self.refused = 0  # versions
+        self.last_swap_seconds = 0.0  # for which the rounds waited
         self.wake: Callable[[], None] = lambda: None
         self._gate = gate
         self._poll_seconds = poll_seconds
         self._draw = draw
-        self._swapper: Swapper | None = None
-        self._offers: deque[Offer] = deque()
-        self._lock = threading.Lock()  # of what is served and counted
+        self._offer: Offer | None = None
+        self._lock = threading.Lock()  # of versions in force and how they are accepted
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._installs_itself = True  # while no other thread decodes
 
     # For the thread that decodes
 
@@ -142,29 +128,48 @@ class Drafters:
         for route in self.routes.values():
             for role in route.roles:
                 decoder.attach(role.proposer_id, role.proposer)
-        self._swapper = decoder
+        self._decoder = decoder
 
-    def choose(self, route: str, *, seeded: bool) -> str:
-        """The proposer of a new row. A seeded one gets the current version, so that it repeats."""
-        found = self.routes[route]
-        found.rows += 1
-        role = found.candidate
-        if role is None or not found.tries or seeded:
-            return found.current.proposer_id
-        tries = self._draw() < self._gate.canary_fraction
-        return role.proposer_id if tries else found.current.proposer_id
+    def choose(self, name: str, *, seeded: bool) -> str:
+        """The proposer of a new row of the route `name`.
 
+        A seeded one gets the current version, so that it repeats.
+        """
+        route = self.routes[name]
+        route.rows += 1
+        may_try = route.tries and not seeded
+        if route.candidate is not None and may_try and self._draw() < self._gate.canary_fraction:
+            return route.candidate.proposer_id
+        return route.current.proposer_id
+
+    @torch.no_grad()
     def install(self) -> None:
         """Copy the weights that wait, if any; rows in flight go on and stay exact."""
-        while self._offers:
-            self._install(self._offers.popleft())
+        if (offer := self._offer) is None:
+            return
+        self._offer = None  # there is no other before this one is done
+        role, started = offer.role, time.perf_counter()
+        before = role.proposer.version
+        try:
+            self._decoder.swap(role.proposer_id, offer.weights, offer.version.name)
+            offer.installed = same(role.proposer.weights(), offer.weights)
+        except Exception:  # whatever it is, the rounds go on with what was in force
+            log.exception("version %s could not be copied", offer.version.name)
+        if not offer.installed:
+            self._decoder.swap(role.proposer_id, offer.previous, before)
+        with self._lock:
+            if offer.installed:
+                self.swaps += 1
+                role.version, role.acceptance = offer.version, AcceptanceLog()
+            self.last_swap_seconds = time.perf_counter() - started
+        offer.done.set()
 
-    def observe(self, route: str, version: str, *, tested: int, acceptance: float) -> None:
+    def observe(self, name: str, version: str, *, tested: int, acceptance: float) -> None:
         """Take in a finished row that one version alone drafted for, without a seed."""
         with self._lock:
-            for role in self.routes[route].roles:
+            for role in self.routes[name].roles:
                 if role.version is not None and role.version.name == version:
-                    role.served.add(tested, acceptance)
+                    role.acceptance.add(tested, acceptance)
                     return
 
     # For any thread
@@ -172,7 +177,7 @@ class Drafters:
     @property
     def waits(self) -> bool:
         """Whether there is something to install."""
-        return bool(self._offers)
+        return self._offer is not None
 
     def versions(self) -> dict[str, str]:
         """The version in force on each route."""
@@ -180,7 +185,6 @@ class Drafters:
 
     def start(self) -> None:
         """Follow the registries from now on; `install` must be called between rounds."""
-        self._installs_itself = False
         self._thread = threading.Thread(target=self._watch, name="drafters", daemon=True)
         self._thread.start()
 
@@ -188,6 +192,10 @@ class Drafters:
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(self._poll_seconds):
+            self.poll()
 
     def poll(self) -> None:
         """Follow every registry's pointers and judge what is on trial, once."""
@@ -204,44 +212,27 @@ class Drafters:
                         log.exception("route %s: its registry cannot be followed", route.name)
                     route.trouble = str(error)
 
-    def _watch(self) -> None:
-        while not self._stopping.wait(self._poll_seconds):
-            self.poll()
-
-    # Following
-
     def _follow(self, route: Route, registry: Registry, candidate: Role) -> None:
         pointers = registry.pointers()
         if pointers == route.seen:
             return
         current, tried = registry.current(), registry.candidate()
-        if current is not None and self._is_new(route, route.current, current):
-            self._replace(route, registry, current)
+        if current is not None and route.lacks(current, route.current):
+            before, acceptance = route.current.version, route.current.acceptance
+            if self._load(route, registry, route.current, current):
+                # On trial where no candidate came before it.
+                on_trial = self._gate.canary_fraction == 0
+                is_next = before is not None and before.name in current.ancestors
+                route.before = (before, acceptance) if before and is_next and on_trial else None
         if tried is None or (current is not None and tried.name == current.name):
             route.tries = False
         else:
             self._try(route, registry, candidate, tried)
         route.seen = pointers
 
-    def _is_new(self, route: Route, role: Role, version: Version) -> bool:
-        in_force = None if role.version is None else role.version.name
-        return version.name != in_force and version.name not in route.refused
-
-    def _replace(self, route: Route, registry: Registry, version: Version) -> None:
-        """Bring `version` into force, on trial where no candidate came before it."""
-        role = route.current
-        before = role.version
-        with self._lock:
-            served = role.served.copy()
-        if not self._load(route, registry, role, version):
-            return
-        is_next = before is not None and before.name in version.ancestors
-        on_trial = is_next and self._gate.canary_fraction == 0
-        route.before = (before, served) if before is not None and on_trial else None
-
     def _try(self, route: Route, registry: Registry, role: Role, version: Version) -> None:
         """Let `version` have its share of the rows, or all of them where nothing is tried first."""
-        is_new = self._is_new(route, role, version)
+        is_new = route.lacks(version, role)
         if is_new:
             route.tries = False
             self._load(route, registry, role, version)
@@ -251,100 +242,71 @@ class Drafters:
             registry.promote(version.name)
         else:
             if is_new:
-                with self._lock:
-                    route.current.served = Served()  # both see the same traffic from now on
+                with self._lock:  # both see the same traffic from now on
+                    route.current.acceptance = AcceptanceLog()
                     route.rows = 0
             route.tries = True
 
     def _load(self, route: Route, registry: Registry, role: Role, version: Version) -> bool:
         """Read, check and install `version`; False if it was refused."""
+        own = role.proposer.weights()
         try:
-            own = role.proposer.weights()
             weights = fitted(own, registry.read(version))
         except ValueError as error:
-            self._refuse(route, version, str(error))
-            return False
-        offer = Offer(role, version, weights, {name: own[name].clone() for name in own})
-        self._offers.append(offer)
-        if self._installs_itself:
-            self.install()
+            reason = str(error)
         else:
-            self.wake()
-        while not offer.done.wait(0.1):
-            if self._stopping.is_set():
-                raise _Stopped
-        if not offer.installed:
-            self._refuse(route, version, "its weights read back other than they were written")
-        return offer.installed
-
-    def _refuse(self, route: Route, version: Version, reason: str) -> None:
+            previous = {name: tensor.clone() for name, tensor in own.items()}
+            offer = self._offer = Offer(role, version, weights, previous)
+            if self._thread is None:  # no other thread decodes
+                self.install()
+            else:
+                self.wake()
+            while not offer.done.wait(0.1):
+                if self._stopping.is_set():
+                    raise _Stopped
+            if offer.installed:
+                return True
+            reason = "its weights read back other than they were written"
         route.refused.add(version.name)
-        with self._lock:
-            self.counts.refused += 1
-        serving = route.current.proposer.version
+        self.refused += 1
         log.error(
             "route %s: version %s is refused, %s goes on: %s",
             route.name,
             version.name,
-            serving,
+            route.current.proposer.version,
             reason,
         )
-
-    @torch.no_grad()
-    def _install(self, offer: Offer) -> None:
-        role, swapper = offer.role, self._swapper
-        assert swapper is not None
-        started = time.perf_counter()
-        before = role.proposer.version
-        try:
-            swapper.swap(role.proposer_id, offer.weights, offer.version.name)
-            offer.installed = same(role.proposer.weights(), offer.weights)
-        except Exception:  # whatever it is, the rounds go on with what was in force
-            log.exception("version %s could not be copied", offer.version.name)
-        if not offer.installed:
-            swapper.swap(role.proposer_id, offer.previous, before)
-        with self._lock:
-            if offer.installed:
-                self.counts.swaps += 1
-                role.version, role.served = offer.version, Served()
-            self.counts.last_seconds = time.perf_counter() - started
-        offer.done.set()
-
-    # Judging
+        return False
 
     def _judge(self, route: Route, registry: Registry, candidate: Role) -> None:
-        if route.tries and candidate.version is not None:
-            verdict = self._verdict(candidate, route.current.served) or give_up(
-                new=candidate.served,
-                rows=route.rows,
-                share=self._gate.canary_fraction,
-                positions=self._gate.canary_tokens,
-            )
-            if verdict is None:
-                return
-            if verdict.stays:
-                registry.promote(candidate.version.name)
-            else:
-                registry.withdraw(candidate.version.name, reason=verdict.reason)
-            route.tries = False
-            self._tell(route, candidate.version, verdict)
-            self._follow(route, registry, candidate)
-        elif route.before is not None and route.current.version is not None:
-            version, (before, served) = route.current.version, route.before
-            verdict = self._verdict(route.current, served)
-            if verdict is None:
-                return
-            if not verdict.stays:
-                registry.rollback(before.name, reason=verdict.reason)
-            route.before = None
-            self._tell(route, version, verdict)
-            self._follow(route, registry, candidate)
-
-    def _verdict(self, role: Role, old: Served) -> Verdict | None:
+        """Promote or withdraw a candidate, take back a version on trial, or leave that open."""
+        gate, before = self._gate, None
         with self._lock:
-            new, old = role.served.copy(), old.copy()
-        return judge(new=new, old=old, positions=self._gate.canary_tokens)
-
-    def _tell(self, route: Route, version: Version, verdict: Verdict) -> None:
+            if route.tries:
+                role, old = candidate, route.current.acceptance.copy()
+            elif route.before is not None:
+                role, (before, old) = route.current, route.before
+            else:
+                return
+            new = role.acceptance.copy()
+        verdict = judge(new=new, old=old, positions=gate.canary_tokens)
+        if verdict is None and before is None:
+            verdict = give_up(
+                new=new,
+                rows=route.rows,
+                share=gate.canary_fraction,
+                positions=gate.canary_tokens,
+            )
+        if verdict is None or role.version is None:
+            return
+        name = role.version.name
+        if before is None and verdict.stays:
+            registry.promote(name)
+        elif before is None:
+            registry.withdraw(name, reason=verdict.reason)
+        elif not verdict.stays:
+            registry.rollback(before.name, reason=verdict.reason)
+        route.tries, route.before = False, None
         fate = "stays" if verdict.stays else "goes"
-        log.warning("route %s: version %s %s: %s", route.name, version.name, fate, verdict.reason)
+        log.warning("route %s: version %s %s: %s", route.name, name, fate, verdict.reason)
+        self._follow(route, registry, candidate)

@@ -13,14 +13,15 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from draftkit.config import DecodeConfig, ServeConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.streaming import Decode
 from draftkit.evaluation.costs import measured_policy
 from draftkit.models.adapter import Adapter
-from draftkit.serving.answers import Answer, begin
+from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import Drafters
 from draftkit.serving.jobs import Counters, Draining, Job, Listener, Load, QueueFull
 from draftkit.serving.recorder import Recorder
@@ -30,6 +31,7 @@ IDLE_SECONDS = 1.0  # after which an engine without jobs shows that it lives
 STALLED_SECONDS = 120.0  # a round of compiled code may have to be compiled first
 MOST_ERRORS = 3  # rounds in a row that may fail
 REST_SECONDS = 10.0  # after so many, until the next job may show whether rounds succeed again
+LEAVING_SECONDS = 5.0  # for answers that are cancelled at the end
 ERROR_SECONDS = 0.1  # until the next try
 SEEDS = 1 << 63
 log = logging.getLogger(__name__)
@@ -66,9 +68,9 @@ class Engine:
                 f"online.buffer.top_k must be 0 or at least serve.top_logprobs = "
                 f"{serve.top_logprobs}, got {recorded}: both come from one list of a round"
             )
-        models = [target.max_positions]
-        models += [route.current.proposer.max_positions for route in drafters.routes.values()]
-        self.max_length = min(serve.max_length, *models)
+        proposers = [route.current.proposer for route in drafters.routes.values()]
+        contexts = [model.max_positions for model in (target, *proposers)]
+        self.max_length = min(serve.max_length, *contexts)
         self.decoder = Decoder(
             target,
             slots=serve.slots,
@@ -107,17 +109,19 @@ class Engine:
                 raise Draining("the server is about to stop")
             busy = len(self._waiting) + len(self._rows)
             if busy + len(jobs) > room:
-                raise QueueFull(self._retry_after())
+                turns = 1 + len(self._waiting) / self._serve.slots
+                raise QueueFull(min(60.0, max(1.0, turns * self._rows.job_seconds)))
+            numbers = range(self._next, self._next + len(jobs))
             answers = []
-            for job, listener in zip(jobs, listeners, strict=True):
+            for number, job, listener in zip(numbers, jobs, listeners, strict=True):
                 seed = secrets.randbelow(SEEDS) if job.seed is None else job.seed % SEEDS
                 answers.append(
-                    begin(self._next, job, listener, decode=self._decode, seed=seed, now=now)
+                    Answer(number, job, listener, decode=self._decode, seed=seed, now=now)
                 )
-                self._next += 1
+            self._next += len(jobs)
             self._waiting.extend(answers)
             self._changed.notify()
-        return [answer.number for answer in answers]
+        return list(numbers)
 
     def cancel(self, ids: Sequence[int]) -> None:
         """End jobs as "cancelled" at the next round; those that have ended are left alone."""
@@ -126,18 +130,17 @@ class Engine:
             self._changed.notify()
 
     def load(self) -> Load:
+        slots, draining = self._serve.slots, self._draining
         with self._changed:
-            return Load(
-                len(self._waiting), len(self._rows), self._serve.slots, draining=self._draining
-            )
+            return Load(len(self._waiting), len(self._rows), slots, draining)
 
     def counters(self) -> Counters:
         """All counts since the start."""
-        counts = self.drafters.counts
-        return self._rows.counting.snapshot(
-            swaps=counts.swaps,
-            refused=counts.refused,
-            swap_seconds=counts.last_seconds,
+        return replace(
+            self._rows.counters(),
+            swaps=self.drafters.swaps,
+            refused_versions=self.drafters.refused,
+            last_swap_seconds=self.drafters.last_swap_seconds,
             records_dropped=0 if self.recorder is None else self.recorder.dropped,
         )
 
@@ -170,21 +173,21 @@ class Engine:
         self.drafters.wake = self._wake
         self.drafters.start()
         if self.recorder is not None:
-            self.recorder.start(self.load, self._rows.counting.drafters)
+            self.recorder.start(self.load, lambda: self._rows.counters().drafters)
 
     def drain(self, seconds: float) -> bool:
         """Take no more jobs, wait for those there are, and cancel what is left after `seconds`.
 
         Returns whether all came to their own end. The engine still runs: `stop` it.
         """
-        deadline = self._clock() + seconds
         with self._changed:
             self._draining = True
             done = self._changed.wait_for(self._is_idle, timeout=seconds)
             if not done:
-                self._cancelled.update(answer.number for answer in self._answers())
+                left = [*self._waiting, *self._rows.answers]
+                self._cancelled.update(answer.number for answer in left)
                 self._changed.notify_all()
-                self._changed.wait_for(self._is_idle, timeout=max(5.0, deadline - self._clock()))
+                self._changed.wait_for(self._is_idle, timeout=LEAVING_SECONDS)
         return done
 
     def stop(self) -> None:
@@ -205,9 +208,6 @@ class Engine:
     def _is_idle(self) -> bool:
         return not self._waiting and not len(self._rows)
 
-    def _answers(self) -> list[Answer]:
-        return [*self._waiting, *self._rows.answers]
-
     def _check(self, job: Job) -> None:
         prompt, new = len(job.prompt_ids), job.max_new_tokens
         if prompt < 1 or new < 1:
@@ -225,10 +225,6 @@ class Engine:
         if job.top_logprobs > self._serve.top_logprobs:
             raise ValueError(f"at most {self._serve.top_logprobs} alternatives a token")
 
-    def _retry_after(self) -> float:
-        turns = 1 + len(self._waiting) / self._serve.slots
-        return min(60.0, max(1.0, turns * self._rows.job_seconds))
-
     # The thread
 
     def _run(self) -> None:
@@ -241,7 +237,7 @@ class Engine:
         finally:
             with self._changed:
                 self._draining = True  # nobody is there for new jobs
-            self._end({answer.number: reason for answer in self._answers()})
+            self._end(lambda _: reason)
 
     def _try_step(self) -> None:
         try:
@@ -249,7 +245,7 @@ class Engine:
         except Exception:  # not of a round: those end their own rows
             log.exception("the engine met an error between two rounds")
             self._rows.count_error()
-            self._end({answer.number: "error" for answer in self._answers()})
+            self._end(lambda _: "error")
             with self._changed:
                 self._changed.wait(ERROR_SECONDS)
 
@@ -271,23 +267,24 @@ class Engine:
         now = self._clock()
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
-            answers = self._answers()
-        reasons = {a.number: "cancelled" for a in answers if a.number in cancelled}
-        for answer in answers:
-            deadline = answer.job.deadline
-            if deadline is not None and now >= deadline:
-                reasons.setdefault(answer.number, "timeout")
-        if reasons:
-            self._end(reasons)
 
-    def _end(self, reasons: Mapping[int, str]) -> None:
+        def reason(answer: Answer) -> str | None:
+            deadline = answer.job.deadline
+            if answer.number in cancelled:
+                return "cancelled"
+            return "timeout" if deadline is not None and now >= deadline else None
+
+        self._end(reason)
+
+    def _end(self, reason_of: Callable[[Answer], str | None]) -> None:
+        """End the answers, waiting or running, that have a reason."""
         with self._changed:
-            gone = [answer for answer in self._waiting if answer.number in reasons]
-            for answer in gone:
+            ending = [(answer, reason) for answer in self._waiting if (reason := reason_of(answer))]
+            for answer, _ in ending:
                 self._waiting.remove(answer)
-        for answer in gone:
-            self._rows.finish(answer, answer.end(reasons[answer.number]))
-        self._rows.end(reasons)
+        for answer, reason in ending:
+            self._rows.finish(answer, answer.end(reason))
+        self._rows.end(reason_of)
 
     def _admit(self) -> None:
         """Let waiting jobs join, the longest waiting first."""

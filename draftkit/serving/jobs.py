@@ -3,6 +3,7 @@
 Plain values without models, files or HTTP: the engine makes them on its thread, others read them.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -59,7 +60,6 @@ class Speculation:
     accepted: int
     tested: int  # positions at which an acceptance test was made
     acceptance: float  # sum of sum_x min(p, q) over them
-    accept_counts: tuple[int, ...]  # rounds with 0..gamma accepted proposals
     version: str  # of the drafter, at the end
 
 
@@ -90,31 +90,39 @@ class Load:
     draining: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class DrafterCounters:
     """Sums since the start over the finished and running jobs of one route and version."""
 
     requests: int = 0  # finished, by whatever reason
-    tokens: int = 0
+    tokens: int = 0  # that listeners were told: no stop string takes them back, so it never falls
     rounds: int = 0
     drafts: int = 0  # rounds with proposals
     drafted: int = 0
     accepted: int = 0
-    accepted_per_position: tuple[int, ...] = ()
+    accepted_per_position: Counter[int] = field(default_factory=Counter)
     tested: int = 0
     acceptance: float = 0.0
     seconds: float = 0.0  # of its rounds, whose time their rows share
 
 
-@dataclass(frozen=True)
-class Counters:
-    """A snapshot of all counts since the start."""
+DrafterKey = tuple[str, str]  # route and version
 
-    drafters: dict[tuple[str, str], DrafterCounters] = field(default_factory=dict)
+
+@dataclass
+class Counters:
+    """All counts since the start."""
+
+    drafters: dict[DrafterKey, DrafterCounters] = field(
+        default_factory=lambda: defaultdict(DrafterCounters)
+    )
     prompt_tokens: int = 0
-    generated_tokens: int = 0
+    errors: int = 0  # rounds that failed
     swaps: int = 0
     refused_versions: int = 0
     last_swap_seconds: float = 0.0  # for which rounds waited
     records_dropped: int = 0
-    errors: int = 0  # rounds that failed
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(drafter.tokens for drafter in self.drafters.values())

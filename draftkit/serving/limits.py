@@ -9,20 +9,16 @@ import asyncio
 import hmac
 import ipaddress
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftkit.serving.protocol import SHOWN
-from draftkit.serving.replies import Failed
+from draftkit.serving.wire import ApiError
 
 BODY_SECONDS = 30.0  # in which a body must have arrived
 OPEN_PATHS = ("/health",)  # answered without the key
 REFUSAL = "refusal"  # in a request's state: why the connection takes no more of its body
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class Limits:
@@ -34,7 +30,7 @@ class Limits:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         *,
         key: str | None,
         max_body_bytes: int,
@@ -47,116 +43,106 @@ class Limits:
         this server's address: without a key `Host` must be an address, localhost, or `host`.
         """
         self._app = app
-        self._host = host.lower()
+        self._hosts = ("", "localhost", host.lower())  # no header is no browser's
         self._key = None if key is None else key.encode()
         self._max_body_bytes = max_body_bytes
         self._body_seconds = body_seconds
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        name = secrets.token_hex(12)
-        scope.setdefault("state", {})["request_id"] = name
-        unread = _has_body(scope)
+        request, name = Request(scope, receive), secrets.token_hex(12)
+        request.state.request_id = name
+        length = _header(request, "content-length")
+        is_unread = bool(_header(request, "transfer-encoding")) or length not in ("", "0")
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 own = [(b"x-request-id", f"req-{name}".encode())]
-                if unread:
+                if is_unread:
                     own.append((b"connection", b"close"))
                 message["headers"] = [*message.get("headers", []), *own]
             await send(message)
 
         try:
-            self._check_key(scope)
-            if scope["method"] == "POST":
-                self._check_kind(scope)
-                body = await self._body(scope, receive)
-                if body is None:
-                    return None  # the client has left
-                receive, unread = _replay(body, receive), False
-        except Failed as failed:
-            return await failed.response(scope, receive, named)
+            self._check_key(request)
+            if request.method == "POST":
+                self._check_kind(request)
+                receive, is_unread = _replay(await self._body(request), receive), False
+        except ApiError as error:
+            return await error.response(scope, receive, named)
+        except ClientDisconnect:
+            return None
         return await self._app(scope, receive, named)
 
-    def _check_key(self, scope: MutableMapping[str, Any]) -> None:
-        if scope["path"] in OPEN_PATHS:
+    def _check_key(self, request: Request) -> None:
+        if request.scope["path"] in OPEN_PATHS:
             return
         if self._key is None:
-            return self._check_host(_header(scope, b"host").decode("latin-1"))
-        given = _header(scope, b"authorization")
-        kind, _, word = given.partition(b" ")
-        right = hmac.compare_digest(word.strip(), self._key)
-        if kind.lower() != b"bearer" or not right:
-            raise Failed(
-                401,
+            return self._check_host(_header(request, "host"))
+        kind, _, word = _header(request, "authorization").partition(" ")
+        is_right = hmac.compare_digest(word.strip().encode("latin-1"), self._key)
+        if kind.lower() != "bearer" or not is_right:
+            raise ApiError(
                 "the API key is missing or wrong: send Authorization: Bearer KEY",
-                "invalid_api_key",
+                status=401,
+                code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
 
     def _check_host(self, given: str) -> None:
-        """No header is no browser's."""
         host = hostname(given)
-        if host and host not in ("localhost", self._host) and not _is_address(host):
-            raise Failed(
-                403,
-                f"Host {host[:SHOWN]!r} needs a key: set DRAFTKIT_API_KEY at the server and send "
-                "it, or ask at an address or at serve.host",
-                "unknown_host",
-            )
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            if host not in self._hosts:
+                raise ApiError(
+                    f"Host {host[:SHOWN]!r} needs a key: set DRAFTKIT_API_KEY at the server and "
+                    "send it, or ask at an address or at serve.host",
+                    status=403,
+                    code="unknown_host",
+                ) from None
 
-    def _check_kind(self, scope: MutableMapping[str, Any]) -> None:
-        kind, _, parameters = _header(scope, b"content-type").lower().partition(b";")
-        charset = parameters.replace(b'"', b"").replace(b" ", b"")
-        known = charset in (b"", b"charset=utf-8", b"charset=utf8")
-        if kind.strip() != b"application/json" or not known or _header(scope, b"content-encoding"):
-            raise Failed(
-                415,
+    def _check_kind(self, request: Request) -> None:
+        kind, _, parameters = _header(request, "content-type").lower().partition(";")
+        charset = parameters.replace('"', "").replace(" ", "")
+        is_json = kind.strip() == "application/json"
+        is_plain = charset in ("", "charset=utf-8", "charset=utf8")
+        if not (is_json and is_plain) or _header(request, "content-encoding"):
+            raise ApiError(
                 "the body must be plain JSON in UTF-8: send Content-Type: application/json",
-                "unsupported_media_type",
+                status=415,
+                code="unsupported_media_type",
             )
 
-    async def _body(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes | None:
-        """The whole body, or None where the client has left before its end."""
-        declared = _header(scope, b"content-length")
+    async def _body(self, request: Request) -> bytes:
+        """The whole body. Raises ClientDisconnect where the client leaves before its end."""
+        too_large = ApiError(
+            f"the body exceeds {self._max_body_bytes} bytes (serve.max_body_bytes)",
+            status=413,
+            code="too_large",
+        )
+        declared = _header(request, "content-length")
         if declared.isdigit() and int(declared[:20]) > self._max_body_bytes:
-            raise self._too_large()
-        body, more = bytearray(), True
+            raise too_large
+        body = bytearray()
         try:
             async with asyncio.timeout(self._body_seconds):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    body += message.get("body", b"")
-                    more = message.get("more_body", False)
+                async for part in request.stream():
+                    body += part
                     if len(body) > self._max_body_bytes:
-                        raise self._too_large()
-                    if more and (reason := scope["state"].get(REFUSAL)):
-                        raise Failed(413, reason, "too_many_chunks")
+                        raise too_large
+                    if reason := getattr(request.state, REFUSAL, None):
+                        raise ApiError(reason, status=413, code="too_many_chunks")
         except TimeoutError:
             reason = f"the body did not arrive within {self._body_seconds:g} s"
-            raise Failed(408, reason, "slow_body") from None
+            raise ApiError(reason, status=408, code="slow_body") from None
         return bytes(body)
 
-    def _too_large(self) -> Failed:
-        return Failed(
-            413,
-            f"the body exceeds {self._max_body_bytes} bytes (serve.max_body_bytes)",
-            "too_large",
-        )
 
-
-def _header(scope: MutableMapping[str, Any], name: bytes) -> bytes:
-    """A header's value; empty where it is absent, or given twice and so ambiguous."""
-    found = [value for key, value in scope["headers"] if key == name]
-    return found[0] if len(found) == 1 else b", ".join(found)
-
-
-def _has_body(scope: MutableMapping[str, Any]) -> bool:
-    in_chunks = bool(_header(scope, b"transfer-encoding"))
-    return in_chunks or _header(scope, b"content-length") not in (b"", b"0")
+def _header(request: Request, name: str) -> str:
+    """A header's value; several are joined, and so are none that is known."""
+    return ", ".join(request.headers.getlist(name))
 
 
 def hostname(given: str) -> str:
@@ -164,14 +150,6 @@ def hostname(given: str) -> str:
     if given.startswith("["):
         return given[1:].partition("]")[0].lower()
     return given.partition(":")[0].lower().removesuffix(".")
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -5,19 +5,16 @@ are observed as answers are sent. Everything lives in a registry of its own.
 """
 
 from collections import Counter as Tally
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily as COUNTER
+from prometheus_client.core import GaugeMetricFamily as GAUGE
+from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from draftkit.serving.engine import Engine
-from draftkit.serving.jobs import DrafterCounters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)  # seconds
@@ -75,81 +72,76 @@ class _Engine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of the engine."""
-        yield from self._load()
-        yield from self._totals()
-        yield from self._by_version()
+        load, counts = self._engine.load(), self._engine.counters()
+        drafters = dict(sorted(counts.drafters.items()))
+        versions = sorted(self._engine.versions().items())
+        accepted: Tally[int] = Tally()
+        for drafter in drafters.values():
+            accepted.update(drafter.accepted_per_position)
 
-    def _load(self) -> Iterator[Metric]:
-        load = self._engine.load()
-        yield self._gauge("vllm:num_requests_running", "Answers being decoded.", load.running)
-        yield self._gauge("vllm:num_requests_waiting", "Answers that wait.", load.queued)
-        yield self._gauge("draftkit:slots", "Answers that can be decoded at once.", load.slots)
+        def total(name: str) -> int:
+            return sum(getattr(drafter, name) for drafter in drafters.values())
 
-    def _totals(self) -> Iterator[Metric]:
-        counts = self._engine.counters()
-        drafters = list(counts.drafters.values())
+        for name, what, value in (
+            ("vllm:num_requests_running", "Answers being decoded.", load.running),
+            ("vllm:num_requests_waiting", "Answers that wait.", load.queued),
+            ("draftkit:slots", "Answers that can be decoded at once.", load.slots),
+            (
+                "draftkit:last_swap_seconds",
+                "Rounds waited for the last swap.",
+                counts.last_swap_seconds,
+            ),
+        ):
+            yield self._family(GAUGE, name, what, {(): value})
         spec = "vllm:spec_decode_num_"
         for name, what, value in (
             ("vllm:prompt_tokens", "Tokens of prompts.", counts.prompt_tokens),
             ("vllm:generation_tokens", "Tokens of answers.", counts.generated_tokens),
-            (f"{spec}drafts", "Rounds with proposals.", sum(d.drafts for d in drafters)),
-            (f"{spec}draft_tokens", "Tokens proposed.", sum(d.drafted for d in drafters)),
-            (f"{spec}accepted_tokens", "Of them accepted.", sum(d.accepted for d in drafters)),
+            (f"{spec}drafts", "Rounds with proposals.", total("drafts")),
+            (f"{spec}draft_tokens", "Tokens proposed.", total("drafted")),
+            (f"{spec}accepted_tokens", "Of them accepted.", total("accepted")),
             ("draftkit:swaps", "Drafter versions taken into service.", counts.swaps),
             ("draftkit:refused_versions", "Versions not fit to serve.", counts.refused_versions),
             ("draftkit:records_dropped", "Records lost to a full queue.", counts.records_dropped),
             ("draftkit:failed_rounds", "Rounds that ended in an error.", counts.errors),
         ):
-            family = CounterMetricFamily(name, what, labels=["model_name"])
-            family.add_metric([self._name], value)
-            yield family
-        yield self._gauge(
-            "draftkit:last_swap_seconds",
-            "Rounds waited for the last swap.",
-            counts.last_swap_seconds,
-        )
-        yield self._per_position(drafters)
-
-    def _per_position(self, drafters: list[DrafterCounters]) -> Metric:
-        accepted: Tally[int] = Tally()
-        for drafter in drafters:
-            accepted.update(dict(enumerate(drafter.accepted_per_position)))
-        family = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            yield self._family(COUNTER, name, what, {(): value})
+        yield self._family(
+            COUNTER,
+            f"{spec}accepted_tokens_per_pos",
             "Accepted tokens by place in the draft.",
-            labels=["model_name", "position"],
+            {(str(position),): accepted[position] for position in sorted(accepted)},
+            "position",
         )
-        for position in sorted(accepted):
-            family.add_metric([self._name, str(position)], accepted[position])
-        return family
+        yield self._family(
+            GAUGE,
+            "draftkit:alpha",
+            "Mean of sum_x min(p, q) over tested positions.",
+            {key: one.acceptance / one.tested for key, one in drafters.items() if one.tested},
+            "route",
+            "version",
+        )
+        for name, what in (
+            ("requests", "Answers ended."),
+            ("tested", "Positions tested."),
+            ("drafted", "Tokens proposed."),
+            ("accepted", "Of them kept."),
+        ):
+            values = {key: getattr(drafter, name) for key, drafter in drafters.items()}
+            yield self._family(COUNTER, f"draftkit:{name}", what, values, "route", "version")
+        yield self._family(
+            InfoMetricFamily,
+            "draftkit:drafter_version",
+            "The drafter in force.",
+            {(route,): {"version": version} for route, version in versions},
+            "route",
+        )
 
-    def _by_version(self) -> Iterator[Metric]:
-        labels = ["model_name", "route", "version"]
-        alpha = GaugeMetricFamily(
-            "draftkit:alpha", "Mean of sum_x min(p, q) over tested positions.", labels=labels
-        )
-        families = {
-            "requests": CounterMetricFamily("draftkit:requests", "Answers ended.", labels=labels),
-            "tested": CounterMetricFamily("draftkit:tested", "Positions tested.", labels=labels),
-            "drafted": CounterMetricFamily("draftkit:drafted", "Tokens proposed.", labels=labels),
-            "accepted": CounterMetricFamily("draftkit:accepted", "Of them kept.", labels=labels),
-        }
-        for (route, version), counts in sorted(self._engine.counters().drafters.items()):
-            values = [self._name, route, version]
-            if counts.tested:
-                alpha.add_metric(values, counts.acceptance / counts.tested)
-            for name, family in families.items():
-                family.add_metric(values, getattr(counts, name))
-        yield alpha
-        yield from families.values()
-        info = InfoMetricFamily(
-            "draftkit:drafter_version", "The drafter in force.", labels=["model_name", "route"]
-        )
-        for route, version in sorted(self._engine.versions().items()):
-            info.add_metric([self._name, route], {"version": version})
-        yield info
-
-    def _gauge(self, name: str, what: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, what, labels=["model_name"])
-        family.add_metric([self._name], value)
+    def _family(
+        self, kind: Any, name: str, what: str, values: Mapping[Any, Any], *labels: str
+    ) -> Metric:
+        """`values`: by the tuple of their `labels`."""
+        family = kind(name, what, labels=["model_name", *labels])
+        for label_values, value in values.items():
+            family.add_metric([self._name, *label_values], value)
         return family

@@ -15,21 +15,14 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from draftkit.config import SamplingConfig
+from draftkit.serving.wire import ApiError
 
 LARGEST_SEED = 2**63 - 1
 MOST_STOPS = 16
+COMPLETION_TOKENS = 16  # where a completion names no bound, as OpenAI's
 MOST_PROMPTS = 4096  # no longer list is looked through
 _PARTS = ("role", "content", "type", "text")  # of a message, that an error may lie in
 SHOWN = 60  # characters of a wrong value that an error message repeats
-
-
-class BadRequest(ValueError):
-    """A request that can never be answered, and which parameter is to blame."""
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
 
 
 def _known_temperature(value: object) -> object:
@@ -134,22 +127,22 @@ class GenerationRequest(BaseModel):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage. Raises BadRequest for options without a stream."""
+        """Whether a stream ends with the usage. Raises ApiError for options without a stream."""
         if self.stream_options is None:
             return False
         if not self.stream:
-            raise BadRequest("stream_options needs stream to be true", param="stream_options")
+            raise ApiError("stream_options needs stream to be true", param="stream_options")
         return bool(self.stream_options.include_usage)
 
     def sampling(self, served: SamplingConfig) -> SamplingConfig:
         """The served sampling with what the request names in its place."""
-        asked: dict[str, Any] = {
+        named: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "repetition_penalty": self.repetition_penalty,
         }
-        return replace(served, **{k: v for k, v in asked.items() if v is not None})
+        return replace(served, **{k: v for k, v in named.items() if v is not None})
 
 
 class CompletionRequest(GenerationRequest):
@@ -172,16 +165,25 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """One text or list of ids for each prompt."""
-        found: Any = self.prompt
-        is_one = isinstance(found, str) or isinstance(found[0], int)
-        return [found] if is_one else found
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+        return [prompt] if is_one else prompt
+
+    @property
+    def most_tokens(self) -> int:
+        return self.max_tokens or COMPLETION_TOKENS
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many likeliest tokens each one is shown with; None: not even its own score."""
+        return self.logprobs
 
     def check(self) -> None:
-        """Raise BadRequest for parameters that contradict each other."""
+        """Raise ApiError for parameters that contradict each other."""
         if self.best_of not in (None, self.choices):
-            raise BadRequest(f"best_of must equal n, got {self.best_of}", param="best_of")
+            raise ApiError(f"best_of must equal n, got {self.best_of}", param="best_of")
         if self.echo and self.logprobs is not None:
-            raise BadRequest(
+            raise ApiError(
                 "echo with logprobs is not supported: tokens of the prompt are not scored",
                 param="echo",
             )
@@ -233,12 +235,17 @@ class ChatRequest(GenerationRequest):
         """The bound on the answer under either name, None for what fits."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def alternatives(self) -> int | None:
+        """As a completion's."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     def check(self) -> None:
-        """Raise BadRequest for parameters that contradict each other."""
+        """Raise ApiError for parameters that contradict each other."""
         if self.top_logprobs and not self.logprobs:
-            raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.max_tokens is not None and self.max_tokens != self.most_tokens:
-            raise BadRequest(
+            raise ApiError(
                 f"max_tokens {self.max_tokens} and max_completion_tokens {self.most_tokens} differ",
                 param="max_tokens",
             )
@@ -249,7 +256,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def explain(errors: Sequence[Mapping[str, Any]], request: type[BaseModel]) -> BadRequest:
+def explain(errors: Sequence[Mapping[str, Any]], request: type[BaseModel]) -> ApiError:
     """The one line about a body that `request` refuses, from pydantic's list of `errors`.
 
     Of several errors the first one counts.
@@ -258,23 +265,23 @@ def explain(errors: Sequence[Mapping[str, Any]], request: type[BaseModel]) -> Ba
     place, known = [str(part) for part in error["loc"][1:]], request.model_fields
     if error["type"] == "json_invalid":
         reason = error.get("ctx", {}).get("error", "malformed")
-        return BadRequest(f"the body is no JSON: {reason}", code="invalid_json")
+        return ApiError(f"the body is no JSON: {reason}", code="invalid_json")
     if not place:
-        return BadRequest("the body must be a JSON object", code="invalid_body")
+        return ApiError("the body must be a JSON object", code="invalid_body")
     name = place[0]
     if name not in known:
         near = difflib.get_close_matches(name[:SHOWN], known, n=1)
         hint = f": did you mean {near[0]}?" if near else ""
-        return BadRequest(
+        return ApiError(
             f"there is no parameter {_shown(name)}{hint}",
             param=name[:SHOWN],
             code="unknown_parameter",
         )
     if error["type"] == "missing" and len(place) == 1:
-        return BadRequest(f"{name} is missing", param=name, code="missing_parameter")
+        return ApiError(f"{name} is missing", param=name, code="missing_parameter")
     # Of the alternatives of a type pydantic names each: no word to a client.
     plain = list(itertools.takewhile(lambda part: part.isdigit() or part in _PARTS, place[1:]))
     where = f" (at {'.'.join([name, *plain])})" if plain else ""
-    return BadRequest(
+    return ApiError(
         f"{name} must {known[name].description}, got {_shown(error['input'])}{where}", param=name
     )

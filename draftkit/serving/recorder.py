@@ -13,38 +13,23 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
 
 from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
-from draftkit.decoding.trace import TraceRound
 from draftkit.distillation.samplers import verdicts
 from draftkit.online.buffer import UPKEEP_SECONDS, Buffer, Entry, Served
-from draftkit.serving.jobs import DrafterCounters, Job, Load
+from draftkit.serving.answers import Answer
+from draftkit.serving.jobs import DrafterCounters, DrafterKey, Job, Load
 
 BATCH = 64  # records of a transaction, at most
 GATHER_SECONDS = 0.25  # for which a batch is gathered, as each costs a flush to the disk
 TELL_SECONDS = 1.0  # between two tellings of counts and load
 CLOSE_SECONDS = 10.0  # for what is still in the queue at the end
 log = logging.getLogger(__name__)
-
-Likeliest = tuple[np.ndarray, np.ndarray, np.ndarray]  # ids, log-probs [N, k], tails [N]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answered:
-    """A finished answer, as it is handed over; the work of making a record of it comes later."""
-
-    job: Job
-    seed: int
-    output_ids: list[int]
-    steps: list[TraceRound]
-    likeliest: list[Likeliest]  # of each round
-    version: str
-    seconds: float  # unix time
 
 
 class Recorder:
@@ -64,8 +49,8 @@ class Recorder:
         self._fraction = settings.fraction
         self._draw = draw
         self._clock = clock
-        self._queue: queue.Queue[Answered] = queue.Queue(settings.queue)
-        self._told: dict[tuple[str, str], DrafterCounters] = {}
+        self._queue: queue.Queue[Answer] = queue.Queue(settings.queue)
+        self._written: dict[DrafterKey, DrafterCounters] = {}
         self._failing = False
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -79,24 +64,23 @@ class Recorder:
         """Whether the answer to `job` is to be offered. Drawn anew in every call."""
         return job.records and self._draw() < self._fraction
 
-    def offer(self, answered: Answered) -> None:
-        """Take an answer, or count it as dropped; never waits."""
-        if not answered.job.records or not answered.output_ids:
+    def offer(self, answer: Answer) -> None:
+        """Take a finished answer, or count it as dropped; never waits."""
+        if not answer.job.records or not answer.completion.output_ids:
             return
         try:
-            self._queue.put_nowait(answered)
+            self._queue.put_nowait(answer)
         except queue.Full:
             self._refused += 1
 
     def start(
         self,
         load: Callable[[], Load],
-        counters: Callable[[], Mapping[tuple[str, str], DrafterCounters]],
+        counters: Callable[[], Mapping[DrafterKey, DrafterCounters]],
     ) -> None:
         """Write from now on, also what `load` and `counters` say, and delete what is too old."""
-        self._thread = threading.Thread(
-            target=self._run, args=(load, counters), name="recorder", daemon=True
-        )
+        self._load, self._counters = load, counters
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -105,17 +89,13 @@ class Recorder:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(
-        self,
-        load: Callable[[], Load],
-        counters: Callable[[], Mapping[tuple[str, str], DrafterCounters]],
-    ) -> None:
-        told = maintained = -math.inf
+    def _run(self) -> None:
+        counted = maintained = -math.inf
         while not self._stopping.is_set():
             self._write(self._gather())
-            if self._clock() >= told + TELL_SECONDS:
-                told = self._clock()
-                self._tell(load(), counters())
+            if self._clock() >= counted + TELL_SECONDS:
+                counted = self._clock()
+                self._write_counts()
             if self._clock() >= maintained + UPKEEP_SECONDS:
                 maintained = self._clock()
                 self._try(self._store.maintain)
@@ -123,49 +103,39 @@ class Recorder:
         while not self._queue.empty() and self._clock() < deadline:
             self._write(self._gather())
         self._lost += self._queue.qsize()
-        self._tell(load(), counters())
+        self._write_counts()
 
-    def _gather(self) -> list[Answered]:
+    def _gather(self) -> list[Answer]:
         """The next batch, perhaps empty."""
-        batch: list[Answered] = []
-        deadline = self._clock() + GATHER_SECONDS
-        while len(batch) < BATCH:
-            left = deadline - self._clock()
-            waits = left > 0 and not self._stopping.is_set()
-            try:
-                batch.append(self._queue.get(timeout=left) if waits else self._queue.get_nowait())
-            except queue.Empty:
-                if not waits:
-                    break
-        return batch
+        if self._queue.qsize() < BATCH:
+            self._stopping.wait(GATHER_SECONDS)
+        return [self._queue.get_nowait() for _ in range(min(BATCH, self._queue.qsize()))]
 
-    def _write(self, batch: Sequence[Answered]) -> None:
+    def _write(self, batch: Sequence[Answer]) -> None:
         """Store them together; one that makes no record is lost alone."""
         if not batch:
             return
         try:
-            written = self._try(
-                lambda: self._store.append([entry(found) for found in batch]), OSError
-            )
+            is_written = self._try(lambda: self._store.append(list(map(entry, batch))), OSError)
         except Exception as error:
             if len(batch) > 1:
                 for one in batch:
                     self._write([one])
                 return
             log.error("an answer cannot be recorded: %s", error)
-            written = False
-        if not written:
+            is_written = False
+        if not is_written:
             self._lost += len(batch)
 
-    def _tell(self, load: Load, counters: Mapping[tuple[str, str], DrafterCounters]) -> None:
-        """Write what has been counted since the last time."""
+    def _write_counts(self) -> None:
+        """Store how busy the server is, and what has been counted since the last time."""
+        load, counters = self._load(), self._counters()
+        before = {key: self._written.get(key, DrafterCounters()) for key in counters}
         rows = [
-            served(route, version, now, self._told.get((route, version), DrafterCounters()))
-            for (route, version), now in counters.items()
-            if now != self._told.get((route, version))
+            served(*key, now, before[key]) for key, now in counters.items() if now != before[key]
         ]
         if rows and self._try(lambda: self._store.add_served(rows)):
-            self._told = dict(counters)
+            self._written = dict(counters)
         self._try(lambda: self._store.set_load(queued=load.queued, running=load.running))
 
     def _try(self, write: Callable[[], None], expected: type[Exception] = Exception) -> bool:
@@ -183,30 +153,32 @@ class Recorder:
         return True
 
 
-def entry(answered: Answered) -> Entry:
-    """What the buffer keeps of an answer."""
-    job, count = answered.job, len(answered.output_ids)
-    proposals, rejected = verdicts(answered.steps)  # those of a stop string's end are cut off
+def entry(answer: Answer) -> Entry:
+    """What the buffer keeps of a finished answer."""
+    job, completion = answer.job, answer.completion
+    count = len(completion.output_ids)
+    proposals, rejected = verdicts(completion.steps)  # those of a stop string's end are cut off
     scores: dict[str, Any] = {}
-    if answered.likeliest:
-        parts = zip(*answered.likeliest, strict=True)
+    if answer.likeliest:
+        parts = zip(*answer.likeliest, strict=True)
         names = ("topk_ids", "topk_log_probs", "tail_mass")
         joined = (np.concatenate(part)[:count].tolist() for part in parts)
         scores = dict(zip(names, joined, strict=True))
     record = Record(
         prompt_ids=list(job.prompt_ids),
-        output_ids=answered.output_ids,
+        output_ids=completion.output_ids,
         sampler="speculative",
-        sampler_version=answered.version,
+        sampler_version=answer.version,
         sampling={name: float(value) for name, value in asdict(job.sampling).items()},
-        seed=answered.seed,
+        seed=answer.seed,
         row=job.row,
         document=job.conversation,
         proposals=proposals[:count],
         rejected=rejected[:count],
         **scores,
     )
-    return Entry(record=record, route=job.route, version=answered.version, seconds=answered.seconds)
+    assert answer.ended is not None
+    return Entry(record=record, route=job.route, version=answer.version, seconds=answer.ended)
 
 
 def served(route: str, version: str, now: DrafterCounters, before: DrafterCounters) -> Served:

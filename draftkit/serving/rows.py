@@ -4,20 +4,20 @@ One thread uses it, between whose calls nothing else touches the decoder. What a
 to listeners, counts, the recorder and the drafters' record of acceptance. Knows no queue.
 """
 
+import copy
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import record
 from draftkit.decoding.results import RoundResult
 from draftkit.decoding.state import Request
-from draftkit.serving.answers import Answer
-from draftkit.serving.counting import Counting
+from draftkit.serving.answers import Answer, Likeliest, round_likeliest, round_scores
 from draftkit.serving.drafters import Drafters
-from draftkit.serving.jobs import Piece
-from draftkit.serving.recorder import Answered, Likeliest, Recorder
-from draftkit.serving.scores import round_likeliest, round_scores
+from draftkit.serving.jobs import Counters, Piece
+from draftkit.serving.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +35,16 @@ class Rows:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decoder = decoder
-        self.counting = Counting()
         self.job_seconds = 1.0  # a running mean over answers, waiting included
         self.errors_in_a_row = 0  # rounds
         self.failed_at = 0.0  # the last of them, by the clock
         self._drafters = drafters
         self._recorder = recorder
-        self._records_ids = recorder is not None and recorder.top_k > 0
         self._gamma = gamma
         self._clock = clock
         self._running: dict[int, Answer] = {}
+        self._counters = Counters()
+        self._counting = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._running)
@@ -53,37 +53,39 @@ class Rows:
     def answers(self) -> list[Answer]:
         return list(self._running.values())
 
+    def counters(self) -> Counters:
+        """What has been counted here, as it is now. For any thread."""
+        with self._counting:
+            return copy.deepcopy(self._counters)
+
     def join(self, answer: Answer) -> None:
         """Give `answer` a slot, of which one must be free; it ends as "error" if that fails."""
+        job, is_seeded = answer.job, answer.job.seed is not None
+        answer.records = self._recorder is not None and self._recorder.takes(job)
         try:
-            (slot,) = self.decoder.join([self._request(answer)])
+            request = Request(
+                prompt_ids=job.prompt_ids,
+                max_new_tokens=job.max_new_tokens,
+                sampling=job.sampling,
+                gamma=self._gamma,
+                proposer_id=self._drafters.choose(job.route, seeded=is_seeded),
+                seed=answer.seed,
+                row=job.row,
+                adapts=not is_seeded,
+            )
+            (slot,) = self.decoder.join([request])
         except Exception:
             self._fail([answer])
             return
         self._running[slot] = answer
-        self.counting.prompt_tokens += len(answer.job.prompt_ids)
+        self._counters.prompt_tokens += len(job.prompt_ids)
 
-    def _request(self, answer: Answer) -> Request:
-        job, seeded = answer.job, answer.job.seed is not None
-        answer.records = self._recorder is not None and self._recorder.takes(job)
-        return Request(
-            prompt_ids=job.prompt_ids,
-            max_new_tokens=job.max_new_tokens,
-            sampling=job.sampling,
-            gamma=self._gamma,
-            proposer_id=self._drafters.choose(job.route, seeded=seeded),
-            seed=answer.seed,
-            row=job.row,
-            adapts=not seeded,
-        )
-
-    def end(self, reasons: Mapping[int, str]) -> None:
-        """End the answers of these numbers before their time, each for its reason."""
-        slots = [slot for slot, answer in self._running.items() if answer.number in reasons]
-        for slot in slots:
-            answer = self._running[slot]
-            self.finish(answer, answer.end(reasons[answer.number]))
-        self._leave(slots)
+    def end(self, reason_of: Callable[[Answer], str | None]) -> None:
+        """End the answers that have a reason, before their time."""
+        ending = [(s, a, reason) for s, a in self._running.items() if (reason := reason_of(a))]
+        for _, answer, reason in ending:
+            self.finish(answer, answer.end(reason))
+        self._leave([slot for slot, _, _ in ending])
 
     def round(self) -> None:
         """Bring all on by a round; where that fails, all that run end as "error"."""
@@ -113,9 +115,9 @@ class Rows:
     def _fail(self, answers: Sequence[Answer]) -> None:
         """End `answers` as "error", while an exception is at hand."""
         log.exception("%d answers end by an error", len(answers))
-        self.counting.errors += 1
+        self._counters.errors += 1
         for answer in answers:
-            if not answer.ended:
+            if answer.ended is None:
                 self.finish(answer, answer.end("error"))
 
     def _take(self, result: RoundResult, seconds: float) -> None:
@@ -126,22 +128,15 @@ class Rows:
         record(dict(zip(result.slots, completions, strict=True)), result)
         scores = round_scores(result, [answer.job.top_logprobs for answer in answers])
         likeliest: list[Likeliest] = []
-        if self._records_ids and any(answer.records for answer in answers):
+        top_k = 0 if self._recorder is None else self._recorder.top_k
+        if top_k > 0 and any(answer.records for answer in answers):
             likeliest = round_likeliest(result)
         version, ended = result.proposer_version, []
-        for place, (slot, answer) in enumerate(zip(result.slots, answers, strict=True)):
+        for row, (slot, answer) in enumerate(zip(result.slots, answers, strict=True)):
             if answer.records and likeliest:
-                answer.likeliest.append(likeliest[place])
-            piece = answer.take(scores[place], version=version, done=result.done[place])
-            completion, (tested, acceptance) = answer.completion, before[place]
-            self.counting.round(
-                (answer.job.route, version),
-                drafted=result.lengths[place],
-                accepted=completion.steps[-1].accepted,
-                tested=completion.tested - tested,
-                acceptance=completion.acceptance_total - acceptance,
-                seconds=seconds,
-            )
+                answer.likeliest.append(likeliest[row])
+            piece = answer.take(scores[row], version=version, done=result.done[row])
+            self._count_round(answer, result.lengths[row], before[row], seconds)
             if piece is not None and piece.finish_reason is None and not self._tell(answer, piece):
                 piece = answer.end("cancelled")
             if piece is not None and piece.finish_reason is not None:
@@ -149,11 +144,29 @@ class Rows:
                 self.finish(answer, piece)
         self._leave(ended)
 
+    def _count_round(
+        self, answer: Answer, drafted: int, before: tuple[int, float], seconds: float
+    ) -> None:
+        """`before`: tested positions and their acceptance before the round."""
+        completion, (tested, acceptance) = answer.completion, before
+        accepted = completion.steps[-1].accepted
+        with self._counting:
+            counts = self._counters.drafters[answer.drafter]
+            counts.rounds += 1
+            counts.drafts += drafted > 0
+            counts.drafted += drafted
+            counts.accepted += accepted
+            counts.accepted_per_position.update({i: int(i < accepted) for i in range(drafted)})
+            counts.tested += completion.tested - tested
+            counts.acceptance += completion.acceptance_total - acceptance
+            counts.seconds += seconds
+
     def finish(self, answer: Answer, piece: Piece) -> None:
         """Count, record and tell the end of an answer."""
-        answer.ended = True
+        answer.ended = time.time()
         completion, job = answer.completion, answer.job
-        self.counting.request((job.route, answer.version))
+        with self._counting:
+            self._counters.drafters[answer.drafter].requests += 1
         self.job_seconds += 0.1 * (self._clock() - answer.started - self.job_seconds)
         if job.seed is None and len(answer.versions) == 1:
             self._drafters.observe(
@@ -162,23 +175,15 @@ class Rows:
                 tested=completion.tested,
                 acceptance=completion.acceptance_total,
             )
-        whole = piece.finish_reason in ("stop", "length")
-        if self._recorder is not None and answer.records and whole:
-            answered = Answered(
-                job=job,
-                seed=answer.seed,
-                output_ids=completion.output_ids,
-                steps=completion.steps,
-                likeliest=answer.likeliest,
-                version=answer.version,
-                seconds=time.time(),
-            )
-            self._recorder.offer(answered)
+        is_whole = piece.finish_reason in ("stop", "length")
+        if self._recorder is not None and answer.records and is_whole:
+            self._recorder.offer(answer)
         self._tell(answer, piece)
 
     def _tell(self, answer: Answer, piece: Piece) -> bool:
         """Whether the listener could take `piece`; after a failure it is not called again."""
-        self.counting.tokens((answer.job.route, answer.version), len(piece.scores))
+        with self._counting:
+            self._counters.drafters[answer.drafter].tokens += len(piece.scores)
         try:
             answer.listener(piece)
         except Exception:

@@ -22,8 +22,6 @@ from draftkit.decoding.streaming import MISSING
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece tokens
-
-
 _SHOWN_TOKENS = 1 << 16  # whose forms are remembered
 
 
@@ -47,19 +45,16 @@ class Texts:
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         self._lock = threading.Lock()
         self.shown = functools.lru_cache(_SHOWN_TOKENS)(self._shown)
-        self._special = set(tokenizer.all_special_ids)
-        decoder = json.dumps(json.loads(self._serialised()).get("decoder"))
+        self.special_ids = set(tokenizer.all_special_ids)  # that a text does not show
         self._byte_of = {c: b for b, c in bytes_to_unicode().items()}
-        self._is_byte_level = '"ByteLevel"' in decoder
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        serialised = {} if backend is None else json.loads(backend.to_str())
+        self._is_byte_level = '"ByteLevel"' in json.dumps(serialised.get("decoder"))
         known = range(min(vocab_size, len(self._tokenizer)))
         self.longest_token = max(1, *(len(self.token_bytes(token_id)) for token_id in known))
-        plain = (i for i in known if i not in self._special)
+        plain = (i for i in known if i not in self.special_ids)
         spaced = next((i for i in plain if self.token_bytes(i).startswith(b" ")), None)
         self.drops_space = spaced is not None and not self.decode([spaced]).startswith(" ")
-
-    def _serialised(self) -> str:
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        return "{}" if backend is None else backend.to_str()
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with what the tokenizer puts before a text. Slow for long texts."""
@@ -99,21 +94,17 @@ class Texts:
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text; a special token's name, for a text does not show it."""
         piece = self._tokenizer.convert_ids_to_tokens(token_id) or ""
-        if token_id in self._special:
+        if token_id in self.special_ids:
             return piece.encode()
         if self._is_byte_level and all(c in self._byte_of for c in piece):
             return bytes(self._byte_of[c] for c in piece)
-        if found := _BYTE_TOKEN.fullmatch(piece):
-            return bytes.fromhex(found.group(1))
+        if byte := _BYTE_TOKEN.fullmatch(piece):
+            return bytes.fromhex(byte.group(1))
         return piece.replace(_SPACE, " ").encode("utf-8", "replace")
 
     def _shown(self, token_id: int) -> Shown:
         content = self.token_bytes(token_id)
         return Shown(content.decode("utf-8", "replace"), readable(content), list(content))
-
-    def is_special(self, token_id: int) -> bool:
-        """Whether a text does not show it."""
-        return token_id in self._special
 
 
 class Offsets:
@@ -122,26 +113,24 @@ class Offsets:
     def __init__(self, texts: Texts, start: int = 0, *, before: Sequence[int] = ()) -> None:
         """`before`: the ids that the text goes on from, a character perhaps."""
         self._texts = texts
-        self._place = start
-        self._drops = texts.drops_space and all(map(texts.is_special, before))
+        self._next = start
+        self._drops = texts.drops_space and texts.special_ids.issuperset(before)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token_id in before[-MISSING:]:
             self._characters(token_id)
 
-    def push(self, ids: Sequence[int]) -> list[int]:
-        """The places of the next ids: the number of whole characters before each."""
-        places = []
-        for token_id in ids:
-            places.append(self._place)
-            self._place += self._characters(token_id)
-            if self._drops and not self._texts.is_special(token_id):
-                self._place -= self._texts.token_bytes(token_id).startswith(b" ")
-                self._drops = False
-        return places
+    def push(self, token_id: int) -> int:
+        """The offset of the next token: the number of whole characters before it."""
+        offset = self._next
+        self._next += self._characters(token_id)
+        if self._drops and token_id not in self._texts.special_ids:
+            self._next -= self._texts.token_bytes(token_id).startswith(b" ")
+            self._drops = False
+        return offset
 
     def _characters(self, token_id: int) -> int:
         """How many are whole with this token."""
-        if self._texts.is_special(token_id):
+        if token_id in self._texts.special_ids:
             return 0
         return len(self._decoder.decode(self._texts.token_bytes(token_id)))
 

@@ -22,7 +22,7 @@ Shapes: V vocabulary, P prompts.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,17 @@ def greedy_draft_acceptance(*, target_probs: Tensor, draft_probs: Tensor) -> Ten
 def exact_match_acceptance(*, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """sum_x p q: the probability that independent samples of target and draft agree."""
     return (promote(target_probs) * promote(draft_probs)).sum(-1)
+
+
+class Rate(NamedTuple):
+    """Sums by prompt whose quotient is a rate: `totals` over `counts`, [P] each."""
+
+    totals: Tensor
+    counts: Tensor
+
+    @property
+    def mean(self) -> float:
+        return float(self.totals.sum() / self.counts.sum())
 
 
 @dataclass(frozen=True)
@@ -96,100 +107,71 @@ def _resampled_sums(columns: Tensor, *, seed: int, resamples: int) -> Tensor:
     return torch.cat(sums)
 
 
-def _bootstrap(
-    columns: list[Tensor],
-    statistic: Callable[[Tensor], Tensor],
-    *,
-    seed: int,
-    resamples: int,
+def bootstrap(
+    *rates: Rate,
+    compare: Callable[..., Tensor] = lambda rate: rate,
+    seed: int = 0,
+    resamples: int = 2000,
 ) -> Estimate:
-    """`statistic` of the column sums with its percentile interval over resampled prompts.
+    """A rate, or what `compare` makes of several, with its interval over resampled prompts.
 
-    columns: [P] each; the odd ones are counts. A prompt without any position is no observation.
+    Several are paired, since prompts are resampled with all their rates: `operator.sub` gives a
+    gain, `operator.truediv` a speed-up. `n` are the counts of the first. A prompt without any
+    position is no observation; raises ValueError where fewer than 2 remain, or where one has
+    positions on one side alone.
     """
-    table = torch.stack([column.detach().cpu().double() for column in columns], dim=-1)  # [P, C]
-    counts = table[:, 1::2]
-    table = table[counts.sum(-1) > 0]
+    columns = [column.detach().cpu().double() for rate in rates for column in rate]
+    table = torch.stack(columns, dim=-1)  # [P, 2 x rates], counts in the odd columns
+    table = table[table[:, 1::2].sum(-1) > 0]
     prompts = len(table)
     if prompts < 2:
         raise ValueError(f"an interval needs at least 2 prompts with positions, got {prompts}")
     if not (table[:, 1::2] > 0).all():
         raise ValueError("paired estimates need positions on both sides of every prompt")
+
+    def statistic(sums: Tensor) -> Tensor:
+        return compare(*(sums[..., ::2] / sums[..., 1::2]).unbind(-1))
+
     drawn = statistic(_resampled_sums(table, seed=seed, resamples=resamples))
     low, high = torch.quantile(drawn, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     totals = table.sum(0)
     return Estimate(float(statistic(totals)), low, high, int(totals[1]), prompts)
 
 
-def estimate_ratio(
-    totals: Tensor, counts: Tensor, *, seed: int = 0, resamples: int = 2000
-) -> Estimate:
-    """Sum of `totals` over sum of `counts` ([P] each): a rate over positions, by prompt.
+def _linearised(rate: Rate) -> tuple[float, Tensor]:
+    """A rate, and what each prompt [P] adds to it beyond the mean: (t_i - r n_i) / mean(n).
 
-    Raises ValueError with fewer than 2 prompts that have positions.
+    The rate linearised at the data (Cochran, Sampling Techniques, chapter 6).
     """
-    return _bootstrap(
-        [totals, counts], lambda sums: sums[..., 0] / sums[..., 1], seed=seed, resamples=resamples
-    )
+    totals, counts = rate.totals.double(), rate.counts.double()
+    ratio = totals.sum() / counts.sum()
+    return float(ratio), (totals - ratio * counts) / counts.mean()
 
 
-def ratio_error(totals: Tensor, counts: Tensor) -> float:
-    """The standard error of sum(totals) / sum(counts), [P] each, over prompts; NaN for one prompt.
-
-    sqrt(sum_i e_i^2 / (P (P - 1))), e_i what a prompt adds to the ratio r linearised at the data,
-    (t_i - r n_i) / mean(n) (Cochran, Sampling Techniques, chapter 6).
-    """
-    _, residuals = _linearised(totals.double(), counts.double())
-    return float(residuals.std()) / len(totals) ** 0.5
+def rate_error(rate: Rate) -> float:
+    """The standard error of a rate over prompts, sqrt(sum_i e_i^2 / (P (P - 1))); NaN for one."""
+    _, residuals = _linearised(rate)
+    return float(residuals.std()) / len(residuals) ** 0.5
 
 
-def estimate_gain(
-    *,
-    totals: Tensor,
-    counts: Tensor,
-    baseline_totals: Tensor,
-    baseline_counts: Tensor,
-    seed: int = 0,
-    resamples: int = 2000,
-) -> Estimate:
-    """The ratio minus the baseline's ratio on the same prompts, resampled together: paired."""
-    return _bootstrap(
-        [totals, counts, baseline_totals, baseline_counts],
-        lambda sums: sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3],
-        seed=seed,
-        resamples=resamples,
-    )
-
-
-def gain_p_value(
-    *, totals: Tensor, counts: Tensor, baseline_totals: Tensor, baseline_counts: Tensor
-) -> float:
+def gain_p_value(after: Rate, before: Rate) -> float:
     """How likely a paired gain this large would be if there were none: one-sided, in [0, 1].
 
-    All [P], sums by prompt. Student's t of the difference of the two ratios, each linearised at
-    the data, with P - 1 degrees of freedom. NaN where a total is; raises ValueError with fewer
-    than 2 prompts.
+    Student's t of the difference of the two rates of the same prompts, each linearised at the
+    data, with P - 1 degrees of freedom. NaN where a total is; raises ValueError with fewer than 2
+    prompts.
     """
-    observed = counts > 0
+    observed = after.counts > 0
     prompts = int(observed.sum())
     if prompts < 2:
         raise ValueError(f"a test needs at least 2 prompts with positions, got {prompts}")
-    sides = (
-        (totals[observed], counts[observed]),
-        (baseline_totals[observed], baseline_counts[observed]),
+    (new, residuals), (old, others) = (
+        _linearised(Rate(side.totals[observed], side.counts[observed])) for side in (after, before)
     )
-    (rate, residuals), (baseline, others) = (_linearised(x.double(), n.double()) for x, n in sides)
-    gain = rate - baseline
     error = float((residuals - others).square().sum().div(prompts * (prompts - 1)).sqrt())
     if error == 0:
-        return math.nan if math.isnan(gain) else float(gain <= 0)
-    return student_t_tail(gain / error, prompts - 1)
-
-
-def _linearised(totals: Tensor, counts: Tensor) -> tuple[float, Tensor]:
-    """A ratio of sums, and what each of its terms [P] adds to it beyond the mean."""
-    ratio = totals.sum() / counts.sum()
-    return float(ratio), (totals - ratio * counts) / counts.mean()
+        return math.nan if math.isnan(new - old) else float(new <= old)
+    return student_t_tail((new - old) / error, prompts - 1)
 
 
 def student_t_tail(t: float, degrees: int) -> float:
@@ -210,67 +192,10 @@ def student_t_tail(t: float, degrees: int) -> float:
     return (1 - inside) / 2
 
 
-def estimate_quotient(
-    *,
-    totals: Tensor,
-    counts: Tensor,
-    baseline_totals: Tensor,
-    baseline_counts: Tensor,
-    seed: int = 0,
-    resamples: int = 2000,
-) -> Estimate:
-    """The ratio divided by the baseline's ratio on the same prompts: a speed-up, paired."""
-    return _bootstrap(
-        [totals, counts, baseline_totals, baseline_counts],
-        lambda sums: (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3]),
-        seed=seed,
-        resamples=resamples,
-    )
-
-
-def estimate_recovered(
-    *,
-    totals: Tensor,
-    start_totals: Tensor,
-    best_totals: Tensor,
-    counts: Tensor,
-    seed: int = 0,
-    resamples: int = 2000,
-) -> Estimate:
-    """The share of the way from `start_totals` to `best_totals` that `totals` has come: paired.
-
-    All [P], sums over the same `counts` positions of each prompt. Raises ValueError with fewer
-    than 2 prompts.
-    """
-    come, way = totals - start_totals, best_totals - start_totals
-
-    def share(sums: Tensor) -> Tensor:
-        return sums[..., 0] / sums[..., 2]
-
-    return _bootstrap([come, counts, way, counts], share, seed=seed, resamples=resamples)
-
-
 def unconditional_rates(accept_counts: Tensor) -> Tensor:
     """A_i = P(first i proposals all accepted), i = 1..gamma; tau = 1 + sum_i A_i, exactly."""
     at_least = accept_counts.flip(-1).cumsum(-1).flip(-1).double()  # [..., gamma + 1] n >= i
     return at_least[..., 1:] / at_least[..., :1]
-
-
-def expected_accepted(alpha: float, gamma: int) -> float:
-    """E[n] = alpha (1 - alpha^gamma) / (1 - alpha) of the i.i.d. model, written as its sum."""
-    return sum(alpha**i for i in range(1, gamma + 1))
-
-
-def increasing_root(function: Callable[[float], float], value: float) -> float:
-    """Where an increasing `function` takes `value` on [0, 1], by bisection to the last bit."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if function(middle) < value:
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 def tail_bound(

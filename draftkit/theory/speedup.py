@@ -17,8 +17,6 @@ tensors and measures nothing.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draftkit.theory.acceptance import expected_accepted, increasing_root
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -37,6 +35,12 @@ class Costs:
         if not self.verify_ratios:
             raise ValueError("verify_ratios is empty; measure verification at one gamma at least")
 
+    @property
+    def ratios(self) -> dict[str, float]:
+        """c, v and o, as `speedup_from_length` takes them."""
+        names = ("cost_ratio", "verify_ratio", "overhead_ratio")
+        return {name: getattr(self, name) for name in names}
+
     def verify_at(self, gamma: int) -> float:
         """v(gamma), linear between the measured ones and beyond; constant if there is but one."""
         known = sorted(self.verify_ratios)
@@ -49,8 +53,8 @@ class Costs:
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
-    """tau = (1 - alpha^(gamma+1)) / (1 - alpha): tokens per round, equation 1."""
-    return 1 + expected_accepted(alpha, gamma)
+    """tau = (1 - alpha^(gamma+1)) / (1 - alpha), equation 1: tokens per round, as their sum."""
+    return sum((alpha**i for i in range(1, gamma + 1)), start=1.0)
 
 
 def _round_cost(gamma: int, cost_ratio: float, verify_ratio: float, overhead_ratio: float) -> float:
@@ -94,7 +98,14 @@ def break_even_alpha(
     cost = _round_cost(gamma, cost_ratio, verify_ratio, overhead_ratio)
     if gamma + 1 < cost:
         return None
-    return increasing_root(lambda alpha: expected_tokens(alpha, gamma), cost)
+    low, high = 0.0, 1.0
+    for _ in range(60):  # tau grows with alpha: bisection to the last bit
+        middle = (low + high) / 2
+        if expected_tokens(middle, gamma) < cost:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def best_gamma(

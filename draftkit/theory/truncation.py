@@ -28,7 +28,7 @@ def most_likely(
     assert 0 < k < logits.shape[-1], (k, logits.shape)
     log_probs = promote(logits).log_softmax(-1)
     kept, ids = log_probs.topk(k)
-    tails = [_outside(tempered(log_probs, t), ids).exp() for t in temperatures]
+    tails = [_outside(tempered(log_probs, t).log_softmax(-1), ids).exp() for t in temperatures]
     return ids, kept, tails
 
 
@@ -55,9 +55,8 @@ def most_likely_served(
     return ids, largest - log_sum_exp[..., None], tail
 
 
-def _outside(logits: Tensor, ids: Tensor) -> Tensor:
+def _outside(log_probs: Tensor, ids: Tensor) -> Tensor:
     """The log-mass [M] of all ids but `ids` [M, k], which must not be all there are."""
-    log_probs = logits.log_softmax(-1)
     return log_probs.scatter(-1, ids, -torch.inf).logsumexp(-1)
 
 
@@ -88,8 +87,7 @@ def coarse_target(
 def coarse_draft(logits: Tensor, ids: Tensor) -> Tensor:
     """Log-probabilities [M, k + 1] of `ids` [M, k] and of all others together, of logits [M, V]."""
     log_probs = promote(logits).log_softmax(-1)
-    rest = log_probs.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([log_probs.gather(-1, ids), rest], dim=-1)
+    return torch.cat([log_probs.gather(-1, ids), _outside(log_probs, ids)[:, None]], dim=-1)
 
 
 def distribution(logits: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ and the greedy rule. The first three return tokens that have exactly the target'
 draft; they differ in how many proposals they keep.
 
 Noise enters as tensors, one uniform a proposal and one more a round, each independent of the
-others and of the noise that made the proposals. This module knows no models,
-no caches, no EOS and no warping: it is given the served distributions p (target) and q (draft),
-where q is the law that each proposal was really sampled from.
+others and of the noise that made the proposals. This module knows no models, no caches, no EOS and
+no warping: it is given the served distributions p (target) and q (draft), where q is the law that
+each proposal was really sampled from.
 
 Shapes: B rows, K proposed tokens (gamma), V vocabulary. target_probs[:, i] and draft_probs[:, i]
 are the laws of the token after i accepted proposals, so draft_tokens[:, i] came from
@@ -51,20 +51,20 @@ def _lengths(draft_tokens: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _up_to(lengths: Tensor, count: int) -> Tensor:
-    """Which of `count` places lie before `lengths` [B]: [B, count] bool."""
+    """Which of `count` positions lie before `lengths` [B]: [B, count] bool."""
     return torch.arange(count, device=lengths.device) < lengths[:, None]
 
 
 def _draft_law(
-    *, target_probs: Tensor, draft_probs: Tensor | None, draft_tokens: Tensor, lengths: Tensor
+    draft_probs: Tensor | None, draft_tokens: Tensor, lengths: Tensor, *, like: Tensor
 ) -> Tensor:
-    """q at every position of the round [B, K + 1, V], and 0 from the end of the proposals on.
+    """q at every position of the round, as `like` [B, K + 1, V]; 0 from the end of proposals on.
 
     Proposals without draft_probs were not sampled: all their mass is on the proposed token. The
     zero makes the bonus token a residual like any other: p with nothing to subtract.
     """
     if draft_probs is None:
-        one_hot = target_probs.new_zeros(*draft_tokens.shape, target_probs.shape[-1])
+        one_hot = like.new_zeros(*draft_tokens.shape, like.shape[-1])
         draft_probs = one_hot.scatter(-1, draft_tokens[..., None], 1.0)
     padded = F.pad(promote(draft_probs), (0, 0, 0, 1))
     is_proposed = _up_to(lengths, padded.shape[1])
@@ -106,12 +106,7 @@ def speculative_sampling(
     """
     target_probs = promote(target_probs)
     lengths = _lengths(draft_tokens, lengths)
-    draft_law = _draft_law(
-        target_probs=target_probs,
-        draft_probs=draft_probs,
-        draft_tokens=draft_tokens,
-        lengths=lengths,
-    )
+    draft_law = _draft_law(draft_probs, draft_tokens, lengths, like=target_probs)
     drawn = accept_uniform * _of_tokens(draft_law, draft_tokens)  # [B, K]
     passes = drawn < _of_tokens(target_probs, draft_tokens)
     accepted = _leading(passes & _up_to(lengths, draft_tokens.shape[1]))
@@ -150,12 +145,7 @@ def block_verification(
     """
     target_probs = promote(target_probs)
     lengths = _lengths(draft_tokens, lengths)
-    draft_law = _draft_law(
-        target_probs=target_probs,
-        draft_probs=draft_probs,
-        draft_tokens=draft_tokens,
-        lengths=lengths,
-    )
+    draft_law = _draft_law(draft_probs, draft_tokens, lengths, like=target_probs)
     prefix = _prefix_likelihood(
         target_probs=target_probs, draft_law=draft_law, draft_tokens=draft_tokens
     )

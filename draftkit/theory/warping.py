@@ -14,7 +14,6 @@ This module knows nothing of models or of where the token history comes from.
 Shapes: B rows, T positions, K proposed tokens, L stored tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,52 +68,19 @@ class SamplingParams:
             largest_top_k=top_k or None,
         )
 
-    def select(self, index: Tensor) -> "SamplingParams":
-        """The rows named by `index` [N] (ids or a mask), in its order."""
-        return SamplingParams(
-            temperature=self.temperature[index],
-            top_k=self.top_k[index],
-            top_p=self.top_p[index],
-            repetition_penalty=self.repetition_penalty[index],
-            uses_top_k=self.uses_top_k,
-            uses_top_p=self.uses_top_p,
-            uses_penalty=self.uses_penalty,
-            uses_greedy=self.uses_greedy,
-            uses_sampling=self.uses_sampling,
-            largest_top_k=self.largest_top_k,
-        )
-
-    @staticmethod
-    def concatenate(parts: Sequence["SamplingParams"]) -> "SamplingParams":
-        """The rows of all `parts`, one after the other."""
-        bounds = [part.largest_top_k for part in parts if part.largest_top_k is not None]
-        return SamplingParams(
-            temperature=torch.cat([part.temperature for part in parts]),
-            top_k=torch.cat([part.top_k for part in parts]),
-            top_p=torch.cat([part.top_p for part in parts]),
-            repetition_penalty=torch.cat([part.repetition_penalty for part in parts]),
-            uses_top_k=any(part.uses_top_k for part in parts),
-            uses_top_p=any(part.uses_top_p for part in parts),
-            uses_penalty=any(part.uses_penalty for part in parts),
-            uses_greedy=any(part.uses_greedy for part in parts),
-            uses_sampling=any(part.uses_sampling for part in parts),
-            largest_top_k=max(bounds) if len(bounds) == len(parts) else None,
-        )
-
-
-def _penalised(logits: Tensor, penalty: Tensor, seen: Tensor) -> Tensor:
-    """Logits of tokens seen before, moved towards less likely (CTRL, arXiv 1909.05858)."""
-    lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
-    return torch.where(seen, lowered, logits)
-
 
 def _with_history(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
-    """Logits in at least float32, penalised where a row asks for it."""
+    """Logits in at least float32; those of tokens seen before moved towards less likely.
+
+    The repetition penalty of CTRL (arXiv 1909.05858).
+    """
     logits = promote(logits)
     if not params.uses_penalty:
         return logits
     assert seen is not None, "a repetition penalty needs the tokens seen before each position"
-    return _penalised(logits, params.repetition_penalty.to(logits.dtype)[:, None, None], seen)
+    penalty = params.repetition_penalty.to(logits.dtype)[:, None, None]
+    lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return torch.where(seen, lowered, logits)
 
 
 def _one_hot(logits: Tensor, *, inside: float, outside: float) -> Tensor:

@@ -8,6 +8,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config, HardwareConfig, ModelConfig, OptimConfig
 from draftkit.data.rollouts import Record
-from draftkit.distillation.loop import Outcome, Progress, train
+from draftkit.distillation.batch_sources import Shard
+from draftkit.distillation.loop import Outcome
 from draftkit.distillation.ranks import agree, join_group
-from draftkit.distillation.sources import Shard
 from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, Teacher
 from draftkit.distillation.trainer import Trainer, learning_rate_for
 from draftkit.evaluation.alpha import estimates, score_contexts, score_stored
@@ -39,7 +40,7 @@ from draftkit.models.remembered import RememberedAdapter
 from draftkit.models.sharding import shard_layers
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
-from draftkit.workflow.progress import progress
+from draftkit.workflow.progress import train_logged
 from draftkit.workflow.sources import TrainingTexts, make_source
 
 TRAIN = "train"  # what metrics of the run itself are called
@@ -180,38 +181,31 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
-def validation_alpha(job: Job, draft: CausalAdapter, section: str) -> Callable[[int], float]:
-    """A function that measures what chooses the weights on the validation records: alpha.
+def validation_alpha(job: Job, draft: CausalAdapter, section: str, step: int) -> float:
+    """What chooses the weights, of `draft` on the validation records: alpha, logged as `section`.
 
-    It is logged as `section`. For `ce_argmax`, whose drafts propose their argmax, it is the
-    acceptance of that. Without a target, from its stored scores: then alpha counts what is
-    certain, and the most that may be missing is logged beside it.
+    For `ce_argmax`, whose drafts propose their argmax, it is the acceptance of that. Without a
+    target, from its stored scores: then alpha counts what is certain, and the most that may be
+    missing is logged beside it.
     """
-    config, target = job.config, job.target
-    argmax = config.divergence.names == {"ce_argmax"}
-
-    def measure(step: int) -> float:
-        metrics: dict[str, float] = {}
-        sampling, size = config.sampling, config.evaluate.batch_size
-        if isinstance(target, Outline):
-            scored, missing = score_stored(
-                draft, job.validation, sampling=sampling, batch_size=size
-            )
-            metrics["alpha_error_bound"] = float(missing.sum() / scored.counts.sum())
-        else:
-            scored = score_contexts(
-                target.adapter, draft, job.validation, sampling=sampling, batch_size=size
-            )
-        by_mode = estimates(scored, seed=config.seed, resamples=config.evaluate.bootstrap)
-        alpha = by_mode["alpha"]
-        metrics |= {"alpha": alpha.mean, "low": alpha.low, "high": alpha.high}
-        chosen = alpha.mean
-        if argmax and "alpha_greedy_draft" in by_mode:
-            metrics["alpha_greedy_draft"] = chosen = by_mode["alpha_greedy_draft"].mean
-        job.tracker.log(section, step, metrics)
-        return chosen
-
-    return measure
+    config, metrics = job.config, {}
+    sampling, size = config.sampling, config.evaluate.batch_size
+    if isinstance(job.target, Outline):
+        scored, missing = score_stored(draft, job.validation, sampling=sampling, batch_size=size)
+        metrics["alpha_error_bound"] = float(missing.sum() / scored.counts.sum())
+    else:
+        scored = score_contexts(
+            job.target.adapter, draft, job.validation, sampling=sampling, batch_size=size
+        )
+    by_mode = estimates(scored, seed=config.seed, resamples=config.evaluate.bootstrap)
+    alpha = by_mode["alpha"]
+    metrics |= {"alpha": alpha.mean, "low": alpha.low, "high": alpha.high}
+    chosen = "alpha"
+    if config.divergence.names == {"ce_argmax"} and "alpha_greedy_draft" in by_mode:
+        chosen = "alpha_greedy_draft"
+        metrics[chosen] = by_mode[chosen].mean
+    job.tracker.log(section, step, metrics)
+    return metrics[chosen]
 
 
 def fit_once(job: Job, optim: OptimConfig, folder: Path, name: str) -> Fitted:
@@ -227,19 +221,19 @@ def fit_once(job: Job, optim: OptimConfig, folder: Path, name: str) -> Fitted:
     target = None if isinstance(job.target, Outline) else job.target
     source = make_source(config, target, trainer.draft, job.texts, folder, shard)
     section = "validation" if name == TRAIN else f"{name}_validation"
-    measure = validation_alpha(job, trainer.draft, section)
-    with progress("distilling" if name == TRAIN else name, optim.max_steps, job.note) as show:
-
-        def log(step: Progress) -> None:
-            show(step)
-            metrics = {key: v for key, v in vars(step.metrics).items() if v is not None}
-            metrics |= {"total_tokens": step.tokens, "tokens_per_second": step.tokens_per_second}
-            job.tracker.log(name, step.steps, metrics)
-
-        try:
-            outcome = train(trainer, source, folder, evaluate=measure, log=log)
-        except ValueError as error:
-            raise TrainingFailed(str(error)) from error
+    try:
+        outcome = train_logged(
+            trainer,
+            source,
+            folder,
+            title="distilling" if name == TRAIN else name,
+            section=name,
+            tracker=job.tracker,
+            note=job.note,
+            evaluate=partial(validation_alpha, job, trainer.draft, section),
+        )
+    except ValueError as error:
+        raise TrainingFailed(str(error)) from error
     return Fitted(trainer.draft, job.target.tokenizer, outcome)
 
 

@@ -6,10 +6,11 @@ takes sections of it by name, as `sampling=SamplingConfig(temperature=0.7)`, for
 call. The commands of `pipelines` call what these functions call, and share what they make.
 """
 
+import operator
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -20,18 +21,18 @@ from draftkit.config import (
     MIN_CHUNKS,
     Config,
     DivergenceConfig,
-    EvaluateConfig,
     HardwareConfig,
     SourceConfig,
 )
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import decode, make_requests
-from draftkit.evaluation.alpha import PromptTotals, estimates, gains, score_contexts
-from draftkit.evaluation.judge import Prompts, check_lossless, compare, gather, proposers_of
+from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
+from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather, proposers_of
+from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.loading import Target, in_float32, load_draft, load_target
-from draftkit.theory.acceptance import Estimate
+from draftkit.models.loading import Target, load_draft, load_target
+from draftkit.theory.acceptance import Estimate, bootstrap
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
 from draftkit.workflow.fitting import Fitted, Job, fit
@@ -39,12 +40,8 @@ from draftkit.workflow.prompts import Prompt, cut_examples, examples_of
 from draftkit.workflow.sampling import target_sampler
 from draftkit.workflow.sources import TrainingTexts, reads_rollouts
 
-Note = Callable[[str], None]
+Note = Callable[[str], None]  # what hears how a job goes on: `print`, or nothing
 CALIBRATING = 4  # every so many-th prompt calibrates costs, and times nothing
-
-
-def silent(line: str) -> None:
-    """Hear nothing of how a job goes on; `print` hears all."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +90,7 @@ class Evaluation:
 
     def gain(self, before: "Evaluation") -> Estimate:
         """The alpha gained since `before`, paired: both must be of the same prompts."""
-        resamples = EvaluateConfig().bootstrap
-        gained = gains(after=self.totals, before=before.totals, seed=0, resamples=resamples)
-        return gained["alpha"]
+        return bootstrap(self.totals.rate(), before.totals.rate(), compare=operator.sub)
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,7 @@ def distill(
     max_length: int | None = None,
     validation: Sequence[Prompt] | None = None,
     folder: str | Path | None = None,
-    note: Note = silent,
+    note: Note = lambda line: None,
     **sections: Any,
 ) -> Fitted:
     """Train the draft of `pair` towards its target; the weights that are best on validation stay.
@@ -169,8 +164,15 @@ def distill(
         sections["divergence"] = divergence
     if source is not None:
         sections["source"] = SourceConfig(name=source) if isinstance(source, str) else source
-    config = training_settings(pair.settings(sections), steps, max_length)
-    length = config.data.max_length
+    config = pair.settings(sections)
+    length = max_length or config.data.max_length
+    config = replace(
+        config,
+        optim=replace(config.optim, max_steps=steps or config.optim.max_steps),
+        data=replace(config.data, max_length=length, prompt_tokens=1),
+        # The target is in memory: nothing is gained by storing its scores.
+        generate=replace(config.generate, top_k=0),
+    )
     examples = cut_examples(examples_of(prompts, pair.target), length)
     if validation is None:
         count = max(2, round(config.data.validation_fraction * len(examples)))
@@ -180,7 +182,9 @@ def distill(
         examples, held_out = examples[:-count], examples[-count:]
     else:
         held_out = examples_of(validation, pair.target)
-    with _work_folder(folder) as work:
+    with TemporaryDirectory() if folder is None else nullcontext(folder) as kept:
+        work = Path(kept)
+        work.mkdir(parents=True, exist_ok=True)
         _claim(work, config, [example.token_ids for example in [*examples, *held_out]])
         rollouts = None
         if reads_rollouts(config):
@@ -188,32 +192,18 @@ def distill(
             note(f"sampling {count} answers of the target")
             again = [examples[row % len(examples)] for row in range(count)]
             rollouts = _answers(pair.target, again, config, length, length)
-        fitted = fit(
-            Job(
-                config=config,
-                target=pair.target,
-                start=config.draft,
-                texts=TrainingTexts(examples, rollouts),
-                validation=_contexts(pair, held_out, config),
-                folder=work,
-                tracker=Tracker(work),
-                note=note,
-                loss=loss,
-            )
+        job = Job(
+            config=config,
+            target=pair.target,
+            start=config.draft,
+            texts=TrainingTexts(examples, rollouts),
+            validation=_contexts(pair, held_out, config),
+            folder=work,
+            tracker=Tracker(work),
+            note=note,
+            loss=loss,
         )
-    return fitted
-
-
-def training_settings(config: Config, steps: int | None, max_length: int | None) -> Config:
-    """`config` with the steps and the tokens of a text that a call gives, where it gives any."""
-    length = max_length or config.data.max_length
-    return replace(
-        config,
-        optim=replace(config.optim, max_steps=steps or config.optim.max_steps),
-        data=replace(config.data, max_length=length, prompt_tokens=1),
-        # The target is in memory: nothing is gained by storing its scores.
-        generate=replace(config.generate, top_k=0),
-    )
+        return fit(job)
 
 
 def evaluate(
@@ -221,7 +211,7 @@ def evaluate(
     prompts: Sequence[Prompt],
     *,
     timed: bool = False,
-    note: Note = silent,
+    note: Note = lambda line: None,
     **sections: Any,
 ) -> Evaluation:
     """Judge the draft on held-out prompts, all of them, as it would be served.
@@ -238,23 +228,29 @@ def evaluate(
     if len(examples) < least:
         raise ValueError(f"prompts: {len(examples)} are too few for an interval: give {least}")
     contexts = _contexts(pair, examples, config)
-    if not timed:
-        size = config.evaluate.batch_size
-        return _evaluation(
-            score_contexts(
-                pair.target.adapter, pair.draft, contexts, sampling=config.sampling, batch_size=size
-            ),
-            config,
+    if timed:
+        evidence = _timed(pair, examples, contexts, config, note)
+        scored = evidence["given"].scored
+        summary = compare(evidence, "given", config.sampling, config)
+    else:
+        size, summary = config.evaluate.batch_size, None
+        scored = score_contexts(
+            pair.target.adapter, pair.draft, contexts, sampling=config.sampling, batch_size=size
         )
-    test = [example.prompt_ids for example in examples]
-    calibration = test[CALIBRATING - 1 :: CALIBRATING]
-    del test[CALIBRATING - 1 :: CALIBRATING]
-    parts = Prompts(test=test, calibration=calibration)
-    note("losslessness: greedy decoding with and without the draft, in float32")
-    with in_float32(pair.target):
-        draft = load_draft(config.draft, pair.target)
-        lossless = check_lossless(pair.target, {"given": draft}, parts, config)
-    evidence = gather(
+    modes = estimates(scored, seed=config.seed, resamples=config.evaluate.bootstrap)
+    return Evaluation(**modes, totals=scored, summary=summary)
+
+
+def _timed(
+    pair: Pair, examples: Sequence[Example], contexts: Sequence[Record], config: Config, note: Note
+) -> dict[str, Evidence]:
+    """All that is measured of the draft, as "given"."""
+    prompts = [example.prompt_ids for example in examples]
+    calibration = prompts[CALIBRATING - 1 :: CALIBRATING]
+    del prompts[CALIBRATING - 1 :: CALIBRATING]
+    parts = Prompts(test=prompts, calibration=calibration)
+    lossless = check_lossless(pair.target, {"given": config.draft}, parts, config, note)
+    return gather(
         pair.target,
         {"given": pair.draft},
         contexts=contexts,
@@ -264,8 +260,6 @@ def evaluate(
         config=config,
         note=note,
     )
-    summary = compare(evidence, "given", config.sampling, config)
-    return replace(_evaluation(evidence["given"].scored, config), summary=summary)
 
 
 def generate(
@@ -330,23 +324,6 @@ def _contexts(pair: Pair, examples: Sequence[Example], config: Config) -> list[R
     if key not in pair._contexts:
         pair._contexts[key] = _answers(pair.target, examples, config, length, None)
     return pair._contexts[key]
-
-
-def _evaluation(totals: PromptTotals, config: Config) -> Evaluation:
-    modes = estimates(totals, seed=config.seed, resamples=config.evaluate.bootstrap)
-    return Evaluation(
-        modes["alpha"], modes["alpha_greedy_draft"], modes["alpha_exact_match"], totals
-    )
-
-
-@contextmanager
-def _work_folder(folder: str | Path | None) -> Iterator[Path]:
-    if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        yield Path(folder)
-        return
-    with TemporaryDirectory() as temporary:
-        yield Path(temporary)
 
 
 def _claim(folder: Path, config: Config, texts: list[list[int]]) -> None:

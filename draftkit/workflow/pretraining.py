@@ -10,16 +10,16 @@ from draftkit.artifacts import remove
 from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig, has_compiler
 from draftkit.data.prompts import Example
 from draftkit.data.store import Mapped
-from draftkit.distillation.loop import Progress, train
+from draftkit.distillation.batch import whole_text
+from draftkit.distillation.batch_sources import Source, shuffled
 from draftkit.distillation.optimizers import Muon
 from draftkit.distillation.ranks import alone
-from draftkit.distillation.sources import TextSource, whole_text
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import new_llama, save_model
 from draftkit.tracking import Tracker
-from draftkit.workflow.progress import progress
+from draftkit.workflow.progress import train_logged
 
 WORTH_COMPILING = 1_000  # steps: the passes of a model compile in half a minute
 
@@ -67,20 +67,21 @@ def pretrain(
         compiled=compiled,
         optimizer=Muon,
     )
-    source = TextSource(
-        Mapped(whole_text, texts),
+    source = Source(
+        shuffled(Mapped(whole_text, texts), config.seed),
         batch_size=shape.per_device_train_batch_size,
-        seed=config.seed,
         device=device,
     )
-    with progress(f"training the {key}", shape.max_steps, note) as show:
-
-        def log(step: Progress) -> None:
-            show(step)
-            tracker.log(f"prepare_{key}", step.steps, {"loss": step.metrics.loss})
-
-        training = folder / f"{key}-training"
-        training.mkdir(exist_ok=True)
-        train(trainer, source, training, evaluate=None, log=log)
+    training = folder / f"{key}-training"
+    training.mkdir(exist_ok=True)
+    train_logged(
+        trainer,
+        source,
+        training,
+        title=f"training the {key}",
+        section=f"prepare_{key}",
+        tracker=tracker,
+        note=note,
+    )
     save_model(model.to(getattr(torch, shape.dtype)), tokenizer, folder / key)
     remove(training)  # the model is whole: nothing resumes from here

@@ -1,54 +1,76 @@
-"""A progress bar with loss, alpha, tokens/s and time left; plain lines where no one watches."""
+"""Training with its progress shown and its metrics logged."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from draftkit.distillation.loop import Progress
+from draftkit.distillation.batch_sources import Source
+from draftkit.distillation.loop import Outcome, Progress, train
+from draftkit.distillation.trainer import Trainer
+from draftkit.tracking import Tracker
 
 QUARTERS = 4
+
+
+def train_logged(
+    trainer: Trainer,
+    source: Source,
+    folder: Path,
+    *,
+    title: str,
+    section: str,
+    tracker: Tracker,
+    note: Callable[[str], None],
+    evaluate: Callable[[int], float] | None = None,
+) -> Outcome:
+    """`loop.train`, shown as `title`, its metrics in `section`."""
+    with progress(title, trainer.optim.max_steps, note) as show:
+
+        def log(step: Progress) -> None:
+            show(step)
+            metrics = {key: v for key, v in vars(step.metrics).items() if v is not None}
+            metrics |= {"total_tokens": step.tokens, "tokens_per_second": step.tokens_per_second}
+            tracker.log(section, step.steps, metrics)
+
+        return train(trainer, source, folder, evaluate=evaluate, log=log)
 
 
 @contextmanager
 def progress(
     title: str, total: int, note: Callable[[str], None]
 ) -> Iterator[Callable[[Progress], None]]:
-    """Yield a function that shows a logged step of `total`: a bar on a terminal, else a `note`."""
-    if not sys.stdout.isatty():
-        yield quarter_lines(title, total, note)
+    """Yield a function that shows a logged step of `total`: loss, alpha, tokens/s.
+
+    A bar with the time left on a terminal; else a `note` of the first step of every quarter.
+    """
+    if sys.stdout.isatty():
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=12),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+        )
+        with Bar(*columns) as bar:
+            task = bar.add_task(title, total=total, numbers="")
+            yield lambda step: bar.update(task, completed=step.steps, numbers=numbers(step))
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=12),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        TimeRemainingColumn(),
-    )
-    with Bar(*columns) as bar:
-        task = bar.add_task(title, total=total, numbers="")
-        yield lambda step: bar.update(task, completed=step.steps, numbers=numbers(step))
+    quarters = 0
+
+    def show(step: Progress) -> None:
+        nonlocal quarters
+        if QUARTERS * step.steps // total > quarters:
+            quarters = QUARTERS * step.steps // total
+            note(f"{title}: step {step.steps}/{total}  {numbers(step)}")
+
+    yield show
 
 
 def numbers(step: Progress) -> str:
     """`loss 0.412  alpha 0.71  1,730 tok/s`."""
     alpha = "" if step.metrics.alpha is None else f"  alpha {step.metrics.alpha:.3f}"
     return f"loss {step.metrics.loss:.3f}{alpha}  {step.tokens_per_second:,.0f} tok/s"
-
-
-def quarter_lines(
-    title: str, total: int, note: Callable[[str], None]
-) -> Callable[[Progress], None]:
-    """A function that notes the first logged step of every quarter of the way, for logs."""
-    shown = 0
-
-    def show(step: Progress) -> None:
-        nonlocal shown
-        quarter = QUARTERS * step.steps // total
-        if quarter > shown:
-            shown = quarter
-            note(f"{title}: step {step.steps}/{total}  {numbers(step)}")
-
-    return show

@@ -1,4 +1,4 @@
-"""Who samples the target's own text: our decoder, or an engine that serves it over HTTP."""
+"""Who samples: the target, by our decoder or an engine that serves it over HTTP, or the draft."""
 
 import os
 from collections.abc import Sequence
@@ -6,7 +6,14 @@ from functools import partial
 
 from draftkit.config import Config, ModelConfig, SamplingConfig
 from draftkit.distillation.engines import OpenAISampler
-from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
+from draftkit.distillation.mixing import MixtureSampler
+from draftkit.distillation.samplers import (
+    AnswerSettings,
+    DecoderSampler,
+    Sampler,
+    SpeculativeSampler,
+)
+from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target, load_outline
 
 
@@ -59,3 +66,31 @@ def engine_sampler(target: ModelConfig, config: Config) -> OpenAISampler:
         decode=decode,
         key=os.environ.get("OPENAI_API_KEY", ""),
     )
+
+
+def source_sampler(config: Config, target: Target, draft: CausalAdapter) -> Sampler:
+    """Who samples for a source in which the draft has a part."""
+    source, length = config.source, config.data.max_length
+    rows = config.optim.rows_of_a_process * source.refresh_steps
+    settings = AnswerSettings(
+        sampling=config.sampling,
+        eos_token_ids=target.eos_token_ids,
+        max_new_tokens=config.decode.gamma if source.name == "block" else length,
+        max_length=length,
+        batch_size=min(config.generate.batch_size, rows),
+        seed=config.seed,
+    )
+    if source.name == "replay":
+        return SpeculativeSampler(
+            target=target.adapter,
+            draft=draft,
+            gamma=config.decode.gamma,
+            verification=config.decode.verification,
+            settings=settings,
+        )
+    if source.mixes_tokens:
+        return MixtureSampler(
+            target=target.adapter, draft=draft, fraction=source.fraction, settings=settings
+        )
+    compiled = config.optim.compiles
+    return DecoderSampler(model=draft, name="draft", settings=settings, compiled=compiled)

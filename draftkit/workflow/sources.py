@@ -4,40 +4,38 @@ the texts are kept.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from draftkit.config import Config
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.data.store import Mapped, Picked
-from draftkit.distillation.batch import TokenSequence
-from draftkit.distillation.mixing import MixtureSampler
-from draftkit.distillation.refresh import RolloutFiles
-from draftkit.distillation.samplers import (
-    AnswerSettings,
-    DecoderSampler,
-    Sampler,
-    SpeculativeSampler,
+from draftkit.distillation.batch import (
+    TokenSequence,
+    block_of_record,
+    sequence_of_example,
+    sequence_of_record,
+    with_stored_scores,
 )
-from draftkit.distillation.sources import (
+from draftkit.distillation.batch_sources import (
     WHOLE,
     Grouping,
+    RolloutFiles,
     SampledSource,
     Shard,
     Source,
-    TextSource,
-    block_of_record,
     cut_texts,
-    sequence_of_example,
-    sequence_of_record,
     shuffled,
     some_rows,
-    with_stored_scores,
 )
+from draftkit.distillation.teacher import stored_scores
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target
+from draftkit.workflow.sampling import source_sampler
 
 ROLLOUTS = "rollouts"
+SCORED_AT_ONCE = 16  # texts that the target reads for its scores
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def reads_rollouts(config: Config) -> bool:
     """Whether `source` takes the target's stored rollouts, and not those that carry its scores."""
     source = config.source
     if source.name == "mix":
-        return source.granularity == "sequence" and source.other == "target"
+        return not source.mixes_tokens and source.other == "target"
     return source.name == "block" or (source.name == "target" and config.generate.top_k == 0)
 
 
@@ -77,20 +75,23 @@ def make_source(
     source, seed = config.source, config.seed
     batch_size = config.optim.rows_of_a_process * shard.count
     packed_length = config.data.max_length if config.data.packing else None
+
+    def grouping(lengths: Iterable[int]) -> Grouping | None:
+        return Grouping([*lengths], batch_size) if config.optim.group_by_length else None
+
     if source.name in ("fixed", "target"):
         sequences = stored_sequences(texts, source.name)
-        return TextSource(
-            sequences,
-            seed=seed,
+        lengths = (len(text.token_ids) for text in sequences)
+        return Source(
+            shuffled(sequences, seed, grouping(lengths)),
             version="target" if source.name == "target" else "",
-            grouping=grouping_of(config, (len(text.token_ids) for text in sequences), batch_size),
             batch_size=batch_size,
             device=draft.device,
             packed_length=packed_length,
             shard=shard,
         )
     assert target is not None, source.name
-    if config.hardware.shard_target and (source.name == "replay" or source_mixes_tokens(config)):
+    if config.hardware.shard_target and (source.name == "replay" or source.mixes_tokens):
         raise ValueError(
             f"hardware.shard_target: with source={source.name} the target decodes, which it cannot "
             "in parts: use another source, or hardware.shard_target=false"
@@ -105,14 +106,14 @@ def make_source(
         assert texts.rollouts is not None
         prompt_of, read = cut_texts(texts.rollouts, seed), block_of_record
     else:
-        prompts = Mapped(prompt_of_example, texts.examples)
-        prompt_of = shuffled(prompts, seed, grouping_of(config, map(len, prompts), batch_size))
-        if source.name == "mix" and source.granularity == "sequence":
+        prompts = Mapped(attrgetter("prompt_ids"), texts.examples)
+        prompt_of = shuffled(prompts, seed, grouping(map(len, prompts)))
+        if source.name == "mix" and not source.mixes_tokens:
             text_of = shuffled(stored_sequences(texts, source.other, "source.other"), seed)
             prompt_of = some_rows(prompt_of, fraction=source.fraction, seed=seed)
     return SampledSource(
         prompt_of,
-        make_sampler(config, target, draft),
+        source_sampler(config, target, draft),
         RolloutFiles(
             folder=folder / ROLLOUTS,
             refresh_steps=source.refresh_steps,
@@ -126,16 +127,6 @@ def make_source(
         packed_length=packed_length,
         shard=shard,
     )
-
-
-def grouping_of(config: Config, lengths: Iterable[int], batch_size: int) -> Grouping | None:
-    """How texts of like length come together, where they shall."""
-    return Grouping(list(lengths), batch_size) if config.optim.group_by_length else None
-
-
-def prompt_of_example(example: Example) -> list[int]:
-    """What a model is to continue."""
-    return example.prompt_ids
 
 
 def completed(examples: Sequence[Example], key: str = "source") -> Sequence[Example]:
@@ -169,34 +160,44 @@ def stored_sequences(
     return Mapped(with_scores, range(len(examples)))
 
 
-def source_mixes_tokens(config: Config) -> bool:
-    """Whether target and draft take turns inside a text."""
-    return config.source.name == "mix" and config.source.granularity == "token"
+def texts_to_score(config: Config, texts: TrainingTexts) -> Sequence[Record]:
+    """What carries the target's scores (`generate.top_k`): its rollouts, or the data's own texts.
+
+    Raises ValueError for a source whose texts change as the draft learns.
+    """
+    if config.source.name == "target":
+        assert texts.rollouts is not None
+        return texts.rollouts
+    if config.source.name != "fixed":
+        raise ValueError(
+            f"generate.top_k: source={config.source.name} makes new texts, which have no scores: "
+            "use source=target or fixed, or generate.top_k=0"
+        )
+    examples = completed(texts.examples)
+
+    def record(row: int) -> Record:  # a text of the data as if it had been sampled
+        prompt = examples[row].prompt_ids
+        return Record(
+            prompt_ids=prompt,
+            output_ids=examples[row].token_ids[len(prompt) :],
+            sampler="data",
+            sampler_version="",
+            sampling=dict(vars(config.sampling)),
+            seed=config.seed,
+            row=row,
+            document=examples[row].document,
+            domain=examples[row].domain,
+        )
+
+    return Mapped(record, range(len(examples)))
 
 
-def make_sampler(config: Config, target: Target, draft: CausalAdapter) -> Sampler:
-    """Who samples for a source in which the draft has a part."""
-    source, length = config.source, config.data.max_length
-    rows = config.optim.rows_of_a_process * source.refresh_steps
-    settings = AnswerSettings(
-        sampling=config.sampling,
-        eos_token_ids=target.eos_token_ids,
-        max_new_tokens=config.decode.gamma if source.name == "block" else length,
-        max_length=length,
-        batch_size=min(config.generate.batch_size, rows),
-        seed=config.seed,
-    )
-    if source.name == "replay":
-        return SpeculativeSampler(
-            target=target.adapter,
-            draft=draft,
-            gamma=config.decode.gamma,
-            verification=config.decode.verification,
-            settings=settings,
-        )
-    if source_mixes_tokens(config):
-        return MixtureSampler(
-            target=target.adapter, draft=draft, fraction=source.fraction, settings=settings
-        )
-    compiled = config.optim.compiles
-    return DecoderSampler(model=draft, name="draft", settings=settings, compiled=compiled)
+def scored_by(
+    target: CausalAdapter, records: Sequence[Record], *, top_k: int, temperature: float
+) -> list[Record]:
+    """`records` with the target's `top_k` most likely ids, for a loss at `temperature`."""
+    scored: list[Record] = []
+    for first in range(0, len(records), SCORED_AT_ONCE):
+        lot = records[first : first + SCORED_AT_ONCE]
+        scored += stored_scores(target, lot, k=top_k, loss_temperature=temperature)
+    return scored

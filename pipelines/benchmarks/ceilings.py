@@ -1,36 +1,55 @@
-"""What a device can do at most, measured: copies, products, launches, waits.
+"""Part a of the GPU benchmark: what the machine is, and what it can do at most, measured.
 
-Yardsticks for all else: plain decoding reads every weight once a token, which no copy can outrun.
-Knows no models.
+Copies, products, launches, waits: yardsticks for all else, since plain decoding reads every weight
+once a token, which no copy can outrun. Knows no models.
 """
 
+import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
+
+from pipelines.benchmarks.gpu.part import Part
 
 WARM, REPEATS = 3, 10
 COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # beyond every cache
 COPIES = {"cpu": 1, "cuda": 10}  # between two looks at the clock, which cost a copy's hundredth
 TURNS = 5
 LAUNCHES = 1000
-Clock = Callable[[], float]  # seconds
 KERNELS = 200  # of a captured graph
+MATRIX, REHEARSED_MATRIX = 8192, 64
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "numpy", "hydra-core", "pytest")
+Clock = Callable[[], float]  # seconds
 
 
 def seconds_of(
     function: Callable[[], object],
     device: torch.device,
-    repeats: int,
+    repeats: int = 1,
     clock: Clock = time.perf_counter,
+    *,
+    launched: bool = False,
 ) -> float:
-    """Seconds of one call of `function`, to its end on the device: the mean of `repeats`."""
-    _wait(device)
+    """Seconds of one call of `function`, to its end on the device: the mean of `repeats`.
+
+    launched: only until the host has launched it.
+    """
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    wait()
     started = clock()
     for _ in range(repeats):
         function()
-    _wait(device)
+    if not launched:
+        wait()
     return (clock() - started) / repeats
 
 
@@ -62,24 +81,15 @@ def launch_seconds(device: torch.device, clock: Clock = time.perf_counter) -> fl
     number = torch.zeros(1, device=device)
     for _ in range(WARM):
         number.add_(1)
-    _wait(device)
-    started = clock()
-    for _ in range(LAUNCHES):
-        number.add_(1)
-    seconds = (clock() - started) / LAUNCHES
-    _wait(device)
-    return seconds
+    return seconds_of(lambda: number.add_(1), device, LAUNCHES, clock, launched=True)
 
 
 def wait_seconds(device: torch.device, clock: Clock = time.perf_counter) -> float:
     """Seconds from launching a small kernel until the host has read what it wrote: median."""
     number = torch.zeros(1, device=device)
-    seconds = []
-    for _ in range(WARM + 10 * REPEATS):
-        started = clock()
-        float(number.add_(1))
-        seconds.append(clock() - started)
-    return statistics.median(seconds[WARM:])
+    count = WARM + 10 * REPEATS
+    turns = [seconds_of(lambda: float(number.add_(1)), device, clock=clock) for _ in range(count)]
+    return statistics.median(turns[WARM:])
 
 
 def kernel_seconds(device: torch.device) -> float | None:
@@ -104,6 +114,33 @@ def kernel_seconds(device: torch.device) -> float | None:
     return seconds_of(graph.replay, device, REPEATS) / KERNELS
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def machine(device: torch.device) -> dict[str, Any]:
+    """Versions, and the device as PyTorch sees it."""
+    versions: dict[str, str] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    if device.type != "cuda":
+        return {"versions": versions}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "versions": versions,
+        "gpu": properties.name,
+        "memory_bytes": properties.total_memory,
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
+        "capability_of_wheels": torch.cuda.get_arch_list(),
+    }
+
+
+def run(part: Part) -> None:
+    device, size = part.device, REHEARSED_MATRIX if part.rehearses else MATRIX
+    part.step("machine", lambda: machine(device))
+    part.step("copy, bytes a second", lambda: copy_bandwidth(device))
+    part.step("product in bfloat16, operations a second", lambda: matmul_rate(device, size))
+    part.step("launch, seconds of the host", lambda: launch_seconds(device))
+    part.step("launch and read, seconds", lambda: wait_seconds(device))
+    part.step("kernel in a graph, seconds", lambda: kernel_seconds(device))

@@ -9,37 +9,36 @@ of a row. Greedy answers are compared with Hugging Face's, token by token.
 """
 
 import math
+import operator
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 
-from draftkit.config import SamplingConfig
 from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.generation import Completion
 from draftkit.decoding.proposers import Proposer
-from draftkit.evaluation.costs import CALIBRATION_TURNS, Calibration, between, meter
-from draftkit.evaluation.judge import Prompts, count_rounds
+from draftkit.evaluation.costs import CALIBRATION_TURNS, Meter, between, meter
+from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.lossless import parting_margin
+from draftkit.evaluation.summary import count_rounds
 from draftkit.evaluation.walltime import (
     PLAIN,
     Method,
     PromptIds,
     Setting,
     Timed,
-    chunk_count,
     decoding,
     row_capacity,
-    speedup,
     take_turns,
     warm_up,
 )
 from draftkit.models.adapter import CausalAdapter
+from draftkit.theory.acceptance import bootstrap
 from draftkit.theory.speedup import Costs, speedup_from_length
 from pipelines.benchmarks.decoder_peers import hugging_face
 
@@ -63,25 +62,21 @@ class Pair:
 
     target: CausalAdapter
     draft: CausalAdapter
-    eos_token_ids: Sequence[int]
-    pad_token_id: int
+    eos_token_ids: Sequence[int] = ()
+    pad_token_id: int = 0
 
 
-class Counted:
-    """A gamma policy, and how often it chose what."""
+class Counted(AdaptiveGamma):
+    """An adaptive gamma, and how often it chose what."""
 
-    def __init__(self, policy: GammaPolicy) -> None:
-        self.policy = policy
+    def __init__(self, costs: dict[int, Costs]) -> None:
+        super().__init__(costs)
         self.chosen: Counter[int] = Counter()
 
     def choose(self, *, batch: int, most: int) -> int:
-        gamma = self.policy.choose(batch=batch, most=most)
+        gamma = super().choose(batch=batch, most=most)
         self.chosen[gamma] += 1
         return gamma
-
-    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
-        """Pass on what a round showed."""
-        self.policy.observe(gamma=gamma, accepted=accepted)
 
 
 @dataclass(frozen=True)
@@ -100,17 +95,14 @@ class Bench:
         material = Material(lambda: draft, self.texts, target.vocab_size, target.device)
         return PROPOSERS[name or self.chosen](material)
 
-    def plain(self, *, eager: bool = False) -> Method:
-        return decoding(self.pair.target, None, self._setting(eager))
-
-    def drafted(
-        self, name: str | None = None, policy: GammaPolicy | None = None, *, eager: bool = False
+    def ours(
+        self, proposer: Proposer | None, policy: GammaPolicy | None = None, *, eager: bool = False
     ) -> Method:
-        """Our decoder with that proposer, at the gammas of `policy` if given."""
-        return decoding(self.pair.target, self.proposer(name), self._setting(eager), policy)
-
-    def _setting(self, eager: bool) -> Setting:
-        return replace(self.setting, compiled=False, captured=False) if eager else self.setting
+        """Our decoder, plain without `proposer`; at the gammas of `policy` if given."""
+        setting = self.setting
+        if eager:
+            setting = replace(setting, compiled=False, captured=False)
+        return decoding(self.pair.target, proposer, setting, policy)
 
     def peer(self, **options: Any) -> Method:
         pad = self.pair.pad_token_id
@@ -118,12 +110,16 @@ class Bench:
 
 
 METHODS: dict[str, Callable[[Bench], Method]] = {
-    PLAIN: lambda bench: bench.plain(),
-    SPECULATIVE: lambda bench: bench.drafted(),
-    ADAPTIVE: lambda bench: bench.drafted(policy=bench.policy),
-    "eager_plain": lambda bench: bench.plain(eager=True),
-    "eager_speculative": lambda bench: bench.drafted(eager=True),
-    **{name: partial(Bench.drafted, name=name) for name in PROPOSERS if name != "none"},
+    PLAIN: lambda bench: bench.ours(None),
+    SPECULATIVE: lambda bench: bench.ours(bench.proposer()),
+    ADAPTIVE: lambda bench: bench.ours(bench.proposer(), bench.policy),
+    "eager_plain": lambda bench: bench.ours(None, eager=True),
+    "eager_speculative": lambda bench: bench.ours(bench.proposer(), eager=True),
+    **{
+        name: lambda bench, name=name: bench.ours(bench.proposer(name))
+        for name in PROPOSERS
+        if name != "none"
+    },
     HF_PLAIN: lambda bench: bench.peer(),
     HF_ASSISTED: lambda bench: bench.peer(assistant=bench.pair.draft),
     "hf_lookup": lambda bench: bench.peer(lookup=True),
@@ -154,37 +150,32 @@ def measure(
 ) -> list[Point]:
     """Time the methods `names` on `prompts.test`, in turns; one point for each.
 
-    proposer: a name of `PROPOSERS`, of all methods that are not named after one themselves.
-
     costs: by batch size, to which those calibrated here are added; the adaptive gamma uses them.
-    turns: bursts of rounds of a kind by which they are calibrated.
+    turns: bursts of rounds of a kind by which they are calibrated. proposer: a name of `PROPOSERS`,
+    of all methods that are not named after one themselves.
     """
     names = applicable(names, setting)
     costs = {} if costs is None else costs
     meters, policy = [], None
-    texts = prompts.texts or (lambda: prompts.calibration)
-    bench = Bench(pair, setting, texts, proposer)
+    bench = Bench(pair, setting, prompts.texts or (lambda: prompts.calibration), proposer)
     if setting.gamma > 0 and {SPECULATIVE, ADAPTIVE} & set(names):
-        measuring = meter(pair.target, bench.proposer(), prompts.calibration, setting)
-        meters.append(measuring)
+        meters.append(meter(pair.target, bench.proposer(), prompts.calibration, setting))
         if ADAPTIVE in names:
-            measuring.turn(POLICY_TURNS)
-            costs[setting.batch_size] = measuring.result().costs
-            policy = Counted(AdaptiveGamma(costs))
-    bench = replace(bench, policy=policy)
+            meters[0].turn(POLICY_TURNS)
+            costs[setting.batch_size] = meters[0].costs()
+            policy = Counted(costs)
+            bench = replace(bench, policy=policy)
     methods = {name: METHODS[name](bench) for name in names}
     drafted = [name for name in names if name in DRAFTED]
     warm_up(methods, prompts.calibration, setting, drafted=drafted)
     if policy is not None:
         policy.chosen.clear()
-    chunks = chunk_count(prompts.test, setting)
-    timed = take_turns(methods, prompts.test, setting, between(meters, chunks, turns))
+    timed = take_turns(methods, prompts.test, setting, between(meters, turns))
     points = {name: base_point(name, timed, setting) for name in names}
     for measured in meters:
-        calibration = measured.result()
-        costs[setting.batch_size] = calibration.costs
+        costs[setting.batch_size] = measured.costs()
         if {PLAIN, SPECULATIVE} <= set(names):
-            points[SPECULATIVE] |= prediction(timed, calibration, setting, resamples)
+            points[SPECULATIVE] |= prediction(timed, measured, setting, resamples)
     if policy is not None:
         points[ADAPTIVE]["gammas"] = {str(g): n for g, n in sorted(policy.chosen.items())}
     if HF_PLAIN in names and setting.sampling.temperature == 0:
@@ -207,11 +198,11 @@ def base_point(name: str, timed: dict[str, Timed], setting: Setting) -> Point:
         "compiled": ours and setting.compiled and not name.startswith("eager_"),
         "captured": ours and setting.captured and not name.startswith("eager_"),
         "prompts": len(mine.completions),
-        "chunks": len(mine.tokens),
-        "tokens": sum(mine.tokens),
-        "seconds": sum(mine.prefill_seconds) + sum(mine.seconds),
-        "prefill_seconds": sum(mine.prefill_seconds) if ours else None,  # theirs is not known
-        "tokens_per_second": spread(mine.rates),
+        "chunks": len(mine.chunks),
+        "tokens": sum(chunk.tokens for chunk in mine.chunks),
+        "seconds": float(mine.answers.counts.sum()),
+        "prefill_seconds": mine.prefill_seconds if ours else None,  # theirs is not known
+        "tokens_per_second": spread(by_chunk(mine)),
         "ratios": {
             other: paired_ratio(mine, timed[other])
             for other in BASELINES
@@ -221,31 +212,31 @@ def base_point(name: str, timed: dict[str, Timed], setting: Setting) -> Point:
 
 
 def setting_of(
-    prompts: Prompts, sampling: SamplingConfig, *, max_new_tokens: int, gamma: int, seed: int
+    prompts: Prompts, *, max_new_tokens: int, gamma: int, most_gamma: int = 0, **options: Any
 ) -> Setting:
-    """One row, eagerly, by speculative sampling, of texts that end by their length alone."""
+    """One row, eagerly, by speculative sampling, of texts that end by their length alone.
+
+    most_gamma: of settings that share compiled code with this one. options: of `Setting`.
+    """
     texts: PromptIds = [*prompts.test, *prompts.calibration]
-    return Setting(
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        gamma=gamma,
-        verification="speculative",
-        batch_size=1,
-        capacity=row_capacity(texts, max_new_tokens=max_new_tokens, gamma=gamma),
-        eos_token_ids=(),
-        seed=seed,
-        compiled=False,
-    )
+    capacity = row_capacity(texts, max_new_tokens=max_new_tokens, gamma=max(gamma, most_gamma))
+    return Setting(max_new_tokens=max_new_tokens, gamma=gamma, capacity=capacity, **options)
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
+    """Median and quartiles, as tables show them."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": statistics.median(values), "quartiles": [low, high]}
 
 
+def by_chunk(timed: Timed) -> list[float]:
+    """Tokens per second from request to last token."""
+    return (timed.answers.totals / timed.answers.counts).tolist()
+
+
 def paired_ratio(mine: Timed, other: Timed) -> dict[str, Any]:
     """Median over chunks of the ratio of both rates on the same chunk, with its 95 % interval."""
-    ratios = [a / b for a, b in zip(mine.rates, other.rates, strict=True)]
+    ratios = [a / b for a, b in zip(by_chunk(mine), by_chunk(other), strict=True)]
     return {"median": statistics.median(ratios), "ci95": median_interval(ratios)}
 
 
@@ -256,50 +247,40 @@ def median_interval(values: Sequence[float]) -> list[float]:
     than 6 of them admit no such interval: then it is their range, which covers less.
     """
     ordered, n = sorted(values), len(values)
-
-    def at_most(k: int) -> float:
-        return sum(math.comb(n, i) for i in range(k + 1)) / 2**n
-
-    place = 0
-    while at_most(place + 1) <= 0.025:
-        place += 1
-    return [ordered[place], ordered[n - 1 - place]]
+    cut, below = 0, 1 + n  # values left out on each side; sets of fewer than cut + 2 of n values
+    while below <= 0.025 * 2**n:
+        cut += 1
+        below += math.comb(n, cut + 1)
+    return [ordered[cut], ordered[n - 1 - cut]]
 
 
-def prediction(
-    timed: dict[str, Timed], calibration: Calibration, setting: Setting, resamples: int
-) -> Point:
+def prediction(timed: dict[str, Timed], measured: Meter, setting: Setting, resamples: int) -> Point:
     """Acceptance length, calibrated costs, and the speed-up that they predict beside the measured.
 
     The latter two for the rounds of full batches, and `full_length` is the acceptance length there.
     """
-    costs, drafted = calibration.costs, timed[SPECULATIVE]
+    costs, drafted = measured.costs(), timed[SPECULATIVE]
     counted = count_rounds(drafted, seed=setting.seed, resamples=resamples)
-    measured = speedup(
-        speculative=drafted,
-        plain=timed[PLAIN],
-        of="full batches",
+    speedup = bootstrap(
+        drafted.full_batches,
+        timed[PLAIN].full_batches,
+        compare=operator.truediv,
         seed=setting.seed,
         resamples=resamples,
     )
-    round_costs = {
-        "cost_ratio": costs.cost_ratio,
-        "verify_ratio": costs.verify_ratio,
-        "overhead_ratio": costs.overhead_ratio,
-    }
-    predicted = speedup_from_length(drafted.full_length, setting.gamma, **round_costs)
+    predicted = speedup_from_length(drafted.full_length, setting.gamma, **costs.ratios)
     return {
         "acceptance_length": counted["acceptance_length"],
         "full_length": drafted.full_length,
-        **round_costs,
+        **costs.ratios,
         "plain_step_seconds": costs.plain_seconds,
-        "quartiles": {name: list(limits) for name, limits in calibration.quartiles.items()},
+        "quartiles": measured.quartiles(),
         "speedup": {
-            "measured": measured.mean,
-            "ci95": [measured.low, measured.high],
+            "measured": speedup.mean,
+            "ci95": [speedup.low, speedup.high],
             "predicted": predicted,
         },
-        "prediction_error": measured.mean / predicted - 1,
+        "prediction_error": speedup.mean / predicted - 1,
     }
 
 

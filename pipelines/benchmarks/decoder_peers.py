@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.walltime import Chunk, Method, PromptIds, Setting, now, synchronised_clock
 from draftkit.models.adapter import CausalAdapter
@@ -93,24 +92,16 @@ def fix_gamma(assistant: CausalAdapter, gamma: int) -> None:
 
 def generation_config(setting: Setting, pad_token_id: int) -> GenerationConfig:
     """The sampling of `setting` in Hugging Face's words."""
+    sampling = setting.sampling
+    drawn = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     return GenerationConfig(
         max_new_tokens=setting.max_new_tokens,
         eos_token_id=list(setting.eos_token_ids) or None,
         pad_token_id=pad_token_id,
-        **_sampling(setting.sampling),
+        repetition_penalty=sampling.repetition_penalty,
+        do_sample=sampling.temperature > 0,
+        **(drawn if sampling.temperature > 0 else {}),
     )
-
-
-def _sampling(sampling: SamplingConfig) -> dict[str, Any]:
-    options: dict[str, Any] = {"repetition_penalty": sampling.repetition_penalty}
-    if sampling.temperature == 0:
-        return options | {"do_sample": False}
-    return options | {
-        "do_sample": True,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-    }
 
 
 def padded_left(

@@ -10,7 +10,7 @@ token has some probability.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,15 +48,10 @@ def acceptance_given(
     verifier.rate.fill_(rate)
     VERIFIERS[GIVEN] = verifier
     try:
-        with assistance_given(rate) if assisted else _unchanged():
+        with assistance_given(rate) if assisted else nullcontext():
             yield GIVEN
     finally:
         del VERIFIERS[GIVEN]
-
-
-@contextmanager
-def _unchanged() -> Iterator[None]:
-    yield
 
 
 @contextmanager

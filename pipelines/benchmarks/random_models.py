@@ -26,34 +26,21 @@ def shape(layers: int, hidden: int, inner: int, heads: int, positions: int) -> P
     )
 
 
-def random_model(
-    shape: PretrainConfig, hardware: HardwareConfig, *, vocab_size: int, seed: int
-) -> CausalAdapter:
-    """`random_llama` where and in which precision `hardware` says."""
-    device = resolve_device(hardware)
-    dtype = resolve_dtype(hardware, device)
-    return random_llama(shape, vocab_size=vocab_size, seed=seed, dtype=dtype, device=device)
-
-
 def random_texts(count: int, tokens: int, *, vocab_size: int, seed: int) -> list[list[int]]:
     """`count` texts of `tokens` random ids each."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab_size, (count, tokens), generator=generator).tolist()
 
 
-def random_llama(
-    shape: PretrainConfig,
-    *,
-    vocab_size: int,
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device,
+def random_model(
+    shape: PretrainConfig, hardware: HardwareConfig, *, vocab_size: int, seed: int
 ) -> CausalAdapter:
-    """A frozen Llama-type model of random weights, made on `device`, that ends no text.
+    """A frozen Llama-type model of random weights, that ends no text.
 
-    Embeddings are tied to the head, so that a step reads all of `weight_bytes`.
+    Made where and in which precision `hardware` says. Embeddings are tied to the head, so
+    that a step reads all of `weight_bytes`.
     """
-    heads = shape.num_attention_heads
+    device, heads = resolve_device(hardware), shape.num_attention_heads
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=shape.hidden_size,
@@ -70,6 +57,6 @@ def random_llama(
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(hardware, device))
     model = fit_to_device(model.eval().requires_grad_(False))
     return CausalAdapter(model, vocab_size=vocab_size)

@@ -1,22 +1,27 @@
-"""What a step of distillation costs: beside TRL's, and beside a loss that holds all logits.
+"""`benchmark.subject=distill`: what a step of distillation costs, beside TRL's; and its loss.
 
 Both trainers run in one process, a step of one after a step of the other, from the same weights,
 on the same prompts, sampling from their own draft as it learns: what disturbs the machine disturbs
 both. Rates count completion tokens and everything a step does: sampling, scores of the target,
-loss, gradient, update. The first steps, in which code is compiled, do not count.
+loss, gradient, update. The first steps, in which code is compiled, do not count. The loss in chunks
+stands beside one that holds all logits, at a vocabulary of 152k.
 """
 
 import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
-from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.data.prompts import read_splits
 from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.chunked import chunked_sum
 from draftkit.distillation.losses import Objective
@@ -24,54 +29,104 @@ from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
 from draftkit.distillation.teacher import FullScores, TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter, Head
-from draftkit.models.loading import Target
+from draftkit.models.loading import Target, load_draft, load_target
+from pipelines.benchmarks.ceilings import seconds_of
 from pipelines.benchmarks.decoder import spread
 from pipelines.benchmarks.training_peers import trl_steps
+from pipelines.plan import StageFolder
 
-Steps = list[tuple[int, float]]  # completion tokens and seconds of each
+GRADIENT_REPEATS = 2  # of half a minute each, on two cores
+LEARNING_RATE = 1e-4  # where none is given
 
 
-@dataclass(frozen=True)
-class Load:
-    """What one step is asked to do."""
+def measure(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Time both trainers, then the loss both ways."""
+    options, rows = config.benchmark, config.optim.per_device_train_batch_size
+    target = load_target(folder.model(config, "target"), config.hardware)
+    draft = load_draft(folder.model(config, "draft"), target, dtype=torch.float32)
+    examples = read_splits(folder.input("texts")).train[: rows * options.steps]
+    folder.note(f"{options.steps} steps of each trainer, in turns")
+    rates = beside_trl(target, draft, [example.prompt_ids for example in examples], config)
+    shape = replace(Shape(), tokens=options.loss_tokens, vocab_size=options.loss_vocab_size)
+    folder.note(f"the loss on {shape.tokens} tokens of {shape.vocab_size}, both ways")
+    costs = chunked_costs(
+        shape,
+        divergence=config.divergence.name,
+        device=draft.device,
+        repeats=GRADIENT_REPEATS,
+        seed=config.seed,
+    )
+    return {
+        **rates,
+        **costs,
+        "loss_tokens": shape.tokens,
+        "loss_vocab_size": shape.vocab_size,
+        "batch_size": rows,
+        "max_new_tokens": answer_tokens(config),
+        "divergence": config.divergence.name,
+        "dtype": str(target.adapter.dtype).removeprefix("torch."),
+    }
 
-    divergence: str
-    sampling: SamplingConfig
-    batch_size: int
-    max_new_tokens: int
-    learning_rate: float
-    seed: int
-    compiled: bool
+
+def show(summary: dict[str, Any]) -> None:
+    """Print both rates and the costs of the loss."""
+    console = Console(width=80, highlight=False)
+    console.print(
+        f"On-policy {summary['divergence']}, {summary['batch_size']} rows, "
+        f"{summary['max_new_tokens']} new tokens, {summary['dtype']}: {summary['steps']} steps in "
+        "turns."
+    )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("")
+    table.add_column("completion tokens/s", justify="right")
+    for name, rate in summary["tokens_per_second"].items():
+        low, high = summary["rate_quartiles"][name]
+        table.add_row(name, f"{rate:.0f} [{low:.0f}, {high:.0f}]")
+    console.print(table)
+    low, high = summary["ratio_quartiles"]
+    console.print(
+        f"{summary['ratio_to_trl']:.2f}x [{low:.2f}, {high:.2f}] the tokens per second of TRL: "
+        "median of paired steps, with quartiles."
+    )
+    console.print(
+        f"Loss of {summary['loss_tokens']} tokens, vocabulary {summary['loss_vocab_size']}, in "
+        f"chunks: {summary['chunked_peak_fraction']:.0%} of the plain loss's memory, "
+        f"{summary['chunked_time_ratio']:.2f}x its time; gradients differ by "
+        f"{summary['chunked_gradient_error']:.1e}."
+    )
+
+
+# Whole steps
+
+
+def answer_tokens(config: Config) -> int:
+    """How many tokens a step samples for a prompt."""
+    return config.data.max_length - config.data.prompt_tokens
 
 
 def beside_trl(
-    target: Target,
-    draft: CausalAdapter,
-    prompts: Sequence[Sequence[int]],
-    load: Load,
-    *,
-    warm_steps: int,
-    steps: int,
+    target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
 ) -> dict[str, Any]:
     """Rates of both trainers, and the median of their ratios step by step with its quartiles."""
+    warm_steps, steps = config.benchmark.warm_steps, config.benchmark.steps
     theirs = copy.deepcopy(draft.model)
-    step = our_step(target, draft, prompts, load)
-    ours: Steps = []
+    step = our_step(target, draft, prompts, config)
+    ours: list[float] = []  # completion tokens a second
     trl = trl_steps(
         target=target.adapter.model,
         draft=theirs,
         tokenizer=target.tokenizer,
         prompts=prompts,
-        divergence=load.divergence,
-        batch_size=load.batch_size,
-        max_new_tokens=load.max_new_tokens,
+        divergence=config.divergence.name,
+        batch_size=config.optim.per_device_train_batch_size,
+        max_new_tokens=answer_tokens(config),
         steps=warm_steps + steps,
-        learning_rate=load.learning_rate,
+        learning_rate=config.optim.learning_rate or LEARNING_RATE,
         low_precision=target.adapter.dtype == torch.bfloat16,
         between=lambda: ours.append(step(len(ours))),
     )
     rates = {
-        "draftkit": [tokens / seconds for tokens, seconds in ours[warm_steps:]],
+        "draftkit": ours[warm_steps:],
         "trl": [step.tokens / step.seconds for step in trl[warm_steps:]],
     }
     ratios = [a / b for a, b in zip(rates["draftkit"], rates["trl"], strict=True)]
@@ -85,44 +140,43 @@ def beside_trl(
 
 
 def our_step(
-    target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], load: Load
-) -> Callable[[int], tuple[int, float]]:
-    """A function that takes the step of a number, and tells its completion tokens and seconds."""
-    low = target.adapter.dtype != torch.float32
+    target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
+) -> Callable[[int], float]:
+    """A function that takes the step of a number, and tells its completion tokens a second."""
+    dtype, size = target.adapter.dtype, config.optim.per_device_train_batch_size
+    rate = config.optim.learning_rate or LEARNING_RATE
     trainer = Trainer(
         draft,
         TargetTeacher(target.adapter),
-        optim=OptimConfig(
-            learning_rate=load.learning_rate, lr_scheduler_type="constant", warmup_steps=0
-        ),
-        divergence=DivergenceConfig(name=load.divergence),
-        sampling=load.sampling,
-        autocast=target.adapter.dtype if low else None,
-        compiled=load.compiled,
+        optim=OptimConfig(learning_rate=rate, lr_scheduler_type="constant", warmup_steps=0),
+        divergence=config.divergence,
+        sampling=config.sampling,
+        autocast=dtype if dtype != torch.float32 else None,
+        compiled=config.decode.compiles,
     )
-    length = max(map(len, prompts)) + load.max_new_tokens
     sampler = DecoderSampler(
         model=draft,
         name="draft",
         settings=AnswerSettings(
-            sampling=load.sampling,
+            sampling=config.sampling,
             eos_token_ids=target.eos_token_ids,
-            max_new_tokens=load.max_new_tokens,
-            max_length=length,
-            batch_size=load.batch_size,
-            seed=load.seed,
+            max_new_tokens=answer_tokens(config),
+            max_length=max(map(len, prompts)) + answer_tokens(config),
+            batch_size=size,
+            seed=config.seed,
         ),
-        compiled=load.compiled,
+        compiled=config.decode.compiles,
     )
 
-    def step(number: int) -> tuple[int, float]:
+    def step(number: int) -> float:
         started = time.perf_counter()
-        rows = range(number * load.batch_size, (number + 1) * load.batch_size)
-        asked = [prompts[row % len(prompts)] for row in rows]
-        records = sampler.sample(asked, rows=rows, version=f"step {number}")
+        rows = range(number * size, (number + 1) * size)
+        records = sampler.sample(
+            [prompts[row % len(prompts)] for row in rows], rows=rows, version=f"step {number}"
+        )
         texts = [continued(record.prompt_ids, record.output_ids) for record in records]
         metrics = trainer.step(collate(texts, device=draft.device))
-        return metrics.tokens, time.perf_counter() - started
+        return metrics.tokens / (time.perf_counter() - started)
 
     return step
 
@@ -190,15 +244,6 @@ def chunked_costs(
         "chunked_tokens_per_second": shape.tokens / own,
         "plain_tokens_per_second": shape.tokens / other,
     }
-
-
-def seconds_of(function: Callable[[], Any], device: torch.device) -> float:
-    """How long one call takes, to its end on the device."""
-    started = time.perf_counter()
-    function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - started
 
 
 def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:

@@ -30,7 +30,7 @@ class Service:
     buffer: Buffer
     refit: Refit
     version: str = ""
-    clock: float = 0.0  # of the records, a second a request
+    buffered: int = 0
 
     def follow(self) -> None:
         """Take the version in force, as a server does."""
@@ -41,27 +41,13 @@ class Service:
 
     def record(self, records: Sequence[Record]) -> Iterator[Update]:
         """Put what was served into the buffer; yield the updates that follow."""
-        entries = []
-        for record in records:
-            self.clock += 1.0
-            entries.append(
-                Entry(record=record, route=DEFAULT_ROUTE, version=self.version, seconds=self.clock)
-            )
-        self.buffer.append(entries)
+        served = {"route": DEFAULT_ROUTE, "version": self.version}
+        times = enumerate(records, self.buffered + 1)  # a second a request
+        self.buffer.append([Entry(record=r, seconds=float(s), **served) for s, r in times])
+        self.buffered += len(records)
         while self.refit.due():
             yield self.refit.update()
             self.follow()
-
-
-@dataclass(frozen=True)
-class Point:
-    """Alpha on requests `first` .. `last` - 1 of the whole stream, before any drafter saw them."""
-
-    domain: str
-    first: int
-    last: int
-    scored: dict[str, PromptTotals]  # by drafter
-    versions: dict[str, str]
 
 
 def stream(
@@ -74,25 +60,33 @@ def stream(
     scored: int,
     step: int,
     tell: Callable[[Service, int, Update], Any],
-) -> Iterator[Point]:
+) -> Iterator[dict[str, Any]]:
     """Let the domains pass, one after the other; yield `points` of each, all it brought recorded.
 
-    `others(domain)` are drafters that do not change; `scored` requests of each point are scored;
-    `step` requests are recorded at a time, `tell` hears of every update.
+    A point is alpha by drafter on requests `first` .. `last` - 1 of the whole stream, before any
+    drafter saw them, as the curve stores it. `others(domain)` are drafters that do not change;
+    `scored` requests of each point are scored; `step` requests are recorded at a time, `tell`
+    hears of every update.
     """
     before = 0
     for domain, records in domains.items():
-        edges = [len(records) * place // points for place in range(points + 1)]
+        edges = [len(records) * part // points for part in range(points + 1)]
         for first, last in pairwise(edges):
             for service in services:
                 service.follow()
             drafts = {**others(domain), **{service.name: service.draft for service in services}}
-            found = dict(score(drafts, records[first : min(last, first + scored)]))
-            versions = {service.name: service.version for service in services}
+            totals = score(drafts, records[first : min(last, first + scored)])
+            point = {
+                "domain": domain,
+                "first": before + first,
+                "last": before + last,
+                "alpha": {name: found.alpha.as_dict() for name, found in totals.items()},
+                "versions": {service.name: service.version for service in services},
+            }
             for start in range(first, last, step):
                 for service in services:
                     recorded = min(last, start + step)
                     for update in service.record(records[start:recorded]):
                         tell(service, before + recorded, update)
-            yield Point(domain, before + first, before + last, found, versions)
+            yield point
         before += len(records)

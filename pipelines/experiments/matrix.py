@@ -8,8 +8,8 @@ Every interval speaks of its own cell. Of many cells some lie outside of theirs,
 many is more likely than others to have been lucky, as is the control that did best.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from draftkit.artifacts import atomic_path
 from draftkit.config import DIVERGENCE_NAMES, MIXTURE, SOURCE_NAMES
-from draftkit.theory.acceptance import estimate_gain
+from draftkit.theory.acceptance import Rate, bootstrap
 
 CONTROL = "next_token"  # plain training, for as many steps on as many tokens
 
@@ -52,45 +52,37 @@ class Cell:
 
 
 def cells_of(
-    divergence: str,
-    source: str,
-    seed: int,
-    summary: Mapping[str, Any],
-    prompts: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any], summary: Mapping[str, Any], prompts: Mapping[str, Any] | None = None
 ) -> list[Cell]:
-    """The cells of an evaluation: one a temperature, none without a drafter before.
+    """The cells of an evaluation under `config`: one a temperature, none without a drafter before.
 
     prompts: by temperature, what the evaluation found prompt by prompt.
     """
-    found = []
+    cells = []
     for name, part in summary.get("by_temperature", {}).items():
         if "before" not in part:
             continue
-        known = (prompts or {}).get(name)
-        by_prompt = (
-            {}
-            if known is None
-            else {
-                "contexts": known["contexts"],
-                "after": known["after"]["alpha"],
-                "before": known["before"]["alpha"],
-                "positions": known["after"]["positions"],
-            }
+        cell = Cell(
+            config["divergence"]["name"],
+            config["source"]["name"],
+            float(name),
+            config["seed"],
+            alpha=part["alpha"],
+            alpha_gain=part["alpha_gain"],
+            length=part["acceptance_length"],
+            length_before=part["before"]["acceptance_length"],
         )
-        found.append(
-            Cell(
-                divergence,
-                source,
-                float(name),
-                seed,
-                alpha=part["alpha"],
-                alpha_gain=part["alpha_gain"],
-                length=part["acceptance_length"],
-                length_before=part["before"]["acceptance_length"],
-                **by_prompt,
+        if prompts is not None:
+            after, before = prompts[name]["after"], prompts[name]["before"]
+            cell = replace(
+                cell,
+                contexts=prompts[name]["contexts"],
+                after=after["alpha"],
+                before=before["alpha"],
+                positions=after["positions"],
             )
-        )
-    return found
+        cells.append(cell)
+    return cells
 
 
 def is_matrix(cells: Sequence[Cell]) -> bool:
@@ -122,12 +114,8 @@ def paired(after: Sequence[Cell], baselines: Sequence[list[float]]) -> Number:
         return torch.tensor(lists, dtype=torch.float64).sum(0)
 
     positions = column([cell.positions for cell in after])
-    return estimate_gain(
-        totals=column([cell.after for cell in after]),
-        counts=positions,
-        baseline_totals=column(baselines),
-        baseline_counts=positions,
-    ).as_dict()
+    gain = Rate(column([cell.after for cell in after]) - column(baselines), positions)
+    return bootstrap(gain).as_dict()
 
 
 def gain(cells: Sequence[Cell]) -> Number:
@@ -148,37 +136,29 @@ def gain(cells: Sequence[Cell]) -> Number:
 
 def control(cells: Sequence[Cell], temperature: float) -> list[Cell]:
     """The seeds of the better plain training, on whichever texts; none where it was not run."""
-    found = [seeds for seeds in grid(cells, temperature).get(CONTROL, {}).values() if seeds]
-    return max(found, key=lambda seeds: fmean([cell.alpha["mean"] for cell in seeds]), default=[])
+    by_source = grid(cells, temperature).get(CONTROL, {}).values()
+    return max(
+        filter(None, by_source),
+        key=lambda seeds: fmean([cell.alpha["mean"] for cell in seeds]),
+        default=[],
+    )
 
 
 def over_control(cells: Sequence[Cell], controls: Sequence[Cell]) -> Number | None:
     """What `cells` have over plain training of the same seeds; None where nothing is paired."""
-    by_seed = {(cell.seed, cell.contexts): cell for cell in controls if cell.after}
-    pairs = [(cell, by_seed.get((cell.seed, cell.contexts))) for cell in cells if cell.after]
-    both = [(cell, other) for cell, other in pairs if other is not None]
+    by_seed = {(cell.seed, cell.contexts): cell.after for cell in controls if cell.after}
+    both = [cell for cell in cells if cell.after and (cell.seed, cell.contexts) in by_seed]
     if not both:
         return None
-    return paired([cell for cell, _ in both], [other.after for _, other in both])
-
-
-def by_themselves(cells: Sequence[Cell], temperature: float) -> str:
-    """What the intervals of the cells at `temperature` are, and what they are not."""
-    rows = grid(cells, temperature).values()
-    count = sum(bool(found) for by_source in rows for found in by_source.values())
-    return (
-        f"95 % intervals, paired by prompt, each of its own cell and not of all {count} at once: "
-        "the best of many may have been lucky"
-    )
+    return paired(both, [by_seed[cell.seed, cell.contexts] for cell in both])
 
 
 def matrix_table(cells: Sequence[Cell], temperature: float) -> Table:
     """Gain of alpha with its interval, and of tokens per target pass, by divergence and source."""
-    table = empty_table(
-        f"alpha gained, temperature {temperature:g}",
-        f"{by_themselves(cells, temperature)}; x: tokens a target pass over those before",
+    title = f"alpha gained, temperature {temperature:g}"
+    return table_of(
+        cells, temperature, title, cell_text, "; x: tokens a target pass over those before"
     )
-    return fill(table, cells, temperature, cell_text)
 
 
 def control_table(cells: Sequence[Cell], temperature: float) -> Table | None:
@@ -186,33 +166,37 @@ def control_table(cells: Sequence[Cell], temperature: float) -> Table | None:
     controls = control(cells, temperature)
     if not any(over_control([cell], controls) for cell in cells if cell.temperature == temperature):
         return None
-    table = empty_table(
-        f"alpha over {CONTROL} on {controls[0].source} text, temperature {temperature:g}",
-        by_themselves(cells, temperature),
-    )
 
-    def text(found: Sequence[Cell]) -> str:
-        number = over_control(found, controls)
-        same = found and found[0].divergence == CONTROL and found[0].source == controls[0].source
+    def text(seeds: Sequence[Cell]) -> str:
+        number = over_control(seeds, controls)
+        same = seeds and seeds[0].divergence == CONTROL and seeds[0].source == controls[0].source
         return "" if number is None or same else number_text(number)
 
-    return fill(table, cells, temperature, text)
+    title = f"alpha over {CONTROL} on {controls[0].source} text, temperature {temperature:g}"
+    return table_of(cells, temperature, title, text)
 
 
-def empty_table(title: str, caption: str) -> Table:
-    """A table as all of these look."""
-    edges = {"show_edge": False, "pad_edge": False, "padding": 0}
-    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, **edges)
-
-
-def fill(table: Table, cells: Sequence[Cell], temperature: float, text: Any) -> Table:
-    """Give `table` a column for each source and a row for each divergence."""
-    table.add_column("", no_wrap=True)
+def table_of(
+    cells: Sequence[Cell],
+    temperature: float,
+    title: str,
+    text: Callable[[Sequence[Cell]], str],
+    legend: str = "",
+) -> Table:
+    """A column for each source and a row for each divergence, `text` of the seeds in each place."""
     rows = grid(cells, temperature)
+    count = sum(bool(seeds) for by_source in rows.values() for seeds in by_source.values())
+    caption = (
+        f"95 % intervals, paired by prompt, each of its own cell and not of all {count} at once: "
+        f"the best of many may have been lucky{legend}"
+    )
+    edges = {"show_edge": False, "pad_edge": False, "padding": 0}
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, **edges)
+    table.add_column("", no_wrap=True)
     for source in next(iter(rows.values())):
         table.add_column(source, justify="right", no_wrap=True)
     for divergence, by_source in rows.items():
-        table.add_row(divergence, *(text(found) for found in by_source.values()))
+        table.add_row(divergence, *map(text, by_source.values()))
     return table
 
 
@@ -233,12 +217,10 @@ def cell_text(cells: Sequence[Cell]) -> str:
 
 def heat_map(cells: Sequence[Cell], path: Path) -> None:
     """Draw the gains of alpha, a panel for each temperature, as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels = temperatures(cells)
     figure = Figure(figsize=(1.5 + 4.2 * len(panels), 5.2), layout="constrained")
-    FigureCanvasAgg(figure)
     reach = max(abs(cell.alpha_gain["mean"]) for cell in cells) or 1.0
     for axes, temperature in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
@@ -246,23 +228,15 @@ def heat_map(cells: Sequence[Cell], path: Path) -> None:
         rows = grid(cells, temperature)
         sources = list(next(iter(rows.values())))
         values = [
-            [gain(found)["mean"] if found else float("nan") for found in by_source.values()]
+            [gain(seeds)["mean"] if seeds else float("nan") for seeds in by_source.values()]
             for by_source in rows.values()
         ]
         axes.imshow(values, cmap="RdBu", vmin=-reach, vmax=reach, aspect="auto")
+        centred = {"ha": "center", "va": "center", "fontsize": 7}
         for y, by_source in enumerate(rows.values()):
-            for x, found in enumerate(by_source.values()):
-                if found:
-                    text, strong = cell_text(found), abs(values[y][x]) > 0.6 * reach
-                    axes.text(
-                        x,
-                        y,
-                        text,
-                        ha="center",
-                        va="center",
-                        fontsize=7,
-                        color="white" if strong else "black",
-                    )
+            for x, seeds in enumerate(by_source.values()):
+                colour = "white" if abs(values[y][x]) > 0.6 * reach else "black"
+                axes.text(x, y, cell_text(seeds), color=colour, **centred)
         axes.set_xticks(range(len(sources)), sources)
         axes.set_yticks(range(len(rows)), list(rows))
         axes.set_title(f"alpha gained, temperature {temperature:g}", fontsize=10)

@@ -27,7 +27,6 @@ import httpx
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
-from draftkit.online.buffer import Served
 from draftkit.serving.intake import ROUTE_HEADER
 from pipelines.folder import SUMMARY
 from pipelines.plan import StageFolder
@@ -109,10 +108,11 @@ def requests_of(config: Config, texts: Path) -> list[tuple[str, Sequence[int]]]:
 
 def ask(url: str, requests: Sequence[tuple[str, Sequence[int]]], config: Config) -> dict[str, Any]:
     """Send all requests, `clients` at a time; how many were answered, and how fast."""
-    traffic, seconds, tokens = config.online.traffic, [], 0
+    traffic = config.online.traffic
     name = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
 
     def one(request: tuple[str, Sequence[int]]) -> tuple[float, int]:
+        """Seconds of a request, and the tokens of its answer."""
         route, prompt = request
         body = {"model": name, "prompt": list(prompt), "max_tokens": traffic.max_new_tokens}
         headers = {ROUTE_HEADER: route}
@@ -126,26 +126,13 @@ def ask(url: str, requests: Sequence[tuple[str, Sequence[int]]], config: Config)
 
     started = time.perf_counter()
     with ThreadPoolExecutor(traffic.clients) as clients:
-        for took, used in clients.map(one, requests):
-            seconds.append(took)
-            tokens += used
-    whole = time.perf_counter() - started
+        seconds, used = zip(*clients.map(one, requests), strict=True)
     return {
         "requests": len(seconds),
-        "tokens": tokens,
-        "tokens_per_second": tokens / whole,
+        "tokens": sum(used),
+        "tokens_per_second": sum(used) / (time.perf_counter() - started),
         "median_seconds": statistics.median(seconds),
         "slowest_seconds": max(seconds),
-    }
-
-
-def served_row(served: Served) -> dict[str, Any]:
-    return {
-        "version": served.version,
-        "requests": served.requests,
-        "tokens": served.tokens,
-        "acceptance_length": served.tokens / served.rounds if served.rounds else None,
-        "alpha": served.acceptance / served.tested if served.tested else None,
     }
 
 
@@ -164,25 +151,27 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
     with running(serve, both) as server:
         wait_until_healthy(url, server)
         with running(daemon, both) as refitting:
-            told = ask(url, requests, both)
+            load = ask(url, requests, both)
             alive = {"server": server.is_alive(), "daemon": refitting.is_alive()}
     buffer = buffer_of(both, checksums_of(folder))
-    routes = config.online.routes
-    rows = [{"route": r, **served_row(one)} for r in routes for one in buffer.served(r)]
+    rows = [
+        {
+            "route": route,
+            "version": served.version,
+            "requests": served.requests,
+            "tokens": served.tokens,
+            "acceptance_length": served.tokens / served.rounds if served.rounds else None,
+            "alpha": served.acceptance / served.tested if served.tested else None,
+        }
+        for route in both.online.routes
+        for served in buffer.served(route)
+    ]
     buffer.close()
     path = daemon_folder(both) / SUMMARY
     updates = read_json(path) if path.exists() else {}
     for row in rows:
-        folder.note(said(row))
-    return {**updates, **told, "alive": alive, "served": rows}
-
-
-def said(row: dict[str, Any]) -> str:
-    """What one version did, in a line."""
-    name = f"{row['route']}/{row['version']}"
-    if row["alpha"] is None:
-        return f"{name}: {row['requests']} answers, nothing drafted"
-    return (
-        f"{name}: {row['requests']} answers, alpha {row['alpha']:.3f}, "
-        f"tau {row['acceptance_length']:.2f}"
-    )
+        drafted = ", nothing drafted"
+        if row["alpha"] is not None:
+            drafted = f", alpha {row['alpha']:.3f}, tau {row['acceptance_length']:.2f}"
+        folder.note(f"{row['route']}/{row['version']}: {row['requests']} answers{drafted}")
+    return {**updates, **load, "alive": alive, "served": rows}

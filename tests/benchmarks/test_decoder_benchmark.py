@@ -2,16 +2,16 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from draftkit.config import BENCHMARK_METHOD_NAMES, SamplingConfig
 from draftkit.decoding.generation import Completion
-from draftkit.evaluation.costs import Calibration
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.lossless import parting_margin
-from draftkit.evaluation.walltime import FullBatch, Setting, Timed
+from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed
 from draftkit.theory.speedup import Costs, speedup_from_length
 from pipelines.benchmarks import decoder as benchmark
 from pipelines.benchmarks.decoder import (
@@ -27,7 +27,6 @@ from pipelines.benchmarks.decoder import (
     prediction,
 )
 from tests import tiny
-from tests.gammas import FixedGamma
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPTS = Prompts(
@@ -124,16 +123,13 @@ def test_the_prediction_and_what_it_is_held_against_are_of_full_batches():
         overhead_ratio=0.0,
         verify_ratios={3: 1.0},
     )
+    answer = Completion([1], accept_counts=[0, 8, 0, 0], tested=8)
     timed = {
-        "plain": Timed([9.0, 9.0], tokens=[16, 16], full=[FullBatch(8.0, 16, 16, 16)] * 2),
-        "speculative": Timed(
-            seconds=[99.0, 99.0],
-            tokens=[16, 16],
-            completions=[Completion([1], accept_counts=[0, 8, 0, 0], tested=8)] * 2,
-            full=[FullBatch(4.0, 14, 6, 15)] * 2,
-        ),
+        "plain": Timed([Chunk(0.0, 9.0, [], FullBatch(8.0, 16, 16, 16))] * 2),
+        "speculative": Timed([Chunk(0.0, 99.0, [answer], FullBatch(4.0, 14, 6, 15))] * 2),
     }
-    found = prediction(timed, Calibration(costs, {}), replace(SETTING, batch_size=2), 10)
+    measured = SimpleNamespace(costs=lambda: costs, quartiles=dict)
+    found = prediction(timed, measured, replace(SETTING, batch_size=2), 10)
     assert found["acceptance_length"]["mean"] == 2
     assert found["full_length"] == 15 / 6
     assert found["speedup"]["measured"] == pytest.approx((14 / 4) / (16 / 8))
@@ -193,9 +189,10 @@ def test_methods_fit_the_batch():
 
 
 def test_choices_of_gamma_are_counted():
-    policy = Counted(FixedGamma(2))
-    assert [policy.choose(batch=1, most=most) for most in (4, 4, 1)] == [2, 2, 1]
-    assert dict(policy.chosen) == {2: 2, 1: 1}
+    free = Costs(1.0, 0.0, 1.0, 0.0, {0: 1.0, 4: 1.0})  # where drafts cost nothing, many pay
+    policy = Counted({1: free})
+    assert [policy.choose(batch=1, most=most) for most in (4, 4, 1)] == [4, 4, 1]
+    assert dict(policy.chosen) == {4: 2, 1: 1}
 
 
 # Medians and intervals
@@ -218,8 +215,9 @@ def test_few_values_give_their_range():
 
 
 def test_ratios_are_paired_by_chunk_and_hold_the_prefill():
-    mine = Timed(seconds=[1.0, 2.0, 10.0], prefill_seconds=[1.0, 0.0, 0.0], tokens=[10, 10, 10])
-    other = Timed(seconds=[4.0, 2.0, 30.0], prefill_seconds=[0.0, 0.0, 0.0], tokens=[20, 10, 10])
+    ten, twenty = ([Completion([], [0] * tokens)] for tokens in (10, 20))
+    mine = Timed([Chunk(1.0, 1.0, ten), Chunk(0.0, 2.0, ten), Chunk(0.0, 10.0, ten)])
+    other = Timed([Chunk(0.0, 4.0, twenty), Chunk(0.0, 2.0, ten), Chunk(0.0, 30.0, ten)])
     found = paired_ratio(mine, other)  # 5 / 5, 5 / 5, 1 / (1/3)
     assert found["median"] == pytest.approx(1.0)
     assert found["ci95"] == pytest.approx([1.0, 3.0])

@@ -2,10 +2,9 @@
 
 import torch
 
-from draftkit.config import PretrainConfig
-from pipelines.benchmarks.random_models import random_llama
+from draftkit.config import HardwareConfig, PretrainConfig
+from pipelines.benchmarks.random_models import random_model
 
-CPU = torch.device("cpu")
 SHAPE = PretrainConfig(
     num_hidden_layers=2,
     hidden_size=32,
@@ -15,12 +14,13 @@ SHAPE = PretrainConfig(
 )
 
 
-def make(seed=0, dtype=torch.float32, vocab_size=50):
-    return random_llama(SHAPE, vocab_size=vocab_size, seed=seed, dtype=dtype, device=CPU)
+def make(seed=0, dtype="float32"):
+    hardware = HardwareConfig(device="cpu", dtype=dtype)
+    return random_model(SHAPE, hardware, vocab_size=50, seed=seed)
 
 
 def test_a_random_model_has_the_shape_and_precision_that_were_asked_for():
-    model = make(dtype=torch.bfloat16)
+    model = make(dtype="bfloat16")
     config = model.model.config
     assert (config.num_hidden_layers, config.hidden_size, config.vocab_size) == (2, 32, 50)
     assert config.num_key_value_heads == 1  # four query heads a key head

@@ -3,11 +3,18 @@
 import pytest
 import torch
 
-from draftkit.config import SamplingConfig
+from draftkit.config import (
+    BenchmarkConfig,
+    Config,
+    DataConfig,
+    DecodeConfig,
+    DivergenceConfig,
+    OptimConfig,
+)
 from draftkit.distillation import chunked
 from draftkit.models.loading import Target
 from draftkit.models.vocabulary import train_byte_bpe
-from pipelines.benchmarks.training import Load, Shape, beside_trl, chunked_costs, peak_bytes
+from pipelines.benchmarks.training import Shape, beside_trl, chunked_costs, peak_bytes
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -17,18 +24,16 @@ MIB = 1 << 20
 def test_both_trainers_are_timed_on_the_same_prompts_step_by_step():
     target, draft = tiny.pair()
     pair = Target(target, train_byte_bpe(["a b c"], 300), eos_token_ids=(0,))
-    load = Load(
-        divergence="reverse_kl",
-        sampling=SamplingConfig(),
-        batch_size=2,
-        max_new_tokens=5,
-        learning_rate=1e-3,
-        seed=0,
-        compiled=False,
+    config = Config(
+        divergence=DivergenceConfig(name="reverse_kl"),
+        data=DataConfig(prompt_tokens=7, max_length=12),
+        optim=OptimConfig(per_device_train_batch_size=2, learning_rate=1e-3),
+        benchmark=BenchmarkConfig(warm_steps=1, steps=2),
+        decode=DecodeConfig(compile="false"),
     )
     before = draft.model.get_input_embeddings().weight.clone()
     prompts = tiny.prompts([4, 6, 3, 5, 7, 4], seed=1)
-    found = beside_trl(pair, draft, prompts, load, warm_steps=1, steps=2)
+    found = beside_trl(pair, draft, prompts, config)
     assert found["steps"] == 2
     assert set(found["tokens_per_second"]) == {"draftkit", "trl"}
     low, high = found["ratio_quartiles"]

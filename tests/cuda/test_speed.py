@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from draftkit.config import PretrainConfig
+from draftkit.config import HardwareConfig, PretrainConfig
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.attention import grouped_attention, plain_attention, sdpa_attention_forward
 from pipelines.benchmarks.ceilings import copy_bandwidth
-from pipelines.benchmarks.random_models import random_llama
+from pipelines.benchmarks.random_models import random_model
 from tests.cuda.card import Code, milliseconds, on_devices
 from tests.decoding.driving import DRAFT, fresh_graphs, request
 
@@ -27,13 +27,8 @@ def llama(device: torch.device, layers: int, **shape: int) -> Any:
     on_cuda = device.type == "cuda"
     shape = (EIGHT_BILLION if on_cuda else SMALL) | shape
     pretrain = PretrainConfig(num_hidden_layers=layers, max_position_embeddings=4096, **shape)
-    return random_llama(
-        pretrain,
-        vocab_size=128_256 if on_cuda else 256,
-        seed=0,
-        dtype=torch.bfloat16 if on_cuda else torch.float32,
-        device=device,
-    )
+    hardware = HardwareConfig(device=device.type, dtype="bfloat16" if on_cuda else "float32")
+    return random_model(pretrain, hardware, vocab_size=128_256 if on_cuda else 256, seed=0)
 
 
 @on_devices

@@ -22,7 +22,8 @@ from draftkit.theory.noise import ACCEPT, DRAFT, NEXT
 from draftkit.theory.verification import VERIFIERS, Verifier
 from tests.decoding.checks import PROMPT, VOCAB_SIZE, Measured, Setting
 from tests.decoding.enumeration import Cells, Outcome
-from tests.decoding.stand import Made, Stand, params_of
+from tests.decoding.stand import Made, Stand
+from tests.params import params_of, select
 from tests.theory.laws import LARGEST, LawBroken
 
 Told = Callable[[Tensor, Tensor], Tensor]  # (row [N], uniforms [N, P]) to what happens, a number
@@ -128,7 +129,7 @@ class Field:
         texts = [[*PROMPT, *text] for text in setting.prefixes] * len(setting.samplings)
         self.length = torch.tensor([len(text) for text in texts])
         self.texts = torch.tensor([t + [0] * (max(self.length) - len(t)) for t in texts])
-        self.params = params_of([s for s in setting.samplings for _ in setting.prefixes])
+        self.params = params_of([vars(s) for s in setting.samplings for _ in setting.prefixes])
         self.draws = self._draws()
 
     def stand(self, state: Tensor, values: dict[int, Tensor]) -> Stand:
@@ -142,7 +143,7 @@ class Field:
             self.setting.target,
             self.texts[state],
             self.length[state],
-            params=self.params.select(state),
+            params=select(self.params, state),
             gamma=self.setting.gamma,
             limit=len(PROMPT) + self.setting.tokens,
             verifier=self.verifier,

@@ -285,14 +285,19 @@ def check_text_alone(result: Measured, *, levels: int = 3, most: int = 60_000) -
     return tried
 
 
+def _going_on(decoder: Decoder) -> list[int]:
+    """The slots of `decoder` whose requests are not done."""
+    return sorted(n for n, slot in decoder.state.slots.items() if not slot.is_finished)
+
+
 def _new_states(decoder: Decoder, result: Measured, most: int = 1500) -> tuple[Tensor, Tensor]:
     """Rows of `decoder` that go on and differ in text or proposals, and the rows of their texts."""
     state, samplings = decoder.state, result.setting.samplings
     rows: dict[tuple[int, Text], int] = {}  # number and everything written, proposals included
-    for row in sorted(set(state.requests) - state.finished):
+    for row in _going_on(decoder):
         written = state.tokens[row].tolist()
-        text = tuple(written[len(PROMPT) : state.host_length[row]])
-        number = result.number(text, samplings.index(state.requests[row].sampling))
+        text = tuple(written[len(PROMPT) : state.slots[row].length])
+        number = result.number(text, samplings.index(state.slots[row].request.sampling))
         rows.setdefault((number, tuple(written)), row)
     kept = list(rows.items())
     kept = kept[:: max(1, -(-len(kept) // most))]
@@ -320,14 +325,14 @@ def check_swapped(parts: Parts, setting: Setting) -> tuple[Cells, dict[int, Text
     before.play(bench, torch.arange(bench.rows), torch.full_like(before.low, 0.5))
     left = bench.decoder.state
     differing = {  # in text or proposals
-        tuple(left.tokens[row].tolist()): row for row in set(left.requests) - left.finished
+        tuple(left.tokens[row].tolist()): row for row in _going_on(bench.decoder)
     }
     rows = torch.tensor(sorted(differing.values()))
     bench.decoder.swap(DRAFT_ID, setting.draft(seed=200).state_dict(), "new")
     after = measure(bench.decoder, rows, gamma=setting.gamma, vocab_size=VOCAB_SIZE)
     own = TextLaw(setting.target, setting.samplings[0], setting.tokens)
     texts = {
-        row: tuple(left.tokens[row, len(PROMPT) : left.host_length[row]].tolist())
+        row: tuple(left.tokens[row, len(PROMPT) : left.slots[row].length].tolist())
         for row in rows.tolist()
     }
     for row, text in texts.items():

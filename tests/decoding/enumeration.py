@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.decoder import Decoder
+from draftkit.models.cache import SlotCache
 from draftkit.theory.noise import ACCEPT, DRAFT, NEXT
 from tests.theory.laws import LARGEST, LawBroken
 
@@ -59,13 +59,8 @@ def fork(decoder: Decoder, index: Tensor) -> Decoder:
         limit=old.limit[index],
         seed=old.seed[index],
         row=torch.arange(len(index)),
-        requests={n: old.requests[row] for n, row in enumerate(rows)},
-        prefilled={n: old.prefilled[row] for n, row in enumerate(rows)},
-        host_length={n: old.host_length[row] for n, row in enumerate(rows)},
         done=old.done[index],
-        tickets={n: old.tickets[row] for n, row in enumerate(rows)},
-        rounds={n: old.rounds[row] for n, row in enumerate(rows)},
-        fed={n: old.fed[row] for n, row in enumerate(rows)},
+        slots={n: copy.copy(old.slots[row]) for n, row in enumerate(rows)},
     )
     twin._free = []
     twin._running = twin._groups()
@@ -112,9 +107,8 @@ class Bench:
         state = self.decoder.state
         self._state = copy.copy(state)
         self._state.tokens, self._state.length = state.tokens.clone(), state.length.clone()
-        self._state.host_length = dict(state.host_length)
         self._state.done = state.done.clone()
-        self._state.rounds, self._state.fed = dict(state.rounds), dict(state.fed)
+        self._progress = [(s.length, s.fed, s.followed, s.rounds) for s in state.slots.values()]
         self._running = self.decoder._running
         proposers: Any = self.decoder._proposers.values()
         self._caches = [self.decoder.cache, *(proposer._cache for proposer in proposers)]
@@ -142,9 +136,10 @@ class Bench:
     def _rewind(self) -> None:
         state, kept = self.decoder.state, self._state
         state.tokens, state.length = kept.tokens.clone(), kept.length.clone()
-        state.host_length = dict(kept.host_length)
-        state.done, state.finished = kept.done.clone(), set()
-        state.rounds, state.fed = dict(kept.rounds), dict(kept.fed)
+        state.done = kept.done.clone()
+        for slot, progress in zip(state.slots.values(), self._progress, strict=True):
+            slot.length, slot.fed, slot.followed, slot.rounds = progress
+            slot.is_finished = False
         self.decoder._running = self._running
         for cache, (keys, values) in zip(self._caches, self._buffers, strict=True):
             cache._keys = [tensor.clone() for tensor in keys]

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from draftkit.decoding import cache, decoder, feeding, proposers, state, stopping
+from draftkit.decoding import decoder, feeding, proposers, state
 from draftkit.decoding import round as units
 from draftkit.decoding.proposers import DraftModelProposer, Proposal
 from draftkit.decoding.state import RoundView
+from draftkit.models import cache
 from draftkit.theory.warping import SamplingParams, warp
 from tests.decoding.checks import Parts
 from tests.theory.checks import stops_after_token_one
@@ -62,8 +63,8 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "penalty sees what was rejected": (
         state,
-        "seen=seen_tokens(tokens, length, ",
-        "seen=seen_tokens(tokens, length + 1, ",
+        "else seen_tokens(tokens, length, ",
+        "else seen_tokens(tokens, length + 1, ",
     ),
     "next token from the noise of the tests": (units, "purpose=NEXT)", "purpose=ACCEPT)"),
     "next token in the place after": (
@@ -87,17 +88,17 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
         "positions = first[:, None] + 1 + torch",
     ),
     "text goes on after its end": (
-        stopping,
+        units,
         "emitted = torch.minimum(accepted, first_end) + 1",
         "emitted = accepted + 1",
     ),
     "a rejected end of text ends": (
-        stopping,
+        units,
         "ended = (first_end <= accepted) & ",
         "ended = ",
     ),
     "length limit ignored": (
-        stopping,
+        units,
         "committed = torch.minimum(emitted, remaining)",
         "committed = emitted",
     ),
@@ -148,7 +149,7 @@ def mutant(name: str) -> Parts:
         vars(copied_units).update(names)
     for place in (copied, copied_units):
         own = vars(place)
-        for key in ("cut_round", "make_group", "view_of", "feed", "SlotCache"):
+        for key in ("make_group", "view_of", "feed", "SlotCache"):
             if key in names and key in own and inspect.getmodule(own[key]) is module:
                 own[key] = names[key]
     vars(copied)["units"] = copied_units

@@ -14,37 +14,22 @@ from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import round as units
-from draftkit.decoding.cache import SlotCache, visible_slots
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.round import Outcome, RoundInputs
 from draftkit.decoding.state import DecodeState, Group, Request, RoundView, make_group
 from draftkit.decoding.state import view_of as state_view
 from draftkit.models.adapter import Adapter
+from draftkit.models.cache import SlotCache, visible_slots
 from draftkit.theory import noise
 from draftkit.theory.verification import VERIFIERS, Verifier
 from draftkit.theory.warping import SamplingParams
 from tests.decoding.checks import served
+from tests.params import params_of, select
 from tests.tabular import TabularAdapter
 from tests.theory.laws import START, check_sample, pair_laws, sequences
 
 Made = Callable[[TabularAdapter], Proposer]
 CHUNK = 20_000  # rows that are decoded at once
-
-
-def params_of(samplings: list[SamplingConfig]) -> SamplingParams:
-    """The sampling of rows, one each."""
-    return SamplingParams.concatenate(
-        [
-            SamplingParams.uniform(
-                1,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                repetition_penalty=sampling.repetition_penalty,
-            )
-            for sampling in samplings
-        ]
-    )
 
 
 def view_of(
@@ -104,11 +89,10 @@ class Stand:
         self.state.limit = torch.full_like(length, limit)
         self.state.row = torch.arange(rows)
         group = Group(
-            slots=list(range(rows)),
+            members={},
             index=torch.arange(rows),
             rows=None,
             active=torch.ones(rows, dtype=torch.bool),
-            places=None,
             params=params,
             gamma=gamma,
             proposer_id="draft",
@@ -154,7 +138,7 @@ def run(
             target,
             torch.tensor(START).expand(len(row), -1),
             torch.full_like(row, len(START)),
-            params=params_of([sampling]).select(torch.zeros_like(row)),
+            params=select(params_of([vars(sampling)]), torch.zeros_like(row)),
             gamma=gamma,
             limit=len(START) + tokens,
             verifier=VERIFIERS[verification],

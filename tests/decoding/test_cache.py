@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding import cache as cache_module
 from draftkit.decoding import decoder as decoder_module
-from draftkit.decoding.cache import BUCKET, SlotCache, visible_slots
 from draftkit.decoding.decoder import Decoder, RoundResult
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
+from draftkit.models import cache as cache_module
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.cache import BUCKET, SlotCache, visible_slots
 from tests import tiny
 
 ATOL = 1e-5  # models compute norms and rotations in float32

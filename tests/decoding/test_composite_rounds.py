@@ -10,7 +10,6 @@ from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import composite
-from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, finish
@@ -20,6 +19,7 @@ from draftkit.decoding.proposers import (
     Proposer,
 )
 from draftkit.decoding.state import Request, RoundView
+from draftkit.models.cache import SlotCache
 from draftkit.theory import noise
 from tests.decoding.boxes import measured
 from tests.decoding.checks import Setting, check_joint_law

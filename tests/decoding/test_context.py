@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from draftkit.decoding.streaming import Stop, StopStrings, TextStream, final_text
+from draftkit.decoding.streaming import Stop, TextStream, final_text
 from tests.decoding.test_streaming import (
     ALPHABET,
     TEXT,
@@ -20,6 +20,7 @@ from tests.decoding.test_streaming import (
     sizes,
     texts,
     tokenizers,
+    watched,
 )
 
 
@@ -90,11 +91,12 @@ def test_a_stop_string_that_begins_with_a_space_ends_an_answer_at_its_beginning(
 ) -> None:
     tokenizer = make()
     the, cat, sat = tokenizer.encode("the cat sat").ids
-    watch = StopStrings([" cat"], tokenizer.decode, [the, cat, the])
-    assert watch.push([cat, sat]) == Stop(" cat", 0, 0)
-    assert StopStrings([" cat"], tokenizer.decode, [cat, the]).push([sat, cat]) == Stop(
-        " cat", 1, 4
-    )
+    for context, ids, stop in (
+        ([the, cat, the], [cat, sat], Stop(" cat", 0, 0)),
+        ([cat, the], [sat, cat], Stop(" cat", 1, 4)),
+    ):
+        stream = TextStream(tokenizer.decode, [" cat"], context)
+        assert watched(iter([ids]), stream) == stop
 
 
 @tokenizers

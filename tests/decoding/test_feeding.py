@@ -72,14 +72,19 @@ def test_sampled_rows_do_not_depend_on_the_batch_they_sit_in() -> None:
     assert len({tuple(a.output_ids) for a in alone}) == len(alone)
 
 
+def prefixed() -> PrefixedAdapter:
+    room = max(map(len, TEXTS))
+    return PrefixedAdapter(tiny.model("llama"), vocab_size=tiny.VOCAB_SIZE, encoder_capacity=room)
+
+
 def test_a_decoder_only_draft_reads_the_encoder_text_first() -> None:
     target, _ = tiny.seq2seq_pair()
-    draft = PrefixedAdapter(tiny.adapter("llama"), encoder_capacity=max(map(len, TEXTS)))
+    draft = prefixed()
     plain = answers(target, draft, 0, 4)
     speculative = answers(target, draft, 3, 4)
     assert [a.output_ids for a in plain] == [a.output_ids for a in speculative]
     # Fed the target's text, the same model behind the prefix proposes what it would say itself.
-    itself = PrefixedAdapter(tiny.adapter("llama"), encoder_capacity=max(map(len, TEXTS)))
+    itself = prefixed()
     first, second = (answers(target, d, 3, 4, temperature=1.0) for d in (draft, itself))
     assert [a.accept_counts for a in first] == [a.accept_counts for a in second]
 

@@ -9,12 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import feeding, state
-from draftkit.decoding.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.graphs import COMPILED_BUCKET, Units
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.decoding.state import DecodeState, group_shape, make_group
-from draftkit.decoding.transfer import to_device, to_host
+from draftkit.decoding.results import to_host
+from draftkit.decoding.round import Packed
+from draftkit.decoding.state import DecodeState, group_shape, make_group, to_device
+from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from tests.decoding.driving import DRAFT, SAMPLINGS, Answer, assert_same, drive, request
 from tests.tabular import random_adapter, relative
 
@@ -135,8 +136,8 @@ def test_a_group_is_made_of_one_tensor_of_the_host(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_lies_on_the_host_is_not_copied() -> None:
-    tensors = (torch.ones(2, 3), torch.zeros(1))
-    assert to_host(*tensors).wait() == tensors
+    packed = Packed(torch.ones(2, 3), torch.zeros(1))
+    assert to_host(packed) == (packed, None)
     made = to_device([[1, 2], [3, 4]], CPU, torch.long)
     assert (made.tolist(), made.dtype) == ([[1, 2], [3, 4]], torch.int64)
 
@@ -170,7 +171,7 @@ def sampled(top_ks: list[int], *, cut: bool = True) -> tuple[list[Answer], Any]:
     ]
     with pytest.MonkeyPatch.context() as patch, Sorted() as watch:
         if not cut:
-            patch.setattr(state, "_largest_top_k", lambda top_ks: None)
+            patch.setattr(state, "LEAST_TOP_K", VOCAB_SIZE)
         requests = [
             request([1, 2], new=9, row=row, sampling=sampling)
             for row, sampling in enumerate(samplings)

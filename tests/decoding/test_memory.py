@@ -24,11 +24,11 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import graphs
-from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.decoder import Decoder, is_frozen
 from draftkit.decoding.generation import decode, finish
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.cache import SlotCache
 from tests import tiny
 from tests.decoding.driving import DRAFT, SMALL, fresh_graphs, request, strict_compiler
 from tests.tabular import random_adapter, relative

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.cache import SlotCache
 from draftkit.theory.noise import DRAFT, sample, uniform
 from tests import tiny
 from tests.decoding.checks import served

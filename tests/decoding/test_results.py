@@ -12,9 +12,9 @@ from draftkit.decoding import decoder as decoder_module
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.decoding.results import Launched, RoundResult, full_tests, launch, read
+from draftkit.decoding.results import Launched, RoundResult, read
 from draftkit.decoding.round import Outcome, pack
-from draftkit.decoding.state import DecodeState, Request, make_group
+from draftkit.decoding.state import DecodeState, Request, Slot, make_group
 from draftkit.theory.speedup import Costs
 from tests.decoding.driving import (
     DRAFT,
@@ -38,9 +38,9 @@ GAMMA = 2
 
 
 def launched(
-    *, slots: list[int], rows: int, report: list[list[int]], tickets: list[int]
-) -> Launched:
-    """A round of `slots` among `rows` slots; row n of every tensor holds n."""
+    *, slots: list[int], rows: int, report: list[list[int]]
+) -> tuple[Launched, dict[int, Slot]]:
+    """A round of `slots` among `rows` slots, and what these hold; row n of every tensor holds n."""
     state = DecodeState.empty(rows, 16, torch.device("cpu"))
     for slot in slots:
         state.admit(slot, request([1]))
@@ -50,15 +50,16 @@ def launched(
     def numbered(width: int) -> Tensor:
         return torch.arange(size)[:, None].expand(size, width)
 
-    wide = numbered(GAMMA + 1)
-    outcome = Outcome(torch.tensor(report), wide, numbered(GAMMA), wide, wide, wide)
-    return launch(group, tickets, pack(outcome, numbered(GAMMA)), 0, "v1", [])
+    tokens, drafts = numbered(GAMMA + 1), numbered(GAMMA)
+    wide = tokens.float()
+    outcome = Outcome(torch.tensor(report), tokens, drafts, drafts.float(), wide, wide, wide)
+    held = state.slots
+    return Launched(group, [*held.values()], "v1", [], pack(outcome), None), held
 
 
 def test_a_report_is_read_into_lists() -> None:
     report = [[3, 3, 0, 0, 2], [1, 1, 1, 1, 1], [2, 1, 0, 1, 2]]
-    round_ = launched(slots=[0, 1, 2], rows=3, report=report, tickets=[7, 8, 9])
-    result = read(round_, {0: 7, 1: 8, 2: 9})
+    result = read(*launched(slots=[0, 1, 2], rows=3, report=report))
     assert result.slots == [0, 1, 2]
     assert (result.emitted, result.committed) == ([3, 1, 2], [3, 1, 1])
     assert (result.ended, result.done) == ([False, True, False], [False, True, True])
@@ -81,23 +82,27 @@ def numbers(result: RoundResult) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("tickets", "kept"),
+    ("gone", "kept"),
     [
-        ({1: 7, 2: 8, 5: 9}, [1, 5]),  # slot 2 did not move
-        ({1: 7, 2: 8}, [1]),  # slot 5 is free
-        ({1: 7, 2: 8, 5: 10}, [1]),  # slot 5 is another's
-        ({2: 8}, []),
+        ({}, [1, 5]),  # slot 2 did not move
+        ({5: None}, [1]),  # slot 5 is free
+        ({5: [1]}, [1]),  # slot 5 is another's, though it asks for the same
+        ({1: None, 5: None}, []),
     ],
 )
 def test_rows_of_fillers_of_others_and_of_those_that_stood_still_are_dropped(
-    tickets: dict[int, int], kept: list[int]
+    gone: dict[int, list[int] | None], kept: list[int]
 ) -> None:
     moved, still = [2, 2, 0, 0, 2], [0] * 5
     # Slots 0 and 3 fill the batch up.
     report = [still, moved, still, still, moved]
-    round_ = launched(slots=[1, 2, 5], rows=6, report=report, tickets=[7, 8, 9])
+    round_, held = launched(slots=[1, 2, 5], rows=6, report=report)
     assert round_.group.index.tolist() == [0, 1, 2, 3, 5]
-    result = read(round_, tickets)
+    for slot, prompt in gone.items():
+        old = held.pop(slot)
+        if prompt is not None:
+            held[slot] = replace(old, request=request(prompt))
+    result = read(round_, held)
     assert result.slots == kept
     places = {1: 1, 5: 4}
     assert numbers(result) == [[places[slot] for slot in kept]] * 6
@@ -106,12 +111,9 @@ def test_rows_of_fillers_of_others_and_of_those_that_stood_still_are_dropped(
 
 def test_only_rows_whose_every_proposal_could_pass_teach_acceptance() -> None:
     report = [[3, 3, 0, 0, 2], [1, 1, 1, 1, 2], [2, 2, 0, 0, 1], [1, 1, 0, 0, 2], [3, 1, 0, 1, 2]]
-    result = read(
-        launched(slots=[*range(5)], rows=5, report=report, tickets=[*range(5)]),
-        {slot: slot for slot in range(5)},
-    )
+    result = read(*launched(slots=[*range(5)], rows=5, report=report))
     # Not the row that met its end of text, nor the one with a proposal less.
-    assert full_tests(result) == [2, 0, 2]
+    assert result.full_tests == [2, 0, 2]
 
 
 # A round late
@@ -191,12 +193,12 @@ def test_slots_of_those_who_leave_unread_are_used_at_once() -> None:
         assert_prefixes(drive(decoder_of(late=late), requests, stays=STAYS), whole)
 
 
-def test_without_tickets_the_next_request_would_get_the_last_ones_tokens(
+def test_were_slots_known_by_number_the_next_request_would_get_the_last_ones_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def trusting(launched: Launched, tickets: dict[int, int]) -> RoundResult:
-        mine = dict(zip(launched.group.slots, launched.tickets, strict=True))
-        return read(launched, {slot: mine.get(slot, -1) for slot in tickets})
+    def trusting(launched: Launched, slots: dict[int, Slot]) -> RoundResult:
+        held = dict(zip(launched.group.members, launched.held, strict=True))
+        return read(launched, {number: held[number] for number in slots if number in held})
 
     whole = drive(decoder_of(late=False), requests_of(20))
     monkeypatch.setattr(decoder_module, "read", trusting)

@@ -239,7 +239,7 @@ def session_of(architecture: str) -> Session:
     session.decoder.gamma_policy = Schedule(PLAIN_BETWEEN)
     for length in (9, 1, 14):
         slot = session.join(length, gamma=3, draft="close", new=40)
-        session.decoder.state.requests[slot] = replace(session.requests[slot], adapts=True)
+        session.decoder.state.slots[slot].request = replace(session.requests[slot], adapts=True)
     return session
 
 

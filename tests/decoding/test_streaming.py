@@ -17,7 +17,6 @@ from draftkit.decoding.streaming import (
     WINDOW,
     Decode,
     Stop,
-    StopStrings,
     TextStream,
     final_text,
 )
@@ -104,9 +103,13 @@ def first_stop(ids: Sequence[int], stops: Sequence[str], decode: Decode) -> Stop
     return None
 
 
-def watched(rounds: Iterator[Sequence[int]], watch: StopStrings) -> Stop | None:
-    """What the first round that reports a stop says."""
-    return next((stop for ids in rounds if (stop := watch.push(ids)) is not None), None)
+def watched(rounds: Iterator[Sequence[int]], stream: TextStream) -> Stop | None:
+    """What the stream says after the first round that completes a stop string."""
+    for ids in rounds:
+        stream.push(ids)
+        if stream.stop is not None:
+            break
+    return stream.stop
 
 
 # Pieces
@@ -243,7 +246,7 @@ def test_a_stop_is_found_where_the_definition_says_at_any_cut_into_rounds(
     tokenizer = make()
     ids = tokenizer.encode("The cat " * 9 + text).ids
     expected = first_stop(ids, stops, tokenizer.decode)
-    assert watched(in_rounds(ids, sizes), StopStrings(stops, tokenizer.decode)) == expected
+    assert watched(in_rounds(ids, sizes), TextStream(tokenizer.decode, stops)) == expected
     stream = TextStream(tokenizer.decode, stops)
     found = pieces(stream, in_rounds(ids, sizes))
     whole = tokenizer.decode(ids)
@@ -260,7 +263,7 @@ def test_a_stop_string_ends_a_text_many_windows_long(
     text = "a long beginning. " * 30 + TEXT
     ids = tokenizer.encode(text).ids
     for size in (1, 4, 9):
-        found = watched(in_rounds(ids, [size]), StopStrings([stop], tokenizer.decode))
+        found = watched(in_rounds(ids, [size]), TextStream(tokenizer.decode, [stop]))
         assert found is not None
         assert found.characters == text.index(stop)
         kept = tokenizer.decode(ids[: found.tokens])
@@ -275,7 +278,7 @@ def test_of_several_stop_strings_the_earliest_wins_and_then_the_longest() -> Non
     ids = tokenizer.encode("one two three").ids
 
     def stop(*stops: str) -> str:
-        found = StopStrings(stops, tokenizer.decode).push(ids)
+        found = watched(iter([ids]), TextStream(tokenizer.decode, stops))
         assert found is not None
         return found.string
 
@@ -283,7 +286,7 @@ def test_of_several_stop_strings_the_earliest_wins_and_then_the_longest() -> Non
     assert stop("thr", "tw", "t") == "t"
     bpe = byte_bpe()  # where one token brings both
     (token,) = bpe.encode(" cat").ids
-    found = StopStrings(["a", "at", "t"], bpe.decode).push([token])
+    found = watched(iter([[token]]), TextStream(bpe.decode, ["a", "at", "t"]))
     assert found == Stop("at", 1, 2)
 
 
@@ -291,7 +294,7 @@ def test_the_round_that_a_stop_string_completes_in_does_not_decide_which_one_win
     tokenizer = byte_level()
     ids = tokenizer.encode("xabcd").ids
     for size in (1, 2, 5):
-        found = watched(in_rounds(ids, [size]), StopStrings(["abcd", "bc"], tokenizer.decode))
+        found = watched(in_rounds(ids, [size]), TextStream(tokenizer.decode, ["abcd", "bc"]))
         assert found == Stop("bc", 2, 2)
 
 
@@ -308,7 +311,7 @@ def test_text_that_may_begin_a_stop_string_is_held_until_it_does_not() -> None:
 def test_the_fewest_tokens_hold_the_answer_and_the_text_is_cut_inside_the_last() -> None:
     tokenizer = byte_bpe()
     ids = tokenizer.encode("the cat").ids
-    found = StopStrings(["at"], tokenizer.decode).push(ids)
+    found = watched(iter([ids]), TextStream(tokenizer.decode, ["at"]))
     assert found is not None
     assert tokenizer.decode(ids[: found.tokens]) == "the cat"
     assert tokenizer.decode(ids)[: found.characters] == "the c"
@@ -316,15 +319,15 @@ def test_the_fewest_tokens_hold_the_answer_and_the_text_is_cut_inside_the_last()
 
 def test_a_stop_string_at_the_very_beginning_leaves_no_token() -> None:
     tokenizer = byte_level()
-    watch = StopStrings(["ab"], tokenizer.decode)
-    assert watch.push(tokenizer.encode("a").ids) is None
-    assert watch.push(tokenizer.encode("bc").ids) == Stop("ab", 0, 0)
-    assert watch.push(tokenizer.encode("d").ids) == Stop("ab", 0, 0)
+    stream = TextStream(tokenizer.decode, ["ab"])
+    for part, stop in (("a", None), ("bc", Stop("ab", 0, 0)), ("d", Stop("ab", 0, 0))):
+        assert stream.push(tokenizer.encode(part).ids) == ""
+        assert stream.stop == stop
 
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="a stop string is empty"):
-        StopStrings(["a", ""], byte_level().decode)
+        TextStream(byte_level().decode, ["a", ""])
 
 
 # Cost

@@ -10,19 +10,18 @@ from itertools import product
 import pytest
 from rich.cells import cell_len
 
+from draftkit.decoding.generation import Completion, TraceRound, trace_round
 from draftkit.decoding.streaming import CONTEXT, REPLACEMENT
 from draftkit.decoding.trace import (
     KINDS,
     Part,
-    Trace,
-    TraceRound,
     answer,
+    figures,
     html,
     parts,
     pieces,
     steps,
     terminal,
-    trace_round,
 )
 
 WORDS = [
@@ -51,9 +50,13 @@ def ids_of(text: str) -> list[int]:
     return list(text.encode())
 
 
+def trace_of(prompt: list[int], steps: list[TraceRound]) -> Completion:
+    return Completion(prompt, steps=steps)
+
+
 FIRST = TraceRound([CAT, SAT, IN, MAT], 2, ON, 3)
 SECOND = TraceRound([THE, MAT], 2, STOP, 3)
-TRACE = Trace([ord("I"), THE], [FIRST, SECOND])
+TRACE = trace_of([ord("I"), THE], [FIRST, SECOND])
 
 
 # What a round did
@@ -99,11 +102,10 @@ def test_a_round_is_read_as_it_was_decoded_whatever_it_proposed_accepted_and_end
 
 
 def test_the_counts_of_a_trace_are_those_of_its_rounds() -> None:
-    assert (TRACE.tokens, TRACE.accepted, TRACE.proposed) == (6, 4, 6)
-    assert TRACE.acceptance_length == 3.0
-    cut = Trace([THE], [TraceRound([CAT, SAT], 2, ON, 1)])
-    assert (cut.tokens, cut.acceptance_length) == (1, 3.0)
-    assert Trace([THE], []).acceptance_length == 0.0
+    assert list(figures(TRACE).values()) == ["6", "2", "3.00", "4 of 6"]
+    cut = trace_of([THE], [TraceRound([CAT, SAT], 2, ON, 1)])
+    assert list(figures(cut).values()) == ["1", "1", "3.00", "2 of 2"]
+    assert list(figures(trace_of([THE], [])).values()) == ["0", "0", "0.00", "0 of 0"]
 
 
 # Parts
@@ -147,7 +149,9 @@ def test_tokens_that_share_a_character_are_one_part() -> None:
 
 def test_a_character_that_two_rounds_share_is_whole_in_the_second_and_in_the_answer() -> None:
     smile = ids_of("😀")
-    trace = Trace([THE], [TraceRound(smile[:2], 2, smile[2], 3), TraceRound([CAT], 0, smile[3], 1)])
+    trace = trace_of(
+        [THE], [TraceRound(smile[:2], 2, smile[2], 3), TraceRound([CAT], 0, smile[3], 1)]
+    )
     assert [[part.text for part in shown] for _, shown in steps(trace, decode)] == [
         [REPLACEMENT, REPLACEMENT],
         [REPLACEMENT + " cat", "😀"],
@@ -168,7 +172,7 @@ def test_every_token_is_spelt_behind_those_that_it_was_proposed_behind() -> None
 def test_tokens_that_were_not_committed_are_no_part_of_the_text() -> None:
     smile = ids_of("😀")
     cut = TraceRound([CAT, smile[0], SAT], 3, ON, 2)
-    trace = Trace([THE], [cut, TraceRound(smile[1:], 3, IN, 4)])
+    trace = trace_of([THE], [cut, TraceRound(smile[1:], 3, IN, 4)])
     assert [part.text for part in list(steps(trace, decode))[1][1]] == ["😀", " in"]
     assert [(part.kind, part.text) for part in answer(trace, decode)] == [
         ("accepted", " cat"),
@@ -230,7 +234,7 @@ def test_no_line_is_wider_than_asked_for(width: int, colour: bool) -> None:
     long = [*[WIDE, CAT, TAG] * 8, *smile * 9, *family, *ids_of("x" * 90)]
     step = TraceRound([*long, IN, *long], len(long), ON, len(long) + 1)
     joined = TraceRound(ids_of("\u200d👧"), 7, ON, 8)
-    trace = Trace([THE, WIDE] * 80, [step, joined] * 6)
+    trace = trace_of([THE, WIDE] * 80, [step, joined] * 6)
     text, whole = (
         re.sub(r"\x1b\[[\d;]*m", "", terminal(trace, decode, width=cells, colour=colour))
         for cells in (width, 100_000)
@@ -243,12 +247,12 @@ def test_no_line_is_wider_than_asked_for(width: int, colour: bool) -> None:
 
 def test_a_prompt_is_cut_at_its_beginning_and_says_so() -> None:
     for prompt in ([MAT] * 79 + [CAT], [CAT] + [END] * 80 + [CAT]):
-        line = terminal(Trace(prompt, []), decode, width=80, colour=False).splitlines()[2]
+        line = terminal(trace_of(prompt, []), decode, width=80, colour=False).splitlines()[2]
         assert re.fullmatch("prompt  ….* cat", line)
 
 
 def test_control_characters_of_a_text_never_reach_the_terminal() -> None:
-    trace = Trace([THE, EVIL], [TraceRound([EVIL, CAT], 1, EVIL, 2)])
+    trace = trace_of([THE, EVIL], [TraceRound([EVIL, CAT], 1, EVIL, 2)])
     text = terminal(trace, decode, width=80, colour=False)
     assert all(character.isprintable() or character == "\n" for character in text)
     assert f" a␛[2Jb␍{REPLACEMENT}[- cat-]" in text
@@ -257,16 +261,16 @@ def test_control_characters_of_a_text_never_reach_the_terminal() -> None:
 
 def test_a_joiner_at_the_beginning_of_a_part_joins_no_mark() -> None:
     accent = ids_of("\u0301")
-    trace = Trace([THE], [TraceRound([CAT, *accent], 3, IN, 4), TraceRound(accent, 2, IN, 3)])
+    trace = trace_of([THE], [TraceRound([CAT, *accent], 3, IN, 4), TraceRound(accent, 2, IN, 3)])
     text = terminal(trace, decode, width=80, colour=False)
     assert " cat\u0301{+ in+}" in text
     assert "2/2  ◌\u0301{+ in+}" in text
-    joined = Trace([THE], [TraceRound(ids_of("\u200d👧"), 7, IN, 8)])
+    joined = trace_of([THE], [TraceRound(ids_of("\u200d👧"), 7, IN, 8)])
     assert "7/7  ◌👧{+ in+}" in terminal(joined, decode, width=80, colour=False)
 
 
 def test_a_trace_without_rounds_has_its_head_and_prompt() -> None:
-    text = terminal(Trace([THE], []), decode, width=80, colour=False)
+    text = terminal(trace_of([THE], []), decode, width=80, colour=False)
     assert text.startswith("tokens 0, target passes 0, acceptance length 0.00, accepted 0 of 0\n")
     assert text.endswith("prompt   the\n")
 
@@ -326,7 +330,7 @@ def test_a_page_breaks_the_lines_of_the_answer_and_not_those_of_its_rounds() -> 
 
 
 def test_an_end_of_text_inside_the_proposals_rejects_none() -> None:
-    trace = Trace([THE], [TraceRound([CAT, END, SAT], 2, None, 2)])
+    trace = trace_of([THE], [TraceRound([CAT, END, SAT], 2, None, 2)])
     page = Page(html([trace], decode, title=""))
     assert [a["class"] for tag, a, _ in page.elements if tag == "i"] == list("aau")
     assert page.texts("del") == ["rejected"]
@@ -342,7 +346,7 @@ def test_a_page_needs_nothing_from_outside_and_no_script() -> None:
 
 
 def test_text_of_a_model_is_escaped_and_its_controls_are_signs() -> None:
-    trace = Trace([TAG, STOP, EVIL], [TraceRound([TAG], 1, EVIL, 2)])
+    trace = trace_of([TAG, STOP, EVIL], [TraceRound([TAG], 1, EVIL, 2)])
     text = html([trace], decode, title='<b>"')
     assert not re.search(r"<b>|\x1b|\u202e", text)
     page = Page(text)

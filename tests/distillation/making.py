@@ -1,18 +1,17 @@
 """Sources of every kind over bigrams, as a pipeline would make them."""
 
 from draftkit.config import OptimConfig, SamplingConfig
-from draftkit.distillation.batch import TokenSequence
-from draftkit.distillation.mixing import MixtureSampler
-from draftkit.distillation.refresh import RolloutFiles
-from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, SpeculativeSampler
-from draftkit.distillation.sources import (
+from draftkit.distillation.batch import TokenSequence, block_of_record
+from draftkit.distillation.batch_sources import (
+    RolloutFiles,
     SampledSource,
-    TextSource,
-    block_of_record,
+    Source,
     cut_texts,
     shuffled,
     some_rows,
 )
+from draftkit.distillation.mixing import MixtureSampler
+from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, SpeculativeSampler
 from tests.distillation.bigram import CPU, VOCAB, Bigram
 
 PROMPTS = [[1 + i % (VOCAB - 1), 1 + (3 * i) % (VOCAB - 1)] for i in range(7)]
@@ -47,7 +46,7 @@ def files(folder, refresh_steps=1, optim=None):
 
 
 def text_source(draft, folder, **options):
-    return TextSource(TEXTS, batch_size=BATCH, seed=SEED, device=CPU)
+    return Source(shuffled(TEXTS, SEED), batch_size=BATCH, device=CPU)
 
 
 def draft_source(draft, folder, **options):

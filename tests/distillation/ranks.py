@@ -5,9 +5,9 @@ import torch.distributed
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.batch import TokenSequence, collate
+from draftkit.distillation.batch_sources import Shard, Source, shuffled
 from draftkit.distillation.loop import train
 from draftkit.distillation.ranks import agree, leave_group
-from draftkit.distillation.sources import Shard, TextSource
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from tests import tiny
@@ -78,7 +78,7 @@ def refused():
 def best(folder):
     """The step whose weights are kept where processes measure another alpha, and the weights."""
     trainer = small()
-    source = TextSource(texts(), batch_size=4, seed=1, device=torch.device("cpu"))
+    source = Source(shuffled(texts(), 1), batch_size=4, device=torch.device("cpu"))
     alphas = ({0: 0.5, 2: 0.7, 4: 0.6}, {0: 0.5, 2: 0.6, 4: 0.7})[trainer.accelerator.process_index]
     try:
         outcome = train(trainer, source, folder, evaluate=alphas.get, log=lambda _: None)
@@ -120,10 +120,9 @@ def losses(divergence, dtype, *, accumulation):
         sampling=SamplingConfig(),
     )
     ranks = trainer.accelerator
-    source = TextSource(
-        texts(),
+    source = Source(
+        shuffled(texts(), 1),
         batch_size=trainer.optim.rows_of_a_process * ranks.num_processes,
-        seed=1,
         device=torch.device("cpu"),
         shard=Shard(ranks.process_index, ranks.num_processes),
     )

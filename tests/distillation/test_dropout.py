@@ -12,8 +12,8 @@ from draftkit.config.text import LoraConfig
 from draftkit.distillation import losses
 from draftkit.distillation import trainer as training
 from draftkit.distillation.batch import TokenSequence
+from draftkit.distillation.batch_sources import Source, shuffled
 from draftkit.distillation.loop import train
-from draftkit.distillation.sources import TextSource
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
@@ -93,7 +93,7 @@ def run(folder: Path, name: str, *, kill_at: int = 0, **options: int) -> dict[st
         if progress.steps == kill_at:
             raise Killed
 
-    source = TextSource(TEXTS, batch_size=4, seed=1, device=CPU)
+    source = Source(shuffled(TEXTS, 1), batch_size=4, device=CPU)
     train(trainer, source, folder, evaluate=None, log=log)
     return {name: weight.detach() for name, weight in trainer.trained()}
 
@@ -123,7 +123,7 @@ def test_another_seed_is_another_noise(tmp_path: Path, name: str) -> None:
 
 def test_nobody_else_loses_or_gains_noise_by_a_step() -> None:
     trainer = trainer_of("gpt2")
-    source = TextSource(TEXTS, batch_size=4, seed=1, device=CPU)
+    source = Source(shuffled(TEXTS, 1), batch_size=4, device=CPU)
     before = torch.random.get_rng_state()
     first = trainer.step(source.batch(0)).loss
     assert torch.equal(torch.random.get_rng_state(), before)

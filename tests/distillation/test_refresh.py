@@ -6,7 +6,7 @@ import pytest
 
 from draftkit.config import OptimConfig
 from draftkit.data.rollouts import Record
-from draftkit.distillation.refresh import RolloutFiles
+from draftkit.distillation.batch_sources import RolloutFiles
 
 
 def files_of(folder, refresh_steps, *, save_steps=4, max_steps=40, **options):
@@ -34,7 +34,7 @@ def test_what_a_checkpoint_may_come_back_to_is_there_and_little_else(
     files = files_of(tmp_path, refresh_steps, save_steps=save_steps)
     checkpoint = 0
     for step in range(40):
-        if files.first_step(step) == step:
+        if files.block(step).start == step:
             files.write(step, [record(step)])
         for back in (checkpoint, step):
             assert files.read(back)[0].row == back - back % refresh_steps
@@ -46,8 +46,8 @@ def test_what_a_checkpoint_may_come_back_to_is_there_and_little_else(
 
 def test_blocks_follow_each_other_and_end_with_the_run(tmp_path):
     files = files_of(tmp_path, 3, max_steps=8)
-    assert [files.first_step(step) for step in range(8)] == [0, 0, 0, 3, 3, 3, 6, 6]
-    assert [list(files.steps(step)) for step in (0, 3, 6)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    blocks = [range(3)] * 3 + [range(3, 6)] * 3 + [range(6, 8)] * 2
+    assert [files.block(step) for step in range(8)] == blocks
 
 
 def test_processes_that_train_together_keep_files_of_their_own(tmp_path):

@@ -7,9 +7,9 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder, tokens_needed
+from draftkit.decoding.generation import TraceRound
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
-from draftkit.decoding.trace import TraceRound
 from draftkit.distillation.samplers import (
     AnswerSettings,
     DecoderSampler,

@@ -5,9 +5,8 @@ import torch
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, SamplingConfig
 from draftkit.data.rollouts import Record, read_records, write_records
-from draftkit.distillation.batch import collate
+from draftkit.distillation.batch import collate, sequence_of_record
 from draftkit.distillation.losses import Objective
-from draftkit.distillation.sources import sequence_of_record
 from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, stored_scores
 from tests.distillation.bigram import CPU, VOCAB, Bigram
 

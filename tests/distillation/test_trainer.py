@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig, SamplingConfig
-from draftkit.decoding.cache import SlotCache
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer, learning_rate_for, schedule
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.cache import SlotCache
 from draftkit.theory.acceptance import greedy_draft_acceptance
 from draftkit.theory.divergences import forward_kl
 from draftkit.workflow.fitting import checkpoint_activations

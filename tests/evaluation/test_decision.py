@@ -2,8 +2,8 @@
 
 import pytest
 
-from draftkit.evaluation.decision import verdict
 from draftkit.evaluation.lossless import Losslessness
+from draftkit.evaluation.summary import verdict
 from draftkit.theory.acceptance import Estimate
 
 NAN = float("nan")

@@ -15,16 +15,10 @@ from draftkit.config import (
 from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.alpha import PromptTotals
-from draftkit.evaluation.judge import (
-    Evidence,
-    Prompts,
-    compare,
-    count_rounds,
-    proposers_of,
-    summarise,
-)
+from draftkit.evaluation.judge import Evidence, Prompts, proposers_of
 from draftkit.evaluation.lossless import Losslessness
-from draftkit.evaluation.walltime import FullBatch, Timed
+from draftkit.evaluation.summary import compare, count_rounds, summarise
+from draftkit.evaluation.walltime import Chunk, FullBatch, Timed
 from draftkit.theory.speedup import Costs, best_gamma
 from tests.tabular import random_adapter, relative
 
@@ -46,24 +40,18 @@ def lookup(seconds=3.0, drafted=1):
     """What prompt lookup did, with proposals in `drafted` of the twelve rounds of a prompt."""
     one = Completion([1], [2] * 12, accept_counts=[12, 0, 0], drafted=drafted, tested=drafted)
     full = FullBatch(seconds, 12, 12, 12)
-    return Timed([seconds] * 2, [0.05] * 2, [12, 12], [one] * 2, [full] * 2)
+    return Timed([Chunk(0.05, seconds, [one], full)] * 2)
 
 
 def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True):
-    timed = Timed(
-        seconds=[seconds, seconds],
-        prefill_seconds=[prefill, prefill],
-        tokens=[12, 12],
-        completions=[completion([1, 2, 3], 11, 8.0), completion([2, 2, 2], 10, 6.0)],
-        full=[FullBatch(seconds, 12, 6, 14), FullBatch(seconds, 12, 6, 12)],
-    )
-    plain = Timed(
-        [4.0, 4.0],
-        [0.05, 0.05],
-        [12, 12],
-        [completion([12], 0, 0.0)] * 2,
-        [FullBatch(4.0, 12, 12, 12)] * 2,
-    )
+    timed = [
+        Chunk(prefill, seconds, [answer], FullBatch(seconds, 12, 6, emitted))
+        for answer, emitted in (
+            (completion([1, 2, 3], 11, 8.0), 14),
+            (completion([2, 2, 2], 10, 6.0), 12),
+        )
+    ]
+    plain = Chunk(0.05, 4.0, [completion([12], 0, 0.0)], FullBatch(4.0, 12, 12, 12))
     column = torch.tensor([10.0, 20.0], dtype=torch.float64)
     totals = {
         "alpha": alpha * column,
@@ -72,8 +60,8 @@ def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True):
     }
     return Evidence(
         scored=PromptTotals(totals, column),
-        timed=timed,
-        plain=plain,
+        timed=Timed(timed),
+        plain=Timed([plain] * 2),
         costs=Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 2: 1.1, 4: 1.2, 8: 1.4}),
         lossless=Losslessness(4, 0 if correct else 1, 0),
         lookup=lookup(looked_up),

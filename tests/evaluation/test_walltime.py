@@ -1,6 +1,8 @@
 """Wall time: what the clock counts, in which order methods run, and how speed-ups are formed."""
 
+import operator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,11 +22,11 @@ from draftkit.evaluation.walltime import (
     rotated,
     row_capacity,
     shapes,
-    speedup,
     take_turns,
     time_methods,
     warm_up,
 )
+from draftkit.theory.acceptance import bootstrap
 from tests.evaluation.scripted import VOCAB, Clock, Slow
 
 SETTING = Setting(
@@ -74,28 +76,40 @@ def test_a_compilation_is_taken_out_of_a_timed_chunk(monkeypatch, clock):
     assert 0 < chunk.prefill_seconds + chunk.seconds < 25
 
 
-def test_the_speedup_is_the_quotient_of_tokens_per_second_without_the_prefill():
-    plain = Timed(seconds=[2.0, 4.0], prefill_seconds=[9.0, 9.0], tokens=[20, 40])
-    fast = Timed(seconds=[1.0, 1.0], prefill_seconds=[1.0, 1.0], tokens=[20, 30])
-    estimate = speedup(speculative=fast, plain=plain, seed=0, resamples=500)
+def timed_of(prefill_seconds, seconds, tokens, full=None):
+    """A method with so many tokens in each chunk."""
+    answers = [[Completion([], [0] * count)] for count in tokens]
+    chunks = zip(prefill_seconds, seconds, answers, [full] * len(tokens), strict=True)
+    return Timed([Chunk(*chunk) for chunk in chunks])
+
+
+quotient = partial(bootstrap, compare=operator.truediv, resamples=500)
+
+
+def test_the_rate_of_rounds_leaves_out_the_prefill():
+    plain = timed_of([9.0, 9.0], [2.0, 4.0], [20, 40])
+    fast = timed_of([1.0, 1.0], [1.0, 1.0], [20, 30])
+    estimate = quotient(fast.rounds, plain.rounds)
     assert estimate.mean == pytest.approx(25 / 10)
     assert estimate.low < estimate.mean < estimate.high
 
 
-def test_the_speedup_end_to_end_holds_the_prefill_of_both_sides():
-    plain = Timed(seconds=[2.0, 4.0], prefill_seconds=[1.0, 3.0], tokens=[20, 40])
-    fast = Timed(seconds=[1.0, 1.0], prefill_seconds=[5.0, 3.0], tokens=[20, 30])
-    estimate = speedup(speculative=fast, plain=plain, of="answers", seed=0, resamples=500)
+def test_the_rate_of_answers_holds_the_prefill():
+    plain = timed_of([1.0, 3.0], [2.0, 4.0], [20, 40])
+    fast = timed_of([5.0, 3.0], [1.0, 1.0], [20, 30])
+    estimate = quotient(fast.answers, plain.answers)
     assert estimate.mean == pytest.approx((50 / 10) / (60 / 10))
     assert estimate.low == pytest.approx((20 / 6) / (20 / 3))
     assert estimate.high == pytest.approx((30 / 4) / (40 / 7))
     assert estimate.prompts == 2
 
 
-def test_rates_from_request_to_last_token_hold_the_prefill():
-    timed = Timed(seconds=[2.0, 4.0], prefill_seconds=[2.0, 1.0], tokens=[20, 40])
-    assert timed.rates == [5.0, 8.0]
-    assert timed.tokens_per_second == 10.0
+def test_a_rate_is_of_all_tokens_over_all_seconds():
+    timed = timed_of([2.0, 1.0], [2.0, 4.0], [20, 40])
+    assert (timed.answers.totals / timed.answers.counts).tolist() == [5.0, 8.0]
+    assert timed.rounds.mean == 10.0
+    assert timed.answers.mean == pytest.approx(60 / 9)
+    assert timed.prefill_seconds == 3.0
 
 
 def test_prefill_and_rounds_are_timed_apart(clock):
@@ -110,10 +124,11 @@ def test_methods_decode_alike_and_count_tokens_alike(clock):
     twin = Slow(0, clock, lambda tokens: 1.0)
     timed = time_methods(target, {"twin": DraftModelProposer(twin)}, PROMPTS, PROMPTS, SETTING)
     assert set(timed) == {PLAIN, "twin"}
-    assert timed[PLAIN].tokens == timed["twin"].tokens == [20, 20]
-    assert timed[PLAIN].seconds == pytest.approx([100, 100])
+    for name in (PLAIN, "twin"):
+        assert [chunk.tokens for chunk in timed[name].chunks] == [20, 20]
+    assert [chunk.seconds for chunk in timed[PLAIN].chunks] == pytest.approx([100, 100])
     # a draft equal to its target is always accepted: 4 tokens a round of 3 x 1 + 10 seconds
-    assert timed["twin"].seconds == pytest.approx([39, 39])
+    assert [chunk.seconds for chunk in timed["twin"].chunks] == pytest.approx([39, 39])
     assert all(c.accept_counts == [0, 0, 0, 3] for c in timed["twin"].completions)
 
 
@@ -132,9 +147,9 @@ def test_a_batch_is_full_until_its_first_row_ends(clock):
 
 
 def test_the_speedup_of_full_batches_leaves_out_what_comes_behind():
-    plain = Timed(seconds=[9.0, 9.0], tokens=[90, 90], full=[FullBatch(2.0, 20, 20, 20)] * 2)
-    fast = Timed(seconds=[9.0, 9.0], tokens=[90, 90], full=[FullBatch(1.0, 30, 10, 31)] * 2)
-    assert speedup(speculative=fast, plain=plain, of="full batches", seed=0, resamples=9).mean == 3
+    plain = timed_of([1.0, 1.0], [9.0, 9.0], [90, 90], FullBatch(2.0, 20, 20, 20))
+    fast = timed_of([1.0, 1.0], [9.0, 9.0], [90, 90], FullBatch(1.0, 30, 10, 31))
+    assert quotient(fast.full_batches, plain.full_batches).mean == 3
     assert fast.full_length == 3.1
 
 
@@ -150,7 +165,8 @@ def test_answers_are_cut_behind_the_end_of_text_and_counted_so(clock):
             assert not {0, 1} & set(inside)
             assert completion.ended == (last in (0, 1))
         counts = [len(c.output_ids) for c in completions]
-        assert timed[name].tokens == [sum(counts[:2]), sum(counts[2:])]
+        tokens = [chunk.tokens for chunk in timed[name].chunks]
+        assert tokens == [sum(counts[:2]), sum(counts[2:])]
 
 
 def test_completions_hold_the_tokens_that_were_timed(clock):

@@ -76,7 +76,7 @@ def run(service, domains, **options):
 
 def test_each_point_is_scored_before_its_requests_are_recorded(service):
     points, seen, _ = run(service, {"prose": records(20), "cpp": records(20)})
-    assert [(p.domain, p.first, p.last) for p in points] == [
+    assert [(p["domain"], p["first"], p["last"]) for p in points] == [
         ("prose", 0, 10),
         ("prose", 10, 20),
         ("cpp", 20, 30),
@@ -92,7 +92,7 @@ def test_each_point_is_scored_before_its_requests_are_recorded(service):
 def test_updates_happen_between_requests_and_versions_are_taken(service):
     points, _, told = run(service, {"prose": records(20)})
     assert told == [(10, 1), (20, 2)]
-    assert [point.versions["online"] for point in points] == ["v0", "v1"]
+    assert [point["versions"]["online"] for point in points] == ["v0", "v1"]
     assert service.version == "v2"
     assert service.draft.weights == ["v0", "v1", "v2"]
 
@@ -119,6 +119,6 @@ def test_records_know_who_served_them(service):
 
 def test_a_stream_that_points_do_not_divide_is_still_whole(service):
     points, seen, _ = run(service, {"prose": records(23)}, points=4)
-    assert [(p.first, p.last) for p in points] == [(0, 5), (5, 11), (11, 17), (17, 23)]
+    assert [(p["first"], p["last"]) for p in points] == [(0, 5), (5, 11), (11, 17), (17, 23)]
     assert [count for _, count, _ in seen] == [5, 6, 6, 6]
     assert len(service.buffer.entries) == 23

@@ -35,6 +35,10 @@ def summary(gain, length=3.0):
     return {"by_temperature": {"1": part, "0": part}}
 
 
+def settings(divergence, source, seed=0):
+    return {"divergence": {"name": divergence}, "source": {"name": source}, "seed": seed}
+
+
 def cells():
     found = []
     for divergence, source, gained in [
@@ -44,7 +48,7 @@ def cells():
         ("neg_log_alpha", "draft", 0.1),
         ("next_token", "fixed", 0.01),
     ]:
-        found += cells_of(divergence, source, 0, summary(gained))
+        found += cells_of(settings(divergence, source), summary(gained))
     return found
 
 
@@ -57,8 +61,10 @@ def printed(table):
 def test_an_evaluation_has_a_cell_for_each_temperature():
     assert temperatures(cells()) == [0.0, 1.0]
     assert len(cells()) == 10
-    assert cells_of("tvd", "draft", 0, {"by_temperature": {"1": {"alpha": number(0.5)}}}) == []
-    assert cells_of("tvd", "draft", 0, {}) == []
+    assert (
+        cells_of(settings("tvd", "draft"), {"by_temperature": {"1": {"alpha": number(0.5)}}}) == []
+    )
+    assert cells_of(settings("tvd", "draft"), {}) == []
 
 
 def test_a_matrix_has_several_divergences_and_several_sources():
@@ -71,7 +77,7 @@ def test_a_matrix_has_several_divergences_and_several_sources():
 def test_the_table_fits_eighty_columns_and_leaves_empty_what_was_not_run():
     wide = [*cells()]
     for source in ("target", "mix"):
-        wide += cells_of("neg_log_alpha", source, 0, summary(-0.07))
+        wide += cells_of(settings("neg_log_alpha", source), summary(-0.07))
     text = printed(matrix_table(wide, 1.0))
     assert max(map(len, text.splitlines())) <= 80
     assert "temperature 1" in text
@@ -97,7 +103,7 @@ def judged(divergence, source, seed, after, before):
     """A cell with what was found on prompts of 10 and 30 positions."""
     sums = {"positions": [10.0, 30.0]}
     part = {"contexts": f"c{seed}", "after": sums | {"alpha": after}, "before": {"alpha": before}}
-    return cells_of(divergence, source, seed, summary(0.1), {"1": part, "0": part})[0]
+    return cells_of(settings(divergence, source, seed), summary(0.1), {"1": part, "0": part})[0]
 
 
 def test_seeds_of_a_cell_stand_together_over_their_prompts():
@@ -111,7 +117,7 @@ def test_seeds_of_a_cell_stand_together_over_their_prompts():
     assert cell_text(both).startswith("+0.125\n[")
     assert cell_text(both).endswith("x1.50 n=2")
     assert gain(both[:1])["mean"] == pytest.approx(0.1)  # as the evaluation said
-    blind = cells_of("tvd", "draft", 2, summary(0.1))
+    blind = cells_of(settings("tvd", "draft", 2), summary(0.1))
     with pytest.raises(ValueError, match=r"prompts\.json"):
         gain([*both, blind[0]])
     order = list(grid([*both, *cells()], 1.0))

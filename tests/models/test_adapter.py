@@ -22,11 +22,11 @@ from transformers import (
 )
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.generation import DRAFT_ID, Completion, decode
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import CausalAdapter, Packing
+from draftkit.models.cache import SlotCache
 from tests import tiny
 
 # Weights and attention are float64, but models compute norms and rotations in float32.

@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
-from draftkit.decoding.cache import SlotCache
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation.alpha import score_contexts
 from draftkit.models.adapter import CausalAdapter, Head
+from draftkit.models.cache import SlotCache
 from draftkit.models.shrink import shrink
 from tests import tiny
 from tests.decoding.checks import VOCAB_SIZE, Parts, Setting, check_joint_law, measured

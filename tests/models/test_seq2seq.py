@@ -18,7 +18,7 @@ from transformers import (
 from transformers.models.mt5.modeling_mt5 import MT5LayerNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from draftkit.decoding.cache import SlotCache
+from draftkit.models.cache import SlotCache
 from draftkit.models.seq2seq import PrefixedAdapter, Seq2SeqAdapter, inside
 from tests import tiny
 
@@ -130,7 +130,7 @@ def test_ragged_steps_with_rollback_equal_the_model_without_a_cache(
 @torch.no_grad()
 def test_a_draft_behind_a_prefix_equals_the_draft_on_one_text() -> None:
     draft = tiny.adapter("gpt2", dtype=torch.float64, attn_pdrop=0.0)  # positions are learned here
-    adapter = PrefixedAdapter(draft, encoder_capacity=LONGEST)
+    adapter = PrefixedAdapter(draft.model, vocab_size=draft.vocab_size, encoder_capacity=LONGEST)
 
     def expected(row: int, tokens: Tensor) -> Tensor:
         text = torch.cat([torch.tensor(rows.encoders[row]), tokens])
@@ -220,7 +220,9 @@ def test_rows_without_a_text_stay_finite_in_half_precision() -> None:
 
 
 def prefixed(**options: Any) -> PrefixedAdapter:
-    return PrefixedAdapter(tiny.adapter(**options), encoder_capacity=LONGEST)
+    return PrefixedAdapter(
+        tiny.model(**options), vocab_size=tiny.VOCAB_SIZE, encoder_capacity=LONGEST
+    )
 
 
 @pytest.mark.parametrize("made", [adapter_of, prefixed])
@@ -270,7 +272,7 @@ def test_scores_of_a_prefixed_draft_are_those_of_one_text() -> None:
     encoder, lengths = padded(encoders)
     scores = adapter.score(tokens, inside(counts, 10), encoder=encoder, lengths=lengths)
     expected = [
-        adapter.draft.model(input_ids=torch.tensor([one + text])).logits[0, len(one) :]
+        adapter.model(input_ids=torch.tensor([one + text])).logits[0, len(one) :]
         for one, text in zip(encoders, texts, strict=True)
     ]
     torch.testing.assert_close(scores, torch.cat(expected), atol=1e-5, rtol=0)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig
 
-from draftkit.decoding.cache import SlotCache
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.cache import SlotCache
 from draftkit.models.shrink import (
     KEPT_IDS,
     frequent_ids,

@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from draftkit.online.buffer import Buffer, Entry, Load, Served
-from draftkit.online.records import split
+from draftkit.online.buffer import Buffer, Entry, Load, Served, checksum, split
 from tests.online.traffic import MARK, Clocks, entries, entry, record, settings
 
 
@@ -38,7 +38,7 @@ def test_an_entry_comes_back_whole(buffer: Buffer) -> None:
             given = entry(stored.record.seed)
             assert stored.record == given.record
             assert (stored.route, stored.version) == (given.route, given.version)
-            assert (stored.seconds, stored.held_out) == (given.seconds, held_out)
+            assert (stored.seconds, held(stored.record.seed)) == (given.seconds, held_out)
 
 
 def test_each_prompt_has_one_side_whatever_was_answered(buffer: Buffer) -> None:
@@ -132,7 +132,7 @@ def test_counts_are_added_up_by_route_and_version(buffer: Buffer) -> None:
 
 def test_the_load_has_an_age_that_no_clock_changes(tmp_path: Path) -> None:
     clocks = Clocks()
-    buffer = Buffer(tmp_path / "b.sqlite", settings(), clock=clocks.clock, up=clocks.up)
+    buffer = Buffer(tmp_path / "b.sqlite", settings(), clock=clocks.clock, uptime=clocks.uptime)
     assert buffer.load() is None
     buffer.set_load(queued=3, running=5)
     clocks.pass_time(7)
@@ -145,23 +145,11 @@ def test_the_load_has_an_age_that_no_clock_changes(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_appends_are_flushed_before_and_after_a_load_that_is_not(buffer: Buffer) -> None:
-    def said(name: str) -> object:
-        with buffer._database._session() as connection:
-            return connection.execute(f"PRAGMA {name}").fetchone()[0]
-
-    for _ in range(2):
-        names = ("synchronous", "journal_mode", "secure_delete", "temp_store")
-        assert [said(name) for name in names] == [2, "wal", 1, 2]
-        with buffer._database.writing(flushed=False):
-            pass
-        buffer.set_load(queued=0, running=0)
-    statements: list[str] = []
-    with buffer._database._session() as connection:
-        connection.set_trace_callback(statements.append)
-    buffer.set_load(queued=0, running=0)
-    assert statements[0] == "PRAGMA synchronous=NORMAL"
-    assert statements[-1] == "PRAGMA synchronous=FULL"
+def test_the_file_is_flushed_and_overwrites_what_is_deleted(buffer: Buffer) -> None:
+    names = ("synchronous", "journal_mode", "secure_delete", "temp_store")
+    with buffer._database.session() as connection:
+        values = [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names]
+    assert values == [2, "wal", 1, 2]
 
 
 def test_all_of_an_append_is_stored_or_nothing(buffer: Buffer) -> None:
@@ -172,6 +160,24 @@ def test_all_of_an_append_is_stored_or_nothing(buffer: Buffer) -> None:
     buffer.append([])
     buffer.append([entry(1)])
     assert buffer.last_id("default") > 0
+
+
+def test_a_checksum_stands_for_the_bytes_and_for_each_column() -> None:
+    given = checksum(b"content", "route", 1.0)
+    assert given == checksum(b"content", "route", 1.0)
+    others = [(b"Content", "route", 1.0), (b"content", "rout", 1.0), (b"content", "route", 2.0)]
+    assert given not in [checksum(*other) for other in others]
+
+
+def test_a_conversation_has_one_number_in_the_split_and_they_are_spread_evenly() -> None:
+    def side(*prompt: int, document: str = "") -> float:
+        return split(replace(record(0), prompt_ids=list(prompt), document=document))
+
+    numbers = np.sort([side(number, 1) for number in range(4000)])
+    assert side(7, 1) == side(7, 1) != side(1, 7)
+    assert side(7, 1, document="talk") == side(2, document="talk") != side(7, 1)
+    # Kolmogorov: at 4000 numbers a larger distance has a chance below 1e-6.
+    assert np.abs(numbers - (np.arange(4000) + 0.5) / 4000).max() < 2.7 / 4000**0.5
 
 
 def test_a_damaged_row_is_left_out_and_counted(
@@ -207,7 +213,7 @@ def test_ids_rise_over_deletions_and_over_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "b.sqlite"
     last = 0
     for _ in range(3):
-        buffer = Buffer(path, settings(), clock=clocks.clock, up=clocks.up)
+        buffer = Buffer(path, settings(), clock=clocks.clock, uptime=clocks.uptime)
         for _ in range(3):
             buffer.append([entry(1)])
             assert buffer.last_id("default") > last
@@ -219,18 +225,19 @@ def test_ids_rise_over_deletions_and_over_a_new_file(tmp_path: Path) -> None:
         clocks.pass_time(1)
 
 
-def test_growth_and_time_bring_upkeep_by_themselves(tmp_path: Path) -> None:
+def test_growth_brings_upkeep_by_itself(tmp_path: Path) -> None:
     clocks = Clocks()
     small = settings(max_megabytes=0.2)
-    buffer = Buffer(tmp_path / "b.sqlite", small, clock=clocks.clock, up=clocks.up)
+    buffer = Buffer(tmp_path / "b.sqlite", small, clock=clocks.clock, uptime=clocks.uptime)
     for start in range(0, 400, 10):
         buffer.append(entries(range(start, start + 10), tokens=40, width=8))
     size = sum(path.stat().st_size for path in tmp_path.glob("b.sqlite"))
     assert size < 300_000
     clocks.pass_time(40 * 86400)
-    buffer.append([entry(1000)])
-    assert buffer.count("default", held_out=held(1000)) == 1
-    assert buffer.count("default", held_out=not held(1000)) == 0
+    buffer.append(entries(range(1000, 1040), tokens=40, width=8))
+    stored = [one for side in (True, False) for one in buffer.newest("default", 999, held_out=side)]
+    assert len(stored) > 20
+    assert min(seeds(stored)) >= 1000
     buffer.close()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from draftkit.online.buffer import Buffer
-from draftkit.online.database import Database, recover
+from draftkit.online.database import Database
 from tests.online.traffic import entries, entry, settings
 
 
@@ -33,7 +33,7 @@ def left_by_a_kill(path: Path, *, appends: int, checkpointed: int = 0) -> None:
     buffer = Buffer(live, settings())
     for number in range(appends):
         if number and number == checkpointed:
-            with buffer._database._session() as connection:
+            with buffer._database.session() as connection:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         if not (number and number == checkpointed):
             buffer.append([entry(number)])
@@ -142,19 +142,32 @@ def test_a_damaged_file_is_set_aside_and_a_new_one_begun(
 
 def test_a_kill_while_a_file_is_set_aside_is_made_good(tmp_path: Path) -> None:
     path = tmp_path / "b.sqlite"
-    left_by_a_kill(path, appends=5)
-    path.unlink()  # the first of the two renames was done
+    made(path)
+    path.write_bytes(path.read_bytes()[:8192])
+    (tmp_path / "b.sqlite.damaged-1-wal").touch()  # the first of the two renames was done
     buffer = Buffer(path, settings())
-    assert buffer.set_aside == tmp_path / "b.sqlite.damaged-1"
-    assert (tmp_path / "b.sqlite.damaged-1-wal").is_file()
+    assert buffer.set_aside == tmp_path / "b.sqlite.damaged-2"
     assert seeds(buffer) == []
+    buffer.append([entry(5)])
+    assert seeds(buffer) == [5]
+    buffer.close()
+
+
+def test_a_log_without_its_file_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "b.sqlite"
+    left_by_a_kill(path, appends=5)
+    path.unlink()
+    buffer = Buffer(path, settings())
+    assert (buffer.set_aside, seeds(buffer)) == (None, [])
+    buffer.append([entry(7)])
+    assert seeds(buffer) == [7]
     buffer.close()
 
 
 def test_an_empty_file_is_begun(tmp_path: Path) -> None:
     (tmp_path / "b.sqlite").touch()
-    assert recover(tmp_path / "b.sqlite") is None
     made(tmp_path / "b.sqlite")
+    assert not list(tmp_path.glob("*damaged*"))
 
 
 def test_another_format_and_another_programs_file_are_refused_untouched(tmp_path: Path) -> None:
@@ -176,7 +189,7 @@ def test_another_format_and_another_programs_file_are_refused_untouched(tmp_path
 
 def test_the_format_is_looked_at_beside_an_open_file_too(tmp_path: Path) -> None:
     buffer = Buffer(tmp_path / "b.sqlite", settings())
-    with buffer._database._session() as connection:
+    with buffer._database.session() as connection:
         connection.execute("PRAGMA user_version=1")
     with pytest.raises(ValueError, match="format 1"):
         Buffer(tmp_path / "b.sqlite", settings())
@@ -266,7 +279,7 @@ def test_an_exception_undoes_the_transaction(tmp_path: Path) -> None:
     database = Database(tmp_path / "d", lambda c: c.execute("CREATE TABLE IF NOT EXISTS t (x)"))
 
     def doomed() -> None:
-        with database.writing(flushed=False) as connection:
+        with database.writing() as connection:
             connection.execute("INSERT INTO t VALUES (1)")
             raise KeyboardInterrupt
 
@@ -274,6 +287,4 @@ def test_an_exception_undoes_the_transaction(tmp_path: Path) -> None:
         doomed()
     with database.reading() as connection:
         assert connection.execute("SELECT count(*) FROM t").fetchone() == (0,)
-    with database.writing() as connection:
-        assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
     database.close()

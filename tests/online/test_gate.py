@@ -9,7 +9,7 @@ import torch
 from draftkit.config import SamplingConfig
 from draftkit.evaluation.alpha import score_contexts
 from draftkit.online.gate import FALSE_PASSES, Judge, judge, level_of
-from draftkit.theory.acceptance import gain_p_value
+from draftkit.theory.acceptance import Rate, gain_p_value
 from tests import tiny
 from tests.online import making
 from tests.online.shop import start
@@ -119,11 +119,10 @@ def passes(streams: int, drawn, *, levels=level_of, window: int = 24, step: int 
         for gate in range(1, 11):
             gains = 0.5**0.5 * (gains + drawn("gains", length, generator))
             part = slice((gate - 1) * step, (gate - 1) * step + window)
+            positions = counts[part]
             p_value = gain_p_value(
-                totals=counts[part] * (0.6 + 0.05 * gains[part]),
-                counts=counts[part],
-                baseline_totals=counts[part] * 0.6,
-                baseline_counts=counts[part],
+                Rate(positions * (0.6 + 0.05 * gains[part]), positions),
+                Rate(positions * 0.6, positions),
             )
             if p_value <= levels(gate):
                 passed += 1

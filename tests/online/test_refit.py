@@ -10,7 +10,7 @@ from draftkit.models.loading import save_model
 from draftkit.online import refit as refit_module
 from draftkit.online.refit import Anchors
 from draftkit.online.registry import Registry
-from draftkit.theory.acceptance import expected_accepted
+from draftkit.theory.speedup import expected_tokens
 from pipelines.refitting import summary_of
 from tests import tiny
 from tests.online import making
@@ -63,7 +63,7 @@ def test_what_is_known_of_a_version_comes_from_records_after_the_gate_that_chose
         weights = shop.registry.read(shop.registry.version(name))
         alphas.append(shop.refit._judge.score(weights, fresh).alpha)
     assert state["alphas"]["v000002"] == alphas[1].as_dict()
-    lengths = [1 + expected_accepted(alpha.mean, 4) for alpha in alphas]
+    lengths = [expected_tokens(alpha.mean, 4) for alpha in alphas]
     assert state["growth"]["v000002"] == lengths[1] / lengths[0]
     assert base.metrics["gain"]["mean"] != alphas[1].mean - alphas[0].mean
 

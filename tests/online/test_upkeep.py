@@ -2,15 +2,15 @@
 
 import os
 import random
+import sqlite3
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from draftkit.online import upkeep
-from draftkit.online.buffer import Buffer
-from draftkit.online.upkeep import draw, fitting, unsampled
+from draftkit.online.buffer import Buffer, draw, too_much
 from tests.online.traffic import DAY, Clocks, entries, entry, settings
 
 
@@ -30,28 +30,51 @@ def file_bytes(buffer: Buffer) -> int:
         return pages * connection.execute("PRAGMA page_size").fetchone()[0]
 
 
-def test_what_fits_is_a_beginning_of_the_rows() -> None:
-    rows = [(1, 4), (2, 4), (3, 4), (4, 1)]
-    assert [fitting(rows, room) for room in (0, 3, 4, 9, 12, 13)] == [0, 0, 1, 2, 3, 4]
+def table(rows: list[tuple[int, int]], route: str = "a") -> sqlite3.Connection:
+    """Records of these ids and sizes."""
+    connection = sqlite3.connect(":memory:")
+    connection.execute("CREATE TABLE records (id, route, size)")
+    add(connection, rows, route)
+    return connection
+
+
+def add(connection: sqlite3.Connection, rows: list[tuple[int, int]], route: str = "a") -> None:
+    values = [(record_id, route, size) for record_id, size in rows]
+    connection.executemany("INSERT INTO records VALUES (?, ?, ?)", values)
+
+
+@pytest.mark.parametrize(
+    ("room", "kept"), [(0, 0), (3, 0), (4, 1), (9, 2), (12, 3), (13, 4), (99, 4)]
+)
+def test_of_the_newest_as_many_stay_as_fit_and_none_behind_one_that_does_not(
+    room: int, kept: int
+) -> None:
+    with closing(table([(4, 4), (3, 4), (2, 4), (1, 1)])) as connection:
+        gone = too_much(connection, newest=room, aged=0)
+        assert sorted(gone) == [4, 3, 2, 1][kept:][::-1]
+        add(connection, [(record_id, 4) for record_id in range(10, 14)], "b")
+        # Of another route nothing changes for this one.
+        assert {i for i in too_much(connection, newest=room, aged=0) if i < 10} == set(gone)
 
 
 def test_the_reservoir_holds_the_lowest_draws_that_fit() -> None:
-    rows = [(number, 10) for number in range(20)]
-    order = sorted(range(20), key=draw)
-    assert unsampled(rows, 70) == order[7:]
-    assert unsampled(rows, 200) == []
-    assert unsampled(rows, 0) == order
+    with closing(table([(number, 10) for number in range(20)])) as connection:
+        order = sorted(range(20), key=draw)
+        assert sorted(too_much(connection, newest=0, aged=70)) == sorted(order[7:])
+        assert too_much(connection, newest=0, aged=200) == []
+        assert sorted(too_much(connection, newest=0, aged=0)) == list(range(20))
+        assert set(too_much(connection, newest=30, aged=20)) == set(sorted(range(17), key=draw)[2:])
 
 
 def stream(*, aged: int, sizes: random.Random, start: int) -> set[int]:
-    """Ids in a reservoir after `aged` records came in small parts, as `bound` does it."""
-    rows: list[tuple[int, int]] = []
-    for number in range(aged):
-        rows.append((start + number, sizes.choice((5, 20))))
-        if number % 7 == 0 or number == aged - 1:
-            gone = set(unsampled(rows, 400))
-            rows = [row for row in rows if row[0] not in gone]
-    return {record_id for record_id, _ in rows}
+    """Ids in a reservoir after `aged` records came in small parts, as in upkeep after upkeep."""
+    with closing(table([])) as connection:
+        for number in range(aged):
+            add(connection, [(start + number, sizes.choice((5, 20)))])
+            if number % 7 == 0 or number == aged - 1:
+                gone = [(one,) for one in too_much(connection, newest=0, aged=400)]
+                connection.executemany("DELETE FROM records WHERE id = ?", gone)
+        return {row[0] for row in connection.execute("SELECT id FROM records")}
 
 
 def test_the_reservoir_is_a_uniform_sample_of_all_that_aged() -> None:
@@ -116,9 +139,7 @@ def test_a_kill_between_the_deletions_changes_nothing(
     """The next upkeep comes to the same decision."""
 
     def made(name: str) -> Buffer:
-        buffer = Buffer(
-            tmp_path / name, settings(max_megabytes=0.2), clock=lambda: 0.0, up=Clocks().up
-        )
+        buffer = Buffer(tmp_path / name, settings(max_megabytes=0.2), clock=lambda: 0.0)
         with monkeypatch.context() as patch:
             patch.setattr(buffer, "maintain", lambda: None)
             buffer.append(entries(range(200), tokens=40, width=8))
@@ -126,16 +147,16 @@ def test_a_kill_between_the_deletions_changes_nothing(
 
     whole, killed = made("whole"), made("killed")
     whole.maintain()
-    delete, seen = upkeep._delete, []
+    delete, seen = killed._delete, []
 
-    def torn(database: object, ids: list[int]) -> None:
-        delete(database, ids[: len(ids) // 2])
+    def torn(ids: list[int]) -> None:
+        delete(ids[: len(ids) // 2])
         seen.append(len(ids))
         if ids:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(upkeep, "_delete", torn)
+        patch.setattr(killed, "_delete", torn)
         with pytest.raises(KeyboardInterrupt):
             killed.maintain()
     assert seen[-1] > 50
@@ -149,7 +170,7 @@ def test_a_kill_between_the_deletions_changes_nothing(
 def test_records_go_when_their_time_is_over_whatever_their_own_time_says(tmp_path: Path) -> None:
     clocks = Clocks()
     buffer = Buffer(
-        tmp_path / "b.sqlite", settings(retention_days=3), clock=clocks.clock, up=clocks.up
+        tmp_path / "b.sqlite", settings(retention_days=3), clock=clocks.clock, uptime=clocks.uptime
     )
     for day in range(6):
         buffer.append([entry(day)])  # told to be of 1970
@@ -165,7 +186,7 @@ def test_records_go_when_their_time_is_over_whatever_their_own_time_says(tmp_pat
 def test_what_is_deleted_is_not_in_the_files_any_more(tmp_path: Path) -> None:
     clocks = Clocks()
     buffer = Buffer(
-        tmp_path / "b.sqlite", settings(retention_days=3), clock=clocks.clock, up=clocks.up
+        tmp_path / "b.sqlite", settings(retention_days=3), clock=clocks.clock, uptime=clocks.uptime
     )
 
     def traces(number: int) -> int:
@@ -198,7 +219,7 @@ def test_files_that_were_set_aside_hold_text_too_and_go_after_a_day(tmp_path: Pa
     path, aside = tmp_path / "b.sqlite", tmp_path / "b.sqlite.damaged-1"
 
     def opened() -> Buffer:
-        return Buffer(path, settings(retention_days=10), clock=clocks.clock, up=clocks.up)
+        return Buffer(path, settings(retention_days=10), clock=clocks.clock, uptime=clocks.uptime)
 
     buffer = opened()
     buffer.append(entries(range(9)))

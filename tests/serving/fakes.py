@@ -5,6 +5,7 @@ import http.client
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from socket import SO_SNDBUF, SOL_SOCKET
@@ -16,6 +17,7 @@ from draftkit.config import SamplingConfig, ServeConfig
 from draftkit.decoding.streaming import TextStream
 from draftkit.serving.api import make_app
 from draftkit.serving.connections import Server, listen
+from draftkit.serving.intake import Intake
 from draftkit.serving.jobs import (
     Counters,
     DrafterCounters,
@@ -41,7 +43,7 @@ TEMPLATE = (
 SAID = "Grüße an alle. "  # again and again; with characters of two bytes
 TOKENIZER = byte_tokenizer()
 SAID_IDS: list[int] = TOKENIZER(SAID * 100)["input_ids"]
-SPECULATION = Speculation(3, 9, 6, 8, 6.4, (0, 1, 1, 1), "v000002")
+SPECULATION = Speculation(3, 9, 6, 8, 6.4, "v000002")
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -141,7 +143,7 @@ SOME_COUNTS = Counters(
             drafts=10,
             drafted=40,
             accepted=20,
-            accepted_per_position=(9, 6, 4, 1),
+            accepted_per_position=Counter(dict(enumerate((9, 6, 4, 1)))),
             tested=24,
             acceptance=18.0,
         ),
@@ -151,14 +153,13 @@ SOME_COUNTS = Counters(
             drafts=5,
             drafted=20,
             accepted=15,
-            accepted_per_position=(5, 4, 3, 3),
+            accepted_per_position=Counter(dict(enumerate((5, 4, 3, 3)))),
             tested=16,
             acceptance=14.4,
         ),
         ("code", "v000001"): DrafterCounters(),
     },
     prompt_tokens=77,
-    generated_tokens=70,
     swaps=1,
     refused_versions=2,
     last_swap_seconds=0.25,
@@ -193,16 +194,15 @@ def serving(
     send_buffer: bytes that the kernel takes for a reader who does not read.
     """
     settings = settings or ServeConfig()
-    texts = Texts(tokenizer or chat_tokenizer(), VOCAB_SIZE)
-    app = make_app(
-        engine,
-        texts,
-        settings,
+    intake = Intake(
+        texts=Texts(tokenizer or chat_tokenizer(), VOCAB_SIZE),
+        settings=settings,
+        max_length=engine.max_length,
         sampling=sampling or SamplingConfig(),
         routes=ROUTES,
         model_name=NAME,
-        key=key,
     )
+    app = make_app(engine, intake, key=key)
     socket = listen("127.0.0.1", 0, stalled_seconds=settings.request_seconds)
     if send_buffer is not None:
         socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)

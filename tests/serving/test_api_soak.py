@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftkit.config import ServeConfig
-from draftkit.serving import streams
+from draftkit.serving import delivery
 from draftkit.serving.connections import Connection, room_for
 from tests import tiny
 from tests.serving import running
@@ -109,7 +109,7 @@ def test_a_thousand_idle_connections_do_not_stop_service(
 
 @pytest.mark.soak
 def test_slow_readers_cost_little_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "BACKLOG", 5000)
+    monkeypatch.setattr(delivery, "BACKLOG", 5000)
     engine = FakeEngine(endless=True, per_round=20, round_seconds=0.1)
     with serving(engine, send_buffer=10_000) as address, contextlib.ExitStack() as stack:
         before = resident()

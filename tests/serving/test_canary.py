@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from draftkit.config import GateConfig
-from draftkit.serving.canary import KEPT, REQUESTS, WIDTH, Served, give_up, judge
-from draftkit.theory.acceptance import estimate_ratio
+from draftkit.serving.canary import KEPT, REQUESTS, WIDTH, AcceptanceLog, give_up, judge
+from draftkit.theory.acceptance import Rate, bootstrap
 
 
-def served(rate: float, requests: int, *, seed: int = 0, tested: int = 20) -> Served:
+def served(rate: float, requests: int, *, seed: int = 0, tested: int = 20) -> AcceptanceLog:
     """Requests whose acceptance varies around `rate`."""
-    draw, made = random.Random(seed), Served()
+    draw, made = random.Random(seed), AcceptanceLog()
     for _ in range(requests):
         made.add(tested, tested * min(1.0, max(0.0, draw.gauss(rate, 0.1))))
     return made
@@ -41,10 +41,10 @@ def test_the_verdict_waits_for_positions_and_for_requests_of_both() -> None:
 
 def test_just_below_is_told_from_just_above(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the 95 % interval of the difference: here 0.05 is its half width."""
-    monkeypatch.setattr(Served, "error", 0.05 / WIDTH / math.sqrt(2))
+    monkeypatch.setattr(AcceptanceLog, "error", 0.05 / WIDTH / math.sqrt(2))
     old = served(0.7, 200)
     for change, stays in ((-0.0501, False), (-0.0499, True), (0.0501, True), (math.nan, False)):
-        new = Served()
+        new = AcceptanceLog()
         for _ in range(REQUESTS):
             new.add(100, 100 * (old.mean + change))
         verdict = judge(new=new, old=old, positions=1000)
@@ -65,7 +65,7 @@ def withdrawn(change: float, *, share: float, trials: int) -> float:
     for _ in range(trials):
         sides = []
         for count, mean in ((requests, 0.7 + change), (others, 0.7)):
-            made = Served()
+            made = AcceptanceLog()
             alphas = (mean + 0.1 * torch.randn(count, generator=generator)).clamp(0, 1)
             for alpha in alphas.tolist():
                 made.add(60, 60 * alpha)
@@ -90,19 +90,19 @@ def test_an_equal_version_is_rarely_withdrawn_and_one_that_is_worse_nearly_alway
 
 
 def test_the_error_of_a_mean_is_that_of_its_bootstrap() -> None:
-    draw, made = random.Random(3), Served()
+    draw, made = random.Random(3), AcceptanceLog()
     for _ in range(300):
         tested = draw.randrange(1, 120)
         made.add(tested, tested * draw.betavariate(4, 2))
     columns = (torch.tensor(made.acceptance), torch.tensor(made.tested))
-    interval = estimate_ratio(*columns)
+    interval = bootstrap(Rate(*columns))
     assert made.error == pytest.approx((interval.high - interval.low) / 2 / WIDTH, rel=0.06)
     assert made.mean == pytest.approx(interval.mean)
 
 
 def test_a_verdict_comes_however_many_positions_it_waits_for() -> None:
     """More than the requests of which the means are made can have."""
-    new, old = Served(), Served()
+    new, old = AcceptanceLog(), AcceptanceLog()
     for number in range(2 * KEPT):
         new.add(2, 1.8 + 0.1 * (number % 2))
         old.add(2, 1.8 + 0.1 * (number % 2))
@@ -124,11 +124,11 @@ def test_a_trial_that_nothing_can_decide_ends() -> None:
     assert "online.gate.canary_tokens" in verdict.reason
     assert "\n" not in verdict.reason
     # Where one position would do, there must still be time for the requests of both.
-    assert give_up(new=Served(), rows=8 * REQUESTS - 1, share=0.5, positions=1) is None
+    assert give_up(new=AcceptanceLog(), rows=8 * REQUESTS - 1, share=0.5, positions=1) is None
 
 
 def test_positions_count_and_not_requests() -> None:
-    made = Served()
+    made = AcceptanceLog()
     made.add(10, 1.0)
     made.add(90, 90.0)
     made.add(0, 0.0)

@@ -15,7 +15,7 @@ import pytest
 from uvicorn.server import ServerState
 
 from draftkit.config import ServeConfig
-from draftkit.serving import connections, streams
+from draftkit.serving import connections, delivery
 from draftkit.serving.connections import Connection, Server, listen, room_for
 from tests.serving.blocks import watched_loops
 from tests.serving.fakes import FakeEngine, ask, completion, serving, wait_for
@@ -171,7 +171,7 @@ def test_no_single_read_holds_the_loop(read: bytes) -> None:
 
 
 def test_a_reader_that_takes_nothing_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "BACKLOG", 1000)
+    monkeypatch.setattr(delivery, "BACKLOG", 1000)
     engine = FakeEngine(endless=True, per_round=20, round_seconds=0.01)
     with serving(engine, send_buffer=10_000) as address:
         made = socket.socket()

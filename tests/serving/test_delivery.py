@@ -1,84 +1,216 @@
-"""Answers on their way out."""
+"""Pieces on their way from the engine's thread to the loop, and answers on their way out."""
 
 import asyncio
 import json
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
 
 from draftkit.config import SamplingConfig
 from draftkit.serving import delivery
-from draftkit.serving.delivery import EventStream, Reader, WholeAnswer, failure_of
-from draftkit.serving.intake import Asked
-from draftkit.serving.jobs import Job, Piece, TokenScore
+from draftkit.serving.delivery import FAILURES, Answers, Delivery, failure, joined, unless_left
+from draftkit.serving.intake import Prepared
+from draftkit.serving.jobs import Job, Listener, Piece, TokenScore
 from draftkit.serving.metrics import Metrics
-from draftkit.serving.replies import Choice, CompletionForm, Failed
-from draftkit.serving.streams import Answers
+from draftkit.serving.replies import Choice, CompletionForm
 from draftkit.serving.texts import Offsets, Texts
-from tests.serving.fakes import TOKENIZER, chat_tokenizer
-from tests.serving.test_streams import Handed
+from draftkit.serving.wire import ApiError
+from tests.serving.fakes import TOKENIZER, FakeEngine, chat_tokenizer
 from tests.tiny import VOCAB_SIZE
 
 TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
 SCORE = TokenScore(TOKENIZER.convert_tokens_to_ids("a"), -0.5)
+WEIGHTY = TokenScore(5, -0.5, ((5, -0.5),))  # weighs 2
 
 
-def reader(engine: Handed, count: int = 1, *, streams: bool = True) -> Reader:
+class Handed(FakeEngine):
+    """An engine whose pieces the test hands out."""
+
+    def submit(self, jobs: Sequence[Job], listeners: Sequence[Listener]) -> list[int]:
+        self.listeners = list(listeners)
+        return list(range(10, 10 + len(jobs)))
+
+    def say(self, index: int, *pieces: Piece) -> None:
+        """As the engine would: from another thread."""
+        calls = [(self.listeners[index], piece) for piece in pieces]
+        thread = threading.Thread(target=lambda: [listen(piece) for listen, piece in calls])
+        thread.start()
+        thread.join()
+
+
+def submitted(engine: Handed, count: int = 1, *, streams: bool = True) -> Answers:
     job = Job(prompt_ids=[1], max_new_tokens=5, sampling=SamplingConfig())
-    asked = Asked(
+    prepared = Prepared(
         jobs=[job] * count,
         choices=[Choice(index, Offsets(TEXTS), keeps=not streams) for index in range(count)],
-        echoes=[""] * count,
         prompt_tokens=1,
         form=CompletionForm(TEXTS, model="m", name="n", logprobs=True),
         streams=streams,
         includes_usage=False,
     )
-    return Reader(asked, Answers(engine, asked.jobs), Metrics(engine, "m"), began=0.0)
+    return Answers(engine, prepared, Metrics(engine, "m"), began=0.0)
+
+
+def delivery_of(answers: Answers, seconds: float = 30) -> Delivery:
+    return Delivery(answers, turn=asyncio.Lock(), seconds=seconds)
+
+
+def texts(arrived: dict[int, list[Piece]]) -> dict[int, list[str]]:
+    return {index: [piece.text for piece in pieces] for index, pieces in arrived.items()}
+
+
+def run(test: Callable[[Handed], Coroutine[Any, Any, None]]) -> Handed:
+    engine = Handed()
+    asyncio.run(test(engine))
+    return engine
+
+
+def test_pieces_arrive_in_order_and_what_waits_comes_together() -> None:
+    async def test(engine: Handed) -> None:
+        answers = submitted(engine, 2)
+        engine.say(0, Piece("a", (WEIGHTY,)), Piece("b", (WEIGHTY,)))
+        engine.say(1, Piece("x", (WEIGHTY,)))
+        found = answers.arrivals()
+        assert texts(await anext(found)) == {0: ["a", "b"], 1: ["x"]}
+        engine.say(1, Piece("y", (), "stop"))
+        assert texts(await anext(found)) == {1: ["y"]}
+        engine.say(0, Piece("c", (), "length"))
+        assert texts(await anext(found)) == {0: ["c"]}
+        with pytest.raises(StopAsyncIteration):
+            await anext(found)
+        answers.cancel()
+
+    assert run(test).cancelled == set()  # nothing was left to cancel
+
+
+def test_what_has_not_ended_is_cancelled() -> None:
+    async def test(engine: Handed) -> None:
+        answers = submitted(engine, 2)
+        engine.say(0, Piece("a", (), "stop"))
+        await anext(answers.arrivals())
+        answers.cancel()
+
+    assert run(test).cancelled == {10, 11}
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_a_reader_whose_client_falls_behind_loses_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(delivery, "BACKLOG", 5)  # a piece weighs 2
+
+    async def test(engine: Handed) -> None:
+        answers = submitted(engine, 2)  # together 10
+        found = answers.arrivals()
+        client = asyncio.Event()
+        sending = asyncio.ensure_future(answers.send(client.wait()))
+        await turns(1)
+        engine.say(0, *[Piece("a", (WEIGHTY,))] * 5)
+        await turns(9)
+        assert engine.cancelled == set()
+        engine.say(1, Piece("a", (WEIGHTY,)))
+        await turns(9)
+        assert engine.cancelled == {10, 11}
+        engine.say(0, *[Piece("a", (WEIGHTY,))] * 1000)
+        await turns(1)
+        assert len(answers._waiting) == 0  # no memory is held for it
+        client.set()
+        await sending
+        with pytest.raises(ApiError) as caught:
+            await anext(found)
+        assert (caught.value.status, caught.value.code) == (408, "slow_reader")
+
+    run(test)
+
+
+def test_a_reader_that_had_no_turn_is_not_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much gathers while the loop is held, whether the reader waits or could go on."""
+    monkeypatch.setattr(delivery, "BACKLOG", 10)
+
+    async def test(engine: Handed) -> None:
+        found = (answers := submitted(engine)).arrivals()
+        first = asyncio.ensure_future(anext(found))
+        await turns(1)
+        engine.say(0, *[Piece("a", (WEIGHTY,))] * 1000)  # before the loop goes on
+        assert len((await first)[0]) == 1000
+        client = asyncio.Event()
+        sending = asyncio.ensure_future(answers.send(client.wait()))
+        await turns(1)
+        engine.say(0, *[Piece("a", (WEIGHTY,))] * 1000)
+        asyncio.get_running_loop().call_soon(client.set)
+        await sending
+        await turns(9)
+        assert len((await anext(found))[0]) == 1000
+
+    assert run(test).cancelled == set()
+
+
+def test_a_loop_that_has_closed_does_not_hurt_the_engine() -> None:
+    async def test(engine: Handed) -> None:
+        submitted(engine)
+
+    run(test).say(0, Piece("a", (WEIGHTY,)))
+
+
+def test_work_goes_on_unless_the_client_leaves_or_time_is_over() -> None:
+    stopped: list[bool] = []
+
+    async def work(seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            stopped.append(True)
+            raise
+
+    async def stays() -> dict[str, str]:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def leaves() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def fails() -> None:
+        raise ValueError("no")
+
+    assert asyncio.run(unless_left(work(0), stays, seconds=30))
+    assert stopped == []
+    assert not asyncio.run(unless_left(work(60), leaves, seconds=30))
+    assert stopped == [True]
+    with pytest.raises(TimeoutError):
+        asyncio.run(unless_left(work(60), stays, seconds=0.01))
+    assert stopped == [True] * 2
+    with pytest.raises(ValueError, match="no"):
+        asyncio.run(unless_left(fails(), stays, seconds=30))
 
 
 def test_what_waited_for_a_slow_reader_comes_in_one_piece() -> None:
-    async def test() -> None:
-        engine = Handed()
-        steps = reader(engine, 2).steps()
-        engine.say(0, Piece("a", (SCORE,)), Piece("b", (SCORE, SCORE)))
-        engine.say(1, Piece("x", (SCORE,), "stop"))
-        engine.say(0, Piece("c", (), "length"))
-        assert await anext(steps) == [
-            (0, Piece("abc", (SCORE,) * 3, "length")),
-            (1, Piece("x", (SCORE,), "stop")),
-        ]
-
-    asyncio.run(test())
+    pieces = [Piece("a", (SCORE,)), Piece("b", (SCORE, SCORE)), Piece("c", (), "length")]
+    assert list(joined(pieces)) == [Piece("abc", (SCORE,) * 3, "length")]
 
 
 def test_what_waited_long_comes_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "EVENT", 5)
     scored = TokenScore(SCORE.token_id, -0.5, ((1, -0.5), (2, -1.0)))  # weighs 3
-
-    async def test() -> None:
-        engine = Handed()
-        steps = reader(engine, 2).steps()
-        engine.say(0, *[Piece(letter, (scored,)) for letter in "abcde"])
-        engine.say(1, Piece("x", (scored,)), Piece("y", (scored,), "stop"))
-        engine.say(0, Piece("f", (), "length"))
-        assert await anext(steps) == [
-            (0, Piece("ab", (scored,) * 2)),
-            (0, Piece("cd", (scored,) * 2)),
-            (0, Piece("ef", (scored,), "length")),
-            (1, Piece("xy", (scored,) * 2, "stop")),
-        ]
-
-    asyncio.run(test())
+    pieces = [*[Piece(letter, (scored,)) for letter in "abcde"], Piece("f", (), "length")]
+    assert list(joined(pieces)) == [
+        Piece("ab", (scored,) * 2),
+        Piece("cd", (scored,) * 2),
+        Piece("ef", (scored,), "length"),
+    ]
 
 
 def whole(engine: Handed, scores: tuple[TokenScore, ...], leaves_at: int = 99) -> list[Any]:
     """What is sent of an answer with `scores`, whose client leaves after so many messages."""
 
     async def test() -> list[Any]:
-        made = reader(engine, streams=False)
+        made = submitted(engine, streams=False)
         engine.say(0, Piece("a" * len(scores), scores, "length"))
-        await made.all()
         sent: list[Any] = []
         left = asyncio.Event()
 
@@ -91,9 +223,8 @@ def whole(engine: Handed, scores: tuple[TokenScore, ...], leaves_at: int = 99) -
             await left.wait()
             return {"type": "http.disconnect"}
 
-        answer = WholeAnswer(made, turn=asyncio.Lock(), seconds=30)
-        await answer({"type": "http"}, receive, send)
-        assert made.asked.choices[0].scores == []
+        await delivery_of(made)({"type": "http"}, receive, send)
+        assert made.prepared.choices[0].scores == []
         return sent
 
     return asyncio.run(test())
@@ -120,20 +251,26 @@ def test_a_long_answer_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_answer_that_fails_ends_all_of_them() -> None:
     async def test() -> None:
         engine = Handed()
-        made = reader(engine, 2)
+        made = submitted(engine, 2, streams=False)
         engine.say(1, Piece("", (), "error"))
-        with pytest.raises(Failed) as caught:
-            await made.all()
+
+        async def receive() -> Any:
+            await asyncio.sleep(60)
+
+        async def send(message: Any) -> None:
+            raise AssertionError("an error is told instead")
+
+        with pytest.raises(ApiError) as caught:
+            await delivery_of(made)({"type": "http"}, receive, send)
         assert caught.value.status == 500
-        await made.close()
         assert engine.cancelled == {10, 11}
 
     asyncio.run(test())
 
 
 def test_complete_answers_are_no_failures() -> None:
-    assert failure_of("stop") is failure_of("length") is failure_of(None) is None
-    assert failure_of("timeout") is not None
+    assert not {"stop", "length", None} & FAILURES.keys()
+    assert failure("timeout").status == 408
 
 
 def test_a_stream_waits_for_its_reader() -> None:
@@ -149,7 +286,7 @@ def test_a_stream_waits_for_its_reader() -> None:
         async def receive() -> Any:
             await asyncio.sleep(60)
 
-        stream = EventStream(reader(engine), seconds=30)
+        stream = delivery_of(submitted(engine))
         task = asyncio.ensure_future(stream({"type": "http"}, receive, send))
         for _ in range(5):
             engine.say(0, Piece("a", (SCORE,)))
@@ -176,7 +313,7 @@ def test_a_stream_that_nobody_reads_is_given_up() -> None:
         async def blocked(_: Any = None) -> Any:
             await asyncio.sleep(60)
 
-        await EventStream(reader(engine), seconds=0.05)({"type": "http"}, blocked, blocked)
+        await delivery_of(submitted(engine), 0.05)({"type": "http"}, blocked, blocked)
         assert engine.cancelled == {10}
 
     asyncio.run(test())

@@ -239,11 +239,11 @@ def test_a_candidate_gets_its_share_of_the_rows_and_never_a_seeded_one() -> None
     gate = GateConfig(canary_fraction=0.3, canary_tokens=10**9)
     with serving(TARGET, draft, registries={"default": shelf}, gate=gate, slots=8) as engine:
         served(engine, 8)
-        assert engine.drafters.routes["default"].current.served.positions > 0
+        assert engine.drafters.routes["default"].current.acceptance.positions > 0
         tried = shelf.publish(noisy(0.3), canary=True)
         until(lambda: engine.drafters.routes["default"].tries)
         # What came before was other traffic: both are judged by what they see from now on.
-        assert engine.drafters.routes["default"].current.served.positions == 0
+        assert engine.drafters.routes["default"].current.acceptance.positions == 0
         versions = served(engine, 96)
         assert 12 < versions.count(tried) < 48
         assert versions.count(first) == 96 - versions.count(tried)

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from draftkit.serving.answers import begin
+from draftkit.serving.answers import Answer
 from draftkit.serving.jobs import Job, Listener, TokenScore
 from tests.serving.fakes import FakeEngine, ask, chat, completion, events, serving
 
@@ -50,14 +50,14 @@ class Saying(FakeEngine):
         return list(range(len(jobs)))
 
     def _say(self, job: Job, listener: Listener) -> None:
-        answer = begin(0, job, listener, decode=decode, seed=0, now=0.0)
+        answer = Answer(0, job, listener, decode=decode, seed=0, now=0.0)
         for number, token in enumerate(SAID_IDS, start=1):
             answer.completion.output_ids.append(token)
             score = TokenScore(token, -1.0)
             piece = answer.take([score], version="v", done=number == len(SAID_IDS))
             if piece is not None:
                 listener(piece)
-            if answer.stream.stop is not None:
+            if answer._stream.stop is not None:
                 return
 
 

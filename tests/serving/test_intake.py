@@ -10,12 +10,14 @@ import pytest
 from starlette.datastructures import Headers
 
 from draftkit.config import BufferConfig, SamplingConfig, ServeConfig
-from draftkit.decoding.trace import TraceRound
+from draftkit.decoding.generation import TraceRound
 from draftkit.online.buffer import Buffer
-from draftkit.serving.intake import Asked, Intake, UnknownModel, conversation_of
-from draftkit.serving.protocol import BadRequest, ChatRequest, CompletionRequest
-from draftkit.serving.recorder import Answered, entry
+from draftkit.serving.answers import Answer
+from draftkit.serving.intake import Intake, Prepared, conversation_of
+from draftkit.serving.protocol import ChatRequest, CompletionRequest
+from draftkit.serving.recorder import entry
 from draftkit.serving.texts import Texts
+from draftkit.serving.wire import ApiError
 from tests.serving.fakes import chat, chat_tokenizer, completion
 from tests.tiny import VOCAB_SIZE
 
@@ -24,8 +26,8 @@ TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
 
 def intake(texts: Texts = TEXTS, max_length: int = 40, **settings: Any) -> Intake:
     return Intake(
-        texts,
-        ServeConfig(**settings),
+        texts=texts,
+        settings=ServeConfig(**settings),
         max_length=max_length,
         sampling=SamplingConfig(),
         routes=("default", "code"),
@@ -33,20 +35,20 @@ def intake(texts: Texts = TEXTS, max_length: int = 40, **settings: Any) -> Intak
     )
 
 
-def complete(found: Intake, headers: dict[str, str] | None = None, **rest: Any) -> Asked:
+def complete(found: Intake, headers: dict[str, str] | None = None, **rest: Any) -> Prepared:
     body = CompletionRequest.model_validate(completion(**rest))
-    return asyncio.run(found.completion(body, Headers(headers), "name"))
+    return asyncio.run(found.prepare(body, Headers(headers), "name"))
 
 
-def converse(found: Intake, **rest: Any) -> Asked:
-    return asyncio.run(found.chat(ChatRequest.model_validate(chat(**rest)), Headers(), "name"))
+def converse(found: Intake, **rest: Any) -> Prepared:
+    return asyncio.run(found.prepare(ChatRequest.model_validate(chat(**rest)), Headers(), "name"))
 
 
 def test_a_prompt_and_its_answer_fit_exactly() -> None:
     assert len(complete(intake(), prompt="a" * 39, max_tokens=1).jobs) == 1
-    with pytest.raises(BadRequest, match=r"prompt of 40 tokens does not fit the 40 tokens"):
+    with pytest.raises(ApiError, match=r"prompt of 40 tokens does not fit the 40 tokens"):
         complete(intake(), prompt="a" * 40, max_tokens=1)
-    with pytest.raises(BadRequest, match=r"prompt of 30 tokens with max_tokens 11 does not fit"):
+    with pytest.raises(ApiError, match=r"prompt of 30 tokens with max_tokens 11 does not fit"):
         complete(intake(), prompt="a" * 30, max_tokens=11)
 
 
@@ -56,10 +58,10 @@ def test_a_text_that_cannot_fit_is_not_even_encoded(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(TEXTS, "encode", encode)
     monkeypatch.setattr(TEXTS, "chat", encode)
-    with pytest.raises(BadRequest, match=r"prompt of at least 142 tokens does not fit") as caught:
+    with pytest.raises(ApiError, match=r"prompt of at least 142 tokens does not fit") as caught:
         complete(intake(), prompt="a" * 1000)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(BadRequest, match="messages of at least"):
+    with pytest.raises(ApiError, match="messages of at least"):
         converse(intake(), messages=[{"role": "user", "content": "a" * 500}] * 2)
 
 
@@ -74,12 +76,12 @@ def test_the_echo_of_token_ids_is_decoded_once_they_fit_and_beside_the_loop(
 
     monkeypatch.setattr(TEXTS, "decode", noting)
     for prompt in ([5] * 40, [[5], [5] * 100_000]):
-        with pytest.raises(BadRequest, match="does not fit the 40 tokens") as caught:
+        with pytest.raises(ApiError, match="does not fit the 40 tokens") as caught:
             complete(intake(), prompt=prompt, echo=True)
         assert caught.value.param == "prompt"
     assert threads == []
     asked = complete(intake(), prompt=[[65, 66], [67]], echo=True, max_tokens=1)
-    assert asked.echoes == [decode([65, 66]), decode([67])]
+    assert [choice.echo for choice in asked.choices] == [decode([65, 66]), decode([67])]
     assert threading.get_ident() not in threads
 
 
@@ -91,11 +93,11 @@ def test_what_does_not_fit_is_named() -> None:
         ({"max_tokens": 39}, "max_tokens"),
         ({"max_completion_tokens": 39}, "max_completion_tokens"),
     ):
-        with pytest.raises(BadRequest, match="does not fit the 40 tokens") as caught:
+        with pytest.raises(ApiError, match="does not fit the 40 tokens") as caught:
             converse(intake(), **options)
         assert caught.value.param == param
         assert f"{param} " in str(caught.value)
-    with pytest.raises(BadRequest, match="prompt of 20 tokens with max_tokens 21") as caught:
+    with pytest.raises(ApiError, match="prompt of 20 tokens with max_tokens 21") as caught:
         complete(intake(), prompt=short, max_tokens=21)
     assert caught.value.param == "max_tokens"
 
@@ -103,19 +105,19 @@ def test_what_does_not_fit_is_named() -> None:
 def test_a_chat_may_fill_what_its_prompt_leaves() -> None:
     job = converse(intake()).jobs[0]
     assert len(job.prompt_ids) + job.max_new_tokens == 40
-    with pytest.raises(BadRequest, match="does not fit"):
+    with pytest.raises(ApiError, match="does not fit"):
         converse(intake(), messages=[{"role": "user", "content": "a" * 40}])
 
 
 def test_numbers_are_bounded_by_the_settings() -> None:
     small = intake(max_choices=3, top_logprobs=2, queue=4, slots=1)
-    with pytest.raises(BadRequest, match="n must be at most 3, got 4"):
+    with pytest.raises(ApiError, match="n must be at most 3, got 4"):
         complete(small, n=4)
-    with pytest.raises(BadRequest, match="logprobs must be at most 2, got 3"):
+    with pytest.raises(ApiError, match="logprobs must be at most 2, got 3"):
         complete(small, logprobs=3)
-    with pytest.raises(BadRequest, match="top_logprobs must be at most 2, got 3"):
+    with pytest.raises(ApiError, match="top_logprobs must be at most 2, got 3"):
         converse(small, logprobs=True, top_logprobs=3)
-    with pytest.raises(BadRequest, match="2 prompts with n=3 are more answers"):
+    with pytest.raises(ApiError, match="2 prompts with n=3 are more answers"):
         complete(small, prompt=["a", "b"], n=3)
     assert len(complete(small, prompt=["a"] * 5).jobs) == 5
 
@@ -125,9 +127,9 @@ def test_routes_and_recording() -> None:
     assert (plain.route, plain.records) == ("default", True)
     told = complete(intake(), {"X-Draftkit-Route": "code", "X-Draftkit-Record": " No "}).jobs[0]
     assert (told.route, told.records) == ("code", False)
-    with pytest.raises(BadRequest, match=r"must be one of default, code, got '\.\./x'"):
+    with pytest.raises(ApiError, match=r"must be one of default, code, got '\.\./x'"):
         complete(intake(), {"x-draftkit-route": "../x"})
-    with pytest.raises(BadRequest, match="must be yes or no, got 'never'"):
+    with pytest.raises(ApiError, match="must be yes or no, got 'never'"):
         complete(intake(), {"x-draftkit-record": "never"})
 
 
@@ -135,21 +137,22 @@ def test_one_no_among_several_suffices() -> None:
     raw = [(b"x-draftkit-record", b"yes"), (b"x-draftkit-record", b"no")]
     body = CompletionRequest.model_validate(completion())
     for headers in (raw, raw[::-1]):
-        asked = asyncio.run(intake().completion(body, Headers(raw=headers), "name"))
+        asked = asyncio.run(intake().prepare(body, Headers(raw=headers), "name"))
         assert not asked.jobs[0].records
 
 
 def test_other_models_and_empty_prompts() -> None:
-    with pytest.raises(UnknownModel):
+    with pytest.raises(ApiError, match="there is no model 'tinier'") as caught:
         complete(intake(), model="tinier")
-    with pytest.raises(BadRequest, match="prompt must not be empty"):
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+    with pytest.raises(ApiError, match="prompt must not be empty"):
         complete(intake(), prompt="")
 
 
 def test_a_chat_without_a_template_is_refused() -> None:
     from tests.tiny import byte_tokenizer
 
-    with pytest.raises(BadRequest, match="no chat template"):
+    with pytest.raises(ApiError, match="no chat template"):
         converse(intake(Texts(byte_tokenizer(), VOCAB_SIZE)))
 
 
@@ -161,15 +164,10 @@ def test_all_turns_of_a_conversation_are_on_one_side_of_the_held_out_split(tmp_p
             turns = [{"role": "user", "content": f"q{number}"}]
             for answer in ("a", "b"):
                 (job,) = converse(found, messages=turns, max_tokens=1).jobs
-                finished = Answered(
-                    job=job,
-                    seed=0,
-                    output_ids=[7, 9],
-                    steps=[TraceRound([7, 8], 1, 9, 2)],
-                    likeliest=[],
-                    version="v",
-                    seconds=0,
-                )
+                finished = Answer(0, job, print, decode=TEXTS.decode, seed=0, now=0.0)
+                finished.completion.output_ids += [7, 9]
+                finished.completion.steps += [TraceRound([7, 8], 1, 9, 2)]
+                finished.ended = 0.0
                 buffer.append([entry(finished)])
                 turns += [{"role": "assistant", "content": answer}]
                 turns += [{"role": "user", "content": "?"}]

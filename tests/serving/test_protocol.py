@@ -7,18 +7,18 @@ from pydantic import ValidationError
 
 from draftkit.config import SamplingConfig
 from draftkit.serving.protocol import (
-    BadRequest,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     explain,
 )
+from draftkit.serving.wire import ApiError
 
 NAN, INFINITY = float("nan"), float("inf")
 SERVED = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.1)
 
 
-def refusal(kind: type[GenerationRequest], body: Any) -> BadRequest:
+def refusal(kind: type[GenerationRequest], body: Any) -> ApiError:
     """How `body` is refused, as the app would say it."""
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
@@ -139,7 +139,7 @@ def test_what_a_request_names_replaces_the_served_sampling() -> None:
     ],
 )
 def test_parameters_that_contradict_each_other(kind: Any, body: Any, param: str) -> None:
-    with pytest.raises(BadRequest) as caught:
+    with pytest.raises(ApiError) as caught:
         kind.model_validate(body).check()
     assert caught.value.param == param
 
@@ -154,7 +154,7 @@ def test_parameters_that_agree() -> None:
 
 def test_stream_options_need_a_stream() -> None:
     body = completion(stream_options={"include_usage": True})
-    with pytest.raises(BadRequest, match="stream_options needs stream"):
+    with pytest.raises(ApiError, match="stream_options needs stream"):
         _ = CompletionRequest.model_validate(body).includes_usage
     assert CompletionRequest.model_validate(body | {"stream": True}).includes_usage
 

@@ -4,8 +4,10 @@ import copy
 import threading
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +15,15 @@ import torch
 
 from draftkit.config import BufferConfig, SamplingConfig
 from draftkit.data.rollouts import Record
-from draftkit.decoding.trace import TraceRound
+from draftkit.decoding.generation import TraceRound
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Buffer
+from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import START
 from draftkit.serving.jobs import DrafterCounters, Load
-from draftkit.serving.recorder import BATCH, Answered, Recorder, entry, served
+from draftkit.serving.recorder import BATCH, Recorder, entry, served
 from tests import tiny
-from tests.serving.running import GREEDY, Disk, answers, ask, job, serving, until
+from tests.serving.running import GREEDY, Disk, answers, ask, bytes_text, job, serving, until
 
 TARGET, DRAFT = tiny.pair()
 PROMPTS = tiny.prompts([5, 17, 1, 9])
@@ -31,17 +34,15 @@ def draft() -> Adapter:
     return copy.deepcopy(DRAFT)
 
 
-def answered(number: int = 0, *, records: bool = True) -> Answered:
-    step = TraceRound([7, 8], 1, 9, 2)
-    return Answered(
-        job=job([1, 2, number], records=records),
-        seed=number,
-        output_ids=[7, 9],
-        steps=[step],
-        likeliest=[],
-        version="v1",
-        seconds=100.0,
-    )
+def answered(
+    number: int = 0, *, records: bool = True, output_ids: Sequence[int] = (7, 9)
+) -> Answer:
+    one = job([1, 2, number], records=records)
+    made = Answer(number, one, lambda _: None, decode=bytes_text, seed=number, now=0.0)
+    made.completion.output_ids += output_ids
+    made.completion.steps = [TraceRound([7, 8], 1, 9, 2)]
+    made.versions, made.ended = ["v1"], 100.0
+    return made
 
 
 def nothing() -> tuple[Load, dict[tuple[str, str], DrafterCounters]]:
@@ -202,8 +203,10 @@ def test_one_bad_record_costs_no_other(caplog: pytest.LogCaptureFixture, tmp_pat
     """Neither one of which no entry can be made nor one that the buffer cannot hold."""
     buffer = Buffer(tmp_path / "traffic.db", BufferConfig())
     recorder = Recorder(buffer, BufferConfig())
-    broken = [replace(answered(3), steps=None), replace(answered(4), output_ids=[2**40])]
-    for one in [answered(1), answered(2), *broken, answered(5)]:  # type: ignore[list-item]
+    without_steps: Any = answered(3)
+    without_steps.completion.steps = None
+    broken = [without_steps, answered(4, output_ids=[2**40])]
+    for one in [answered(1), answered(2), *broken, answered(5)]:
         recorder.offer(one)
     recorder.start(lambda: nothing()[0], lambda: nothing()[1])
     recorder.stop()
@@ -239,7 +242,7 @@ def test_an_entry_holds_what_was_proposed_in_the_place_of_each_token() -> None:
     assert found.record.proposals == [7, 8]
     assert found.record.rejected == [False, True]
     assert (found.route, found.version, found.seconds) == ("default", "v1", 100.0)
-    cut = entry(replace(answered(3), output_ids=[7]))
+    cut = entry(answered(3, output_ids=[7]))
     assert cut.record.proposals == [7]
 
 

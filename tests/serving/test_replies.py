@@ -11,12 +11,10 @@ from draftkit.serving.replies import (
     ChatForm,
     Choice,
     CompletionForm,
-    Json,
-    bits,
-    encode,
     speculative,
 )
 from draftkit.serving.texts import Offsets, Texts
+from draftkit.serving.wire import Json, bits, encode
 from tests.serving.fakes import TOKENIZER, chat_tokenizer
 from tests.tiny import VOCAB_SIZE
 
@@ -60,8 +58,8 @@ def test_json_in_bits_is_what_the_library_writes() -> None:
 
 
 def test_speculation_is_summed_over_choices() -> None:
-    one = Speculation(4, 10, 6, 8, 7.0, (1, 1, 2), "v000001")
-    other = Speculation(2, 4, 0, 2, 0.5, (2,), "v000002")
+    one = Speculation(4, 10, 6, 8, 7.0, "v000001")
+    other = Speculation(2, 4, 0, 2, 0.5, "v000002")
     assert speculative([one, other]) == {
         "rounds": 6,
         "drafted": 14,
@@ -73,17 +71,17 @@ def test_speculation_is_summed_over_choices() -> None:
 
 
 def test_where_nothing_was_drafted_there_is_no_rate() -> None:
-    found = speculative([Speculation(0, 0, 0, 0, 0.0, (), "")])
+    found = speculative([Speculation(0, 0, 0, 0, 0.0, "")])
     assert found["alpha"] is found["acceptance_length"] is None
 
 
 def test_impossible_tokens_have_a_finite_log_prob() -> None:
     score = TokenScore(A, -0.1, ((A, -0.1), (B, -math.inf)))
     form = CompletionForm(TEXTS, model="m", name="n", logprobs=True)
-    found = received(form.response([choice(score)], [""], {}))["choices"][0]["logprobs"]
+    found = received(form.response([choice(score)], {}))["choices"][0]["logprobs"]
     assert found["top_logprobs"] == [{"a": -0.1, "b": -9999.0}]
     content = ChatForm(TEXTS, model="m", name="n", logprobs=True)
-    (made,) = received(content.response([choice(score)], [""], {}))["choices"]
+    (made,) = received(content.response([choice(score)], {}))["choices"]
     (entry,) = made["logprobs"]["content"]
     assert [top["logprob"] for top in entry["top_logprobs"]] == [-0.1, -9999.0]
 
@@ -103,7 +101,7 @@ def test_a_stream_keeps_nothing_that_it_has_sent() -> None:
 
 def test_no_log_probs_unless_they_are_wanted() -> None:
     form = ChatForm(TEXTS, model="m", name="n", logprobs=False)
-    assert form.response([choice(TokenScore(A, -1.0))], [""], {})["choices"][0]["logprobs"] is None
+    assert form.response([choice(TokenScore(A, -1.0))], {})["choices"][0]["logprobs"] is None
     chunk = form.piece(choice(), Piece("a", (TokenScore(A, -1.0),)))
     assert chunk["choices"][0] == {
         "index": 0,

@@ -19,7 +19,7 @@ def held(buffer: Buffer) -> int:
 
 
 def opened(path: Path, clocks: Clocks) -> Buffer:
-    return Buffer(path, BufferConfig(retention_days=1), clock=clocks.clock, up=clocks.up)
+    return Buffer(path, BufferConfig(retention_days=1), clock=clocks.clock, uptime=clocks.uptime)
 
 
 def idle(buffer: Buffer, *, fraction: float = 0.0, **options: Any) -> Recorder:

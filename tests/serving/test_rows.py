@@ -8,7 +8,7 @@ import pytest
 from draftkit.config import GateConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.streaming import Decode
-from draftkit.serving.answers import Answer, begin
+from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import Drafters
 from draftkit.serving.jobs import Job
 from draftkit.serving.rows import Rows
@@ -32,12 +32,12 @@ class Stand:
         self.drafters.attach(self.decoder)
         self.drafters.poll()
         self.rows = Rows(self.decoder, self.drafters, None, gamma=3, **rows)
-        self.served = lambda: self.drafters.routes["default"].current.served
+        self.served = lambda: self.drafters.routes["default"].current.acceptance
         self.joined = 0
 
     def join(self, one: Job) -> tuple[Client, Answer]:
         client = Client(one)
-        answer = begin(self.joined, one, client, decode=self.decode, seed=1, now=0.0)
+        answer = Answer(self.joined, one, client, decode=self.decode, seed=1, now=0.0)
         self.joined += 1
         self.rows.join(answer)
         return client, answer
@@ -64,7 +64,7 @@ def test_an_answer_of_two_versions_speaks_for_neither() -> None:
     stand.drafters.poll()
     stand.finish()
     assert stand.served().positions == 0
-    keys = {version for _, version in stand.rows.counting.drafters()}
+    keys = {version for _, version in stand.rows.counters().drafters}
     assert keys == {"v000001", "v000002"}
 
 
@@ -74,9 +74,31 @@ def test_rows_share_the_time_of_their_round() -> None:
     stand.join(job(PROMPT, 9, sampling=GREEDY))
     stand.join(job(PROMPT, 9, sampling=GREEDY))
     stand.rows.round()
-    (tally,) = stand.rows.counting.drafters().values()
+    (tally,) = stand.rows.counters().drafters.values()
     assert tally.seconds == 1.0
     assert tally.rounds == 2
+
+
+def test_counts_are_by_route_and_version_and_those_handed_out_stay_as_they_were() -> None:
+    stand = Stand()
+    client, _ = stand.join(job(PROMPT, 9, sampling=GREEDY))
+    stand.finish()
+    before, key = stand.rows.counters(), ("default", "v000001")
+    kept = copy.deepcopy(before)
+    other, _ = stand.join(job(PROMPT, 5, sampling=GREEDY))
+    stand.finish()
+    assert before == kept
+    counts = stand.rows.counters()
+    assert set(counts.drafters) == {key}
+    assert (before.drafters[key].requests, counts.drafters[key].requests) == (1, 2)
+    assert before.generated_tokens == len(client.ids) == 9
+    assert counts.generated_tokens == len(client.ids) + len(other.ids) == 14
+    assert (before.prompt_tokens, counts.prompt_tokens) == (len(PROMPT), 2 * len(PROMPT))
+    drafter, both = counts.drafters[key], [client.speculation, other.speculation]
+    assert drafter.rounds == drafter.drafts == sum(one.rounds for one in both)
+    assert drafter.drafted == sum(one.drafted for one in both)
+    assert drafter.accepted == sum(drafter.accepted_per_position.values())
+    assert set(drafter.accepted_per_position) == {0, 1, 2}  # gamma is 3
 
 
 def test_counts_of_tokens_never_fall_and_end_as_what_was_told() -> None:
@@ -91,7 +113,7 @@ def test_counts_of_tokens_never_fall_and_end_as_what_was_told() -> None:
         counts = [0]
         while len(stand.rows):
             stand.rows.round()
-            drafters = stand.rows.counting.drafters().values()
+            drafters = stand.rows.counters().drafters.values()
             counts.append(sum(tally.tokens for tally in drafters))
         return client, counts
 
@@ -145,7 +167,7 @@ def test_a_listener_that_failed_is_not_called_again(caplog: pytest.LogCaptureFix
         raise OSError("gone")
 
     one = job(PROMPT, 50)
-    stand.rows.join(begin(0, one, broken, decode=bytes_text, seed=1, now=0.0))
+    stand.rows.join(Answer(0, one, broken, decode=bytes_text, seed=1, now=0.0))
     stand.rows.round()
     assert len(stand.rows) == 0
     assert calls == [1]

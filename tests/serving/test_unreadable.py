@@ -98,7 +98,7 @@ def test_a_read_error_that_passes_delays_a_version_and_nothing_else(
     assert role.version == second
     assert route.tries == canary
     assert same(role.proposer.draft.weights(), NEXT)
-    assert drafters.counts.refused == 0
+    assert drafters.refused == 0
     assert [event["event"] for event in registry.events()] == ["published"] * 2
     assert caplog.text.count("cannot be followed") == 1
     assert os.strerror(number) in caplog.text
@@ -121,7 +121,7 @@ def test_damage_is_refused_once_and_for_good(
     monkeypatch.setattr(Path, "read_bytes", other)
     for _ in range(3):
         drafters.poll()
-    assert drafters.counts.refused == 1
+    assert drafters.refused == 1
     assert registry.candidate() is None
     assert drafters.versions() == {"default": "v000001"}
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import operator
 
 import pytest
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 from draftkit.theory import acceptance, noise
 from draftkit.theory.acceptance import (
     Estimate,
-    estimate_gain,
-    estimate_quotient,
-    estimate_ratio,
+    Rate,
+    bootstrap,
     exact_match_acceptance,
     gain_p_value,
     greedy_draft_acceptance,
@@ -21,6 +21,7 @@ from draftkit.theory.acceptance import (
     student_t_tail,
     tail_bound,
 )
+from draftkit.theory.speedup import expected_tokens
 from draftkit.theory.verification import VERIFIERS
 from tests.theory.laws import measure_round
 
@@ -91,7 +92,7 @@ def test_the_interval_covers_the_truth_at_its_level_where_positions_of_a_prompt_
     repetitions, covered, covered_by_positions = 1000, 0, 0
     for repetition in range(repetitions):
         totals, counts = correlated_prompts(generator)
-        estimate = estimate_ratio(totals, counts, seed=repetition, resamples=400)
+        estimate = bootstrap(Rate(totals, counts), seed=repetition, resamples=400)
         covered += not estimate.excludes(TRUE_RATIO)
         # An interval that takes positions for independent is too narrow: the reason for prompts.
         error = math.sqrt(estimate.mean * (1 - estimate.mean) / estimate.n)
@@ -101,7 +102,7 @@ def test_the_interval_covers_the_truth_at_its_level_where_positions_of_a_prompt_
 
 
 def test_an_estimate_is_a_ratio_of_totals_not_a_mean_of_ratios() -> None:
-    estimate = estimate_ratio(torch.tensor([1, 90]), torch.tensor([10, 100]))
+    estimate = bootstrap(Rate(torch.tensor([1, 90]), torch.tensor([10, 100])))
     assert estimate.mean == pytest.approx(91 / 110)
     assert (estimate.n, estimate.prompts) == (110, 2)
     assert estimate.low == pytest.approx(0.1)
@@ -111,10 +112,10 @@ def test_an_estimate_is_a_ratio_of_totals_not_a_mean_of_ratios() -> None:
 def test_the_same_data_and_seed_give_the_same_interval_whatever_the_global_state() -> None:
     totals, counts = correlated_prompts(torch.Generator().manual_seed(4))
     torch.manual_seed(1)
-    first = estimate_ratio(totals, counts)
+    first = bootstrap(Rate(totals, counts))
     torch.manual_seed(2)
-    assert estimate_ratio(totals, counts) == first
-    assert estimate_ratio(totals, counts, seed=1).low != first.low
+    assert bootstrap(Rate(totals, counts)) == first
+    assert bootstrap(Rate(totals, counts), seed=1).low != first.low
 
 
 def test_a_resample_is_the_same_whichever_block_of_resamples_it_falls_into() -> None:
@@ -133,10 +134,9 @@ def test_a_paired_gain_has_a_narrower_interval_than_the_unpaired_difference() ->
     generator = torch.Generator().manual_seed(5)
     baseline, counts = correlated_prompts(generator)
     totals = baseline + torch.binomial(counts - baseline, torch.full_like(counts, 0.2))
-    gain = estimate_gain(
-        totals=totals, counts=counts, baseline_totals=baseline, baseline_counts=counts
-    )
-    after, before = estimate_ratio(totals, counts), estimate_ratio(baseline, counts)
+    rates = Rate(totals, counts), Rate(baseline, counts)
+    gain = bootstrap(*rates, compare=operator.sub)
+    after, before = map(bootstrap, rates)
     assert gain.mean == pytest.approx(after.mean - before.mean)
     unpaired = math.hypot(after.high - after.low, before.high - before.low)
     assert gain.high - gain.low < 0.6 * unpaired
@@ -145,73 +145,59 @@ def test_a_paired_gain_has_a_narrower_interval_than_the_unpaired_difference() ->
 
 
 def test_a_drafter_compared_with_itself_gains_exactly_nothing() -> None:
-    totals, counts = correlated_prompts(torch.Generator().manual_seed(6))
-    same = {
-        "totals": totals,
-        "counts": counts,
-        "baseline_totals": totals,
-        "baseline_counts": counts,
-    }
-    assert estimate_gain(**same) == Estimate(0.0, 0.0, 0.0, int(counts.sum()), 80)
-    assert estimate_quotient(**same) == Estimate(1.0, 1.0, 1.0, int(counts.sum()), 80)
+    rate = Rate(*correlated_prompts(torch.Generator().manual_seed(6)))
+    positions = int(rate.counts.sum())
+    gain, quotient = (
+        bootstrap(rate, rate, compare=one) for one in (operator.sub, operator.truediv)
+    )
+    assert gain == Estimate(0.0, 0.0, 0.0, positions, 80)
+    assert quotient == Estimate(1.0, 1.0, 1.0, positions, 80)
 
 
 def test_a_quotient_is_the_speedup_of_total_time_on_the_same_prompts() -> None:
     tokens = torch.tensor([64.0, 32.0, 64.0, 16.0])
     plain, speculative = torch.tensor([8.0, 4.0, 8.0, 2.0]), torch.tensor([3.0, 2.0, 5.0, 1.0])
-    speedup = estimate_quotient(
-        totals=tokens, counts=speculative, baseline_totals=tokens, baseline_counts=plain
-    )
+    speedup = bootstrap(Rate(tokens, speculative), Rate(tokens, plain), compare=operator.truediv)
     assert speedup.mean == pytest.approx(22 / 11)
     assert 8 / 5 <= speedup.low < 2 < speedup.high <= 8 / 3
 
 
 def test_what_was_recovered_is_the_share_of_the_way_and_paired() -> None:
-    """The prompts differ far more than the drafters: only the differences count."""
     generator = torch.Generator().manual_seed(3)
     counts = torch.full((60,), 20.0, dtype=torch.float64)
-    start = 10 + 5 * torch.rand(60, generator=generator, dtype=torch.float64)
     way = 2 + 0.2 * torch.rand(60, generator=generator, dtype=torch.float64)
     noise = 0.05 * torch.randn(60, generator=generator, dtype=torch.float64)
-    found = acceptance.estimate_recovered(
-        totals=start + 0.7 * way + noise,
-        start_totals=start,
-        best_totals=start + way,
-        counts=counts,
-    )
+
+    def share(come: Tensor) -> Estimate:
+        return bootstrap(Rate(come, counts), Rate(way, counts), compare=operator.truediv)
+
+    found = share(0.7 * way + noise)
     assert found.mean == pytest.approx(0.7, abs=0.02)
     assert found.low < 0.7 < found.high
     assert found.high - found.low < 0.03
     assert (found.n, found.prompts) == (1200, 60)
-    ends = [
-        acceptance.estimate_recovered(
-            totals=totals, start_totals=start, best_totals=start + way, counts=counts
-        )
-        for totals in (start, start + way)
-    ]
+    ends = [share(come) for come in (0 * way, way)]
     assert [(end.low, end.high) for end in ends] == [(0.0, 0.0), (1.0, 1.0)]
 
 
 def test_an_interval_from_fewer_than_two_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2 prompts"):
-        estimate_ratio(torch.tensor([3.0]), torch.tensor([4.0]))
+        bootstrap(Rate(torch.tensor([3.0]), torch.tensor([4.0])))
     with pytest.raises(ValueError, match="at least 2 prompts"):
-        estimate_ratio(torch.tensor([3.0, 0.0]), torch.tensor([4.0, 0.0]))
+        bootstrap(Rate(torch.tensor([3.0, 0.0]), torch.tensor([4.0, 0.0])))
 
 
 def test_a_prompt_without_positions_is_no_observation() -> None:
     totals, counts = torch.tensor([3.0, 0.0, 2.0]), torch.tensor([4.0, 0.0, 5.0])
-    with_empty = estimate_ratio(totals, counts)
-    assert with_empty == estimate_ratio(totals[[0, 2]], counts[[0, 2]])
+    with_empty = bootstrap(Rate(totals, counts))
+    assert with_empty == bootstrap(Rate(totals[[0, 2]], counts[[0, 2]]))
     assert with_empty.prompts == 2
     with pytest.raises(ValueError, match="both sides"):
-        estimate_gain(
-            totals=totals, counts=counts, baseline_totals=totals, baseline_counts=counts + 1
-        )
+        bootstrap(Rate(totals, counts), Rate(totals, counts + 1), compare=operator.sub)
 
 
 def test_an_estimate_serialises_in_the_form_of_every_summary() -> None:
-    estimate = estimate_ratio(torch.tensor([1, 2]), torch.tensor([4, 4]))
+    estimate = bootstrap(Rate(torch.tensor([1, 2]), torch.tensor([4, 4])))
     read_back = json.loads(json.dumps(estimate.as_dict()))
     assert read_back == {
         "mean": estimate.mean,
@@ -237,9 +223,7 @@ def test_alpha_is_the_acceptance_that_speculative_sampling_realises() -> None:
         gamma=4,
     )
     alpha = sampled_acceptance(target_probs=target_probs, draft_probs=draft_probs).item()
-    assert measured.expected_accepted() == pytest.approx(
-        acceptance.expected_accepted(alpha, 4), abs=1e-12
-    )
+    assert measured.expected_accepted() == pytest.approx(expected_tokens(alpha, 4) - 1, abs=1e-12)
     histogram = torch.stack([measured.mass[measured.accepted == n].sum() for n in range(5)])
     iid = [alpha**n * (1 - alpha) for n in range(4)] + [alpha**4]
     expected = torch.tensor(iid, dtype=torch.float64)
@@ -286,9 +270,7 @@ def test_with_answers_of_one_length_the_test_of_a_gain_is_the_paired_t_test() ->
     generator = torch.Generator().manual_seed(1)
     after, before = torch.rand(2, 23, generator=generator, dtype=torch.float64)
     counts = torch.full_like(after, 10)
-    found = gain_p_value(
-        totals=after * 10, counts=counts, baseline_totals=before * 10, baseline_counts=counts
-    )
+    found = gain_p_value(Rate(after * 10, counts), Rate(before * 10, counts))
     expected = stats.ttest_rel(after.numpy(), before.numpy(), alternative="greater").pvalue
     assert found == pytest.approx(float(expected), rel=1e-9)
 
@@ -297,9 +279,7 @@ def test_the_test_of_a_gain_refuses_nothing_to_compare_and_keeps_nan() -> None:
     ones = torch.ones(5, dtype=torch.float64)
 
     def p_value(after: Tensor, counts: Tensor = ones) -> float:
-        return gain_p_value(
-            totals=after, counts=counts, baseline_totals=ones / 2, baseline_counts=counts
-        )
+        return gain_p_value(Rate(after, counts), Rate(ones / 2, counts))
 
     assert p_value(ones / 2) == 1  # the same
     assert p_value(ones) == 0  # the same gain everywhere

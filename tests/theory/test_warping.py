@@ -24,6 +24,7 @@ from draftkit.theory.warping import (
     warp,
     warped_logits,
 )
+from tests.params import params_of, select
 from tests.theory.laws import check_round, conditionals, random_logits
 
 VOCAB_SIZE = 40
@@ -64,11 +65,6 @@ def hugging_face(
     return processors(history, logits)
 
 
-def params_of(settings: list[dict[str, float]]) -> SamplingParams:
-    """One row per setting."""
-    return SamplingParams.concatenate([SamplingParams.uniform(1, **one) for one in settings])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("ties", [False, True])
 def test_a_batch_of_mixed_settings_equals_hugging_face_row_by_row(
@@ -104,7 +100,7 @@ def test_rows_do_not_see_each_others_settings() -> None:
         index = torch.tensor([row])
         alone = SamplingParams.uniform(1, **SETTINGS[row])
         assert torch.equal(warp(logits[index], alone, seen[index]), together[index])
-        assert torch.equal(warp(logits[index], params.select(index), seen[index]), together[index])
+        assert torch.equal(warp(logits[index], select(params, index), seen[index]), together[index])
 
 
 def test_the_flags_spare_work_but_never_change_a_result() -> None:
@@ -141,11 +137,9 @@ def test_sorting_only_as_many_logits_as_rows_can_keep_changes_nothing() -> None:
     )
 
 
-def test_the_bound_on_top_k_is_lifted_by_a_single_row_that_keeps_all() -> None:
-    bounded = SamplingParams.uniform(2, top_k=7)
-    assert SamplingParams.concatenate([bounded, bounded]).largest_top_k == 7
-    assert SamplingParams.concatenate([bounded, SamplingParams.uniform(1)]).largest_top_k is None
-    assert bounded.select(torch.tensor([1])).largest_top_k == 7
+def test_rows_that_keep_all_have_no_bound_on_top_k() -> None:
+    assert SamplingParams.uniform(2, top_k=7).largest_top_k == 7
+    assert SamplingParams.uniform(1).largest_top_k is None
 
 
 @pytest.mark.parametrize("name", ["top_k", "top_p", "repetition_penalty", "temperature"])
@@ -158,17 +152,14 @@ def test_a_flag_is_set_exactly_when_a_row_needs_it(name: str) -> None:
         "temperature": "uses_greedy",
     }
     one = SamplingParams.uniform(1, **{name: active[name]})
-    both = SamplingParams.concatenate([SamplingParams.uniform(1), one])
-    for params in (one, both):
-        assert [getattr(params, each) for each in flag.values()] == [each == name for each in flag]
+    assert [getattr(one, each) for each in flag.values()] == [each == name for each in flag]
     assert one.uses_sampling == (name != "temperature")
-    assert both.uses_sampling
 
 
 def test_greedy_rows_alone_and_beside_sampled_ones_are_the_same() -> None:
     logits = random_batch(2, 3, torch.float32, ties=True)
     greedy = SamplingParams.uniform(1, temperature=0.0)
-    both = SamplingParams.concatenate([greedy, SamplingParams.uniform(1)])
+    both = params_of([{"temperature": 0.0}, {}])
     for function in (warped_logits, warp):
         assert torch.equal(function(logits[:1], greedy), function(logits, both)[:1])
         assert torch.equal(

@@ -112,7 +112,7 @@ def test_where_all_trials_diverge_it_is_one_line(pair, tmp_path, monkeypatch):
     def diverge(trainer, *arguments, **options):
         raise ValueError("the loss became nan at step 1: lower optim.learning_rate")
 
-    monkeypatch.setattr(fitting, "train", diverge)
+    monkeypatch.setattr(fitting, "train_logged", diverge)
     config = config_of(rate_factors=[1, 2], learning_rate=1.0)
     with pytest.raises(
         ValueError, match=r"^optim\.rate_factors: .*\(1.00e.00, 2.00e.00\)"

@@ -9,14 +9,12 @@ longer to make and runs faster. How much longer, a target of four layers tells f
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, ClassVar
 
 from draftkit.config import PretrainConfig, SamplingConfig
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.judge import Prompts
-from draftkit.evaluation.walltime import Setting
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.devices import resolve_device
 from pipelines.benchmarks.ceilings import copy_bandwidth
 from pipelines.benchmarks.decoder import (
     HF_ASSISTED,
@@ -24,7 +22,6 @@ from pipelines.benchmarks.decoder import (
     PLAIN,
     SPECULATIVE,
     Pair,
-    Point,
     measure,
     setting_of,
 )
@@ -38,46 +35,36 @@ CAPTURED, COMPILED = "captured", "compiled"
 CAPTURED_GUESS, PEER_GUESS, PROBE_GUESS = 25.0, 70.0, 25.0
 
 
-@dataclass(frozen=True)
 class Size:
     """Shapes of models and texts, and how often what is timed."""
 
-    target: PretrainConfig
-    drafts: dict[str, PretrainConfig]  # the first is what most is held against
-    vocab_size: int
-    prompt_tokens: int
-    new_tokens: int
-    chunks: int
-    turns: int  # of calibration
-    batch_sizes: tuple[int, ...]
-    gammas: tuple[int, ...]
-    rates: tuple[float, ...]  # of acceptance; the first is what most is held against
+    target = shape(32, 4096, 14336, 32, 2048)
+    # The first is what most is held against; so it is with rates of acceptance.
+    drafts: ClassVar = {
+        "0.15B": shape(6, 768, 3072, 12, 2048),
+        "1B": shape(16, 2048, 8192, 32, 2048),
+    }
+    vocab_size = 128_256
+    prompt_tokens = 32
+    new_tokens = 128
+    chunks = 6
+    turns = 6  # of calibration
+    batch_sizes: ClassVar = [1, 8]
+    gammas: ClassVar = [4, 8]
+    rates: ClassVar = [0.8, 0.5]
 
 
-REAL = Size(
-    target=shape(32, 4096, 14336, 32, 2048),
-    drafts={"0.15B": shape(6, 768, 3072, 12, 2048), "1B": shape(16, 2048, 8192, 32, 2048)},
-    vocab_size=128_256,
-    prompt_tokens=32,
-    new_tokens=128,
-    chunks=6,
-    turns=6,
-    batch_sizes=(1, 8),
-    gammas=(4, 8),
-    rates=(0.8, 0.5),
-)
-REHEARSED = Size(
-    target=shape(1, 32, 64, 4, 128),
-    drafts={"0.15B": shape(1, 16, 32, 4, 128), "1B": shape(1, 32, 32, 4, 128)},
-    vocab_size=300,
-    prompt_tokens=4,
-    new_tokens=6,
-    chunks=2,
-    turns=1,
-    batch_sizes=(2,),
-    gammas=(2,),
-    rates=(0.8,),
-)
+class Rehearsed(Size):
+    target = shape(1, 32, 64, 4, 128)
+    drafts: ClassVar = {"0.15B": shape(1, 16, 32, 4, 128), "1B": shape(1, 32, 32, 4, 128)}
+    vocab_size = 300
+    prompt_tokens = 4
+    new_tokens = 6
+    chunks = 2
+    turns = 1
+    batch_sizes: ClassVar = [2]
+    gammas: ClassVar = [2]
+    rates: ClassVar = [0.8]
 
 
 @dataclass(frozen=True)
@@ -92,31 +79,28 @@ class Case:
     methods: tuple[str, ...] = (PLAIN, SPECULATIVE)
 
     @property
-    def peers(self) -> list[str]:
-        """Those of the methods that are Hugging Face's."""
-        return [method for method in self.methods if method.startswith("hf_")]
+    def beside(self) -> str:
+        """Hugging Face's among the methods."""
+        return "".join(f", beside {one}" for one in self.methods if one.startswith("hf_"))
 
     @property
     def name(self) -> str:
         """As the report has it."""
-        beside = "".join(f", beside {peer}" for peer in self.peers)
-        return (
-            f"{self.code}, batch {self.batch_size}, gamma {self.gamma}, "
-            f"{self.draft} at {self.rate:g}{beside}"
-        )
+        setting = f"{self.code}, batch {self.batch_size}, gamma {self.gamma}"
+        return f"{setting}, {self.draft} at {self.rate:g}{self.beside}"
 
 
-def cases(size: Size) -> Iterator[Case]:
+def cases(size: type[Size]) -> Iterator[Case]:
     """All of them, the most important first."""
     gamma, draft, best = size.gammas[0], next(iter(size.drafts)), size.rates[0]
-    ours = (PLAIN, SPECULATIVE)
-    yield Case(CAPTURED, 1, gamma, draft, best, (*ours, HF_ASSISTED))
+    assisted = (PLAIN, SPECULATIVE, HF_ASSISTED)
+    yield Case(CAPTURED, 1, gamma, draft, best, assisted)
     for rate in size.rates:
         yield Case(COMPILED, 1, gamma, draft, rate)
     yield Case(COMPILED, 1, gamma, draft, best, (PLAIN, HF_STATIC))
-    yield Case(COMPILED, 1, gamma, draft, best, (*ours, HF_ASSISTED))
+    yield Case(COMPILED, 1, gamma, draft, best, assisted)
     for rate in size.rates[1:]:
-        yield Case(CAPTURED, 1, gamma, draft, rate, (*ours, HF_ASSISTED))
+        yield Case(CAPTURED, 1, gamma, draft, rate, assisted)
     for other, number, rows in product(size.drafts, size.gammas, size.batch_sizes):
         if (other, number, rows) != (draft, gamma, 1):
             for rate in size.rates:
@@ -126,21 +110,20 @@ def cases(size: Size) -> Iterator[Case]:
 class Bench:
     """The models, and how long their code takes to be made."""
 
-    def __init__(self, part: Part, size: Size) -> None:
+    def __init__(self, part: Part) -> None:
         self.part = part
-        self.size = size
-        self.device = resolve_device(part.config.hardware)
-        self.verifier = GivenAcceptance(self.device)
-        self.copied = copy_bandwidth(self.device)
-        self.target = self.model(size.target, 0)
+        self.size = Rehearsed if part.rehearses else Size
+        self.verifier = GivenAcceptance(part.device)
+        self.copied = copy_bandwidth(part.device)
+        self.target = self.model(self.size.target, 0)
         self.drafts = {
-            name: self.model(draft, 1 + number)
-            for number, (name, draft) in enumerate(size.drafts.items())
+            name: self.model(draft, seed)
+            for seed, (name, draft) in enumerate(self.size.drafts.items(), 1)
         }
 
     def model(self, shape: PretrainConfig, seed: int) -> CausalAdapter:
-        hardware, size = self.part.config.hardware, self.size
-        return random_model(shape, hardware, vocab_size=size.vocab_size, seed=seed)
+        hardware = self.part.config.hardware
+        return random_model(shape, hardware, vocab_size=self.size.vocab_size, seed=seed)
 
     def about(self) -> dict[str, Any]:
         """What is known before anything is decoded."""
@@ -151,92 +134,80 @@ class Bench:
             "copy_seconds_of_target": self.target.weight_bytes / self.copied,
         }
 
-    def prompts(self, count: int) -> Prompts:
-        """So many texts of random tokens, and two for calibration."""
-        size, seed = self.size, self.part.config.seed
-        texts = random_texts(count + 2, size.prompt_tokens, vocab_size=size.vocab_size, seed=seed)
-        return Prompts(test=texts[:count], calibration=texts[count:])
+    def run(self, case: Case, target: CausalAdapter | None = None) -> dict[str, Any]:
+        """Points of the methods of `case`, and seconds that went into making code.
 
-    def setting(self, case: Case, prompts: Prompts) -> Setting:
-        """How `case` decodes; on a CPU eagerly."""
-        on_gpu = self.device.type == "cuda"
-        return replace(
-            setting_of(
-                prompts,
-                SamplingConfig(temperature=1.0),
-                max_new_tokens=self.size.new_tokens,
-                gamma=max(self.size.gammas),
-                seed=self.part.config.seed,
-            ),
+        Beside them the share of a copy's bytes a second at which plain decoding reads the weights:
+        without the prefill, which reads them once for many tokens; a step reads them for all rows.
+        """
+        size, seed, target = self.size, self.part.config.seed, target or self.target
+        count = size.chunks * case.batch_size
+        texts = random_texts(
+            count + 2, size.prompt_tokens, vocab_size=size.vocab_size, seed=seed
+        )  # two for calibration
+        prompts = Prompts(test=texts[:count], calibration=texts[count:])
+        on_gpu = self.part.device.type == "cuda"
+        setting = setting_of(
+            prompts,
+            sampling=SamplingConfig(temperature=1.0),
+            max_new_tokens=size.new_tokens,
             gamma=case.gamma,
+            most_gamma=max(size.gammas),
+            seed=seed,
             verification=GIVEN,
             batch_size=case.batch_size,
             compiled=on_gpu and case.code == COMPILED,
             captured=on_gpu and case.code == CAPTURED,
         )
-
-    def run(self, case: Case, target: CausalAdapter | None = None) -> dict[str, Any]:
-        """Points of the methods of `case`, and seconds that went into making code."""
-        prompts = self.prompts(self.size.chunks * case.batch_size)
-        setting, making = self.setting(case, prompts), -compile_seconds()
-        pair = Pair(target or self.target, self.drafts[case.draft], (), 0)
+        making, pair = -compile_seconds(), Pair(target, self.drafts[case.draft])
         with acceptance_given(self.verifier, case.rate, assisted=HF_ASSISTED in case.methods):
-            points = measure(pair, prompts, setting, case.methods, turns=self.size.turns)
-        found = {"making_seconds": making + compile_seconds(), "rate": case.rate}
-        found |= {"code": case.code, "draft": case.draft, "points": points}
-        return found | self.roofline(pair, points)
-
-    def roofline(self, pair: Pair, points: list[Point]) -> dict[str, Any]:
-        """The share of a copy's bytes a second at which plain decoding reads the weights.
-
-        Without the prefill, which reads them once for many tokens; a step reads them for all rows.
-        """
+            points = measure(pair, prompts, setting, case.methods, turns=size.turns)
         plain = points[0]
-        steps = plain["tokens"] / plain["batch_size"]
-        seconds = (plain["seconds"] - plain["prefill_seconds"]) / steps
-        bytes_per_second = pair.target.weight_bytes / seconds
-        return {"plain_step_seconds": seconds, "fraction_of_copy": bytes_per_second / self.copied}
+        seconds = plain["seconds"] - plain["prefill_seconds"]
+        step = seconds * plain["batch_size"] / plain["tokens"]
+        return {
+            "making_seconds": making + compile_seconds(),
+            "rate": case.rate,
+            "code": case.code,
+            "draft": case.draft,
+            "points": points,
+            "plain_step_seconds": step,
+            "fraction_of_copy": target.weight_bytes / step / self.copied,
+        }
 
 
 def probe(bench: Bench) -> dict[str, float]:
     """Seconds to make code of plain steps of a target of a few layers, and to run a step."""
     few = replace(bench.size.target, num_hidden_layers=PROBED_LAYERS)
-    target, found = bench.model(few, 9), {}
+    target, seconds = bench.model(few, 9), {}
     for code in (CAPTURED, COMPILED):
         case = Case(code, 1, 0, next(iter(bench.size.drafts)), 0.0, (PLAIN,))
         result = bench.run(case, target)
-        found[f"{code}_making_seconds"] = result["making_seconds"]
-        found[f"{code}_step_seconds"] = result["plain_step_seconds"]
-    return found
+        seconds[f"{code}_making_seconds"] = result["making_seconds"]
+        seconds[f"{code}_step_seconds"] = result["plain_step_seconds"]
+    return seconds
 
 
-def compiled_guess(bench: Bench, probed: dict[str, float] | None) -> float:
+def compiled_guess(size: type[Size], probed: dict[str, float] | None) -> float:
     """Seconds of the first compiled case: its units, each in proportion to its layers."""
     if probed is None:
         return 150.0
-    size = bench.size
     draft = next(iter(size.drafts.values()))
     passes = 3  # of the target: plain, verifying, and verifying to measure o
-    layers = passes * size.target.num_hidden_layers
-    layers += size.gammas[0] * draft.num_hidden_layers
+    layers = passes * size.target.num_hidden_layers + size.gammas[0] * draft.num_hidden_layers
     return CAPTURED_GUESS + probed["compiled_making_seconds"] * layers / PROBED_LAYERS
 
 
 def run(part: Part) -> None:
     """Make the models, then measure what there is time for."""
-    bench = part.step(
-        "models",
-        lambda: Bench(part, REHEARSED if part.rehearses else REAL),
-        needed=True,
-        kept=False,
-    )
+    bench = part.step("models", lambda: Bench(part), needed=True, kept=False)
     assert bench is not None
     part.step("about", bench.about)
     probed = part.step("probe of four layers", lambda: probe(bench), guess=PROBE_GUESS)
-    compiling, made = compiled_guess(bench, probed), set()
+    compiling, made = compiled_guess(bench.size, probed), set()
     for case in cases(bench.size):
         code = (case.code, case.batch_size, case.gamma, case.draft)
-        guess, kind = PEER_GUESS if case.peers else CAPTURED_GUESS, f"{code[:2]} {case.peers}"
+        guess, kind = PEER_GUESS if case.beside else CAPTURED_GUESS, case.code + case.beside
         if case.code == COMPILED and code not in made:
             guess, kind = compiling, ""
         if part.step(case.name, lambda case=case: bench.run(case), kind=kind, guess=guess):

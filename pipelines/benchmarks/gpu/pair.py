@@ -9,32 +9,25 @@ the time is learned on the way, so another machine trains other weights.
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
-from draftkit.config import (
-    DataConfig,
-    DivergenceConfig,
-    OptimConfig,
-    PretrainConfig,
-    SamplingConfig,
-)
-from draftkit.data.prompts import read_splits
+from draftkit.config import DataConfig, DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record
-from draftkit.distillation.batch import Batch, collate, continued
-from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
-from draftkit.distillation.sources import whole_text
-from draftkit.distillation.teacher import TargetTeacher, Teacher
+from draftkit.distillation.batch import Batch, collate, continued, whole_text
+from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import estimates, score_contexts
 from draftkit.evaluation.judge import Prompts
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.devices import resolve_device, resolve_dtype
-from draftkit.models.loading import new_llama
+from draftkit.models.devices import resolve_dtype
+from draftkit.models.loading import Target, new_llama
+from draftkit.workflow.sampling import target_sampler
 from pipelines.benchmarks.decoder import PLAIN, SPECULATIVE, Pair, measure, setting_of
 from pipelines.benchmarks.gpu.part import Part
 from pipelines.benchmarks.random_models import shape
@@ -43,135 +36,113 @@ from pipelines.texts import texts, tokenizer_of
 SETTLING, PACED = 5, 15  # steps before the pace of training is measured, and until it is
 WARMUP_STEPS = 20
 SPEED_GUESS = 80.0  # seconds
+RATES = {"target": 1e-3, "draft": 2e-3, "distilled": 1e-3}
+SAMPLED = SamplingConfig()
 
 
-@dataclass(frozen=True)
 class Size:
     """Shapes, rows of a step, and shares of `gpu.seconds`; or steps, where time is no matter."""
 
-    target: PretrainConfig
-    draft: PretrainConfig
-    rows: int
-    rollouts: int
-    prompts: int
-    timed_prompts: int
-    new_tokens: int
-    gamma: int
-    turns: int
-    shares: dict[str, float]
+    data: DataConfig | None = None  # the experiment's
+    target = shape(24, 704, 1920, 11, 512)
+    draft = shape(2, 704, 1920, 11, 512)
+    rows = 64
+    rollouts = 1024
+    prompts = 96
+    timed_prompts = 12
+    new_tokens = 128
+    gamma = 4
+    turns = 8
+    shares: ClassVar = {"target": 0.11, "draft": 0.03, "distilled": 0.045}
     steps: int | None = None
 
 
-REAL = Size(
-    target=shape(24, 704, 1920, 11, 512),
-    draft=shape(2, 704, 1920, 11, 512),
-    rows=64,
-    rollouts=1024,
-    prompts=96,
-    timed_prompts=12,
-    new_tokens=128,
-    gamma=4,
-    turns=8,
-    shares={"target": 0.11, "draft": 0.03, "distilled": 0.045},
-)
-REHEARSED = Size(
-    target=shape(2, 64, 128, 4, 128),
-    draft=shape(1, 32, 64, 4, 128),
-    rows=4,
-    rollouts=6,
-    prompts=2,
-    timed_prompts=2,
-    new_tokens=6,
-    gamma=2,
-    turns=1,
-    shares={"target": 0.0, "draft": 0.0, "distilled": 0.0},
-    steps=2,
-)
-REHEARSED_DATA = DataConfig(max_megabytes=0.3, vocab_size=512, prompt_tokens=16, max_length=48)
-RATES = {"target": 1e-3, "draft": 2e-3, "distilled": 1e-3}
-SAMPLED = SamplingConfig()
+class Rehearsed(Size):
+    data = DataConfig(max_megabytes=0.3, vocab_size=512, prompt_tokens=16, max_length=48)
+    target = shape(2, 64, 128, 4, 128)
+    draft = shape(1, 32, 64, 4, 128)
+    rows = 4
+    rollouts = 6
+    prompts = 2
+    timed_prompts = 2
+    new_tokens = 6
+    gamma = 2
+    turns = 1
+    steps = 2
 
 
 class Lesson:
     """Text, tokenizer and device of all trainings."""
 
-    def __init__(self, part: Part, size: Size) -> None:
-        config = part.config
-        if part.rehearses:
-            config = replace(config, data=REHEARSED_DATA)
-        self.part, self.size, self.config = part, size, config
-        self.device = resolve_device(config.hardware)
-        self.dtype = resolve_dtype(config.hardware, self.device)
-        folder = texts.ensure(config)
+    def __init__(self, part: Part) -> None:
+        self.size = Rehearsed if part.rehearses else Size
+        self.config = replace(part.config, data=self.size.data or part.config.data)
+        self.device = part.device
+        self.dtype = resolve_dtype(self.config.hardware, self.device)
+        folder = texts.ensure(self.config)
         self.splits = read_splits(folder)
-        self.tokenizer = tokenizer_of(config, folder)
-
-    def adapter(self, model: PreTrainedModel) -> CausalAdapter:
-        """`model` behind the face that all see."""
-        return CausalAdapter(model, vocab_size=len(self.tokenizer))
+        self.tokenizer = tokenizer_of(self.config, folder)
 
     def frozen(self, model: PreTrainedModel) -> CausalAdapter:
         """A copy of `model` for inference."""
         made: Any = copy.deepcopy(model)
-        return self.adapter(made.to(self.dtype).eval().requires_grad_(False))
+        made = made.to(self.dtype).eval().requires_grad_(False)
+        return CausalAdapter(made, vocab_size=len(self.tokenizer))
 
     def fit(
-        self, name: str, model: PreTrainedModel, teacher: Teacher | None, batch: Batch
+        self, name: str, model: PreTrainedModel, target: CausalAdapter | None, batch: Batch
     ) -> dict[str, float]:
         """Train `model` on rows of `batch` for its share of the time; what that came to."""
-        seconds = self.size.shares[name] * self.config.gpu.seconds
+        size, whole = self.size, len(batch.input_ids)
         trainer = Trainer(
-            self.adapter(model),
-            teacher,
+            CausalAdapter(model, vocab_size=len(self.tokenizer)),
+            None if target is None else TargetTeacher(target),
             optim=OptimConfig(
                 learning_rate=RATES[name], warmup_steps=WARMUP_STEPS, weight_decay=0.1
             ),
-            divergence=DivergenceConfig(name="next_token" if teacher is None else "lk_hybrid"),
+            divergence=DivergenceConfig(name="next_token" if target is None else "lk_hybrid"),
             sampling=SAMPLED,
             autocast=None if self.dtype == torch.float32 else self.dtype,
         )
         generator = torch.Generator().manual_seed(self.config.seed)
-        rows, whole = self.size.rows, len(batch.input_ids)
 
         def drawn(_: int) -> Batch:
-            return batch.select(torch.randint(whole, (rows,), generator=generator).to(self.device))
+            rows = torch.randint(whole, (size.rows,), generator=generator)
+            return batch.select(rows.to(self.device))
 
-        return train(trainer, drawn, seconds, self.size.steps)
+        return train(trainer, drawn, size.shares[name] * self.config.gpu.seconds, size.steps)
 
-    def rollouts(self, target: CausalAdapter, split: str, wanted: int) -> list[Record]:
-        """Continuations by `target` of prompts of a split."""
-        examples = getattr(self.splits, split)[:wanted]
-        prompts = [example.prompt_ids for example in examples]
-        sampler = DecoderSampler(
-            model=target,
-            name="target",
-            settings=AnswerSettings(
-                sampling=SAMPLED,
-                eos_token_ids=(),
-                max_new_tokens=self.size.new_tokens,
-                max_length=self.config.data.prompt_tokens + self.size.new_tokens,
-                batch_size=max(1, self.size.rollouts // 2),
-                seed=self.config.seed,
-            ),
+    def rollouts(self, target: CausalAdapter, examples: list[Example]) -> list[Record]:
+        """Continuations of prompts by `target`, which end by their length alone."""
+        size = self.size
+        sampler = target_sampler(
+            Target(target, self.tokenizer, eos_token_ids=()),
+            sampling=SAMPLED,
+            seed=self.config.seed,
+            max_new_tokens=size.new_tokens,
+            batch_size=size.rollouts // 2,
+            max_length=self.config.data.prompt_tokens + size.new_tokens,
         )
+        prompts = [example.prompt_ids for example in examples]
         return sampler.sample(prompts, rows=range(len(prompts)), version="")
 
     def timed(self, target: CausalAdapter, draft: CausalAdapter, temperature: float) -> Any:
         """Points of plain and speculative decoding on held-out prompts."""
         size = self.size
-        examples = [e.prompt_ids for e in self.splits.test[: size.timed_prompts]]
-        others = [e.prompt_ids for e in self.splits.validation[:4]]
-        prompts = Prompts(test=examples, calibration=others)
+        prompts = Prompts(
+            test=[example.prompt_ids for example in self.splits.test[: size.timed_prompts]],
+            calibration=[example.prompt_ids for example in self.splits.validation[:4]],
+        )
         setting = setting_of(
             prompts,
-            replace(SAMPLED, temperature=temperature),
+            sampling=replace(SAMPLED, temperature=temperature),
             max_new_tokens=size.new_tokens,
             gamma=size.gamma,
             seed=self.config.seed,
+            compiled=self.device.type == "cuda",
         )
-        setting = replace(setting, compiled=self.device.type == "cuda")
-        pair, names = Pair(target, draft, (), 0), (PLAIN, SPECULATIVE)
-        return {"points": measure(pair, prompts, setting, names, turns=size.turns)}
+        names = (PLAIN, SPECULATIVE)
+        return {"points": measure(Pair(target, draft), prompts, setting, names, turns=size.turns)}
 
 
 def train(
@@ -197,58 +168,52 @@ def train(
             break
         loss = trainer.step(batch(step)).loss
     taken = clock() - started
-    tokens = trainer.tokens
-    return {
-        "steps": trainer.steps,
-        "tokens": tokens,
-        "seconds": taken,
-        "tokens_per_second": tokens / taken,
-        "loss": loss,
-    }
+    counts = {"steps": trainer.steps, "tokens": trainer.tokens, "seconds": taken}
+    return {**counts, "tokens_per_second": trainer.tokens / taken, "loss": loss}
 
 
 def run(part: Part) -> None:
-    size = REHEARSED if part.rehearses else REAL
-    lesson = part.step("text", lambda: Lesson(part, size), needed=True, kept=False)
+    lesson = part.step("text", lambda: Lesson(part), needed=True, kept=False)
     assert lesson is not None
+    size, splits, device = lesson.size, lesson.splits, lesson.device
     models = {
-        name: new_llama(getattr(size, name), lesson.tokenizer, seed=number, device=lesson.device)
+        name: new_llama(getattr(size, name), lesson.tokenizer, seed=number, device=device)
         for number, name in enumerate(("target", "draft"))
     }
     parameters = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
     part.step("parameters", lambda: parameters)
-    texts = collate([whole_text(e) for e in lesson.splits.train], device=lesson.device)
+    training = collate([whole_text(example) for example in splits.train], device=device)
     for name, model in models.items():
         part.step(
             f"training the {name}",
-            lambda name=name, model=model: lesson.fit(name, model, None, texts),
+            lambda name=name, model=model: lesson.fit(name, model, None, training),
             needed=True,
         )
     target = lesson.frozen(models["target"])
-    made = part.step(
+    answers = part.step(
         "texts of the target",
-        lambda: (
-            lesson.rollouts(target, "train", size.rollouts),
-            lesson.rollouts(target, "test", size.prompts),
-        ),
+        lambda: [
+            lesson.rollouts(target, list(examples))
+            for examples in (splits.train[: size.rollouts], splits.test[: size.prompts])
+        ],
         needed=True,
         kept=False,
     )
-    assert made is not None
-    rollouts, contexts = made
+    assert answers is not None
+    rollouts, contexts = answers
 
     def alpha() -> dict[str, Any]:
         draft = lesson.frozen(models["draft"])
         scored = score_contexts(target, draft, contexts, sampling=SAMPLED, batch_size=32)
-        found = estimates(scored, seed=0, resamples=1000)
-        return {mode: estimate.as_dict() for mode, estimate in found.items()}
+        by_mode = estimates(scored, seed=0, resamples=1000)
+        return {mode: estimate.as_dict() for mode, estimate in by_mode.items()}
 
     part.step("alpha before", alpha)
     own = [continued(record.prompt_ids, record.output_ids) for record in rollouts]
-    batch = collate(own, device=lesson.device)
+    batch = collate(own, device=device)
     part.step(
         "distillation",
-        lambda: lesson.fit("distilled", models["draft"], TargetTeacher(target), batch),
+        lambda: lesson.fit("distilled", models["draft"], target, batch),
         needed=True,
     )
     part.step("alpha after", alpha)

@@ -16,29 +16,44 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from draftkit.artifacts import write_json
 from draftkit.config import Config, HardwareConfig
+from draftkit.models.devices import resolve_device
 from pipelines.configuration import read_config
 from pipelines.folder import CONFIG
 
-MODULES = {
-    "a": "pipelines.benchmarks.gpu.ceilings",
-    "b": "pipelines.benchmarks.gpu.suite",
-    "c": "pipelines.benchmarks.gpu.decoder",
-    "d": "pipelines.benchmarks.gpu.pair",
-    "e": "pipelines.benchmarks.gpu.loss",
-    "f": "pipelines.benchmarks.gpu.server",
-}
 FOLDER = "parts"
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 LAST_WORDS_SECONDS = 2.0  # before the limit, in which tracebacks are printed
 SAFETY = 1.25  # a step may take so much longer than the one like it before
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The module whose `run(part)` a part is, and the seconds kept for it until its turn comes."""
+
+    title: str
+    module: str
+    seconds: float
+    most: float  # of what the parts before it have left
+
+
+PLANS = {
+    "a": Plan("ceilings and versions", "pipelines.benchmarks.ceilings", 20, 60),
+    "b": Plan("tests on the GPU", "pipelines.benchmarks.gpu.suite", 115, 240),
+    "c": Plan("decoder, acceptance given", "pipelines.benchmarks.gpu.decoder", 165, 300),
+    "d": Plan("a trained pair", "pipelines.benchmarks.gpu.pair", 185, 300),
+    "e": Plan("distillation at a vocabulary of 152k", "pipelines.benchmarks.gpu.loss", 35, 90),
+    "f": Plan("server under load", "pipelines.benchmarks.gpu.server", 0, 180),
+}
 
 
 class Part:
@@ -56,23 +71,18 @@ class Part:
         self.folder = folder
         self.seconds = seconds  # for all of it
         self.rehearses = config.gpu.rehearse
-        self.config = config
         if self.rehearses:
             hardware = HardwareConfig(device="cpu", dtype="float32", threads=1)
-            self.config = replace(config, hardware=hardware)
+            config = replace(config, hardware=hardware)
+        self.config = config
         self.steps: dict[str, dict[str, Any]] = {}
         self._longest: dict[str, float] = {}  # seconds, by kind of step
         self._clock = clock
         self._started = clock()
 
     @property
-    def left(self) -> float:
-        """Seconds until the process is killed."""
-        return self.seconds - (self._clock() - self._started)
-
-    @property
-    def failed(self) -> bool:
-        return any("error" in step for step in self.steps.values())
+    def device(self) -> torch.device:
+        return resolve_device(self.config.hardware)
 
     def step(
         self,
@@ -91,35 +101,30 @@ class Part:
         since nothing else can be measured then. kept: the value belongs in the report.
         """
         expected = SAFETY * self._longest[kind] if kind in self._longest else guess
-        if not self.rehearses and expected > self.left:
-            reason = f"needs about {expected:.0f} s, {self.left:.0f} are left"
-            return self._note(name, {"left_out": reason})
+        left = self.seconds - (self._clock() - self._started)
+        if not self.rehearses and expected > left:
+            reason = f"needs about {expected:.0f} s, {left:.0f} are left"
+            print(f"{self.letter}: {name}: {reason}", flush=True)
+            return self.write(name, {"left_out": reason})
         started = self._clock()
         try:
             value = function()
         except Exception:
             text = traceback.format_exc()
-            self._note(name, {"seconds": self._clock() - started, "error": text})
-            print(text, flush=True)
+            self.write(name, {"seconds": self._clock() - started, "error": text})
+            print(f"{self.letter}: {name} raised\n{text}", flush=True)
             if needed:
                 raise
             return None
         seconds = self._clock() - started
         if kind:
             self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
-        self._note(name, {"seconds": seconds} | ({"result": value} if kept else {}))
+        self.write(name, {"seconds": seconds} | ({"result": value} if kept else {}))
+        print(f"{self.letter}: {name}: {seconds:.1f} s", flush=True)
         return value
 
-    def keep(self, name: str, value: Any) -> None:
-        """Write down what of the step under way is known by now."""
-        self._write(name, {"unfinished": True, "result": value})
-
-    def _note(self, name: str, step: dict[str, Any]) -> None:
-        self._write(name, step)
-        told = step.get("left_out") or f"{step['seconds']:.1f} s"
-        print(f"{self.letter}: {name}: {'raised, ' if 'error' in step else ''}{told}", flush=True)
-
-    def _write(self, name: str, step: dict[str, Any]) -> None:
+    def write(self, name: str, step: dict[str, Any]) -> None:
+        """Put what is known of a step where a kill of this process leaves it."""
         self.steps[name] = step
         write_json(result_path(self.folder, self.letter), self.steps)
 
@@ -143,10 +148,10 @@ def main(letter: str, folder: str, seconds: str) -> int:
         faulthandler.enable(errors)  # a crash in compiled code, too, tells where
         faulthandler.dump_traceback_later(max(0.1, limit - LAST_WORDS_SECONDS), file=errors)
         part = Part(letter, path, read_config(path / CONFIG), limit)
-        importlib.import_module(MODULES[letter]).run(part)
+        importlib.import_module(PLANS[letter].module).run(part)
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
-    return int(part.failed)
+    return int(any("error" in step for step in part.steps.values()))
 
 
 if __name__ == "__main__":

@@ -5,17 +5,20 @@ report is written anew after every part, so that a kill of the command costs the
 """
 
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import fingerprint, read_json, sha256_file, write_text
 from draftkit.config import Config
 from draftkit.models.devices import resolve_device
-from pipelines.benchmarks.gpu import processes
-from pipelines.benchmarks.gpu.part import FOLDER, result_path
+from pipelines.benchmarks.gpu.part import FOLDER, PLANS, result_path
 from pipelines.benchmarks.gpu.report import report
 from pipelines.configuration import CONF_DIR
 from pipelines.plan import MANIFEST, Given, StageFolder
@@ -23,8 +26,10 @@ from pipelines.plan import MANIFEST, Given, StageFolder
 ROOT = CONF_DIR.parent
 CODE, SUFFIXES = ("conf", "draftkit", "pipelines", "tests"), (".py", ".yaml")
 REPORT = "report.md"
-ALL_SECONDS = 520.0  # for all; seconds below are shares of it where `gpu.seconds` differs
+ALL_SECONDS = 520.0  # for all; the seconds of plans are shares of it where `gpu.seconds` differs
 LEAST_SECONDS = 10.0  # with less no part is begun
+POLL_SECONDS = 0.1
+SHOWN_CHARACTERS = 8_000  # of the last output of a part, in the report
 # Warnings of libraries are no errors in a part, nothing is fetched, nothing is uploaded.
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
@@ -35,25 +40,6 @@ ENVIRONMENT = {
     "WANDB_MODE": "disabled",
 }
 REHEARSAL = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a part is called, and the seconds that are kept for it until its turn comes."""
-
-    title: str
-    seconds: float
-    most: float  # of what the parts before it have left
-
-
-PLANS = {
-    "a": Plan("ceilings and versions", 20, 60),
-    "b": Plan("tests on the GPU", 115, 240),
-    "c": Plan("decoder, acceptance given", 165, 300),
-    "d": Plan("a trained pair", 185, 300),
-    "e": Plan("distillation at a vocabulary of 152k", 35, 90),
-    "f": Plan("server under load", 0, 180),
-}
 
 
 def needs(config: Config) -> dict[str, Given]:
@@ -67,14 +53,9 @@ def needs(config: Config) -> dict[str, Given]:
             resolve_device(config.hardware)
         except ValueError as error:
             raise ValueError(f"{error}; gpu.rehearse=true runs all parts on a CPU, small") from None
-    return {"code": Given(code_sha256()), "gpu": Given(fingerprint(asdict(config.gpu)))}
-
-
-def code_sha256() -> str:
-    """Of all that is run."""
     files = (file for name in CODE for file in sorted((ROOT / name).rglob("*")))
-    sums = {str(f.relative_to(ROOT)): sha256_file(f) for f in files if f.suffix in SUFFIXES}
-    return fingerprint(sums)
+    code = {str(f.relative_to(ROOT)): sha256_file(f) for f in files if f.suffix in SUFFIXES}
+    return {"code": Given(fingerprint(code)), "gpu": Given(fingerprint(asdict(config.gpu)))}
 
 
 def command_of(letter: str, folder: Path, seconds: float) -> list[str]:
@@ -86,8 +67,8 @@ def command_of(letter: str, folder: Path, seconds: float) -> list[str]:
 def environment_of(config: Config) -> dict[str, str]:
     """That of a part: our own, so that the code of this folder is found, and `ENVIRONMENT`."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    found = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
-    return found | (REHEARSAL if config.gpu.rehearse else {})
+    own = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
+    return own | (REHEARSAL if config.gpu.rehearse else {})
 
 
 def measure(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -97,13 +78,17 @@ def measure(config: Config, folder: StageFolder) -> dict[str, Any]:
     origin = read_json(path / MANIFEST)["provenance"]
     summary: dict[str, Any] = {"rehearsal": config.gpu.rehearse, "all_well": True, "parts": {}}
     left, share = config.gpu.seconds, config.gpu.seconds / ALL_SECONDS
-    for place, letter in enumerate(config.gpu.parts):
+    for number, letter in enumerate(config.gpu.parts, 1):
         plan = PLANS[letter]
-        kept = sum(PLANS[later].seconds for later in config.gpu.parts[place + 1 :])
-        limit = min(plan.most * share, left - kept * share)
-        part = run_part(letter, path, limit, share, environment)
+        reserved = sum(PLANS[later].seconds for later in config.gpu.parts[number:])
+        limit = min(plan.most * share, left - reserved * share)
+        if limit < LEAST_SECONDS * share:
+            part: dict[str, Any] = {"status": "skipped", "seconds": 0.0, "steps": {}}
+            part["reason"] = f"{max(limit, 0.0):.0f} s were left of gpu.seconds"
+        else:
+            part = run_part(letter, path, limit, environment)
         left -= part["seconds"]
-        summary["parts"][letter] = {"title": plan.title} | part
+        summary["parts"][letter] = {"title": plan.title, "limit": limit} | part
         summary["all_well"] &= part["status"] in ("complete", "skipped")
         folder.note(f"part {letter} ({plan.title}): {part['status']}, {part['seconds']:.0f} s")
         write_text(path / REPORT, report(summary, origin))
@@ -111,30 +96,68 @@ def measure(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 
 def run_part(
-    letter: str, folder: Path, limit: float, share: float, environment: Mapping[str, str]
+    letter: str, folder: Path, limit: float, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Run one part for at most `limit` seconds; what became of it, and the steps it wrote."""
-    result_path(folder, letter).unlink(missing_ok=True)
-    if limit < LEAST_SECONDS * share:
-        reason = f"{max(limit, 0.0):.0f} s were left of gpu.seconds"
-        return {"status": "skipped", "reason": reason, "seconds": 0.0, "limit": limit, "steps": {}}
-    ended = processes.run(
+    result = result_path(folder, letter)
+    result.unlink(missing_ok=True)
+    ended = run_process(
         command_of(letter, folder, limit),
         log=folder / FOLDER / f"{letter}.log",
         seconds=limit,
         environment=environment,
     )
-    steps: dict[str, Any] = {}
-    if (result := result_path(folder, letter)).exists():
-        steps = read_json(result)
+    if ended["status"] == "complete":
+        ended["output"] = ""
+    return ended | {"steps": read_json(result) if result.exists() else {}}
+
+
+def run_process(
+    command: Sequence[str], *, log: Path, seconds: float, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Run `command` in a process group of its own; kill all of it after `seconds`.
+
+    What it prints goes to `log`, so that nothing of it is lost by a kill, and is shown as it comes.
+    Returns its status in a word or two, exit code, seconds and last output.
+    """
+    started, late = time.monotonic(), False
+    with (
+        log.open("w", encoding="utf-8") as written,
+        log.open(encoding="utf-8", errors="replace") as reading,
+    ):
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        try:
+            while process.returncode is None and not late:
+                print(reading.read(), end="", flush=True)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=POLL_SECONDS)
+                late = process.returncode is None and time.monotonic() >= started + seconds
+        finally:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # and whatever it has left behind
+            process.wait()
+        print(reading.read(), end="", flush=True)
     return {
-        "status": ended.status,
-        "exit_code": ended.exit_code,
-        "seconds": ended.seconds,
-        "limit": limit,
-        "steps": steps,
-        "output": "" if ended.status == "complete" else ended.output,
+        "status": "out of time" if late else status_of(process.returncode),
+        "exit_code": process.returncode,
+        "seconds": time.monotonic() - started,
+        "output": log.read_text(encoding="utf-8", errors="replace")[-SHOWN_CHARACTERS:],
     }
+
+
+def status_of(exit_code: int) -> str:
+    """How a process with that exit code ended: a negative one is the signal that killed it."""
+    if exit_code >= 0:
+        return "failed" if exit_code else "complete"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-exit_code, f'signal {-exit_code}')}"
 
 
 def show(summary: dict[str, Any], folder: Path) -> None:
@@ -142,10 +165,7 @@ def show(summary: dict[str, Any], folder: Path) -> None:
     print((folder / REPORT).read_text(encoding="utf-8"))
     print(f"benchmark: {folder / REPORT} and {folder / 'summary.json'}", flush=True)
     if not summary["all_well"]:
-        bad = [
-            letter
-            for letter, part in summary["parts"].items()
-            if part["status"] not in ("complete", "skipped")
-        ]
+        ends = {letter: part["status"] for letter, part in summary["parts"].items()}
+        bad = [letter for letter, end in ends.items() if end not in ("complete", "skipped")]
         print(f"benchmark: not all is well: part {', '.join(bad)}", file=sys.stderr, flush=True)
         raise SystemExit(1)

@@ -10,22 +10,13 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from draftkit.config import (
-    DecodeConfig,
-    GateConfig,
-    PretrainConfig,
-    SamplingConfig,
-    ServeConfig,
-)
+from draftkit.config import DecodeConfig, GateConfig, SamplingConfig, ServeConfig
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.models.adapter import CausalAdapter
-from draftkit.models.devices import resolve_device
 from draftkit.online.registry import Registry
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
@@ -38,47 +29,33 @@ POLL_SECONDS = 0.1
 GUESSES = {"captured": 30.0, "compiled": 90.0}  # seconds of either load on a GPU
 
 
-@dataclass(frozen=True)
 class Size:
     """Shapes, clients, and seconds that count."""
 
-    target: PretrainConfig
-    draft: PretrainConfig
-    vocab_size: int
-    clients: int
-    slots: int
-    prompt_tokens: int
-    new_tokens: int
-    gamma: int
-    seconds: float
+    target = shape(16, 2048, 8192, 32, 2048)
+    draft = shape(6, 768, 3072, 12, 2048)
+    vocab_size = 128_256
+    clients = 32
+    slots = 16
+    prompt_tokens = 64
+    new_tokens = 96
+    gamma = 4
+    seconds = 20.0
 
 
-REAL = Size(
-    target=shape(16, 2048, 8192, 32, 2048),
-    draft=shape(6, 768, 3072, 12, 2048),
-    vocab_size=128_256,
-    clients=32,
-    slots=16,
-    prompt_tokens=64,
-    new_tokens=96,
-    gamma=4,
-    seconds=20.0,
-)
-REHEARSED = Size(
-    target=shape(1, 32, 32, 4, 64),
-    draft=shape(1, 16, 16, 4, 64),
-    vocab_size=300,
-    clients=3,
-    slots=2,
-    prompt_tokens=4,
-    new_tokens=6,
-    gamma=2,
-    seconds=0.3,
-)
+class Rehearsed(Size):
+    target = shape(1, 32, 32, 4, 64)
+    draft = shape(1, 16, 16, 4, 64)
+    vocab_size = 300
+    clients = 3
+    slots = 2
+    prompt_tokens = 4
+    new_tokens = 6
+    gamma = 2
+    seconds = 0.3
 
 
-@dataclass(frozen=True)
-class Heard:
+class Heard(NamedTuple):
     """One piece of an answer, as its client heard it."""
 
     time: float
@@ -88,69 +65,52 @@ class Heard:
 
 
 class Load:
-    """Clients on threads of their own, until `stop`."""
+    """Clients on threads of their own, each with a prompt that it sends again and again."""
 
-    def __init__(self, engine: Engine, size: Size, seed: int) -> None:
+    def __init__(self, engine: Engine, size: type[Size], seed: int) -> None:
         self.engine, self.size = engine, size
         self.heard: list[Heard] = []
-        self.answers: list[float] = []  # seconds
-        self.reasons: dict[str, int] = {}
-        self._stopping = threading.Event()
+        self.ends: list[str] = []  # why each answer ended
+        self.stopping = threading.Event()
         prompts = random_texts(
             size.clients, size.prompt_tokens, vocab_size=size.vocab_size, seed=seed
         )
-        self._threads = [
-            threading.Thread(target=self._ask_on, args=(prompt,), daemon=True) for prompt in prompts
+        self.threads = [
+            threading.Thread(target=self._client, args=(prompt,), daemon=True) for prompt in prompts
         ]
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-    def _ask_on(self, prompt: list[int]) -> None:
+    def _client(self, prompt: list[int]) -> None:
         job = Job(
             prompt_ids=prompt,
             max_new_tokens=self.size.new_tokens,
             sampling=SamplingConfig(temperature=1.0),
         )
-        while not self._stopping.is_set():
-            ended, asked = threading.Event(), time.monotonic()
+        while not self.stopping.is_set():
+            ended, last, first = threading.Event(), time.monotonic(), True
+
+            def listen(piece: Piece, ended: threading.Event = ended) -> None:
+                nonlocal last, first
+                now = time.monotonic()
+                self.heard.append(Heard(now, len(piece.scores), first, now - last))
+                last, first = now, False
+                if piece.finish_reason is not None:
+                    self.ends.append(piece.finish_reason)
+                    ended.set()
+
             try:
-                self.engine.submit([job], [self._listener(ended, asked)])
+                self.engine.submit([job], [listen])
             except Draining:
                 return
             if not ended.wait(PATIENCE):
                 return
-            self.answers.append(time.monotonic() - asked)
-
-    def _listener(self, ended: threading.Event, asked: float) -> Callable[[Piece], None]:
-        last, first = asked, True
-
-        def listen(piece: Piece) -> None:
-            nonlocal last, first
-            now = time.monotonic()
-            self.heard.append(Heard(now, len(piece.scores), first, now - last))
-            last, first = now, False
-            if piece.finish_reason is not None:
-                self.reasons[piece.finish_reason] = self.reasons.get(piece.finish_reason, 0) + 1
-                ended.set()
-
-        return listen
 
 
-def saved(model: CausalAdapter) -> Callable[[Path], None]:
-    """Writes `model` into a folder, as a registry wants it."""
-    return lambda folder: model.model.save_pretrained(folder)
-
-
-def measured(engine: Engine, load: Load, publish: Callable[[], None]) -> dict[str, Any]:
+def measured(engine: Engine, load: Load, publish: Callable[[], object]) -> dict[str, Any]:
     """Rates and waits of the seconds that count, with a swap in their midst."""
     size, load_started = load.size, time.monotonic()
-    load.start()
-    _until(lambda: len(load.answers) >= 2 * size.clients)
+    for thread in load.threads:
+        thread.start()
+    _until(lambda: len(load.ends) >= 2 * size.clients)
     began, swaps = time.monotonic(), engine.counters().swaps
     time.sleep(size.seconds / 2)
     published = time.monotonic()
@@ -161,23 +121,23 @@ def measured(engine: Engine, load: Load, publish: Callable[[], None]) -> dict[st
     ended = time.monotonic()
     heard = [piece for piece in load.heard if began <= piece.time < ended]
     firsts = [piece.waited for piece in heard if piece.first]
-    others = [piece.waited for piece in heard if not piece.first]
-    around = [p.waited for p in heard if not p.first and published <= p.time < swapped + 1]
+    others = [piece for piece in heard if not piece.first]
+    around = [piece.waited for piece in others if published <= piece.time < swapped + 1]
     return {
         "warming_seconds": began - load_started,
         "tokens_per_second": sum(piece.tokens for piece in heard) / (ended - began),
         "answers": len(firsts),
-        "first_token_seconds": spread(firsts),
-        "between_pieces_seconds": spread(others),
+        "first_token_seconds": quantiles(firsts),
+        "between_pieces_seconds": quantiles([piece.waited for piece in others]),
         "longest_around_swap_seconds": max(around, default=None),
         "publish_to_swap_seconds": swapped - published,
         "rounds_waited_seconds": engine.counters().last_swap_seconds,
         "errors": engine.counters().errors,
-        "ends": load.reasons,
+        "ends": dict(Counter(load.ends)),
     }
 
 
-def spread(values: list[float]) -> dict[str, float] | None:
+def quantiles(values: list[float]) -> dict[str, float] | None:
     """Median, 95th percentile and largest."""
     if len(values) < 2:
         return None
@@ -193,21 +153,16 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def under_load(part: Part, size: Size, code: str) -> dict[str, Any]:
+def under_load(part: Part, size: type[Size], code: str) -> dict[str, Any]:
     """Start an engine that runs rounds as `code`, load it, stop it."""
     model = partial(random_model, hardware=part.config.hardware, vocab_size=size.vocab_size)
-    target = model(size.target, seed=0)
+    newer: Any = model(size.draft, seed=2).model
     with tempfile.TemporaryDirectory(dir=part.folder) as folder:
         registry = Registry(folder)
-
-        def make() -> DraftModelProposer:
-            return DraftModelProposer(model(size.draft, seed=1))
-
-        route = Route("default", make, registry)
-        drafters = Drafters([route], GateConfig(canary_fraction=0.0), poll_seconds=POLL_SECONDS)
+        route = Route("default", lambda: DraftModelProposer(model(size.draft, seed=1)), registry)
         engine = Engine(
-            target,
-            drafters,
+            model(size.target, seed=0),
+            Drafters([route], GateConfig(canary_fraction=0.0), poll_seconds=POLL_SECONDS),
             decode=lambda ids: " ".join(map(str, ids)),
             serve=ServeConfig(
                 slots=size.slots,
@@ -219,27 +174,23 @@ def under_load(part: Part, size: Size, code: str) -> dict[str, Any]:
             decoding=DecodeConfig(gamma=size.gamma, compile=code),
         )
         load = Load(engine, size, part.config.seed)
-        newer = model(size.draft, seed=2)
-
-        def publish() -> None:
-            registry.publish(saved(newer), metrics={}, canary=False)
-
+        publish = partial(registry.publish, newer.save_pretrained, metrics={}, canary=False)
         engine.start()
         try:
-            return measured(engine, load, publish)
+            rates = measured(engine, load, publish)
         finally:
-            load.stop()
+            load.stopping.set()
             engine.stop()
+    return {"clients": size.clients, "slots": size.slots, "gamma": size.gamma} | rates
 
 
 def run(part: Part) -> None:
     """The server under load, with code of either kind; on a CPU eager."""
-    size = REHEARSED if part.rehearses else REAL
-    on_cuda = resolve_device(part.config.hardware).type == "cuda"
-    told = {"clients": size.clients, "slots": size.slots, "gamma": size.gamma}
-    for name, code in (("captured", "captured"), ("compiled", "true" if on_cuda else "false")):
+    size = Rehearsed if part.rehearses else Size
+    compiled = "true" if part.device.type == "cuda" else "false"
+    for name, code in (("captured", "captured"), ("compiled", compiled)):
         part.step(
             f"load, {name}",
-            lambda code=code: told | under_load(part, size, code),
+            lambda code=code: under_load(part, size, code),
             guess=GUESSES[name],
         )

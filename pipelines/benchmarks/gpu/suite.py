@@ -51,7 +51,7 @@ class Counting:
         if outcome == "skipped":
             reason = text[-1] if isinstance(text, tuple) else str(text)
             self.results["reasons"][test] = reason
-        self.part.keep(self.name, self.results)
+        self.part.write(self.name, {"unfinished": True, "result": self.results})
 
 
 def marked_files(folder: Path) -> list[Path]:

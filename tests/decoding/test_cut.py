@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from draftkit.decoding.stopping import cut_round
+from draftkit.decoding.round import cut_round
 
 VOCAB_SIZE = 3
 Row = tuple[tuple[int, ...], int, int]  # candidates, accepted, remaining

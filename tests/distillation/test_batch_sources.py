@@ -7,19 +7,16 @@ import torch
 
 from draftkit.config import OptimConfig
 from draftkit.data.rollouts import read_records
-from draftkit.distillation import sources
-from draftkit.distillation.batch import TokenSequence
-from draftkit.distillation.loop import train
-from draftkit.distillation.sources import (
+from draftkit.distillation import batch_sources
+from draftkit.distillation.batch import TokenSequence, block_of_record, sequence_of_record
+from draftkit.distillation.batch_sources import (
     Grouping,
-    ShuffledOrder,
-    block_of_record,
     cut_texts,
     row_uniform,
-    sequence_of_record,
     shuffled,
     some_rows,
 )
+from draftkit.distillation.loop import train
 from tests.distillation.bigram import VOCAB, Bigram, trainer
 from tests.distillation.making import (
     BATCH,
@@ -327,9 +324,11 @@ def test_cuts_use_every_rollout_and_depend_on_seed_and_row_alone():
 
 def test_a_replayed_text_carries_what_was_refused(tmp_path, monkeypatch):
     seen = []
-    collate = sources.collate
+    collate = batch_sources.collate
     monkeypatch.setattr(
-        sources, "collate", lambda rows, **options: seen.extend(rows) or collate(rows, **options)
+        batch_sources,
+        "collate",
+        lambda rows, **options: seen.extend(rows) or collate(rows, **options),
     )
     batch = replay_source(Bigram(0), tmp_path).batch(0)
     records = kept(tmp_path)["step-00000000.parquet"]
@@ -354,12 +353,17 @@ def test_a_plain_rollout_says_nothing_of_refusals():
 # Order
 
 
+def items(count, rows, grouping=None):
+    """The items, of `count`, at these rows."""
+    item_of = shuffled(range(count), 0, grouping)
+    return [item_of(row) for row in rows]
+
+
 def test_every_epoch_holds_every_item_once_in_its_own_order():
-    order = ShuffledOrder(10, seed=0)
-    epochs = [order.at(10 * epoch, 10) for epoch in range(3)]
+    epochs = [items(10, range(10 * epoch, 10 * epoch + 10)) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1]
-    assert ShuffledOrder(10, seed=0).at(17, 5) == (epochs[1] + epochs[2])[7:12]
+    assert items(10, range(17, 22)) == (epochs[1] + epochs[2])[7:12]
 
 
 LENGTHS = [(7 * item) % 64 for item in range(1000)]
@@ -372,11 +376,11 @@ def spread(batches):
 
 
 def test_items_of_like_length_share_a_step_in_every_epoch():
-    order, plain = ShuffledOrder(1000, 0, SPREAD), ShuffledOrder(1000, 0)
-    epochs = [order.at(1000 * epoch, 1000) for epoch in range(3)]
-    assert all(sorted(epoch) == list(range(1000)) for epoch in epochs)
+    order, plain = (items(1000, range(3000), grouping) for grouping in (SPREAD, None))
+    for epoch in range(3):
+        assert sorted(order[1000 * epoch : 1000 * (epoch + 1)]) == list(range(1000))
     steps = range(0, 2992, 16)  # of all epochs: the second does not begin with a step
-    together, apart = ([o.at(step, 16) for step in steps] for o in (order, plain))
+    together, apart = ([one[step : step + 16] for step in steps] for one in (order, plain))
     assert spread(together) < 0.1 * spread(apart)
     assert {frozenset(batch) for batch in together[:62]} != {
         frozenset(batch) for batch in together[63:125]
@@ -386,8 +390,7 @@ def test_items_of_like_length_share_a_step_in_every_epoch():
 
 
 def test_grouped_items_are_addressed_like_others():
-    order = ShuffledOrder(1000, 0, SPREAD)
-    row = order.at(1500, 100)
-    assert ShuffledOrder(1000, 0, SPREAD).at(1550, 10) == row[50:60]
+    row = items(1000, range(1500, 1600), SPREAD)
+    assert items(1000, range(1550, 1560), SPREAD) == row[50:60]
     few = Grouping(LENGTHS[:5], batch_size=16)
-    assert sorted(ShuffledOrder(5, 0, few).at(10, 5)) == [0, 1, 2, 3, 4]
+    assert sorted(items(5, range(10, 15), few)) == [0, 1, 2, 3, 4]

@@ -7,8 +7,7 @@ import torch
 
 from draftkit.config import SourceConfig
 from draftkit.data.prompts import Example
-from draftkit.workflow.scoring import scored_by, texts_to_score
-from draftkit.workflow.sources import TrainingTexts
+from draftkit.workflow.sources import TrainingTexts, scored_by, texts_to_score
 from tests import tiny
 from tests.workflow.making import CONFIG
 

@@ -1,0 +1,196 @@
+"""From what was measured to the keys of a summary, the verdict among them."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from draftkit.config import Config, SamplingConfig
+from draftkit.evaluation.alpha import estimates, gains
+from draftkit.evaluation.judge import LOOKUP, SERVED_ALPHA, Evidence
+from draftkit.evaluation.lossless import Losslessness
+from draftkit.evaluation.walltime import Timed
+from draftkit.theory.acceptance import Estimate, Rate, bootstrap, unconditional_rates
+from draftkit.theory.speedup import best_gamma, break_even_alpha, ceiling, speedup_from_length
+
+MAX_GAMMA = 16
+DEPLOY, DO_NOT_DEPLOY, INCONCLUSIVE = "deploy", "do_not_deploy", "inconclusive"
+
+
+def compare(
+    evidence: Mapping[str, Evidence], main: str, sampling: SamplingConfig, config: Config
+) -> dict[str, Any]:
+    """The summary of draft `main`, with prompt lookup, the draft `before` it and paired gains."""
+    summary = summarise(evidence[main], sampling, config)
+    lookup = lookup_summary(evidence[main], config)
+    has_drafter = config.decode.has_drafter
+    ways = {LOOKUP: lookup, "drafter" if has_drafter else config.decode.proposer: summary}
+    others: dict[str, Any] = {LOOKUP: lookup}
+    if main != "before" and "before" in evidence:
+        gained = gains(
+            after=evidence[main].scored,
+            before=evidence["before"].scored,
+            seed=config.seed,
+            resamples=config.evaluate.bootstrap,
+        )
+        others |= {f"{mode}_gain": gain.as_dict() for mode, gain in gained.items()}
+        others["before"] = summarise(evidence["before"], sampling, config)
+        if has_drafter:
+            ways["before"] = others["before"]
+    return {**summary, "best_of": best_of(ways), **others}
+
+
+def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> dict[str, Any]:
+    """The `evaluate` keys of one draft under one sampling."""
+    seed, resamples = config.seed, config.evaluate.bootstrap
+    gamma, costs = config.decode.gamma, evidence.costs
+    timed, plain = evidence.timed, evidence.plain
+    acceptance = estimates(evidence.scored, seed=seed, resamples=resamples)
+    counted = count_rounds(timed, seed=seed, resamples=resamples)
+    rounds, answers = speedups(timed, plain, config)
+    predicted = speedup_from_length(timed.full_length, gamma, **costs.ratios)
+    limit, break_even = ceiling(gamma, **costs.ratios), break_even_alpha(gamma, **costs.ratios)
+    decision, reason = verdict(
+        speedup=answers,
+        rounds=rounds,
+        lossless=evidence.lossless,
+        ceiling=limit,
+        break_even_alpha=break_even,
+    )
+    served = SERVED_ALPHA.get(config.decode.proposer)
+    chosen, factor = best_gamma(
+        acceptance[served].mean if served else counted["acceptance_per_position"][0],
+        cost_ratio=costs.cost_ratio,
+        verify_ratio=costs.verify_at,
+        overhead_ratio=costs.overhead_ratio,
+        max_gamma=MAX_GAMMA,
+    )
+    return {
+        **{mode: estimate.as_dict() for mode, estimate in acceptance.items()},
+        **counted,
+        "proposer": config.decode.proposer,
+        "gamma": gamma,
+        "temperature": sampling.temperature,
+        "batch_size": config.evaluate.timing_batch_size,
+        **costs.ratios,
+        "plain_step_seconds": costs.plain_seconds,
+        "compile_seconds": evidence.compile_seconds,
+        "tokens_per_second": beside(plain.rounds.mean, timed.rounds.mean),
+        "prefill_seconds": beside(plain.prefill_seconds, timed.prefill_seconds),
+        "speedup": {
+            **stated(rounds, answers),
+            "predicted": predicted,
+            "prediction_error": timed.full_batches.mean / plain.full_batches.mean / predicted - 1,
+            "ceiling": limit,
+        },
+        "break_even_alpha": break_even,
+        "best_gamma": chosen,
+        "best_gamma_factor": factor,
+        "lossless": evidence.lossless.as_dict(),
+        "verdict": decision,
+        "reason": reason,
+    }
+
+
+def beside(plain: float, drafted: float) -> dict[str, float]:
+    return {"autoregressive": plain, "speculative": drafted}
+
+
+def lookup_summary(evidence: Evidence, config: Config) -> dict[str, Any]:
+    """The `prompt_lookup` object: what proposals from the text alone would gain."""
+    lookup, seed, resamples = evidence.lookup, config.seed, config.evaluate.bootstrap
+    counted = count_rounds(lookup, seed=seed, resamples=resamples)
+    return {
+        "acceptance_length": counted["acceptance_length"],
+        "tokens_per_second": lookup.rounds.mean,
+        "speedup": stated(*speedups(lookup, evidence.plain, config)),
+    }
+
+
+def speedups(timed: Timed, plain: Timed, config: Config) -> tuple[Estimate, Estimate]:
+    """Of the rounds, and from request to last token: tokens per second, paired by chunk."""
+    quotient = partial(
+        bootstrap,
+        compare=operator.truediv,
+        seed=config.seed,
+        resamples=config.evaluate.bootstrap,
+    )
+    return quotient(timed.rounds, plain.rounds), quotient(timed.answers, plain.answers)
+
+
+def stated(rounds: Estimate, answers: Estimate) -> dict[str, Any]:
+    """Speed-ups as summaries state them."""
+    whole = {"mean": answers.mean, "ci95": [answers.low, answers.high], "chunks": answers.prompts}
+    return {"measured": rounds.mean, "ci95": [rounds.low, rounds.high], "end_to_end": whole}
+
+
+def best_of(ways: Mapping[str, dict[str, Any]]) -> str:
+    """The lossless way with the largest end-to-end speed-up whose interval lies above 1."""
+    paying = {
+        name: way["speedup"]["end_to_end"]["mean"]
+        for name, way in ways.items()
+        if way["speedup"]["end_to_end"]["ci95"][0] > 1
+        and way.get("lossless", {"passed": True})["passed"]
+    }
+    return max(paying, key=lambda name: paying[name], default="none")
+
+
+def count_rounds(timed: Timed, *, seed: int, resamples: int) -> dict[str, Any]:
+    """Rates that real speculative decoding showed, with intervals over prompts.
+
+    `acceptance_rate` = accepted / drafted; `acceptance_length` = tokens per target pass;
+    `acceptance_per_position` = share of rounds whose first i proposals were all accepted;
+    `alpha_decoding` = mean of sum_x min(p, q) over the positions that were tested. A rate is None
+    where fewer than two prompts had proposals.
+    """
+    done = timed.completions
+
+    def ratio(totals: Sequence[float], counts: Sequence[float]) -> dict[str, Any] | None:
+        if sum(count > 0 for count in counts) < 2:
+            return None
+        rate = Rate(*(torch.tensor(one, dtype=torch.float64) for one in (totals, counts)))
+        return bootstrap(rate, seed=seed, resamples=resamples).as_dict()
+
+    rounds, accepted = [c.rounds for c in done], [c.accepted for c in done]
+    histogram = torch.tensor([c.accept_counts for c in done], dtype=torch.float64).sum(0)
+    emitted = [n + r for n, r in zip(accepted, rounds, strict=True)]
+    return {
+        "alpha_decoding": ratio([c.acceptance_total for c in done], [c.tested for c in done]),
+        "acceptance_rate": ratio(accepted, [c.drafted for c in done]),
+        "acceptance_length": ratio(emitted, rounds),
+        "acceptance_per_position": unconditional_rates(histogram).tolist(),
+        "accept_counts": [int(count) for count in histogram],
+    }
+
+
+def verdict(
+    *,
+    speedup: Estimate,
+    rounds: Estimate,
+    lossless: Losslessness,
+    ceiling: float,
+    break_even_alpha: float | None,
+) -> tuple[str, str]:
+    """Deploy or not, and why: the speed-up's interval against 1, exactness first.
+
+    speedup: end to end, prefill and waiting included. rounds: without the prefill, of which alone
+    `ceiling` and `break_even_alpha` speak.
+    """
+    interval = f"end-to-end speedup {speedup.mean:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]"
+    if not lossless.passed:
+        wrong = lossless.mismatches - lossless.near_ties
+        reason = f"{wrong} of {lossless.compared} greedy outputs differ from the target's"
+        return DO_NOT_DEPLOY, reason
+    if speedup.low > 1:
+        return DEPLOY, f"{interval} lies above 1"
+    if not speedup.high < 1:
+        return INCONCLUSIVE, f"{interval} contains 1; time more prompts (evaluate.timing_prompts)"
+    if rounds.mean > 1:
+        hint = f"rounds alone reach {rounds.mean:.2f}, but the draft's prefill costs more"
+    elif break_even_alpha is None:
+        hint = f"even a perfect draft would reach {ceiling:.2f}"
+    else:
+        hint = f"it would take an alpha of {break_even_alpha:.2f} for rounds to break even"
+    return DO_NOT_DEPLOY, f"{interval} lies below 1; {hint}"

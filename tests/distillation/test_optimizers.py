@@ -74,7 +74,8 @@ def test_the_schedule_of_a_trainer_reaches_both() -> None:
         trainer(draft, optimizer=Muon, warmup_steps=warmup).step(batch_of(([1, 2, 3, 4], 1)))
         pairs = zip(draft.parameters(), before, strict=True)
         change[warmup] = [float((weight.detach() - old).abs().max()) for weight, old in pairs]
-    assert len(change[0]) == 2 and all(change[0])
+    assert len(change[0]) == 2
+    assert all(change[0])
     assert change[1000] == pytest.approx([value / 1000 for value in change[0]], rel=0.02)
 
 

@@ -6,13 +6,17 @@ target, whatever its drafter; a kill at any moment costs the steps since the las
 
 from typing import Any
 
-from draftkit.config import Config
+from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import read_splits
+from draftkit.evaluation.compression import score_texts
+from draftkit.models.loading import load_target
 from draftkit.workflow.pretraining import pretrain
 from pipelines.checksums import given_model
 from pipelines.plan import Given, StageFolder, Step
 from pipelines.run import stage
 from pipelines.texts import texts, tokenizer_of
+
+SCORED = 512  # windows of the test split
 
 
 @stage(
@@ -24,17 +28,29 @@ from pipelines.texts import texts, tokenizer_of
 def target(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train the target, in `target` of the folder."""
     splits = read_splits(folder.input("texts"))
+    tokenizer = tokenizer_of(config, folder.input("texts"))
     if not (folder.path / "target").exists():
         pretrain(
             "target",
             config,
-            tokenizer=tokenizer_of(config, folder.input("texts")),
+            tokenizer=tokenizer,
             texts=splits.train,
             folder=folder.path,
             tracker=folder.tracker,
             note=folder.note,
         )
-    return {"text_sha256": splits.sha256}
+    trained = load_target(ModelConfig(path=str(folder.path / "target")), config.hardware)
+    scores = score_texts(trained.adapter, tokenizer, splits.test[:SCORED], batch_size=16)
+    for domain, score in scores.items():
+        folder.note(
+            f"{domain}, held out: {score.bits_per_byte:.2f} bits a byte, "
+            f"most likely token {score.argmax_probability:.2f}"
+        )
+    return {
+        "text_sha256": splits.sha256,
+        "bits_per_byte": {domain: score.bits_per_byte for domain, score in scores.items()},
+        "argmax_probability": {domain: s.argmax_probability for domain, s in scores.items()},
+    }
 
 
 def target_input(config: Config) -> Given | Step:

@@ -57,4 +57,5 @@ from draftkit.config.training import (
     MixtureConfig,
     OptimConfig,
     SourceConfig,
+    has_compiler,
 )

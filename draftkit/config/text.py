@@ -24,6 +24,8 @@ class PretrainConfig:
     max_steps: int = positive(330)
     per_device_train_batch_size: int = positive(8)
     learning_rate: float = positive(2e-3)
+    # Of the weights as they are saved.
+    dtype: str = setting("float32", names=("float32", "bfloat16"))
 
 
 @dataclass(kw_only=True)

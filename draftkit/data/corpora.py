@@ -23,11 +23,12 @@ import pyarrow.parquet as pq
 
 from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
-from draftkit.data.installed import installed_texts
+from draftkit.data.installed import installed_texts, part_of
 from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
 
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
 SCHEMA = pa.schema([(name, pa.large_string()) for name in ("id", "domain", "row")])
+SPLITS = ("train", "validation", "test")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -46,14 +47,20 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
     Raises ValueError, one line that names `data.path`, for whatever cannot be used.
     """
     if data.name == "installed":
-        for domain, name, text in installed_texts(data.domains, megabytes=data.max_megabytes):
+        texts = installed_texts(
+            data.domains,
+            megabytes=data.max_megabytes,
+            validation_fraction=data.validation_fraction,
+            test_fraction=data.test_fraction,
+        )
+        for domain, name, text in texts:
             yield Document(f"{domain}:{name}", domain, {"text": text})
         return
     rows = _hub_rows(data) if data.name == "hub" else _file_rows(Path(str(data.path)))
     domain = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     empty = True
-    for place, row in islice(rows, data.max_rows):
-        form = row_form(row, data, f"{setting(data)}, {place}")
+    for origin, row in islice(rows, data.max_rows):
+        form = row_form(row, data, f"{setting(data)}, {origin}")
         yield Document(_content_hash(form), domain, form)
         empty = False
     if empty:
@@ -88,48 +95,48 @@ def split_documents(
 ) -> dict[str, Sequence[Document]]:
     """Part documents into `train`, `validation` and `test`, none of them empty, in hash order.
 
-    The shares are `data.validation_fraction` and `data.test_fraction` of the distinct documents.
-    Raises ValueError if there are fewer than 3. Of a document two hashes are kept in memory.
+    The shares are `data.validation_fraction` and `data.test_fraction` of the distinct documents;
+    the names of installed files decide it themselves (`installed.part_of`). Raises ValueError if
+    there are fewer than 3. Of a document a hash is kept in memory.
     """
-    names: dict[str, int] = {}
-    domain, asked, place = [], bytearray(), bytearray()  # a document's; numbers are numpy's
+    domains, keys = [], bytearray()  # a document's
     for document in documents:
-        domain.append(names.setdefault(document.domain, len(names)))
-        asked += _split_order(_split_key(document.id))
-        place += _split_order(document.id)
-    keys, key = np.unique(np.frombuffer(asked, ORDER), return_inverse=True)  # in hash order
-    if len(keys) < 3:
+        domains.append(document.domain)
+        keys += hash_order(f"split {document.id}")
+    key = np.frombuffer(keys, ORDER)
+    distinct, number = np.unique(key, return_inverse=True)  # numbers in hash order
+    if data.name == "installed":
+        part = np.asarray([part_of(document.id.partition(":")[2]) for document in documents])
+    else:
+        part = _parts_by_rank(np.asarray(domains), number, len(distinct), data)
+    if len(distinct) < 3 or any(name not in part for name in SPLITS):
         raise ValueError(
-            f"{setting(data)} gives {len(keys)} different documents, and train, validation and "
+            f"{setting(data)} gives {len(distinct)} different documents, and train, validation and "
             "test need one each: give more text (in a text file, blank lines part documents)"
         )
-    rank = np.full(len(keys), -1.0)  # a domain's lie evenly in (0, 1): each part gets its share
-    for name in sorted(names):
-        mine = np.unique(key[np.asarray(domain) == names[name]])
+    ordered = np.argsort(key, kind="stable")
+    return {name: Picked(documents, ordered[part[ordered] == name]) for name in SPLITS}
+
+
+def _parts_by_rank(
+    domains: np.ndarray, number: np.ndarray, count: int, data: DataConfig
+) -> np.ndarray:
+    """The split of each document, by the rank of its `number`, below `count`, in its domain."""
+    rank = np.full(count, -1.0)  # a domain's lie evenly in (0, 1): each split gets its share
+    for domain in np.unique(domains):  # sorted
+        mine = np.unique(number[domains == domain])
         new = mine[rank[mine] < 0]
         rank[new] = (np.arange(len(new)) + 0.5) / max(1, len(new))
-    tests = max(1, math.floor(len(keys) * data.test_fraction))
-    held_out = tests + max(1, math.floor(len(keys) * data.validation_fraction))
-    assert held_out < len(keys)  # each fraction is below one half
-    test, validation, train = np.split(np.argsort(rank, kind="stable"), [tests, held_out])
-    order = np.argsort(np.frombuffer(place, ORDER), kind="stable")
-    return {
-        name: Picked(documents, order[np.isin(key[order], part)])
-        for name, part in (("train", train), ("validation", validation), ("test", test))
-    }
+    tests = max(1, math.floor(count * data.test_fraction))
+    held_out = tests + max(1, math.floor(count * data.validation_fraction))
+    part = np.full(count, "train", dtype="<U10")
+    by_rank = np.argsort(rank, kind="stable")
+    part[by_rank[:held_out]] = "validation"
+    part[by_rank[:tests]] = "test"
+    return part[number]
 
 
-def _split_order(key: str) -> bytes:
-    # Not the order in which `_listed` takes files: that would send a whole domain to one part.
-    return hash_order(f"split {key}")
-
-
-def _split_key(document_id: str) -> str:
-    """Drop the domain: `python:a/b.py` and `prose:a/b.py` are one file."""
-    return document_id.partition(":")[2] or document_id
-
-
-# Files and data sets: (place in the source, row)
+# Files and data sets: (where it stands in the source, row)
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -151,16 +158,16 @@ def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"data.path {path}, line {number}"
+            origin = f"data.path {path}, line {number}"
             try:
                 row = json.loads(line.decode("utf-8-sig").rstrip())
             except json.JSONDecodeError as error:
                 reason = f"{error.msg} at column {error.colno}"
-                raise ValueError(f"{place}: not valid JSON ({reason}); {rule}") from error
+                raise ValueError(f"{origin}: not valid JSON ({reason}); {rule}") from error
             except UnicodeDecodeError as error:
-                raise ValueError(f"{place}: not UTF-8 text ({error.reason})") from error
+                raise ValueError(f"{origin}: not UTF-8 text ({error.reason})") from error
             if not isinstance(row, dict):
-                raise ValueError(f"{place}: a JSON {type(row).__name__}; {rule}")
+                raise ValueError(f"{origin}: a JSON {type(row).__name__}; {rule}")
             yield f"line {number}", row
 
 
@@ -211,72 +218,73 @@ def _hub_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
 # Rows
 
 
-def row_form(row: dict[str, Any], data: DataConfig, place: str) -> dict[str, Any]:
+def row_form(row: dict[str, Any], data: DataConfig, origin: str) -> dict[str, Any]:
     """The part of `row` that is used, under the names of one of the three forms."""
-    found = f"columns found: {', '.join(row)}"
+    columns = f"columns found: {', '.join(row)}"
     named = {"prompt_column": data.prompt_column, "completion_column": data.completion_column}
     for key, column in named.items():
         if column is not None and column not in row:
-            raise ValueError(f"data.{key} {column!r} is not in {place}; {found}")
+            raise ValueError(f"data.{key} {column!r} is not in {origin}; {columns}")
     default = data.prompt_column is None and data.completion_column is None
     prompt, completion = data.prompt_column or "prompt", data.completion_column or "completion"
     if default and row.get("messages") is not None:
-        return {"messages": _messages(row["messages"], place)}
+        return {"messages": _messages(row["messages"], origin)}
     if row.get(prompt) is not None:
-        return _prompt_form(row[prompt], row.get(completion), place)
+        return _prompt_form(row[prompt], row.get(completion), origin)
     if default and row.get("text") is not None:
-        return {"text": _text(row["text"], "text", place)}
+        return {"text": _text(row["text"], "text", origin)}
+    names = "messages, prompt or text" if default else prompt
     raise ValueError(
-        f"{place}: nothing under {prompt if not default else 'messages, prompt or text'}; {found}; "
+        f"{origin}: nothing under {names}; {columns}; "
         "name yours by data.prompt_column and data.completion_column"
     )
 
 
-def _prompt_form(prompt: Any, completion: Any, place: str) -> dict[str, Any]:
+def _prompt_form(prompt: Any, completion: Any, origin: str) -> dict[str, Any]:
     """Text, a chat (a list of messages), or a list of user turns, of which the first is taken."""
     if isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt):
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
-        return {"messages": _messages([*prompt, *(completion or [])], place)}
+        return {"messages": _messages([*prompt, *(completion or [])], origin)}
     if isinstance(prompt, list) and prompt:
         prompt = prompt[0]
-    form = {"prompt": _text(prompt, "the prompt", place)}
+    form = {"prompt": _text(prompt, "the prompt", origin)}
     if completion is not None:
-        form["completion"] = _text(completion, "the completion", place)
+        form["completion"] = _text(completion, "the completion", origin)
     return form
 
 
-def _text(value: Any, name: str, place: str) -> str:
+def _text(value: Any, name: str, origin: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{place}: {name} must be text, got {type(value).__name__}")
+        raise ValueError(f"{origin}: {name} must be text, got {type(value).__name__}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{place}: {name} holds half a character ({error.reason})") from error
+        raise ValueError(f"{origin}: {name} holds half a character ({error.reason})") from error
     return value
 
 
-def _messages(messages: Any, place: str) -> list[dict[str, Any]]:
+def _messages(messages: Any, origin: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{place}: messages must be a list of at least one message")
+        raise ValueError(f"{origin}: messages must be a list of at least one message")
     checked = []
     for index, message in enumerate(messages):
         name = f"messages[{index}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise ValueError(f"{place}: {name} must have a role, one of {', '.join(ROLES)}")
+            raise ValueError(f"{origin}: {name} must have a role, one of {', '.join(ROLES)}")
         if not (message.get("content") is None and message.get("tool_calls")):
-            _text(message.get("content"), f"{name}.content", place)
+            _text(message.get("content"), f"{name}.content", origin)
         # Parquet fills absent keys with null, which templates take for present.
         checked.append({key: value for key, value in message.items() if value is not None})
     return checked
 
 
 def _content_hash(form: dict[str, Any]) -> str:
-    """16 hex digits of what is asked: rows that differ in the answer alone share a split."""
-    asked: Any = form.get("text", form.get("prompt"))
+    """16 hex digits of the question: rows that differ in the answer alone share a split."""
+    question: Any = form.get("text", form.get("prompt"))
     if "messages" in form:
         roles = [message["role"] for message in form["messages"]]
         first = roles.index("assistant") if "assistant" in roles else len(roles)
-        asked = form["messages"][:first] or form["messages"]
-    canonical = json.dumps(asked, sort_keys=True)
+        question = form["messages"][:first] or form["messages"]
+    canonical = json.dumps(question, sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config import DataConfig
-from draftkit.data.corpora import Document, setting, split_documents
+from draftkit.data.corpora import SPLITS, Document, setting, split_documents
 from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -31,7 +31,6 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DATE_MACRO = "{% macro strftime_now(format) %}01 Jan 2026{% endmacro %}{{ '' }}"
 SHORT_WINDOW = 8  # tokens after the prompt below which the rest of a text is not worth a row
 DOCUMENTS = 256  # tokenised together
-SPLITS = ("train", "validation", "test")
 ABOUT = "splits.json"  # beside their files: what is known of them
 UNSORTED = "unsorted.arrow"
 SCHEMA = pa.schema(

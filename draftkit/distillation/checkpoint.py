@@ -1,4 +1,4 @@
-"""A training state in one safetensors file: weights, AdamW's state, counters. No pickle.
+"""A training state in one safetensors file: weights, the optimizer's state, counters. No pickle.
 
 Written atomically, so a kill at any moment leaves the previous checkpoint. Data order, noise and
 learning rate are functions of the step, so this file is all that resuming needs to give the same
@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from draftkit.artifacts import atomic_path
 from draftkit.distillation.trainer import Trainer
 
-# Of each weight. AdamW counts its own steps: fewer than the trainer's where moments began anew.
-ADAMW_STATE = ("step", "exp_avg", "exp_avg_sq")
+# Of each weight, AdamW's and Muon's. AdamW counts its own steps: fewer than the trainer's where
+# moments began anew.
+STATES = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})
 
 
 def save_checkpoint(path: Path, trainer: Trainer, notes: dict[str, Any]) -> None:
@@ -30,10 +31,8 @@ def save_checkpoint(path: Path, trainer: Trainer, notes: dict[str, Any]) -> None
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in trainer.trained():
         tensors[f"weight.{name}"] = parameter.detach().cpu().contiguous()
-        if parameter in trainer.optimizer.state:
-            for part in ADAMW_STATE:
-                state = trainer.optimizer.state[parameter][part]
-                tensors[f"{part}.{name}"] = state.cpu().contiguous()
+        for part, state in trainer.optimizer.state.get(parameter, {}).items():
+            tensors[f"{part}.{name}"] = state.cpu().contiguous()
     record = {"steps": trainer.steps, "tokens": trainer.tokens, "notes": notes}
     with atomic_path(path) as temporary:
         save_file(tensors, temporary, metadata={"training": json.dumps(record)})
@@ -56,8 +55,8 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     with torch.no_grad():
         for name, parameter in trainer.trained():
             weight = tensors.get(f"weight.{name}")
-            parts = [part for part in ADAMW_STATE if f"{part}.{name}" in tensors]
-            known = parts in ([], [*ADAMW_STATE])
+            parts = {part for part in set.union(*STATES) if f"{part}.{name}" in tensors}
+            known = parts in (set(), *STATES)
             if weight is None or weight.shape != parameter.shape or not known:
                 raise ValueError(
                     f"{path}: {name} does not fit this model: delete it to train from the start"

@@ -1,9 +1,9 @@
 """One training step of a draft, for `distill`, `prepare` and the online daemon alike.
 
-AdamW over `accelerate`, warm-up then cosine, gradient clipping. Losses are means over the tokens
-that count, normalised over all ranks and micro-batches together: eight rows at once and one row
-eight times give the same gradient. Logits exist for a few tokens at a time (`chunked`). The step
-knows no source, no folder and no schedule of evaluation.
+AdamW or Muon over `accelerate`, warm-up then cosine, gradient clipping. Losses are means over the
+tokens that count, normalised over all ranks and micro-batches together: eight rows at once and
+one row eight times give the same gradient. Logits exist for a few tokens at a time (`chunked`). The
+step knows no source, no folder and no schedule of evaluation.
 """
 
 import math
@@ -22,6 +22,7 @@ from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.batch import Batch
 from draftkit.distillation.chunked import LossOf, chunked_sum
 from draftkit.distillation.losses import Objective, token_weights
+from draftkit.distillation.optimizers import OptimizerOf, adamw
 from draftkit.distillation.teacher import TargetScores, Teacher
 from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.theory.divergences import Divergence
@@ -92,7 +93,7 @@ class Trainer:
     reference: the draft against which `divergence.tokens=top` measures what there is to learn.
     seed: of the noise of dropout, which is a function of it, the step and the process: a run that
     is resumed repeats it, and no two processes share a mask.
-    loss: minimised instead of `divergence.name`.
+    loss: minimised instead of `divergence.name`. optimizer: makes the optimizer of the weights.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Trainer:
         compiled: bool = False,
         seed: int = 0,
         loss: Divergence | None = None,
+        optimizer: OptimizerOf = adamw,
     ) -> None:
         self.draft = draft
         self.teacher = teacher
@@ -124,13 +126,7 @@ class Trainer:
         self._autocast = autocast
         self._seed = seed
         self.accelerator = Accelerator(cpu=draft.device.type == "cpu")
-        self.optimizer = torch.optim.AdamW(
-            [weight for _, weight in self.trained()],
-            lr=self.peak_rate,
-            betas=(optim.adam_beta1, optim.adam_beta2),
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
+        self.optimizer = optimizer(self.trained(), optim, self.peak_rate)
         self._module: nn.Module
         self._module, self._step_optimizer = self.accelerator.prepare(draft, self.optimizer)
 

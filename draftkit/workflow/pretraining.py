@@ -7,11 +7,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftkit.artifacts import remove
-from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig, has_compiler
 from draftkit.data.prompts import Example
 from draftkit.data.store import Mapped
 from draftkit.distillation.batch import whole_text
 from draftkit.distillation.batch_sources import Source, shuffled
+from draftkit.distillation.optimizers import Muon
 from draftkit.distillation.ranks import alone
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
@@ -19,6 +20,8 @@ from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import new_llama, save_model
 from draftkit.tracking import Tracker
 from draftkit.workflow.progress import train_logged
+
+WORTH_COMPILING = 1_000  # steps: the passes of a model compile in half a minute
 
 
 @alone()  # in a distributed launch the first process makes the model, the others wait for it
@@ -40,6 +43,11 @@ def pretrain(
     device = resolve_device(config.hardware)
     dtype = resolve_dtype(config.hardware, device)
     model = new_llama(shape, tokenizer, seed=config.seed, device=device)
+    compiled = config.optim.compile == "true" or (
+        config.optim.compile == "auto" and shape.max_steps >= WORTH_COMPILING and has_compiler()
+    )
+    if compiled:
+        model.base_model.compile(dynamic=False)  # rows are windows of one length
     trainer = Trainer(
         CausalAdapter(model, vocab_size=len(tokenizer)),
         None,
@@ -48,12 +56,16 @@ def pretrain(
             max_steps=shape.max_steps,
             per_device_train_batch_size=shape.per_device_train_batch_size,
             warmup_steps=max(1, shape.max_steps // 20),
+            lr_scheduler_type="linear",
             weight_decay=0.1,
             save_steps=config.optim.save_steps,
+            logging_steps=config.optim.logging_steps,
         ),
         divergence=DivergenceConfig(name="next_token"),
         sampling=SamplingConfig(),
         autocast=dtype if dtype != torch.float32 else None,
+        compiled=compiled,
+        optimizer=Muon,
     )
     source = Source(
         shuffled(Mapped(whole_text, texts), config.seed),
@@ -71,5 +83,5 @@ def pretrain(
         tracker=tracker,
         note=note,
     )
-    save_model(model, tokenizer, folder / key)
+    save_model(model.to(getattr(torch, shape.dtype)), tokenizer, folder / key)
     remove(training)  # the model is whole: nothing resumes from here

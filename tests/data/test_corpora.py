@@ -216,10 +216,13 @@ def documents_of(sizes: dict[str, int]) -> list[Document]:
     ]
 
 
+OF_A_FILE = DataConfig(name="local", path="rows.jsonl")
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.integers(3, 80), st.floats(0.001, 0.499), st.floats(0.001, 0.499))
 def test_no_split_is_empty_or_too_large(count: int, validation: float, test: float) -> None:
-    data = DataConfig(validation_fraction=validation, test_fraction=test)
+    data = replace(OF_A_FILE, validation_fraction=validation, test_fraction=test)
     parts = split_documents(documents_of({"a": count}), data)
     sizes = {name: len(part) for name, part in parts.items()}
     assert sum(sizes.values()) == count
@@ -237,8 +240,8 @@ def test_fewer_than_three_documents_are_refused(tmp_path: Path) -> None:
 
 def test_the_split_does_not_depend_on_the_order_of_rows() -> None:
     documents = documents_of({"a": 40, "b": 25})
-    parts = split_documents(documents, DataConfig())
-    turned = split_documents(documents[::-1], DataConfig())
+    parts = split_documents(documents, OF_A_FILE)
+    turned = split_documents(documents[::-1], OF_A_FILE)
     assert {name: list(part) for name, part in turned.items()} == {
         name: list(part) for name, part in parts.items()
     }
@@ -253,16 +256,10 @@ def test_stored_documents_come_back_as_they_were_read(tmp_path: Path) -> None:
 def test_every_domain_is_in_every_split_in_proportion() -> None:
     documents = documents_of({"a": 300, "b": 20, "c": 40})
     documents = [replace(document, id=f"{document.id}{document.domain}") for document in documents]
-    parts = split_documents(documents, DataConfig(validation_fraction=0.1, test_fraction=0.1))
+    data = replace(OF_A_FILE, validation_fraction=0.1, test_fraction=0.1)
+    parts = split_documents(documents, data)
     for name in ("validation", "test"):
         assert Counter(document.domain for document in parts[name]) == {"a": 30, "b": 2, "c": 4}
-
-
-def test_a_file_and_its_docstrings_share_a_split() -> None:
-    documents = documents_of({"python": 60, "prose": 60})  # the same names in both
-    for part in split_documents(documents, DataConfig(test_fraction=0.2)).values():
-        names = Counter(document.id.partition(":")[2] for document in part)
-        assert set(names.values()) == {2}
 
 
 def test_repeated_rows_and_other_answers_to_a_question_share_a_split(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from draftkit.config import DOMAIN_NAMES, DataConfig
 from draftkit.data import installed as installed_text
 from draftkit.data.corpora import Document, read_documents, split_documents
+from draftkit.data.installed import TEST_PACKAGES
 from draftkit.data.prompts import make_splits
 from draftkit.models.vocabulary import train_byte_bpe
 
@@ -87,7 +88,7 @@ def test_a_licence_comment_goes_and_other_comments_stay(tmp_path: Path) -> None:
     licence = "#pragma once\n\n/* Copyright\n * Nobody\n */\n"
     (tmp_path / "b.h").write_text(licence + "int x;\n" * 99)
     sources = installed_text._listed({"p": str(tmp_path)}, (".py", ".h"))
-    texts = dict(installed_text._read_sources(sources))
+    texts = dict(installed_text._read_sources(sources, set()))
     assert texts["p/b.h"].startswith("#pragma once\n\nint x;")
     assert "Nobody" not in texts["p/a.py"]
     assert "# Copyright is a word here" in texts["p/a.py"]
@@ -95,7 +96,7 @@ def test_a_licence_comment_goes_and_other_comments_stay(tmp_path: Path) -> None:
 
 
 def test_giant_tiny_generated_repeated_and_undecodable_files_are_skipped(tmp_path: Path) -> None:
-    good = "def f():\n    return 1\n" * 30
+    good = "def function_of_nothing():\n    return 1\n" * 30
     (tmp_path / "good.py").write_text(good)
     (tmp_path / "same.py").write_text(good)
     (tmp_path / "giant.py").write_text("x = 1\n" * 50_000)
@@ -104,9 +105,8 @@ def test_giant_tiny_generated_repeated_and_undecodable_files_are_skipped(tmp_pat
     (tmp_path / "latin.py").write_bytes(good.encode() + b"# caf\xe9\n")
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "case.py").write_text(good + "y = 2\n")
-    found = dict(
-        installed_text._read_sources(installed_text._listed({"p": str(tmp_path)}, (".py",)))
-    )
+    listed = installed_text._listed({"p": str(tmp_path)}, (".py",))
+    found = dict(installed_text._read_sources(listed, set()))
     assert list(found) in (["p/good.py"], ["p/same.py"])
 
 
@@ -116,9 +116,8 @@ def test_only_substantial_docstrings_are_taken_and_each_once(tmp_path: Path) -> 
     (tmp_path / "a.py").write_text(f'{code}        """G. {long}"""\n')
     (tmp_path / "b.py").write_text(f'x = 1\n\ndef f():\n    """{long}"""\n    return """ """\n')
     (tmp_path / "c.py").write_text('def f(:\n    """ """\n' + f'"""{long}"""\n')
-    found = dict(
-        installed_text._docstrings([(n, str(tmp_path / n)) for n in ("a.py", "b.py", "c.py")])
-    )
+    texts = [(name, (tmp_path / name).read_text()) for name in ("a.py", "b.py", "c.py")]
+    found = dict(installed_text._docstrings(texts))
     assert found == {"a.py": f"{long.strip()}\n\nG. {long.strip()}\n"}
 
 
@@ -126,6 +125,60 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed_text, "PACKAGES", ("no_such_package_here",))
     message = refusal(lambda: list(read_documents(DataConfig())))
     assert message.startswith("data=installed reads the package no_such_package_here, which is")
+
+
+def test_what_a_small_corpus_holds_out_a_large_one_does_not_train_on(
+    installed: list[Document],
+) -> None:
+    small = split_documents(installed, DataConfig(max_megabytes=0.6))
+    data = DataConfig(max_megabytes=6, test_fraction=0.02, validation_fraction=0.1)
+    large = split_documents(list(read_documents(data)), data)
+    names = {
+        part: {document.id.partition(":")[2] for document in documents}
+        for part, documents in large.items()
+    }
+    assert len(names["train"]) > 300
+    for part in ("validation", "test"):
+        held_out = {document.id.partition(":")[2] for document in small[part]}
+        assert held_out
+        assert not held_out & names["train"]  # nor the docstrings of a file in another domain
+    assert {name for name in names["test"]} == {
+        name for name in set().union(*names.values()) if name.startswith(TEST_PACKAGES)
+    }
+    sizes = {
+        part: sum(len(document.row["text"]) for document in documents) / 6e6
+        for part, documents in large.items()
+    }
+    assert sizes == pytest.approx({"test": 0.02, "validation": 0.1, "train": 0.88}, rel=0.05)
+
+
+def test_a_file_that_repeats_half_of_one_before_it_is_left_out() -> None:
+    lines = [f"the value of the line is {number}" for number in range(40)]
+    seen: set[int] = set()
+    assert not installed_text._repeats("\n".join(lines[:20]), seen)
+    assert not installed_text._repeats("\n".join(lines[10:30]), seen)  # half, and no more
+    assert installed_text._repeats("\n".join(["  " + lines[19], *lines[20:29], lines[39]]), seen)
+    assert not installed_text._repeats("\n".join(lines[29:]), seen)  # the refused left no trace
+
+
+def test_of_two_files_alike_the_one_held_out_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "".join(f"def function_{number}(argument):\n    return 1\n" for number in range(30))
+    names = [f"asyncio/a{number}.py" for number in range(3)] + ["copies/b.py"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "asyncio/a0.py").write_text(code)
+    (tmp_path / "copies/b.py").write_text(code + "x = 1\n")
+    other = code.replace("function", "procedure").replace("argument", "another")
+    (tmp_path / "copies/c.py").write_text(other)
+    monkeypatch.setattr(installed_text, "_folder", lambda package: str(tmp_path / "none"))
+    monkeypatch.setattr(installed_text.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    texts = list(installed_text.installed_texts(["python"], megabytes=0.1))
+    assert [name for _, name, _ in texts] == ["asyncio/a0.py", "copies/c.py"]
+    # Too large for the room of the tests, and still not trained on.
+    texts = list(installed_text.installed_texts(["python"], megabytes=0.01, test_fraction=0.001))
+    assert [name for _, name, _ in texts] == ["copies/c.py"]
 
 
 def test_too_few_megabytes_are_named() -> None:

@@ -5,6 +5,7 @@ from torch import nn
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.batch import TokenSequence, collate
+from draftkit.distillation.optimizers import adamw
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 
@@ -49,7 +50,7 @@ class Bigram(nn.Module):
         """Nothing is kept beside the table."""
 
 
-def trainer(draft=None, target=None, divergence="forward_kl", **optim):
+def trainer(draft=None, target=None, divergence="forward_kl", optimizer=adamw, **optim):
     """A trainer of `draft` towards `target`, both bigrams."""
     options = {"learning_rate": 0.05, "warmup_steps": 0, "max_steps": 12, "logging_steps": 1}
     return Trainer(
@@ -58,6 +59,7 @@ def trainer(draft=None, target=None, divergence="forward_kl", **optim):
         optim=OptimConfig(**{**options, **optim}),
         divergence=DivergenceConfig(name=divergence),
         sampling=SamplingConfig(),
+        optimizer=optimizer,
     )
 
 

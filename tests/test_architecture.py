@@ -105,6 +105,23 @@ def test_no_path_of_one_machine_is_written_down() -> None:
     assert names_of(lines) == []
 
 
+def test_no_name_is_a_word_that_says_nothing() -> None:
+    """`found`, `told`, `asked`, `said` and `place` fit any value: the field has a word for it."""
+    empty = re.compile(r"(^|_)(found|told|asked|said|places?)(_|$)")
+
+    def names(path: Path) -> Iterator[tuple[str, int]]:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield node.name, node.lineno
+            elif isinstance(node, ast.arg):
+                yield node.arg, node.lineno
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield node.id if isinstance(node, ast.Name) else node.attr, node.lineno
+
+    lines = ((p, line) for p in CODE for name, line in names(p) if empty.search(name))
+    assert names_of(lines) == []
+
+
 def test_importing_the_library_is_light_and_silent() -> None:
     code = (
         "import sys; import draftkit; import draftkit.config;"

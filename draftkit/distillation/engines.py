@@ -65,8 +65,8 @@ class OpenAISampler:
         try:
             choice = answer["choices"][0]
             ids, ended = choice.get("token_ids"), choice.get("finish_reason") == "stop"
-            told = choice.get("prompt_token_ids")
-            if told is not None and told != prompt:
+            echoed = choice.get("prompt_token_ids")
+            if echoed is not None and echoed != prompt:
                 raise self._failure("it changes prompts: they do not come back as they were sent")
             output = self._tokenise(prompt, choice["text"]) if ids is None else list(ids)
             if ended:
@@ -147,8 +147,8 @@ class OpenAISampler:
     def _cut(self, prompt: list[int], output: list[int]) -> list[int]:
         """`output` to its first end of text, or to the limit."""
         ends = self.settings.eos_token_ids
-        place = next((n for n, token in enumerate(output, start=1) if token in ends), None)
-        return output[:place][: self._room(prompt)]
+        end = next((n for n, token in enumerate(output, start=1) if token in ends), None)
+        return output[:end][: self._room(prompt)]
 
     def _failure(self, reason: str) -> ValueError:
         return ValueError(f"generate.url {self.url}: {' '.join(reason.split())}")

@@ -158,6 +158,6 @@ def top_of_each_text(values: Tensor, texts: Tensor, fraction: float) -> Tensor:
     by_value = values.argsort(descending=True, stable=True)
     order = by_value[texts[by_value].argsort(stable=True)]  # by text, then by value
     starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    place = torch.arange(len(values), device=values.device) - starts
-    kept = place < (fraction * sizes).ceil().repeat_interleave(sizes)
+    rank = torch.arange(len(values), device=values.device) - starts
+    kept = rank < (fraction * sizes).ceil().repeat_interleave(sizes)
     return torch.zeros_like(kept).scatter(0, order, kept)

@@ -15,12 +15,13 @@ from transformers.utils.hub import cached_file
 
 from draftkit.artifacts import fingerprint, sha256_file, sha256_tree, write_json
 from draftkit.config import DataConfig, ModelConfig
-from draftkit.data.installed import PACKAGES
+from draftkit.data.installed import OPTIONAL, PACKAGES
 from draftkit.models.loading import check_folder
 from pipelines.plan import Given
 
 CARD = "README.md"  # about a model, no part of it
-DISTRIBUTIONS = {"hydra": "hydra-core"}  # where a package is called otherwise than what is imported
+# Where a package is called otherwise than what is imported.
+DISTRIBUTIONS = {"hydra": "hydra-core", "PIL": "pillow"}
 MEMORY = Path("shared") / "checksums.json"
 
 
@@ -58,9 +59,15 @@ def given_text(data: DataConfig, root: str) -> Given:
     if data.name == "hub":
         return Given(fingerprint([data.path, data.subset, data.split]), str(data.path))
     # Not all distributions in sight: compiling, for one, brings more of them into sight.
-    names = [DISTRIBUTIONS.get(package, package) for package in PACKAGES]
-    versions = [(name, importlib.metadata.version(name)) for name in sorted(names)]
-    return Given(fingerprint([sys.version, versions]))
+    names = [DISTRIBUTIONS.get(package, package) for package in (*PACKAGES, *OPTIONAL)]
+    return Given(fingerprint([sys.version, [(name, _version(name)) for name in sorted(names)]]))
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def remembered(path: Path, root: str, checksum: Callable[[Path], str]) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 import pipelines.checksums
 from draftkit.config import DataConfig
-from draftkit.data.installed import PACKAGES
+from draftkit.data.installed import OPTIONAL, PACKAGES
 from pipelines.checksums import DISTRIBUTIONS, given_text
 
 
@@ -26,7 +26,7 @@ def test_installed_text_is_that_of_the_packages_that_are_read(
     assert given_text(DataConfig(), "").address == before
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", (*PACKAGES, *OPTIONAL))
 def test_another_version_of_a_package_is_another_text(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from draftkit.data.store import hash_order
 
-# Direct dependencies: these are present wherever draftkit is.
+# Present wherever a model can be loaded.
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "hydra", "omegaconf")
 PACKAGES += ("numpy", "matplotlib", "rich", "tokenizers", "safetensors", "huggingface_hub")
-PACKAGES += ("pyarrow", "wandb", "pydantic", "fastapi", "uvicorn", "httpx", "jinja2")
-# What these depend on, read where it is installed.
-INDIRECT = ("sympy", "networkx", "pandas", "mpmath", "fontTools", "pygments", "PIL", "fsspec")
-INDIRECT += ("starlette", "anyio", "click", "typer", "urllib3", "filelock", "packaging")
+# What a machine may do without: read where it is installed.
+OPTIONAL = ("pyarrow", "wandb", "pydantic", "fastapi", "uvicorn", "httpx", "jinja2", "sympy")
+OPTIONAL += ("networkx", "pandas", "mpmath", "fontTools", "pygments", "PIL", "fsspec", "starlette")
+OPTIONAL += ("anyio", "click", "typer", "urllib3", "filelock", "packaging")
 HEADERS = {"torch": "include", "pyarrow": "include", "numpy": "_core/include"}
 # Held out for tests: of every domain some packages of which nothing is trained on.
 TEST_PACKAGES = ("accelerate/", "rich/", "hydra/", "omegaconf/", "asyncio/", "email/")
@@ -65,9 +65,11 @@ def installed_texts(
     fractions = {"test": test_fraction, "validation": validation_fraction}
     fractions["train"] = 1 - sum(fractions.values())  # last: it repeats nothing of the others
     roots = {package: _package_folder(package) for package in PACKAGES}
-    roots |= {name: folder for name in INDIRECT if (folder := _folder(name)) is not None}
+    roots |= {name: folder for name in OPTIONAL if (folder := _folder(name)) is not None}
     modules = _listed({"": sysconfig.get_paths()["stdlib"]} | roots, (".py",))
-    headers = {f"{name}/{inside}": f"{roots[name]}/{inside}" for name, inside in HEADERS.items()}
+    headers = {
+        f"{name}/{inside}": f"{roots.get(name)}/{inside}" for name, inside in HEADERS.items()
+    }
     sources = {
         "python": modules,
         # From the other end than `python`, so that the same text is not taken twice.

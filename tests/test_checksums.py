@@ -26,7 +26,7 @@ def test_installed_text_is_that_of_the_packages_that_are_read(
     assert given_text(DataConfig(), "").address == before
 
 
-@pytest.mark.parametrize("package", (*PACKAGES, *OPTIONAL))
+@pytest.mark.parametrize("package", [*PACKAGES, *OPTIONAL])
 def test_another_version_of_a_package_is_another_text(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

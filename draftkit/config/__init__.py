@@ -17,6 +17,7 @@ from draftkit.config.choices import (
     DRAFTED_NAMES,
     GPU_PARTS,
     MIXTURE,
+    OPTIMIZER_NAMES,
     PROPOSER_NAMES,
     SOURCE_NAMES,
     VERIFICATION_NAMES,

@@ -16,6 +16,7 @@ DRAFTED_NAMES = ("sampled", "argmax", "hybrid", "staged")  # proposers with a dr
 COUNTING_NAMES = ("unigram", "bigram", "ngram")  # proposers that count the training text
 PROPOSER_NAMES = (*DRAFTED_NAMES, *COUNTING_NAMES, "prompt_lookup", "none")
 PROPOSER_ALIASES = {"draft": "sampled", "lookup": "prompt_lookup"}
+OPTIMIZER_NAMES = ("adamw", "muon")
 DOMAIN_NAMES = ("python", "prose", "cpp")
 BENCHMARK_METHOD_NAMES = ("plain", "speculative", "adaptive", "eager_plain", "eager_speculative")
 BENCHMARK_METHOD_NAMES += tuple(name for name in PROPOSER_NAMES if name != "none")

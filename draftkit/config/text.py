@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from draftkit.config.choices import (
     DOMAIN_NAMES,
+    OPTIMIZER_NAMES,
     Section,
     check_rules,
     positive,
@@ -24,6 +25,8 @@ class PretrainConfig:
     max_steps: int = positive(330)
     per_device_train_batch_size: int = positive(8)
     learning_rate: float = positive(2e-3)
+    # muon: faster from nothing, and the more so the larger a step, whose matrices it turns once
+    optimizer: str = setting("adamw", names=OPTIMIZER_NAMES)
     # Of the weights as they are saved.
     dtype: str = setting("float32", names=("float32", "bfloat16"))
 

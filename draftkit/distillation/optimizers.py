@@ -57,3 +57,6 @@ class Muon(torch.optim.Optimizer):
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.state, part.param_groups = self.state, [group]
             part.step()
+
+
+OPTIMIZERS: dict[str, OptimizerOf] = {"adamw": adamw, "muon": Muon}

@@ -12,7 +12,7 @@ from draftkit.data.prompts import Example
 from draftkit.data.store import Mapped
 from draftkit.distillation.batch import whole_text
 from draftkit.distillation.batch_sources import Source, shuffled
-from draftkit.distillation.optimizers import Muon
+from draftkit.distillation.optimizers import OPTIMIZERS
 from draftkit.distillation.ranks import alone
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
@@ -56,7 +56,6 @@ def pretrain(
             max_steps=shape.max_steps,
             per_device_train_batch_size=shape.per_device_train_batch_size,
             warmup_steps=max(1, shape.max_steps // 20),
-            lr_scheduler_type="linear",
             weight_decay=0.1,
             save_steps=config.optim.save_steps,
             logging_steps=config.optim.logging_steps,
@@ -65,7 +64,7 @@ def pretrain(
         sampling=SamplingConfig(),
         autocast=dtype if dtype != torch.float32 else None,
         compiled=compiled,
-        optimizer=Muon,
+        optimizer=OPTIMIZERS[shape.optimizer],
     )
     source = Source(
         shuffled(Mapped(whole_text, texts), config.seed),

@@ -4,9 +4,9 @@ It stores records and counts; it does not know who serves, who trains, or what a
 number of processes may open the same file, and several threads may use one `Buffer`.
 
 What `append` has stored survives the death of any process and a power cut. What is older than
-`retention_days` by the wall clock, or too much for `max_megabytes`, is deleted and overwritten by
-the next `maintain`. A damaged row is left out and counted; a damaged file is set aside for a day
-and a new one begun.
+`retention_days` by the file's ledger of time (`ages`), or too much for `max_megabytes`, is deleted
+and overwritten by the next `maintain`. A damaged row is left out and counted; a damaged file is set
+aside for a day and a new one begun.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import random
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, astuple, dataclass, fields
+from dataclasses import KW_ONLY, asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from draftkit.config.service import BufferConfig
 from draftkit.data.rollouts import Record, from_bytes, to_bytes
+from draftkit.online.ages import Ledger, Uptime, look, seconds_since, uptime
 from draftkit.online.database import Database
 from draftkit.online.fingerprints import require_same
 
@@ -167,12 +168,13 @@ class Buffer:
     gate_fraction: float = 0.2
     fingerprints: Mapping[str, str] | None = None
     clock: Callable[[], float] = time.time
-    uptime: Callable[[], float] = time.monotonic
+    uptime: Callable[[], Uptime] = uptime
 
     def __post_init__(self) -> None:
         self.damaged: set[int] = set()  # ids of rows that were not as they had been written
         self._room = self.settings.max_megabytes * 1e6
-        self._grown = 0  # bytes since the last upkeep
+        self._ledger: Ledger | None = None
+        self._grown, self._maintained = 0, self.uptime()  # bytes since the last upkeep, and when
         self._database = Database(self.path, self._prepare)
 
     @property
@@ -188,6 +190,7 @@ class Buffer:
         first = max(0, int(1000 * self.clock()))
         if not connection.execute("SELECT count(*) FROM sqlite_sequence").fetchone()[0]:
             connection.execute("INSERT INTO sqlite_sequence VALUES ('records', ?)", (first,))
+        self._look(connection)
         if self.fingerprints is None:
             return
         stored, wanted = self._fact(connection, "fingerprints"), dict(self.fingerprints)
@@ -196,6 +199,14 @@ class Buffer:
             self._set_fact(connection, "fingerprints", wanted)
         else:
             require_same(self.path, stored=stored or {}, wanted=wanted)
+
+    def _look(self, connection: sqlite3.Connection) -> Ledger:
+        """The time of the file's ledger, which is stored."""
+        stored = self._fact(connection, "ledger")
+        before = stored and Ledger(**stored | {"seen": Uptime(**stored["seen"])})
+        self._ledger = look(before, wall=self.clock(), up=self.uptime())
+        self._set_fact(connection, "ledger", asdict(self._ledger))
+        return self._ledger
 
     @staticmethod
     def _fact(connection: sqlite3.Connection, name: str) -> Any:
@@ -211,9 +222,9 @@ class Buffer:
         """Store `entries` in one transaction that is on the disk when this returns.
 
         Raises OSError (ENOSPC: the disk is full) and stores none of them; ValueError for an id
-        that does not fit 32 bits. After much growth `maintain` follows.
+        that does not fit 32 bits. Now and then `maintain` follows, by time and growth.
         """
-        now, rows = self.clock(), []
+        now, rows = look(self._ledger, wall=self.clock(), up=self.uptime()).now, []
         for entry in entries:
             content = to_bytes(entry.record)
             columns = (entry.route, entry.version, float(entry.seconds), now, split(entry.record))
@@ -225,7 +236,8 @@ class Buffer:
                 rows,
             )
         self._grown += sum(row[5] for row in rows)
-        if self._grown > self._room / _GROWTH:
+        rested = seconds_since(self._maintained, self.uptime())
+        if self._grown > self._room / _GROWTH or rested is None or rested > UPKEEP_SECONDS:
             try:
                 self.maintain()
             except OSError as error:  # the entries are stored all the same
@@ -250,9 +262,9 @@ class Buffer:
         return [Served(**dict(zip(COUNTS, row, strict=True))) for row in rows]
 
     def set_load(self, *, queued: int, running: int) -> None:
-        """Tell others how busy the server is."""
-        load = {"queued": queued, "running": running, "uptime": self.uptime()}
-        with self._database.writing() as connection:
+        """Tell others how busy the server is; not flushed to the disk, so cheap."""
+        load = {"queued": queued, "running": running, "uptime": asdict(self.uptime())}
+        with self._database.writing(flushed=False) as connection:
             self._set_fact(connection, "server", load)
 
     def load(self) -> Load | None:
@@ -261,8 +273,8 @@ class Buffer:
             load = self._fact(connection, "server")
         if load is None:
             return None
-        age = self.uptime() - load.pop("uptime")
-        return Load(**load, age_seconds=age if age >= 0 else float("inf"))
+        age = seconds_since(Uptime(**load.pop("uptime")), self.uptime())
+        return Load(**load, age_seconds=float("inf") if age is None else age)
 
     def count(self, route: str, *, held_out: bool, after: int = 0) -> int:
         """How many records of a side of `route` have an id above `after`."""
@@ -345,8 +357,10 @@ class Buffer:
         Files that were set aside go after a day: how old their records are cannot be known.
         Call it now and then, with or without traffic. Raises OSError as `append`.
         """
-        self._grown = 0
-        now, keep_seconds = self.clock(), self.settings.retention_days * _DAY
+        self._grown, self._maintained = 0, self.uptime()
+        keep_seconds = self.settings.retention_days * _DAY
+        with self._database.writing() as connection:
+            now = self._look(connection).now
         with self._database.reading() as connection:
             query = "SELECT id FROM records WHERE kept < ? ORDER BY kept"
             expired = connection.execute(query, (now - keep_seconds,)).fetchall()

@@ -1,9 +1,9 @@
 """One SQLite file of several processes: opening it, transactions, and what to do with damage.
 
-What a finished transaction wrote survives the death of any process and a power cut. A page of
-SQLite's write-ahead log that goes bad on the disk costs the transactions from it on. A file in
-which SQLite finds damage is renamed to `*.damaged-<n>` by whoever opens it while nobody else has
-it open, and a new one begins.
+What a finished transaction wrote survives the death of any process and, where it was flushed, a
+power cut. A page of SQLite's write-ahead log that goes bad on the disk costs the transactions from
+it on. A file in which SQLite finds damage is renamed to `*.damaged-<n>` by whoever opens it while
+nobody else has it open, and a new one begins.
 
 This module does not know what the tables hold.
 """
@@ -197,10 +197,20 @@ class Database:
             yield connection
 
     @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
-        """A connection whose changes happen together at the end, on the disk, or not at all."""
-        with self.session() as connection, self._transaction(connection, "BEGIN IMMEDIATE"):
-            yield connection
+    def writing(self, *, flushed: bool = True) -> Iterator[sqlite3.Connection]:
+        """A connection whose changes happen together at the end, or not at all.
+
+        `flushed`: they are on the disk then; else a power cut may take them, a kill does not.
+        """
+        with self.session() as connection:
+            if not flushed:
+                connection.execute("PRAGMA synchronous=NORMAL")
+            try:
+                with self._transaction(connection, "BEGIN IMMEDIATE"):
+                    yield connection
+            finally:
+                if not flushed and self._connection is not None:
+                    connection.execute("PRAGMA synchronous=FULL")
 
     def shrink(self) -> bool:
         """Give free pages back and empty the log; false where a reader is in the way of that."""

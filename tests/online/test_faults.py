@@ -217,30 +217,31 @@ def test_a_write_that_fails_in_the_middle_harms_nothing(tmp_path: Path) -> None:
         again.close()
 
 
-def test_a_clock_that_was_behind_costs_only_what_it_dated_itself(tmp_path: Path) -> None:
+def test_a_clock_that_jumps_deletes_nothing_and_stops_no_deletion(tmp_path: Path) -> None:
     clocks = Clocks()
 
     def opened() -> Buffer:
-        return Buffer(tmp_path / "b.sqlite", settings(retention_days=7), clock=clocks.clock)
+        week = settings(retention_days=7)
+        return Buffer(tmp_path / "b.sqlite", week, clock=clocks.clock, uptime=clocks.uptime)
 
     buffer = opened()
     buffer.append(entries(range(10)))
-    clocks.wall -= 365 * DAY * 30
-    for number in (20, 21):  # behind: maintained and restarted
+    for years in (20, -20, -30, 30):  # out and back, twice; maintained and restarted in between
+        clocks.wall += 365 * DAY * years
         clocks.pass_time(0.4 * DAY)
         buffer.maintain()
-        buffer.append([entry(number)])
-        assert kept(buffer) == [*range(10), *range(20, number + 1)]
+        buffer.append([entry(100 + years)])
         buffer.close()
         buffer = opened()
-    clocks.wall += 365 * DAY * 30  # put right: what came meanwhile is dated long ago
+        assert kept(buffer)[-1] == 100 + max(20, years)
+        assert set(range(10)) <= set(kept(buffer))
+    clocks.wall -= 365 * DAY * 9  # and now it stays wrong, behind
+    clocks.pass_time(5.5 * DAY)
     buffer.maintain()
-    assert kept(buffer) == list(range(10))
-    clocks.pass_time(6.3 * DAY)
+    assert kept(buffer) == [70, 80, 120, 130]  # the first ten are 7.1 days old
+    clocks.pass_time(1.5 * DAY)
     buffer.maintain()
-    assert kept(buffer) == []
-    buffer.append([entry(30)])
-    assert kept(buffer) == [30]
+    assert kept(buffer) == [130]
     buffer.close()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from draftkit.config.service import BufferConfig
 from draftkit.data.rollouts import Record
+from draftkit.online.ages import Uptime
 from draftkit.online.buffer import Entry
 
 MARK = 0x5EED0000  # ids of answers begin here
@@ -58,7 +59,7 @@ class Clocks:
     """A wall clock and an uptime that move when told."""
 
     def __init__(self) -> None:
-        self.wall, self.seconds = 1e9, 1000.0
+        self.wall, self.boot, self.seconds = 1e9, "first", 1000.0
 
     def pass_time(self, seconds: float) -> None:
         """Time passes while the machine is up."""
@@ -68,12 +69,12 @@ class Clocks:
     def reboot(self, off_seconds: float) -> None:
         """The machine is off for a while."""
         self.wall += off_seconds
-        self.seconds = 1.0
+        self.boot, self.seconds = self.boot + "'", 1.0
 
     def clock(self) -> float:
         """The wall clock."""
         return self.wall
 
-    def uptime(self) -> float:
-        """Seconds since the last boot."""
-        return self.seconds
+    def uptime(self) -> Uptime:
+        """The uptime."""
+        return Uptime(boot=self.boot, seconds=self.seconds)

@@ -125,7 +125,8 @@ def _served(
 
     One text at a time, so that what is made of its logits stays in a processor's cache.
     """
-    tokens, keep = padded(contexts, model.device)
+    prompts, outputs = [c.prompt_ids for c in contexts], [c.output_ids for c in contexts]
+    tokens, keep = padded(prompts, outputs, model.device)
     logits = model.score(tokens, keep).split([len(one.output_ids) for one in contexts])
     for context, rows in zip(contexts, logits, strict=True):
         served, seen = sampling or sampling_of(context), None
@@ -199,12 +200,14 @@ def sampling_of(context: Record) -> SamplingConfig:
     return SamplingConfig(**values)
 
 
-def padded(contexts: Sequence[Record], device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(
+    prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Token ids [B, T], padded on the right, and the positions [B, T] that predict outputs."""
-    rows = [[*context.prompt_ids, *context.output_ids] for context in contexts]
+    rows = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
     width = max(map(len, rows))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
     keep = torch.zeros(tokens.shape, dtype=torch.bool, device=device)
-    for index, (context, row) in enumerate(zip(contexts, rows, strict=True)):
-        keep[index, len(context.prompt_ids) - 1 : len(row) - 1] = True
+    for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+        keep[index, len(prompt) - 1 : len(row) - 1] = True
     return tokens, keep

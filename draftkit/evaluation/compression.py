@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftkit.config import DivergenceConfig
 from draftkit.data.prompts import Example
+from draftkit.evaluation.alpha import padded
 from draftkit.models.adapter import Adapter
 from draftkit.theory.divergences import ce_argmax, next_token
 
@@ -40,24 +41,20 @@ def score_texts(
     """
     settings = DivergenceConfig()
     nats, certain = defaultdict[str, float](float), defaultdict[str, float](float)
-    tokens, sizes = defaultdict[str, int](int), defaultdict[str, int](int)
+    counts, sizes = defaultdict[str, int](int), defaultdict[str, int](int)
     for first in range(0, len(examples), batch_size):
         chunk = examples[first : first + batch_size]
-        lengths = [len(example.token_ids) for example in chunk]
-        ids = torch.zeros(len(chunk), max(lengths), dtype=torch.long, device=model.device)
-        for row, example in zip(ids, chunk, strict=True):
-            row[: len(example.token_ids)] = torch.tensor(example.token_ids)
-        column = torch.arange(ids.shape[1], device=model.device)
-        length = torch.tensor(lengths, device=model.device)[:, None]
-        logits = model.score(ids, column < length - 1).split([count - 1 for count in lengths])
-        for example, row, z in zip(chunk, ids, logits, strict=True):
-            after = row[1 : len(example.token_ids)]
-            texts = {"target_logits": z, "draft_logits": z, "token_ids": after}
+        after = [example.token_ids[1:] for example in chunk]
+        tokens, keep = padded([e.token_ids[:1] for e in chunk], after, model.device)
+        logits = model.score(tokens, keep).split([*map(len, after)])
+        for example, ids, z in zip(chunk, after, logits, strict=True):
+            token_ids = torch.tensor(ids, dtype=torch.long, device=z.device)
+            texts = {"target_logits": z, "draft_logits": z, "token_ids": token_ids}
             nats[example.domain] += float(next_token(**texts, settings=settings).sum())
             sure = ce_argmax(**texts, settings=settings).neg().exp()
             certain[example.domain] += float(sure.sum())
-            tokens[example.domain] += len(after)
-            text = str(tokenizer.decode(after.tolist(), skip_special_tokens=True))
+            counts[example.domain] += len(ids)
+            text = str(tokenizer.decode(ids, skip_special_tokens=True))
             sizes[example.domain] += len(text.encode())
     return {
         domain: TextScore(
@@ -65,5 +62,5 @@ def score_texts(
             argmax_probability=certain[domain] / max(1, count),
             tokens=count,
         )
-        for domain, count in sorted(tokens.items())
+        for domain, count in sorted(counts.items())
     }

@@ -46,7 +46,7 @@ MODES = {
     "alpha_greedy_draft": "greedy draft, p(argmax q)",
     "alpha_exact_match": "exact match, sum p q",
 }
-# What is said of each draft, below its acceptance: the label, and the text by its summary.
+# Lines of the table below those of acceptance: the label, and the text by its summary.
 ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "tau, tokens a target pass": lambda s: interval(s["acceptance_length"], 2),
     "accepted / drafted": lambda s: interval(r, 2) if (r := s["acceptance_rate"]) else "-",

@@ -235,7 +235,7 @@ def decoding(
             if full is None and len(left) < len(running):
                 tokens = sum(len(completion.output_ids) for completion in running.values())
                 full = FullBatch(now() - ready, tokens, row_rounds, emitted)
-        finished = now()  # a round that the device may have begun since then is not counted
+        finished = now()  # before a round that the device may go on with
         decoder.leave([*running])
         return Chunk(ready - started, finished - ready, [*running.values()], full)
 

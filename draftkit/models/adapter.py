@@ -9,6 +9,7 @@ knows no sampling, no loss and no schedule. Logits are cut to the real vocabular
 Shapes: B rows, N new tokens, T tokens, C slots attended to, V real vocabulary, H hidden size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +27,7 @@ ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 SHAPE_BOUND_TYPES = {"bloom", "gpt_neo"}  # they read positions off the shape of the cache
 
 
-class Adapter(nn.Module):
+class Adapter(nn.Module, ABC):
     """A language model of Hugging Face, as decoder, trainer and evaluation see it."""
 
     has_encoder = False  # whose text `encode` must be shown before the first decoder token
@@ -71,23 +72,23 @@ class Adapter(nn.Module):
 
     def encode(self, tokens: Tensor, *, lengths: Tensor, cache: SlotCache) -> None:
         """Take in the texts `tokens` [B, E], of `lengths` [B] tokens, padded on the right."""
-        raise NotImplementedError
+        raise ValueError("this model has no encoder, so that there is nothing to read for it")
 
+    @abstractmethod
     def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> Tensor:
         """Feed `tokens` [B, N] at `positions` [B, N] through the cache; return logits [B, N, V]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
         """Fill slots `positions` [B, N] of the cache; the head is not run."""
-        raise NotImplementedError
 
+    @abstractmethod
     def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
         """Return logits [M, V] at the M true positions of `keep` [B, T] of `tokens` [B, T].
 
         The head runs on the kept positions only. Rows are padded on the right, so padding is
         never seen by a kept position and needs no mask.
         """
-        raise NotImplementedError
 
     def weights(self) -> dict[str, Tensor]:
         """What `load_weights` writes, by name: the tensors themselves, no copies."""

@@ -23,7 +23,7 @@ from draftkit.serving.protocol import SHOWN, ChatRequest, CompletionRequest, exp
 from draftkit.serving.wire import ApiError, json_response
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-GRACE_SECONDS = 10.0  # beyond the deadline of a request, after which nobody waits for the engine
+GRACE_SECONDS = 10.0  # beyond a request's deadline; then the engine is awaited no longer
 
 
 def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
@@ -130,5 +130,5 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(_: Request, __: Exception) -> Response:
-        message = "an error of the server, told in its log"
+        message = "an error of the server: its log says which"
         return ApiError(message, status=500, code="internal_error").response

@@ -69,7 +69,7 @@ class Answers:
         self._submitted = engine.submit(jobs, listeners)
 
     def _listen(self, index: int, piece: Piece) -> None:
-        """On the engine's thread. A loop that has closed has nobody left to tell."""
+        """On the engine's thread. A loop that has closed delivers nothing any more."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._take, index, piece, time.monotonic())
 

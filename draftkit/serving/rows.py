@@ -22,7 +22,7 @@ from draftkit.serving.recorder import Recorder
 log = logging.getLogger(__name__)
 
 
-def nobody(_: Piece) -> None:
+def discard(_: Piece) -> None:
     """Listens to an answer that has ended."""
 
 
@@ -179,7 +179,7 @@ class Rows:
         if self._recorder is not None and answer.records and is_whole:
             self._recorder.offer(answer)
         self._tell(answer, piece)
-        answer.listener = nobody  # what waits to be recorded keeps no client
+        answer.listener = discard  # what waits to be recorded keeps no client
 
     def _tell(self, answer: Answer, piece: Piece) -> bool:
         """Whether the listener could take `piece`; after a failure it is not called again."""
@@ -189,6 +189,6 @@ class Rows:
             answer.listener(piece)
         except Exception:
             log.exception("a listener failed; its answer is cancelled")
-            answer.listener = nobody
+            answer.listener = discard
             return False
         return True

@@ -156,22 +156,12 @@ def distill(
     The pair stays as it is, and its target is the only copy in memory. Raises ValueError, one line,
     for prompts and settings that cannot be used, and where training fails.
     """
-    if isinstance(divergence, str):
-        divergence = DivergenceConfig(name=divergence)
-    loss = divergence if callable(divergence) else None
-    if isinstance(divergence, DivergenceConfig):
-        sections["divergence"] = divergence
+    if isinstance(divergence, str | DivergenceConfig):
+        sections["divergence"] = _section(DivergenceConfig, divergence)
     if source is not None:
-        sections["source"] = SourceConfig(name=source) if isinstance(source, str) else source
-    config = pair.settings(sections)
-    length = max_length or config.data.max_length
-    config = replace(
-        config,
-        optim=replace(config.optim, max_steps=steps or config.optim.max_steps),
-        data=replace(config.data, max_length=length, prompt_tokens=1),
-        # The target is in memory: nothing is gained by storing its scores.
-        generate=replace(config.generate, top_k=0),
-    )
+        sections["source"] = _section(SourceConfig, source)
+    config = _training_settings(pair.settings(sections), steps, max_length)
+    length = config.data.max_length
     examples = cut_examples(examples_of(prompts, pair.target), length)
     if validation is None:
         count = max(2, round(config.data.validation_fraction * len(examples)))
@@ -200,9 +190,26 @@ def distill(
             folder=work,
             tracker=Tracker(work),
             note=note,
-            loss=loss,
+            loss=divergence if callable(divergence) else None,
         )
         return fit(job)
+
+
+def _section(kind: type[Any], given: Any) -> Any:
+    """The section of a name, or the section that was given."""
+    return kind(name=given) if isinstance(given, str) else given
+
+
+def _training_settings(config: Config, steps: int | None, max_length: int | None) -> Config:
+    """`config` with the arguments of `distill` that are no section."""
+    length = max_length or config.data.max_length
+    return replace(
+        config,
+        optim=replace(config.optim, max_steps=steps or config.optim.max_steps),
+        data=replace(config.data, max_length=length, prompt_tokens=1),
+        # The target is in memory: nothing is gained by storing its scores.
+        generate=replace(config.generate, top_k=0),
+    )
 
 
 def evaluate(

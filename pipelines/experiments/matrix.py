@@ -37,7 +37,7 @@ class Cell:
     temperature: float
     seed: int
     judged: dict[str, Number]  # alpha, alpha_gain, acceptance_length, acceptance_length_before
-    # What was found prompt by prompt, where that is known: which `contexts`, sums and positions of
+    # What was measured prompt by prompt, where it was kept: which `contexts`, sums and positions of
     # the drafter `before` and `after`.
     prompts: dict[str, Any]
 
@@ -172,7 +172,7 @@ def table_of(
     text: Callable[[Sequence[Cell]], str],
     legend: str = "",
 ) -> Table:
-    """A column for each source and a row for each divergence, `text` of the seeds in each place."""
+    """A column for each source and a row for each divergence, `text` of the seeds in each cell."""
     rows = grid(cells, temperature)
     count = sum(bool(seeds) for by_source in rows.values() for seeds in by_source.values())
     caption = (

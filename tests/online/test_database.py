@@ -279,7 +279,7 @@ def test_an_exception_undoes_the_transaction(tmp_path: Path) -> None:
     database = Database(tmp_path / "d", lambda c: c.execute("CREATE TABLE IF NOT EXISTS t (x)"))
 
     def doomed() -> None:
-        with database.writing() as connection:
+        with database.writing(flushed=False) as connection:
             connection.execute("INSERT INTO t VALUES (1)")
             raise KeyboardInterrupt
 
@@ -287,4 +287,6 @@ def test_an_exception_undoes_the_transaction(tmp_path: Path) -> None:
         doomed()
     with database.reading() as connection:
         assert connection.execute("SELECT count(*) FROM t").fetchone() == (0,)
+    with database.writing() as connection:
+        assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
     database.close()

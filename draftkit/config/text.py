@@ -122,6 +122,7 @@ class DataConfig(Section, key="data"):
     max_length: int = 128  # tokens of prompt and completion together
     overlong: str = setting("cut", names=("cut", "drop"))  # drop: longer rows are left out
     packing: bool = False  # train on rows of several texts, which do not see each other
+    # Of the documents; of `installed` text, whose packages and paths decide the split, of the room.
     validation_fraction: float = setting(0.05, above=0, below=0.5)
     test_fraction: float = setting(0.05, above=0, below=0.5)
 

@@ -32,9 +32,9 @@ def given_model(model: ModelConfig, key: str, root: str) -> Given:
     """
     assert model.path is not None
     check_folder(model, key)
-    folder, commit = Path(model.path), model.revision or "main"
+    folder, commit = Path(model.location), model.revision or "main"
     if folder.is_dir():
-        return Given(remembered(folder, root, model_sha256), model.path)
+        return Given(remembered(folder, root, model_sha256), model.location)
     with suppress(OSError, ValueError):  # where nobody knows the commit loading says what is wrong
         file = Path(str(cached_file(model.path, "config.json", revision=commit)))
         commit = file.parent.name  # snapshots/<commit>/config.json of the hub's cache

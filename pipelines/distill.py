@@ -1,4 +1,4 @@
-"""`python -m pipelines.distill`: train a drafter towards its target, judge it, print one table.
+"""`python -m pipelines.distill`: train a drafter towards its target, judge it, show what changed.
 
     texts -> target -> prepare -> generate, contexts, scores -> train -> evaluate -> distill
 
@@ -9,6 +9,7 @@ that states its numbers.
 
 import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from rich.console import Console
 from draftkit.artifacts import atomic_path, provenance, read_json, write_text
 from draftkit.config import Config
 from draftkit.evaluation.alpha import MODES
-from draftkit.evaluation.report import evaluation_table, model_card
+from draftkit.evaluation.report import model_card, result_lines
 from pipelines.checksums import CARD
-from pipelines.evaluate import evaluate
+from pipelines.evaluate import FIGURE, SAMPLES, evaluate
 from pipelines.plan import SUMMARY, Given, StageFolder, Step
 from pipelines.prepare import pair_and_text
 from pipelines.run import stage
-from pipelines.train import DRAFT, FIGURE, train
+from pipelines.train import DRAFT, train
 
 
 def needs(config: Config) -> dict[str, Given | Step]:
@@ -35,10 +36,13 @@ def needs(config: Config) -> dict[str, Given | Step]:
 
 
 def show(config: Config, folder: Path) -> None:
-    """Print the table of the evaluation that ended the run."""
-    judged = Path(needs(config)["evaluate"].path)
-    Console(width=80).print(evaluation_table(read_json(judged / SUMMARY)))
-    print(f"The drafter: {folder / DRAFT}")
+    """Print what the pair says, what changed, and where all of it is."""
+    judged, colour = Path(needs(config)["evaluate"].path), sys.stdout.isatty()
+    print((judged / SAMPLES[colour]).read_text(encoding="utf-8"))
+    Console(width=80).print(result_lines(read_json(judged / SUMMARY)))
+    print(f"The drafter, as save_pretrained writes it: {folder / DRAFT}")
+    print(f"Speed-up over gamma: {folder / FIGURE}")
+    print("All numbers: the same command with pipelines.evaluate")
 
 
 @stage(sections=(), needs=needs, product=None, after=show)
@@ -55,7 +59,7 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
     with atomic_path(folder.path / DRAFT) as temporary:
         shutil.copytree(trained / DRAFT, temporary, copy_function=link)
         write_text(temporary / CARD, model_card(judged, provenance()["hardware"]))
-    link(trained / FIGURE, folder.path / FIGURE)
+    link(folder.input("evaluate") / FIGURE, folder.path / FIGURE)
     folder.tracker.artifact(f"{config.name}-draft", "model", folder.path / DRAFT, summary)
     return summary
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from draftkit.artifacts import read_json, write_json, write_text
 from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.data.prompts import read_splits
-from draftkit.decoding.trace import html, terminal
+from draftkit.decoding.trace import continuations, html, terminal
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather
-from draftkit.evaluation.report import evaluation_table
+from draftkit.evaluation.report import evaluation_table, speedup_figure
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
@@ -29,7 +29,9 @@ from pipelines.run import stage
 from pipelines.texts import training_texts
 from pipelines.train import train
 
-TRACES = 4
+TRACES = 3
+SAMPLES = {True: "samples.ansi", False: "samples.txt"}  # as read: with colours, with marks
+FIGURE = "speedup.png"
 PROMPTS = "prompts.json"  # scores of every prompt, so that runs can be paired
 
 
@@ -114,6 +116,8 @@ def write_traces(folder: Path, main: Evidence, target: Target) -> None:
     write_text(folder / "trace.html", html(traces, decode, title="Speculative decoding"))
     texts = [terminal(trace, decode, width=80, colour=False) for trace in traces]
     write_text(folder / "trace.txt", "\n\n".join(texts) + "\n")
+    for colour, name in SAMPLES.items():
+        write_text(folder / name, continuations(traces, decode, width=80, colour=colour))
 
 
 def show(config: Config, folder: Path) -> None:
@@ -162,7 +166,10 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         by_prompt[key] = {"contexts": answers.name, **scored}
         track(folder.tracker, temperature, by_temperature[key], evidence[main])
     write_json(folder.path / PROMPTS, by_prompt)
-    return {**next(iter(by_temperature.values())), "by_temperature": by_temperature}
+    first = next(iter(by_temperature.values()))
+    speedup_figure(first, folder.path / FIGURE)
+    folder.tracker.figure("eval/speedup", folder.path / FIGURE)
+    return {**first, "by_temperature": by_temperature}
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def tracker_of(config: Config, path: Path, stage_name: str, manifest: Mapping[st
     """The tracker of a stage in `path`, labelled as people look for it."""
     tags = {"divergence": config.divergence.name, "source": config.source.name}
     for key, model in (("target", config.target), ("draft", config.draft)):
-        tags[key] = Path(model.path).name if model.path else "embedded"
+        tags[key] = Path(model.path).name if model.path else "fresh"
     return Tracker(
         path,
         mode=config.tracker.mode,

@@ -7,7 +7,7 @@ from typing import Any
 from draftkit.config.choices import Section, positive, require, setting
 from draftkit.config.measuring import BenchmarkConfig, DecodeConfig, EvaluateConfig, GpuConfig
 from draftkit.config.service import OnlineConfig, ServeConfig
-from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, embedded_draft
+from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, small_draft
 from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
 
 
@@ -43,7 +43,7 @@ class Config:
     job: str | None = None  # the job of a sweep, set by the command
     runs: list[str] = field(default_factory=list)
     target: ModelConfig = field(default_factory=ModelConfig)
-    draft: ModelConfig = field(default_factory=embedded_draft)
+    draft: ModelConfig = field(default_factory=small_draft)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)

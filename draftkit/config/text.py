@@ -1,6 +1,7 @@
 """Models, text, and the distribution under which the target is served."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from draftkit.config.choices import (
     DOMAIN_NAMES,
@@ -11,6 +12,8 @@ from draftkit.config.choices import (
     require,
     setting,
 )
+
+EMBEDDED = "draftkit/embedded"  # a small target that comes with the package, and its folder there
 
 
 @dataclass(kw_only=True)
@@ -52,7 +55,7 @@ class ShrinkConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """One model: a local folder or hub name, or null for one that is made first."""
+    """One model: a local folder, a hub name, `draftkit/embedded`, or null for one to be made."""
 
     path: str | None = None
     revision: str | None = None
@@ -61,6 +64,14 @@ class ModelConfig:
     freeze_head: bool = False  # draft: the output head, and embeddings tied to it, do not learn
     lora: LoraConfig = field(default_factory=LoraConfig)
     shrink: ShrinkConfig = field(default_factory=ShrinkConfig)
+
+    @property
+    def location(self) -> str:
+        """The folder or hub name of a model that `path` names."""
+        assert self.path is not None
+        if self.path == EMBEDDED:
+            return str(Path(__file__).parents[1] / "embedded")
+        return self.path
 
     def check(self, section: str) -> None:
         """Raise ValueError naming the key under `section` (`target` or `draft`) that is wrong."""
@@ -88,7 +99,7 @@ class ModelConfig:
         require(self.path is None or not layers, "draft.shrink.layers", rule, layers)
 
 
-def embedded_draft() -> ModelConfig:
+def small_draft() -> ModelConfig:
     """The drafter that `prepare` makes."""
     return ModelConfig(
         pretrain=PretrainConfig(

@@ -51,6 +51,7 @@ LEGEND = {
     "correction": "the target's own token",
     "unused": "not used",
 }
+ENTERED = ("accepted", "correction")  # what enters an answer; a bonus is shown as a correction
 
 
 def parts(step: TraceRound, context: list[int], decode: Decode) -> list[Part]:
@@ -125,6 +126,11 @@ def visible(text: str) -> str:
     return text.translate(SIGNS)
 
 
+def readable(text: str) -> str:
+    """`text` with its line ends, and signs for all else that `visible` shows as signs."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
 def steps(trace: Completion, decode: Decode) -> Iterator[tuple[TraceRound, list[Part]]]:
     """Every round with its parts."""
     text = list(trace.prompt_ids)
@@ -161,17 +167,39 @@ def terminal(trace: Completion, decode: Decode, *, width: int, colour: bool) -> 
     while cell_len(PROMPT + prompt) + cut > width and prompt:
         prompt, cut = prompt[1:], True
     head = ", ".join(f"{label} {value}" for label, value in figures(trace).items())
+    key = Text("  ").join(marked([part]) for part in legend)
+    opening = Text(PROMPT + "…" * cut + prompt, style="dim")
+    return _rendered([Text(head), key, opening, table], width=width, colour=colour)
+
+
+def _rendered(blocks: Sequence[Text | Table], *, width: int, colour: bool) -> str:
     system = "standard" if colour else None
     console = Console(width=width, color_system=system, no_color=False, legacy_windows=False)
     with console.capture() as capture:
-        console.print(
-            Text(head),
-            Text("  ").join(marked([part]) for part in legend),
-            Text(PROMPT + "…" * cut + prompt, style="dim"),
-            table,
-            sep="\n",
-        )
+        console.print(*blocks, sep="\n", overflow="fold")
     return "".join(f"{line.rstrip()}\n" for line in capture.get().split("\n")[:-1])
+
+
+def continuations(
+    traces: Sequence[Completion], decode: Decode, *, width: int, colour: bool
+) -> str:
+    """Return prompts and answers as they read, in lines of at most `width` cells.
+
+    Whose token is whose is told by ANSI colours if `colour`, else by marks.
+    """
+
+    def part(kind: str, text: str) -> Text:
+        look = KINDS[kind]
+        return Text(text if colour else text.join(look.marks), look.style)
+
+    legend = [Text("prompt", "dim"), *(part(kind, LEGEND[kind]) for kind in ENTERED)]
+    blocks = [Text("  ").join(legend)]
+    for trace in traces:
+        text = Text().append(readable(decode(trace.prompt_ids)), "dim")
+        for kind, group in groupby(answer(trace, decode), key=lambda part: part.kind):
+            text.append(part(kind, readable("".join(part.text for part in group))))
+        blocks += [Text(width * "─", style="dim"), text]
+    return _rendered(blocks, width=width, colour=colour)
 
 
 def marked(shown: Sequence[Part]) -> Text:
@@ -197,7 +225,7 @@ def html(traces: Sequence[Completion], decode: Decode, *, title: str) -> str:
     cards = [
         {
             "counts": figures(trace),
-            "prompt": "\n".join(map(visible, decode(trace.prompt_ids).split("\n"))),
+            "prompt": readable(decode(trace.prompt_ids)),
             "answer": answer(trace, decode),
             "rounds": steps(trace, decode),
         }

@@ -1,4 +1,4 @@
-"""What people see: the table that ends a run, and the curves of a training.
+"""What people see: the lines that end a run, the table behind them, and figures.
 
 Renders summaries; computes nothing. Tables fit 80 columns. Every rate stands beside its
 definition.
@@ -13,6 +13,7 @@ from rich.table import Table
 from draftkit.artifacts import atomic_path
 
 PREDICTION_TOLERANCE = 0.1
+PALE, DARK = "#9bbbd9", "#1f4e79"  # of curves
 VERDICTS = {"deploy": "DEPLOY", "do_not_deploy": "DO NOT DEPLOY", "inconclusive": "INCONCLUSIVE"}
 
 
@@ -41,6 +42,7 @@ def lossless_text(lossless: dict[str, Any]) -> str:
     return text + (f" ({lossless['near_ties']} ties)" if lossless["near_ties"] else "")
 
 
+TAU = "tau, tokens a target pass"
 MODES = {
     "alpha": "alpha = sum min(p, q)",
     "alpha_greedy_draft": "greedy draft, p(argmax q)",
@@ -48,7 +50,7 @@ MODES = {
 }
 # Lines of the table below those of acceptance: the label, and the text by its summary.
 ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "tau, tokens a target pass": lambda s: interval(s["acceptance_length"], 2),
+    TAU: lambda s: interval(s["acceptance_length"], 2),
     "accepted / drafted": lambda s: interval(r, 2) if (r := s["acceptance_rate"]) else "-",
     "c = draft / target step": lambda s: f"{s['cost_ratio']:.3f}",
     "v, o = verify, rest / step": lambda s: f"{s['verify_ratio']:.2f}, {s['overhead_ratio']:.2f}",
@@ -65,9 +67,7 @@ ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def evaluation_table(summary: dict[str, Any]) -> Table:
     """One column a draft (before and after, where there are two), verdict and reason below."""
-    drafts = {"draft": summary}
-    if "before" in summary:
-        drafts = {"before": summary["before"], "after": summary}
+    drafts = drafts_in(summary)
     proposer = summary.get("proposer", "sampled")
     proposer = "" if proposer == "sampled" else f"proposer {proposer}, "
     title = (
@@ -85,12 +85,34 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
             table.add_row("  paired gain", "", signed(summary[f"{key}_gain"]))
     for label, text in ROWS.items():
         table.add_row(label, *map(text, drafts.values()))
+        if label == TAU and "acceptance_length_gain" in summary:
+            table.add_row("  paired gain", "", signed(summary["acceptance_length_gain"]))
     if "prompt_lookup" in summary:
         lookup, beside = summary["prompt_lookup"], [""] * (len(drafts) - 1)
         whole = interval(lookup["speedup"]["end_to_end"], 2)
         table.add_row("prompt lookup, tau", *beside, interval(lookup["acceptance_length"], 2))
         table.add_row("prompt lookup, end to end", *beside, whole)
         table.add_row("best end to end", *beside, summary["best_of"].replace("_", " "))
+    return table
+
+
+def result_lines(summary: dict[str, Any]) -> Table:
+    """Six lines: what changed from `before` to the judged drafter, and the verdict."""
+    before = summary["before"]
+    table = Table(caption=caption(summary), box=None, pad_edge=False)
+    table.add_column()
+    for name in ("before", "after", "gain"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = {
+        "alpha, sampled drafts": "alpha",
+        "alpha, argmax drafts": "alpha_greedy_draft",
+        "tokens a target pass": "acceptance_length",
+    }
+    for label, key in rows.items():
+        gain = signed(summary[f"{key}_gain"])
+        table.add_row(label, f"{before[key]['mean']:.3f}", interval(summary[key]), gain)
+    old, new = (one["speedup"]["end_to_end"] for one in (before, summary))
+    table.add_row("speed-up, end to end", f"{old['mean']:.3f}", interval(new), "")
     return table
 
 
@@ -113,7 +135,7 @@ def model_card(judged: dict[str, Any], hardware: dict[str, Any]) -> str:
     rows = {
         MODES["alpha"]: interval(judged["alpha"]),
         "gain over the drafter it started from": gain,
-        "tau, tokens a target pass": interval(judged["acceptance_length"], 2),
+        TAU: interval(judged["acceptance_length"], 2),
         "speedup of the rounds, measured": speedup_text(judged),
         "speedup of the rounds, predicted": f"{judged['speedup']['predicted']:.2f}",
         "speedup end to end": interval(judged["speedup"]["end_to_end"], 2),
@@ -130,9 +152,44 @@ def model_card(judged: dict[str, Any], hardware: dict[str, Any]) -> str:
     )
 
 
+def drafts_in(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The judged draft, after the one that it started from where both were judged."""
+    if "before" not in summary:
+        return {"draft": summary}
+    return {"before": summary["before"], "after": summary}
+
+
+def speedup_figure(summary: dict[str, Any], path: Path) -> None:
+    """Draw the speed-up of the rounds over gamma, predicted and measured, as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, draft in drafts_in(summary).items():
+        speedup, colour = draft["speedup"], PALE if name == "before" else DARK
+        axes.plot(speedup["predicted_by_gamma"], color=colour, label=f"{name}, predicted")
+        mean, (low, high) = speedup["measured"], speedup["ci95"]
+        axes.errorbar(
+            draft["gamma"],
+            mean,
+            yerr=[[mean - low], [high - mean]],
+            color=colour,
+            marker="o",
+            capsize=3,
+            linestyle="none",
+            label=f"{name}, measured, 95 % interval",
+        )
+    axes.axhline(1, color="#888888", linewidth=0.8, linestyle=":")
+    axes.set(xlabel="gamma: proposals a round", ylabel="tokens/s, in units of plain decoding")
+    axes.set_title("speed-up of the rounds")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
 def training_figure(lines: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw loss and alpha over generated tokens, from the lines of `metrics.jsonl`, as PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     train = [line for line in lines if line["section"] == "train"]
@@ -142,12 +199,11 @@ def training_figure(lines: Sequence[dict[str, Any]], path: Path) -> None:
         return [tokens_at[line["step"]] for line in chosen], [line[key] for line in chosen]
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    left.plot(*columns(train, "loss"), color="#1f4e79")
+    left.plot(*columns(train, "loss"), color=DARK)
     left.set(xlabel="thousand generated tokens", ylabel="loss (nats per token)", title="loss")
     measured = [line for line in train if line.get("alpha") is not None]
-    right.plot(*columns(measured, "alpha"), color="#9bbbd9", label="training batches")
+    right.plot(*columns(measured, "alpha"), color=PALE, label="training batches")
     validation = [line for line in lines if line["section"] == "validation"]
     held_out = [line for line in validation if line["step"] in tokens_at]
     below = [line["alpha"] - line["low"] for line in held_out]
@@ -155,7 +211,7 @@ def training_figure(lines: Sequence[dict[str, Any]], path: Path) -> None:
     right.errorbar(
         *columns(held_out, "alpha"),
         yerr=[below, above],
-        color="#1f4e79",
+        color=DARK,
         marker="o",
         capsize=3,
         label="validation, 95 % interval",

@@ -1,7 +1,7 @@
 """From what was measured to the keys of a summary, the verdict among them."""
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from draftkit.evaluation.judge import LOOKUP, SERVED_ALPHA, Evidence
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import Timed
 from draftkit.theory.acceptance import Estimate, Rate, bootstrap, unconditional_rates
-from draftkit.theory.speedup import best_gamma, break_even_alpha, ceiling, speedup_from_length
+from draftkit.theory.speedup import break_even_alpha, ceiling, factors, speedup_from_length
 
 MAX_GAMMA = 16
 DEPLOY, DO_NOT_DEPLOY, INCONCLUSIVE = "deploy", "do_not_deploy", "inconclusive"
@@ -33,6 +33,9 @@ def compare(
         for mode in after.totals:
             gain = after.gain(before, mode, **resampling(config))
             others[f"{mode}_gain"] = gain.as_dict()
+        lengths = (tokens_a_pass(evidence[draft].timed) for draft in (main, "before"))
+        longer = bootstrap(*lengths, compare=operator.sub, **resampling(config))
+        others["acceptance_length_gain"] = longer.as_dict()
         others["before"] = summarise(evidence["before"], sampling, config)
         if has_drafter:
             ways["before"] = others["before"]
@@ -56,13 +59,14 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         break_even_alpha=break_even,
     )
     served = SERVED_ALPHA.get(config.decode.proposer)
-    chosen, factor = best_gamma(
+    by_gamma = factors(
         acceptance[served].mean if served else counted["acceptance_per_position"][0],
         cost_ratio=costs.cost_ratio,
         verify_ratio=costs.verify_at,
         overhead_ratio=costs.overhead_ratio,
         max_gamma=MAX_GAMMA,
     )
+    best = max(range(len(by_gamma)), key=by_gamma.__getitem__)
     return {
         **{mode: estimate.as_dict() for mode, estimate in acceptance.items()},
         **counted,
@@ -86,10 +90,11 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
             "predicted": predicted,
             "prediction_error": timed.full_batches.mean / plain.full_batches.mean / predicted - 1,
             "ceiling": limit,
+            "predicted_by_gamma": by_gamma,
         },
         "break_even_alpha": break_even,
-        "best_gamma": chosen,
-        "best_gamma_factor": factor,
+        "best_gamma": best,
+        "best_gamma_factor": by_gamma[best],
         "lossless": evidence.lossless.as_dict(),
         "verdict": decision,
         "reason": reason,
@@ -144,20 +149,24 @@ def count_rounds(timed: Timed, *, seed: int, resamples: int) -> dict[str, Any]:
     """
     done = timed.completions
 
-    def estimate(pairs: Iterable[tuple[float, float]]) -> dict[str, Any] | None:
-        rate = Rate.of(pairs)
+    def estimate(rate: Rate) -> dict[str, Any] | None:
         if (rate.counts > 0).sum() < 2:
             return None
         return bootstrap(rate, seed=seed, resamples=resamples).as_dict()
 
     histogram = torch.tensor([c.accept_counts for c in done], dtype=torch.float64).sum(0)
     return {
-        "alpha_decoding": estimate((c.acceptance_total, c.tested) for c in done),
-        "acceptance_rate": estimate((c.accepted, c.drafted) for c in done),
-        "acceptance_length": estimate((c.accepted + c.rounds, c.rounds) for c in done),
+        "alpha_decoding": estimate(Rate.of((c.acceptance_total, c.tested) for c in done)),
+        "acceptance_rate": estimate(Rate.of((c.accepted, c.drafted) for c in done)),
+        "acceptance_length": estimate(tokens_a_pass(timed)),
         "acceptance_per_position": unconditional_rates(histogram).tolist(),
         "accept_counts": [int(count) for count in histogram],
     }
+
+
+def tokens_a_pass(timed: Timed) -> Rate:
+    """tau by prompt: tokens, with the correction or the bonus, over passes of the target."""
+    return Rate.of((c.accepted + c.rounds, c.rounds) for c in timed.completions)
 
 
 def verdict(

@@ -102,7 +102,7 @@ def load_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
     check_folder(model, key)
     remedy = "save the tokenizer into the folder with save_pretrained"
     with _refusing(model, key, "no usable tokenizer", remedy):
-        tokenizer = AutoTokenizer.from_pretrained(str(model.path), **_source(model))
+        tokenizer = AutoTokenizer.from_pretrained(model.location, **_source(model))
     assert tokenizer is not None
     return tokenizer
 
@@ -136,7 +136,7 @@ def load_model(
     kind: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
     with _refusing(model, key):
         loaded, report = kind.from_pretrained(
-            str(model.path),
+            model.location,
             config=config,
             dtype=dtype,
             use_safetensors=True,
@@ -155,7 +155,7 @@ def load_model(
 
 def _model_config(model: ModelConfig, key: str) -> PreTrainedConfig:
     with _refusing(model, key):
-        return AutoConfig.from_pretrained(str(model.path), **_source(model))
+        return AutoConfig.from_pretrained(model.location, **_source(model))
 
 
 def width_of(draft: ModelConfig) -> int:
@@ -166,7 +166,7 @@ def width_of(draft: ModelConfig) -> int:
 def check_folder(model: ModelConfig, key: str) -> None:
     """Raise ValueError if `model.path` reads as a local path and is no model folder."""
     assert model.path is not None
-    path, name = Path(model.path), f"{key}.path {model.path}"
+    path, name = Path(model.location), f"{key}.path {model.path}"
     looks_local = path.is_absolute() or model.path.startswith((".", "~")) or path.exists()
     if not looks_local and model.path.count("/") == 1:
         return  # a hub name
@@ -226,7 +226,7 @@ def load_outline(model: ModelConfig, hardware: HardwareConfig) -> Outline:
     device, tokenizer = resolve_device(hardware), load_tokenizer(model, "target")
     try:
         revision = model.revision or "main"
-        generation = GenerationConfig.from_pretrained(str(model.path), revision=revision)
+        generation = GenerationConfig.from_pretrained(model.location, revision=revision)
     except OSError:  # it has no file of its own
         generation = GenerationConfig.from_model_config(_model_config(model, "target"))
     ends = end_of_text_ids(generation, tokenizer)
@@ -320,7 +320,7 @@ def load_kept_ids(model: ModelConfig, vocab_size: int) -> Tensor | None:
     """The ids [K] that a draft's folder keeps, None for all. ValueError for a damaged list."""
     with _refusing(model, "draft"):
         path = cached_file(
-            str(model.path),
+            model.location,
             KEPT_IDS,
             revision=model.revision,
             _raise_exceptions_for_missing_entries=False,

@@ -92,6 +92,26 @@ def break_even_alpha(
     return high
 
 
+def factors(
+    alpha: float,
+    cost_ratio: float,
+    verify_ratio: Callable[[int], float],
+    overhead_ratio: float,
+    max_gamma: int,
+) -> list[float]:
+    """The factor of each gamma from 0, which is plain decoding: 1, to `max_gamma`.
+
+    verify_ratio: v as a function of gamma, from a measured table.
+    """
+    by_gamma = [1.0]
+    tokens = 1.0  # expected_tokens(alpha, gamma), term by term: decoding asks before every round
+    for gamma in range(1, max_gamma + 1):
+        tokens += alpha**gamma
+        verify = verify_ratio(gamma)
+        by_gamma.append(speedup_from_length(tokens, gamma, cost_ratio, verify, overhead_ratio))
+    return by_gamma
+
+
 def best_gamma(
     alpha: float,
     cost_ratio: float,
@@ -99,17 +119,10 @@ def best_gamma(
     overhead_ratio: float,
     max_gamma: int,
 ) -> tuple[int, float]:
-    """The gamma in 0..max_gamma with the largest factor, and that factor.
+    """The gamma with the largest of the `factors`, and that factor.
 
-    verify_ratio: v as a function of gamma, from a measured table. Gamma 0 is plain decoding, factor
-    1: "do not speculate" is an answer. Of equal factors the smaller gamma wins.
+    Gamma 0, "do not speculate", is an answer too. Of equal factors the smaller gamma wins.
     """
-    best, best_factor = 0, 1.0
-    tokens = 1.0  # expected_tokens(alpha, gamma), term by term: decoding asks before every round
-    for gamma in range(1, max_gamma + 1):
-        tokens += alpha**gamma
-        verify = verify_ratio(gamma)
-        factor = speedup_from_length(tokens, gamma, cost_ratio, verify, overhead_ratio)
-        if factor > best_factor:
-            best, best_factor = gamma, factor
-    return best, best_factor
+    by_gamma = factors(alpha, cost_ratio, verify_ratio, overhead_ratio, max_gamma)
+    best = max(range(len(by_gamma)), key=by_gamma.__getitem__)
+    return best, by_gamma[best]

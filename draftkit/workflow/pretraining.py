@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -10,7 +11,7 @@ from draftkit.artifacts import remove
 from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig, has_compiler
 from draftkit.data.prompts import Example
 from draftkit.data.store import Mapped
-from draftkit.distillation.batch import whole_text
+from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.batch_sources import Source, shuffled
 from draftkit.distillation.optimizers import OPTIMIZERS
 from draftkit.distillation.ranks import alone
@@ -47,7 +48,7 @@ def pretrain(
         config.optim.compile == "auto" and shape.max_steps >= WORTH_COMPILING and has_compiler()
     )
     if compiled:
-        model.base_model.compile(dynamic=False)  # rows are windows of one length
+        model.base_model.compile(dynamic=False)  # rows are of one length
     trainer = Trainer(
         CausalAdapter(model, vocab_size=len(tokenizer)),
         None,
@@ -56,6 +57,7 @@ def pretrain(
             max_steps=shape.max_steps,
             per_device_train_batch_size=shape.per_device_train_batch_size,
             warmup_steps=max(1, shape.max_steps // 20),
+            lr_scheduler_type="linear",
             weight_decay=0.1,
             save_steps=config.optim.save_steps,
             logging_steps=config.optim.logging_steps,
@@ -66,8 +68,9 @@ def pretrain(
         compiled=compiled,
         optimizer=OPTIMIZERS[shape.optimizer],
     )
+    rows = full_rows(texts, config.data.max_length)
     source = Source(
-        shuffled(Mapped(whole_text, texts), config.seed),
+        shuffled(Mapped(_all_predicted, rows), config.seed),
         batch_size=shape.per_device_train_batch_size,
         device=device,
     )
@@ -84,3 +87,21 @@ def pretrain(
     )
     save_model(model.to(getattr(torch, shape.dtype)), tokenizer, folder / key)
     remove(training)  # the model is whole: nothing resumes from here
+
+
+def full_rows(texts: Sequence[Example], length: int) -> np.ndarray:
+    """The token ids of `texts` as rows [N, length], so that nothing is padded.
+
+    A text of that length is a row; shorter ones follow one another, cut where a row ends. What
+    fills no row is left out, unless it is all that there is.
+    """
+    ids = [np.asarray(text.token_ids, np.int32) for text in texts]
+    ids.sort(key=lambda text: len(text) < length)
+    tokens = np.concatenate(ids)
+    width = min(length, len(tokens))
+    return tokens[: len(tokens) // width * width].reshape(-1, width)
+
+
+def _all_predicted(row: np.ndarray) -> TokenSequence:
+    """A row with the loss on all that its first token begins."""
+    return TokenSequence(row.tolist(), [False] + [True] * (len(row) - 1))

@@ -16,6 +16,7 @@ from draftkit.decoding.trace import (
     KINDS,
     Part,
     answer,
+    continuations,
     figures,
     html,
     parts,
@@ -353,3 +354,31 @@ def test_text_of_a_model_is_escaped_and_its_controls_are_signs() -> None:
     assert page.texts("h1") == ['<b>"']
     assert page.texts("p", "text prompt") == [f" <b>&.\n a␛[2Jb␍{REPLACEMENT}"]
     assert page.texts("ins")[-1] == f" a␛[2Jb␍{REPLACEMENT}"
+
+
+# As it reads
+
+
+def test_continuations_read_as_text_and_tell_whose_token_is_whose() -> None:
+    code = trace_of(ids_of("def f(x):\n    return"), [TraceRound(ids_of(" x+1"), 2, ord("*"), 3)])
+    rule = 40 * "─"
+    assert continuations([TRACE, code], decode, width=40, colour=False).splitlines() == [
+        "prompt  accepted  {+the target's own",
+        "token+}",
+        rule,
+        "I the cat sat{+ on+} the mat{+.",
+        "+}",
+        rule,
+        "def f(x):",
+        "    return x{+*+}",
+    ]
+    coloured = continuations([code], decode, width=40, colour=True)
+    assert "\x1b[32m x\x1b[0m\x1b[1;94m*\x1b[0m" in coloured
+    assert "{+" not in coloured
+
+
+def test_a_continuation_sends_nothing_to_the_terminal_that_controls_it() -> None:
+    evil = trace_of([EVIL], [TraceRound([EVIL], 1, EVIL, 2)])
+    shown = continuations([evil], decode, width=40, colour=False)
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown

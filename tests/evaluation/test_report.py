@@ -1,11 +1,18 @@
 """Tables fit 80 columns and say what the summary says."""
 
 import io
+from contextlib import suppress
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from draftkit.evaluation.report import evaluation_table, training_figure
+from draftkit.evaluation.report import (
+    evaluation_table,
+    result_lines,
+    speedup_figure,
+    training_figure,
+)
 
 
 def estimate(mean):
@@ -27,7 +34,8 @@ def summary(alpha):
         "verify_ratio": 1.07,
         "overhead_ratio": 0.12,
         "speedup": {"measured": 1.712, "ci95": [1.65, 1.78], "predicted": 1.69}
-        | {"ceiling": 2.6, "prediction_error": 0.013, "end_to_end": whole},
+        | {"ceiling": 2.6, "prediction_error": 0.013, "end_to_end": whole}
+        | {"predicted_by_gamma": [1.0, 1.2, 1.4, 1.6, 1.7, 1.71]},
         "best_gamma": 5,
         "tokens_per_second": {"autoregressive": 1130.4, "speculative": 1935.2},
         "lossless": {"passed": True, "compared": 32, "statistic": 0, "near_ties": 0},
@@ -53,7 +61,7 @@ def printed(table):
 def pair():
     return summary(0.789) | {
         "before": summary(0.654),
-        **{f"{k}_gain": estimate(0.135) for k in ("alpha", "alpha_greedy_draft")},
+        **{f"{k}_gain": estimate(0.135) for k in ("alpha", "alpha_greedy_draft", "acceptance_length")},
     }
 
 
@@ -70,6 +78,20 @@ def test_the_table_names_verdict_gain_and_both_drafts(pair):
     for part in ("before", "after", "DEPLOY", "+0.135 [+0.123, +0.147]", "1.71 [1.65, 1.78]"):
         assert part in text
     assert text.count("1.59 [1.52, 1.66]") == 3  # of both drafts, and in the reason
+
+
+def test_six_lines_say_what_changed(pair):
+    lines = printed(result_lines(pair)).splitlines()
+    assert max(map(len, lines)) <= 80
+    head, *rows = (" ".join(line.split()) for line in lines)
+    assert head == "before after gain"
+    assert rows == [
+        "alpha, sampled drafts 0.654 0.789 [0.777, 0.801] +0.135 [+0.123, +0.147]",
+        "alpha, argmax drafts 0.454 0.589 [0.577, 0.601] +0.135 [+0.123, +0.147]",
+        "tokens a target pass 3.456 3.456 [3.444, 3.468] +0.135 [+0.123, +0.147]",
+        "speed-up, end to end 1.590 1.590 [1.520, 1.660]",
+        "DEPLOY: end-to-end speedup 1.59 [1.52, 1.66] lies above 1",
+    ]
 
 
 def test_a_gap_between_theory_and_clock_is_pointed_out(pair):
@@ -101,6 +123,22 @@ def test_a_rate_without_proposals_is_a_dash(pair):
     pair["acceptance_rate"] = None
     (line,) = (x for x in printed(evaluation_table(pair)).splitlines() if "accepted /" in x)
     assert line.split()[-1] == "-"
+
+
+def test_the_figure_of_speedups_holds_prediction_and_measurement_of_each_draft(
+    pair, tmp_path, monkeypatch
+):
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: shown.append(figure))
+    for judged in (pair, summary(0.6)):
+        with suppress(FileNotFoundError):  # nothing was saved
+            speedup_figure(judged, tmp_path / "speedup.png")
+    labels = [figure.axes[0].get_legend_handles_labels()[1] for figure in shown]
+    kinds = ("predicted", "measured, 95 % interval")
+    assert sorted(labels[0]) == sorted(f"{n}, {k}" for n in ("before", "after") for k in kinds)
+    assert sorted(labels[1]) == sorted(f"draft, {kind}" for kind in kinds)
+    (curve, *_) = shown[1].axes[0].get_lines()
+    assert curve.get_ydata().tolist() == summary(0.6)["speedup"]["predicted_by_gamma"]
 
 
 def test_the_training_figure_is_a_png(tmp_path):

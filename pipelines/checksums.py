@@ -58,16 +58,18 @@ def given_text(data: DataConfig, root: str) -> Given:
         return Given(remembered(path, root, sha256_file), str(path))
     if data.name == "hub":
         return Given(fingerprint([data.path, data.subset, data.split]), str(data.path))
-    # Not all distributions in sight: compiling, for one, brings more of them into sight.
+    return Given(fingerprint([sys.version, sorted(versions_read().items())]))
+
+
+def versions_read() -> dict[str, str | None]:
+    """The versions of the packages that `installed` text is read of; None for a missing one."""
+    # Not of all distributions in sight: compiling, for one, brings more of them into sight.
     names = [DISTRIBUTIONS.get(package, package) for package in (*PACKAGES, *OPTIONAL)]
-    return Given(fingerprint([sys.version, [(name, _version(name)) for name in sorted(names)]]))
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    versions: dict[str, str | None] = dict.fromkeys(names)
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def remembered(path: Path, root: str, checksum: Callable[[Path], str]) -> str:

@@ -4,14 +4,19 @@ It is trained from scratch on the text of `data`. Shared by every experiment wit
 target, whatever its drafter; a kill at any moment costs the steps since the last checkpoint.
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+from draftkit.artifacts import provenance, write_text
 from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import read_splits
 from draftkit.evaluation.compression import score_texts
+from draftkit.evaluation.report import target_card
 from draftkit.models.loading import load_target
+from draftkit.tracking import FILE_NAME, read_metrics
 from draftkit.workflow.pretraining import pretrain
-from pipelines.checksums import given_model
+from pipelines.checksums import CARD, given_model, versions_read
 from pipelines.plan import Given, StageFolder, Step
 from pipelines.run import stage
 from pipelines.texts import texts, tokenizer_of
@@ -46,11 +51,27 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
             f"{domain}, held out: {score.bits_per_byte:.2f} bits a byte, "
             f"most likely token {score.argmax_probability:.2f}"
         )
-    return {
+    lines = read_metrics(folder.path / FILE_NAME)
+    training = [line for line in lines if line["section"] == "prepare_target"]
+    summary: dict[str, Any] = {
         "text_sha256": splits.sha256,
+        "steps": training[-1]["step"],
+        "tokens": training[-1]["total_tokens"],
+        "hours": hours(training),
         "bits_per_byte": {domain: score.bits_per_byte for domain, score in scores.items()},
         "argmax_probability": {domain: s.argmax_probability for domain, s in scores.items()},
     }
+    read = versions_read() if config.data.name == "installed" else {}
+    card = target_card(config, summary, training, read, provenance())
+    write_text(folder.path / "target" / CARD, card)
+    return summary
+
+
+def hours(lines: Sequence[dict[str, Any]]) -> float:
+    """What the steps took that `lines` of metrics speak of; what a kill cost is not in it."""
+    counts = pairwise([0, *(line["total_tokens"] for line in lines)])
+    paces = (line["tokens_per_second"] for line in lines)
+    return sum((b - a) / pace for (a, b), pace in zip(counts, paces, strict=True)) / 3600
 
 
 def target_input(config: Config) -> Given | Step:

@@ -1,6 +1,7 @@
 """The commands on tiny models: the chain, interruption by `kill -9`, repetition, bad input."""
 
 import multiprocessing
+import operator
 import os
 import signal
 import time
@@ -75,6 +76,8 @@ def test_one_command_runs_every_stage_and_answers_the_question(finished, root, c
         low, high = summary[f"{mode}_gain"]["ci95"]
         assert low <= summary[f"{mode}_gain"]["mean"] <= high
     assert summary["alpha_gain"]["mean"] > 0
+    lengths = (part["acceptance_length"]["mean"] for part in (judged, judged["before"]))
+    assert judged["acceptance_length_gain"]["mean"] == pytest.approx(operator.sub(*lengths))
     inputs = read_json(finished / "distill" / "manifest.json")["inputs"]
     trained = read_json(finished / "train" / "manifest.json")
     for key in ("data", "target", "draft"):
@@ -82,11 +85,15 @@ def test_one_command_runs_every_stage_and_answers_the_question(finished, root, c
     assert inputs["train"] == trained["product"]
     assert summary["steps"] == smoke(root).optim.max_steps
     assert summary["peak_memory_bytes"] > 1e7
-    assert (finished / "distill" / "training.png").stat().st_size > 1000
+    for figure in ("distill/speedup.png", "train/training.png"):
+        assert (finished / figure).stat().st_size > 1000
     distill.launch(smoke(root))
     shown = capsys.readouterr().out
     assert "nothing to do" in shown
-    assert "tau, tokens a target pass" in shown
+    assert "tokens a target pass" in shown
+    assert (finished / "evaluate" / "samples.txt").read_text() in shown
+    evaluate.launch(smoke(root))
+    assert "tau, tokens a target pass" in capsys.readouterr().out
 
 
 def test_the_evaluation_holds_every_key_that_others_rely_on(finished):

@@ -4,15 +4,18 @@ Renders summaries; computes nothing. Tables fit 80 columns. Every rate stands be
 definition.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from draftkit.artifacts import atomic_path
+from draftkit.config import Config
 
 PREDICTION_TOLERANCE = 0.1
+OPTIMIZER_TEXTS = {"adamw": "AdamW", "muon": "Muon, with AdamW for embeddings and vectors,"}
+CURVE_POINTS = 12
 PALE, DARK = "#9bbbd9", "#1f4e79"  # of curves
 VERDICTS = {"deploy": "DEPLOY", "do_not_deploy": "DO NOT DEPLOY", "inconclusive": "INCONCLUSIVE"}
 
@@ -149,6 +152,55 @@ def model_card(judged: dict[str, Any], hardware: dict[str, Any]) -> str:
         "| | |\n|---|---|\n"
         + "".join(f"| {label} | {text} |\n" for label, text in rows.items())
         + f"\nMeasured on: {machine}.\n"
+    )
+
+
+def target_card(
+    config: Config,
+    summary: dict[str, Any],
+    lines: Sequence[dict[str, Any]],
+    versions: Mapping[str, str | None],
+    origin: dict[str, Any],
+) -> str:
+    """The README of a target that was trained here: recipe, text, scores, curve.
+
+    `lines` of its training's metrics; `versions` of the packages that its text was read of, and
+    `origin` as `provenance` gives it.
+    """
+    shape, data, hardware = config.target.pretrain, config.data, origin["hardware"]
+    machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
+    read = [f"{name} {version}" for name, version in sorted(versions.items()) if version]
+    scores = (
+        f"| {domain} | {bits:.2f} | {summary['argmax_probability'][domain]:.2f} |\n"
+        for domain, bits in sorted(summary["bits_per_byte"].items())
+    )
+    picked = lines[:: max(1, len(lines) // CURVE_POINTS)]
+    curve = (
+        f"| {line['total_tokens'] / 1e6:.2f} | {line['loss']:.3f} |\n"
+        for line in (*picked, *([] if picked[-1] == lines[-1] else lines[-1:]))
+    )
+    return (
+        "# A small target for trying speculative decoding\n\n"
+        "Trained from nothing by draftkit: "
+        f"`python -m pipelines.target +experiment={config.name}`. It continues text like that "
+        "below; it has not been taught to answer.\n\n"
+        f"- Llama type: {shape.num_hidden_layers} layers of width {shape.hidden_size} "
+        f"(feed-forward {shape.intermediate_size}, {shape.num_attention_heads} heads), "
+        f"vocabulary {data.vocab_size}, windows of {data.max_length} tokens, stored in "
+        f"{shape.dtype}.\n"
+        f"- {summary['steps']:,} steps of {shape.per_device_train_batch_size} rows, "
+        f"{summary['tokens'] / 1e6:.1f} million tokens in {summary['hours']:.2f} hours on "
+        f"{machine}. {OPTIMIZER_TEXTS[shape.optimizer]} at {shape.learning_rate:g}, a twentieth of "
+        "the steps to warm up, then linearly to 0; weight decay 0.1; seed "
+        f"{config.seed}.\n"
+        f"- Text: data={data.name}, domains {', '.join(data.domains)}, up to "
+        f"{data.max_megabytes:g} MB; sha256 of its tokens {summary['text_sha256']}.\n"
+        + (f"- Read of Python {origin['python']} and {', '.join(read)}.\n" if read else "")
+        + "\nOn held-out text, windows read alone:\n\n"
+        "| domain | bits a byte | mean probability of the most likely token |\n|---|---|---|\n"
+        + "".join(scores)
+        + "\n| million tokens | training loss, nats a token |\n|---|---|\n"
+        + "".join(curve)
     )
 
 

@@ -1,0 +1,124 @@
+"""The target that comes with the package: it loads from anywhere, is small, and has learned."""
+
+import ast
+import os
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import draftkit
+from draftkit.config import DataConfig, HardwareConfig, ModelConfig, SamplingConfig
+from draftkit.config.text import EMBEDDED
+from draftkit.data.corpora import Document, read_documents, split_documents
+from draftkit.data.prompts import to_examples
+from draftkit.evaluation.compression import TextScore, score_texts
+from draftkit.models.loading import Target, load_target
+from draftkit.workflow.sampling import target_sampler
+
+FOLDER = Path(draftkit.__file__).parent / "embedded"
+MODEL = ModelConfig(path=EMBEDDED)
+HARDWARE = HardwareConfig(device="cpu", dtype="float32")
+MOST_BYTES = 16e6
+STATEMENTS = 200
+PROMPT_TOKENS, STATEMENT_TOKENS = 160, 48
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return load_target(MODEL, HARDWARE)
+
+
+@pytest.fixture(scope="module")
+def held_out() -> list[Document]:
+    data = DataConfig(max_megabytes=2, test_fraction=0.2)
+    return list(split_documents(list(read_documents(data)), data)["test"])
+
+
+def test_it_loads_from_any_folder_and_is_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = load_target(MODEL, HARDWARE).tokenizer
+    assert len(tokenizer) >= 4096
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < MOST_BYTES + 1e6
+    assert os.path.getsize(FOLDER / "model.safetensors") < MOST_BYTES
+    with safe_open(FOLDER / "model.safetensors", "pt") as weights:
+        assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
+
+
+def scores(target: Target, held_out: list[Document], windows: int) -> dict[str, TextScore]:
+    data = DataConfig(max_length=256)
+    by_domain: dict[str, list] = {}
+    for document in held_out:
+        examples = to_examples(document, target.tokenizer, data)
+        by_domain.setdefault(document.domain, []).extend(examples)
+    some = [example for examples in by_domain.values() for example in examples[:windows]]
+    return score_texts(target.adapter, target.tokenizer, some, batch_size=16)
+
+
+def test_it_has_learned_its_text(target: Target, held_out: list[Document]) -> None:
+    for domain, score in scores(target, held_out, windows=16).items():
+        assert score.bits_per_byte < 2, domain
+        assert score.argmax_probability > 0.35, domain
+
+
+def openings(documents: list[Document]) -> Iterator[str]:
+    """Held-out code up to the line on which the last statement of a function begins."""
+    for document in documents:
+        code = document.row["text"]
+        try:
+            tree = ast.parse(code)
+        except SyntaxError:  # cut where the room ended
+            continue
+        lines = code.splitlines(keepends=True)
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        for function in functions[:4]:
+            if len(function.body) > 1:
+                yield "".join(lines[: function.body[-1].lineno - 1])
+
+
+def parses(text: str) -> bool:
+    """Whether its first line, or its first few, are a statement; a block is given a body."""
+    lines = text.splitlines()
+    for count in range(1, len(lines) + 1):
+        code = textwrap.dedent("\n".join(lines[:count]))
+        for body in ("", " pass"):
+            try:
+                if ast.parse(code + body).body:
+                    return True
+            except SyntaxError:
+                continue
+    return False
+
+
+def test_statements_parse_and_halves_of_them_do_not() -> None:
+    assert parses("    return x + 1\n    nonsense here(")
+    assert parses("  for x in y:\n    f(")
+    assert parses("f(\n  1,\n)\n")
+    assert not parses("return x +")
+    assert not parses("    else:\n        x = 1")
+
+
+@pytest.mark.soak
+def test_at_least_half_of_sampled_statements_parse(
+    target: Target, held_out: list[Document], record_property: Callable[[str, object], None]
+) -> None:
+    places = list(openings([d for d in held_out if d.domain == "python"]))[:STATEMENTS]
+    assert len(places) == STATEMENTS
+    prompts = [target.tokenizer(before).input_ids[-PROMPT_TOKENS:] for before in places]
+    sampler = target_sampler(
+        target,
+        sampling=SamplingConfig(),
+        seed=0,
+        max_new_tokens=STATEMENT_TOKENS,
+        batch_size=50,
+        max_length=PROMPT_TOKENS + STATEMENT_TOKENS,
+    )
+    answers = sampler.sample(prompts, rows=range(STATEMENTS), version="")
+    count = sum(parses(str(target.tokenizer.decode(answer.output_ids))) for answer in answers)
+    record_property("parsed", count)
+    assert count >= STATEMENTS / 2

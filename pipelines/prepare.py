@@ -1,14 +1,16 @@
 """`python -m pipelines.prepare`: a base drafter where none is given, for the target of `target.py`.
 
 It is trained on the same text, by plain next-token prediction; with `draft.shrink.layers` it is cut
-out of the target instead. Shared by every experiment with the same data, target and drafter; a kill
-at any moment costs the steps since the last checkpoint.
+out of the target first, and trained for `draft.shrink.steps`. Shared by every experiment with the
+same data, target and drafter; a kill at any moment costs the steps since the last checkpoint.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftkit.config import Config
 from draftkit.data.prompts import Splits, read_splits
@@ -46,11 +48,15 @@ def text_and_target(config: Config) -> dict[str, Given | Step]:
 
 def cut(
     config: Config, folder: StageFolder, tokenizer: PreTrainedTokenizerBase, splits: Splits
-) -> None:
-    """Make the drafter of layers of the target, as `draft.shrink` says; save it with its ids."""
+) -> tuple[PreTrainedModel, Tensor | None]:
+    """The drafter of layers of the target, as `draft.shrink` says, and the ids [K] that it keeps.
+
+    In float32 where it is trained afterwards.
+    """
     options, kept_ids = config.draft.shrink, None
     check_vocabulary(options.vocabulary, len(tokenizer))
-    whole = load_model(folder.model(config, "target"), "target", dtype="auto", device=CPU)
+    dtype: Any = torch.float32 if options.steps else "auto"
+    whole = load_model(folder.model(config, "target"), "target", dtype=dtype, device=CPU)
     if options.vocabulary:
         kept_ids = frequent_ids(
             (example.token_ids for example in splits.train),
@@ -60,8 +66,7 @@ def cut(
         )
         share = kept_share((example.token_ids for example in splits.validation), kept_ids)
         folder.note(f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of the validation text")
-    drafter = shrink(whole, options.layers)
-    save_model(drafter, tokenizer, folder.path / "draft", kept_ids=kept_ids)
+    return shrink(whole, options.layers), kept_ids
 
 
 @stage(
@@ -76,18 +81,25 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder.model(config, "target"), "target")
     splits = read_splits(folder.input("texts"))
     if not (folder.path / "draft").exists():
-        if config.draft.shrink.layers:
-            cut(config, folder, tokenizer, splits)
-        else:
+        options, shape = config.draft.shrink, config.draft.pretrain
+        start, kept_ids = None, None
+        if options.layers:
+            start, kept_ids = cut(config, folder, tokenizer, splits)
+            shape = replace(shape, max_steps=options.steps)
+        if start is None or options.steps:
             pretrain(
                 "draft",
-                config,
+                replace(config, draft=replace(config.draft, pretrain=shape)),
                 tokenizer=tokenizer,
                 texts=splits.train,
                 folder=folder.path,
                 tracker=folder.tracker,
                 note=folder.note,
+                start=start,
+                kept_ids=kept_ids,
             )
+        else:
+            save_model(start, tokenizer, folder.path / "draft", kept_ids=kept_ids)
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256}
 
 

@@ -67,6 +67,18 @@ def test_a_drafter_is_cut_from_the_target_that_was_trained_or_given(
     assert prepare.path(given[0]) == prepare.path(given[1])  # the same target, wherever it lies
 
 
+def test_a_drafter_that_was_cut_is_trained_on_the_text(root: Path) -> None:
+    cut, trained = (
+        prepare.ensure(smoke(root, *SHRUNK, f"draft.shrink.steps={steps}")) for steps in (0, 3)
+    )
+    assert read_metrics(trained / "metrics.jsonl")[-1]["step"] == 3
+    before, after = (load_file(made / "draft" / "model.safetensors") for made in (cut, trained))
+    assert before.keys() == after.keys()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    kept = [(made / "draft" / "kept_ids.json").read_text() for made in (cut, trained)]
+    assert kept[0] == kept[1]
+
+
 def test_another_drafter_is_made_for_the_same_target(root: Path) -> None:
     kinds = ([], SHRUNK, ["draft.pretrain.num_hidden_layers=2"])
     configs = [smoke(root, *options) for options in kinds]

@@ -51,6 +51,8 @@ class ShrinkConfig:
 
     layers: list[int] = field(default_factory=list)  # of the target, from 0; empty: do not cut
     vocabulary: int = 0  # most frequent ids that the draft may propose; 0: all
+    # Of plain training on the text of `data` after the cut, in all else as `draft.pretrain` says.
+    steps: int = setting(0, least=0)
 
 
 @dataclass(kw_only=True)
@@ -90,11 +92,16 @@ class ModelConfig:
             require(self.lora.rank == 0, "target.lora.rank", rule, self.lora.rank)
             require(not layers, "target.shrink.layers", rule, layers)
         check_rules(self.lora, "draft.lora")
+        check_rules(self.shrink, "draft.shrink")
         ascend = layers == sorted(set(layers)) and min(layers, default=0) >= 0
         require(ascend, "draft.shrink.layers", "be numbers from 0, ascending", layers)
         rule = "be 0, or positive beside draft.shrink.layers"
         fits = vocabulary == 0 or (vocabulary > 0 and bool(layers))
         require(fits, "draft.shrink.vocabulary", rule, vocabulary)
+        rule = "be 0 without draft.shrink.layers"
+        require(
+            bool(layers) or not self.shrink.steps, "draft.shrink.steps", rule, self.shrink.steps
+        )
         rule = "be empty where draft.path names the drafter"
         require(self.path is None or not layers, "draft.shrink.layers", rule, layers)
 

@@ -180,9 +180,7 @@ def _rendered(blocks: Sequence[Text | Table], *, width: int, colour: bool) -> st
     return "".join(f"{line.rstrip()}\n" for line in capture.get().split("\n")[:-1])
 
 
-def continuations(
-    traces: Sequence[Completion], decode: Decode, *, width: int, colour: bool
-) -> str:
+def continuations(traces: Sequence[Completion], decode: Decode, *, width: int, colour: bool) -> str:
     """Return prompts and answers as they read, in lines of at most `width` cells.
 
     Whose token is whose is told by ANSI colours if `colour`, else by marks.

@@ -1,11 +1,14 @@
-"""Training a small model from scratch by plain next-token prediction, on the text of `data`."""
+"""Training a small model by plain next-token prediction, on the text of `data`."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftkit.artifacts import remove
 from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig, has_compiler
@@ -35,22 +38,27 @@ def pretrain(
     folder: Path,
     tracker: Tracker,
     note: Callable[[str], None],
+    start: PreTrainedModel | None = None,
+    kept_ids: Tensor | None = None,
 ) -> None:
-    """Train the model of section `key` (`target` or `draft`) on `texts` from scratch.
+    """Train the model of section `key` (`target` or `draft`) on `texts`.
 
-    It is saved to `<folder>/<key>`; what a resumed run needs lies beside it until then.
+    start: in float32, what training begins with; default: a new model. kept_ids: [K], all that it
+    may propose; the rest it does not learn. It is saved to `<folder>/<key>`; what a resumed run
+    needs lies beside it until then.
     """
     shape = getattr(config, key).pretrain
     device = resolve_device(config.hardware)
     dtype = resolve_dtype(config.hardware, device)
-    model = new_llama(shape, tokenizer, seed=config.seed, device=device)
+    model: Any = start or new_llama(shape, tokenizer, seed=config.seed, device=device)
+    model = model.to(device)
     compiled = config.optim.compile == "true" or (
         config.optim.compile == "auto" and shape.max_steps >= WORTH_COMPILING and has_compiler()
     )
     if compiled:
         model.base_model.compile(dynamic=False)  # rows are of one length
     trainer = Trainer(
-        CausalAdapter(model, vocab_size=len(tokenizer)),
+        CausalAdapter(model, vocab_size=len(tokenizer), kept_ids=kept_ids),
         None,
         optim=OptimConfig(
             learning_rate=shape.learning_rate,
@@ -69,8 +77,11 @@ def pretrain(
         optimizer=OPTIMIZERS[shape.optimizer],
     )
     rows = full_rows(texts, config.data.max_length)
+    kept = np.full(rows.max() + 1, kept_ids is None)
+    if kept_ids is not None:
+        kept[kept_ids[kept_ids < len(kept)].numpy()] = True
     source = Source(
-        shuffled(Mapped(_all_predicted, rows), config.seed),
+        shuffled(Mapped(partial(_predicted, kept=kept), [*rows]), config.seed),
         batch_size=shape.per_device_train_batch_size,
         device=device,
     )
@@ -85,7 +96,8 @@ def pretrain(
         tracker=tracker,
         note=note,
     )
-    save_model(model.to(getattr(torch, shape.dtype)), tokenizer, folder / key)
+    model.to(getattr(torch, shape.dtype))
+    save_model(model, tokenizer, folder / key, kept_ids=kept_ids)
     remove(training)  # the model is whole: nothing resumes from here
 
 
@@ -102,6 +114,6 @@ def full_rows(texts: Sequence[Example], length: int) -> np.ndarray:
     return tokens[: len(tokens) // width * width].reshape(-1, width)
 
 
-def _all_predicted(row: np.ndarray) -> TokenSequence:
-    """A row with the loss on all that its first token begins."""
-    return TokenSequence(row.tolist(), [False] + [True] * (len(row) - 1))
+def _predicted(row: np.ndarray, kept: np.ndarray) -> TokenSequence:
+    """A row with the loss on all its tokens but the first, where they are among the `kept`."""
+    return TokenSequence(row.tolist(), [False, *kept[row[1:]].tolist()])

@@ -61,7 +61,10 @@ def printed(table):
 def pair():
     return summary(0.789) | {
         "before": summary(0.654),
-        **{f"{k}_gain": estimate(0.135) for k in ("alpha", "alpha_greedy_draft", "acceptance_length")},
+        **{
+            f"{k}_gain": estimate(0.135)
+            for k in ("alpha", "alpha_greedy_draft", "acceptance_length")
+        },
     }
 
 

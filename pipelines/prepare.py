@@ -5,32 +5,19 @@ out of the target first, and trained for `draft.shrink.steps`. Shared by every e
 same data, target and drafter; a kill at any moment costs the steps since the last checkpoint.
 """
 
-from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from draftkit.config import Config
-from draftkit.data.prompts import Splits, read_splits
-from draftkit.models.loading import end_of_text_ids, load_model, load_tokenizer, save_model
-from draftkit.models.shrink import (
-    check_layers,
-    check_vocabulary,
-    frequent_ids,
-    kept_share,
-    shrink,
-)
-from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
-from draftkit.workflow.pretraining import pretrain
+from draftkit.data.prompts import read_splits
+from draftkit.models.loading import load_tokenizer
+from draftkit.models.shrink import check_layers, check_vocabulary
+from draftkit.models.vocabulary import check_same_tokenizer
+from draftkit.workflow.drafting import make_draft
 from pipelines.checksums import given_model, given_text
 from pipelines.plan import Given, StageFolder, Step
 from pipelines.run import stage
 from pipelines.target import target_input
 from pipelines.texts import texts
-
-CPU = torch.device("cpu")
 
 
 def check(config: Config) -> None:
@@ -46,29 +33,6 @@ def text_and_target(config: Config) -> dict[str, Given | Step]:
     return {"texts": texts.step(config), "target": target_input(config)}
 
 
-def cut(
-    config: Config, folder: StageFolder, tokenizer: PreTrainedTokenizerBase, splits: Splits
-) -> tuple[PreTrainedModel, Tensor | None]:
-    """The drafter of layers of the target, as `draft.shrink` says, and the ids [K] that it keeps.
-
-    In float32 where it is trained afterwards.
-    """
-    options, kept_ids = config.draft.shrink, None
-    check_vocabulary(options.vocabulary, len(tokenizer))
-    dtype: Any = torch.float32 if options.steps else "auto"
-    whole = load_model(folder.model(config, "target"), "target", dtype=dtype, device=CPU)
-    if options.vocabulary:
-        kept_ids = frequent_ids(
-            (example.token_ids for example in splits.train),
-            count=options.vocabulary,
-            always=end_of_text_ids(whole.generation_config, tokenizer),
-            vocab_size=real_vocab_size(tokenizer, whole.config, "target"),
-        )
-        share = kept_share((example.token_ids for example in splits.validation), kept_ids)
-        folder.note(f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of the validation text")
-    return shrink(whole, options.layers), kept_ids
-
-
 @stage(
     sections=("seed", "data", "draft.pretrain", "draft.shrink"),
     shared=True,
@@ -81,25 +45,15 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder.model(config, "target"), "target")
     splits = read_splits(folder.input("texts"))
     if not (folder.path / "draft").exists():
-        options, shape = config.draft.shrink, config.draft.pretrain
-        start, kept_ids = None, None
-        if options.layers:
-            start, kept_ids = cut(config, folder, tokenizer, splits)
-            shape = replace(shape, max_steps=options.steps)
-        if start is None or options.steps:
-            pretrain(
-                "draft",
-                replace(config, draft=replace(config.draft, pretrain=shape)),
-                tokenizer=tokenizer,
-                texts=splits.train,
-                folder=folder.path,
-                tracker=folder.tracker,
-                note=folder.note,
-                start=start,
-                kept_ids=kept_ids,
-            )
-        else:
-            save_model(start, tokenizer, folder.path / "draft", kept_ids=kept_ids)
+        make_draft(
+            config,
+            folder.model(config, "target"),
+            tokenizer=tokenizer,
+            texts=splits.train,
+            folder=folder.path,
+            tracker=folder.tracker,
+            note=folder.note,
+        )
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256}
 
 

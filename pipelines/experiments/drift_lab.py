@@ -22,8 +22,8 @@ from draftkit.online.assembly import make_refit
 from draftkit.online.buffer import Buffer
 from draftkit.online.refit import Anchors, row_of
 from draftkit.online.registry import Registry
+from draftkit.workflow.drafting import make_draft
 from draftkit.workflow.fitting import make_trainer
-from draftkit.workflow.pretraining import pretrain
 from draftkit.workflow.progress import train_logged
 from draftkit.workflow.sampling import target_sampler
 from pipelines.experiments.drift_stream import Service
@@ -100,9 +100,9 @@ class Lab:
         config, path = self.config, self.folder.path / "draft"
         if not path.exists():
             splits = read_splits(self.folder.input("texts"))
-            pretrain(
-                "draft",
+            make_draft(
                 config,
+                self.folder.model(config, "target"),
                 tokenizer=self.target.tokenizer,
                 texts=of_domain(splits.train, config.online.drift.first),
                 folder=self.folder.path,

@@ -1,0 +1,83 @@
+"""The drafter that distillation begins with, where none is given: new, or cut out of the target."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftkit.config import Config, ModelConfig
+from draftkit.data.prompts import Example
+from draftkit.models.loading import end_of_text_ids, load_model, save_model
+from draftkit.models.shrink import check_vocabulary, frequent_ids, kept_share, shrink
+from draftkit.models.vocabulary import real_vocab_size
+from draftkit.tracking import Tracker
+from draftkit.workflow.pretraining import pretrain
+
+DRAFT = "draft"
+CPU = torch.device("cpu")
+
+
+def make_draft(
+    config: Config,
+    target: ModelConfig,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Example],
+    folder: Path,
+    tracker: Tracker,
+    note: Callable[[str], None],
+) -> None:
+    """Make the drafter of section `draft` for `target`, trained on `texts`, in `<folder>/draft`.
+
+    With `draft.shrink.layers` it is cut out of the target, and trained for `draft.shrink.steps`.
+    """
+    options, shape = config.draft.shrink, config.draft.pretrain
+    start, kept_ids = None, None
+    if options.layers:
+        start, kept_ids = _cut(config, target, tokenizer, texts, note)
+        shape = replace(shape, max_steps=options.steps)
+        if not options.steps:
+            save_model(start, tokenizer, folder / DRAFT, kept_ids=kept_ids)
+            return
+    pretrain(
+        DRAFT,
+        replace(config, draft=replace(config.draft, pretrain=shape)),
+        tokenizer=tokenizer,
+        texts=texts,
+        folder=folder,
+        tracker=tracker,
+        note=note,
+        start=start,
+        kept_ids=kept_ids,
+    )
+
+
+def _cut(
+    config: Config,
+    target: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Example],
+    note: Callable[[str], None],
+) -> tuple[PreTrainedModel, Tensor | None]:
+    """The drafter of layers of the target, and the ids [K] that it keeps, None for all.
+
+    In float32 where it is trained afterwards.
+    """
+    options, kept_ids = config.draft.shrink, None
+    check_vocabulary(options.vocabulary, len(tokenizer))
+    dtype: Any = torch.float32 if options.steps else "auto"
+    whole = load_model(target, "target", dtype=dtype, device=CPU)
+    if options.vocabulary:
+        kept_ids = frequent_ids(
+            (example.token_ids for example in texts),
+            count=options.vocabulary,
+            always=end_of_text_ids(whole.generation_config, tokenizer),
+            vocab_size=real_vocab_size(tokenizer, whole.config, "target"),
+        )
+        share = kept_share((example.token_ids for example in texts), kept_ids)
+        note(f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of its text")
+    return shrink(whole, options.layers), kept_ids

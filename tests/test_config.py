@@ -156,10 +156,6 @@ REFUSED: list[tuple[str, Make]] = [
     ("draft.shrink.vocabulary", lambda: draft(shrink=ShrinkConfig(vocabulary=8))),
     ("draft.shrink.steps", lambda: draft(shrink=ShrinkConfig(steps=8))),
     ("draft.shrink.steps", lambda: draft(shrink=ShrinkConfig(layers=[0], steps=-1))),
-    (
-        "draft.shrink.layers",
-        lambda: draft(path="some/model", shrink=ShrinkConfig(layers=[0])),
-    ),
     ("target.lora.rank", lambda: ModelConfig(lora=LoraConfig(rank=2)).check("target")),
     ("target.shrink.layers", lambda: ModelConfig(shrink=ShrinkConfig(layers=[0])).check("target")),
     ("divergence", lambda: Config(sampling=SamplingConfig(temperature=0)).training_temperature),

@@ -31,6 +31,8 @@ from tests.services import buffer_of
 Process = subprocess.Popen[str] | Forked
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = [
+    "target=fresh",
+    "draft=fresh",
     "hardware.threads=1",
     "hardware.dtype=float32",
     "target.pretrain.num_hidden_layers=2",

@@ -102,8 +102,6 @@ class ModelConfig:
         require(
             bool(layers) or not self.shrink.steps, "draft.shrink.steps", rule, self.shrink.steps
         )
-        rule = "be empty where draft.path names the drafter"
-        require(self.path is None or not layers, "draft.shrink.layers", rule, layers)
 
 
 def small_draft() -> ModelConfig:

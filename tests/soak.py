@@ -62,6 +62,9 @@ _MINUTES = {
         "test_compiled_rounds_of_every_proposer_are_its_own": 0.2,
         "test_compiled_rounds_read_encoders_of_every_size": 0.2,
     },
+    "models/test_embedded": {
+        "test_at_least_half_of_sampled_statements_parse": 0.3,
+    },
     "online/test_faults": {
         "test_a_kill_at_any_moment_leaves_a_registry_that_works": 0.2,
         "test_a_kill_during_the_seed_leaves_a_registry_that_is_seeded_again": 0.1,

@@ -194,8 +194,9 @@ def continuations(traces: Sequence[Completion], decode: Decode, *, width: int, c
     blocks = [Text("  ").join(legend)]
     for trace in traces:
         text = Text().append(readable(decode(trace.prompt_ids)), "dim")
-        for kind, group in groupby(answer(trace, decode), key=lambda part: part.kind):
-            text.append(part(kind, readable("".join(part.text for part in group))))
+        for _, same in groupby(answer(trace, decode), key=lambda part: KINDS[part.kind]):
+            shown = list(same)
+            text.append(part(shown[0].kind, readable("".join(one.text for one in shown))))
         blocks += [Text(width * "─", style="dim"), text]
     return _rendered(blocks, width=width, colour=colour)
 

@@ -152,9 +152,12 @@ class TextStream:
         texts = (final_text(prefix, self._decode) for prefix in prefixes)
         text = next(text for text in texts if self._matches(text))
         start, _, string = min(self._matches(text))
+        # Text that is the context's needs none of the row's ids, even where its last character
+        # shows with one of them only.
+        at_once = self._characters_before + start == 0
         tokens = next(
             count
             for count, prefix in enumerate(prefixes, first)
-            if self._decode(prefix).startswith(text[:start])
+            if at_once or self._decode(prefix).startswith(text[:start])
         )
         return Stop(string, self._tokens_before + tokens, self._characters_before + start)

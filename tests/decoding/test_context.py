@@ -85,6 +85,15 @@ def test_nothing_is_looked_for_in_a_context(
     assert found == (whole if expected is None else whole[: expected.characters])
 
 
+def test_a_stop_string_at_once_behind_half_a_character_keeps_no_token() -> None:
+    """The context ends inside of "ä": its "D" shows as bytes until the first own id is there."""
+    tokenizer = metaspace()
+    *context, last = tokenizer.encode("The cat Dä").ids
+    stream = TextStream(tokenizer.decode, ["ä"], context)
+    assert stream.push([last]) == ""
+    assert stream.stop == Stop("ä", tokens=0, characters=0)
+
+
 @pytest.mark.parametrize("make", [metaspace, llama])
 def test_a_stop_string_that_begins_with_a_space_ends_an_answer_at_its_beginning(
     make: Callable[[], Tokenizer],

@@ -82,6 +82,13 @@ def read_config(path: Path) -> Config:
     return to_config(merged)
 
 
+def with_given_draft(words: Sequence[str]) -> list[str]:
+    """The overrides `words`, where `draft.path` chooses `draft=local`: what is given is not made."""
+    given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
+    chosen = any(word.startswith(("draft=", "+draft=")) for word in words)
+    return [*words, "draft=local"] if given and not chosen else [*words]
+
+
 def compose_config(overrides: list[str] | None = None) -> Config:
     """The `Config` of a command line without starting Hydra's application: tests, notebooks.
 
@@ -90,7 +97,7 @@ def compose_config(overrides: list[str] | None = None) -> Config:
     register_schema()
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            return to_config(compose("config", overrides=overrides or []))
+            return to_config(compose("config", overrides=with_given_draft(overrides or [])))
     except COMPOSITION_ERRORS as error:
         raise ValueError(explain(error)) from error
 

@@ -50,6 +50,7 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
             folder.model(config, "target"),
             tokenizer=tokenizer,
             texts=splits.train,
+            held_out=splits.validation,
             folder=folder.path,
             tracker=folder.tracker,
             note=folder.note,

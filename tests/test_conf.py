@@ -213,6 +213,18 @@ def test_pair_says_in_one_line_all_that_must_be_given() -> None:
     )
 
 
+def test_a_drafter_that_is_given_is_not_made() -> None:
+    """The default cuts one out of the target: that holds only where none is given."""
+    assert compose_config().draft.shrink.layers == [0]
+    for experiment in ("serve", "quickstart", "smoke"):
+        given = compose_config([f"+experiment={experiment}", "draft.path=some/draft"])
+        assert given.draft.path == "some/draft"
+        assert given.draft.shrink.layers == []
+    assert compose_config(["draft.path=null"]).draft.shrink.layers == [0]
+    with pytest.raises(ValueError, match=r"draft\.shrink\.layers must be empty where draft\.path"):
+        compose_config(["draft.path=some/draft", "draft.shrink.layers=[0]"])
+
+
 def test_the_tracker_is_offline_unless_the_environment_says_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -154,6 +154,10 @@ REFUSED: list[tuple[str, Make]] = [
     ("draft.shrink.layers", lambda: draft(shrink=ShrinkConfig(layers=[-1, 0]))),
     ("draft.shrink.vocabulary", lambda: draft(shrink=ShrinkConfig(layers=[0], vocabulary=-1))),
     ("draft.shrink.vocabulary", lambda: draft(shrink=ShrinkConfig(vocabulary=8))),
+    (
+        "draft.shrink.layers",
+        lambda: draft(path="some/model", shrink=ShrinkConfig(layers=[0])),
+    ),
     ("draft.shrink.steps", lambda: draft(shrink=ShrinkConfig(steps=8))),
     ("draft.shrink.steps", lambda: draft(shrink=ShrinkConfig(layers=[0], steps=-1))),
     ("target.lora.rank", lambda: ModelConfig(lora=LoraConfig(rank=2)).check("target")),

@@ -61,7 +61,7 @@ def test_a_drafter_is_cut_from_the_target_that_was_trained_or_given(
     target = Path(str(models(trained)[0].path))
     check_cut(target, made / "draft")
     assert not read_metrics(made / "metrics.jsonl")  # no drafter was trained
-    assert "% of its text" in capsys.readouterr().out
+    assert "% of the validation text" in capsys.readouterr().out
     copied = shutil.copytree(target, root / "copied")
     given = [smoke(root, *SHRUNK, f"target.path={path}") for path in (target, copied)]
     assert prepare.path(given[0]) == prepare.path(given[1])  # the same target, wherever it lies

@@ -98,6 +98,8 @@ class ModelConfig:
         rule = "be 0, or positive beside draft.shrink.layers"
         fits = vocabulary == 0 or (vocabulary > 0 and bool(layers))
         require(fits, "draft.shrink.vocabulary", rule, vocabulary)
+        rule = "be empty where draft.path names the drafter"
+        require(self.path is None or not layers, "draft.shrink.layers", rule, layers)
         rule = "be 0 without draft.shrink.layers"
         require(
             bool(layers) or not self.shrink.steps, "draft.shrink.steps", rule, self.shrink.steps
@@ -105,7 +107,7 @@ class ModelConfig:
 
 
 def small_draft() -> ModelConfig:
-    """The drafter that `prepare` makes."""
+    """The drafter of `draft=fresh`."""
     return ModelConfig(
         pretrain=PretrainConfig(
             num_hidden_layers=2,

@@ -27,6 +27,7 @@ def make_draft(
     *,
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[Example],
+    held_out: Sequence[Example],
     folder: Path,
     tracker: Tracker,
     note: Callable[[str], None],
@@ -34,11 +35,12 @@ def make_draft(
     """Make the drafter of section `draft` for `target`, trained on `texts`, in `<folder>/draft`.
 
     With `draft.shrink.layers` it is cut out of the target, and trained for `draft.shrink.steps`.
+    `note` hears which share of the tokens of `held_out` it may propose.
     """
     options, shape = config.draft.shrink, config.draft.pretrain
     start, kept_ids = None, None
     if options.layers:
-        start, kept_ids = _cut(config, target, tokenizer, texts, note)
+        start, kept_ids = _cut(config, target, tokenizer, texts, held_out, note)
         shape = replace(shape, max_steps=options.steps)
         if not options.steps:
             save_model(start, tokenizer, folder / DRAFT, kept_ids=kept_ids)
@@ -61,6 +63,7 @@ def _cut(
     target: ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[Example],
+    held_out: Sequence[Example],
     note: Callable[[str], None],
 ) -> tuple[PreTrainedModel, Tensor | None]:
     """The drafter of layers of the target, and the ids [K] that it keeps, None for all.
@@ -78,6 +81,6 @@ def _cut(
             always=end_of_text_ids(whole.generation_config, tokenizer),
             vocab_size=real_vocab_size(tokenizer, whole.config, "target"),
         )
-        share = kept_share((example.token_ids for example in texts), kept_ids)
-        note(f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of its text")
+        share = kept_share((example.token_ids for example in held_out), kept_ids)
+        note(f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of the validation text")
     return shrink(whole, options.layers), kept_ids

@@ -105,6 +105,7 @@ class Lab:
                 self.folder.model(config, "target"),
                 tokenizer=self.target.tokenizer,
                 texts=of_domain(splits.train, config.online.drift.first),
+                held_out=of_domain(splits.validation, config.online.drift.first),
                 folder=self.folder.path,
                 tracker=self.folder.tracker,
                 note=self.folder.note,

@@ -24,6 +24,7 @@ SHAPE = PretrainConfig(
     per_device_train_batch_size=2,
     max_steps=4,
 )
+TEXT = Example([1, 2, 3, 4] * 4, [True] * 16, "", "")
 CPU = torch.device("cpu")
 
 
@@ -42,7 +43,8 @@ def made(target: ModelConfig, folder: Path, **draft: object) -> tuple[PreTrained
         Config(hardware=HardwareConfig(device="cpu", dtype="float32"), draft=section),
         target,
         tokenizer=tiny.byte_tokenizer(),
-        texts=[Example([1, 2, 3, 4] * 4, [True] * 16, "", "")] * 8,
+        texts=[TEXT] * 8,
+        held_out=[TEXT],
         folder=folder,
         tracker=Tracker(folder),
         note=lambda line: None,

@@ -83,7 +83,7 @@ def read_config(path: Path) -> Config:
 
 
 def with_given_draft(words: Sequence[str]) -> list[str]:
-    """The overrides `words`, where `draft.path` chooses `draft=local`: what is given is not made."""
+    """The overrides `words`; `draft.path` chooses `draft=local`: what is given is not made."""
     given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
     chosen = any(word.startswith(("draft=", "+draft=")) for word in words)
     return [*words, "draft=local"] if given and not chosen else [*words]

@@ -4,8 +4,6 @@ It is trained from scratch on the text of `data`. Shared by every experiment wit
 target, whatever its drafter; a kill at any moment costs the steps since the last checkpoint.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 from draftkit.artifacts import provenance, write_text
@@ -15,7 +13,8 @@ from draftkit.evaluation.compression import score_texts
 from draftkit.evaluation.report import target_card
 from draftkit.models.loading import load_target
 from draftkit.tracking import FILE_NAME, read_metrics
-from draftkit.workflow.pretraining import pretrain
+from draftkit.workflow.pretraining import pretrain, recipe
+from draftkit.workflow.progress import training_seconds
 from pipelines.checksums import CARD, given_model, versions_read
 from pipelines.plan import Given, StageFolder, Step
 from pipelines.run import stage
@@ -57,21 +56,15 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
         "text_sha256": splits.sha256,
         "steps": training[-1]["step"],
         "tokens": training[-1]["total_tokens"],
-        "hours": hours(training),
+        "hours": training_seconds(training) / 3600,
         "bits_per_byte": {domain: score.bits_per_byte for domain, score in scores.items()},
         "argmax_probability": {domain: s.argmax_probability for domain, s in scores.items()},
     }
     read = versions_read() if config.data.name == "installed" else {}
-    card = target_card(config, summary, training, read, provenance())
+    how = recipe(config.target.pretrain)
+    card = target_card(config, summary, training, recipe=how, versions=read, origin=provenance())
     write_text(folder.path / "target" / CARD, card)
     return summary
-
-
-def hours(lines: Sequence[dict[str, Any]]) -> float:
-    """What the steps took that `lines` of metrics speak of; what a kill cost is not in it."""
-    counts = pairwise([0, *(line["total_tokens"] for line in lines)])
-    paces = (line["tokens_per_second"] for line in lines)
-    return sum((b - a) / pace for (a, b), pace in zip(counts, paces, strict=True)) / 3600
 
 
 def target_input(config: Config) -> Given | Step:

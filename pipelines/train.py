@@ -4,7 +4,6 @@ Starts from `draft.path` (or the base drafter of `prepare`) and learns by `diver
 sequences of `source`. All processes of a distributed launch take part.
 """
 
-from itertools import pairwise
 from typing import Any
 
 from accelerate import PartialState
@@ -16,6 +15,7 @@ from draftkit.data.rollouts import read_parts
 from draftkit.evaluation.report import training_figure
 from draftkit.tracking import FILE_NAME, read_metrics
 from draftkit.workflow.fitting import Job, fit, load_teaching_target
+from draftkit.workflow.progress import training_seconds
 from draftkit.workflow.sources import TrainingTexts, reads_rollouts
 from pipelines.generate import ROLLOUT_SETTINGS, contexts, generate, read_contexts, scores
 from pipelines.plan import Given, StageFolder, Step
@@ -117,7 +117,4 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
 def mean_pace(lines: list[dict[str, Any]]) -> float:
     """Generated tokens trained on per second, sampling included, over all logged steps."""
     steps = [line for line in lines if line["section"] == "train"]
-    totals = [0, *(line["total_tokens"] for line in steps)]
-    tokens = [b - a for a, b in pairwise(totals)]
-    seconds = [count / line["tokens_per_second"] for count, line in zip(tokens, steps, strict=True)]
-    return sum(tokens) / sum(seconds)
+    return steps[-1]["total_tokens"] / training_seconds(steps)

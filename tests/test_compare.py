@@ -158,7 +158,7 @@ def test_runs_that_answer_another_question_are_not_compared(tmp_path: Path) -> N
 def test_a_target_is_what_its_checksum_says_whatever_it_is_called(
     changed: dict[str, Any], told: str
 ) -> None:
-    """The embedded one has no path, and another seed, or other text, makes another of it."""
+    """One that is made has no path, and another seed, or other text, makes another of it."""
     embedded = {
         "target": {"path": None},
         "evaluate": {"max_new_tokens": 64},

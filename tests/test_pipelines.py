@@ -17,7 +17,9 @@ from draftkit.artifacts import read_json
 from draftkit.config import MIN_CHUNKS, Config
 from draftkit.data.rollouts import read_parts
 from draftkit.tracking import read_metrics
+from draftkit.workflow.pretraining import recipe
 from pipelines.benchmark import benchmark
+from pipelines.checksums import CARD
 from pipelines.configuration import compose_config
 from pipelines.distill import distill
 from pipelines.evaluate import evaluate
@@ -94,6 +96,19 @@ def test_one_command_runs_every_stage_and_answers_the_question(finished, root, c
     assert (finished / "evaluate" / "samples.txt").read_text() in shown
     evaluate.launch(smoke(root))
     assert "tau, tokens a target pass" in capsys.readouterr().out
+
+
+def test_a_target_that_was_trained_carries_a_card_of_its_recipe_and_scores(finished, root):
+    folder = target.step(smoke(root)).folder
+    summary, card = read_json(folder / "summary.json"), (folder / "target" / CARD).read_text()
+    assert summary["steps"] == smoke(root).target.pretrain.max_steps
+    assert summary["tokens"] > 0
+    assert 0 < summary["hours"] < 1
+    assert f"sha256 of its tokens {summary['text_sha256']}" in card
+    assert recipe(smoke(root).target.pretrain) in card
+    for domain, bits in summary["bits_per_byte"].items():
+        assert f"| {domain} | {bits:.2f} | {summary['argmax_probability'][domain]:.2f} |" in card
+    assert f"torch {torch.__version__}" in card
 
 
 def test_the_evaluation_holds_every_key_that_others_rely_on(finished):

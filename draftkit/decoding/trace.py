@@ -183,7 +183,7 @@ def _rendered(blocks: Sequence[Text | Table], *, width: int, colour: bool) -> st
 def continuations(traces: Sequence[Completion], decode: Decode, *, width: int, colour: bool) -> str:
     """Return prompts and answers as they read, in lines of at most `width` cells.
 
-    Whose token is whose is told by ANSI colours if `colour`, else by marks.
+    ANSI colours show whose token is whose if `colour`, else marks.
     """
 
     def part(kind: str, text: str) -> Text:

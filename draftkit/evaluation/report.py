@@ -14,7 +14,6 @@ from draftkit.artifacts import atomic_path
 from draftkit.config import Config
 
 PREDICTION_TOLERANCE = 0.1
-OPTIMIZER_TEXTS = {"adamw": "AdamW", "muon": "Muon, with AdamW for embeddings and vectors,"}
 CURVE_POINTS = 12
 PALE, DARK = "#9bbbd9", "#1f4e79"  # of curves
 VERDICTS = {"deploy": "DEPLOY", "do_not_deploy": "DO NOT DEPLOY", "inconclusive": "INCONCLUSIVE"}
@@ -159,13 +158,15 @@ def target_card(
     config: Config,
     summary: dict[str, Any],
     lines: Sequence[dict[str, Any]],
+    *,
+    recipe: str,
     versions: Mapping[str, str | None],
     origin: dict[str, Any],
 ) -> str:
     """The README of a target that was trained here: recipe, text, scores, curve.
 
-    `lines` of its training's metrics; `versions` of the packages that its text was read of, and
-    `origin` as `provenance` gives it.
+    `lines` of its training's metrics; `recipe`: how its steps were taken; `versions` of the
+    packages that its text was read of; `origin` as `provenance` gives it.
     """
     shape, data, hardware = config.target.pretrain, config.data, origin["hardware"]
     machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
@@ -190,9 +191,7 @@ def target_card(
         f"{shape.dtype}.\n"
         f"- {summary['steps']:,} steps of {shape.per_device_train_batch_size} rows, "
         f"{summary['tokens'] / 1e6:.1f} million tokens in {summary['hours']:.2f} hours on "
-        f"{machine}. {OPTIMIZER_TEXTS[shape.optimizer]} at {shape.learning_rate:g}, a twentieth of "
-        "the steps to warm up, then linearly to 0; weight decay 0.1; seed "
-        f"{config.seed}.\n"
+        f"{machine}. {recipe}; seed {config.seed}.\n"
         f"- Text: data={data.name}, domains {', '.join(data.domains)}, up to "
         f"{data.max_megabytes:g} MB; sha256 of its tokens {summary['text_sha256']}.\n"
         + (f"- Read of Python {origin['python']} and {', '.join(read)}.\n" if read else "")

@@ -13,7 +13,13 @@ from draftkit.evaluation.judge import LOOKUP, SERVED_ALPHA, Evidence
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import Timed
 from draftkit.theory.acceptance import Estimate, Rate, bootstrap, unconditional_rates
-from draftkit.theory.speedup import break_even_alpha, ceiling, factors, speedup_from_length
+from draftkit.theory.speedup import (
+    best_gamma,
+    break_even_alpha,
+    ceiling,
+    factors,
+    speedup_from_length,
+)
 
 MAX_GAMMA = 16
 DEPLOY, DO_NOT_DEPLOY, INCONCLUSIVE = "deploy", "do_not_deploy", "inconclusive"
@@ -59,14 +65,14 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         break_even_alpha=break_even,
     )
     served = SERVED_ALPHA.get(config.decode.proposer)
-    by_gamma = factors(
+    at_gamma = (
         acceptance[served].mean if served else counted["acceptance_per_position"][0],
-        cost_ratio=costs.cost_ratio,
-        verify_ratio=costs.verify_at,
-        overhead_ratio=costs.overhead_ratio,
-        max_gamma=MAX_GAMMA,
+        costs.cost_ratio,
+        costs.verify_at,
+        costs.overhead_ratio,
+        MAX_GAMMA,
     )
-    best = max(range(len(by_gamma)), key=by_gamma.__getitem__)
+    best, best_factor = best_gamma(*at_gamma)
     return {
         **{mode: estimate.as_dict() for mode, estimate in acceptance.items()},
         **counted,
@@ -90,11 +96,11 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
             "predicted": predicted,
             "prediction_error": timed.full_batches.mean / plain.full_batches.mean / predicted - 1,
             "ceiling": limit,
-            "predicted_by_gamma": by_gamma,
+            "predicted_by_gamma": factors(*at_gamma),
         },
         "break_even_alpha": break_even,
         "best_gamma": best,
-        "best_gamma_factor": by_gamma[best],
+        "best_gamma_factor": best_factor,
         "lossless": evidence.lossless.as_dict(),
         "verdict": decision,
         "reason": reason,

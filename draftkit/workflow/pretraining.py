@@ -11,7 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftkit.artifacts import remove
-from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig, has_compiler
+from draftkit.config import (
+    Config,
+    DivergenceConfig,
+    OptimConfig,
+    PretrainConfig,
+    SamplingConfig,
+    has_compiler,
+)
 from draftkit.data.prompts import Example
 from draftkit.data.store import Mapped
 from draftkit.distillation.batch import TokenSequence
@@ -25,6 +32,8 @@ from draftkit.models.loading import new_llama, save_model
 from draftkit.tracking import Tracker
 from draftkit.workflow.progress import train_logged
 
+WARMUP, DECAY = 20, 0.1  # one step in so many; weight decay
+OPTIMIZER_TEXTS = {"adamw": "AdamW", "muon": "Muon, with AdamW for embeddings and vectors,"}
 WORTH_COMPILING = 1_000  # steps: the passes of a model compile in half a minute
 
 
@@ -64,9 +73,9 @@ def pretrain(
             learning_rate=shape.learning_rate,
             max_steps=shape.max_steps,
             per_device_train_batch_size=shape.per_device_train_batch_size,
-            warmup_steps=max(1, shape.max_steps // 20),
+            warmup_steps=max(1, shape.max_steps // WARMUP),
             lr_scheduler_type="linear",
-            weight_decay=0.1,
+            weight_decay=DECAY,
             save_steps=config.optim.save_steps,
             logging_steps=config.optim.logging_steps,
         ),
@@ -99,6 +108,14 @@ def pretrain(
     model.to(getattr(torch, shape.dtype))
     save_model(model, tokenizer, folder / key, kept_ids=kept_ids)
     remove(training)  # the model is whole: nothing resumes from here
+
+
+def recipe(shape: PretrainConfig) -> str:
+    """How `pretrain` takes the steps of a model of `shape`, for its card."""
+    return (
+        f"{OPTIMIZER_TEXTS[shape.optimizer]} at {shape.learning_rate:g}, one step in {WARMUP} to "
+        f"warm up, then linearly to 0; weight decay {DECAY:g}"
+    )
 
 
 def full_rows(texts: Sequence[Example], length: int) -> np.ndarray:

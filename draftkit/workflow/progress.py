@@ -1,9 +1,11 @@
 """Training with its progress shown and its metrics logged."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -68,6 +70,13 @@ def progress(
             note(f"{title}: step {step.steps}/{total}  {numbers(step)}")
 
     yield show
+
+
+def training_seconds(lines: Sequence[dict[str, Any]]) -> float:
+    """What the steps took that `lines` of one training's metrics speak of, kills left out."""
+    counts = pairwise([0, *(line["total_tokens"] for line in lines)])
+    paces = (line["tokens_per_second"] for line in lines)
+    return sum((b - a) / pace for (a, b), pace in zip(counts, paces, strict=True))
 
 
 def numbers(step: Progress) -> str:

@@ -53,7 +53,7 @@ class TabularAdapter:
     def device(self) -> torch.device:
         return self.table.device
 
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> Tensor:
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any, last: int = 0) -> Tensor:
         """Write tokens and what they leave behind to the cache, then look both up there."""
         positions = positions.clamp(max=self.max_positions - 1)
         marks = (tokens + 1).to(self.table.dtype)  # 0 is a slot that nobody has written
@@ -61,12 +61,13 @@ class TabularAdapter:
             marks[:, None, :, None], self.memory[tokens][:, None], 0
         )
         keys, values = keys[:, 0, :, 0].long() - 1, values[:, 0]  # [B, C], [B, C, V]
-        last = keys.gather(1, positions)
+        fed = keys.gather(1, positions)
         previous = keys.gather(1, (positions - 1).clamp(min=0))
         previous = previous.masked_fill((positions < 1) | (previous < 0), self.vocab_size)
         older = (positions - 2).clamp(min=0)[..., None]
         left = values.gather(1, older.expand(-1, -1, self.vocab_size))
-        return self.table[previous, last] + left.masked_fill((positions < 2)[..., None], 0.0)
+        logits = self.table[previous, fed] + left.masked_fill((positions < 2)[..., None], 0.0)
+        return logits[:, -last:]
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> None:
         self.step(tokens, positions=positions, cache=cache)

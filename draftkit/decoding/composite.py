@@ -138,7 +138,7 @@ class StagedProposer(Composite):
         positions = view.length[:, None] + torch.arange(-2, width, device=fed.device)
         positions = torch.minimum(positions, end[:, None]).clamp(min=0)
         cache = self.model.cache(view)
-        logits = self.model.draft.step(fed, positions=positions, cache=cache)[:, 1:]
+        logits = self.model.draft.step(fed, positions=positions, cache=cache, last=width + 1)
         history = None if view.seen is None else seen_along(view.seen, guess.tokens)
         law = warp(logits, view.group.params, history)  # [B, W + 1, V]
         verdict = speculative_sampling(

@@ -187,7 +187,7 @@ class DraftModelProposer(Proposer):
         cache = self.cache(view)
         offsets = torch.arange(-2, 0, device=view.length.device)
         positions = (view.length[:, None] + offsets).clamp(min=0)  # [B, 2]
-        first = self.draft.step(view.last_two, positions=positions, cache=cache)[:, -1:]
+        first = self.draft.step(view.last_two, positions=positions, cache=cache, last=1)
 
         def after(token: Tensor, i: int) -> Tensor:
             # A filler's text may end anywhere: it must not reach beyond the cache.

@@ -9,6 +9,7 @@ knows no sampling, no loss and no schedule. Logits are cut to the real vocabular
 Shapes: B rows, N new tokens, T tokens, C slots attended to, V real vocabulary, H hidden size.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -75,8 +76,11 @@ class Adapter(nn.Module, ABC):
         raise ValueError("this model has no encoder, so that there is nothing to read for it")
 
     @abstractmethod
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> Tensor:
-        """Feed `tokens` [B, N] at `positions` [B, N] through the cache; return logits [B, N, V]."""
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache, last: int = 0) -> Tensor:
+        """Feed `tokens` [B, N] at `positions` [B, N] through the cache; return logits [B, N, V].
+
+        Where `last` is not 0 the head is run on the last so many tokens alone: [B, last, V].
+        """
 
     @abstractmethod
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
@@ -193,17 +197,21 @@ class CausalAdapter(Adapter):
         kept_ids = None if kept_ids is None else kept_ids.to(self.device)
         self.register_buffer("kept_ids", kept_ids, persistent=False)
         self._kept_head: Head | None = None
+        self._chooses_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.renew()
 
     @property
     def signature(self) -> Hashable:
         return (super().signature, None if self.kept_ids is None else len(self.kept_ids))
 
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> Tensor:
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache, last: int = 0) -> Tensor:
         inputs = self._cached_inputs(tokens, positions, cache)
-        if self._kept_head is None:
-            return self._cut(self.model(**inputs).logits)
-        return self._kept_head(self.model.base_model(**inputs).last_hidden_state)
+        if self._kept_head is not None:
+            states = self.model.base_model(**inputs).last_hidden_state
+            return self._kept_head(states[:, -last:])
+        if self._chooses_logits:
+            inputs["logits_to_keep"] = last
+        return self._cut(self.model(**inputs).logits[:, -last:])
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
         self.model.base_model(**self._cached_inputs(tokens, positions, cache))

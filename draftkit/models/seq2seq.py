@@ -13,6 +13,7 @@ V real vocabulary, H hidden size.
 """
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,8 +91,8 @@ class Seq2SeqAdapter(Adapter):
             layers.append((attention.k(states).view(shape), attention.v(states).view(shape)))
         cache.write_encoder(layers, lengths)
 
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> Tensor:
-        hidden = self._decode(tokens, positions, cache) * self._scale
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache, last: int = 0) -> Tensor:
+        hidden = self._decode(tokens, positions, cache)[:, -last:] * self._scale
         return self._head(hidden)[..., : self.vocab_size]
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
@@ -184,8 +185,8 @@ class PrefixedAdapter(CausalAdapter):
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         self._feed(super().prefill, tokens, positions, cache, tokens.shape[1])
 
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> Tensor:
-        return self._feed_behind(super().step, tokens, positions, cache)
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache, last: int = 0) -> Tensor:
+        return self._feed_behind(partial(super().step, last=last), tokens, positions, cache)
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
         self._feed_behind(super().prefill, tokens, positions, cache)

@@ -31,8 +31,8 @@ class Watched(CausalAdapter):
         super().__init__(model, vocab_size=tiny.VOCAB_SIZE)
         self.steps: list[Tensor] = []
 
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> Tensor:
-        logits = super().step(tokens, positions=positions, cache=cache)
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any, last: int = 0) -> Tensor:
+        logits = super().step(tokens, positions=positions, cache=cache, last=last)
         self.steps.append(logits)
         return logits
 
@@ -254,10 +254,12 @@ def test_a_draft_that_feeds_the_last_token_alone_is_rejected(
 ) -> None:
     real = Watched.step
 
-    def step(self: Watched, tokens: Tensor, *, positions: Tensor, cache: Any) -> Tensor:
+    def step(
+        self: Watched, tokens: Tensor, *, positions: Tensor, cache: Any, last: int = 0
+    ) -> Tensor:
         if self in drafts and tokens.shape[1] == 2:
             tokens, positions = tokens[:, 1:], positions[:, 1:]
-        return real(self, tokens, positions=positions, cache=cache)
+        return real(self, tokens, positions=positions, cache=cache, last=last)
 
     session = Session("llama")
     drafts = list(session.drafts.values())

@@ -51,8 +51,8 @@ def other_noise(**key: Any) -> Tensor:
 class Shifted(TabularAdapter):
     """A model of another kind: its logits are those of the next token but one id."""
 
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> Tensor:
-        return super().step(tokens, positions=positions, cache=cache).roll(1, -1)
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any, last: int = 0) -> Tensor:
+        return super().step(tokens, positions=positions, cache=cache, last=last).roll(1, -1)
 
 
 class Single(TabularAdapter):
@@ -348,8 +348,8 @@ class Padded:
 class Masked(TabularAdapter):
     """A table for rows that stand anywhere, as models with masks are."""
 
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> Tensor:
-        return super().step(tokens, positions=positions, cache=Padded(cache))
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any, last: int = 0) -> Tensor:
+        return super().step(tokens, positions=positions, cache=Padded(cache), last=last)
 
 
 def test_longer_rows_of_other_groups_fill_a_batch_and_stay_what_they_are(strict: Strict) -> None:

@@ -40,8 +40,8 @@ class Bigram(nn.Module):
 
     score = states = forward
 
-    def step(self, tokens, *, positions, cache):
-        return self.table[tokens]
+    def step(self, tokens, *, positions, cache, last=0):
+        return self.table[tokens[:, -last:]]
 
     def prefill(self, tokens, *, positions, cache):
         """Nothing to remember: the last token says all."""

@@ -24,9 +24,9 @@ class Slow(TabularAdapter):
         self.clock = clock
         self.seconds = seconds
 
-    def step(self, tokens, *, positions, cache):
+    def step(self, tokens, *, positions, cache, last=0):
         self.clock.now += self.seconds(tokens.shape[1])
-        return super().step(tokens, positions=positions, cache=cache)
+        return super().step(tokens, positions=positions, cache=cache, last=last)
 
     def prefill(self, tokens, *, positions, cache):
         self.clock.now += 100

@@ -31,9 +31,9 @@ class Slow(TabularAdapter):
         super().__init__(like.table, like.memory)
         self.seconds, self.clock = seconds, clock
 
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> Tensor:
+    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any, last: int = 0) -> Tensor:
         self.clock.seconds += self.seconds * (1 + tokens.shape[1] / 10)
-        return super().step(tokens, positions=positions, cache=cache)
+        return super().step(tokens, positions=positions, cache=cache, last=last)
 
 
 def slow_decoder(monkeypatch: pytest.MonkeyPatch, draft_seconds: float) -> Decoder:

@@ -64,9 +64,9 @@ def test_a_compilation_is_taken_out_of_a_timed_chunk(monkeypatch, clock):
     real = walltime.time.perf_counter
 
     class Compiling(Slow):
-        def step(self, tokens, *, positions, cache):
+        def step(self, tokens, *, positions, cache, last=0):
             spent[0] += 50
-            return super().step(tokens, positions=positions, cache=cache)
+            return super().step(tokens, positions=positions, cache=cache, last=last)
 
     monkeypatch.setattr(walltime, "compile_seconds", lambda: spent[0])
     monkeypatch.setattr(walltime.time, "perf_counter", lambda: real() + spent[0])

@@ -72,6 +72,10 @@ def test_ragged_steps_with_rollback_equal_the_model_without_a_cache(architecture
         logits = adapter.step(tokens.gather(1, positions), positions=positions, cache=used)
         index = positions[..., None].expand(-1, -1, logits.shape[-1])
         torch.testing.assert_close(logits, expected.gather(1, index), atol=ATOL, rtol=0)
+        fed = tokens.gather(1, positions)
+        ending = adapter.step(fed, positions=positions, cache=used, last=min(2, width))
+        assert ending.shape == (3, min(2, width), logits.shape[-1])
+        torch.testing.assert_close(ending, logits[:, -2:], atol=ATOL, rtol=0)
         start = start + width
 
 
@@ -239,6 +243,8 @@ def test_scores_and_steps_are_cut_to_the_real_vocabulary() -> None:
     positions = torch.arange(5).expand(2, 5)
     stepped = adapter.step(tokens, positions=positions, cache=SlotCache(2, 8))
     assert stepped.shape == (2, 5, tiny.VOCAB_SIZE)
+    ending = adapter.step(tokens, positions=positions, cache=SlotCache(2, 8), last=1)
+    torch.testing.assert_close(ending, stepped[:, -1:])
     soft_capped = CausalAdapter(tiny.model("gemma2", vocab_size=300), vocab_size=258)
     assert soft_capped.score(tokens, keep).shape == (10, 258)
 

@@ -284,11 +284,39 @@ def test_python_m_from_another_folder_gives_exit_codes_and_help(
     assert one_line(refused.stderr) == "down: decode.gamma must lie in 0..32, got -1"
     shown = run("--help")
     assert shown.returncode == 0
-    for part in ("python -m pipelines.down +experiment=NAME", "quickstart", "forward_kl", "-m"):
+    for part in ("draftkit down +experiment=NAME", "quickstart", "forward_kl", "-m"):
         assert part in shown.stdout
     done = run("optim.max_steps=3", "tracker=none")
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "outputs/default/down/summary.json").is_file()
+
+
+def test_experiments_of_ones_own_are_added_by_their_folder(
+    command: Command, tmp_path: Path
+) -> None:
+    own = tmp_path / "own" / "experiment"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - smoke\nname: mine\n")
+    words = ["+experiment=mine", "--config-dir", "own", "optim.max_steps=3"]  # options anywhere
+    assert command(*words)[0] == 0
+    stored = yaml.safe_load(Path("outputs/mine/down/config.yaml").read_text())
+    assert (stored["optim"]["max_steps"], stored["data"]["vocab_size"]) == (3, 512)
+    code, _, err = command("--config-dir=own", "+experiment=mien")
+    assert code == 2
+    assert "experiment=mien does not exist: did you mean mine? (choices: " in one_line(err)
+    code, _, err = command("--config-dir", "owm", "+experiment=mine")
+    assert code == 2
+    assert one_line(err) == f"down: Additional config directory '{tmp_path / 'owm'}' not found"
+    (own / "pair.yaml").write_text("# @package _global_\n")
+    code, _, err = command(*words)
+    assert code == 2
+    assert "pair.yaml is hidden by draftkit's own of that name: rename it" in one_line(err)
+    (own / "mine.yaml").write_text("# @package _global_\ndecode: {gama: 3}\n")
+    code, _, err = command(*words)
+    assert code == 2
+    assert one_line(err) == (
+        "down: experiment/mine.yaml: there is no setting decode.gama: did you mean decode.gamma?"
+    )
 
 
 def test_a_distributed_launch_runs_all_ranks_and_the_first_one_writes(

@@ -294,28 +294,37 @@ def test_python_m_from_another_folder_gives_exit_codes_and_help(
 def test_experiments_of_ones_own_are_added_by_their_folder(
     command: Command, tmp_path: Path
 ) -> None:
-    own = tmp_path / "own" / "experiment"
-    own.mkdir(parents=True)
-    (own / "mine.yaml").write_text("# @package _global_\ndefaults:\n  - smoke\nname: mine\n")
-    words = ["+experiment=mine", "--config-dir", "own", "optim.max_steps=3"]  # options anywhere
+    """The one of docs/adding.md, and what may be wrong with it."""
+    page = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+    example = page.partition("```yaml\n")[2].partition("```")[0]
+    for group in ("experiment", "optim"):
+        (tmp_path / "own" / group).mkdir(parents=True)
+    own = tmp_path / "own" / "experiment" / "stories.yaml"
+    own.write_text(example)
+    (tmp_path / "own" / "optim" / "long.yaml").write_text("learning_rate: 0.25\n")
+    words = ["optim=long", "--config-dir", "own", "+experiment=stories", "optim.max_steps=3"]
     assert command(*words)[0] == 0
-    stored = yaml.safe_load(Path("outputs/mine/down/config.yaml").read_text())
-    assert (stored["optim"]["max_steps"], stored["data"]["vocab_size"]) == (3, 512)
-    code, _, err = command("--config-dir=own", "+experiment=mien")
-    assert code == 2
-    assert "experiment=mien does not exist: did you mean mine? (choices: " in one_line(err)
-    code, _, err = command("--config-dir", "owm", "+experiment=mine")
-    assert code == 2
-    assert one_line(err) == f"down: Additional config directory '{tmp_path / 'owm'}' not found"
-    (own / "pair.yaml").write_text("# @package _global_\n")
-    code, _, err = command(*words)
-    assert code == 2
-    assert "pair.yaml is hidden by draftkit's own of that name: rename it" in one_line(err)
-    (own / "mine.yaml").write_text("# @package _global_\ndecode: {gama: 3}\n")
-    code, _, err = command(*words)
-    assert code == 2
-    assert one_line(err) == (
-        "down: experiment/mine.yaml: there is no setting decode.gama: did you mean decode.gamma?"
+    stored = yaml.safe_load(Path("outputs/stories/down/config.yaml").read_text())
+    assert stored["optim"]["learning_rate"] == 0.25
+    assert (stored["source"]["name"], stored["draft"]["path"]) == ("draft", "models/small")
+
+    def refused(*words: str) -> str:
+        code, _, err = command(*words)
+        assert code == 2
+        return one_line(err)
+
+    assert "experiment=story does not exist: did you mean stories? (choices: " in refused(
+        "--config-dir=own", "+experiment=story"
+    )
+    assert refused("--config-dir", "owm", "+experiment=stories") == (
+        f"down: Additional config directory '{tmp_path / 'owm'}' not found"
+    )
+    hiding = own.with_name("pair.yaml")
+    hiding.write_text("# @package _global_\n")
+    assert refused(*words) == f"down: {hiding} is hidden by draftkit's own of that name: rename it"
+    own.write_text(example + "decode: {gama: 3}\n")
+    assert refused(*words) == (
+        "down: experiment/stories.yaml: there is no setting decode.gama: did you mean decode.gamma?"
     )
 
 

@@ -23,17 +23,18 @@ from draftkit.evaluation.judge import Prompts
 from draftkit.models.devices import resolve_device
 from draftkit.models.loading import load_draft, load_target
 from draftkit.theory.speedup import Costs
-from pipelines.benchmarks import training
-from pipelines.benchmarks.ceilings import copy_bandwidth
-from pipelines.benchmarks.decoder import PLAIN, Pair, Point, headline, measure, setting_of
-from pipelines.benchmarks.decoder_report import LEGEND, benchmark_tables
-from pipelines.benchmarks.gpu import run as gpu
-from pipelines.benchmarks.random_models import random_model, random_texts
-from pipelines.evaluate import drafts_of, judged_inputs, prompts_in
-from pipelines.generate import contexts
-from pipelines.plan import Given, StageFolder, Step
-from pipelines.prepare import check_pair, pair_and_text
-from pipelines.run import peak_memory_bytes, stage
+
+from .benchmarks import training
+from .benchmarks.ceilings import copy_bandwidth
+from .benchmarks.decoder import PLAIN, Pair, Point, headline, measure, setting_of
+from .benchmarks.decoder_report import LEGEND, benchmark_tables
+from .benchmarks.gpu import run as gpu
+from .benchmarks.random_models import random_model, random_texts
+from .evaluate import drafts_of, judged_inputs, prompts_in
+from .generate import contexts
+from .plan import Given, StageFolder, Step
+from .prepare import check_pair, pair_and_text
+from .run import peak_memory_bytes, stage
 
 RANDOM_CALIBRATION_PROMPTS = 8
 

@@ -17,7 +17,8 @@ from draftkit.artifacts import fingerprint, sha256_file, sha256_tree, write_json
 from draftkit.config import DataConfig, ModelConfig
 from draftkit.data.installed import OPTIONAL, PACKAGES
 from draftkit.models.loading import check_folder
-from pipelines.plan import Given
+
+from .plan import Given
 
 CARD = "README.md"  # about a model, no part of it
 # Where a package is called otherwise than what is imported.

@@ -6,6 +6,7 @@ Exit code 0: complete. 2: something that the user can put right, told in one lin
 
 import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -15,9 +16,11 @@ import hydra
 from omegaconf import DictConfig
 
 from draftkit.config import Config
-from pipelines.configuration import (
+
+from .configuration import (
     COMPOSITION_ERRORS,
     CONF_DIR,
+    check_own_files,
     explain,
     fixed_overrides,
     register_schema,
@@ -28,6 +31,7 @@ from pipelines.configuration import (
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+OVERRIDE = re.compile(r"[^-].*=|~")  # a word that is neither an option nor its value
 
 Launch = Callable[[Config, str], Any]
 
@@ -81,14 +85,18 @@ def run_command(name: str, launch: Launch) -> None:
     raw = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     sys.argv[1:] = with_given_draft(sys.argv[1:])
     fixed = fixed_overrides(sys.argv[1:])
-    # argparse reads overrides in one piece: let -m stand among them.
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
+    # argparse reads overrides in one piece: let options stand among them.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: bool(OVERRIDE.match(word)))
 
     def job(composed: DictConfig) -> None:
         # Hydra would announce an error of the job by a line of its own: it never sees one.
-        _guard(name, lambda: launch(to_config(composed), swept_label(fixed)), raw=raw)
+        def checked() -> None:
+            check_own_files()
+            launch(to_config(composed), swept_label(fixed))
 
-    job.__module__ = f"pipelines.{name}"  # Hydra names the job after it
+        _guard(name, checked, raw=raw)
+
+    job.__module__ = f"{__package__}.{name}"  # Hydra names the job after it
     decorate = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us whole, to be told in one line
     _guard(name, decorate(job), raw=raw)

@@ -1,4 +1,4 @@
-"""Experiments side by side: `python -m pipelines.compare 'runs=[outputs/a,outputs/b]'`.
+"""`python -m pipelines.compare 'runs=[outputs/a,outputs/b]'`: experiments side by side.
 
 Reads finished folders (an experiment's, a sweep's or one stage's) and, for `wandb:PROJECT/GROUP`,
 runs uploaded to Weights & Biases. Shows acceptance, speedup, verdict and the settings that differ;
@@ -20,8 +20,9 @@ from rich.table import Table
 from draftkit.artifacts import fingerprint, read_json, write_json
 from draftkit.config import Config, flatten
 from draftkit.tracking import scalars
-from pipelines.evaluate import PROMPTS
-from pipelines.experiments.matrix import (
+
+from .evaluate import PROMPTS
+from .experiments.matrix import (
     Cell,
     cells_of,
     control_table,
@@ -30,9 +31,9 @@ from pipelines.experiments.matrix import (
     matrix_table,
     temperatures,
 )
-from pipelines.folder import CONFIG
-from pipelines.plan import MANIFEST, SUMMARY, Given, StageFolder
-from pipelines.run import stage
+from .folder import CONFIG
+from .plan import MANIFEST, SUMMARY, Given, StageFolder
+from .run import stage
 
 STAGES = ("evaluate", "distill")  # the first that is there gives the numbers
 TRAINING = "train"

@@ -110,7 +110,7 @@ def explain(error: BaseException) -> str:
         return " ".join(text.split())
     if match := re.search(r"Could not find '([^']+)/([^'/]+)'", text):
         group, option = match.groups()
-        options = sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
+        options = sorted(getattr(error, "options", None) or [])  # with those of --config-dir
         hint = _did_you_mean(option, options)
         return f"{group}={option} does not exist{hint} (choices: {', '.join(options)})"
     if match := re.search(r"Could not override '([^']+)'\. No match in the defaults list", text):
@@ -122,7 +122,7 @@ def explain(error: BaseException) -> str:
         name, plus = match.group(1), "+" if match.group(1) == "experiment" else ""
         return f"{name} is given twice: use one {plus}{name}=<choice>"
     file = re.match(r"In '([^']+)': .* raised while composing config:", text)
-    where = f"conf/{file.group(1)}.yaml: " if file else ""
+    where = _file_name(file.group(1)) + ": " if file else ""
     match = re.search(r"full_key: (\S+)", detail)
     key = match.group(1) if match else ""
     if re.search(r"Key '.+' (?:is )?not in", detail):
@@ -136,6 +136,24 @@ def explain(error: BaseException) -> str:
         lines = lines[1:]
     lines = lines[:2] if "override" in lines[0] and not key else lines[:1]
     return where + (f"{key}: " if key else "") + ": ".join(lines)
+
+
+def _file_name(config: str) -> str:
+    """The file of a configuration that Hydra names: one of ours, or one below `--config-dir`."""
+    return f"conf/{config}.yaml" if (CONF_DIR / f"{config}.yaml").is_file() else f"{config}.yaml"
+
+
+def check_own_files() -> None:
+    """Raise ValueError for a file below `--config-dir` that one of ours hides.
+
+    Asked inside a Hydra job.
+    """
+    sources = HydraConfig.get().runtime.config_sources
+    for folder in (Path(source.path) for source in sources if source.provider == "command-line"):
+        for ours in sorted(CONF_DIR.rglob("*.yaml")):
+            own = folder / ours.relative_to(CONF_DIR)
+            if own.is_file() and own.read_bytes() != ours.read_bytes():
+                raise ValueError(f"{own} is hidden by draftkit's own of that name: rename it")
 
 
 def fixed_overrides(arguments: Sequence[str]) -> set[str]:

@@ -20,12 +20,13 @@ from draftkit.artifacts import atomic_path, provenance, read_json, write_text
 from draftkit.config import Config
 from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.report import model_card, result_lines
-from pipelines.checksums import CARD
-from pipelines.evaluate import FIGURE, SAMPLES, evaluate
-from pipelines.plan import SUMMARY, Given, StageFolder, Step
-from pipelines.prepare import pair_and_text
-from pipelines.run import stage
-from pipelines.train import DRAFT, train
+
+from .checksums import CARD
+from .evaluate import FIGURE, SAMPLES, evaluate
+from .plan import SUMMARY, Given, StageFolder, Step
+from .prepare import pair_and_text
+from .run import stage
+from .train import DRAFT, train
 
 
 def needs(config: Config) -> dict[str, Given | Step]:
@@ -42,7 +43,7 @@ def show(config: Config, folder: Path) -> None:
     Console(width=80).print(result_lines(read_json(judged / SUMMARY)))
     print(f"The drafter, as save_pretrained writes it: {folder / DRAFT}")
     print(f"Speed-up over gamma: {folder / FIGURE}")
-    print("All numbers: the same command with pipelines.evaluate")
+    print("All numbers: the same command with evaluate")
 
 
 @stage(sections=(), needs=needs, product=None, after=show)

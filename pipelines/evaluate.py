@@ -22,12 +22,13 @@ from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
 from draftkit.tracking import Tracker
-from pipelines.generate import contexts, read_contexts
-from pipelines.plan import SUMMARY, Given, StageFolder, Step
-from pipelines.prepare import check_pair, pair_and_text
-from pipelines.run import stage
-from pipelines.texts import training_texts
-from pipelines.train import train
+
+from .generate import contexts, read_contexts
+from .plan import SUMMARY, Given, StageFolder, Step
+from .prepare import check_pair, pair_and_text
+from .run import stage
+from .texts import training_texts
+from .train import train
 
 TRACES = 3
 SAMPLES = {True: "samples.ansi", False: "samples.txt"}  # as read: with colours, with marks

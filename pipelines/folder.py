@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import recover, recover_tree, remove, sha256_tree, write_json
-from pipelines.checksums import model_sha256
-from pipelines.plan import (
+
+from .checksums import model_sha256
+from .plan import (
     MANIFEST,
     SUMMARY,
     Step,

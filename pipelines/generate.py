@@ -18,9 +18,10 @@ from draftkit.distillation.samplers import Sampler
 from draftkit.models.loading import load_target
 from draftkit.workflow.sampling import engine_sampler, target_sampler
 from draftkit.workflow.sources import TrainingTexts, scored_by, texts_to_score
-from pipelines.plan import Given, StageFolder, Step
-from pipelines.prepare import text_and_target
-from pipelines.run import stage
+
+from .plan import Given, StageFolder, Step
+from .prepare import text_and_target
+from .run import stage
 
 # Where an engine answers, and to how many at a time, is no part of what it answers.
 ROLLOUT_SETTINGS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "engine", "model"))

@@ -13,15 +13,16 @@ from rich.console import Console
 
 from draftkit.artifacts import read_json
 from draftkit.config import DRAFTED_NAMES, Config
-from pipelines.command import run_command
-from pipelines.experiments.drift import drift
-from pipelines.experiments.drift_report import drift_table
-from pipelines.experiments.serve_and_refit import serve_and_refit
-from pipelines.generate import ROLLOUT_SETTINGS
-from pipelines.plan import Given, StageFolder, Step
-from pipelines.prepare import check_pair, pair_and_text, text_and_target
-from pipelines.refitting import daemon, daemon_needs, rollback
-from pipelines.run import stage
+
+from .command import run_command
+from .experiments.drift import drift
+from .experiments.drift_report import drift_table
+from .experiments.serve_and_refit import serve_and_refit
+from .generate import ROLLOUT_SETTINGS
+from .plan import Given, StageFolder, Step
+from .prepare import check_pair, pair_and_text, text_and_target
+from .refitting import daemon, daemon_needs, rollback
+from .run import stage
 
 SERVICE = {"daemon": daemon, "rollback": rollback}  # go on for ever, or change what is there
 EXPERIMENTS = {"drift": drift, "serve_and_refit": serve_and_refit}  # are complete one day

@@ -203,7 +203,7 @@ def stored_manifest(step: Step) -> dict[str, Any] | None:
     ]:
         raise ValueError(
             f"{step.folder} was made with other settings ({'; '.join(differences)}): use name=..."
-            f" for another experiment, or `python -m pipelines.{step.command} ..."
+            f" for another experiment, or `draftkit {step.command} ..."
             " overwrite=true` to redo this one"
         )
     return manifest

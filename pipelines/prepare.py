@@ -13,11 +13,12 @@ from draftkit.models.loading import load_tokenizer
 from draftkit.models.shrink import check_layers, check_vocabulary
 from draftkit.models.vocabulary import check_same_tokenizer
 from draftkit.workflow.drafting import make_draft
-from pipelines.checksums import given_model, given_text
-from pipelines.plan import Given, StageFolder, Step
-from pipelines.run import stage
-from pipelines.target import target_input
-from pipelines.texts import texts
+
+from .checksums import given_model, given_text
+from .plan import Given, StageFolder, Step
+from .run import stage
+from .target import target_input
+from .texts import texts
 
 
 def check(config: Config) -> None:

@@ -19,12 +19,13 @@ from draftkit.online.assembly import make_refit
 from draftkit.online.daemon import Daemon
 from draftkit.online.refit import Anchors, Refit, Update
 from draftkit.workflow.fitting import load_teaching_target
-from pipelines.folder import SUMMARY, locked
-from pipelines.generate import contexts, generate, read_contexts, scores
-from pipelines.plan import Given, StageFolder, Step
-from pipelines.prepare import check_pair, models
-from pipelines.run import products, show_plan, tracker_of
-from pipelines.service import (
+
+from .folder import SUMMARY, locked
+from .generate import contexts, generate, read_contexts, scores
+from .plan import Given, StageFolder, Step
+from .prepare import check_pair, models
+from .run import products, show_plan, tracker_of
+from .service import (
     SERVER,
     STATE,
     buffer_of,

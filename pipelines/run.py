@@ -26,9 +26,10 @@ from draftkit.artifacts import provenance, write_json, write_text
 from draftkit.config import Config
 from draftkit.distillation.ranks import agree, leave_group
 from draftkit.tracking import Tracker
-from pipelines.command import disk_is_full, run_command
-from pipelines.folder import CONFIG, claim, discard_if_empty, locked, product_digest
-from pipelines.plan import (
+
+from .command import disk_is_full, run_command
+from .folder import CONFIG, claim, discard_if_empty, locked, product_digest
+from .plan import (
     MANIFEST,
     SUMMARY,
     Given,

@@ -30,12 +30,13 @@ from draftkit.serving.engine import Engine
 from draftkit.serving.intake import Intake
 from draftkit.serving.recorder import Recorder
 from draftkit.serving.texts import Texts
-from pipelines.command import run_command
-from pipelines.folder import locked
-from pipelines.plan import Given, StageFolder, Step
-from pipelines.prepare import check_pair, models
-from pipelines.run import products, show_plan
-from pipelines.service import (
+
+from .command import run_command
+from .folder import locked
+from .plan import Given, StageFolder, Step
+from .prepare import check_pair, models
+from .run import products, show_plan
+from .service import (
     SERVER,
     STATE,
     buffer_of,
@@ -44,7 +45,7 @@ from pipelines.service import (
     seeded_registry,
     service_folder,
 )
-from pipelines.texts import texts, training_texts
+from .texts import texts, training_texts
 
 KEY_VARIABLE = "DRAFTKIT_API_KEY"
 LOOPBACK = ("127.", "::1", "localhost")

@@ -18,8 +18,9 @@ from draftkit.config import Config, ModelConfig
 from draftkit.models.loading import Outline, load_draft, save_model
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
-from pipelines.folder import LOCK, METRICS, SUMMARY, locked
-from pipelines.plan import StageFolder
+
+from .folder import LOCK, METRICS, SUMMARY, locked
+from .plan import StageFolder
 
 BUFFER, DRAFTERS = "buffer.sqlite", "drafters"
 SERVER, STATE = "server", "refit"  # folders that server and daemon hold; trainers' states too

@@ -15,10 +15,11 @@ from draftkit.models.loading import load_target
 from draftkit.tracking import FILE_NAME, read_metrics
 from draftkit.workflow.pretraining import pretrain, recipe
 from draftkit.workflow.progress import training_seconds
-from pipelines.checksums import CARD, given_model, versions_read
-from pipelines.plan import Given, StageFolder, Step
-from pipelines.run import stage
-from pipelines.texts import texts, tokenizer_of
+
+from .checksums import CARD, given_model, versions_read
+from .plan import Given, StageFolder, Step
+from .run import stage
+from .texts import texts, tokenizer_of
 
 SCORED = 512  # windows of the test split
 

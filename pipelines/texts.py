@@ -16,9 +16,10 @@ from draftkit.data.corpora import Document, split_documents, store_documents
 from draftkit.data.prompts import make_splits, read_splits
 from draftkit.models.loading import load_tokenizer
 from draftkit.models.vocabulary import train_byte_bpe
-from pipelines.checksums import given_model, given_text
-from pipelines.plan import Given, StageFolder
-from pipelines.run import stage
+
+from .checksums import given_model, given_text
+from .plan import Given, StageFolder
+from .run import stage
 
 DOCUMENTS = "documents.arrow"
 TOKENIZER = "tokenizer"

@@ -17,10 +17,11 @@ from draftkit.tracking import FILE_NAME, read_metrics
 from draftkit.workflow.fitting import Job, fit, load_teaching_target
 from draftkit.workflow.progress import training_seconds
 from draftkit.workflow.sources import TrainingTexts, reads_rollouts
-from pipelines.generate import ROLLOUT_SETTINGS, contexts, generate, read_contexts, scores
-from pipelines.plan import Given, StageFolder, Step
-from pipelines.prepare import check_pair, pair_and_text
-from pipelines.run import peak_memory_bytes, stage
+
+from .generate import ROLLOUT_SETTINGS, contexts, generate, read_contexts, scores
+from .plan import Given, StageFolder, Step
+from .prepare import check_pair, pair_and_text
+from .run import peak_memory_bytes, stage
 
 DRAFT, FIGURE = "draft", "training.png"
 

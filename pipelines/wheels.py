@@ -1,4 +1,4 @@
-"""`python -m pipelines.wheels`: what a machine without a network lacks, as wheels in one folder.
+"""`python -m pipelines.wheels`: what a clone lacks on a machine without a network, as wheels.
 
     python -m pipelines.wheels                          # for a machine like that of `PRESENT`
     python -m pipelines.wheels --present THERE.txt      # for one where `pip list` said that
@@ -135,6 +135,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, default=Path("outputs/wheels"))
     parser.add_argument("--present", type=Path, help="a list of packages, as `pip list` prints it")
     options = parser.parse_args(arguments)
+    if not (ROOT / "pyproject.toml").is_file():
+        print("wheels: it gathers for the tree of a clone: run it in one", file=sys.stderr)
+        return 2
     text = PRESENT if options.present is None else options.present.read_text(encoding="utf-8")
     present = read_present(text)
     shutil.rmtree(options.folder, ignore_errors=True)  # two versions of one would not install

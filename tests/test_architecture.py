@@ -93,6 +93,19 @@ def test_the_formulas_ask_nothing_of_the_world() -> None:
     assert names_of(lines) == []
 
 
+def test_commands_import_one_another_relatively() -> None:
+    """In a wheel they are `draftkit.pipelines`, and there is no other package of that name."""
+
+    def absolute(node: ast.AST) -> bool:
+        if isinstance(node, ast.ImportFrom):
+            return node.level == 0 and str(node.module).split(".")[0] == "pipelines"
+        names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        return any(name.split(".")[0] == "pipelines" for name in names)
+
+    lines = ((p, node.lineno) for p in CODE for node in ast.walk(tree(p)) if absolute(node))
+    assert names_of(lines) == []
+
+
 def test_no_path_of_one_machine_is_written_down() -> None:
     machine = re.compile(r"""["'`(\s](/(home|root|work|Users|mnt)/|C:\\\\)""")
     lines = (

@@ -284,11 +284,48 @@ def test_python_m_from_another_folder_gives_exit_codes_and_help(
     assert one_line(refused.stderr) == "down: decode.gamma must lie in 0..32, got -1"
     shown = run("--help")
     assert shown.returncode == 0
-    for part in ("python -m pipelines.down +experiment=NAME", "quickstart", "forward_kl", "-m"):
+    for part in ("draftkit down +experiment=NAME", "quickstart", "forward_kl", "-m"):
         assert part in shown.stdout
     done = run("optim.max_steps=3", "tracker=none")
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "outputs/default/down/summary.json").is_file()
+
+
+def test_experiments_of_ones_own_are_added_by_their_folder(
+    command: Command, tmp_path: Path
+) -> None:
+    """The one of docs/adding.md, and what may be wrong with it."""
+    page = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+    example = page.partition("```yaml\n")[2].partition("```")[0]
+    for group in ("experiment", "optim"):
+        (tmp_path / "own" / group).mkdir(parents=True)
+    own = tmp_path / "own" / "experiment" / "stories.yaml"
+    own.write_text(example)
+    (tmp_path / "own" / "optim" / "long.yaml").write_text("learning_rate: 0.25\n")
+    words = ["optim=long", "--config-dir", "own", "+experiment=stories", "optim.max_steps=3"]
+    assert command(*words)[0] == 0
+    stored = yaml.safe_load(Path("outputs/stories/down/config.yaml").read_text())
+    assert stored["optim"]["learning_rate"] == 0.25
+    assert (stored["source"]["name"], stored["draft"]["path"]) == ("draft", "models/small")
+
+    def refused(*words: str) -> str:
+        code, _, err = command(*words)
+        assert code == 2
+        return one_line(err)
+
+    assert "experiment=story does not exist: did you mean stories? (choices: " in refused(
+        "--config-dir=own", "+experiment=story"
+    )
+    assert refused("--config-dir", "owm", "+experiment=stories") == (
+        f"down: Additional config directory '{tmp_path / 'owm'}' not found"
+    )
+    hiding = own.with_name("pair.yaml")
+    hiding.write_text("# @package _global_\n")
+    assert refused(*words) == f"down: {hiding} is hidden by draftkit's own of that name: rename it"
+    own.write_text(example + "decode: {gama: 3}\n")
+    assert refused(*words) == (
+        "down: experiment/stories.yaml: there is no setting decode.gama: did you mean decode.gamma?"
+    )
 
 
 def test_a_distributed_launch_runs_all_ranks_and_the_first_one_writes(

@@ -183,7 +183,7 @@ def target_card(
     return (
         "# A small target for trying speculative decoding\n\n"
         "Trained from nothing by draftkit: "
-        f"`python -m pipelines.target +experiment={config.name}`. It continues text like that "
+        f"`draftkit target +experiment={config.name}`. It continues text like that "
         "below; it has not been taught to answer.\n\n"
         f"- Llama type: {shape.num_hidden_layers} layers of width {shape.hidden_size} "
         f"(feed-forward {shape.intermediate_size}, {shape.num_attention_heads} heads), "

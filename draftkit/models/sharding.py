@@ -20,7 +20,7 @@ def shard_layers(model: Any) -> None:
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() < 2:
         raise ValueError(
             "hardware.shard_target: there is one process, and nobody to share the target with: "
-            "use `accelerate launch --num_processes N -m pipelines.distill ...`, or false"
+            "use `accelerate launch --num_processes N -m draftkit distill ...`, or false"
         )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

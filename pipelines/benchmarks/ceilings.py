@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pipelines.benchmarks.gpu.part import Part
+from .gpu.part import Part
 
 WARM, REPEATS = 3, 10
 COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # beyond every cache

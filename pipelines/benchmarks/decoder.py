@@ -40,7 +40,8 @@ from draftkit.evaluation.walltime import (
 from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.acceptance import bootstrap
 from draftkit.theory.speedup import Costs, speedup_from_length
-from pipelines.benchmarks.decoder_peers import hugging_face
+
+from .decoder_peers import hugging_face
 
 SPECULATIVE, ADAPTIVE, HF_PLAIN, HF_ASSISTED = "speculative", "adaptive", "hf_plain", "hf_assisted"
 HF_STATIC = "hf_static"

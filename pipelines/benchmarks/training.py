@@ -30,10 +30,11 @@ from draftkit.distillation.teacher import FullScores, TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.models.loading import Target, load_draft, load_target
-from pipelines.benchmarks.ceilings import seconds_of
-from pipelines.benchmarks.decoder import spread
-from pipelines.benchmarks.training_peers import LEARNING_RATE, answer_tokens, trl_steps
-from pipelines.plan import StageFolder
+
+from ..plan import StageFolder
+from .ceilings import seconds_of
+from .decoder import spread
+from .training_peers import LEARNING_RATE, answer_tokens, trl_steps
 
 GRADIENT_REPEATS = 2  # of half a minute each, on two cores
 

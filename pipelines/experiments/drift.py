@@ -21,10 +21,11 @@ from draftkit.models.loading import load_target
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.refit import Anchors, Update
 from draftkit.theory.acceptance import Estimate, Rate, bootstrap
-from pipelines.experiments.drift_lab import Lab, Texts
-from pipelines.experiments.drift_report import drift_figure
-from pipelines.experiments.drift_stream import Service, stream
-from pipelines.plan import StageFolder
+
+from ..plan import StageFolder
+from .drift_lab import Lab, Texts
+from .drift_report import drift_figure
+from .drift_stream import Service, stream
 
 ONLINE, BARE = "online", "without_anchors"
 SCORED = 24  # requests of a point of the curve

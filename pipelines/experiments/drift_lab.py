@@ -26,8 +26,9 @@ from draftkit.workflow.drafting import make_draft
 from draftkit.workflow.fitting import make_trainer
 from draftkit.workflow.progress import train_logged
 from draftkit.workflow.sampling import target_sampler
-from pipelines.experiments.drift_stream import Service
-from pipelines.plan import StageFolder
+
+from ..plan import StageFolder
+from .drift_stream import Service
 
 SAMPLED = 512  # answers of a file
 

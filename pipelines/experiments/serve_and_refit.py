@@ -28,11 +28,12 @@ from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.serving.intake import ROUTE_HEADER
-from pipelines.folder import SUMMARY
-from pipelines.plan import StageFolder
-from pipelines.refitting import daemon
-from pipelines.serve import serve
-from pipelines.service import begin_anew, buffer_of, checksums_of, daemon_folder, service_folder
+
+from ..folder import SUMMARY
+from ..plan import StageFolder
+from ..refitting import daemon
+from ..serve import serve
+from ..service import begin_anew, buffer_of, checksums_of, daemon_folder, service_folder
 
 START_SECONDS = 300.0  # until the server must have answered
 END_SECONDS = 60.0  # until a process that was told to stop must have

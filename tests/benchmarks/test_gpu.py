@@ -184,8 +184,12 @@ def test_a_report_is_of_its_code_and_parts(config, monkeypatch):
     assert run.needs(config) == before
     config.gpu.parts = ["b"]
     assert run.needs(config)["gpu"] != before["gpu"]
-    monkeypatch.setattr(run, "CODE", ("conf",))
-    assert run.needs(config)["code"] != before["code"]
+    with monkeypatch.context() as other:
+        other.setattr(run, "CODE", ("conf",))
+        assert run.needs(config)["code"] != before["code"]
+        other.setattr(run, "TESTS", ROOT / "not" / "there")  # as installed
+        with pytest.raises(ValueError, match=r"^gpu\.parts: b runs the tests of a clone"):
+            run.needs(config)
     config.gpu.rehearse = False
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError, match=r"no CUDA device is visible.*gpu\.rehearse=true") as error:

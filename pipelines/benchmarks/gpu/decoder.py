@@ -15,8 +15,9 @@ from draftkit.config import PretrainConfig, SamplingConfig
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.judge import Prompts
 from draftkit.models.adapter import CausalAdapter
-from pipelines.benchmarks.ceilings import copy_bandwidth
-from pipelines.benchmarks.decoder import (
+
+from ..ceilings import copy_bandwidth
+from ..decoder import (
     HF_ASSISTED,
     HF_STATIC,
     PLAIN,
@@ -25,9 +26,9 @@ from pipelines.benchmarks.decoder import (
     measure,
     setting_of,
 )
-from pipelines.benchmarks.forced import GIVEN, GivenAcceptance, acceptance_given
-from pipelines.benchmarks.gpu.part import Part
-from pipelines.benchmarks.random_models import TINY, random_model, random_texts, shape
+from ..forced import GIVEN, GivenAcceptance, acceptance_given
+from ..random_models import TINY, random_model, random_texts, shape
+from .part import Part
 
 PROBED_LAYERS = 4
 CAPTURED, COMPILED = "captured", "compiled"

@@ -14,11 +14,12 @@ from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
-from pipelines.benchmarks.ceilings import seconds_of
-from pipelines.benchmarks.gpu.part import Part
-from pipelines.benchmarks.random_models import TINY, random_model, random_texts, shape
-from pipelines.benchmarks.training import Shape, chunked_costs
-from pipelines.run import peak_memory_bytes
+
+from ...run import peak_memory_bytes
+from ..ceilings import seconds_of
+from ..random_models import TINY, random_model, random_texts, shape
+from ..training import Shape, chunked_costs
+from .part import Part
 
 DIVERGENCE = "reverse_kl"
 WARM_STEPS = 2

@@ -28,10 +28,11 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.models.devices import resolve_dtype
 from draftkit.models.loading import Target, new_llama
 from draftkit.workflow.sampling import target_sampler
-from pipelines.benchmarks.decoder import PLAIN, SPECULATIVE, Pair, measure, setting_of
-from pipelines.benchmarks.gpu.part import Part
-from pipelines.benchmarks.random_models import TINY, shape
-from pipelines.texts import texts, tokenizer_of
+
+from ...texts import texts, tokenizer_of
+from ..decoder import PLAIN, SPECULATIVE, Pair, measure, setting_of
+from ..random_models import TINY, shape
+from .part import Part
 
 SETTLING, PACED = 5, 15  # steps before the pace of training is measured, and until it is
 WARMUP_STEPS = 20

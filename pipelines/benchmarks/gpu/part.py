@@ -25,8 +25,9 @@ import torch
 from draftkit.artifacts import write_json
 from draftkit.config import Config, HardwareConfig
 from draftkit.models.devices import resolve_device
-from pipelines.configuration import read_config
-from pipelines.folder import CONFIG
+
+from ...configuration import read_config
+from ...folder import CONFIG
 
 FOLDER = "parts"
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
@@ -47,12 +48,12 @@ class Plan:
 
 
 PLANS = {
-    "a": Plan("ceilings and versions", "pipelines.benchmarks.ceilings", 20, 60),
-    "b": Plan("tests on the GPU", "pipelines.benchmarks.gpu.suite", 115, 240),
-    "c": Plan("decoder, acceptance given", "pipelines.benchmarks.gpu.decoder", 165, 300),
-    "d": Plan("a trained pair", "pipelines.benchmarks.gpu.pair", 185, 300),
-    "e": Plan("distillation at a vocabulary of 152k", "pipelines.benchmarks.gpu.loss", 35, 90),
-    "f": Plan("server under load", "pipelines.benchmarks.gpu.server", 0, 180),
+    "a": Plan("ceilings and versions", "..ceilings", 20, 60),
+    "b": Plan("tests on the GPU", ".suite", 115, 240),
+    "c": Plan("decoder, acceptance given", ".decoder", 165, 300),
+    "d": Plan("a trained pair", ".pair", 185, 300),
+    "e": Plan("distillation at a vocabulary of 152k", ".loss", 35, 90),
+    "f": Plan("server under load", ".server", 0, 180),
 }
 
 
@@ -152,7 +153,7 @@ def main(letter: str, folder: str, seconds: str) -> int:
         faulthandler.enable(errors)  # a crash in compiled code, too, tells where
         faulthandler.dump_traceback_later(max(0.1, limit - LAST_WORDS_SECONDS), file=errors)
         part = Part(letter, path, read_config(path / CONFIG), limit)
-        importlib.import_module(PLANS[letter].module).run(part)
+        importlib.import_module(PLANS[letter].module, __package__).run(part)
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
     return int(any("error" in step for step in part.steps.values()))

@@ -18,12 +18,15 @@ from typing import Any
 from draftkit.artifacts import fingerprint, read_json, sha256_file, write_text
 from draftkit.config import Config
 from draftkit.models.devices import resolve_device
-from pipelines.benchmarks.gpu.part import FOLDER, PLANS, result_path
-from pipelines.benchmarks.gpu.report import report
-from pipelines.configuration import CONF_DIR
-from pipelines.plan import MANIFEST, Given, StageFolder
 
-ROOT = CONF_DIR.parent
+from ...configuration import CONF_DIR
+from ...plan import MANIFEST, Given, StageFolder
+from .part import FOLDER, PLANS, result_path
+from .report import report
+
+ROOT = CONF_DIR.parent  # of a clone; of an installation the library's own folder
+TESTS = ROOT / "tests"
+IMPORTS = Path(__file__).parents[__name__.count(".")]  # what this package is imported from
 CODE, SUFFIXES = ("conf", "draftkit", "pipelines", "tests"), (".py", ".yaml")
 REPORT = "report.md"
 ALL_SECONDS = 520.0  # for all; the seconds of plans are shares of it where `gpu.seconds` differs
@@ -46,27 +49,31 @@ def needs(config: Config) -> dict[str, Given]:
     """What a report is of: the code, the parts, and whether it is a rehearsal.
 
     Other code is no other experiment: what is measured of it takes the place of what was. Raises
-    ValueError where there is no GPU.
+    ValueError where there is no GPU, or no tests for part b.
     """
+    if "b" in config.gpu.parts and not TESTS.is_dir():
+        parts = ",".join(letter for letter in config.gpu.parts if letter != "b")
+        raise ValueError(f"gpu.parts: b runs the tests of a clone: use one, or gpu.parts=[{parts}]")
     if not config.gpu.rehearse:
         try:
             resolve_device(config.hardware)
         except ValueError as error:
             raise ValueError(f"{error}; gpu.rehearse=true runs all parts on a CPU, small") from None
-    files = (file for name in CODE for file in sorted((ROOT / name).rglob("*")))
+    folders = [ROOT / name for name in CODE] if TESTS.is_dir() else [ROOT]
+    files = (file for folder in folders for file in sorted(folder.rglob("*")))
     code = {str(f.relative_to(ROOT)): sha256_file(f) for f in files if f.suffix in SUFFIXES}
     return {"code": Given(fingerprint(code)), "gpu": Given(fingerprint(asdict(config.gpu)))}
 
 
 def command_of(letter: str, folder: Path, seconds: float) -> list[str]:
     """The process of a part."""
-    module = [sys.executable, "-m", "pipelines.benchmarks.gpu.part"]
+    module = [sys.executable, "-m", f"{__package__}.part"]
     return [*module, letter, str(folder), f"{seconds:.2f}"]
 
 
 def environment_of(config: Config) -> dict[str, str]:
     """That of a part: our own, so that the code of this folder is found, and `ENVIRONMENT`."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(IMPORTS), os.environ.get("PYTHONPATH")]))
     own = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
     return own | (REHEARSAL if config.gpu.rehearse else {})
 

@@ -21,8 +21,9 @@ from draftkit.online.registry import Registry
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
 from draftkit.serving.jobs import Draining, Job, Piece
-from pipelines.benchmarks.gpu.part import Part
-from pipelines.benchmarks.random_models import TINY, random_model, random_texts, shape
+
+from ..random_models import TINY, random_model, random_texts, shape
+from .part import Part
 
 PATIENCE = 300.0  # seconds that an answer may take: code is compiled for the first
 POLL_SECONDS = 0.1

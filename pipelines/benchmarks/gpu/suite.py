@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipelines.benchmarks.gpu.part import Part
-from pipelines.configuration import CONF_DIR
+from ...configuration import CONF_DIR
+from .part import Part
 
 ROOT = CONF_DIR.parent
 # A test is marked itself, or by a parameter or a list of marks that it takes from `tests.cuda`.

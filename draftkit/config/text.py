@@ -152,7 +152,11 @@ class DataConfig(Section, key="data"):
 
 @dataclass(kw_only=True)
 class SamplingConfig(Section, key="sampling"):
-    """The served distribution: the only temperature, top-k, top-p and penalty there are."""
+    """The served distribution: the only temperature, top-k, top-p and penalty there are.
+
+    By `sampling.from=model` a command takes them from the target's generation_config.json, where it
+    has them and nobody has set them; here they are what came out.
+    """
 
     temperature: float = setting(1.0, least=0)
     top_k: int = setting(0, least=0, hint=" (0 keeps all)")

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from draftkit.artifacts import atomic_path
-from draftkit.config import Config
+from draftkit.config import Config, SamplingConfig
 
 PREDICTION_TOLERANCE = 0.1
 CURVE_POINTS = 12
@@ -42,6 +42,13 @@ def lossless_text(lossless: dict[str, Any]) -> str:
     same = lossless["compared"] - lossless["statistic"]
     text = f"{'yes' if lossless['passed'] else 'NO'}, {same} of {lossless['compared']}"
     return text + (f" ({lossless['near_ties']} ties)" if lossless["near_ties"] else "")
+
+
+def sampling_text(sampling: Mapping[str, float]) -> str:
+    """`temperature 0.6, top-k 20, top-p 0.95`: what of it changes a distribution."""
+    neutral = vars(SamplingConfig())
+    changing = (key for key in sampling if key == "temperature" or sampling[key] != neutral[key])
+    return ", ".join(f"{key.replace('_', '-')} {sampling[key]:g}" for key in changing)
 
 
 TAU = "tau, tokens a target pass"
@@ -146,7 +153,7 @@ def model_card(judged: dict[str, Any], hardware: dict[str, Any]) -> str:
     return (
         "# A draft model for speculative decoding\n\n"
         "Trained and judged by draftkit. Means with 95 % intervals on "
-        f"{judged['alpha']['prompts']} held-out prompts, temperature {judged['temperature']:g}, "
+        f"{judged['alpha']['prompts']} held-out prompts, {sampling_text(judged['sampling'])}, "
         f"gamma {judged['gamma']}, batch {judged['batch_size']}.\n\n"
         "| | |\n|---|---|\n"
         + "".join(f"| {label} | {text} |\n" for label, text in rows.items())

@@ -79,6 +79,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         "proposer": config.decode.proposer,
         "gamma": gamma,
         "temperature": sampling.temperature,
+        "sampling": dict(vars(sampling)),
         "batch_size": config.evaluate.timing_batch_size,
         **costs.ratios,
         "plain_step_seconds": costs.plain_seconds,

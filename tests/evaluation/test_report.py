@@ -6,8 +6,10 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from draftkit.config import SamplingConfig
 from draftkit.evaluation.report import (
     evaluation_table,
+    model_card,
     result_lines,
     speedup_figure,
     training_figure,
@@ -28,6 +30,7 @@ def summary(alpha):
         "acceptance_rate": estimate(0.614),
         "gamma": 4,
         "temperature": 1.0,
+        "sampling": vars(SamplingConfig(top_k=20, top_p=0.95)),
         "batch_size": 1,
         "cost_ratio": 0.181,
         "verify_ratio": 1.07,
@@ -155,3 +158,9 @@ def test_the_training_figure_is_a_png(tmp_path):
     lines.append({"section": "validation", "step": 10, "alpha": 0.55, "low": 0.5, "high": 0.6})
     training_figure(lines, tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_card_states_the_whole_sampling_under_which_its_numbers_hold(pair):
+    card = model_card(pair, {"gpu": [], "cpu": "a CPU", "cores": 2})
+    assert "temperature 1, top-k 20, top-p 0.95, gamma 4" in " ".join(card.split())
+    assert "repetition" not in card

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -51,6 +52,16 @@ def load(folder: Path, dtype: str = "float32") -> draftkit.Pair:
     return draftkit.load_pair(
         folder / "TARGET", folder / "DRAFT", dtype=dtype, optim=SHORT, evaluate=FEW
     )
+
+
+def test_a_pair_can_be_served_as_its_target_says(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "pair")
+    advice = tmp_path / "pair" / "TARGET" / "generation_config.json"
+    advice.write_text('{"do_sample": true, "top_k": 20}')
+    paths = tmp_path / "pair" / "TARGET", tmp_path / "pair" / "DRAFT"
+    assert draftkit.load_pair(*paths, sampling="model").config.sampling.top_k == 20
+    own = SamplingConfig(temperature=0.7)
+    assert draftkit.load_pair(*paths, sampling=own).config.sampling == own
 
 
 def test_the_lines_of_the_readme_raise_alpha(folder, monkeypatch, capsys):

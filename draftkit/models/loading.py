@@ -122,7 +122,7 @@ def load_model(
     """
     check_folder(model, key)
     transformers_logging.disable_progress_bar()
-    config = _model_config(model, key)
+    config = model_config(model, key)
     name = f"{key}.path {model.path}: {config.model_type} is"
     if config.is_encoder_decoder and not encoder_decoder:
         raise ValueError(
@@ -153,14 +153,15 @@ def load_model(
     return loaded.to(device).eval()
 
 
-def _model_config(model: ModelConfig, key: str) -> PreTrainedConfig:
+def model_config(model: ModelConfig, key: str) -> PreTrainedConfig:
+    """The shapes of a model, without its weights. ValueError naming `key`."""
     with _refusing(model, key):
         return AutoConfig.from_pretrained(model.location, **_source(model))
 
 
 def width_of(draft: ModelConfig) -> int:
     """The hidden size of a draft whose weights are not loaded for it."""
-    return _model_config(draft, "draft").get_text_config().hidden_size
+    return model_config(draft, "draft").get_text_config().hidden_size
 
 
 def check_folder(model: ModelConfig, key: str) -> None:
@@ -228,7 +229,7 @@ def load_outline(model: ModelConfig, hardware: HardwareConfig) -> Outline:
         revision = model.revision or "main"
         generation = GenerationConfig.from_pretrained(model.location, revision=revision)
     except OSError:  # it has no file of its own
-        generation = GenerationConfig.from_model_config(_model_config(model, "target"))
+        generation = GenerationConfig.from_model_config(model_config(model, "target"))
     ends = end_of_text_ids(generation, tokenizer)
     return Outline(tokenizer, ends, resolve_dtype(hardware, device), device)
 

@@ -3,10 +3,12 @@
 import io
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from draftkit.config import SamplingConfig
+from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
 from draftkit.evaluation.report import (
     evaluation_table,
     model_card,
@@ -40,7 +42,7 @@ def summary(alpha):
         | {"predicted_by_gamma": [1.0, 1.2, 1.4, 1.6, 1.7, 1.71]},
         "best_gamma": 5,
         "tokens_per_second": {"autoregressive": 1130.4, "speculative": 1935.2},
-        "lossless": {"passed": True, "compared": 32, "statistic": 0, "near_ties": 0},
+        "lossless": Losslessness(32, 2, 2).as_dict(),
         "verdict": "deploy",
         "reason": "end-to-end speedup 1.59 [1.52, 1.66] lies above 1",
     }
@@ -122,6 +124,23 @@ def test_prompt_lookup_stands_below_the_drafts(pair):
         assert rows["prompt lookup, end to end"] == "1.10 [1.05, 1.15]"
         assert rows["best end to end"] == "prompt lookup"
         assert "proposer argmax" in text
+
+
+@pytest.mark.parametrize(
+    ("lossless", "row"),
+    [
+        (Losslessness(32, 2, 2), ["lossless, greedy float32", "yes, 30 of 32 (2 ties)"]),
+        (
+            Losslessness(32, 2, 1, torch.bfloat16),
+            ["lossless, greedy bfloat16", "NO, 30 of 32 (1 ties)"],
+        ),
+        (NOT_CHECKED, ["lossless, greedy", "not checked"]),
+    ],
+)
+def test_the_check_is_shown_with_its_dtype(lossless, row):
+    text = printed(evaluation_table(summary(0.6) | {"lossless": lossless.as_dict()}))
+    (line,) = (line for line in text.splitlines() if line.startswith("lossless"))
+    assert [cell.strip() for cell in line.split("│")] == row
 
 
 def test_a_rate_without_proposals_is_a_dash(pair):

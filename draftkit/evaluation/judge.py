@@ -30,8 +30,8 @@ from draftkit.evaluation.walltime import (
     time_methods,
 )
 from draftkit.models.adapter import Adapter
-from draftkit.models.loading import Target, in_float32, load_draft, model_config
-from draftkit.models.memory import cache_bytes, free_bytes, weight_count
+from draftkit.models.loading import Target, load_draft, model_config
+from draftkit.models.memory import cache_bytes, free_bytes, in_float32, weight_count
 from draftkit.theory.speedup import Costs
 
 LOOKUP = "prompt_lookup"
@@ -184,7 +184,7 @@ def check_lossless(
     dtype = target.adapter.dtype if served else torch.float32
     name = str(dtype).removeprefix("torch.")
     note(f"losslessness: greedy decoding with and without the draft, in {name}{why * served}")
-    with nullcontext() if served else in_float32(target):
+    with nullcontext() if served else in_float32(target.adapter):
         held = None if served else torch.float32
         loaded: dict[str, Adapter] = {
             name: load_draft(draft, target, dtype=held) for name, draft in drafts.items()

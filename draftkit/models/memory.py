@@ -5,11 +5,15 @@ an allocator holds back are left to the caller's reserve.
 """
 
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from draftkit.models.adapter import CausalAdapter
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 # Limits of this process, and what of its status counts against each.
@@ -29,6 +33,22 @@ def cache_bytes(config: PreTrainedConfig, *, rows: int, slots: int, dtype: torch
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * width * rows * slots * dtype.itemsize
+
+
+@contextmanager
+def in_float32(target: CausalAdapter) -> Iterator[None]:
+    """Hold the weights of `target` in float32 for a while, in place: no second copy is loaded.
+
+    Those of lower precision come back bit by bit.
+    """
+    dtype, weights = target.dtype, [*target.model.parameters()]
+    for weight in weights:
+        weight.data = weight.data.to(torch.float32)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.data = weight.data.to(dtype)
 
 
 def free_bytes(device: torch.device) -> int:

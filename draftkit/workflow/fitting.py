@@ -28,6 +28,7 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import (
     Outline,
     Target,
+    dtype_named,
     load_draft,
     load_outline,
     load_target,
@@ -143,6 +144,7 @@ def make_trainer(
     texts.
     """
     outline = target if isinstance(target, Outline) else outline_of(target)
+    served = dtype_named(start) or outline.dtype
     draft = with_lora(
         load_draft(start, outline, dtype=torch.float32), config.draft.lora, seed=config.seed
     )
@@ -165,7 +167,7 @@ def make_trainer(
         divergence=divergence,
         sampling=config.sampling,
         temperature=config.training_temperature,
-        autocast=outline.dtype if outline.dtype != torch.float32 else None,
+        autocast=served if served != torch.float32 else None,
         reference=reference,
         compiled=config.optim.compiles,
         seed=config.seed,

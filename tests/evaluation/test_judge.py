@@ -269,3 +269,17 @@ def test_what_the_check_in_float32_takes_is_known_from_shapes(folder):
     more = replace(config, evaluate=EvaluateConfig(batch_size=8, max_new_tokens=1))
     cache = 2 * 2 * 2 * 16 * 4  # keys and values of two layers, two heads of 16, a token
     assert float32_bytes(target, drafts, [[1]] * 8, more) > needed + 7 * 2 * cache
+
+
+def test_models_of_two_dtypes_decode_as_the_target_does(folder):
+    """And the check holds both in float32 meanwhile."""
+    hardware = HardwareConfig(device="cpu", dtype="float32")
+    target = load_target(ModelConfig(path=str(folder / "target"), dtype="bfloat16"), hardware)
+    drafts = {"draft": ModelConfig(path=str(folder / "draft"), dtype="float32")}
+    prompts = Prompts(test=tiny.prompts([5, 9] * 4), calibration=[])
+    for mode in ("served", "float32"):
+        config = Config(evaluate=EvaluateConfig(lossless=mode, max_new_tokens=16))
+        (lossless,) = check_lossless(target, drafts, prompts, config, print).values()
+        assert lossless.passed
+        assert lossless.compared == 8
+        assert lossless.dtype == (torch.bfloat16 if mode == "served" else torch.float32)

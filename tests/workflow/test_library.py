@@ -265,7 +265,6 @@ MEMORY = """
 import resource, sys
 import draftkit
 from draftkit.config import EvaluateConfig, OptimConfig
-from draftkit.models.loading import in_float32
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

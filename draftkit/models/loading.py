@@ -257,10 +257,14 @@ def load_outline(model: ModelConfig, hardware: HardwareConfig) -> Outline:
 
 
 def load_target(
-    model: ModelConfig, hardware: HardwareConfig, *, dtype: torch.dtype | None = None
+    model: ModelConfig,
+    hardware: HardwareConfig,
+    *,
+    dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> Target:
-    """Load the target in `dtype`, else its section's, else the hardware's; logits are cut to the
-    real vocabulary.
+    """Load the target in `dtype` (`auto`: as stored), else its section's, else the hardware's.
+
+    Logits are cut to the real vocabulary.
 
     Raises ValueError naming `target.path` for a model that cannot be loaded.
     """
@@ -294,7 +298,7 @@ def load_seq2seq_target(
 def _target_model(
     model: ModelConfig,
     hardware: HardwareConfig,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | Literal["auto"] | None,
     *,
     encoder_decoder: bool,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:

@@ -19,7 +19,7 @@ from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config, HardwareConfig, ModelConfig, OptimConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.batch_sources import Shard
-from draftkit.distillation.loop import Outcome
+from draftkit.distillation.loop import Outcome, discard_state
 from draftkit.distillation.ranks import agree, join_group
 from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, Teacher
 from draftkit.distillation.trainer import Trainer, learning_rate_for
@@ -38,7 +38,7 @@ from draftkit.models.loading import (
 )
 from draftkit.models.lora import with_lora
 from draftkit.models.remembered import RememberedAdapter
-from draftkit.models.sharding import shard_layers
+from draftkit.models.sharding import load_sharded_target
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
 from draftkit.workflow.progress import train_logged
@@ -122,11 +122,10 @@ def load_teaching_target(
     """
     if stored:
         return load_outline(target, hardware)
-    loaded = load_target(target, hardware)
-    if hardware.shard_target:
-        join_group()
-        shard_layers(loaded.adapter.model)
-    return loaded
+    if not hardware.shard_target:
+        return load_target(target, hardware)
+    join_group()
+    return load_sharded_target(target, hardware)
 
 
 def make_trainer(
@@ -260,6 +259,7 @@ def tried_rate(job: Job, optim: OptimConfig, factor: float) -> Trial:
     gc.collect()  # trainers stand in cycles, and the next one needs the room
     if job.is_main:
         write_json(result, vars(trial))
+        discard_state(folder)
     return agree(trial)
 
 

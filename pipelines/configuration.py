@@ -4,14 +4,21 @@ Hydra composes, the dataclasses of `draftkit/config` are the schema. This module
 and no folder. A composed configuration that has an unknown key (Hydra lets `+section.key=value`
 add one), a value still to be given or a value out of range never leaves it. A choice marks a value
 that must be given by an empty text: Hydra drops `???` in a group that has a schema.
+
+`sampling.from` is known here alone, as no field of Python can be called so: a `Config` holds the
+sampling that came out, whatever it came from. The other keys of `sampling` are null in the schema,
+so that what somebody has set is told from a default.
 """
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -24,17 +31,37 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from draftkit.artifacts import fingerprint
-from draftkit.config import Config, flatten
+from draftkit.config import SAMPLING_FROM_NAMES, Config, SamplingConfig, flatten
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 _CHOOSE_THE_FOLDER = ("name", "root", "experiment")  # no need to repeat them in a job's folder
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
+SAMPLING, FROM = "sampling", "from"
+
+
+def _unset_sampling() -> dict[str, Any]:
+    return {FROM: SAMPLING_FROM_NAMES[0], **dict.fromkeys(vars(SamplingConfig()))}
+
+
+def _schema_field(section: Any) -> tuple[str, Any, Any]:
+    if section.name == SAMPLING:
+        return SAMPLING, dict[str, Any], field(default_factory=_unset_sampling)
+    default = {"default": section.default, "default_factory": section.default_factory}
+    return section.name, section.type, field(**default)
+
+
+Schema = make_dataclass("Schema", map(_schema_field, fields(Config)), kw_only=True)
 
 
 @cache
 def register_schema() -> None:
-    """Store `Config` where the defaults list of `conf/config.yaml` looks for `schema`."""
-    ConfigStore.instance().store(name="schema", node=Config)
+    """Store `Schema` where the defaults list of `conf/config.yaml` looks for `schema`."""
+    ConfigStore.instance().store(name="schema", node=Schema)
+
+
+def known_settings() -> list[str]:
+    """Every setting by its dotted key."""
+    return [*flatten(Config()), f"{SAMPLING}.{FROM}"]
 
 
 def groups() -> list[str]:
@@ -53,16 +80,18 @@ def _did_you_mean(wrong: str, known: list[str]) -> str:
 
 
 def _unknown_key(key: str) -> str:
-    hint = _did_you_mean(key, [*groups(), *flatten(Config())])
+    hint = _did_you_mean(key, [*groups(), *known_settings()])
     return f"there is no setting {key}{hint or ': `--cfg job` lists all settings'}"
 
 
 def to_config(composed: DictConfig) -> Config:
     """The typed, validated `Config` of a composed configuration.
 
-    Raises ValueError, one line, naming the key that is unknown, not given or out of range.
+    With `sampling.from=model` the sampling is that of the target's generation_config.json, which is
+    printed. Raises ValueError, one line, naming the key that is unknown, not given or out of range,
+    or the file that cannot be read.
     """
-    known, values = flatten(Config()), flatten(OmegaConf.to_container(composed, resolve=True))
+    known, values = known_settings(), flatten(OmegaConf.to_container(composed, resolve=True))
     for key in values:
         if key not in known:
             raise ValueError(_unknown_key(key))
@@ -70,14 +99,29 @@ def to_config(composed: DictConfig) -> Config:
     if missing:
         wanted = " ".join(f"{key}=..." for key in missing)
         raise ValueError(f"{', '.join(missing)} must be given: add {wanted}")
-    config = OmegaConf.to_object(composed)
+    given = {key: value for key, value in composed[SAMPLING].items() if value is not None}
+    origin = given.pop(FROM, SAMPLING_FROM_NAMES[0])
+    if origin not in SAMPLING_FROM_NAMES:
+        choices = ", ".join(SAMPLING_FROM_NAMES)
+        raise ValueError(f"{SAMPLING}.{FROM} must be one of {choices}, got {origin!r}")
+    others = OmegaConf.masked_copy(composed, [key for key in composed if key != SAMPLING])
+    typed = OmegaConf.merge(OmegaConf.structured(Config), {**others, SAMPLING: given})
+    config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
-    return config
+    if origin != "model":
+        return config
+    from draftkit.models.served import served_sampling  # which imports torch
+
+    set_here = {key: getattr(config.sampling, key) for key in given}
+    sampling, line = served_sampling(config.target, set_here)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(line, flush=True)
+    return replace(config, sampling=sampling)
 
 
 def read_config(path: Path) -> Config:
     """The `Config` of a stage, from the `config.yaml` that it has written."""
-    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path))
+    merged = OmegaConf.merge(OmegaConf.structured(Schema), OmegaConf.load(path))
     assert isinstance(merged, DictConfig)
     return to_config(merged)
 
@@ -89,15 +133,20 @@ def with_given_draft(words: Sequence[str]) -> list[str]:
     return [*words, "draft=local"] if given and not chosen else [*words]
 
 
-def compose_config(overrides: list[str] | None = None) -> Config:
+def compose_settings(overrides: Sequence[str]) -> DictConfig:
+    """What Hydra makes of a command line, before anything of it is validated or read."""
+    register_schema()
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return compose("config", overrides=with_given_draft(overrides))
+
+
+def compose_config(overrides: Sequence[str] = ()) -> Config:
     """The `Config` of a command line without starting Hydra's application: tests, notebooks.
 
     Raises ValueError, one line, for whatever the command line would be refused for.
     """
-    register_schema()
     try:
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            return to_config(compose("config", overrides=with_given_draft(overrides or [])))
+        return to_config(compose_settings(overrides))
     except COMPOSITION_ERRORS as error:
         raise ValueError(explain(error)) from error
 

@@ -85,8 +85,9 @@ class Recipe:
     any. `everywhere`: all processes of a launch take part; else the first one makes it and the
     others wait. `command`: the one that redoes it, by default its own. `check(config)` raises
     ValueError for what can be refused before any step runs, `check_texts(config, folder)` for what
-    can be as soon as the input `texts` lies in `folder`. `after(config, folder)`: what the command
-    does once the folder is complete, also when it already was.
+    can be as soon as the input `texts` lies in `folder`. `discard(folder)` deletes what only an
+    interrupted run needs, once the folder is complete. `after(config, folder)`: what the command
+    does then, also when it already was.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Recipe:
     command: str = ""
     check: Callable[[Config], None] | None = None
     check_texts: Callable[[Config, Path], None] | None = None
+    discard: Callable[[Path], None] | None = None
     after: Callable[[Config, Path], None] | None = None
 
     def __post_init__(self) -> None:

@@ -187,6 +187,8 @@ def _run_in(step: Step, stored: dict[str, Any] | None) -> None:
         made = product_digest(path, step.stage.product)
         write_json(path / MANIFEST, manifest | {"product": made})
     write_json(path / SUMMARY, summary)
+    if step.stage.discard is not None:
+        step.stage.discard(path)
 
 
 def _compute(step: Step, tracker: Tracker, **options: bool) -> dict[str, Any]:

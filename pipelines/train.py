@@ -12,6 +12,7 @@ from draftkit.artifacts import fingerprint
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
+from draftkit.distillation.loop import discard_state
 from draftkit.evaluation.report import training_figure
 from draftkit.tracking import FILE_NAME, read_metrics
 from draftkit.workflow.fitting import Job, fit, load_teaching_target
@@ -64,6 +65,7 @@ def check(config: Config) -> None:
     product=DRAFT,
     everywhere=True,
     command="distill",
+    discard=discard_state,
 )
 def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train the starting drafter towards the target."""

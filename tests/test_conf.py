@@ -1,5 +1,6 @@
 """Every file under conf/ composes, is reachable, holds choices only, and says how it is used."""
 
+import json
 import re
 import shutil
 from dataclasses import asdict
@@ -10,11 +11,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from omegaconf import OmegaConf
 
 from draftkit import config as settings
 from draftkit.config import Config, flatten
 from pipelines import configuration
-from pipelines.configuration import CONF_DIR, compose_config, groups, read_config
+from pipelines.configuration import (
+    CONF_DIR,
+    compose_config,
+    compose_settings,
+    groups,
+    read_config,
+)
+from pipelines.generate import contexts
 from tests.tabular import TabularAdapter, random_adapter
 
 ROOT = CONF_DIR.parent
@@ -46,8 +55,8 @@ def overrides(path: Path) -> list[str]:
 
 @cache
 def composed(*words: str) -> dict[str, Any]:
-    """The settings of a command line by dotted key."""
-    return flatten(compose_config(list(words)))
+    """The settings of a command line by dotted key, as they are typed."""
+    return flatten(OmegaConf.to_container(compose_settings(words), resolve=True))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -205,6 +214,48 @@ def test_smoke_goes_through_every_stage_and_is_small() -> None:
     assert smoke.optim.max_steps <= 20
 
 
+SERVED_AS_THE_MODEL_SAYS = ["evaluate_pair", "pair", "qwen3_gsm8k", "smollm2_gsm8k"]
+
+
+def test_real_pairs_are_served_as_their_target_says_and_toys_as_the_settings_say() -> None:
+    by_model = [path.stem for path in EXPERIMENTS if "from" in read(path).get("sampling", {})]
+    assert sorted(by_model) == SERVED_AS_THE_MODEL_SAYS
+    assert composed()["sampling.from"] == "config"
+
+
+@pytest.fixture
+def advised(tmp_path: Path) -> list[str]:
+    """The overrides that name a target whose authors advise a sampling."""
+    shutil.copytree(ROOT / "draftkit" / "embedded", tmp_path / "target")
+    advice = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(advice))
+    return [f"target.path={tmp_path / 'target'}", "data=installed", f"root={tmp_path}"]
+
+
+def test_the_sampling_of_the_target_is_all_that_stages_see_and_it_is_printed_once(
+    advised: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Addresses are those of the same values as they would be typed."""
+    typed = ["sampling.temperature=0.6", "sampling.top_k=20", "sampling.top_p=0.95"]
+    by_hand = compose_config([*advised, *typed])
+    assert capsys.readouterr().out == ""
+    by_model = compose_config([*advised, "sampling.from=model"])
+    assert by_model.sampling == settings.SamplingConfig(temperature=0.6, top_k=20, top_p=0.95)
+    assert contexts.step(by_model).address == contexts.step(by_hand).address
+    assert contexts.step(by_model).address != contexts.step(compose_config(advised)).address
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("sampling.from=model: temperature 0.6, top_k 20, top_p 0.95, ")
+    assert line.endswith("generation_config.json")
+
+
+def test_what_is_set_beside_the_model_wins_also_where_it_is_the_default(
+    advised: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = compose_config([*advised, "sampling.from=model", "sampling.temperature=1"])
+    assert config.sampling == settings.SamplingConfig(temperature=1.0, top_k=20, top_p=0.95)
+    assert "(temperature as given); top_k, top_p of " in capsys.readouterr().out
+
+
 def test_pair_says_in_one_line_all_that_must_be_given() -> None:
     with pytest.raises(ValueError, match="must be given") as error:
         compose_config(["+experiment=pair", "draft.path=some/draft"])
@@ -257,6 +308,9 @@ REFUSALS = [
     ("+zzz=1", "--cfg job"),
     ("optim.max_steps=many", "optim.max_steps: Value 'many'"),
     ("decode.gamma=null", "decode.gamma"),
+    ("sampling.from=models", "sampling.from must be one of config, model, got 'models'"),
+    ("sampling.temperature=hot", "sampling.temperature: Value 'hot'"),
+    ("sampling.form=model", "did you mean sampling.from"),
     ("data.domains=python", "data.domains"),
     ("decode.gamma=-1", "decode.gamma must lie in 0..32, got -1"),
     ("benchmark.methods=[plain,hf]", "benchmark.methods must be one of plain, speculative,"),

@@ -109,6 +109,11 @@ REFUSED: list[tuple[str, Make]] = [
     ("evaluate.draft", lambda: EvaluateConfig(draft="new")),
     ("hardware.device", lambda: HardwareConfig(device="tpu")),
     ("hardware.dtype", lambda: HardwareConfig(dtype="float16")),
+    ("target.dtype", lambda: Config(target=ModelConfig(dtype="float16"))),
+    ("draft.dtype", lambda: draft(dtype="bf16")),
+    ("target.attn_implementation", lambda: ModelConfig(attn_implementation="fl").check("target")),
+    ("draft.attn_implementation", lambda: draft(attn_implementation="flash_attention_2")),
+    ("evaluate.lossless", lambda: EvaluateConfig(lossless="bfloat16")),
     ("hardware.threads", lambda: HardwareConfig(threads=0)),
     ("serve.port", lambda: ServeConfig(port=-1)),
     ("serve.top_logprobs", lambda: ServeConfig(top_logprobs=-1)),
@@ -249,6 +254,10 @@ def test_a_proposer_goes_by_its_names_and_none_is_plain_decoding() -> None:
     assert BenchmarkConfig(methods=["plain", "lookup"]).methods == ["plain", "prompt_lookup"]
     with pytest.raises(ValueError, match=r"^decode\.proposer must be one of sampled, .*'eagle'$"):
         DecodeConfig(proposer="eagle")
+
+
+def test_yaml_may_switch_the_identity_check_off() -> None:
+    assert EvaluateConfig(lossless="False").lossless == "off"  # as YAML hands it on
 
 
 def test_names_of_choices_are_not_repeated() -> None:

@@ -19,6 +19,7 @@ from draftkit.config.choices import (
     MIXTURE,
     OPTIMIZER_NAMES,
     PROPOSER_NAMES,
+    SAMPLING_FROM_NAMES,
     SOURCE_NAMES,
     VERIFICATION_NAMES,
 )

@@ -17,10 +17,12 @@ COUNTING_NAMES = ("unigram", "bigram", "ngram")  # proposers that count the trai
 PROPOSER_NAMES = (*DRAFTED_NAMES, *COUNTING_NAMES, "prompt_lookup", "none")
 PROPOSER_ALIASES = {"draft": "sampled", "lookup": "prompt_lookup"}
 OPTIMIZER_NAMES = ("adamw", "muon")
+DTYPE_NAMES = ("float32", "bfloat16")
 DOMAIN_NAMES = ("python", "prose", "cpp")
 BENCHMARK_METHOD_NAMES = ("plain", "speculative", "adaptive", "eager_plain", "eager_speculative")
 BENCHMARK_METHOD_NAMES += tuple(name for name in PROPOSER_NAMES if name != "none")
 BENCHMARK_METHOD_NAMES += ("hf_plain", "hf_assisted", "hf_lookup", "hf_static")
+SAMPLING_FROM_NAMES = ("config", "model")  # the default first
 GPU_PARTS = ("a", "b", "c", "d", "e", "f")
 
 

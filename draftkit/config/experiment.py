@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
-from draftkit.config.choices import Section, positive, require, setting
+from draftkit.config.choices import DTYPE_NAMES, Section, positive, require, setting
 from draftkit.config.measuring import BenchmarkConfig, DecodeConfig, EvaluateConfig, GpuConfig
 from draftkit.config.service import OnlineConfig, ServeConfig
 from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, small_draft
@@ -17,7 +17,7 @@ class HardwareConfig(Section, key="hardware"):
 
     device: str = setting("auto", names=("auto", "cpu", "cuda"))
     # auto: bfloat16 where the hardware computes it, else float32
-    dtype: str = setting("auto", names=("auto", "float32", "bfloat16"))
+    dtype: str = setting("auto", names=("auto", *DTYPE_NAMES))
     threads: int | None = positive(None)
     shard_target: bool = False  # several processes: each holds a part of the target's layers
 

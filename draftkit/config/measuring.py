@@ -70,10 +70,15 @@ class EvaluateConfig(Section, key="evaluate"):
     timing_prompts: int = positive(24)  # a verdict rests on MIN_CHUNKS batches of them or more
     timing_batch_size: int = positive(1)
     calibration_turns: int = positive(12)  # bursts of rounds by which c, v and o are measured
+    # The identity check: in float32, which is the sharper; in the dtype that is served, which takes
+    # no memory beyond; auto: float32 where it fits.
+    lossless: str = setting("auto", names=("auto", "float32", "served", "off"))
     lossless_prompts: int = positive(32)
     bootstrap: int = positive(2000)
 
     def __post_init__(self) -> None:
+        if str(self.lossless).lower() == "false":
+            self.lossless = "off"  # which YAML reads as a boolean
         super().__post_init__()
         least = MIN_CHUNKS * self.timing_batch_size
         rule = f"be at least {least}, {MIN_CHUNKS} batches of evaluate.timing_batch_size"

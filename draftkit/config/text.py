@@ -5,6 +5,7 @@ from pathlib import Path
 
 from draftkit.config.choices import (
     DOMAIN_NAMES,
+    DTYPE_NAMES,
     OPTIMIZER_NAMES,
     Section,
     check_rules,
@@ -31,7 +32,7 @@ class PretrainConfig:
     # muon: faster from nothing, and the more so the larger a step, whose matrices it turns once
     optimizer: str = setting("adamw", names=OPTIMIZER_NAMES)
     # Of the weights as they are saved.
-    dtype: str = setting("float32", names=("float32", "bfloat16"))
+    dtype: str = setting("float32", names=DTYPE_NAMES)
 
 
 @dataclass(kw_only=True)
@@ -62,6 +63,10 @@ class ModelConfig:
     path: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    # As it is served and scored, never part of a stage's identity; null: as `hardware.dtype` says.
+    dtype: str | None = setting(None, names=DTYPE_NAMES)
+    # null: what is faster on the device. Flash attention is none: it takes no masks of slots.
+    attn_implementation: str | None = setting(None, names=("eager", "sdpa"))
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
     freeze_head: bool = False  # draft: the output head, and embeddings tied to it, do not learn
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -77,6 +82,7 @@ class ModelConfig:
 
     def check(self, section: str) -> None:
         """Raise ValueError naming the key under `section` (`target` or `draft`) that is wrong."""
+        check_rules(self, section)
         check_rules(self.pretrain, f"{section}.pretrain")
         size, layers, vocabulary = (
             self.pretrain.hidden_size,
@@ -152,7 +158,11 @@ class DataConfig(Section, key="data"):
 
 @dataclass(kw_only=True)
 class SamplingConfig(Section, key="sampling"):
-    """The served distribution: the only temperature, top-k, top-p and penalty there are."""
+    """The served distribution: the only temperature, top-k, top-p and penalty there are.
+
+    By `sampling.from=model` a command takes them from the target's generation_config.json, where it
+    has them and nobody has set them; here they are what came out.
+    """
 
     temperature: float = setting(1.0, least=0)
     top_k: int = setting(0, least=0, hint=" (0 keeps all)")

@@ -160,7 +160,7 @@ class OptimConfig(Section, key="optim"):
     adam_beta1: float = setting(0.9, least=0, below=1)
     adam_beta2: float = setting(0.98, least=0, below=1)
     eval_steps: int = positive(50)
-    save_steps: int = positive(25)
+    save_steps: int = positive(100)  # a checkpoint of 0.6 B weights has 7 GB; the last one stays
     logging_steps: int = positive(5)
     group_by_length: bool = False  # texts (prompts, where the draft samples) of like length a step
     activation_checkpointing: bool = False  # less memory for a third more of the draft's work

@@ -3,11 +3,14 @@
 The weights with the highest validation alpha are kept, the starting weights among them, so that a
 run that makes the draft worse ends with the draft it began with. Everything that decides what
 happens next is in the checkpoint or a function of the step.
+
+A checkpoint holds weights and moments, 12 bytes a weight, and there is one of them (two while it is
+written); beside it lie the best weights, 4 bytes each, and better ones that it does not name yet.
 """
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from draftkit.distillation.checkpoint import (
 from draftkit.distillation.ranks import agree
 from draftkit.distillation.trainer import StepMetrics, Trainer
 
-CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT, BEST = "checkpoint.safetensors", "best-*.safetensors"
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,10 @@ def train(
     weights count as the best.
     """
     optim = trainer.optim
-    best = Best()
+    best, stored = Best(), set[int]()  # steps whose weights the checkpoint names
     if (folder / CHECKPOINT).exists():
         best = Best(**load_checkpoint(folder / CHECKPOINT, trainer))
+        stored = {best.best_step}
     elif evaluate is not None:
         best = keep_if_best(trainer, folder, best, evaluate(0))
     clock, counted = time.perf_counter(), trainer.tokens
@@ -82,13 +86,13 @@ def train(
             pace = (trainer.tokens - counted) / (now - clock)
             log(Progress(trainer.steps, trainer.tokens, metrics, pace))
             clock, counted = time.perf_counter(), trainer.tokens
-        saved = due(trainer.steps, optim.save_steps, optim.max_steps)
         if evaluate is not None and due(trainer.steps, optim.eval_steps, optim.max_steps):
-            best, saved = keep_if_best(trainer, folder, best, evaluate(trainer.steps)), True
-        if saved:
+            best = keep_if_best(trainer, folder, best, evaluate(trainer.steps))
+        if due(trainer.steps, optim.save_steps, optim.max_steps):
             save_checkpoint(folder / CHECKPOINT, trainer, vars(best))
-            if trainer.accelerator.is_main_process:
-                forget_others(folder, best.best_step)
+            stored = {best.best_step}
+        if trainer.accelerator.is_main_process:
+            forget_others(folder, {best.best_step, *stored})
     trainer.accelerator.wait_for_everyone()  # for files of the first process
     if evaluate is not None:
         load_weights(best_path(folder, best.best_step), trainer)
@@ -120,8 +124,15 @@ def keep_if_best(trainer: Trainer, folder: Path, best: Best, alpha: float) -> Be
     return Best(trainer.steps, None if math.isnan(alpha) else alpha, alpha)
 
 
-def forget_others(folder: Path, best_step: int) -> None:
-    """Delete candidates that the checkpoint no longer names."""
-    for path in folder.glob("best-*.safetensors"):
-        if path != best_path(folder, best_step):
+def forget_others(folder: Path, steps: Set[int]) -> None:
+    """Delete candidates but those of `steps`."""
+    kept = {best_path(folder, step) for step in steps}
+    for path in folder.glob(BEST):
+        if path not in kept:
             path.unlink()
+
+
+def discard_state(folder: Path) -> None:
+    """Delete what only a resumed run needs, of one that is complete and whose weights are saved."""
+    for path in (folder / CHECKPOINT, *folder.glob(BEST)):
+        path.unlink(missing_ok=True)

@@ -5,8 +5,11 @@ definition stands with the code that computes it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 from draftkit.config import Config, ModelConfig, SamplingConfig
 from draftkit.data.rollouts import Record
@@ -16,7 +19,7 @@ from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.costs import between, meter
-from draftkit.evaluation.lossless import Losslessness, greedy_identity
+from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness, greedy_identity
 from draftkit.evaluation.walltime import (
     CALIBRATED_GAMMA,
     PLAIN,
@@ -27,10 +30,13 @@ from draftkit.evaluation.walltime import (
     time_methods,
 )
 from draftkit.models.adapter import Adapter
-from draftkit.models.loading import Target, in_float32, load_draft
+from draftkit.models.loading import Target, load_draft, model_config
+from draftkit.models.memory import cache_bytes, free_bytes, in_float32, weight_count
 from draftkit.theory.speedup import Costs
 
 LOOKUP = "prompt_lookup"
+LOGITS = 4  # copies of a round's, of both models and as distributions
+RESERVE = 1.1
 # The acceptance of proposals as they are served. Other proposers may have no guess: how often the
 # first of a round was made and accepted stands for it.
 SERVED_ALPHA = {"sampled": "alpha", "staged": "alpha", "argmax": "alpha_greedy_draft"}
@@ -161,16 +167,59 @@ def check_lossless(
     config: Config,
     note: Callable[[str], None],
 ) -> dict[str, Losslessness]:
-    """Greedy identity of every draft, as it is served; `target` is held in float32 meanwhile."""
-    note("losslessness: greedy decoding with and without the draft, in float32")
-    with in_float32(target):
-        loaded: dict[str, Adapter] = {name: load_draft(d, target) for name, d in drafts.items()}
+    """Greedy identity of every draft, as it is served, in the dtype of `evaluate.lossless`.
+
+    For float32 `target` is held in it meanwhile, in place.
+    """
+    options, texts = config.evaluate, prompts.test[: config.evaluate.lossless_prompts]
+    if options.lossless == "off":
+        note("losslessness: not checked (evaluate.lossless=off)")
+        return dict.fromkeys(drafts, NOT_CHECKED)
+    served, why = options.lossless == "served", ""
+    if options.lossless == "auto" and target.adapter.dtype != torch.float32:
+        needed = float32_bytes(target, drafts, texts, config)
+        free = free_bytes(target.adapter.device)
+        served = needed > free
+        why = f", as float32 takes {needed / 1e9:.1f} GB more and {free / 1e9:.1f} GB are free"
+    dtype = target.adapter.dtype if served else torch.float32
+    name = str(dtype).removeprefix("torch.")
+    note(f"losslessness: greedy decoding with and without the draft, in {name}{why * served}")
+    with nullcontext() if served else in_float32(target.adapter):
+        held = None if served else torch.float32
+        loaded: dict[str, Adapter] = {
+            name: load_draft(draft, target, dtype=held) for name, draft in drafts.items()
+        }
         return greedy_identity(
             target.adapter,
             proposers_of(target.adapter, loaded, prompts, config),
-            prompts.test[: config.evaluate.lossless_prompts],
-            max_new_tokens=config.evaluate.max_new_tokens,
+            texts,
+            max_new_tokens=options.max_new_tokens,
             gamma=max(config.decode.gamma, 1),
-            batch_size=config.evaluate.batch_size,
+            batch_size=options.batch_size,
             eos_token_ids=target.eos_token_ids,
         )
+
+
+def float32_bytes(
+    target: Target, drafts: Mapping[str, ModelConfig], texts: PromptIds, config: Config
+) -> int:
+    """What checking in float32 takes beyond the target as it is, from shapes alone.
+
+    Weights, caches of target and draft, and the logits of a round, with a reserve of a tenth.
+    """
+    options, gamma = config.evaluate, max(config.decode.gamma, 1)
+    rows, wide = min(options.batch_size, len(texts)), torch.float32
+    slots = row_capacity(texts, max_new_tokens=options.max_new_tokens, gamma=gamma)
+    weights = [*target.adapter.model.parameters()]
+    grown = sum(weight.numel() for weight in weights) * wide.itemsize
+    if target.adapter.device.type != "cpu":  # where weights read of a file take no memory of ours
+        given_back = sum(weight.nbytes for weight in weights)
+        grown -= given_back - max(weight.nbytes for weight in weights)  # there are two of the last
+    configs = [model_config(draft, "draft") for draft in drafts.values()]
+    loaded = sum(map(weight_count, configs)) * wide.itemsize
+    caches = sum(
+        cache_bytes(one, rows=rows, slots=slots, dtype=wide)
+        for one in (target.adapter.model.config, *configs)
+    )
+    logits = LOGITS * rows * (gamma + 1) * target.adapter.vocab_size * wide.itemsize
+    return int(RESERVE * (grown + loaded + caches + logits))

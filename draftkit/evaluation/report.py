@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from draftkit.artifacts import atomic_path
-from draftkit.config import Config
+from draftkit.config import Config, SamplingConfig
 
 PREDICTION_TOLERANCE = 0.1
 CURVE_POINTS = 12
@@ -39,9 +39,23 @@ def speedup_text(summary: dict[str, Any]) -> str:
 
 def lossless_text(lossless: dict[str, Any]) -> str:
     """`yes, 32 of 32` or what differed."""
+    if lossless["passed"] is None:
+        return "not checked"
     same = lossless["compared"] - lossless["statistic"]
     text = f"{'yes' if lossless['passed'] else 'NO'}, {same} of {lossless['compared']}"
     return text + (f" ({lossless['near_ties']} ties)" if lossless["near_ties"] else "")
+
+
+def lossless_label(lossless: dict[str, Any]) -> str:
+    """`lossless, greedy float32`, by the dtype of the check."""
+    return " ".join(["lossless, greedy", *lossless["method"].split(" in ")[1:]])
+
+
+def sampling_text(sampling: Mapping[str, float]) -> str:
+    """`temperature 0.6, top-k 20, top-p 0.95`: what of it changes a distribution."""
+    neutral = vars(SamplingConfig())
+    changing = (key for key in sampling if key == "temperature" or sampling[key] != neutral[key])
+    return ", ".join(f"{key.replace('_', '-')} {sampling[key]:g}" for key in changing)
 
 
 TAU = "tau, tokens a target pass"
@@ -63,7 +77,6 @@ ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "best gamma": lambda s: str(s["best_gamma"]),
     "tokens/s plain": lambda s: f"{s['tokens_per_second']['autoregressive']:.0f}",
     "tokens/s drafted": lambda s: f"{s['tokens_per_second']['speculative']:.0f}",
-    "lossless, greedy float32": lambda s: lossless_text(s["lossless"]),
 }
 
 
@@ -89,6 +102,8 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
         table.add_row(label, *map(text, drafts.values()))
         if label == TAU and "acceptance_length_gain" in summary:
             table.add_row("  paired gain", "", signed(summary["acceptance_length_gain"]))
+    checks = [draft["lossless"] for draft in drafts.values()]
+    table.add_row(lossless_label(checks[-1]), *map(lossless_text, checks))
     if "prompt_lookup" in summary:
         lookup, beside = summary["prompt_lookup"], [""] * (len(drafts) - 1)
         whole = interval(lookup["speedup"]["end_to_end"], 2)
@@ -146,7 +161,7 @@ def model_card(judged: dict[str, Any], hardware: dict[str, Any]) -> str:
     return (
         "# A draft model for speculative decoding\n\n"
         "Trained and judged by draftkit. Means with 95 % intervals on "
-        f"{judged['alpha']['prompts']} held-out prompts, temperature {judged['temperature']:g}, "
+        f"{judged['alpha']['prompts']} held-out prompts, {sampling_text(judged['sampling'])}, "
         f"gamma {judged['gamma']}, batch {judged['batch_size']}.\n\n"
         "| | |\n|---|---|\n"
         + "".join(f"| {label} | {text} |\n" for label, text in rows.items())

@@ -79,6 +79,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         "proposer": config.decode.proposer,
         "gamma": gamma,
         "temperature": sampling.temperature,
+        "sampling": dict(vars(sampling)),
         "batch_size": config.evaluate.timing_batch_size,
         **costs.ratios,
         "plain_step_seconds": costs.plain_seconds,
@@ -140,7 +141,7 @@ def best_of(ways: Mapping[str, dict[str, Any]]) -> str:
         name: way["speedup"]["end_to_end"]["mean"]
         for name, way in ways.items()
         if way["speedup"]["end_to_end"]["ci95"][0] > 1
-        and way.get("lossless", {"passed": True})["passed"]
+        and way.get("lossless", {"passed": True})["passed"] is not False
     }
     return max(paying, key=lambda name: paying[name], default="none")
 
@@ -189,12 +190,13 @@ def verdict(
     `ceiling` and `break_even_alpha` speak.
     """
     interval = f"end-to-end speedup {speedup.mean:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]"
-    if not lossless.passed:
+    if lossless.passed is False:
         wrong = lossless.mismatches - lossless.near_ties
         reason = f"{wrong} of {lossless.compared} greedy outputs differ from the target's"
         return DO_NOT_DEPLOY, reason
     if speedup.low > 1:
-        return DEPLOY, f"{interval} lies above 1"
+        unchecked = "; whether it is lossless was not checked" * (lossless.passed is None)
+        return DEPLOY, f"{interval} lies above 1{unchecked}"
     if not speedup.high < 1:
         return INCONCLUSIVE, f"{interval} contains 1; time more prompts (evaluate.timing_prompts)"
     if rounds.mean > 1:

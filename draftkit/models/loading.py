@@ -44,7 +44,10 @@ LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 @dataclass(frozen=True)
 class Outline:
-    """A target without its weights: what a draft of it must share."""
+    """A target without its weights: what a draft of it must share.
+
+    dtype: of drafts whose section names none.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: tuple[int, ...]
@@ -54,11 +57,15 @@ class Outline:
 
 @dataclass(frozen=True)
 class Target:
-    """A target with its tokenizer and the ids that end its texts."""
+    """A target with its tokenizer and the ids that end its texts.
+
+    draft_dtype: of drafts whose section names none; None: the target's own.
+    """
 
     adapter: CausalAdapter
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: tuple[int, ...]
+    draft_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +76,18 @@ class Seq2SeqTarget:
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: tuple[int, ...]
     start_token_id: int
+    draft_dtype: torch.dtype | None = None
 
 
 def outline_of(target: Target | Seq2SeqTarget) -> Outline:
     """All but the weights."""
-    adapter = target.adapter
-    return Outline(target.tokenizer, target.eos_token_ids, adapter.dtype, adapter.device)
+    dtype, device = target.draft_dtype or target.adapter.dtype, target.adapter.device
+    return Outline(target.tokenizer, target.eos_token_ids, dtype, device)
+
+
+def dtype_named(model: ModelConfig) -> torch.dtype | None:
+    """The dtype that the section names, None where it leaves it to the hardware."""
+    return None if model.dtype is None else getattr(torch, model.dtype)
 
 
 @contextmanager
@@ -122,7 +135,7 @@ def load_model(
     """
     check_folder(model, key)
     transformers_logging.disable_progress_bar()
-    config = _model_config(model, key)
+    config = model_config(model, key)
     name = f"{key}.path {model.path}: {config.model_type} is"
     if config.is_encoder_decoder and not encoder_decoder:
         raise ValueError(
@@ -132,9 +145,13 @@ def load_model(
     if encoder_decoder and not config.is_encoder_decoder:
         raise ValueError(f"{name} a decoder-only model: load it with load_target or load_draft")
     # Read to where they stay, and not through the host's memory.
-    mapped = {"device_map": device} if device.type == "cuda" else {}
+    options: dict[str, Any] = {"device_map": device} if device.type == "cuda" else {}
     kind: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
-    with _refusing(model, key):
+    remedy = "give a complete folder written by save_pretrained"
+    if model.attn_implementation is not None:
+        options["attn_implementation"] = model.attn_implementation
+        remedy += f", or {key}.attn_implementation=null"
+    with _refusing(model, key, remedy=remedy):
         loaded, report = kind.from_pretrained(
             model.location,
             config=config,
@@ -142,7 +159,7 @@ def load_model(
             use_safetensors=True,
             output_loading_info=True,
             **_source(model),
-            **mapped,
+            **options,
         )
     absent = sorted([*report["missing_keys"], *report["mismatched_keys"]], key=str)
     if absent:
@@ -153,14 +170,20 @@ def load_model(
     return loaded.to(device).eval()
 
 
-def _model_config(model: ModelConfig, key: str) -> PreTrainedConfig:
+def _attending(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
+    """As the section says, else in the way that is faster on the device."""
+    return loaded if model.attn_implementation else fit_to_device(loaded)
+
+
+def model_config(model: ModelConfig, key: str) -> PreTrainedConfig:
+    """The shapes of a model, without its weights. ValueError naming `key`."""
     with _refusing(model, key):
         return AutoConfig.from_pretrained(model.location, **_source(model))
 
 
 def width_of(draft: ModelConfig) -> int:
     """The hidden size of a draft whose weights are not loaded for it."""
-    return _model_config(draft, "draft").get_text_config().hidden_size
+    return model_config(draft, "draft").get_text_config().hidden_size
 
 
 def check_folder(model: ModelConfig, key: str) -> None:
@@ -228,21 +251,27 @@ def load_outline(model: ModelConfig, hardware: HardwareConfig) -> Outline:
         revision = model.revision or "main"
         generation = GenerationConfig.from_pretrained(model.location, revision=revision)
     except OSError:  # it has no file of its own
-        generation = GenerationConfig.from_model_config(_model_config(model, "target"))
+        generation = GenerationConfig.from_model_config(model_config(model, "target"))
     ends = end_of_text_ids(generation, tokenizer)
     return Outline(tokenizer, ends, resolve_dtype(hardware, device), device)
 
 
 def load_target(
-    model: ModelConfig, hardware: HardwareConfig, *, dtype: torch.dtype | None = None
+    model: ModelConfig,
+    hardware: HardwareConfig,
+    *,
+    dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> Target:
-    """Load the target in `dtype` (default: the hardware's), logits cut to the real vocabulary.
+    """Load the target in `dtype` (`auto`: as stored), else its section's, else the hardware's.
+
+    Logits are cut to the real vocabulary.
 
     Raises ValueError naming `target.path` for a model that cannot be loaded.
     """
     loaded, tokenizer, size = _target_model(model, hardware, dtype, encoder_decoder=False)
-    adapter = CausalAdapter(fit_to_device(loaded), vocab_size=size)
-    return Target(adapter, tokenizer, end_of_text_ids(loaded.generation_config, tokenizer))
+    ends = end_of_text_ids(loaded.generation_config, tokenizer)
+    adapter = CausalAdapter(_attending(loaded, model), vocab_size=size)
+    return Target(adapter, tokenizer, ends, resolve_dtype(hardware, adapter.device))
 
 
 def load_seq2seq_target(
@@ -263,19 +292,19 @@ def load_seq2seq_target(
         )
     adapter = Seq2SeqAdapter(loaded, vocab_size=size)
     ends = end_of_text_ids(loaded.generation_config, tokenizer)
-    return Seq2SeqTarget(adapter, tokenizer, ends, start)
+    return Seq2SeqTarget(adapter, tokenizer, ends, start, resolve_dtype(hardware, adapter.device))
 
 
 def _target_model(
     model: ModelConfig,
     hardware: HardwareConfig,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | Literal["auto"] | None,
     *,
     encoder_decoder: bool,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
     """A target's weights, which stay as they are, its tokenizer, and its real vocabulary's size."""
     device, tokenizer = resolve_device(hardware), load_tokenizer(model, "target")
-    dtype = dtype or resolve_dtype(hardware, device)
+    dtype = dtype or dtype_named(model) or resolve_dtype(hardware, device)
     loaded = load_model(
         model, "target", dtype=dtype, device=device, encoder_decoder=encoder_decoder
     )
@@ -284,36 +313,20 @@ def _target_model(
     return loaded.requires_grad_(False), tokenizer, size
 
 
-@contextmanager
-def in_float32(target: Target) -> Iterator[None]:
-    """Hold the weights of `target` in float32 for a while, in place: no second copy is loaded.
-
-    Those of lower precision come back bit by bit.
-    """
-    dtype, weights = target.adapter.dtype, [*target.adapter.model.parameters()]
-    for weight in weights:
-        weight.data = weight.data.to(torch.float32)
-    try:
-        yield
-    finally:
-        for weight in weights:
-            weight.data = weight.data.to(dtype)
-
-
 def load_draft(
     model: ModelConfig,
     target: Target | Seq2SeqTarget | Outline,
     *,
     dtype: torch.dtype | None = None,
 ) -> CausalAdapter:
-    """Load a draft for `target`, in its dtype unless another is given.
+    """Load a draft for `target` in `dtype`, else its section's, else that of drafts beside it.
 
     One with a list of kept ids in its folder proposes no others. Raises ValueError for a draft
     that cannot be loaded or does not share the vocabulary.
     """
     loaded, size = _draft_model(model, target, dtype, encoder_decoder=False)
     kept_ids = load_kept_ids(model, size)
-    return CausalAdapter(fit_to_device(loaded), vocab_size=size, kept_ids=kept_ids)
+    return CausalAdapter(_attending(loaded, model), vocab_size=size, kept_ids=kept_ids)
 
 
 def load_kept_ids(model: ModelConfig, vocab_size: int) -> Tensor | None:
@@ -347,7 +360,7 @@ def _draft_model(
     outline = target if isinstance(target, Outline) else outline_of(target)
     tokenizer = load_tokenizer(model, "draft")
     check_same_tokenizer(target_tokenizer=outline.tokenizer, draft_tokenizer=tokenizer)
-    dtype, device = dtype or outline.dtype, outline.device
+    dtype, device = dtype or dtype_named(model) or outline.dtype, outline.device
     loaded = load_model(model, "draft", dtype=dtype, device=device, encoder_decoder=encoder_decoder)
     return loaded, real_vocab_size(outline.tokenizer, loaded.config, "draft")
 

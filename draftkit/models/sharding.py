@@ -1,41 +1,80 @@
 """A frozen model too large for one device, its layers split over all processes (FSDP2).
 
+It is loaded mapped: its weights are pages of the files, which nobody has read yet and processes of
+one machine share. Then layer after layer is moved and split, so that a process never holds more
+than its part and one layer.
+
 Every process holds a part of each layer's weights and gathers a layer when it passes through it.
 Embeddings and head stay whole, since losses make logits of states without passing through the
 model. All processes must pass through together: sharded models score batches, they do not decode.
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed
-from torch import nn
+from torch import Tensor, nn
+
+from draftkit.config import HardwareConfig, ModelConfig
+from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.loading import Target, dtype_named, load_target
 
 
-def shard_layers(model: Any) -> None:
-    """Split the layers of `model` over the processes of this group, in place.
+def load_sharded_target(model: ModelConfig, hardware: HardwareConfig) -> Target:
+    """`load_target` of a model of which each process of this group gets its part.
 
-    Raises ValueError where there is but one process.
+    Raises ValueError as that does, and where there is but one process.
     """
+    check_group()
+    device = resolve_device(hardware)
+    dtype = dtype_named(model) or resolve_dtype(hardware, device)
+    mapped = replace(hardware, device="cpu")
+    target = load_target(model, mapped, dtype="auto")  # any other would be a copy of the whole
+    shard_layers(target.adapter.model, device=device, dtype=dtype)
+    return replace(target, draft_dtype=resolve_dtype(hardware, device))
+
+
+def check_group() -> None:
+    """Raise ValueError where this process has nobody to share a model with."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() < 2:
         raise ValueError(
             "hardware.shard_target: there is one process, and nobody to share the target with: "
             "use `accelerate launch --num_processes N -m draftkit distill ...`, or false"
         )
+
+
+def shard_layers(model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Split the layers of `model` over the processes of this group, in place, on `device`.
+
+    What is no layer is moved there whole. Weights become `dtype`.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    device = next(model.parameters()).device.type
-    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     layers, stack = layers_of(model), model.base_model
     whole = {*model.parameters()} - {*layers.parameters()}
     for layer in layers:
+        _move(layer.parameters(), layer.buffers(), device, dtype)
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    _move(whole, model.buffers(), device, dtype)
     # One root over all layers: a layer is then gathered while the one before it computes.
     fully_shard(stack, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
     # Without gradients, but never in inference mode, where alpha is measured: layers gather their
     # weights into buffers that outlive the call, and a training step could not write to them.
     stack.forward = torch.inference_mode(False)(torch.no_grad()(stack.forward))
+
+
+def _move(
+    weights: Iterable[Tensor], buffers: Iterable[Tensor], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Move tensors in place; buffers keep their dtype, as in loading."""
+    for weight in weights:
+        weight.data = weight.data.to(device, dtype)
+    for buffer in buffers:
+        buffer.data = buffer.data.to(device)
 
 
 def layers_of(model: Any) -> nn.ModuleList:

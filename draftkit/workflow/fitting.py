@@ -19,7 +19,7 @@ from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config, HardwareConfig, ModelConfig, OptimConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.batch_sources import Shard
-from draftkit.distillation.loop import Outcome
+from draftkit.distillation.loop import Outcome, discard_state
 from draftkit.distillation.ranks import agree, join_group
 from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, Teacher
 from draftkit.distillation.trainer import Trainer, learning_rate_for
@@ -28,6 +28,7 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import (
     Outline,
     Target,
+    dtype_named,
     load_draft,
     load_outline,
     load_target,
@@ -37,7 +38,7 @@ from draftkit.models.loading import (
 )
 from draftkit.models.lora import with_lora
 from draftkit.models.remembered import RememberedAdapter
-from draftkit.models.sharding import shard_layers
+from draftkit.models.sharding import load_sharded_target
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
 from draftkit.workflow.progress import train_logged
@@ -121,11 +122,10 @@ def load_teaching_target(
     """
     if stored:
         return load_outline(target, hardware)
-    loaded = load_target(target, hardware)
-    if hardware.shard_target:
-        join_group()
-        shard_layers(loaded.adapter.model)
-    return loaded
+    if not hardware.shard_target:
+        return load_target(target, hardware)
+    join_group()
+    return load_sharded_target(target, hardware)
 
 
 def make_trainer(
@@ -143,6 +143,7 @@ def make_trainer(
     texts.
     """
     outline = target if isinstance(target, Outline) else outline_of(target)
+    served = dtype_named(start) or outline.dtype
     draft = with_lora(
         load_draft(start, outline, dtype=torch.float32), config.draft.lora, seed=config.seed
     )
@@ -165,7 +166,7 @@ def make_trainer(
         divergence=divergence,
         sampling=config.sampling,
         temperature=config.training_temperature,
-        autocast=outline.dtype if outline.dtype != torch.float32 else None,
+        autocast=served if served != torch.float32 else None,
         reference=reference,
         compiled=config.optim.compiles,
         seed=config.seed,
@@ -258,6 +259,7 @@ def tried_rate(job: Job, optim: OptimConfig, factor: float) -> Trial:
     gc.collect()  # trainers stand in cycles, and the next one needs the room
     if job.is_main:
         write_json(result, vars(trial))
+        discard_state(folder)
     return agree(trial)
 
 

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
-from typing import Any
+from typing import Any, Literal
 
 from draftkit.artifacts import fingerprint, read_json, write_json
 from draftkit.config import (
@@ -21,6 +21,7 @@ from draftkit.config import (
     Config,
     DivergenceConfig,
     HardwareConfig,
+    SamplingConfig,
     SourceConfig,
 )
 from draftkit.data.prompts import Example
@@ -31,6 +32,7 @@ from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather,
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target, load_draft, load_target
+from draftkit.models.served import served_sampling
 from draftkit.theory.acceptance import Estimate
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
@@ -114,11 +116,13 @@ def load_pair(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    sampling: SamplingConfig | Literal["model"] | None = None,
     **sections: Any,
 ) -> Pair:
     """Load two models that share a vocabulary, from `save_pretrained` folders or the hub.
 
-    dtype: `float32`, `bfloat16`, or `auto`: bfloat16 where the device computes in it. sections: of
+    dtype: `float32`, `bfloat16`, or `auto`: bfloat16 where the device computes in it. sampling:
+    `model` takes that of the target's generation_config.json. sections: others of
     `draftkit.config.Config`, by name. Raises ValueError, one line, for models that cannot be loaded
     or do not fit together.
     """
@@ -128,6 +132,9 @@ def load_pair(
         target=replace(config.target, path=str(target)),
         draft=replace(config.draft, path=str(draft)),
     )
+    if sampling == "model":
+        sampling, _ = served_sampling(config.target, {})
+    config = replace(config, sampling=sampling or config.sampling)
     loaded = load_target(config.target, config.hardware)
     return Pair(loaded, load_draft(config.draft, loaded), config)
 

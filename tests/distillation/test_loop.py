@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftkit.distillation.loop import CHECKPOINT, train
+from draftkit.distillation.loop import CHECKPOINT, discard_state, train
 from tests.distillation.bigram import trainer
 from tests.distillation.making import draft_source, text_source
 
@@ -121,6 +121,38 @@ def test_a_kill_after_the_best_keeps_it(tmp_path):
         log=lambda _: None,
     )
     assert outcome.best_step == 6
+
+
+def test_better_weights_wait_for_a_checkpoint_that_names_them(tmp_path):
+    """Between checkpoints there are those of the last one and the best: two files at most."""
+
+    def evaluate(step):
+        files.append(sorted(path.name[5:11] for path in tmp_path.glob("best-*")))
+        return 0.1 + step / 100
+
+    def steps(kill_at):
+        learner = trainer(save_steps=5, eval_steps=1)
+
+        def log(progress):
+            if progress.steps == kill_at:
+                raise Killed
+
+        train(learner, text_source(learner.draft, tmp_path), tmp_path, evaluate=evaluate, log=log)
+
+    files = []
+    with pytest.raises(Killed):
+        steps(kill_at=9)
+    assert files[7:] == [["000005", "000006"], ["000005", "000007"]]  # before steps 7 and 8
+    assert sorted(path.name for path in tmp_path.glob("best-*")) == [
+        "best-000005.safetensors",
+        "best-000008.safetensors",
+    ]
+    files.clear()
+    steps(kill_at=None)  # from step 5 on, whose weights the checkpoint names
+    assert files[0] == ["000005", "000008"]
+    assert max(map(len, files)) == 2
+    discard_state(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def test_a_damaged_checkpoint_is_named_with_the_way_out(tmp_path):

@@ -1,5 +1,6 @@
 """A judgement puts measured parts together under the keys that other tools read."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,16 +11,26 @@ from draftkit.config import (
     Config,
     DecodeConfig,
     EvaluateConfig,
+    HardwareConfig,
+    ModelConfig,
     SamplingConfig,
 )
 from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.alpha import PromptTotals
-from draftkit.evaluation.judge import Evidence, Prompts, proposers_of
+from draftkit.evaluation.judge import (
+    Evidence,
+    Prompts,
+    check_lossless,
+    float32_bytes,
+    proposers_of,
+)
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import compare, count_rounds, summarise
 from draftkit.evaluation.walltime import Chunk, FullBatch, Timed
+from draftkit.models.loading import load_target, save_model
 from draftkit.theory.speedup import Costs, best_gamma
+from tests import tiny
 from tests.tabular import random_adapter, relative
 
 CONFIG = Config(decode=DecodeConfig(gamma=2), evaluate=EvaluateConfig(bootstrap=300))
@@ -191,3 +202,84 @@ def test_each_draft_is_judged_as_it_is_served(name):
         assert found["after"].weights() == {}
     expected = PROPOSERS[name](Material(lambda: drafts["after"], lambda: [[1, 2], [3, 4]], 8, CPU))
     assert found["after"].signature == expected.signature
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny pair on disk."""
+    path = tmp_path_factory.mktemp("pair")
+    target = tiny.model()
+    save_model(target, tiny.byte_tokenizer(), path / "target")
+    save_model(tiny.related(target), tiny.byte_tokenizer(), path / "draft")
+    return path
+
+
+def checked(folder, mode, dtype="bfloat16"):
+    """The check by `evaluate.lossless=mode`, the target afterwards, and what was noted."""
+    hardware = HardwareConfig(device="cpu", dtype=dtype)
+    target = load_target(ModelConfig(path=str(folder / "target")), hardware)
+    options = EvaluateConfig(lossless=mode, lossless_prompts=4, max_new_tokens=8)
+    prompts = Prompts(test=tiny.prompts([5] * 6), calibration=[])
+    drafts, lines = {"draft": ModelConfig(path=str(folder / "draft"))}, []
+    result = check_lossless(target, drafts, prompts, Config(evaluate=options), lines.append)
+    (line,) = lines
+    return result["draft"], target, line
+
+
+@pytest.mark.parametrize(
+    ("mode", "method"),
+    [
+        ("auto", "greedy identity in float32"),
+        ("float32", "greedy identity in float32"),
+        ("served", "greedy identity in bfloat16"),
+        ("off", "not checked"),
+    ],
+)
+def test_the_identity_check_runs_in_the_dtype_that_was_chosen(folder, mode, method):
+    lossless, target, line = checked(folder, mode)
+    assert lossless.as_dict()["method"] == method
+    assert lossless.passed is (None if mode == "off" else True)
+    assert lossless.compared == (0 if mode == "off" else 4)
+    assert line.startswith("losslessness: ")
+    assert method.split()[-1] in line
+    assert target.adapter.dtype == torch.bfloat16
+
+
+def test_where_float32_does_not_fit_the_served_dtype_is_checked_and_both_sizes_are_said(
+    folder, monkeypatch
+):
+    monkeypatch.setattr("draftkit.evaluation.judge.free_bytes", lambda device: 1000)
+    lossless, _, line = checked(folder, "auto")
+    assert lossless.dtype == torch.bfloat16
+    assert re.search(r"in bfloat16, as float32 takes \d+\.\d GB more and 0\.0 GB are free$", line)
+    assert checked(folder, "float32")[0].dtype == torch.float32
+    served, _, line = checked(folder, "auto", "float32")
+    assert served.dtype == torch.float32  # which the models are in anyway
+    assert line.endswith("in float32")
+
+
+def test_what_the_check_in_float32_takes_is_known_from_shapes(folder):
+    hardware = HardwareConfig(device="cpu", dtype="bfloat16")
+    target = load_target(ModelConfig(path=str(folder / "target")), hardware)
+    drafts = {"draft": ModelConfig(path=str(folder / "draft"))}
+    config = Config(evaluate=EvaluateConfig(batch_size=1, max_new_tokens=1))
+    count = sum(weight.numel() for weight in target.adapter.model.parameters())
+    needed = float32_bytes(target, drafts, [[1]], config)
+    assert 8 * count < needed < 1.2 * 8 * count  # target and drafter
+    more = replace(config, evaluate=EvaluateConfig(batch_size=8, max_new_tokens=1))
+    cache = 2 * 2 * 2 * 16 * 4  # keys and values of two layers, two heads of 16, a token
+    assert float32_bytes(target, drafts, [[1]] * 8, more) > needed + 7 * 2 * cache
+
+
+def test_models_of_two_dtypes_decode_as_the_target_does(folder):
+    """And the check holds both in float32 meanwhile."""
+    hardware = HardwareConfig(device="cpu", dtype="float32")
+    target = load_target(ModelConfig(path=str(folder / "target"), dtype="bfloat16"), hardware)
+    drafts = {"draft": ModelConfig(path=str(folder / "draft"), dtype="float32")}
+    prompts = Prompts(test=tiny.prompts([5, 9] * 4), calibration=[])
+    for mode in ("served", "float32"):
+        config = Config(evaluate=EvaluateConfig(lossless=mode, max_new_tokens=16))
+        (lossless,) = check_lossless(target, drafts, prompts, config, print).values()
+        assert lossless.passed
+        assert lossless.compared == 8
+        assert lossless.dtype == (torch.bfloat16 if mode == "served" else torch.float32)

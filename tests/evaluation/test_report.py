@@ -3,11 +3,15 @@
 import io
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from draftkit.config import SamplingConfig
+from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
 from draftkit.evaluation.report import (
     evaluation_table,
+    model_card,
     result_lines,
     speedup_figure,
     training_figure,
@@ -28,6 +32,7 @@ def summary(alpha):
         "acceptance_rate": estimate(0.614),
         "gamma": 4,
         "temperature": 1.0,
+        "sampling": vars(SamplingConfig(top_k=20, top_p=0.95)),
         "batch_size": 1,
         "cost_ratio": 0.181,
         "verify_ratio": 1.07,
@@ -37,7 +42,7 @@ def summary(alpha):
         | {"predicted_by_gamma": [1.0, 1.2, 1.4, 1.6, 1.7, 1.71]},
         "best_gamma": 5,
         "tokens_per_second": {"autoregressive": 1130.4, "speculative": 1935.2},
-        "lossless": {"passed": True, "compared": 32, "statistic": 0, "near_ties": 0},
+        "lossless": Losslessness(32, 2, 2).as_dict(),
         "verdict": "deploy",
         "reason": "end-to-end speedup 1.59 [1.52, 1.66] lies above 1",
     }
@@ -121,6 +126,23 @@ def test_prompt_lookup_stands_below_the_drafts(pair):
         assert "proposer argmax" in text
 
 
+@pytest.mark.parametrize(
+    ("lossless", "row"),
+    [
+        (Losslessness(32, 2, 2), ["lossless, greedy float32", "yes, 30 of 32 (2 ties)"]),
+        (
+            Losslessness(32, 2, 1, torch.bfloat16),
+            ["lossless, greedy bfloat16", "NO, 30 of 32 (1 ties)"],
+        ),
+        (NOT_CHECKED, ["lossless, greedy", "not checked"]),
+    ],
+)
+def test_the_check_is_shown_with_its_dtype(lossless, row):
+    text = printed(evaluation_table(summary(0.6) | {"lossless": lossless.as_dict()}))
+    (line,) = (line for line in text.splitlines() if line.startswith("lossless"))
+    assert [cell.strip() for cell in line.split("│")] == row
+
+
 def test_a_rate_without_proposals_is_a_dash(pair):
     pair["acceptance_rate"] = None
     (line,) = (x for x in printed(evaluation_table(pair)).splitlines() if "accepted /" in x)
@@ -155,3 +177,9 @@ def test_the_training_figure_is_a_png(tmp_path):
     lines.append({"section": "validation", "step": 10, "alpha": 0.55, "low": 0.5, "high": 0.6})
     training_figure(lines, tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_card_states_the_whole_sampling_under_which_its_numbers_hold(pair):
+    card = model_card(pair, {"gpu": [], "cpu": "a CPU", "cores": 2})
+    assert "temperature 1, top-k 20, top-p 0.95, gamma 4" in " ".join(card.split())
+    assert "repetition" not in card

@@ -2,8 +2,8 @@
 
 import pytest
 
-from draftkit.evaluation.lossless import Losslessness
-from draftkit.evaluation.summary import verdict
+from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
+from draftkit.evaluation.summary import best_of, verdict
 from draftkit.theory.acceptance import Estimate
 
 NAN = float("nan")
@@ -48,6 +48,15 @@ def test_a_draft_that_changes_outputs_is_never_deployed_however_fast():
 
 def test_near_ties_do_not_stop_a_deployment():
     assert decide(2.0, 3.0, Losslessness(compared=32, mismatches=2, near_ties=2))[0] == "deploy"
+
+
+def test_what_was_not_checked_is_deployed_by_its_speed_and_the_reason_says_so():
+    decision, reason = decide(2.0, 3.0, NOT_CHECKED)
+    assert decision == "deploy"
+    assert reason.endswith("lies above 1; whether it is lossless was not checked")
+    fast = {"speedup": {"end_to_end": {"mean": 1.2, "ci95": [1.1, 1.3]}}}
+    for lossless, best in ((NOT_CHECKED, "drafter"), (Losslessness(4, 1, 0), "none")):
+        assert best_of({"drafter": fast | {"lossless": lossless.as_dict()}}) == best
 
 
 def test_a_hopeless_pair_is_told_its_ceiling():

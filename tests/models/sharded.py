@@ -1,12 +1,20 @@
 """What each of several processes does that share models, for `test_sharding.py`."""
 
+import ctypes
+import threading
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 
-from draftkit.models.sharding import layers_of, shard_layers
+from draftkit.config import HardwareConfig, ModelConfig
+from draftkit.models.loading import load_target
+from draftkit.models.sharding import layers_of, load_sharded_target, shard_layers
 from tests import tiny
+
+CPU = torch.device("cpu")
+MMAP_THRESHOLD = -3  # the number that glibc's `mallopt` gives it
 
 
 def shares(architecture):
@@ -18,7 +26,7 @@ def shares(architecture):
     keep = torch.ones_like(tokens, dtype=torch.bool)
     with torch.no_grad():
         expected = adapter.score(tokens, keep)
-        shard_layers(adapter.model)
+        shard_layers(adapter.model, device=CPU, dtype=torch.float32)
     found = []
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):  # measured, trained
         with mode():
@@ -38,3 +46,46 @@ def measured(architectures: list[str]) -> list[dict[str, Any]]:
     found = [shares(name) for name in architectures]
     torch.distributed.destroy_process_group()
     return found
+
+
+def own_bytes() -> int:
+    """Memory of this process that is no page of a file."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def loaded_in_parts(folder: Path, dtype: str) -> dict[str, float]:
+    """In a process of several: the most that loading its part takes, and what it scores.
+
+    Sizes are shares of all layers in `dtype`.
+    """
+    torch.distributed.init_process_group("gloo")
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)  # what is freed is given back at once
+    model, hardware = ModelConfig(path=str(folder)), HardwareConfig(device="cpu", dtype=dtype)
+    done, before = threading.Event(), own_bytes()
+    peaks = [before]
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            peaks.append(own_bytes())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    adapter = load_sharded_target(model, hardware).adapter
+    done.set()
+    watching.join()
+    layers = [*layers_of(adapter.model).parameters()]
+    size = sum(weight.numel() * weight.dtype.itemsize for weight in layers)
+    after = own_bytes()
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    with torch.inference_mode():
+        mine = adapter.score(tokens, tokens > 0)
+        expected = load_target(model, hardware).adapter.score(tokens, tokens > 0)
+    torch.distributed.destroy_process_group()
+    return {
+        "size": size,
+        "peak": (max(peaks) - before) / size,
+        "held": (after - before) / size,
+        "difference": float((mine - expected).abs().max() / expected.abs().max()),
+        "itemsize": adapter.dtype.itemsize,
+    }

@@ -5,7 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.models.loading import (
@@ -18,6 +23,7 @@ from draftkit.models.loading import (
     load_seq2seq_target,
     load_target,
     new_llama,
+    outline_of,
     save_model,
 )
 from draftkit.models.shrink import write_kept_ids
@@ -258,3 +264,40 @@ def test_all_ids_that_end_a_text_are_known(folder, tokenizer):
     generation = target_of(folder).adapter.model.generation_config
     assert end_of_text_ids(generation, tokenizer) == (0, 7, 9)
     assert load_outline(ModelConfig(path=str(folder)), HardwareConfig()).eos_token_ids == (0, 7, 9)
+
+
+def test_each_model_has_the_dtype_that_its_section_names(folder):
+    path = str(folder)
+    half = load_target(ModelConfig(path=path, dtype="bfloat16"), CPU32)
+    assert half.adapter.dtype == torch.bfloat16
+    assert load_draft(ModelConfig(path=path), half).dtype == torch.float32  # as the hardware says
+    assert load_draft(ModelConfig(path=path, dtype="bfloat16"), half).dtype == torch.bfloat16
+    asked = load_draft(ModelConfig(path=path, dtype="bfloat16"), half, dtype=torch.float32)
+    assert asked.dtype == torch.float32
+    outline = load_outline(ModelConfig(path=path, dtype="bfloat16"), CPU32)
+    assert outline.dtype == outline_of(half).dtype == torch.float32
+
+
+def test_a_model_attends_as_its_section_says_else_as_is_faster(folder):
+    def named(way):
+        model = ModelConfig(path=str(folder), attn_implementation=way)
+        target = load_target(model, CPU32)
+        draft = load_draft(model, target)
+        assert draft.model.config._attn_implementation == (way or "draftkit")
+        tokens = torch.arange(1, 13)[None]
+        return target.adapter, target.adapter.score(tokens, tokens > 0)
+
+    ours, expected = named(None)
+    assert ours.model.config._attn_implementation == "draftkit"
+    for way in ("eager", "sdpa"):
+        adapter, scores = named(way)
+        assert adapter.model.config._attn_implementation == way
+        torch.testing.assert_close(scores, expected)
+
+
+def test_a_way_to_attend_that_a_model_lacks_is_refused_with_the_way_out(folder, monkeypatch):
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
+    model = ModelConfig(path=str(folder), attn_implementation="sdpa")
+    with pytest.raises(ValueError, match=r"^target\.path .*target\.attn_implementation=null$") as e:
+        load_target(model, CPU32)
+    assert "\n" not in str(e.value)

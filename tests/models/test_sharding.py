@@ -1,13 +1,18 @@
 """A model in parts scores as a whole one, and each process holds its part."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from draftkit.models.sharding import shard_layers
+from draftkit.config import HardwareConfig, ModelConfig
+from draftkit.models.loading import save_model
+from draftkit.models.sharding import load_sharded_target
 from tests import tiny
 from tests.launching import fork_ranks
-from tests.models.sharded import measured
+from tests.models.sharded import loaded_in_parts, measured
 
 ARCHITECTURES = ["llama", "gpt2"]
 
@@ -29,6 +34,28 @@ def test_two_processes_hold_half_of_the_layers_each_and_score_the_same(
         assert mine["roots"] == 0  # of the layers: what is above them sees all of them
 
 
-def test_one_process_has_nobody_to_share_with() -> None:
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of eight layers of 10 MB each in float32, as it is stored."""
+    folder = tmp_path_factory.mktemp("wide")
+    model = tiny.model(num_hidden_layers=8, intermediate_size=13_000)
+    save_model(model, tiny.byte_tokenizer(), folder)
+    return folder
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_process_never_holds_more_than_its_part_and_a_layer(wide: Path, dtype: str) -> None:
+    """As it is stored, and converted: half of the layers, and one of eight while it is split."""
+    for rank in fork_ranks(loaded_in_parts, wide, dtype):
+        assert rank["itemsize"] == getattr(torch, dtype).itemsize
+        assert rank["size"] > 18e6 * rank["itemsize"]
+        assert 0.4 < rank["held"] < 0.6
+        assert rank["peak"] < 0.5 + 1 / 8 + 0.1
+        assert rank["difference"] < (1e-5 if dtype == "float32" else 0.05)
+
+
+def test_one_process_has_nobody_to_share_with(wide: Path) -> None:
     with pytest.raises(ValueError, match=r"^hardware\.shard_target: there is one process"):
-        shard_layers(tiny.model())
+        load_sharded_target(ModelConfig(path=str(wide)), HardwareConfig(device="cpu"))

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -51,6 +52,16 @@ def load(folder: Path, dtype: str = "float32") -> draftkit.Pair:
     return draftkit.load_pair(
         folder / "TARGET", folder / "DRAFT", dtype=dtype, optim=SHORT, evaluate=FEW
     )
+
+
+def test_a_pair_can_be_served_as_its_target_says(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "pair")
+    advice = tmp_path / "pair" / "TARGET" / "generation_config.json"
+    advice.write_text('{"do_sample": true, "top_k": 20}')
+    paths = tmp_path / "pair" / "TARGET", tmp_path / "pair" / "DRAFT"
+    assert draftkit.load_pair(*paths, sampling="model").config.sampling.top_k == 20
+    own = SamplingConfig(temperature=0.7)
+    assert draftkit.load_pair(*paths, sampling=own).config.sampling == own
 
 
 def test_the_lines_of_the_readme_raise_alpha(folder, monkeypatch, capsys):
@@ -254,7 +265,6 @@ MEMORY = """
 import resource, sys
 import draftkit
 from draftkit.config import EvaluateConfig, OptimConfig
-from draftkit.models.loading import in_float32
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -270,24 +280,69 @@ print(size, (peak() - loaded) / size)
 """
 
 
-def test_distilling_holds_one_copy_of_the_target(tmp_path):
-    """Of 0.5 GB, through two trials of a rate, the run and the evaluation."""
+CHECKING = """
+import sys, threading, time
+from pathlib import Path
+import draftkit
+from draftkit.config import Config, EvaluateConfig
+from draftkit.evaluation.judge import Prompts, check_lossless
+
+def held():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+def watch():
+    while not done.wait(0.002):
+        peaks.append(held())
+
+pair = draftkit.load_pair("TARGET", "DRAFT", dtype="bfloat16")
+for weight in pair.target.adapter.model.parameters():
+    weight.data = weight.data.clone()  # no longer pages of the file, which would take nothing
+size, done = pair.target.adapter.weight_bytes, threading.Event()
+loaded, peaks = held(), []
+threading.Thread(target=watch).start()
+options = EvaluateConfig(max_new_tokens=3, lossless=sys.argv[1])
+prompts = Prompts(test=[[1, 2]] * 6, calibration=[])
+check_lossless(pair.target, {"given": pair.config.draft}, prompts, Config(evaluate=options), print)
+done.set()
+print(size, (max(peaks) - loaded) / size)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_checking_identity_holds_one_copy_of_the_target(tmp_path):
+    """Float32 takes the room of bfloat16 once more, not twice; the served dtype takes none."""
+    save_large_pair(tmp_path, dtype=torch.bfloat16)
+    for mode, least, most in (("float32", 0.9, 1.8), ("served", 0, 0.4)):
+        size, taken = measured(CHECKING, tmp_path, mode)
+        assert size > 2.6e8
+        assert least < taken < most, mode
+
+
+def save_large_pair(folder: Path, dtype: torch.dtype) -> None:
+    """A target of 134 M weights beside a tiny draft."""
     settings, tokenizer = tiny.model().config, tiny.byte_tokenizer()
     settings.intermediate_size = 350_000
     with torch.device("meta"):
-        target = AutoModelForCausalLM.from_config(settings).to_empty(device="cpu")
+        target = AutoModelForCausalLM.from_config(settings, dtype=dtype).to_empty(device="cpu")
     for weight in target.parameters():  # the law is uniform, which is as good as any here
         weight.detach().zero_()
-    save_model(target, tokenizer, tmp_path / "TARGET")
-    save_model(tiny.model(seed=1), tokenizer, tmp_path / "DRAFT")
-    del target
-    done = subprocess.run(
-        [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{MEMORY}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    save_model(target, tokenizer, folder / "TARGET")
+    save_model(tiny.model(seed=1), tokenizer, folder / "DRAFT")
+
+
+def measured(code: str, folder: Path, *words: str) -> list[float]:
+    """The numbers that `code` prints last, of a process of its own in `folder`."""
+    inside = f"import os; os.chdir({str(folder)!r})\n{code}"
+    command = [sys.executable, "-c", inside, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    size, more = map(float, done.stdout.split())
+    return [float(number) for number in done.stdout.splitlines()[-1].split()]
+
+
+def test_distilling_holds_one_copy_of_the_target(tmp_path):
+    """Of 0.5 GB, through two trials of a rate, the run and the evaluation."""
+    save_large_pair(tmp_path, torch.float32)
+    size, more = measured(MEMORY, tmp_path)
     assert size > 0.5e9
     assert more < 0.5

@@ -1,0 +1,100 @@
+"""How much memory models take, known from shapes before they are loaded, and how much is free.
+
+Estimates count weights and caches, which are nearly all of it; activations of a few rows and what
+an allocator holds back are left to the caller's reserve.
+"""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from draftkit.models.adapter import CausalAdapter
+
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+# Limits of this process, and what of its status counts against each.
+LIMITS = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
+
+
+def weight_count(config: PreTrainedConfig) -> int:
+    """Weights of a model of that configuration, tied ones once; none are made."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def cache_bytes(config: PreTrainedConfig, *, rows: int, slots: int, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of all layers, for `rows` texts of up to `slots` tokens."""
+    text: Any = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * width * rows * slots * dtype.itemsize
+
+
+@contextmanager
+def in_float32(target: CausalAdapter) -> Iterator[None]:
+    """Hold the weights of `target` in float32 for a while, in place: no second copy is loaded.
+
+    Those of lower precision come back bit by bit.
+    """
+    dtype, weights = target.dtype, [*target.model.parameters()]
+    for weight in weights:
+        weight.data = weight.data.to(torch.float32)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.data = weight.data.to(dtype)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process may still take on `device`: of the card, or of the machine within
+    the limits of its control group and its own.
+    """
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    status = _sizes(PROC / "self" / "status")
+    free = [_sizes(PROC / "meminfo").get("MemAvailable", 1 << 62), *_left_in_groups()]
+    for limit, counted in LIMITS.items():
+        most, _ = resource.getrlimit(limit)
+        if most != resource.RLIM_INFINITY:
+            free.append(most - status.get(counted, 0))
+    return max(0, min(free))
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Lines such as `VmSize: 1024 kB`, in bytes; nothing where the system has no such file."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    words = (line.replace(":", " ").split() for line in lines)
+    return {word[0]: int(word[1]) << 10 for word in words if word[2:] == ["kB"]}
+
+
+def _left_in_groups() -> list[int]:
+    """What each control group (version 2) that holds this process leaves it."""
+    try:
+        name = (PROC / "self" / "cgroup").read_text(encoding="utf-8").rpartition("::/")[2].strip()
+    except OSError:
+        return []
+    folder, left = CGROUP / name, []
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(CGROUP):
+            break
+        try:
+            most = (group / "memory.max").read_text(encoding="utf-8").strip()
+            used = int((group / "memory.current").read_text(encoding="utf-8"))
+            stat = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError):
+            continue
+        # Pages of files give way to whoever needs memory.
+        files = sum(int(n) for key, n in map(str.split, stat) if key.endswith("active_file"))
+        if most.isdecimal():
+            left.append(int(most) - used + files)
+    return left

@@ -1,0 +1,93 @@
+"""The sampling that a model's authors advise: what its generation_config.json says of it.
+
+Servers such as vLLM take these keys where a request has none, so a drafter is trained and judged
+under them (`sampling.from=model`). Reads one small file, and no weights.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from draftkit.artifacts import first_line
+from draftkit.config import ModelConfig, SamplingConfig
+from draftkit.models.loading import check_folder
+
+FILE = "generation_config.json"
+KEYS = tuple(one.name for one in fields(SamplingConfig))
+
+
+def served_sampling(target: ModelConfig, given: Mapping[str, Any]) -> tuple[SamplingConfig, str]:
+    """The sampling of `target`'s file, and a line that says where each part of it comes from.
+
+    What is `given` wins; what neither names has the default of `SamplingConfig`. Raises ValueError
+    naming the file, or `target.path`, for what cannot be read.
+    """
+    content = _content(target)
+    file = f"{target.path}/{FILE}"
+    advised: dict[str, Any] = {
+        name: _number(content, name, file)
+        for name in KEYS
+        if name not in given and (content or {}).get(name) is not None
+    }
+    origin = f"{', '.join(advised)} of {file}" if advised else f"{file} has no other key of it"
+    if content is None:
+        origin = f"{target.path or 'a target that is trained here'} has no {FILE}"
+    elif content.get("do_sample") is False and "temperature" not in given:
+        advised["temperature"] = 0.0
+        origin = f"{file} has do_sample: false, which is greedy"
+    try:
+        sampling = SamplingConfig(**advised | dict(given))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}: correct it, or give that key yourself") from error
+    parts = ", ".join(f"{name} {getattr(sampling, name):g}" for name in KEYS)
+    own = f" ({', '.join(given)} as given)" if given else ""
+    return sampling, f"sampling.from=model: {parts}{own}; {origin}"
+
+
+def _content(target: ModelConfig) -> dict[str, Any] | None:
+    """What the file of `target` holds, None where there is none."""
+    if target.path is None:
+        return None
+    check_folder(target, "target")
+    try:
+        path = _file_of(target)
+        content = None if path is None else json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"sampling.from=model: cannot read {FILE} of target.path {target.path} "
+            f"({first_line(error)}): mend or fetch it, or use sampling.from=config"
+        ) from error
+    if content is not None and not isinstance(content, dict):
+        raise ValueError(f"{target.path}/{FILE}: is no object of keys and values: correct it")
+    return content
+
+
+def _file_of(target: ModelConfig) -> Path | None:
+    """The file, fetched where it is the hub's; None where the model has none. OSError offline."""
+    folder = Path(target.location)
+    if folder.is_dir():
+        return folder / FILE if (folder / FILE).exists() else None
+    try:
+        return Path(str(cached_file(target.location, FILE, revision=target.revision)))
+    except OSError as error:
+        # What kept it from looking is the cause; a repository without the file has none.
+        if isinstance(error.__cause__, Exception):
+            raise
+        return None
+
+
+def _number(content: Mapping[str, Any] | None, name: str, file: str) -> Any:
+    """The value of `name`, of the type that `SamplingConfig` has for it."""
+    value, kind = (content or {})[name], type(getattr(SamplingConfig(), name))
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    if not plain or not math.isfinite(value) or kind(value) != value:
+        raise ValueError(
+            f"{file}: {name} must be a{' whole' * (kind is int)} number, got {value!r}: "
+            f"correct it, or give sampling.{name}=..."
+        )
+    return kind(value)

@@ -1,0 +1,63 @@
+"""What models take is counted from shapes, and what is free within every limit of a process."""
+
+import multiprocessing
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftkit.models import memory
+from draftkit.models.memory import cache_bytes, free_bytes, weight_count
+from tests import tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox", "qwen3", "gemma2"])
+def test_weights_and_caches_are_counted_as_they_come_to_be(architecture: str) -> None:
+    model = tiny.model(architecture, tie_word_embeddings=True)
+    count = sum(weight.numel() for weight in model.parameters())
+    assert weight_count(model.config) == count
+    with torch.no_grad():
+        cache = model(torch.ones(3, 5, dtype=torch.long), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert cache_bytes(model.config, rows=3, slots=5, dtype=torch.float32) == held
+
+
+def test_a_limit_of_the_process_bounds_what_is_free() -> None:
+    """In a process of its own, which the limit ends with."""
+    assert free_bytes(CPU) > 0
+
+    def limited(answers: "multiprocessing.queues.Queue[int]") -> None:
+        used = memory._sizes(Path("/proc/self/status"))["VmSize"]
+        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+        answers.put(free_bytes(CPU))
+
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    process = context.Process(target=limited, args=(answers,))
+    process.start()
+    assert 0 < answers.get(timeout=20) <= 64 << 20
+    process.join()
+
+
+def test_the_tightest_control_group_counts_but_for_pages_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = tmp_path / "groups" / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/outer/inner\n")
+    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "CGROUP", tmp_path / "groups")
+    assert free_bytes(CPU) == 8000 << 10
+    for group, most in ((inner, "max"), (inner.parent, "3000000")):
+        (group / "memory.max").write_text(f"{most}\n")
+        (group / "memory.current").write_text("1000000\n")
+        stat = "anon 500000\ninactive_file 300000\nactive_file 100000\n"
+        (group / "memory.stat").write_text(stat)
+    assert free_bytes(CPU) == 3_000_000 - 1_000_000 + 400_000
+    (inner.parent / "memory.max").write_text("1000\n")
+    assert free_bytes(CPU) == 0

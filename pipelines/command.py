@@ -23,7 +23,7 @@ from pipelines.configuration import (
     register_schema,
     swept_label,
     to_config,
-    with_given_draft,
+    spelled_out,
 )
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -79,7 +79,7 @@ def run_command(name: str, launch: Launch) -> None:
     """
     register_schema()
     raw = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
-    sys.argv[1:] = with_given_draft(sys.argv[1:])
+    sys.argv[1:] = spelled_out(sys.argv[1:])
     fixed = fixed_overrides(sys.argv[1:])
     # argparse reads overrides in one piece: let -m stand among them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))

@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from draftkit.artifacts import fingerprint
-from draftkit.config import Config, flatten
+from draftkit.config import MAPPINGS, Config, flatten
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 _CHOOSE_THE_FOLDER = ("name", "root", "experiment")  # no need to repeat them in a job's folder
@@ -82,8 +82,14 @@ def read_config(path: Path) -> Config:
     return to_config(merged)
 
 
-def with_given_draft(words: Sequence[str]) -> list[str]:
-    """The overrides `words`; `draft.path` chooses `draft=local`: what is given is not made."""
+def spelled_out(words: Sequence[str]) -> list[str]:
+    """The overrides `words` as Hydra needs them.
+
+    `draft.path` chooses `draft=local`: what is given is not made. A setting that is a mapping takes
+    new keys, which Hydra adds with a plus alone.
+    """
+    new = tuple(f"data.{name}" for name in MAPPINGS)
+    words = [f"+{word}" if word.startswith(new) else word for word in words]
     given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
     chosen = any(word.startswith(("draft=", "+draft=")) for word in words)
     return [*words, "draft=local"] if given and not chosen else [*words]
@@ -97,7 +103,7 @@ def compose_config(overrides: list[str] | None = None) -> Config:
     register_schema()
     try:
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            return to_config(compose("config", overrides=with_given_draft(overrides or [])))
+            return to_config(compose("config", overrides=spelled_out(overrides or [])))
     except COMPOSITION_ERRORS as error:
         raise ValueError(explain(error)) from error
 

@@ -21,9 +21,9 @@ from pipelines.configuration import (
     explain,
     fixed_overrides,
     register_schema,
+    spelled_out,
     swept_label,
     to_config,
-    spelled_out,
 )
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -225,10 +225,9 @@ class RowReader:
                     "no chat template: take an instruct model, or rows of prompt and completion"
                 )
             return row["messages"]
-        choice = self._data.chat_template
-        if "text" in row or choice == "never" or not self._format.has_template:
+        choice, prompt = self._data.chat_template, row.get("prompt")  # a `text` has none
+        if not prompt or choice == "never" or not self._format.has_template:
             return None
-        prompt = row["prompt"]
         if choice == "auto" and self._refusing(prompt, self._format.is_formatted, prompt):
             self.counts["prompts_formatted"] += 1
             return None

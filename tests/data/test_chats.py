@@ -160,7 +160,10 @@ def test_forgetting_templates_have_a_context_for_every_answer() -> None:
     tokenizer = byte_bpe(template=FORGETFUL)
     made, turns = ChatFormat(tokenizer), chat("hi", "think yes", "and?", "think no")
     answers = [made.answer(turns[:n], made.context(turns[: n - 1])) for n in (2, 4)]
-    assert [tokenizer.decode(one) for one in answers] == ["think yes<|im_end|>", "think no<|im_end|>"]
+    assert [tokenizer.decode(one) for one in answers] == [
+        "think yes<|im_end|>",
+        "think no<|im_end|>",
+    ]
 
 
 def test_both_kinds_are_the_templates_that_they_stand_for() -> None:

@@ -96,12 +96,9 @@ def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
                 remove(child)
         raise
     remove(folder.path / DOCUMENTS)
-    for line in (
-        capped_line(lengths, config.data, context),
-        *reading_lines(splits.counts, lengths),
-    ):
-        if line:
-            folder.note(line)
+    lowered = capped_line(splits.counts, lengths, config.data, context)
+    for line in filter(None, (lowered, *reading_lines(splits.counts, lengths))):
+        folder.note(line)
     rows = "windows" if splits.counts["windows"] else "rows"
     folder.note(
         f"{len(splits.train)} training {rows} of at most {splits.room.total} tokens, "

@@ -35,9 +35,9 @@ class Lengths:
     window: int
 
     def room(self, data: DataConfig, *, texts: bool, chats: bool) -> Room:
-        """That of answers to the prompts of `texts` (plain ones), of `chats` (all else), or both.
+        """That of answers to prompts of plain `texts`, and of `chats` or rows with a prompt.
 
-        A prompt of both is of either kind, so that each gets what the longer one needs.
+        Where there are both, the longer one decides.
         """
         rooms = [Room(self.window - data.prompt_tokens, self.window)] * texts
         rooms += [Room(self.completion, self.prompt + self.completion)] * chats
@@ -68,13 +68,13 @@ def most_prompt(context: int, data: DataConfig) -> int:
     return max(context // 2, context - data.max_completion_tokens)
 
 
-def capped_line(lengths: Lengths, data: DataConfig, context: int) -> str:
-    """What the context has lowered, in one line; empty for nothing."""
-    limits = {
-        "max_prompt_tokens": lengths.prompt,
-        "max_completion_tokens": lengths.completion,
-        "max_length": lengths.window,
-    }
+def capped_line(counts: Mapping[str, int], lengths: Lengths, data: DataConfig, context: int) -> str:
+    """What the context has lowered for the rows of `counts`, in one line; empty for nothing."""
+    limits: dict[str, int] = {}
+    if counts["rows"]:
+        limits |= {"max_prompt_tokens": lengths.prompt, "max_completion_tokens": lengths.completion}
+    if counts["windows"]:
+        limits["max_length"] = lengths.window
     lowered = [
         f"data.{name} is {limit} instead of {getattr(data, name)}"
         for name, limit in limits.items()

@@ -19,6 +19,8 @@ from draftkit.data.lengths import (
     shares_cut,
 )
 
+CHATS = Counter(rows=9)
+
 
 def data(prompt: int = 1024, completion: int = 1024, **options: Any) -> DataConfig:
     lengths = {"max_prompt_tokens": prompt, "max_completion_tokens": completion}
@@ -45,15 +47,20 @@ def test_prompt_and_answer_fit_the_context(
     assert (lengths.prompt, lengths.completion) == expected
     assert lengths.prompt + lengths.completion <= context
     assert lengths.window == min(1024, context)
-    lowered = expected != (prompt, completion)
-    assert bool(capped_line(lengths, given, context)) == (lowered or context < 1024)
+    line = capped_line(CHATS, lengths, given, context)
+    assert bool(line) == (expected != (prompt, completion))
 
 
 def test_what_the_context_has_lowered_is_told() -> None:
     given = data()
-    assert capped_line(lengths_within(1500, given), given, 1500) == (
+    assert capped_line(CHATS, lengths_within(1500, given), given, 1500) == (
         "the smaller context of both models has 1500 tokens: data.max_prompt_tokens is 750 instead "
         "of 1024, data.max_completion_tokens is 750 instead of 1024"
+    )
+    windows = Counter(windows=9)
+    assert capped_line(windows, lengths_within(1500, given), given, 1500) == ""
+    assert capped_line(windows, lengths_within(900, given), given, 900) == (
+        "the smaller context of both models has 900 tokens: data.max_length is 900 instead of 1024"
     )
 
 

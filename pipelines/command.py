@@ -24,9 +24,9 @@ from .configuration import (
     explain,
     fixed_overrides,
     register_schema,
+    spelled_out,
     swept_label,
     to_config,
-    with_given_draft,
 )
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -83,7 +83,7 @@ def run_command(name: str, launch: Launch) -> None:
     """
     register_schema()
     raw = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
-    sys.argv[1:] = with_given_draft(sys.argv[1:])
+    sys.argv[1:] = spelled_out(sys.argv[1:])
     fixed = fixed_overrides(sys.argv[1:])
     # argparse reads overrides in one piece: let options stand among them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: bool(OVERRIDE.match(word)))

@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from draftkit.artifacts import fingerprint
-from draftkit.config import SAMPLING_FROM_NAMES, Config, SamplingConfig, flatten
+from draftkit.config import MAPPINGS, SAMPLING_FROM_NAMES, Config, SamplingConfig, flatten
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 _CHOOSE_THE_FOLDER = ("name", "root", "experiment")  # no need to repeat them in a job's folder
@@ -126,8 +126,14 @@ def read_config(path: Path) -> Config:
     return to_config(merged)
 
 
-def with_given_draft(words: Sequence[str]) -> list[str]:
-    """The overrides `words`; `draft.path` chooses `draft=local`: what is given is not made."""
+def spelled_out(words: Sequence[str]) -> list[str]:
+    """The overrides `words` as Hydra needs them.
+
+    `draft.path` chooses `draft=local`: what is given is not made. A setting that is a mapping takes
+    new keys, which Hydra adds with a plus alone.
+    """
+    new = tuple(f"data.{name}" for name in MAPPINGS)
+    words = [f"+{word}" if word.startswith(new) else word for word in words]
     given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
     chosen = any(word.startswith(("draft=", "+draft=")) for word in words)
     return [*words, "draft=local"] if given and not chosen else [*words]
@@ -137,7 +143,7 @@ def compose_settings(overrides: Sequence[str]) -> DictConfig:
     """What Hydra makes of a command line, before anything of it is validated or read."""
     register_schema()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        return compose("config", overrides=with_given_draft(overrides))
+        return compose("config", overrides=spelled_out(overrides))
 
 
 def compose_config(overrides: Sequence[str] = ()) -> Config:

@@ -27,7 +27,7 @@ from .generate import contexts, read_contexts
 from .plan import SUMMARY, Given, StageFolder, Step
 from .prepare import check_pair, pair_and_text
 from .run import stage
-from .texts import training_texts
+from .texts import answer_tokens, shares_of, training_texts
 from .train import train
 
 TRACES = 3
@@ -137,7 +137,8 @@ def show(config: Config, folder: Path) -> None:
 )
 def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Judge the drafts under every temperature of `evaluate.temperatures`."""
-    served = config.sampling.temperature
+    options = replace(config.evaluate, max_new_tokens=answer_tokens(config))
+    config, served = replace(config, evaluate=options), config.sampling.temperature
     prompts = prompts_in(folder, folder.input(f"contexts at {served:g}"))
     target = load_target(folder.model(config, "target"), config.hardware)
     models = drafts_of(config, folder)
@@ -170,7 +171,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     first = next(iter(by_temperature.values()))
     speedup_figure(first, folder.path / FIGURE)
     folder.tracker.figure("eval/speedup", folder.path / FIGURE)
-    return {**first, "by_temperature": by_temperature}
+    return {**first, "by_temperature": by_temperature, **shares_of(folder.input("texts"))}
 
 
 if __name__ == "__main__":

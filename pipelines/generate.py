@@ -22,6 +22,7 @@ from draftkit.workflow.sources import TrainingTexts, scored_by, texts_to_score
 from .plan import Given, StageFolder, Step
 from .prepare import text_and_target
 from .run import stage
+from .texts import answer_tokens
 
 # Where an engine answers, and to how many at a time, is no part of what it answers.
 ROLLOUT_SETTINGS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "engine", "model"))
@@ -40,21 +41,21 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     (`generate.engine=openai`).
     """
     size, total = config.generate.batch_size, config.generate.rollouts
-    length, target = config.data.max_length, folder.model(config, "target")
+    splits, target = read_splits(folder.input("texts")), folder.model(config, "target")
     sampler: Sampler
     if config.generate.engine == "openai":
-        sampler = engine_sampler(target, config)
+        sampler = engine_sampler(target, config, splits.room)
     else:
         sampler = target_sampler(
             load_target(target, config.hardware),
             sampling=config.sampling,
             seed=config.seed,
-            max_new_tokens=length,
+            max_new_tokens=splits.room.new,
             batch_size=size,
-            max_length=length,
+            max_length=splits.room.total,
         )
     rollouts = tokens = retokenised = 0
-    prompts = read_splits(folder.input("texts")).train
+    prompts = splits.train
 
     def answer(rows: range) -> list[Record]:
         lot = [prompts[row % len(prompts)].prompt_ids for row in rows]
@@ -70,6 +71,11 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     return {"rollouts": total, "tokens": tokens, "retokenised": retokenised}
 
 
+def prompts_to_continue(config: Config) -> dict[str, Given | Step]:
+    """The text and the target, and how many tokens it adds to a prompt."""
+    return {**text_and_target(config), "answers": Given(str(answer_tokens(config)))}
+
+
 @stage(
     name="contexts",
     sections=(
@@ -77,7 +83,7 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
         "evaluate.max_new_tokens",
     ),
     shared=True,
-    needs=text_and_target,
+    needs=prompts_to_continue,
 )
 def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Let the target continue held-out prompts of both splits, once, for every draft.
@@ -86,11 +92,13 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     Raises ValueError for under 2 prompts of a split: no interval could be given.
     """
     options, splits = config.evaluate, read_splits(folder.input("texts"))
+    if (new := answer_tokens(config)) < options.max_new_tokens:
+        folder.note(f"{new} tokens an answer, all that the models' context leaves after a prompt")
     sampler = target_sampler(
         load_target(folder.model(config, "target"), config.hardware),
         sampling=config.sampling,
         seed=config.seed,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=new,
         batch_size=options.batch_size,
     )
     summary = {}
@@ -143,8 +151,8 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     it does.
     """
     rollouts = read_parts(folder.input("rollouts")) if "rollouts" in folder.needs else None
-    examples = read_splits(folder.input("texts")).train
-    records = texts_to_score(config, TrainingTexts(examples, rollouts))
+    splits = read_splits(folder.input("texts"))
+    records = texts_to_score(config, TrainingTexts(splits.train, splits.room, rollouts))
     score = partial(
         scored_by,
         load_target(folder.model(config, "target"), config.hardware).adapter,

@@ -52,6 +52,7 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
             tokenizer=tokenizer,
             texts=splits.train,
             held_out=splits.validation,
+            length=splits.room.total,
             folder=folder.path,
             tracker=folder.tracker,
             note=folder.note,

@@ -142,7 +142,7 @@ def serve(config: Config, swept: str = "") -> None:
             recorder=Recorder(buffer, config.online.buffer),
         )
         intake = Intake(
-            texts=Texts(target.tokenizer, target.adapter.vocab_size),
+            texts=Texts(target.tokenizer, target.adapter.vocab_size, config.data),
             settings=settings,
             max_length=engine.max_length,
             sampling=config.sampling,

@@ -40,6 +40,7 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
             config,
             tokenizer=tokenizer,
             texts=splits.train,
+            length=splits.room.total,
             folder=folder.path,
             tracker=folder.tracker,
             note=folder.note,

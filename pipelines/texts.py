@@ -10,14 +10,22 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from draftkit.artifacts import atomic_path, remove
+from draftkit.artifacts import atomic_path, fingerprint, remove
 from draftkit.config import Config
 from draftkit.data.corpora import Document, split_documents, store_documents
+from draftkit.data.lengths import (
+    Lengths,
+    capped_line,
+    lengths_within,
+    reading_lines,
+    shares_cut,
+)
 from draftkit.data.prompts import make_splits, read_splits
-from draftkit.models.loading import load_tokenizer
+from draftkit.models.loading import load_tokenizer, longest_text
 from draftkit.models.vocabulary import train_byte_bpe
 
 from .checksums import given_model, given_text
+from .folder import is_record
 from .plan import Given, StageFolder
 from .run import stage
 
@@ -26,11 +34,39 @@ TOKENIZER = "tokenizer"
 
 
 def needs(config: Config) -> dict[str, Given]:
-    """The text, and the target where one is given: its tokenizer counts."""
+    """The text, the lengths of rows, and the target where one is given: its tokenizer counts."""
     inputs = {"data": given_text(config.data, config.root)}
     if config.target.path is not None:
         inputs["target"] = given_model(config.target, "target", config.root)
+    inputs["lengths"] = Given(fingerprint(vars(lengths_of(config))))
     return inputs
+
+
+def context_of(config: Config) -> int:
+    """The context of the target or of the draft, whichever is smaller; nothing is loaded or made.
+
+    Raises ValueError naming the model that is not there.
+    """
+    target, draft = config.target, config.draft
+    whole = target.pretrain.max_position_embeddings
+    if target.path is not None:
+        whole = longest_text(target, "target")
+    if draft.path is not None:
+        return min(whole, longest_text(draft, "draft"))
+    return whole if draft.shrink.layers else min(whole, draft.pretrain.max_position_embeddings)
+
+
+def lengths_of(config: Config) -> Lengths:
+    """How long rows may be, for both models."""
+    return lengths_within(context_of(config), config.data)
+
+
+def answer_tokens(config: Config) -> int:
+    """`evaluate.max_new_tokens`, or what the context leaves behind the longest prompt."""
+    longest = config.data.prompt_tokens
+    if config.data.name != "installed":
+        longest = max(longest, lengths_of(config).prompt)
+    return min(config.evaluate.max_new_tokens, context_of(config) - longest)
 
 
 def make_tokenizer(
@@ -51,14 +87,31 @@ def make_tokenizer(
 def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Tokenise the text of all splits as the target reads it."""
     documents = store_documents(config.data, folder.path / DOCUMENTS)
-    tokenizer = make_tokenizer(config, documents, folder.path / TOKENIZER)
-    splits = make_splits(documents, config.data, tokenizer, folder.path)
+    lengths, context = lengths_of(config), context_of(config)
+    try:
+        tokenizer = make_tokenizer(config, documents, folder.path / TOKENIZER)
+        splits = make_splits(documents, config.data, tokenizer, folder.path, context=context)
+    except ValueError:  # of what is refused nothing stays
+        for child in [*folder.path.iterdir()]:
+            if not is_record(child.name):
+                remove(child)
+        raise
     remove(folder.path / DOCUMENTS)
+    lowered = capped_line(splits.counts, lengths, config.data, context)
+    for line in filter(None, (lowered, *reading_lines(splits.counts, lengths))):
+        folder.note(line)
+    rows = "windows" if splits.counts["windows"] else "rows"
     folder.note(
-        f"{len(splits.train)} training windows of {config.data.max_length} tokens, "
+        f"{len(splits.train)} training {rows} of at most {splits.room.total} tokens, "
         f"vocabulary {len(tokenizer)}"
     )
-    return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256, **splits.counts}
+    return {
+        "vocab_size": len(tokenizer),
+        "text_sha256": splits.sha256,
+        "lengths": vars(lengths),
+        **splits.counts,
+        **shares_cut(splits.counts),
+    }
 
 
 def tokenizer_of(config: Config, folder: Path) -> PreTrainedTokenizerBase:
@@ -66,6 +119,11 @@ def tokenizer_of(config: Config, folder: Path) -> PreTrainedTokenizerBase:
     if config.target.path is not None:
         return load_tokenizer(config.target, "target")
     return PreTrainedTokenizerFast.from_pretrained(folder / TOKENIZER)
+
+
+def shares_of(folder: Path) -> dict[str, float]:
+    """What was cut and dropped of the rows in the complete `folder`, for other summaries."""
+    return shares_cut(read_splits(folder).counts)
 
 
 def training_texts(folder: Path) -> Iterator[list[int]]:

@@ -10,6 +10,7 @@ from accelerate import PartialState
 
 from draftkit.artifacts import fingerprint
 from draftkit.config import Config
+from draftkit.data.lengths import shares_cut
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.loop import discard_state
@@ -74,14 +75,15 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
         folder.note(f"the loss is taken at temperature {temperature:g}, served is {served:g}")
     scored = folder.input("scores") if "scores" in folder.needs else None
     rollouts = folder.input("rollouts") if "rollouts" in folder.needs else None
-    target = folder.model(config, "target")
+    target, splits = folder.model(config, "target"), read_splits(folder.input("texts"))
     fitted = fit(
         Job(
             config=config,
             target=load_teaching_target(target, config.hardware, stored=scored is not None),
             start=folder.model(config, "draft"),
             texts=TrainingTexts(
-                read_splits(folder.input("texts")).train,
+                splits.train,
+                splits.room,
                 read_parts(rollouts) if rollouts else None,
                 read_parts(scored) if scored else None,
             ),
@@ -108,6 +110,7 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
         "peak_memory_bytes": peak_memory_bytes(),
         "divergence": config.divergence.name,
         "source": config.source.name,
+        **shares_cut(splits.counts),
     }
     # The most by which stored scores may have understated validation alpha.
     if bounds := [line["alpha_error_bound"] for line in lines if "alpha_error_bound" in line]:

@@ -67,7 +67,7 @@ def leaves(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """The settings of a file by dotted key, without its defaults list."""
     found: dict[str, Any] = {}
     for key, value in node.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key not in settings.MAPPINGS:
             found |= leaves(value, f"{prefix}{key}.")
         elif key != "defaults":
             found[f"{prefix}{key}"] = value
@@ -274,6 +274,28 @@ def test_a_drafter_that_is_given_is_not_made() -> None:
     assert compose_config(["draft.path=null"]).draft.shrink.layers == [0]
     with pytest.raises(ValueError, match=r"draft\.shrink\.layers must be empty where draft\.path"):
         compose_config(["draft.path=some/draft", "draft.shrink.layers=[0]"])
+
+
+@pytest.mark.parametrize("word", ["={enable_thinking: false}", ".enable_thinking=false"])
+def test_options_of_a_template_need_no_plus(word: str) -> None:
+    words = [f"data.template_options{word}"]
+    assert compose_config(words).data.template_options == {"enable_thinking": False}
+    added = compose_config(["+experiment=qwen3_gsm8k", "data.template_options={a: b}"])
+    assert added.data.template_options == {"enable_thinking": False, "a": "b"}
+    with pytest.raises(ValueError, match=r"^data\.template_options must hold variables of the"):
+        compose_config(["data.template_options={tokenize: false}"])
+
+
+def test_defaults_are_for_chats_of_real_models_and_the_toys_set_their_own() -> None:
+    real = compose_config(["+experiment=pair", *(f"{key}.path=x" for key in GIVEN)])
+    lengths = [real.data.max_prompt_tokens, real.data.max_completion_tokens, real.data.max_length]
+    assert lengths == [1024] * 3
+    assert real.evaluate.max_new_tokens == 256
+    for name in ("quickstart", "distillspec", "bench_decoder", "serve", "serve_and_refit"):
+        toy = compose_config([f"+experiment={name}"])
+        assert (toy.data.max_length, toy.evaluate.max_new_tokens) == (128, 64), name
+    for name, length in {"drift": 128, "bench_distill": 128, "embedded_target": 256}.items():
+        assert compose_config([f"+experiment={name}"]).data.max_length == length
 
 
 def test_the_tracker_is_offline_unless_the_environment_says_otherwise(

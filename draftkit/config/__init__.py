@@ -24,6 +24,7 @@ from draftkit.config.choices import (
     VERIFICATION_NAMES,
 )
 from draftkit.config.experiment import (
+    MAPPINGS,
     Config,
     HardwareConfig,
     TrackerConfig,

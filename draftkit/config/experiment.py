@@ -10,6 +10,8 @@ from draftkit.config.service import OnlineConfig, ServeConfig
 from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, small_draft
 from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
 
+MAPPINGS = ("template_options",)  # settings whose own keys are not ours
+
 
 @dataclass(kw_only=True)
 class HardwareConfig(Section, key="hardware"):
@@ -92,10 +94,15 @@ class Config:
 
 
 def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
-    """A section or nested mapping as `{dotted key: value}`, in order, as settings are compared."""
+    """A section or nested mapping as `{dotted key: value}`, in order, as settings are compared.
+
+    A setting that is a mapping itself stays one.
+    """
     flat: dict[str, Any] = {}
     for key, value in (section if isinstance(section, Mapping) else vars(section)).items():
-        if is_dataclass(value) or isinstance(value, Mapping):
+        if key in MAPPINGS:
+            flat[f"{prefix}{key}"] = dict(value)
+        elif is_dataclass(value) or isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value

@@ -63,7 +63,7 @@ class EvaluateConfig(Section, key="evaluate"):
     draft: str = setting("trained", names=("trained", "given"))
     temperatures: list[float] | None = setting(None, least=0)  # null: the served one
     prompts: int = positive(96)
-    max_new_tokens: int = positive(64)
+    max_new_tokens: int = positive(256)
     batch_size: int = positive(32)
     # Of the selection in `distill`; the first of them calibrate.
     validation_prompts: int = positive(48)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from draftkit.config.choices import (
     DOMAIN_NAMES,
@@ -14,6 +15,11 @@ from draftkit.config.choices import (
     setting,
 )
 
+# What decides how a template is applied, which is not for its variables to change.
+RENDERING = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation"}
+RENDERING |= {"max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"}
+RENDERING |= {"return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs"}
+RENDERING |= {"truncation"}
 EMBEDDED = "draftkit/embedded"  # a small target that comes with the package, and its folder there
 
 
@@ -142,8 +148,18 @@ class DataConfig(Section, key="data"):
     vocab_size: int = setting(4096, least=300)  # of the tokenizer that `texts` trains
     prompt_column: str | None = None
     completion_column: str | None = None
-    prompt_tokens: int = setting(32, least=1)  # the prompt of a `text` row
-    max_length: int = 128  # tokens of prompt and completion together
+    # Prompts that are strings: a user turn where the tokenizer has a chat template (auto), also
+    # those that hold its special tokens already (always), or as they are (never).
+    chat_template: str = setting("auto", names=("auto", "always", "never"))
+    system: str | None = None  # a system turn in front of every chat that has none
+    # Variables of the template, as {enable_thinking: false}.
+    template_options: dict[str, Any] = field(default_factory=dict)
+    # Of chats and of rows with a prompt, at most; less where the context of a model is smaller.
+    max_prompt_tokens: int = positive(1024)
+    max_completion_tokens: int = positive(1024)
+    # Of plain text: its windows, and how much of each is the prompt.
+    max_length: int = 1024
+    prompt_tokens: int = setting(32, least=1)
     overlong: str = setting("cut", names=("cut", "drop"))  # drop: longer rows are left out
     packing: bool = False  # train on rows of several texts, which do not see each other
     # Of the documents; of `installed` text, whose packages and paths decide the split, of the room.
@@ -154,6 +170,8 @@ class DataConfig(Section, key="data"):
         super().__post_init__()
         exceeds = self.max_length > self.prompt_tokens
         self.require(exceeds, "max_length", "exceed data.prompt_tokens")
+        wrong = sorted(RENDERING.intersection(self.template_options))
+        self.require(not wrong, "template_options", f"hold variables of the template, not {wrong}")
 
 
 @dataclass(kw_only=True)

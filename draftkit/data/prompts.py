@@ -1,34 +1,32 @@
 """Rows to token ids: where the prompt ends, what carries loss, which split an example is in.
 
-`messages` go through the tokenizer's chat template. `prompt` and `completion` are tokenised apart,
-as a server sees them, and the completion ends with EOS. A `text` is cut into windows of
-`data.max_length` tokens, each with its first `data.prompt_tokens` as the prompt.
+Every answer of a chat is an example of its own, its prompt all that comes before it; so is a
+`prompt` with its `completion`, as a chat of one turn where the tokenizer has a chat template
+(`chats`), else tokenised apart, the completion ended by EOS. A `text` is plain: it is cut into
+windows of `data.max_length` tokens, each with its first `data.prompt_tokens` as the prompt.
 
 The loss mask is explicit: nothing is inferred later from padding or special ids. This module does
 not know models, batches or losses.
 """
 
 import hashlib
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pyarrow as pa
 from transformers import PreTrainedTokenizerBase
 
 from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config import DataConfig
+from draftkit.data.chats import ChatFormat, TemplateRefusal, chat_format, text_ids
 from draftkit.data.corpora import SPLITS, Document, setting, split_documents
+from draftkit.data.lengths import UNCUT, WHOLE, Lengths, Room, check_prompts_cut, lengths_within
 from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
 
-GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Some templates print today's date; with this one the same rows give the same tokens every day.
-DATE_MACRO = "{% macro strftime_now(format) %}01 Jan 2026{% endmacro %}{{ '' }}"
 SHORT_WINDOW = 8  # tokens after the prompt below which the rest of a text is not worth a row
 DOCUMENTS = 256  # tokenised together
 ABOUT = "splits.json"  # beside their files: what is known of them
@@ -43,14 +41,20 @@ SCHEMA = pa.schema(
 )
 COUNTS = (
     "documents",
-    "documents_dropped",  # too short: no prompt, or nothing after it
-    "rows_dropped",  # longer than data.max_length, where data.overlong=drop
-    "prompts_cut",  # on the left, to data.max_length - 1 tokens
-    "completions_cut",
-    "turns_without_loss",  # of chats, where the template rewrites a turn once it is history
+    "documents_dropped",  # no prompt, nothing after it, or all their rows are dropped
+    "windows",  # of plain text
+    "rows",  # all others: a prompt, with its answer where it has one
+    "rows_dropped",  # of them, too long, where data.overlong=drop
+    "prompts_cut",  # on the left, to data.max_prompt_tokens
+    "completions",  # rows with an answer
+    "completions_cut",  # on the right, to data.max_completion_tokens
+    "prompts_templated",  # strings that became a user turn
+    "prompts_formatted",  # strings that hold special tokens of the template, left as they are
+    "answers_unused",  # of chats, where the template does not write them after their prompt
 )
 
-Piece = tuple[list[int], list[int], list[bool]]  # prompt, the tokens after it, which carry loss
+Piece = tuple[list[int], list[int]]  # prompt, answer
+Chat = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Splits:
     test: Sequence[Example]
     sha256: str  # of token ids and masks, in order
     counts: dict[str, int]  # examples by split, and COUNTS
+    room: Room  # of sampled answers to their prompts
 
 
 def make_splits(
@@ -91,21 +96,23 @@ def make_splits(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
+    *,
+    context: int = WHOLE,
 ) -> Splits:
     """Split and tokenise `documents`, those of `data`; the examples go to files in `folder`.
 
-    Every example has 1 to `data.max_length` tokens, of which the first is prompt. Raises
-    ValueError, one line, for rows that cannot be used and for a split without a usable row.
+    Every example is within the lengths of `data` and fits `context`, the tokens of the longest
+    text that the models take; its first token is prompt. Raises ValueError, one line, for rows that
+    cannot be used, for a split without a usable row, and where too many prompts would be cut.
     """
-    counts: Counter[str] = Counter(documents=len(documents))
-    digest = hashlib.sha256()
+    lengths = lengths_within(context, data)
+    reader = RowReader(tokenizer, data, lengths)
+    counts, digest = reader.counts, hashlib.sha256()
     for split, members in split_documents(documents, data).items():
-        examples = _in_hash_order(members, folder / UNSORTED, tokenizer, data, counts)
+        dropped = -counts["rows_dropped"]
+        examples = _in_hash_order(members, folder / UNSORTED, reader)
         if not examples:
-            raise ValueError(
-                f"{setting(data)}: no row of the {split} split is usable, all {len(members)} are "
-                "too short; lower data.prompt_tokens or give more text"
-            )
+            raise _unusable(split, data, lengths, dropped + counts["rows_dropped"])
         write_rows(folder / f"{split}.arrow", SCHEMA, map(vars, examples))
         counts[split] = len(examples)
         digest.update(split.encode())
@@ -113,8 +120,11 @@ def make_splits(
             digest.update(np.asarray([len(example.token_ids), *example.token_ids], "<i8").tobytes())
             digest.update(np.asarray(example.loss_mask, bool).tobytes())
         remove(folder / UNSORTED)
+    check_prompts_cut(reader.prompt_tokens, lengths, context, data)
     numbers = {name: counts[name] for name in (*SPLITS, *COUNTS)}
-    write_json(folder / ABOUT, {"sha256": digest.hexdigest(), "counts": numbers})
+    room = lengths.room(data, texts=counts["windows"] > 0, chats=counts["rows"] > 0)
+    about = {"sha256": digest.hexdigest(), "counts": numbers, "room": vars(room)}
+    write_json(folder / ABOUT, about)
     return read_splits(folder)
 
 
@@ -122,23 +132,30 @@ def read_splits(folder: Path) -> Splits:
     """What `make_splits` left in `folder`, mapped into memory."""
     parts = {split: Stored(folder / f"{split}.arrow", Example) for split in SPLITS}
     about: dict[str, Any] = read_json(folder / ABOUT)
-    return Splits(**parts, sha256=about["sha256"], counts=about["counts"])
+    room = Room(**about["room"])
+    return Splits(**parts, sha256=about["sha256"], counts=about["counts"], room=room)
+
+
+def _unusable(split: str, data: DataConfig, lengths: Lengths, dropped: int) -> ValueError:
+    """The refusal of a split without a usable row, of which `dropped` were too long."""
+    reason = "too short; lower data.prompt_tokens or give more text"
+    if dropped:
+        reason = (
+            f"longer than {lengths.prompt} tokens of prompt or {lengths.completion} of answer: "
+            "raise data.max_prompt_tokens and data.max_completion_tokens, or use data.overlong=cut"
+        )
+    return ValueError(f"{setting(data)}: no row of the {split} split is usable, all are {reason}")
 
 
 def _in_hash_order(
-    documents: Sequence[Document],
-    path: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    counts: Counter[str],
+    documents: Sequence[Document], path: Path, reader: "RowReader"
 ) -> Sequence[Example]:
     """The examples of `documents`, through the file `path`; their keys alone are in memory."""
     keys = bytearray()
 
     def examples() -> Iterator[dict[str, Any]]:
         for start in range(0, len(documents), DOCUMENTS):
-            batch = list(documents[start : start + DOCUMENTS])
-            for windows in _examples(batch, tokenizer, data, counts):
+            for windows in reader.read(list(documents[start : start + DOCUMENTS])):
                 for window, example in enumerate(windows):
                     keys.extend(hash_order(f"{example.document} {window}"))
                     yield vars(example)
@@ -147,183 +164,152 @@ def _in_hash_order(
     return Picked(Stored(path, Example), np.argsort(np.frombuffer(keys, ORDER), kind="stable"))
 
 
-def to_examples(
-    document: Document, tokenizer: PreTrainedTokenizerBase, data: DataConfig
-) -> list[Example]:
-    """Tokenise one document: none if it is too short, several for a long text."""
-    return _examples([document], tokenizer, data, Counter())[0]
+class RowReader:
+    """Tokenises documents as `data` says, and counts what becomes of them.
 
-
-def _examples(
-    documents: list[Document],
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    counts: Counter[str],
-) -> list[list[Example]]:
-    """The examples of each document; the texts are tokenised together, which is fast."""
-    rows = [document.row for document in documents if "messages" not in document.row]
-    # Source code names special tokens; in installed text these are words, not control.
-    literal = data.name == "installed"
-    openings = [row["text"] if "text" in row else row["prompt"] for row in rows]
-    opening = iter(_tokens(tokenizer, openings, special=True, literal=literal))
-    completions = [row["completion"] for row in rows if "completion" in row]
-    completion = iter(_tokens(tokenizer, completions, special=False, literal=literal))
-    examples: list[list[Example]] = []
-    for document in documents:
-        if "messages" in document.row:
-            pieces = _chat(document.row["messages"], tokenizer, data, counts)
-        elif "text" in document.row:
-            pieces = _windows(next(opening), _eos(tokenizer), data)
-        elif "completion" in document.row:
-            rest = [*next(completion), _eos(tokenizer)]
-            pieces = [(next(opening), rest, [True] * len(rest))]
-        else:
-            pieces = [(next(opening), [], [])]
-        fitted = [_fitted(document, piece, data, counts) for piece in pieces if piece[0]]
-        examples.append([example for example in fitted if example is not None])
-        counts["documents_dropped"] += not examples[-1]
-    return examples
-
-
-def _fitted(
-    document: Document, piece: Piece, data: DataConfig, counts: Counter[str]
-) -> Example | None:
-    """Cut the prompt on the left, so that a token fits after it, then the rest on the right.
-
-    None for what is too long where `data.overlong` drops it.
+    lengths: what rows are cut to. counts: by the names of COUNTS. prompt_tokens: how many prompts
+    have n tokens, before they are cut. Raises ValueError for settings that do not fit the
+    tokenizer.
     """
-    prompt, rest, mask = piece
-    if data.overlong == "drop" and len(prompt) + max(1, len(rest)) > data.max_length:
-        counts["rows_dropped"] += 1
-        return None
-    counts["prompts_cut"] += len(prompt) > data.max_length - 1
-    prompt = prompt[-(data.max_length - 1) :]
-    room = data.max_length - len(prompt)
-    counts["completions_cut"] += len(rest) > room
-    loss_mask = [False] * len(prompt) + mask[:room]
-    return Example(prompt + rest[:room], loss_mask, document.id, document.domain)
 
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, lengths: Lengths = UNCUT
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.prompt_tokens: Counter[int] = Counter()
+        self._tokenizer, self._data, self._lengths = tokenizer, data, lengths
+        self._format: ChatFormat = chat_format(tokenizer, data, fixed_date=True)
+        if data.chat_template == "always" and not self._format.has_template:
+            raise ValueError(
+                "data.chat_template=always: the tokenizer of target.path has no chat template: "
+                "take an instruct model, or data.chat_template=auto"
+            )
 
-def _tokens(
-    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, special: bool, literal: bool
-) -> list[list[int]]:
-    if not texts:
-        return []
-    return tokenizer(
-        texts,
-        add_special_tokens=special,
-        split_special_tokens=literal,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,  # a document may well be longer than the model's context
-    )["input_ids"]
+    def read(self, documents: Sequence[Document]) -> list[list[Example]]:
+        """The examples of each document, none where it is too short.
 
+        Texts are tokenised together, which is fast. Raises ValueError for a row that cannot be
+        used.
+        """
+        chats = [self._chat_of(document.row) for document in documents]
+        rows = [row.row for row, chat in zip(documents, chats, strict=True) if chat is None]
+        # Source code names special tokens; in installed text these are words, not control.
+        literal = self._data.name == "installed"
+        openings = [row["text"] if "text" in row else row["prompt"] for row in rows]
+        opening = iter(text_ids(self._tokenizer, openings, literal=literal))
+        completions = [row["completion"] for row in rows if "completion" in row]
+        completion = iter(text_ids(self._tokenizer, completions, special=False, literal=literal))
+        examples: list[list[Example]] = []
+        for document, chat in zip(documents, chats, strict=True):
+            if "text" in document.row:
+                examples.append(self._windows(document, next(opening)))
+                self.counts["windows"] += len(examples[-1])
+            else:
+                if chat is not None:
+                    pieces = self._answers(chat)
+                else:
+                    answer = [*next(completion)] if "completion" in document.row else None
+                    pieces = [(next(opening), [] if answer is None else self._ended(answer))]
+                fitted = [self._fitted(document, piece) for piece in pieces if piece[0]]
+                examples.append([example for example in fitted if example is not None])
+            self.counts["documents_dropped"] += not examples[-1]
+        self.counts["documents"] += len(documents)
+        return examples
 
-def _eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    if tokenizer.eos_token_id is None:
-        raise ValueError("target.path: its tokenizer has no EOS token, so that no text could end")
-    return tokenizer.eos_token_id
-
-
-def _windows(ids: list[int], eos: int, data: DataConfig) -> list[Piece]:
-    """Cut a text's ids into windows without overlap; EOS marks its true end where it fits."""
-    length, prompt = data.max_length, data.prompt_tokens
-    windows = [ids[start : start + length] for start in range(0, len(ids), length)]
-    if windows and len(windows[-1]) < length and windows[-1][-1] != eos:
-        windows[-1] = [*windows[-1], eos]
-    if len(windows) > 1 and len(windows[-1]) < min(length, prompt + SHORT_WINDOW):
-        windows.pop()
-    return [
-        (window[:prompt], window[prompt:], [True] * (len(window) - prompt))
-        for window in windows
-        if len(window) > prompt
-    ]
-
-
-# Chats
-
-
-def _chat(
-    messages: list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    counts: Counter[str],
-) -> list[Piece]:
-    """The pieces of a chat: all its answers carry loss; one that awaits an answer is a prompt."""
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"{setting(data)} holds `messages`, but the tokenizer of target.path has no chat "
-            "template: take an instruct model, or rows of prompt and completion"
-        )
-    try:
-        if messages[-1]["role"] != "assistant":
-            return [(_rendered(tokenizer, messages, prompt=True)["input_ids"], [], [])]
-        if GENERATION_BLOCK.search(tokenizer.get_chat_template()):
-            marked = _rendered(tokenizer, messages, return_assistant_tokens_mask=True)
-            ids, mask = marked["input_ids"], [bool(one) for one in marked["assistant_masks"]]
-        else:
-            ids = _rendered(tokenizer, messages)["input_ids"]
-            mask = _answer_mask(ids, messages, tokenizer, counts)
-    except jinja2.TemplateError as error:
-        raise ValueError(
-            f"{setting(data)}: the chat template of target.path refuses the chat that begins "
-            f"{str(messages[0].get('content'))[:40]!r} ({str(error).partition(chr(10))[0]})"
-        ) from error
-    if True not in mask:
-        return []
-    first, end = mask.index(True), len(mask) - mask[::-1].index(True)
-    return [(ids[:first], ids[first:end], mask[first:end])]
-
-
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    *,
-    prompt: bool = False,
-    **options: Any,
-) -> Any:
-    template = tokenizer.get_chat_template()
-    return tokenizer.apply_chat_template(
-        messages,
-        chat_template=DATE_MACRO + template if "strftime_now" in template else template,
-        add_generation_prompt=prompt,
-        return_dict=True,
-        tokenizer_kwargs={"verbose": False},
-        **options,
-    )
-
-
-def _answer_mask(
-    ids: list[int],
-    messages: list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    counts: Counter[str],
-) -> list[bool]:
-    """Find each answer between the chat that awaits it and the chat that ends with it.
-
-    Some templates rewrite a turn once it is history (they drop its reasoning): such a turn carries
-    no loss and is counted. The last answer must be found: ValueError otherwise.
-    """
-    mask = [False] * len(ids)
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        last = index == len(messages) - 1
-        before = _rendered(tokenizer, messages[:index], prompt=True)["input_ids"] if index else ids
-        upto = ids if last else _rendered(tokenizer, messages[: index + 1])["input_ids"]
-        pairs = zip(before, ids, strict=False)
-        start = next((at for at, (one, other) in enumerate(pairs) if one != other), len(before))
-        # The answer's first characters may merge with the last token before it.
-        if index == 0 or start < len(before) - 1 or ids[: len(upto)] != upto:
-            if last:
+    def _chat_of(self, row: dict[str, Any]) -> Chat | None:
+        """The conversation of a row; None for plain text."""
+        if "messages" in row:
+            if not self._format.has_template:
                 raise ValueError(
-                    "data.path: an answer cannot be found in the text that the chat template of "
-                    "target.path makes: give it {% generation %} blocks, or other rows"
+                    f"{setting(self._data)} holds `messages`, but the tokenizer of target.path has "
+                    "no chat template: take an instruct model, or rows of prompt and completion"
                 )
-            counts["turns_without_loss"] += 1
-            continue
-        stop = len(upto)
-        if tokenizer.eos_token_id in ids[start:stop]:  # what follows it belongs to the next turn
-            stop = ids.index(tokenizer.eos_token_id, start) + 1
-        mask[start:stop] = [True] * (stop - start)
-    return mask
+            return row["messages"]
+        choice, prompt = self._data.chat_template, row.get("prompt")  # a `text` has none
+        if not prompt or choice == "never" or not self._format.has_template:
+            return None
+        if choice == "auto" and self._refusing(prompt, self._format.is_formatted, prompt):
+            self.counts["prompts_formatted"] += 1
+            return None
+        self.counts["prompts_templated"] += 1
+        turns = {"user": "prompt", "assistant": "completion"}
+        return [{"role": r, "content": row[name]} for r, name in turns.items() if name in row]
+
+    def _answers(self, messages: Chat) -> list[Piece]:
+        """Each answer to a user with all that comes before it, and a last turn that awaits one.
+
+        A template may write a turn otherwise than after its own generation prompt: then there is
+        the prompt alone.
+        """
+        pieces: list[Piece] = []
+        begins = str(messages[0].get("content"))
+        roles = [message["role"] for message in messages]
+        first = roles.index("user") if "user" in roles else len(messages)
+        for index in range(first + 1, len(messages) + 1):
+            awaits = index == len(messages) and roles[-1] != "assistant"
+            if not awaits and (index == len(messages) or roles[index] != "assistant"):
+                continue
+            context = self._refusing(begins, self._format.context, messages[:index])
+            answer: list[int] | None = []
+            if not awaits:
+                upto = messages[: index + 1]
+                answer = self._refusing(begins, self._format.answer, upto, context)
+            self.counts["answers_unused"] += answer is None
+            pieces.append((context, answer or []))
+        return pieces
+
+    def _refusing(self, begins: str, function: Any, *arguments: Any) -> Any:
+        """`function(*arguments)`; where the template refuses, ValueError naming what `begins`."""
+        try:
+            return function(*arguments)
+        except TemplateRefusal as error:
+            raise ValueError(
+                f"{setting(self._data)}: the chat template of target.path refuses the chat that "
+                f"begins {begins[:40]!r} ({error}): change such rows, or data.system"
+            ) from error
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        return ids if ids and ids[-1] == self._eos else [*ids, self._eos]
+
+    @property
+    def _eos(self) -> int:
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(
+                "target.path: its tokenizer has no EOS token, so that no text could end"
+            )
+        return self._tokenizer.eos_token_id
+
+    def _fitted(self, document: Document, piece: Piece) -> Example | None:
+        """Cut the prompt on the left and the answer on the right.
+
+        None for what is too long where `data.overlong` drops it.
+        """
+        prompt, answer = piece
+        longer = len(prompt) > self._lengths.prompt, len(answer) > self._lengths.completion
+        self.counts["rows"] += 1
+        self.counts["completions"] += bool(answer)
+        self.prompt_tokens[len(prompt)] += 1
+        if self._data.overlong == "drop" and any(longer):
+            self.counts["rows_dropped"] += 1
+            return None
+        self.counts["prompts_cut"] += longer[0]
+        self.counts["completions_cut"] += longer[1]
+        return _example(
+            document, prompt[-self._lengths.prompt :], answer[: self._lengths.completion]
+        )
+
+    def _windows(self, document: Document, ids: list[int]) -> list[Example]:
+        """Cut a text's ids into windows without overlap; EOS marks its true end where it fits."""
+        length, prompt = min(self._data.max_length, self._lengths.window), self._data.prompt_tokens
+        windows = [ids[start : start + length] for start in range(0, len(ids), length)]
+        if windows and len(windows[-1]) < length:
+            windows[-1] = self._ended(windows[-1])
+        if len(windows) > 1 and len(windows[-1]) < min(length, prompt + SHORT_WINDOW):
+            windows.pop()
+        kept = [window for window in windows if len(window) > prompt]
+        return [_example(document, window[:prompt], window[prompt:]) for window in kept]
+
+
+def _example(document: Document, prompt: list[int], answer: list[int]) -> Example:
+    mask = [False] * len(prompt) + [True] * len(answer)
+    return Example(prompt + answer, mask, document.id, document.domain)

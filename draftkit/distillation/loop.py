@@ -14,6 +14,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from draftkit.distillation.batch import Batch
 from draftkit.distillation.batch_sources import Source
 from draftkit.distillation.checkpoint import (
     load_checkpoint,
@@ -64,11 +65,12 @@ def train(
     *,
     evaluate: Callable[[int], float] | None,
     log: Callable[[Progress], None],
+    show: Callable[[Batch], None] = lambda batch: None,
 ) -> Outcome:
     """Train to `optim.max_steps`, resuming from `folder`, and leave the best weights in the draft.
 
     `evaluate(step)` returns the validation alpha of the draft as it is; without it the last
-    weights count as the best.
+    weights count as the best. `show` is given the very first batch.
     """
     optim = trainer.optim
     best, stored = Best(), set[int]()  # steps whose weights the checkpoint names
@@ -80,7 +82,10 @@ def train(
     clock, counted = time.perf_counter(), trainer.tokens
     while trainer.steps < optim.max_steps:
         logged = due(trainer.steps + 1, optim.logging_steps, optim.max_steps)
-        metrics = trainer.step(source.batch(trainer.steps), measure=logged)
+        batch = source.batch(trainer.steps)
+        if trainer.steps == 0:
+            show(batch)
+        metrics = trainer.step(batch, measure=logged)
         if logged:
             now = time.perf_counter()
             pace = (trainer.tokens - counted) / (now - clock)

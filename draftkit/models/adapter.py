@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftkit.models.cache import SlotCache
 
@@ -172,6 +172,11 @@ def widened(logits: Tensor, kept_ids: Tensor, vocab_size: int) -> Tensor:
     return whole.index_copy(-1, kept_ids, logits)
 
 
+def context_of(config: PreTrainedConfig) -> int:
+    """The tokens of the longest text that a model of `config` takes."""
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED)
+
+
 class CausalAdapter(Adapter):
     """`Adapter` for a decoder-only model. `forward` is `states`.
 
@@ -189,7 +194,7 @@ class CausalAdapter(Adapter):
     ) -> None:
         check_cache(model)
         config = model.config.get_text_config()
-        context = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
+        context = context_of(model.config)
         super().__init__(model, vocab_size=vocab_size, max_positions=context)
         self._context = context
         self._window: int | None = getattr(config, "sliding_window", None)

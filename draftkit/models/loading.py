@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftkit.artifacts import atomic_path, first_line
 from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import CausalAdapter, context_of
 from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.lora import merged_weights
@@ -184,6 +184,15 @@ def model_config(model: ModelConfig, key: str) -> PreTrainedConfig:
 def width_of(draft: ModelConfig) -> int:
     """The hidden size of a draft whose weights are not loaded for it."""
     return model_config(draft, "draft").get_text_config().hidden_size
+
+
+def longest_text(model: ModelConfig, key: str) -> int:
+    """The context, in tokens, of a model whose weights are not loaded for it.
+
+    Raises ValueError naming `key` where there is no such model.
+    """
+    check_folder(model, key)
+    return context_of(model_config(model, key))
 
 
 def check_folder(model: ModelConfig, key: str) -> None:

@@ -14,10 +14,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from draftkit.config import DataConfig
+from draftkit.data.chats import TemplateRefusal, chat_format, text_ids
 from draftkit.decoding.streaming import MISSING
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -38,11 +39,15 @@ class Texts:
 
     Ids are below `vocab_size`, and no token stands for more than `longest_token` characters.
     `drops_space`: a text does not show the space that its first token begins with (Llama 2).
+    Chats become what the same chats are in training, as `data` says; the date is today's.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, data: DataConfig | None = None
+    ) -> None:
         self.vocab_size = vocab_size
         self._tokenizer: Any = copy.deepcopy(tokenizer)
+        self._format = chat_format(self._tokenizer, data or DataConfig(), fixed_date=False)
         self._lock = threading.Lock()
         self.shown = functools.lru_cache(_SHOWN_TOKENS)(self._shown)
         self.special_ids = set(tokenizer.all_special_ids)  # that a text does not show
@@ -59,29 +64,23 @@ class Texts:
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with what the tokenizer puts before a text. Slow for long texts."""
         with self._lock:
-            return self._tokenizer(text, verbose=False)["input_ids"]
+            return text_ids(self._tokenizer, [text])[0]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a chat that awaits its answer.
 
         Raises ValueError where the tokenizer has no chat template, or its template refuses.
         """
-        if self._tokenizer.chat_template is None:
+        if not self._format.has_template:
             raise ValueError(
                 "the tokenizer of this model has no chat template: use /v1/completions"
             )
         with self._lock:
             try:
-                return self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    add_generation_prompt=True,
-                    return_dict=True,
-                    tokenizer_kwargs={"verbose": False},
-                )["input_ids"]
-            except jinja2.TemplateError as error:
-                reason = " ".join(str(error).split())[:200]
+                return self._format.context(messages)
+            except TemplateRefusal as error:
                 raise ValueError(
-                    f"the chat template of this model refuses the messages ({reason})"
+                    f"the chat template of this model refuses the messages ({error})"
                 ) from error
 
     def decode(self, ids: Sequence[int]) -> str:

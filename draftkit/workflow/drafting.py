@@ -28,14 +28,16 @@ def make_draft(
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[Example],
     held_out: Sequence[Example],
+    length: int,
     folder: Path,
     tracker: Tracker,
     note: Callable[[str], None],
 ) -> None:
     """Make the drafter of section `draft` for `target`, trained on `texts`, in `<folder>/draft`.
 
-    With `draft.shrink.layers` it is cut out of the target, and trained for `draft.shrink.steps`.
-    `note` hears which share of the tokens of `held_out` it may propose.
+    length: tokens of a row that it is trained on. With `draft.shrink.layers` it is cut out of the
+    target, and trained for `draft.shrink.steps`. `note` hears which share of the tokens of
+    `held_out` it may propose.
     """
     options, shape = config.draft.shrink, config.draft.pretrain
     start, kept_ids = None, None
@@ -50,6 +52,7 @@ def make_draft(
         replace(config, draft=replace(config.draft, pretrain=shape)),
         tokenizer=tokenizer,
         texts=texts,
+        length=length,
         folder=folder,
         tracker=tracker,
         note=note,

@@ -232,6 +232,7 @@ def fit_once(job: Job, optim: OptimConfig, folder: Path, name: str) -> Fitted:
             tracker=job.tracker,
             note=job.note,
             evaluate=partial(validation_alpha, job, trainer.draft, section),
+            tokenizer=job.target.tokenizer if name == TRAIN else None,
         )
     except ValueError as error:
         raise TrainingFailed(str(error)) from error

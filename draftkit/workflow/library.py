@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from draftkit.config import (
     SamplingConfig,
     SourceConfig,
 )
+from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import decode, make_requests
@@ -37,7 +39,7 @@ from draftkit.theory.acceptance import Estimate
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
 from draftkit.workflow.fitting import Fitted, Job, fit
-from draftkit.workflow.prompts import Prompt, cut_examples, examples_of
+from draftkit.workflow.prompts import Prompt, examples_of, fit_examples
 from draftkit.workflow.sampling import target_sampler
 from draftkit.workflow.sources import TrainingTexts, reads_rollouts
 
@@ -66,6 +68,11 @@ class Pair:
         if isinstance(draft, Fitted):
             weakref.finalize(pair, shutil.rmtree, Path(str(path)).parent)
         return pair
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest text that both models take."""
+        return min(self.target.adapter.max_positions, self.draft.max_positions)
 
     def settings(self, sections: Mapping[str, Any]) -> Config:
         """The configuration of a call with `sections` of its own; the models stay the pair's."""
@@ -156,7 +163,8 @@ def distill(
 
     divergence: a name, its settings, or a function of one's own (docs/adding.md). source: whose
     texts the loss is taken on; `fixed` needs prompts that have answers. max_length: tokens of
-    prompt and answer together. validation: prompts that choose the weights; by default the last
+    prompt and answer together, instead of `data.max_prompt_tokens` and
+    `data.max_completion_tokens`. validation: prompts that choose the weights; by default the last
     `data.validation_fraction` of `prompts`, which are then not trained on. folder: of metrics and
     checkpoints, so that the same call goes on after a kill; without one nothing is kept.
 
@@ -168,8 +176,9 @@ def distill(
     if source is not None:
         sections["source"] = _section(SourceConfig, source)
     config = _training_settings(pair.settings(sections), steps, max_length)
-    length = config.data.max_length
-    examples = cut_examples(examples_of(prompts, pair.target), length)
+    data, context = config.data, pair.context
+    read = partial(examples_of, target=pair.target, data=data, context=context, note=note)
+    examples, room = fit_examples(read(prompts), data, context=context, max_length=max_length)
     if validation is None:
         count = max(2, round(config.data.validation_fraction * len(examples)))
         count = min(count, config.evaluate.validation_prompts)
@@ -177,7 +186,7 @@ def distill(
             raise ValueError(f"prompts: {len(examples)} are too few, since 2 choose the weights")
         examples, held_out = examples[:-count], examples[-count:]
     else:
-        held_out = examples_of(validation, pair.target)
+        held_out = read(validation)
     with TemporaryDirectory() if folder is None else nullcontext(folder) as kept:
         work = Path(kept)
         work.mkdir(parents=True, exist_ok=True)
@@ -187,12 +196,12 @@ def distill(
             count = config.generate.rollouts
             note(f"sampling {count} answers of the target")
             again = [examples[row % len(examples)] for row in range(count)]
-            rollouts = _answers(pair.target, again, config, length, length)
+            rollouts = _answers(pair.target, again, config, room)
         job = Job(
             config=config,
             target=pair.target,
             start=config.draft,
-            texts=TrainingTexts(examples, rollouts),
+            texts=TrainingTexts(examples, room, rollouts),
             validation=_contexts(pair, held_out, config),
             folder=work,
             tracker=Tracker(work),
@@ -213,7 +222,11 @@ def _training_settings(config: Config, steps: int | None, max_length: int | None
     return replace(
         config,
         optim=replace(config.optim, max_steps=steps or config.optim.max_steps),
-        data=replace(config.data, max_length=length, prompt_tokens=1),
+        data=replace(
+            config.data,
+            max_length=length,
+            prompt_tokens=min(config.data.prompt_tokens, length - 1),
+        ),
         # The target is in memory: nothing is gained by storing its scores.
         generate=replace(config.generate, top_k=0),
     )
@@ -235,7 +248,12 @@ def evaluate(
     for too few prompts.
     """
     config = pair.settings(sections)
-    examples = examples_of(prompts, pair.target)
+    examples = examples_of(prompts, pair.target, config.data, context=pair.context, note=note)
+    new = min(
+        config.evaluate.max_new_tokens,
+        pair.context - max((len(example.prompt_ids) for example in examples), default=0),
+    )
+    config = replace(config, evaluate=replace(config.evaluate, max_new_tokens=new))
     batches = MIN_CHUNKS * config.evaluate.timing_batch_size
     least = batches * CALIBRATING // (CALIBRATING - 1) if timed else 2
     if len(examples) < least:
@@ -288,14 +306,15 @@ def generate(
     The same seed gives the same answer; by default it is that of the configuration.
     """
     config, target = pair.settings(sections), pair.target
-    ids = examples_of([prompt], target)[0].prompt_ids
+    (*_, example) = examples_of([prompt], target, config.data, context=pair.context)
+    ids = example.prompt_ids
     requests = make_requests(
         [ids],
         max_new_tokens=max_new_tokens,
         sampling=config.sampling,
         gamma=config.decode.gamma,
         seed=config.seed if seed is None else seed,
-        max_length=min(target.adapter.max_positions, pair.draft.max_positions),
+        max_length=pair.context,
     )
     (done,) = decode(
         target.adapter,
@@ -314,16 +333,16 @@ def generate(
 
 
 def _answers(
-    target: Target, examples: Sequence[Example], config: Config, new: int, length: int | None
+    target: Target, examples: Sequence[Example], config: Config, room: Room
 ) -> list[Record]:
     """The target's own answers to the prompts of `examples`."""
     sampler = target_sampler(
         target,
         sampling=config.sampling,
         seed=config.seed,
-        max_new_tokens=new,
+        max_new_tokens=room.new,
         batch_size=config.generate.batch_size,
-        max_length=length,
+        max_length=room.total,
     )
     prompts = [example.prompt_ids for example in examples]
     return sampler.sample(prompts, rows=range(len(prompts)), version="target")
@@ -331,11 +350,11 @@ def _answers(
 
 def _contexts(pair: Pair, examples: Sequence[Example], config: Config) -> list[Record]:
     """What the target says after held-out prompts, sampled once for all drafts beside it."""
-    length = config.evaluate.max_new_tokens
+    room = Room(config.evaluate.max_new_tokens, pair.context)
     prompts = [example.prompt_ids for example in examples]
-    key = fingerprint([prompts, vars(config.sampling), config.seed, length])
+    key = fingerprint([prompts, vars(config.sampling), config.seed, vars(room)])
     if key not in pair._contexts:
-        pair._contexts[key] = _answers(pair.target, examples, config, length, None)
+        pair._contexts[key] = _answers(pair.target, examples, config, room)
     return pair._contexts[key]
 
 

@@ -44,13 +44,14 @@ def pretrain(
     *,
     tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[Example],
+    length: int,
     folder: Path,
     tracker: Tracker,
     note: Callable[[str], None],
     start: PreTrainedModel | None = None,
     kept_ids: Tensor | None = None,
 ) -> None:
-    """Train the model of section `key` (`target` or `draft`) on `texts`.
+    """Train the model of section `key` (`target` or `draft`) on `texts`, `length` tokens a row.
 
     start: in float32, what training begins with; default: a new model. kept_ids: [K], all that it
     may propose; the rest it does not learn. It is saved to `<folder>/<key>`; what a resumed run
@@ -85,7 +86,7 @@ def pretrain(
         compiled=compiled,
         optimizer=OPTIMIZERS[shape.optimizer],
     )
-    rows = full_rows(texts, config.data.max_length)
+    rows = full_rows(texts, length)
     kept = np.full(rows.max() + 1, kept_ids is None)
     if kept_ids is not None:
         kept[kept_ids[kept_ids < len(kept)].numpy()] = True

@@ -3,19 +3,23 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+from transformers import PreTrainedTokenizerBase
 
+from draftkit.distillation.batch import Batch
 from draftkit.distillation.batch_sources import Source
 from draftkit.distillation.loop import Outcome, Progress, train
 from draftkit.distillation.trainer import Trainer
 from draftkit.tracking import Tracker
 
 QUARTERS = 4
+OPENING, CLOSING = "⟦", "⟧"  # around what counts in the loss
+SHOWN = 160  # characters of a piece at either end
 
 
 def train_logged(
@@ -28,8 +32,18 @@ def train_logged(
     tracker: Tracker,
     note: Callable[[str], None],
     evaluate: Callable[[int], float] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Outcome:
-    """`loop.train`, shown as `title`, its metrics in `section`."""
+    """`loop.train`, shown as `title`, its metrics in `section`.
+
+    tokenizer: makes text of the first row, which `note` then hears.
+    """
+
+    def show_row(batch: Batch) -> None:
+        if tokenizer is not None:
+            note(f"the first row, {OPENING}what counts in the loss{CLOSING}:")
+            note(row_text(batch, tokenizer))
+
     with progress(title, trainer.optim.max_steps, note) as show:
 
         def log(step: Progress) -> None:
@@ -38,7 +52,26 @@ def train_logged(
             metrics |= {"total_tokens": step.tokens, "tokens_per_second": step.tokens_per_second}
             tracker.log(section, step.steps, metrics)
 
-        return train(trainer, source, folder, evaluate=evaluate, log=log)
+        return train(trainer, source, folder, evaluate=evaluate, log=log, show=show_row)
+
+
+def row_text(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The first row of `batch` in one line: what the loss is taken on in marks, the rest beside it.
+
+    Special tokens show; long pieces lose their middle, and what follows the last mark is left out.
+    """
+    ids, mask = batch.input_ids[0].tolist(), batch.loss_mask[0].tolist()
+    if batch.segments is not None:  # the first text that is packed there
+        mask = mask[: batch.segments[0].tolist().count(1)]
+    text, at = "", 0
+    for learned, run in groupby(mask[: len(mask) - mask[::-1].index(True)] if any(mask) else []):
+        size = len([*run])
+        piece = tokenizer.decode(ids[at : at + size], clean_up_tokenization_spaces=False)
+        piece = str(piece).replace("\n", "\\n")
+        if len(piece) > 2 * SHOWN:
+            piece = f"{piece[:SHOWN]} ... {piece[-SHOWN:]}"
+        text, at = text + (f"{OPENING}{piece}{CLOSING}" if learned else piece), at + size
+    return text
 
 
 @contextmanager

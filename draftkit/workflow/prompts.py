@@ -1,56 +1,93 @@
 """Prompts as a caller of the library has them: text, chats, ids or rows of data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from draftkit.config import DataConfig
 from draftkit.data.corpora import Document, row_form
-from draftkit.data.prompts import Example, to_examples
+from draftkit.data.lengths import Room, lengths_within, reading_lines
+from draftkit.data.prompts import Example, RowReader
 from draftkit.models.loading import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
-def examples_of(prompts: Sequence[Prompt], target: Target) -> list[Example]:
-    """Prompts, and answers where they have some, as the target reads them.
+def examples_of(
+    prompts: Sequence[Prompt],
+    target: Target,
+    data: DataConfig,
+    *,
+    context: int,
+    note: Callable[[str], None] = lambda line: None,
+) -> list[Example]:
+    """Prompts, and answers where they have some, as the target reads them, nothing cut.
 
-    Raises ValueError naming the first that cannot be used.
+    Text is a user turn where `data.chat_template` says so; every answer of a chat is an example.
+    context: that of the models. `note` hears what was made of texts. Raises ValueError naming the
+    first prompt that cannot be used.
     """
     if isinstance(prompts, str):
         raise ValueError("prompts must be a list of prompts, and is one text")
-    size = target.adapter.vocab_size
-    data = DataConfig(name="local", path="prompts", max_length=target.adapter.max_positions)
+    size, lengths = target.adapter.vocab_size, lengths_within(context, data)
+    data = replace(data, name="local", path="prompts", max_length=lengths.window)
+    reader = RowReader(target.tokenizer, data)
     examples: list[Example] = []
     for number, prompt in enumerate(prompts):
-        name, row = f"prompt {number}", prompt
-        if isinstance(row, str):
-            row = {"prompt": row}
-        elif not isinstance(row, Mapping):
-            ids: Any = [*row]
-            if ids and isinstance(ids[0], Mapping):
-                row = {"messages": ids}
-            elif ids and all(isinstance(one, int) and 0 <= one < size for one in ids):
-                examples.append(Example(ids, [False] * len(ids), name, ""))
-                continue
-            else:
+        name, row = f"prompt {number}", row_of(prompt)
+        if row is not None:
+            (made,) = reader.read([Document(name, "", row_form(row, data, name))])
+        else:
+            ids: Any = [*prompt]
+            if not all(isinstance(one, int) and 0 <= one < size for one in ids):
                 raise ValueError(f"{name} must be text, messages, or ids from 0 to {size - 1}")
-        document = Document(name, "", row_form(dict(row), data, name))
-        made = to_examples(document, target.tokenizer, data)
+            made = [Example(ids, [False] * len(ids), name, "")] if ids else []
         if not made:
             raise ValueError(f"{name} holds no text to continue")
+        if (longest := max(len(example.prompt_ids) for example in made)) >= context:
+            raise ValueError(
+                f"{name} has {longest} tokens, and the models' context is {context}: shorten it"
+            )
         examples += made
+    for line in reading_lines(reader.counts, lengths)[1:]:  # nothing is cut here
+        note(line)
     return examples
 
 
-def cut_examples(examples: Sequence[Example], length: int) -> list[Example]:
-    """`examples` cut to `length` tokens. Raises ValueError for a prompt that leaves no room."""
+def row_of(prompt: Prompt) -> dict[str, Any] | None:
+    """A prompt as a row of data; None for what is no text and no chat."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, Mapping):
+        return dict(prompt)
+    turns = [*prompt]
+    return {"messages": turns} if turns and isinstance(turns[0], Mapping) else None
+
+
+def fit_examples(
+    examples: Sequence[Example], data: DataConfig, *, context: int, max_length: int | None
+) -> tuple[list[Example], Room]:
+    """`examples` with their answers cut, and the room of sampled ones.
+
+    max_length: tokens of prompt and answer together, instead of the lengths of `data`. Raises
+    ValueError for a prompt that leaves no room.
+    """
+    lengths = lengths_within(context, data)
+    most, room = lengths.prompt, Room(lengths.completion, lengths.prompt + lengths.completion)
+    limit = f"data.max_prompt_tokens={most}"
+    if max_length is not None:
+        most, room = max_length - 1, Room(max_length, max_length)
+        limit = f"prompt and answer together get max_length={max_length}"
+    fitted = []
     for example in examples:
-        if len(example.prompt_ids) >= length:
+        prompt = len(example.prompt_ids)
+        if prompt > most:
             raise ValueError(
-                f"{example.document} has {len(example.prompt_ids)} tokens, and prompt and answer "
-                f"together get max_length={length}: raise it, or leave the prompt out"
+                f"{example.document} has {prompt} tokens, and {limit}: raise it, or leave the "
+                "prompt out"
             )
-    return [
-        replace(e, token_ids=e.token_ids[:length], loss_mask=e.loss_mask[:length]) for e in examples
-    ]
+        end = min(prompt + room.new, room.total)
+        fitted.append(
+            replace(example, token_ids=example.token_ids[:end], loss_mask=example.loss_mask[:end])
+        )
+    return fitted, room

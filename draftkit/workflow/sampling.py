@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from draftkit.config import Config, ModelConfig, SamplingConfig
+from draftkit.data.lengths import Room
 from draftkit.distillation.engines import OpenAISampler
 from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.samplers import (
@@ -38,9 +39,9 @@ def target_sampler(
     return DecoderSampler(model=target.adapter, name="target", settings=settings)
 
 
-def engine_sampler(target: ModelConfig, config: Config) -> OpenAISampler:
+def engine_sampler(target: ModelConfig, config: Config, room: Room) -> OpenAISampler:
     """The target, as the engine at `generate.url` serves it; its weights are not loaded here."""
-    options, length = config.generate, config.data.max_length
+    options = config.generate
     assert options.url is not None
     assert target.path is not None
     outline = load_outline(target, config.hardware)
@@ -52,8 +53,8 @@ def engine_sampler(target: ModelConfig, config: Config) -> OpenAISampler:
     settings = AnswerSettings(
         sampling=config.sampling,
         eos_token_ids=outline.eos_token_ids,
-        max_new_tokens=length,
-        max_length=length,
+        max_new_tokens=room.new,
+        max_length=room.total,
         batch_size=options.concurrency,
         seed=config.seed,
     )
@@ -68,15 +69,15 @@ def engine_sampler(target: ModelConfig, config: Config) -> OpenAISampler:
     )
 
 
-def source_sampler(config: Config, target: Target, draft: CausalAdapter) -> Sampler:
+def source_sampler(config: Config, target: Target, draft: CausalAdapter, room: Room) -> Sampler:
     """Who samples for a source in which the draft has a part."""
-    source, length = config.source, config.data.max_length
+    source = config.source
     rows = config.optim.rows_of_a_process * source.refresh_steps
     settings = AnswerSettings(
         sampling=config.sampling,
         eos_token_ids=target.eos_token_ids,
-        max_new_tokens=config.decode.gamma if source.name == "block" else length,
-        max_length=length,
+        max_new_tokens=config.decode.gamma if source.name == "block" else room.new,
+        max_length=room.total,
         batch_size=min(config.generate.batch_size, rows),
         seed=config.seed,
     )

@@ -8,6 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from draftkit.config import Config
+from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.data.store import Mapped, Picked
@@ -42,12 +43,13 @@ SCORED_AT_ONCE = 16  # texts that the target reads for its scores
 class TrainingTexts:
     """What a draft may learn on.
 
-    examples: the training split of the data. rollouts: the target's answers to its prompts, where
-    `reads_rollouts`. scored: the texts of `source` with the target's scores, where
-    `generate.top_k` stores some.
+    examples: the training split of the data. room: of sampled answers to its prompts. rollouts:
+    the target's answers to them, where `reads_rollouts`. scored: the texts of `source` with the
+    target's scores, where `generate.top_k` stores some.
     """
 
     examples: Sequence[Example]
+    room: Room
     rollouts: Sequence[Record] | None = None
     scored: Sequence[Record] | None = None
 
@@ -74,7 +76,7 @@ def make_source(
     """
     source, seed = config.source, config.seed
     batch_size = config.optim.rows_of_a_process * shard.count
-    packed_length = config.data.max_length if config.data.packing else None
+    packed_length = texts.room.total if config.data.packing else None
 
     def grouping(lengths: Iterable[int]) -> Grouping | None:
         return Grouping([*lengths], batch_size) if config.optim.group_by_length else None
@@ -113,7 +115,7 @@ def make_source(
             prompt_of = some_rows(prompt_of, fraction=source.fraction, seed=seed)
     return SampledSource(
         prompt_of,
-        source_sampler(config, target, draft),
+        source_sampler(config, target, draft, texts.room),
         RolloutFiles(
             folder=folder / ROLLOUTS,
             refresh_steps=source.refresh_steps,

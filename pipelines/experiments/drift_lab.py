@@ -107,6 +107,7 @@ class Lab:
                 tokenizer=self.target.tokenizer,
                 texts=of_domain(splits.train, config.online.drift.first),
                 held_out=of_domain(splits.validation, config.online.drift.first),
+                length=splits.room.total,
                 folder=self.folder.path,
                 tracker=self.folder.tracker,
                 note=self.folder.note,

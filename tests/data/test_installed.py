@@ -188,7 +188,7 @@ def test_too_few_megabytes_are_named() -> None:
 
 
 def test_it_becomes_full_windows_of_every_domain(tmp_path: Path) -> None:
-    data = DataConfig(max_megabytes=0.1)
+    data = DataConfig(max_megabytes=0.1, max_length=128)
     tokenizer = train_byte_bpe(["the draft proposes a few tokens"], 300)
     splits = make_splits(list(read_documents(data)), data, tokenizer, tmp_path)
     for part in (splits.train, splits.test):

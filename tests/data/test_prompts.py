@@ -1,61 +1,21 @@
 """From rows to token ids: what is prompt, what carries loss, what is cut, counted or refused."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast as Fast
 
 from draftkit.config import DataConfig
 from draftkit.data.corpora import Document, store_documents
-from draftkit.data.prompts import SPLITS, Example, Splits, make_splits, to_examples
-
-WORDS = "the draft proposes a few tokens and the target keeps those that it would have said "
-
-
-def chat_template(answer: str) -> str:
-    """ChatML, with `answer` for the text of an assistant turn."""
-    return (
-        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-        "{% if message['role'] == 'assistant' %}" + answer + "{% else %}{{ message['content'] }}"
-        "<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-
-
-CHAT = chat_template("{{ message['content'] }}<|im_end|>")
-MARKED = chat_template("{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}")
-# Answers of earlier turns lose their first word, as reasoning is dropped from history.
-REST = "{{ message['content'] if loop.last else message['content'].split(' ', 1)[1] }}<|im_end|>"
-FORGETFUL = chat_template(REST)
-FORGETFUL_MARKED = chat_template("{% generation %}" + REST + "{% endgeneration %}")
-
-
-def byte_bpe(*, bos: bool = True, template: str | None = None) -> Fast:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    special = ["<s>", "<|im_end|>", "<|im_start|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator([WORDS, "end\n\n\nstart"] * 3, trainer)
-    if bos:
-        backend.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 0)]
-        )
-    tokenizer = Fast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>", model_max_length=16
-    )
-    tokenizer.chat_template = template
-    return tokenizer
+from draftkit.data.lengths import Room
+from draftkit.data.prompts import SPLITS, Example, RowReader, Splits, make_splits
+from tests.templates import CHAT, FORGETFUL, WORDS, byte_bpe, chat, headers, thinking
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +24,13 @@ def tokenizer() -> Fast:
 
 
 def settings(**options: Any) -> DataConfig:
-    return DataConfig(**{"name": "local", "path": "a.jsonl", "prompt_tokens": 8} | options)
+    small = {"prompt_tokens": 8, "max_length": 128}
+    return DataConfig(**{"name": "local", "path": "a.jsonl"} | small | options)
 
 
 def examples_of(row: dict[str, Any], tokenizer: Fast, **options: Any) -> list[Example]:
-    return to_examples(Document("id", "domain", row), tokenizer, settings(**options))
+    (made,) = RowReader(tokenizer, settings(**options)).read([Document("id", "domain", row)])
+    return made
 
 
 def splits_of(folder: Path, rows: Sequence[object], tokenizer: Fast, **options: Any) -> Splits:
@@ -80,7 +42,7 @@ def splits_of(folder: Path, rows: Sequence[object], tokenizer: Fast, **options: 
 def load_splits(data: DataConfig, tokenizer: Fast, folder: Path) -> Splits:
     """The splits of `data`, in memory, to be compared."""
     documents = store_documents(data, folder / "documents.arrow")
-    splits = make_splits(documents, data, tokenizer, folder)
+    splits = make_splits(documents, data, tokenizer, folder, context=4096)
     lists: dict[str, Any] = {name: list(getattr(splits, name)) for name in SPLITS}
     return replace(splits, **lists)
 
@@ -100,12 +62,6 @@ def repr_without_id(example: Example) -> str:
 def learned(example: Example, tokenizer: Fast) -> str:
     marked = zip(example.token_ids, example.loss_mask, strict=True)
     return str(tokenizer.decode([token for token, loss in marked if loss]))
-
-
-def chat(*turns: str) -> list[dict[str, str]]:
-    """User and assistant in turn."""
-    roles = ("user", "assistant")
-    return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns)]
 
 
 # Prompt and completion
@@ -133,25 +89,36 @@ def test_a_prompt_alone_has_no_completion(tokenizer: Fast) -> None:
 
 
 def test_a_long_prompt_keeps_its_end_and_is_counted(tmp_path: Path, tokenizer: Fast) -> None:
-    rows = [{"prompt": WORDS * n, "completion": WORDS} for n in (1, 2, 30, 40)]
-    splits = splits_of(tmp_path, rows, tokenizer, max_length=50)
+    rows = [{"prompt": f"{n} the draft", "completion": WORDS} for n in range(39)]
+    rows.append({"prompt": WORDS * 40, "completion": WORDS})
+    splits = splits_of(tmp_path, rows, tokenizer, max_prompt_tokens=50)
     examples = [*splits.train, *splits.validation, *splits.test]
-    cut = [example for example in examples if len(example.prompt_ids) == 49]
-    assert splits.counts["prompts_cut"] == len(cut) == 2
-    for example in cut:
-        assert example.prompt_ids == tokenizer(WORDS * 40)["input_ids"][-49:]
-        assert len(example.token_ids) == 50
-        assert example.loss_mask[-1]
+    (cut,) = [example for example in examples if len(example.prompt_ids) == 50]
+    assert splits.counts["prompts_cut"] == 1
+    assert cut.prompt_ids == tokenizer(WORDS * 40)["input_ids"][-50:]
+    assert cut.token_ids[-1] == tokenizer.eos_token_id
+    assert splits.room == Room(1024, 50 + 1024)
 
 
 def test_a_long_completion_loses_its_end_and_is_counted(tmp_path: Path, tokenizer: Fast) -> None:
     rows = [{"prompt": f"{n}", "completion": "the " * n} for n in (1, 46, 47, 60)]
-    splits = splits_of(tmp_path, rows, tokenizer, max_length=50)
+    splits = splits_of(tmp_path, rows, tokenizer, max_completion_tokens=48)
     examples = [*splits.train, *splits.validation, *splits.test]
     whole = [e for e in examples if e.token_ids[-1] == tokenizer.eos_token_id]
-    assert all(len(example.token_ids) <= 50 for example in examples)
+    assert max(sum(example.loss_mask) for example in examples) == 48
     assert splits.counts["completions_cut"] == 4 - len(whole)
     assert 1 <= len(whole) <= 3
+
+
+def test_too_many_prompts_that_would_be_cut_are_refused_with_the_setting(
+    tmp_path: Path, tokenizer: Fast
+) -> None:
+    rows = [{"prompt": WORDS * n, "completion": "x"} for n in range(1, 41)]
+    message = refusal(lambda: splits_of(tmp_path, rows, tokenizer, max_prompt_tokens=200))
+    advised = re.search(r"data\.max_prompt_tokens=(\d+) holds 100%", message)
+    assert advised is not None, message
+    splits = splits_of(tmp_path, rows, tokenizer, max_prompt_tokens=int(advised[1]))
+    assert splits.counts["prompts_cut"] == 0
 
 
 def test_rows_without_a_token_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -245,7 +212,8 @@ def test_special_tokens_in_installed_source_are_words_and_in_a_file_they_are_con
 ) -> None:
     row = {"text": f"eos = '<|im_end|>'  # {WORDS}"}
     document = Document("python:a.py", "python", row)
-    (literal,) = to_examples(document, tokenizer, DataConfig(prompt_tokens=8))
+    installed = DataConfig(prompt_tokens=8)
+    ((literal,),) = RowReader(tokenizer, installed).read([document])
     (control,) = examples_of(row, tokenizer)
     assert literal.token_ids.count(1) == 1  # the end of the text
     assert control.token_ids.count(1) == 2
@@ -268,61 +236,115 @@ def test_long_texts_do_not_trip_the_length_warning() -> None:
 # Chats
 
 
-@pytest.mark.parametrize("template", [CHAT, MARKED])
-def test_all_answers_of_a_chat_carry_loss_and_nothing_else_does(template: str) -> None:
-    tokenizer = byte_bpe(template=template)
-    (example,) = examples_of({"messages": chat("hi", "a draft", "and?", "the end")}, tokenizer)
-    assert learned(example, tokenizer) == "a draft<|im_end|>the end<|im_end|>"
-    assert tokenizer.decode(example.prompt_ids) == (
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert example.token_ids[-1] == tokenizer.eos_token_id  # not the line end of the template
+def contexts_of(tokenizer: Fast, messages: list[dict[str, str]], **options: Any) -> list[list[int]]:
+    """What a server would see before each answer."""
+    ends = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+    options = {"add_generation_prompt": True, "date_string": "01 Jan 2026", **options}
+    return [tokenizer.apply_chat_template(messages[:n], **options)["input_ids"] for n in ends]
 
 
-@pytest.mark.parametrize("answers", [["fine"], ["a", "b c", "the target"], ["", "x"], ["\n\nodd"]])
-def test_marked_templates_and_the_prefix_difference_agree(answers: list[str]) -> None:
-    turns = [part for answer in answers for part in ("the question", answer)]
-    row = {"messages": [{"role": "system", "content": "Keep short."}, *chat(*turns)]}
-    assert examples_of(row, byte_bpe(template=MARKED)) == examples_of(row, byte_bpe(template=CHAT))
+@pytest.mark.parametrize("make", [thinking, headers, lambda: byte_bpe(template=CHAT)])
+def test_every_answer_of_a_chat_is_an_example_after_what_a_server_would_see(
+    make: Callable[[], Fast],
+) -> None:
+    tokenizer = make()
+    turns = chat("hi", "<think>\nhm\n</think>\n\na draft", "and?", "the end", "more?", "no")
+    examples = examples_of({"messages": turns}, tokenizer)
+    assert [example.prompt_ids for example in examples] == contexts_of(tokenizer, turns)
+    end = tokenizer.eos_token
+    for example, turn in zip(examples, turns[1::2], strict=True):
+        assert learned(example, tokenizer).endswith(turn["content"] + end)
+        assert example.token_ids[-1] == tokenizer.eos_token_id  # not the line end of the template
 
 
-def test_a_chat_that_awaits_an_answer_is_a_prompt_alone() -> None:
+def test_a_prompt_is_a_user_turn_where_there_is_a_template() -> None:
+    tokenizer = thinking()
+    row = {"prompt": "the draft", "completion": "keeps"}
+    options: dict[str, Any] = {"template_options": {"enable_thinking": False}, "system": "Short."}
+    (example,) = examples_of(row, tokenizer, **options)
+    front = {"role": "system", "content": "Short."}
+    turns = [front, *chat("the draft", "keeps")]
+    assert [example.prompt_ids] == contexts_of(tokenizer, turns, enable_thinking=False)
+    assert learned(example, tokenizer) == "keeps<|im_end|>"
+    (alone,) = examples_of({"prompt": "the draft"}, tokenizer, **options)
+    assert alone.token_ids == example.prompt_ids
+    assert not alone.has_completion
+    (never,) = examples_of(row, tokenizer, chat_template="never")
+    assert tokenizer.decode(never.token_ids) == "the draftkeeps<|im_end|>"
+    (text,) = examples_of({"text": WORDS}, tokenizer)  # plain, whatever the template
+    assert tokenizer.decode(text.token_ids) == f"{WORDS}<|im_end|>"
+
+
+@pytest.mark.parametrize("make", [thinking, headers])
+def test_a_prompt_that_is_formatted_already_stays_as_it_is_and_is_counted(
+    tmp_path: Path, make: Callable[[], Fast]
+) -> None:
+    tokenizer = make()
+    end = tokenizer.eos_token
+    formatted = [
+        {
+            "prompt": tokenizer.apply_chat_template(
+                chat(f"say {n}"), tokenize=False, add_generation_prompt=True
+            ),
+            "completion": f"yes{end}",  # which ends it once
+        }
+        for n in range(4)
+    ]
+    splits = splits_of(tmp_path, [*formatted, {"prompt": "a", "completion": "b"}], tokenizer)
+    assert (splits.counts["prompts_formatted"], splits.counts["prompts_templated"]) == (4, 1)
+    (example,) = examples_of(formatted[0], tokenizer)
+    ids = tokenizer.apply_chat_template(chat("say 0"), add_generation_prompt=True)["input_ids"]
+    assert example.prompt_ids == ids
+    assert learned(example, tokenizer) == f"yes{end}"
+    (wrapped,) = examples_of(formatted[0], tokenizer, chat_template="always")
+    assert len(wrapped.prompt_ids) > len(ids)
+
+
+def test_a_chat_that_awaits_an_answer_is_a_prompt_besides_its_answers() -> None:
     tokenizer = byte_bpe(template=CHAT)
-    (example,) = examples_of({"messages": chat("hi", "yes", "and?")}, tokenizer)
-    assert not example.has_completion
-    assert str(tokenizer.decode(example.prompt_ids)).endswith(
-        "and?<|im_end|>\n<|im_start|>assistant\n"
+    first, last = examples_of({"messages": chat("hi", "yes", "and?")}, tokenizer)
+    assert learned(first, tokenizer) == "yes<|im_end|>"
+    assert not last.has_completion
+    assert str(tokenizer.decode(last.prompt_ids)).endswith(
+        "yes<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-def test_an_answer_whose_start_merges_with_the_text_before_it_is_found() -> None:
-    """The template ends its prompt with a line end, and the answer begins with one."""
+def test_what_an_assistant_says_before_any_user_is_no_answer() -> None:
     tokenizer = byte_bpe(template=CHAT)
-    assert len(tokenizer("\n\n", add_special_tokens=False)["input_ids"]) == 1
-    (example,) = examples_of({"messages": chat("hi", "\n\nyes")}, tokenizer)
-    assert learned(example, tokenizer) == "\n\n\nyes<|im_end|>"
+    greeting = {"role": "assistant", "content": "hello"}
+    (example,) = examples_of({"messages": [greeting, *chat("hi", "yes")]}, tokenizer)
+    assert learned(example, tokenizer) == "yes<|im_end|>"
+    assert examples_of({"messages": [greeting]}, tokenizer) == []
 
 
-def test_a_template_that_rewrites_history_trains_the_last_answer_and_counts_the_rest(
+def test_turns_between_answers_are_context() -> None:
+    tokenizer = byte_bpe(template=CHAT)
+    tool = {"role": "tool", "content": "4"}
+    call, final = chat("2+2?", "look", "", "four")[1::2]
+    examples = examples_of({"messages": [*chat("2+2?"), call, tool, final]}, tokenizer)
+    assert [learned(one, tokenizer) for one in examples] == ["look<|im_end|>", "four<|im_end|>"]
+    assert "tool\n4<|im_end|>" in str(tokenizer.decode(examples[1].prompt_ids))
+
+
+def test_an_answer_that_is_not_written_after_its_prompt_is_counted_and_stays_a_prompt(
     tmp_path: Path,
 ) -> None:
+    turns = "<think>\nhm\n</think>\n\nyes"
+    rows = [{"messages": chat(f"{n}?", turns)} for n in range(5)]
+    off = {"enable_thinking": False}
+    splits = splits_of(tmp_path, rows, thinking(), template_options=off)
+    assert splits.counts["answers_unused"] == 5
+    assert not any(example.has_completion for example in splits.train)
+
+
+def test_a_template_that_rewrites_history_trains_all_answers_as_they_were_given() -> None:
     tokenizer = byte_bpe(template=FORGETFUL)
-    rows = [{"messages": chat(f"hi {n}", "think yes", "and?", "think no")} for n in range(3)]
-    splits = splits_of(tmp_path, rows, tokenizer, max_length=200)
-    for example in [*splits.train, *splits.validation, *splits.test]:
-        assert learned(example, tokenizer) == "think no<|im_end|>"
-        assert "think yes" not in str(tokenizer.decode(example.token_ids))
-    assert splits.counts["turns_without_loss"] == 3
-    marked = byte_bpe(template=FORGETFUL_MARKED)
-    (example,) = examples_of(rows[0], marked, max_length=200)
-    assert learned(example, marked) == "yes<|im_end|>think no<|im_end|>"
-
-
-def test_an_answer_that_cannot_be_found_is_refused() -> None:
-    template = "{% if add_generation_prompt %}asked{% else %}answered{% endif %}" + CHAT
-    row = {"messages": chat("a", "b")}
-    message = refusal(lambda: examples_of(row, byte_bpe(template=template)))
-    assert "an answer cannot be found" in message
+    turns = chat("hi", "think yes", "and?", "think no")
+    first, second = examples_of({"messages": turns}, tokenizer)
+    assert learned(first, tokenizer) == "think yes<|im_end|>"
+    assert learned(second, tokenizer) == "think no<|im_end|>"
+    assert "think yes" not in str(tokenizer.decode(second.prompt_ids))
 
 
 def test_a_chat_needs_a_template() -> None:
@@ -330,27 +352,21 @@ def test_a_chat_needs_a_template() -> None:
     assert message.startswith(
         "data.path a.jsonl holds `messages`, but the tokenizer of target.path"
     )
+    message = refusal(lambda: examples_of({"prompt": "a"}, byte_bpe(), chat_template="always"))
+    assert message.startswith("data.chat_template=always: the tokenizer of target.path has no")
 
 
 def test_a_chat_that_the_template_refuses_is_named() -> None:
     template = "{{ raise_exception('Roles must\nalternate') }}"
-    row = {"messages": chat("first\nwords", "b")}
-    message = refusal(lambda: examples_of(row, byte_bpe(template=template)))
-    assert message.endswith("refuses the chat that begins 'first\\nwords' (Roles must)")
+    for row in ({"messages": chat("first\nwords", "b")}, {"prompt": "first\nwords"}):
+        message = refusal(lambda row=row: examples_of(row, byte_bpe(template=template)))
+        assert "refuses the chat that begins 'first\\nwords' (Roles must): change" in message
 
 
 def test_a_template_that_prints_the_date_gives_the_same_tokens_every_day() -> None:
     tokenizer = byte_bpe(template="{{ strftime_now('%d %B %Y') }} " + CHAT)
     (example,) = examples_of({"messages": chat("a", "b")}, tokenizer)
     assert str(tokenizer.decode(example.prompt_ids)).startswith("01 Jan 2026 <|im_start|>user")
-
-
-def test_a_long_chat_keeps_the_end_of_its_prompt() -> None:
-    tokenizer = byte_bpe(template=CHAT)
-    (example,) = examples_of({"messages": chat(WORDS * 9, "yes")}, tokenizer, max_length=20)
-    assert len(example.prompt_ids) == 19
-    assert str(tokenizer.decode(example.prompt_ids)).endswith("<|im_start|>assistant\n")
-    assert example.loss_mask == [False] * 19 + [True]
 
 
 # Splits

@@ -13,7 +13,7 @@ import draftkit
 from draftkit.config import DataConfig, HardwareConfig, ModelConfig, SamplingConfig
 from draftkit.config.text import EMBEDDED
 from draftkit.data.corpora import Document, read_documents, split_documents
-from draftkit.data.prompts import to_examples
+from draftkit.data.prompts import RowReader
 from draftkit.evaluation.compression import TextScore, score_texts
 from draftkit.models.loading import Target, load_target
 from draftkit.workflow.sampling import target_sampler
@@ -48,10 +48,9 @@ def test_it_loads_from_any_folder_and_is_small(
 
 
 def scores(target: Target, documents: list[Document], windows: int) -> dict[str, TextScore]:
-    data = DataConfig(max_length=256)
+    reader = RowReader(target.tokenizer, DataConfig(max_length=256))
     by_domain: dict[str, list] = {}
-    for document in documents:
-        examples = to_examples(document, target.tokenizer, data)
+    for document, examples in zip(documents, reader.read(documents), strict=True):
         by_domain.setdefault(document.domain, []).extend(examples)
     some = [example for examples in by_domain.values() for example in examples[:windows]]
     return score_texts(target.adapter, target.tokenizer, some, batch_size=16)

@@ -6,8 +6,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from draftkit.config import DataConfig
+from draftkit.data.corpora import Document
+from draftkit.data.prompts import RowReader
 from draftkit.serving.texts import Offsets, Texts, readable
 from tests.serving.fakes import chat_tokenizer
+from tests.templates import chat, headers, thinking
 from tests.tiny import END, VOCAB_SIZE, byte_tokenizer
 
 TEXT = "Grüße, 猫!"
@@ -82,6 +86,32 @@ def test_readable_bytes() -> None:
 def test_a_chat_follows_the_template(texts: Texts) -> None:
     ids = texts.chat([{"role": "user", "content": "Hi"}])
     assert texts.decode(ids) == "user: Hi\nassistant: "
+
+
+@pytest.mark.parametrize("make", [thinking, headers])
+def test_a_chat_is_what_the_template_and_training_make_of_it(make) -> None:
+    tokenizer, turns = make(), chat("hi", "<think>\nhm\n</think>\n\nyes", "and?")
+    options = {"enable_thinking": False} if make is thinking else {"date_string": "1 May"}
+    data = DataConfig(name="local", path="x", system="Short.", template_options=options)
+    ids = Texts(tokenizer, len(tokenizer), data).chat(turns)
+    front = {"role": "system", "content": "Short."}
+    assert (
+        ids
+        == tokenizer.apply_chat_template([front, *turns], add_generation_prompt=True, **options)[
+            "input_ids"
+        ]
+    )
+    document = Document("id", "", {"messages": turns})
+    ((_, trained),) = RowReader(tokenizer, data).read([document])
+    assert trained.prompt_ids == ids
+
+
+def test_a_prompt_that_begins_as_texts_do_begins_once() -> None:
+    tokenizer = headers()
+    texts = Texts(tokenizer, len(tokenizer))
+    assert (
+        texts.encode(f"{tokenizer.bos_token}hi") == texts.encode("hi") == tokenizer("hi").input_ids
+    )
 
 
 def test_a_chat_without_a_template_or_against_it_is_refused(texts: Texts) -> None:

@@ -13,6 +13,7 @@ from draftkit.config import (
     OptimConfig,
     SourceConfig,
 )
+from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.models.loading import load_target
 from draftkit.tracking import Tracker
@@ -65,7 +66,7 @@ def make_job(pair: Path, folder: Path, config: Config = CONFIG, **changes: Any) 
         config=config,
         target=target,
         start=ModelConfig(path=str(pair / "draft")),
-        texts=TrainingTexts(examples[:20], records[:20]),
+        texts=TrainingTexts(examples[:20], Room(1018, 1024), records[:20]),
         validation=records[20:],
         folder=folder,
         tracker=Tracker(folder),

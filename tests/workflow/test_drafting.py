@@ -45,6 +45,7 @@ def made(target: ModelConfig, folder: Path, **draft: object) -> tuple[PreTrained
         tokenizer=tiny.byte_tokenizer(),
         texts=[TEXT] * 8,
         held_out=[TEXT],
+        length=64,
         folder=folder,
         tracker=Tracker(folder),
         note=lambda line: None,

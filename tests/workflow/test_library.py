@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import draftkit
-from draftkit.config import EvaluateConfig, OptimConfig, SamplingConfig
+from draftkit.config import DataConfig, EvaluateConfig, OptimConfig, SamplingConfig
 from draftkit.models.loading import save_model
 from draftkit.theory.divergences import forward_kl
 from draftkit.tracking import read_metrics
@@ -124,11 +124,14 @@ def test_prompts_may_be_text_chats_ids_or_rows(pair):
     ids = pair.target.tokenizer("ab").input_ids
     as_chat = pair.target.tokenizer("user:ab").input_ids
     row = {"prompt": "ab", "completion": "cd"}
-    for prompt, expected in (("ab", ids), (chat, as_chat), (ids, ids), (row, ids)):
+    for prompt, expected in (("ab", as_chat), (chat, as_chat), (ids, ids), (row, as_chat)):
         answer = draftkit.generate(pair, prompt, max_new_tokens=8)
         assert answer == draftkit.generate(pair, expected, max_new_tokens=8)
-    both = draftkit.evaluate(pair, ["ab", chat])
-    assert both.alpha == draftkit.evaluate(pair, [ids, as_chat]).alpha
+    plain = DataConfig(chat_template="never")
+    answer = draftkit.generate(pair, "ab", max_new_tokens=8, data=plain)
+    assert answer == draftkit.generate(pair, ids, max_new_tokens=8)
+    both = draftkit.evaluate(pair, ["ab", ids])
+    assert both.alpha == draftkit.evaluate(pair, [as_chat, ids]).alpha
 
 
 @pytest.mark.parametrize(
@@ -152,15 +155,16 @@ def test_prompts_that_cannot_be_used_are_named(pair, prompts, message):
 
 
 def test_a_prompt_without_room_for_an_answer_is_named(pair):
+    plain = DataConfig(chat_template="never")
     with pytest.raises(ValueError, match=r"^prompt 2 has 6 tokens.* max_length=6: raise it"):
-        draftkit.distill(pair, ["abc", "de", "abcdef", "gh"], max_length=6)
+        draftkit.distill(pair, ["abc", "de", "abcdef", "gh"], max_length=6, data=plain)
 
 
 def test_greedy_answers_are_those_of_the_target(pair):
     ids = torch.tensor([pair.target.tokenizer("once").input_ids])
     expected = pair.target.adapter.model.generate(ids, max_new_tokens=20, do_sample=False)
     greedy = SamplingConfig(temperature=0.0)
-    answer = draftkit.generate(pair, "once", max_new_tokens=20, sampling=greedy)
+    answer = draftkit.generate(pair, ids[0].tolist(), max_new_tokens=20, sampling=greedy)
     assert answer.ids == expected[0, 4:].tolist()
     assert answer.text == pair.target.tokenizer.decode(answer.ids)
     assert answer.rounds < 20
@@ -240,7 +244,8 @@ def test_a_timed_evaluation_judges_as_the_command_does_and_leaves_the_pair(folde
     assert judged.summary["lossless"]["passed"]
     assert judged.summary["lossless"]["compared"] == 4
     assert judged.summary["speedup"]["measured"] > 0
-    assert lines[0].startswith("losslessness")
+    assert lines[0].startswith("12 prompts became a user turn")
+    assert lines[1].startswith("losslessness")
     for name, one in pair.target.adapter.model.state_dict().items():
         assert one.equal(weights[name])
         assert one.dtype == weights[name].dtype
@@ -264,7 +269,7 @@ def test_the_target_continues_held_out_prompts_once_for_all_drafts(pair, folder,
 MEMORY = """
 import resource, sys
 import draftkit
-from draftkit.config import EvaluateConfig, OptimConfig
+from draftkit.config import DataConfig, EvaluateConfig, OptimConfig
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -41,6 +41,7 @@ def make(folder: Path, kept_ids: Tensor | None = None) -> list[float]:
         CONFIG,
         tokenizer=tiny.byte_tokenizer(),
         texts=[Example([1, 2, 3, 4] * 4, [True] * 16, "", "")] * 8,
+        length=64,
         folder=folder,
         tracker=Tracker(folder),
         note=lambda line: None,

@@ -3,7 +3,45 @@
 from types import SimpleNamespace
 from typing import Any
 
-from draftkit.workflow.progress import progress
+import torch
+
+from draftkit.distillation.batch import TokenSequence, collate
+from draftkit.workflow.progress import SHOWN, progress, row_text
+from tests import tiny
+
+CPU = torch.device("cpu")
+
+
+def shown(texts: list[tuple[str, bool]], **options: Any) -> str:
+    """What is shown of a row of `texts`, each with whether it is learned, before a longer row."""
+    tokenizer = tiny.byte_tokenizer()
+    ids = [(tokenizer(text)["input_ids"], learned) for text, learned in texts]
+    row = TokenSequence(
+        [token for run, _ in ids for token in run],
+        [learned for run, learned in ids for _ in run],
+    )
+    other = TokenSequence([0] * 9 + [1] * 400, [False] * 9 + [True] * 400)
+    return row_text(collate([row, other], device=CPU, **options), tokenizer)
+
+
+def test_a_row_is_one_line_with_marks_around_what_counts() -> None:
+    chat = [("user\n1+1?", False), (f"2\n{tiny.END}", True), ("more", False), ("3", True)]
+    assert shown(chat) == r"user\n1+1?⟦2\n<|end|>⟧more⟦3⟧"
+    assert shown([*chat, ("behind", False)]) == shown(chat)
+
+
+def test_a_long_piece_loses_its_middle() -> None:
+    text = shown([("a" * 999 + "b", False), ("c", True)])
+    assert text == "a" * SHOWN + " ... " + "a" * (SHOWN - 1) + "b⟦c⟧"
+
+
+def test_of_a_packed_row_its_first_text_is_shown() -> None:
+    tokenizer = tiny.byte_tokenizer()
+    rows = [
+        TokenSequence(tokenizer(text)["input_ids"], [False, True, True]) for text in ("abc", "xyz")
+    ]
+    batch = collate(rows, device=CPU, packed_length=8)
+    assert row_text(batch, tokenizer) == "a⟦bc⟧"
 
 
 def test_a_log_shows_the_first_step_of_every_quarter_once() -> None:

@@ -2,10 +2,14 @@
 
 import pytest
 
-from draftkit.config import HardwareConfig, ModelConfig
+from draftkit.config import DataConfig, HardwareConfig, ModelConfig
+from draftkit.data.lengths import Room
 from draftkit.models.loading import load_target, save_model
-from draftkit.workflow.prompts import cut_examples, examples_of
+from draftkit.workflow.prompts import examples_of, fit_examples
 from tests import tiny
+from tests.templates import CHAT, chat
+
+PLAIN = DataConfig(prompt_tokens=2)
 
 
 @pytest.fixture(scope="module")
@@ -15,21 +19,69 @@ def target(tmp_path_factory):
     return load_target(ModelConfig(path=str(folder / "model")), HardwareConfig(device="cpu"))
 
 
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    tokenizer, folder = tiny.byte_tokenizer(), tmp_path_factory.mktemp("talking")
+    tokenizer.chat_template = CHAT.replace("<|im_end|>", tiny.END)
+    save_model(tiny.model(), tokenizer, folder / "model")
+    return load_target(ModelConfig(path=str(folder / "model")), HardwareConfig(device="cpu"))
+
+
+def read(prompts, target, data=PLAIN, **options):
+    return examples_of(prompts, target, data, context=tiny.MAX_POSITIONS, **options)
+
+
 def test_a_row_keeps_prompt_and_answer_apart(target):
     ids = target.tokenizer("ab").input_ids
-    text, numbers, row = examples_of(["ab", ids, {"prompt": "ab", "completion": "cd"}], target)
+    text, numbers, row = read(["ab", ids, {"prompt": "ab", "completion": "cd"}], target)
     assert text.prompt_ids == numbers.prompt_ids == row.prompt_ids == ids
     assert not numbers.has_completion
     assert row.has_completion
     assert len(row.token_ids) > len(ids)
 
 
+def test_text_is_a_user_turn_where_there_is_a_template(talking):
+    turns, lines = chat("ab", "cd"), []
+    expected = talking.tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)
+    text, row, first, formatted = read(
+        ["ab", {"prompt": "ab", "completion": "cd"}, turns, "ab<|end|>"],
+        talking,
+        note=lines.append,
+    )
+    for example in (text, row, first):
+        assert example.prompt_ids == expected["input_ids"]
+    assert row.token_ids == first.token_ids
+    assert formatted.prompt_ids != expected["input_ids"]
+    assert [line.split(" prompts ")[0] for line in lines] == ["2", "1"]
+    never = DataConfig(chat_template="never")
+    (plain,) = read(["ab"], talking, never)
+    assert plain.prompt_ids == talking.tokenizer("ab").input_ids
+
+
+def test_a_prompt_longer_than_the_context_is_named(target):
+    for long in ("a" * 128, [7] * 128):
+        with pytest.raises(ValueError, match=r"^prompt 1 has 128 tokens, .* context is 128: short"):
+            read(["ab", long], target)
+    assert len(read(["a" * 127], target)[0].prompt_ids) == 127
+
+
 def test_what_is_cut_loses_the_end_of_its_answer_alone(target):
-    (row,) = examples_of([{"prompt": "ab", "completion": "cdefgh"}], target)
-    length = len(row.prompt_ids) + 2
-    (cut,) = cut_examples([row], length)
-    assert cut.token_ids == row.token_ids[:length]
-    assert cut.loss_mask == row.loss_mask[:length]
+    (row,) = read([{"prompt": "ab", "completion": "cdefgh"}], target)
+    ((cut,), room) = fit_examples([row], PLAIN, context=128, max_length=4)
+    assert room == Room(4, 4)
+    assert cut.token_ids == row.token_ids[:4]
+    assert cut.loss_mask == row.loss_mask[:4]
     assert cut.prompt_ids == row.prompt_ids
-    with pytest.raises(ValueError, match="raise it, or leave the prompt out"):
-        cut_examples([row], len(row.prompt_ids))
+    with pytest.raises(ValueError, match="max_length=2: raise it, or leave the prompt out"):
+        fit_examples([row], PLAIN, context=128, max_length=2)
+
+
+def test_without_a_length_those_of_the_data_hold(target):
+    (row,) = read([{"prompt": "ab", "completion": "cdefgh"}], target)
+    few = DataConfig(max_prompt_tokens=2, max_completion_tokens=3)
+    ((cut,), room) = fit_examples([row], few, context=128, max_length=None)
+    assert room == Room(3, 5)
+    assert cut.token_ids == row.token_ids[:5]
+    few = DataConfig(max_prompt_tokens=1)
+    with pytest.raises(ValueError, match=r"data\.max_prompt_tokens=1: raise it, or leave the prom"):
+        fit_examples([row], few, context=128, max_length=None)

@@ -1,0 +1,173 @@
+"""Chats through the commands: what is trained on, judged on and served is what the template gives.
+
+Pairs shaped as Qwen3 (ChatML, reasoning dropped from history) and as Llama 3 (headers, a date).
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast as Fast
+
+from draftkit.artifacts import read_json
+from draftkit.config import Config
+from draftkit.data.rollouts import read_parts, read_records
+from draftkit.models.loading import load_tokenizer, save_model
+from draftkit.serving.texts import Texts
+from pipelines.distill import distill
+from pipelines.texts import texts
+from tests import tiny
+from tests.smoke import smoke, splits_of
+from tests.templates import byte_bpe, chat, headers, thinking
+
+pytestmark = pytest.mark.usefixtures("short_bursts")
+
+CONTEXT = 512
+KINDS: dict[str, tuple[str, Callable[[], Fast], dict[str, Any]]] = {
+    "qwen3": ("qwen3", thinking, {}),
+    "qwen3 without thinking": ("qwen3", thinking, {"enable_thinking": False}),
+    "llama3": ("llama", headers, {"date_string": "1 May"}),
+}
+SHARES = ("prompts_cut_share", "completions_cut_share", "rows_dropped_share")
+
+
+def conversation(number: int) -> list[dict[str, str]]:
+    thought = f"<think>\nof {number}\n</think>\n\n"
+    return chat(f"say {number}", f"{thought}it is {number}", "and then?", f"{thought}no more")
+
+
+def save_pair(folder: Path, architecture: str, tokenizer: Fast, **changes: Any) -> None:
+    options = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT, **changes}
+    target = tiny.model(architecture, **options)
+    save_model(target, tokenizer, folder / "target")
+    save_model(tiny.related(target), tokenizer, folder / "draft")
+
+
+def config_of(folder: Path, rows: list[dict[str, Any]], *overrides: str) -> Config:
+    """The smallest experiment on the pair in `folder` and on `rows`."""
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"target.path={folder / 'target'}", f"draft.path={folder / 'draft'}"]
+    small = ["data=local", f"data.path={path}", "data.test_fraction=0.3", "optim.max_steps=2"]
+    return smoke(folder / "outputs", *given, *small, "optim.eval_steps=2", *overrides)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_the_template_from_the_data_to_the_server(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    architecture, make, options = KINDS[kind]
+    save_pair(tmp_path, architecture, make())
+    chats = [conversation(number) for number in range(24)]
+    words = [f"data.template_options={json.dumps(options)}".replace('"', "")] if options else []
+    words += ["data.max_prompt_tokens=300", "data.max_completion_tokens=24"]
+    config = config_of(tmp_path, [{"messages": turns} for turns in chats], *words)
+    distill.launch(config)
+
+    tokenizer = load_tokenizer(config.target, "target")
+    seen = [turns[:n] for turns in chats for n in (1, 3)]
+    by_template = [
+        tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)["input_ids"]
+        for turns in seen
+    ]
+    splits, shared = splits_of(config), tmp_path / "outputs" / "shared"
+    read = [e.prompt_ids for part in (splits.train, splits.validation, splits.test) for e in part]
+    assert sorted(read) == sorted(by_template)
+    server = Texts(tokenizer, len(tokenizer), config.data)
+    assert [server.chat(turns) for turns in seen] == by_template
+
+    (rollouts,), (contexts,) = shared.glob("generate/*"), shared.glob("contexts/*")
+    sampled, judged = read_parts(rollouts), read_records(contexts / "test.parquet")
+    for records in (sampled, judged):
+        assert len({tuple(record.prompt_ids) for record in records}) >= 6
+        assert all(record.prompt_ids in by_template for record in records)
+    assert max(len(record.output_ids) for record in sampled) == 24
+    printed = capsys.readouterr().out
+    assert "texts: 48 prompts of at most 300 tokens, 0.0% cut; " in printed
+    assert printed.count("train: the first row, ⟦what counts in the loss⟧:") == 1
+    for stage in ("train", "distill", "evaluate"):
+        summary = read_json(tmp_path / "outputs" / "smoke" / stage / "summary.json")
+        assert [summary[name] for name in SHARES[::2]] == [0, 0]
+
+
+def test_what_the_context_lowers_is_printed_and_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_pair(tmp_path, "llama", thinking(), max_position_embeddings=100)
+    rows = [{"prompt": f"say {n}", "completion": "no " * 90} for n in range(30)]
+    splits = splits_of(config_of(tmp_path, rows))
+    assert (splits.room.new, splits.room.total) == (50, 100)
+    assert max(len(example.token_ids) for example in splits.train) <= 100
+    printed = capsys.readouterr().out
+    assert "texts: the smaller context of both models has 100 tokens: data.max_prompt" in printed
+    assert "30 answers of at most 50, 100.0% cut" in printed
+    assert "30 prompts became a user turn of the chat template" in printed
+
+
+def test_a_draft_of_a_smaller_context_lowers_lengths_too(tmp_path: Path) -> None:
+    save_pair(tmp_path, "llama", thinking())
+    short = tiny.model(vocab_size=len(thinking()), max_position_embeddings=64)
+    save_model(short, thinking(), tmp_path / "short")
+    rows = [{"prompt": f"say {n}", "completion": "no"} for n in range(30)]
+    whole, less = (
+        splits_of(config_of(tmp_path, rows, f"draft.path={tmp_path / name}"))
+        for name in ("draft", "short")
+    )
+    assert (whole.room.total, less.room.total) == (CONTEXT, 64)
+
+
+LONG = "the draft proposes a few tokens " * 40
+NO_TEMPLATE = [{"messages": conversation(n)} for n in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("make", "rows", "overrides", "line"),
+    [
+        (
+            lambda: byte_bpe(bos=False),
+            NO_TEMPLATE,
+            [],
+            r"holds `messages`, but .* no chat template",
+        ),
+        (
+            headers,
+            [{"messages": [*conversation(n), {"role": "tool", "content": "x"}]} for n in range(9)],
+            [],
+            r"refuses the chat that begins 'say \d' \(there are\): change such rows",
+        ),
+        (
+            thinking,
+            [{"prompt": f"{n} {LONG}"} for n in range(9)],
+            ["data.overlong=drop", "data.max_prompt_tokens=64"],
+            r"no row of the train split is usable, all are longer than 64 tokens of prompt",
+        ),
+        (
+            thinking,
+            [{"prompt": f"{n} {'a b ' * 30}"} for n in range(9)],
+            ["data.max_prompt_tokens=64"],
+            r"100% of the prompts .* data\.max_prompt_tokens=64: data\.max_prompt_tokens=\d+ holds",
+        ),
+        (
+            thinking,
+            [{"prompt": f"{n} {LONG}"} for n in range(9)],
+            [],
+            r"100% of the prompts are longer than the 256 tokens that the models' context of 512",
+        ),
+        (thinking, NO_TEMPLATE, ["data.template_options={thinkin: 1}"], r"has no 'thinkin'$"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(
+    tmp_path: Path,
+    make: Callable[[], Fast],
+    rows: list[dict[str, Any]],
+    overrides: list[str],
+    line: str,
+) -> None:
+    save_pair(tmp_path, "llama", make())
+    with pytest.raises(ValueError, match=line) as error:
+        texts.ensure(config_of(tmp_path, rows, *overrides))
+    assert "\n" not in str(error.value)
+    made = sorted(path.name for path in (tmp_path / "outputs" / "shared").iterdir())
+    assert made == ["checksums.json"]

@@ -21,6 +21,7 @@ SAMPLED, ARGMAX, MATCHED = "alpha", "alpha_greedy_draft", "alpha_exact_match"
 class Setting:
     """One way to run an engine with a drafter.
 
+    `probabilistic` is vLLM's draft_sample_method, `threshold` assistant_confidence_threshold.
     gamma: None where the user names it. confidence: the probability below which the drafter stops.
     cuts_draft: whether top-k and top-p cut the draft's distribution as they cut the target's.
     """
@@ -37,11 +38,11 @@ class Setting:
 SETTINGS = (
     Setting("draftkit", "default: sampled drafts", SAMPLED),
     Setting("vLLM", "default: argmax drafts", ARGMAX),
-    Setting("vLLM", "draft_sample_method=probabilistic", SAMPLED, cuts_draft=False),
+    Setting("vLLM", "sampled: probabilistic", SAMPLED, cuts_draft=False),
     Setting("SGLang", "default: argmax drafts", ARGMAX, gamma=3),
     Setting("llama.cpp", "default: argmax drafts", ARGMAX, gamma=3),
     Setting("transformers", "default: stops below 0.4", SAMPLED, gamma=20, confidence=0.4),
-    Setting("transformers", "assistant_confidence_threshold=0", SAMPLED),
+    Setting("transformers", "sampled: threshold 0", SAMPLED),
     Setting("ONNX Runtime", "default: sampled drafts", SAMPLED, gamma=4),
     Setting("mlx-lm", "default: equal to a sample", MATCHED, gamma=3),
 )

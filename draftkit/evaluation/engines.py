@@ -36,15 +36,15 @@ class Setting:
 
 # Of each engine its default first, then the best that it offers.
 SETTINGS = (
-    Setting("draftkit", "default: sampled drafts", SAMPLED),
-    Setting("vLLM", "default: argmax drafts", ARGMAX),
-    Setting("vLLM", "sampled: probabilistic", SAMPLED, cuts_draft=False),
-    Setting("SGLang", "default: argmax drafts", ARGMAX, gamma=3),
-    Setting("llama.cpp", "default: argmax drafts", ARGMAX, gamma=3),
-    Setting("transformers", "default: stops below 0.4", SAMPLED, gamma=20, confidence=0.4),
-    Setting("transformers", "sampled: threshold 0", SAMPLED),
-    Setting("ONNX Runtime", "default: sampled drafts", SAMPLED, gamma=4),
-    Setting("mlx-lm", "default: equal to a sample", MATCHED, gamma=3),
+    Setting("draftkit", "sampled", SAMPLED),
+    Setting("vLLM", "argmax", ARGMAX),
+    Setting("vLLM", "probabilistic", SAMPLED, cuts_draft=False),
+    Setting("SGLang", "argmax", ARGMAX, gamma=3),
+    Setting("llama.cpp", "argmax", ARGMAX, gamma=3),
+    Setting("transformers", "stops below 0.4", SAMPLED, gamma=20, confidence=0.4),
+    Setting("transformers", "threshold 0", SAMPLED),
+    Setting("ONNX Runtime", "sampled", SAMPLED, gamma=4),
+    Setting("mlx-lm", "equal tokens", MATCHED, gamma=3),
 )
 
 

@@ -99,8 +99,8 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
 
 
 def engine_table(summary: dict[str, Any]) -> Table:
-    """What each engine would accept of the judged drafter, by the texts that were scored."""
-    title = f"in your engine, temperature {summary['temperature']:g}: computed, not run"
+    """What each engine would accept of the judged drafter."""
+    title = f"in your engine, its default first (computed; temperature {summary['temperature']:g})"
     table = Table(title=title, show_edge=False, pad_edge=False)
     for name in ("engine", "how it drafts"):
         table.add_column(name, no_wrap=True)

@@ -77,7 +77,7 @@ def test_a_draft_that_the_engine_does_not_cut_has_a_mode_of_its_own() -> None:
     assert float(totals.totals[UNCUT][0]) == pytest.approx(float(torch.minimum(p, q).sum()))
     rows = engine_rows(totals, gamma=2, temperature=1.0)
     modes = {(row["engine"], row["setting"]): row["mode"] for row in rows}
-    assert modes["vLLM", "sampled: probabilistic"] == UNCUT
+    assert modes["vLLM", "probabilistic"] == UNCUT
     assert UNCUT not in scored(texts, SamplingConfig()).totals
 
 
@@ -87,9 +87,9 @@ def test_every_setting_is_a_row_at_its_own_gamma_and_confidence_needs_sampling()
     rows = engine_rows(totals, gamma=2, temperature=0.8)
     assert len(rows) == len(SETTINGS)
     by_name = {(row["engine"], row["setting"]): row for row in rows}
-    assert by_name["SGLang", "default: argmax drafts"]["gamma"] == 3
-    assert by_name["vLLM", "default: argmax drafts"]["gamma"] == 2
-    stops = by_name["transformers", "default: stops below 0.4"]
+    assert by_name["SGLang", "argmax"]["gamma"] == 3
+    assert by_name["vLLM", "argmax"]["gamma"] == 2
+    stops = by_name["transformers", "stops below 0.4"]
     assert stops["gamma"] == 20
     free = totals.tokens_a_pass(SAMPLED, 20).mean
     assert 1 < stops["acceptance_length"]["mean"] < free

@@ -116,9 +116,7 @@ def test_each_engine_is_named_once_above_its_settings_in_eighty_columns():
     assert "…" not in text
     assert len(lines) == 3 + len(SETTINGS)
     assert text.count("vLLM") == text.count("transformers") == 1
-    assert " ".join(lines[3].split()) == (
-        "draftkit │ default: sampled drafts │ 20 │ 0.600 │ 13.46 [13.44, 13.47]"
-    )
+    assert " ".join(lines[3].split()) == ("draftkit │ sampled │ 20 │ 0.600 │ 13.46 [13.44, 13.47]")
 
 
 def test_a_single_draft_gets_a_single_column():

@@ -17,7 +17,7 @@ from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.data.prompts import read_splits
 from draftkit.decoding.trace import continuations, html, terminal
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather
-from draftkit.evaluation.report import evaluation_table, speedup_figure
+from draftkit.evaluation.report import engine_table, evaluation_table, speedup_figure
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
@@ -124,7 +124,10 @@ def write_traces(folder: Path, main: Evidence, target: Target) -> None:
 def show(config: Config, folder: Path) -> None:
     """Print the table of a complete evaluation, and where its traces are."""
     console = Console(width=80)
-    console.print(evaluation_table(read_json(folder / SUMMARY)))
+    summary = read_json(folder / SUMMARY)
+    console.print(evaluation_table(summary))
+    if "engines" in summary:
+        console.print(engine_table(summary))
     console.print(f"What was accepted and corrected, token by token: {folder / 'trace.html'}")
 
 

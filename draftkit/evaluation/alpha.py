@@ -2,15 +2,18 @@
 
 The target continues held-out prompts once under the served sampling; every draft that is compared
 is scored on those same positions, so gains are paired. At each position p and q are warped by the
-very function that serves (P1), and the three acceptance modes are summed by prompt. Where
-`sampling` is null, each context is scored under the sampling that it was served with.
+very function that serves (P1), and the acceptance modes are summed by prompt. Where `sampling` is
+null, each context is scored under the sampling that it was served with.
 
-Shapes: M generated positions, V vocabulary, P prompts.
+From the same scores follow the tokens a pass of the target at any gamma (`tokens_a_pass`), in law
+those of the decoder, for each way in which engines verify.
+
+Shapes: M generated positions, V vocabulary, P prompts, T tokens of a text.
 """
 
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,8 +28,12 @@ from draftkit.theory.acceptance import (
     Rate,
     bootstrap,
     exact_match_acceptance,
+    exact_match_share,
     greedy_draft_acceptance,
+    greedy_draft_share,
+    rounds_of_texts,
     sampled_acceptance,
+    sampled_share,
     tail_bound,
 )
 from draftkit.theory.truncation import coarse_target, distribution
@@ -37,14 +44,27 @@ MODES = {
     "alpha_greedy_draft": greedy_draft_acceptance,
     "alpha_exact_match": exact_match_acceptance,
 }
+SHARES = {
+    "alpha": sampled_share,
+    "alpha_greedy_draft": greedy_draft_share,
+    "alpha_exact_match": exact_match_share,
+}
+# Of engines that cut the target by top-k and top-p and the draft not: `alpha` with such a q.
+UNCUT = "alpha_uncut_draft"
 
 
 @dataclass(frozen=True)
 class PromptTotals:
-    """Sums over the positions of each prompt [P], by mode, and the number of positions [P]."""
+    """Sums over the positions of each prompt [P], by mode, and the number of positions [P].
+
+    shares: by mode, of each text, P(its token was an accepted proposal | the token) [T]; empty
+    where texts were summed or scored by stored scores. cut: which texts no end of text ended [P].
+    """
 
     totals: dict[str, Tensor]
     counts: Tensor
+    shares: dict[str, list[Tensor]] = field(default_factory=dict)
+    cut: Tensor | None = None
 
     def as_dict(self) -> dict[str, list[float]]:
         """By mode, and the positions."""
@@ -54,6 +74,14 @@ class PromptTotals:
     def rate(self, mode: str = "alpha") -> Rate:
         """The acceptance over all positions."""
         return Rate(self.totals[mode], self.counts)
+
+    def tokens_a_pass(self, mode: str, gamma: int, *, confidence: float = 0.0) -> Rate:
+        """tau of decoding with `gamma` proposals a round in this mode, as a rate over prompts.
+
+        With `confidence` the draft proposes nothing behind a token that it gave less probability.
+        """
+        last = [one < confidence for one in self.shares["alpha_exact_match"]]
+        return rounds_of_texts(self.shares[mode], gamma, cut=self.cut, last=last)
 
     @property
     def alpha(self) -> Estimate:
@@ -83,7 +111,7 @@ def score_contexts(
     sampling: SamplingConfig | None,
     batch_size: int,
 ) -> PromptTotals:
-    """Return the three acceptance modes of `draft` on `contexts`, summed by prompt in float64."""
+    """Return the acceptance modes of `draft` on `contexts`, summed by prompt in float64."""
     drafts = {"draft": draft}
     return score_drafts(target, drafts, contexts, sampling=sampling, batch_size=batch_size)["draft"]
 
@@ -96,19 +124,38 @@ def score_drafts(
     *,
     sampling: SamplingConfig | None,
     batch_size: int,
+    eos_token_ids: Sequence[int] = (),
 ) -> dict[str, PromptTotals]:
-    """`score_contexts` of several drafts, for which the target reads each context once."""
-    totals: dict[str, dict[str, list[float]]] = {n: {m: [] for m in MODES} for n in drafts}
+    """`score_contexts` of several drafts, for which the target reads each context once.
+
+    Where `sampling` cuts, there is also the mode `UNCUT`. eos_token_ids: that end a text.
+    """
+    uncut = None if sampling is None else replace(sampling, top_k=0, top_p=1.0)
+    cuts = uncut != sampling and sampling is not None and sampling.temperature > 0
+    modes = {**MODES, UNCUT: sampled_acceptance} if cuts else MODES
+    totals: dict[str, dict[str, list[float]]] = {n: {m: [] for m in modes} for n in drafts}
+    shares: dict[str, dict[str, list[Tensor]]] = {n: {m: [] for m in modes} for n in drafts}
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
-        target_rows = list(_served(target, chunk, sampling))
+        target_rows = [rows for (rows,) in _served(target, chunk, sampling)]
         for name, draft in drafts.items():
-            draft_rows = _served(draft, chunk, sampling)
-            for target_probs, draft_probs in zip(target_rows, draft_rows, strict=True):
-                for mode, acceptance in MODES.items():
-                    values = acceptance(target_probs=target_probs, draft_probs=draft_probs)
-                    totals[name][mode].append(float(values.double().sum()))
-    return {name: _by_prompt(contexts, modes) for name, modes in totals.items()}
+            as_proposed = (sampling, uncut) if cuts else (sampling,)
+            draft_rows = _served(draft, chunk, *as_proposed)
+            for one, target_probs, probs in zip(chunk, target_rows, draft_rows, strict=True):
+                tokens = torch.tensor(one.output_ids, device=target_probs.device)
+                for mode, acceptance in modes.items():
+                    both = {
+                        "target_probs": target_probs,
+                        "draft_probs": probs[-1 if mode == UNCUT else 0],
+                    }
+                    totals[name][mode].append(float(acceptance(**both).double().sum()))
+                    share = SHARES.get(mode, sampled_share)(**both, tokens=tokens)
+                    shares[name][mode].append(share.double().cpu())
+    cut = torch.tensor([not {*one.output_ids[-1:]} & {*eos_token_ids} for one in contexts])
+    return {
+        name: replace(_by_prompt(contexts, totals[name]), shares=shares[name], cut=cut)
+        for name in drafts
+    }
 
 
 def _by_prompt(contexts: Sequence[Record], totals: dict[str, list[float]]) -> PromptTotals:
@@ -119,9 +166,11 @@ def _by_prompt(contexts: Sequence[Record], totals: dict[str, list[float]]) -> Pr
 
 
 def _served(
-    model: Adapter | RememberedAdapter, contexts: Sequence[Record], sampling: SamplingConfig | None
-) -> Iterator[Tensor]:
-    """The served probabilities [M, V] of `model` at the outputs of each of `contexts`.
+    model: Adapter | RememberedAdapter,
+    contexts: Sequence[Record],
+    *samplings: SamplingConfig | None,
+) -> Iterator[list[Tensor]]:
+    """The probabilities [M, V] of `model` at the outputs of each of `contexts`, by `samplings`.
 
     One text at a time, so that what is made of its logits stays in a processor's cache.
     """
@@ -129,16 +178,20 @@ def _served(
     tokens, keep = padded(prompts, outputs, model.device)
     logits = model.score(tokens, keep).split([len(one.output_ids) for one in contexts])
     for context, rows in zip(contexts, logits, strict=True):
-        served, seen = sampling or sampling_of(context), None
-        if served.repetition_penalty != 1:  # the ids before each position [1, M, V]
-            prompt, outputs = (
-                torch.tensor([ids], device=model.device)
-                for ids in (context.prompt_ids, context.output_ids)
-            )
-            length = torch.tensor([prompt.shape[1]], device=model.device)
-            seen = seen_along(seen_tokens(prompt, length, model.vocab_size), outputs)[:, :-1]
-        params = SamplingParams.uniform(1, **vars(served), device=model.device)
-        yield warp(rows[None], params, seen)[0]
+        yield [_warped(rows, context, sampling or sampling_of(context)) for sampling in samplings]
+
+
+def _warped(logits: Tensor, context: Record, served: SamplingConfig) -> Tensor:
+    """The probabilities [M, V] that `served` makes of `logits` [M, V] at the outputs."""
+    seen, device, vocab_size = None, logits.device, logits.shape[-1]
+    if served.repetition_penalty != 1:  # the ids before each position [1, M, V]
+        prompt, outputs = (
+            torch.tensor([ids], device=device) for ids in (context.prompt_ids, context.output_ids)
+        )
+        length = torch.tensor([prompt.shape[1]], device=device)
+        seen = seen_along(seen_tokens(prompt, length, vocab_size), outputs)[:, :-1]
+    params = SamplingParams.uniform(1, **vars(served), device=device)
+    return warp(logits[None], params, seen)[0]
 
 
 @torch.inference_mode()
@@ -156,7 +209,7 @@ def score_stored(
     device, totals, missing = draft.device, [], []
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
-        for context, probs in zip(chunk, _served(draft, chunk, sampling), strict=True):
+        for context, (probs,) in zip(chunk, _served(draft, chunk, sampling), strict=True):
             served = sampling or sampling_of(context)
             if served.repetition_penalty != 1:
                 raise ValueError(

@@ -100,8 +100,14 @@ def gather(
     decoded = [*timed_prompts, *prompts.calibration]
     setting = timing(decoded, sampling, target.eos_token_ids, config)
     note(f"alpha on {len(contexts)} contexts at temperature {sampling.temperature:g}")
-    size = options.batch_size
-    scored = score_drafts(target.adapter, drafts, contexts, sampling=sampling, batch_size=size)
+    scored = score_drafts(
+        target.adapter,
+        drafts,
+        contexts,
+        sampling=sampling,
+        batch_size=options.batch_size,
+        eos_token_ids=target.eos_token_ids,
+    )
     compiling = -compile_seconds()
     note(f"wall time on {len(timed_prompts)} prompts, in turns with the baseline")
 

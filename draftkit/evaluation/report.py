@@ -113,6 +113,22 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
     return table
 
 
+def engine_table(summary: dict[str, Any]) -> Table:
+    """What each engine would accept of the judged drafter."""
+    title = f"in your engine, its default first (computed; temperature {summary['temperature']:g})"
+    table = Table(title=title, show_edge=False, pad_edge=False)
+    for name in ("engine", "how it drafts"):
+        table.add_column(name, no_wrap=True)
+    for name in ("gamma", "accepts", "tokens a pass"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = ""
+    for row in summary["engines"]:
+        engine, before = row["engine"] if row["engine"] != before else "", row["engine"]
+        accepts, length = f"{row['acceptance']['mean']:.3f}", interval(row["acceptance_length"], 2)
+        table.add_row(engine, row["setting"], str(row["gamma"]), accepts, length)
+    return table
+
+
 def result_lines(summary: dict[str, Any]) -> Table:
     """Six lines: what changed from `before` to the judged drafter, and the verdict."""
     before = summary["before"]

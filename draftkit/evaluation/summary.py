@@ -9,6 +9,7 @@ import torch
 
 from draftkit.config import Config, SamplingConfig
 from draftkit.evaluation.alpha import estimates
+from draftkit.evaluation.engines import engine_rows
 from draftkit.evaluation.judge import LOOKUP, SERVED_ALPHA, Evidence
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import Timed
@@ -30,6 +31,11 @@ def compare(
 ) -> dict[str, Any]:
     """The summary of draft `main`, with prompt lookup, the draft `before` it and paired gains."""
     summary = summarise(evidence[main], sampling, config)
+    gamma, temperature = config.decode.gamma, sampling.temperature
+    if config.decode.has_drafter:
+        summary["engines"] = engine_rows(
+            evidence[main].scored, gamma=gamma, temperature=temperature, **resampling(config)
+        )
     lookup = lookup_summary(evidence[main], config)
     has_drafter = config.decode.has_drafter
     ways = {LOOKUP: lookup, "drafter" if has_drafter else config.decode.proposer: summary}

@@ -6,6 +6,14 @@ Three modes, for the three ways engines verify (q = the law proposals are sample
     greedy draft   p(argmax q)               the draft proposes its argmax
     exact match    sum_x p q                 a sampled proposal must equal the target's sample
 
+What a text says of rounds. Committed tokens have the target's distribution, whoever proposed them.
+Given that x was committed, it was an accepted proposal with probability
+
+    sampled        min(p, q)(x) / p(x)      greedy draft   1 if x = argmax q      exact match   q(x)
+
+whatever happened before it, so text that the target sampled tells how many rounds the decoder would
+have taken to write it, at any gamma and without decoding: `rounds_of_texts`.
+
 Counted quantities follow from one histogram: rounds by number of accepted proposals, n = 0..gamma.
 Servers call accepted/drafted the acceptance rate; it is below alpha, because its denominator holds
 proposals that were never tested. Functions of one alpha assume the i.i.d. model of Leviathan et
@@ -16,18 +24,20 @@ Estimates are ratios of totals over positions, with percentile intervals from a 
 prompts, since positions of one text are not independent. Resampling uses `noise`, so the same data
 give the same interval. Whether a ratio lies above another one is decided by a t test, which knows
 levels that no thousand resamples can show. This module knows no models and no decoder.
-Shapes: V vocabulary, P prompts.
+Shapes: V vocabulary, P prompts, T tokens of a text.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.theory.noise import RESAMPLE, uniform
+from draftkit.theory.speedup import expected_tokens
 from draftkit.theory.warping import promote
 
 
@@ -45,6 +55,70 @@ def greedy_draft_acceptance(*, target_probs: Tensor, draft_probs: Tensor) -> Ten
 def exact_match_acceptance(*, target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """sum_x p q: the probability that independent samples of target and draft agree."""
     return (promote(target_probs) * promote(draft_probs)).sum(-1)
+
+
+def sampled_share(*, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> Tensor:
+    """min(1, q(x) / p(x)): P(x was an accepted proposal | x was committed); tokens x [...].
+
+    1 where p(x) is 0, which the target samples never, but may by rounding.
+    """
+    target, draft = (_of(tokens, promote(probs)) for probs in (target_probs, draft_probs))
+    return torch.where(target > 0, draft / target, 1.0).clamp(max=1)
+
+
+def greedy_draft_share(*, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> Tensor:
+    """1 where x = argmax q, else 0: the same where the draft proposes its most likely token."""
+    return (draft_probs.argmax(-1) == tokens).to(promote(target_probs).dtype)
+
+
+def exact_match_share(*, target_probs: Tensor, draft_probs: Tensor, tokens: Tensor) -> Tensor:
+    """q(x): the same where a proposal must equal an independent sample of the target."""
+    return _of(tokens, promote(draft_probs))
+
+
+def _of(tokens: Tensor, probs: Tensor) -> Tensor:
+    """The probabilities [...] of `tokens` [...] in `probs` [..., V]."""
+    return probs.gather(-1, tokens[..., None])[..., 0]
+
+
+def rounds_of_texts(
+    shares: Sequence[Tensor],
+    gamma: int,
+    *,
+    cut: Tensor | None = None,
+    last: Sequence[Tensor] | None = None,
+) -> "Rate":
+    """What rounds of `gamma` proposals are expected to emit, over their number, by text [P].
+
+    shares: of each text, P(its token was an accepted proposal | the token) [T]. last: where it is
+    true [T] a draft that proposes this token proposes none behind it in that round. cut [P]: which
+    texts end by a limit of their length, default all. The probability that token t is tested with
+    r proposals of its round left,
+
+        B(t + 1, r - 1) = share(t) B(t, r) for r > 0
+        B(t + 1, gamma) = B(t, 0) + sum over r > 0 of (1 - share(t)) B(t, r)
+
+    begins as B(0, gamma) = 1; a round begins with each B(t, gamma). What a round would emit behind
+    a cut counts, by the average share, as decoding counts it.
+    """
+    lengths = torch.tensor([len(one) for one in shares])
+    accepted = pad_sequence([one.double() for one in shares])  # [T, P]
+    ending = torch.zeros_like(accepted) if last is None else pad_sequence([*last]).double()
+    average = float(torch.cat([*shares]).double().mean())
+    onward = accepted.new_tensor([expected_tokens(average, left) for left in range(gamma + 1)])
+    state = accepted.new_zeros(gamma + 1, len(shares))  # B(t, r), the first index is r
+    state[gamma] = 1
+    rounds, emitted = accepted.new_zeros(len(shares)), lengths.double()
+    ends = lengths if cut is None else torch.where(cut, lengths, 0)
+    for t, (share, stops) in enumerate(zip(accepted, ending, strict=True)):
+        rounds = rounds + torch.where(t < lengths, state[gamma], 0.0)
+        kept = share * state[1:]  # [gamma, P]
+        begun = (state[1:] - kept).sum(0) + state[0]
+        kept[0] = kept[0] + stops * kept[1:].sum(0)
+        kept[1:] *= 1 - stops
+        emitted = emitted + torch.where(t + 1 == ends, onward[:-1] @ kept, 0.0)
+        state = torch.cat([kept, begun[None]])
+    return Rate(emitted, rounds)
 
 
 class Rate(NamedTuple):

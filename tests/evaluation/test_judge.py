@@ -69,8 +69,9 @@ def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True):
         "alpha_greedy_draft": 0.5 * column,
         "alpha_exact_match": 0.25 * column,
     }
+    shares = {mode: [total.expand(3) / 20 for total in sums] for mode, sums in totals.items()}
     return Evidence(
-        scored=PromptTotals(totals, column),
+        scored=PromptTotals(totals, column, shares),
         timed=Timed(timed),
         plain=Timed([plain] * 2),
         costs=Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 2: 1.1, 4: 1.2, 8: 1.4}),

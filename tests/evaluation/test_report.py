@@ -8,8 +8,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from draftkit.config import SamplingConfig
+from draftkit.evaluation.engines import SETTINGS
 from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
 from draftkit.evaluation.report import (
+    engine_table,
     evaluation_table,
     model_card,
     result_lines,
@@ -45,6 +47,11 @@ def summary(alpha):
         "lossless": Losslessness(32, 2, 2).as_dict(),
         "verdict": "deploy",
         "reason": "end-to-end speedup 1.59 [1.52, 1.66] lies above 1",
+        "engines": [
+            {"engine": one.engine, "setting": one.name, "mode": one.mode, "gamma": 20}
+            | {"acceptance": estimate(alpha), "acceptance_length": estimate(13.456)}
+            for one in SETTINGS
+        ],
     }
 
 
@@ -105,6 +112,16 @@ def test_a_gap_between_theory_and_clock_is_pointed_out(pair):
     assert "off predicted" not in printed(evaluation_table(pair))
     pair["speedup"]["prediction_error"] = -0.31
     assert "-31% off predicted" in " ".join(printed(evaluation_table(pair)).split())
+
+
+def test_each_engine_is_named_once_above_its_settings_in_eighty_columns():
+    text = printed(engine_table(summary(0.6)))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in text
+    assert len(lines) == 3 + len(SETTINGS)
+    assert text.count("vLLM") == text.count("transformers") == 1
+    assert " ".join(lines[3].split()) == ("draftkit │ sampled │ 20 │ 0.600 │ 13.46 [13.44, 13.47]")
 
 
 def test_a_single_draft_gets_a_single_column():

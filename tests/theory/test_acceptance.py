@@ -15,9 +15,13 @@ from draftkit.theory.acceptance import (
     Rate,
     bootstrap,
     exact_match_acceptance,
+    exact_match_share,
     gain_p_value,
     greedy_draft_acceptance,
+    greedy_draft_share,
+    rounds_of_texts,
     sampled_acceptance,
+    sampled_share,
     student_t_tail,
     tail_bound,
 )
@@ -70,6 +74,89 @@ def test_modes_compute_in_float32_at_least(mode: object) -> None:
     for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         pair = {"target_probs": probs.to(dtype), "draft_probs": probs.flip(-1).to(dtype)}
         assert mode(**pair).dtype == expected
+
+
+# Rounds by text
+
+VOCAB, LENGTH = 3, 5
+SHARES = {"sampled": sampled_share, "argmax": greedy_draft_share, "match": exact_match_share}
+
+
+def tables(seed: int) -> tuple[Tensor, Tensor]:
+    """p and q [V, V] after each last token."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 1.5 * torch.randn(2, VOCAB, VOCAB, generator=generator, dtype=torch.float64)
+    target, draft = logits.softmax(-1)
+    return target, draft
+
+
+def rounds_by_enumeration(mode: str, gamma: int, stops_below: float = 0.0) -> float:
+    """Expected rounds for LENGTH tokens after token 0, over all that draft and target may do."""
+    target, draft = tables(1)
+
+    def begin(last: int, missing: int) -> float:
+        return 1 + test(last, missing, gamma) if missing else 0.0
+
+    def test(last: int, missing: int, left: int) -> float:
+        """Rounds after the one under way, of which `left` proposals are still to be tested."""
+        if not missing:
+            return 0.0
+        p, q = target[last].tolist(), draft[last].tolist()
+        total = 0.0
+        for x in range(VOCAB):
+            accepted = 0.0
+            if left:
+                is_best = q[x] == max(q)
+                both = {"sampled": min(p[x], q[x]), "argmax": p[x] * is_best, "match": p[x] * q[x]}
+                accepted = both[mode]
+            behind = 0 if q[x] < stops_below else left - 1
+            total += accepted * test(x, missing - 1, behind)
+            total += (p[x] - accepted) * begin(x, missing - 1)
+        return total
+
+    return begin(0, LENGTH)
+
+
+@pytest.mark.parametrize("stops_below", [0.0, 0.4])
+@pytest.mark.parametrize("gamma", [1, 2, 4])
+@pytest.mark.parametrize("mode", SHARES)
+def test_texts_of_the_target_tell_how_many_rounds_decoding_takes(
+    mode: str, gamma: int, stops_below: float
+) -> None:
+    target, draft = tables(1)
+    texts = torch.cartesian_prod(*[torch.arange(VOCAB)] * LENGTH)
+    before = torch.cat([torch.zeros(len(texts), 1, dtype=torch.long), texts[:, :-1]], dim=1)
+    likelihood = target[before, texts].prod(-1)
+    both = {"target_probs": target[before], "draft_probs": draft[before], "tokens": texts}
+    last = exact_match_share(**both) < stops_below
+    found = rounds_of_texts([*SHARES[mode](**both)], gamma, last=[*last])
+    expected = rounds_by_enumeration(mode, gamma, stops_below)
+    assert float(found.counts @ likelihood) == pytest.approx(expected, rel=1e-12)
+
+
+def test_shares_that_are_alphas_would_be_wrong() -> None:
+    """Tokens that are accepted have another distribution than those of the target."""
+    target, draft = tables(1)
+    texts = torch.cartesian_prod(*[torch.arange(VOCAB)] * LENGTH)
+    before = torch.cat([torch.zeros(len(texts), 1, dtype=torch.long), texts[:, :-1]], dim=1)
+    both = {"target_probs": target[before], "draft_probs": draft[before]}
+    found = rounds_of_texts([*sampled_acceptance(**both)], 2).counts @ target[before, texts].prod(
+        -1
+    )
+    assert abs(float(found) - rounds_by_enumeration("sampled", 2)) > 1e-3
+
+
+def test_ragged_texts_count_as_if_alone_and_cut_ones_go_on_with_the_average() -> None:
+    shares = [torch.tensor([0.9, 0.2, 0.7, 0.5]), torch.tensor([0.3]), torch.tensor([0.6, 1.0])]
+    together = rounds_of_texts(shares, 3, cut=torch.tensor([False] * 3))
+    assert together.totals.tolist() == [4, 1, 2]
+    for row, share in enumerate(shares):
+        alone = rounds_of_texts([share], 3, cut=torch.tensor([False]))
+        assert float(alone.counts) == pytest.approx(float(together.counts[row]))
+    constant = rounds_of_texts([torch.full((6,), 0.8)], 3)
+    assert float(constant.totals / constant.counts) > 6 / float(constant.counts)
+    long = rounds_of_texts([torch.full((4000,), 0.8)], 3)
+    assert float(long.totals / long.counts) == pytest.approx(expected_tokens(0.8, 3), rel=1e-4)
 
 
 # Estimates

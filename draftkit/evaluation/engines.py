@@ -1,0 +1,77 @@
+"""What other engines would accept of a drafter: which row of acceptance is theirs.
+
+Engines differ in how they draft and verify, so one drafter has several acceptance rates. Tokens a
+pass of the target follow from the texts that were scored, in the mode and at the gamma of each
+engine; no engine is run, and nothing is said of the time that its passes take.
+
+Facts about the engines: their documentation and source, November 2026 (vLLM 0.33, SGLang 0.5.23,
+llama.cpp 0.5, transformers 5.23, ONNX Runtime GenAI 0.18, mlx-lm 0.32).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from draftkit.evaluation.alpha import UNCUT, PromptTotals
+from draftkit.theory.acceptance import bootstrap
+
+SAMPLED, ARGMAX, MATCHED = "alpha", "alpha_greedy_draft", "alpha_exact_match"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run an engine with a drafter.
+
+    `probabilistic` is vLLM's draft_sample_method, `threshold` assistant_confidence_threshold.
+    gamma: None where the user names it. confidence: the probability below which the drafter stops.
+    cuts_draft: whether top-k and top-p cut the draft's distribution as they cut the target's.
+    """
+
+    engine: str
+    name: str
+    mode: str
+    gamma: int | None = None
+    confidence: float = 0.0
+    cuts_draft: bool = True
+
+
+# Of each engine its default first, then the best that it offers.
+SETTINGS = (
+    Setting("draftkit", "sampled", SAMPLED),
+    Setting("vLLM", "argmax", ARGMAX),
+    Setting("vLLM", "probabilistic", SAMPLED, cuts_draft=False),
+    Setting("SGLang", "argmax", ARGMAX, gamma=3),
+    Setting("llama.cpp", "argmax", ARGMAX, gamma=3),
+    Setting("transformers", "stops below 0.4", SAMPLED, gamma=20, confidence=0.4),
+    Setting("transformers", "threshold 0", SAMPLED),
+    Setting("ONNX Runtime", "sampled", SAMPLED, gamma=4),
+    Setting("mlx-lm", "equal tokens", MATCHED, gamma=3),
+)
+
+
+def engine_rows(
+    scored: PromptTotals, *, gamma: int, temperature: float, **resampling: int
+) -> list[dict[str, Any]]:
+    """Acceptance and tokens a pass of each setting, as the summary holds them.
+
+    gamma: where the engine leaves it to its user. At temperature 0 a drafter that stops by its
+    confidence is left out: greedy proposals do not tell how likely they were.
+    """
+    rows = []
+    for setting in SETTINGS:
+        if setting.confidence and temperature == 0:
+            continue
+        uncut = not setting.cuts_draft and UNCUT in scored.totals
+        mode = UNCUT if uncut else setting.mode
+        proposals = setting.gamma or max(gamma, 1)
+        length = scored.tokens_a_pass(mode, proposals, confidence=setting.confidence)
+        rows.append(
+            {
+                "engine": setting.engine,
+                "setting": setting.name,
+                "mode": mode,
+                "gamma": proposals,
+                "acceptance": bootstrap(scored.rate(mode), **resampling).as_dict(),
+                "acceptance_length": bootstrap(length, **resampling).as_dict(),
+            }
+        )
+    return rows

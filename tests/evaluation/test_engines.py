@@ -1,0 +1,97 @@
+"""Tokens a pass that are computed from scored texts equal those that decoding shows."""
+
+import pytest
+import torch
+
+from draftkit.config import SamplingConfig
+from draftkit.data.rollouts import Record
+from draftkit.decoding.generation import Completion, decode, make_requests
+from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.evaluation.alpha import UNCUT, PromptTotals, score_drafts
+from draftkit.evaluation.engines import ARGMAX, SAMPLED, SETTINGS, engine_rows
+from draftkit.models.adapter import Adapter
+from tests.tabular import random_adapter, relative
+
+VOCAB, EOS, TEXTS, TOKENS = 8, 7, 400, 30
+PROPOSED = {"sampled": SAMPLED, "argmax": ARGMAX}
+TARGET = random_adapter(VOCAB, 1)
+DRAFT = relative(TARGET, 2)
+
+
+def decoded(sampling: SamplingConfig, tokens: str, gamma: int) -> list[Completion]:
+    prompts = [[row % VOCAB] for row in range(TEXTS)]
+    requests = [*make_requests(prompts, max_new_tokens=TOKENS, sampling=sampling, gamma=gamma)]
+    proposer = DraftModelProposer(DRAFT, tokens=tokens)
+    return decode(TARGET, requests, eos_token_ids=[EOS], batch_size=100, proposer=proposer)
+
+
+def scored(texts: list[Completion], sampling: SamplingConfig) -> PromptTotals:
+    records = [
+        Record(
+            prompt_ids=one.prompt_ids,
+            output_ids=one.output_ids,
+            sampler="target",
+            sampler_version="",
+            sampling=vars(sampling),
+            seed=0,
+            row=row,
+        )
+        for row, one in enumerate(texts)
+    ]
+    drafts: dict[str, Adapter] = {"draft": DRAFT}
+    return score_drafts(
+        TARGET, drafts, records, sampling=sampling, batch_size=50, eos_token_ids=[EOS]
+    )["draft"]
+
+
+def z_of(texts: list[Completion], totals: PromptTotals, mode: str, gamma: int) -> float:
+    """How far the rounds of decoding are from those that the same texts predict."""
+    counted = torch.tensor([one.rounds for one in texts], dtype=torch.float64)
+    difference = counted - totals.tokens_a_pass(mode, gamma).counts
+    return float(difference.mean() / difference.std() * len(texts) ** 0.5)
+
+
+@pytest.mark.parametrize("gamma", [1, 4])
+@pytest.mark.parametrize("tokens", PROPOSED)
+def test_decoding_takes_the_rounds_that_its_texts_predict(tokens: str, gamma: int) -> None:
+    sampling = SamplingConfig(temperature=0.8)
+    texts = decoded(sampling, tokens, gamma)
+    totals = scored(texts, sampling)
+    if tokens == "argmax":  # then a text leaves nothing to chance
+        rounds = totals.tokens_a_pass(ARGMAX, gamma).counts
+        assert rounds.tolist() == pytest.approx([one.rounds for one in texts])
+    else:
+        assert abs(z_of(texts, totals, SAMPLED, gamma)) < 3.5
+    other = ARGMAX if tokens == "sampled" else SAMPLED
+    assert abs(z_of(texts, totals, other, gamma)) > 8  # the test would see the wrong mode
+
+
+def test_a_draft_that_the_engine_does_not_cut_has_a_mode_of_its_own() -> None:
+    sampling = SamplingConfig(top_k=3)
+    texts = decoded(sampling, "sampled", 2)
+    totals = scored(texts, sampling)
+    text = [*texts[0].prompt_ids, *texts[0].output_ids]
+    target, draft = (model.logits(torch.tensor([text[:-1]]))[0] for model in (TARGET, DRAFT))
+    kept = target >= target.topk(3).values[:, -1:]
+    p, q = target.masked_fill(~kept, -torch.inf).softmax(-1), draft.softmax(-1)
+    assert float(totals.totals[UNCUT][0]) == pytest.approx(float(torch.minimum(p, q).sum()))
+    rows = engine_rows(totals, gamma=2, temperature=1.0)
+    modes = {(row["engine"], row["setting"]): row["mode"] for row in rows}
+    assert modes["vLLM", "probabilistic"] == UNCUT
+    assert UNCUT not in scored(texts, SamplingConfig()).totals
+
+
+def test_every_setting_is_a_row_at_its_own_gamma_and_confidence_needs_sampling() -> None:
+    sampling = SamplingConfig(temperature=0.8)
+    totals = scored(decoded(sampling, "sampled", 2), sampling)
+    rows = engine_rows(totals, gamma=2, temperature=0.8)
+    assert len(rows) == len(SETTINGS)
+    by_name = {(row["engine"], row["setting"]): row for row in rows}
+    assert by_name["SGLang", "argmax"]["gamma"] == 3
+    assert by_name["vLLM", "argmax"]["gamma"] == 2
+    stops = by_name["transformers", "stops below 0.4"]
+    assert stops["gamma"] == 20
+    free = totals.tokens_a_pass(SAMPLED, 20).mean
+    assert 1 < stops["acceptance_length"]["mean"] < free
+    at_zero = engine_rows(totals, gamma=2, temperature=0.0)
+    assert len(at_zero) == len(rows) - 1

@@ -9,6 +9,7 @@ llama.cpp 0.5, transformers 5.23, ONNX Runtime GenAI 0.18, mlx-lm 0.32).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from draftkit.evaluation.alpha import UNCUT, PromptTotals
@@ -49,13 +50,14 @@ SETTINGS = (
 
 
 def engine_rows(
-    scored: PromptTotals, *, gamma: int, temperature: float, **resampling: int
+    scored: PromptTotals, *, gamma: int, temperature: float, seed: int = 0, resamples: int = 2000
 ) -> list[dict[str, Any]]:
     """Acceptance and tokens a pass of each setting, as the summary holds them.
 
     gamma: where the engine leaves it to its user. At temperature 0 a drafter that stops by its
     confidence is left out: greedy proposals do not tell how likely they were.
     """
+    estimate = partial(bootstrap, seed=seed, resamples=resamples)
     rows = []
     for setting in SETTINGS:
         if setting.confidence and temperature == 0:
@@ -70,8 +72,8 @@ def engine_rows(
                 "setting": setting.name,
                 "mode": mode,
                 "gamma": proposals,
-                "acceptance": bootstrap(scored.rate(mode), **resampling).as_dict(),
-                "acceptance_length": bootstrap(length, **resampling).as_dict(),
+                "acceptance": estimate(scored.rate(mode)).as_dict(),
+                "acceptance_length": estimate(length).as_dict(),
             }
         )
     return rows

@@ -111,12 +111,12 @@ def rounds_of_texts(
     rounds, emitted = accepted.new_zeros(len(shares)), lengths.double()
     ends = lengths if cut is None else torch.where(cut, lengths, 0)
     for t, (share, stops) in enumerate(zip(accepted, ending, strict=True)):
-        rounds = rounds + torch.where(t < lengths, state[gamma], 0.0)
+        rounds = rounds + torch.where(lengths > t, state[gamma], 0.0)
         kept = share * state[1:]  # [gamma, P]
         begun = (state[1:] - kept).sum(0) + state[0]
         kept[0] = kept[0] + stops * kept[1:].sum(0)
         kept[1:] *= 1 - stops
-        emitted = emitted + torch.where(t + 1 == ends, onward[:-1] @ kept, 0.0)
+        emitted = emitted + torch.where(ends == t + 1, onward[:-1] @ kept, 0.0)
         state = torch.cat([kept, begun[None]])
     return Rate(emitted, rounds)
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from draftkit.config.choices import Section, positive, require, setting
+from draftkit.config.choices import DOMAIN_NAMES, Section, positive, require, setting
 
 DEFAULT_ROUTE = "default"
 LEAST_PROMPTS = 20  # different ones, below which no gate decides: intervals of fewer are too narrow
@@ -64,8 +64,8 @@ class GateConfig(Section, key="online.gate"):
 class DriftConfig(Section, key="online.drift"):
     """The simulated stream of `online.task=drift`: domains that follow each other."""
 
-    domains: list[str] = setting(["prose", "cpp"], filled=True)  # after the first one
-    first: str = "python"  # of which the static drafter has learned
+    # The static drafter has learned of the first alone; of the others requests come, in this order.
+    domains: list[str] = setting(DOMAIN_NAMES, unique=True)
     requests: int = positive(4000)  # of each domain
     max_new_tokens: int = positive(64)
     points: int = setting(20, least=2)  # of a domain's curve
@@ -73,8 +73,7 @@ class DriftConfig(Section, key="online.drift"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        others = self.first not in self.domains
-        self.require(others, "first", "not be one of online.drift.domains")
+        self.require(len(self.domains) >= 2, "domains", "name at least two")
 
 
 @dataclass(kw_only=True)

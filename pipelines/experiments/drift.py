@@ -59,7 +59,7 @@ def tested(
     lab: Lab, texts: Mapping[str, Texts], domain: str, drafts: Mapping[str, Adapter], share: float
 ) -> dict[str, Any]:
     """The drafters on held-out text: of `domain`, and of the first one, which they may forget."""
-    scored, first = lab.score(drafts, texts[domain].test), lab.config.online.drift.first
+    scored, first = lab.score(drafts, texts[domain].test), lab.config.online.drift.domains[0]
     others = {name: draft for name, draft in drafts.items() if name != "oracle"}
     kept = lab.score(others, texts[first].test)
 
@@ -79,8 +79,9 @@ def tested(
 def run(lab: Lab) -> Log:
     """Make texts and drafters, let the stream pass, and test after a tenth and at each end."""
     config, drift, log = lab.config, lab.config.online.drift, Log()
-    texts = {domain: lab.texts(domain) for domain in (drift.first, *drift.domains)}
-    first = texts[drift.first]
+    texts = {domain: lab.texts(domain) for domain in drift.domains}
+    known, *new = drift.domains
+    first = texts[known]
     static = lab.static(first)
     fixed = {
         domain: {
@@ -89,7 +90,7 @@ def run(lab: Lab) -> Log:
                 lab.distil(f"oracle-{domain}", static, texts[domain], drift.oracle_steps)
             ),
         }
-        for domain in drift.domains
+        for domain in new
     }
     anchors = Anchors(first.train, first.validation[: config.online.gate.anchors])
     services = [lab.service(ONLINE, static, anchors), lab.service(BARE, static, Anchors())]
@@ -116,7 +117,7 @@ def run(lab: Lab) -> Log:
 
     passed: dict[str, int] = {}
     for point in stream(
-        {domain: texts[domain].train for domain in drift.domains},
+        {domain: texts[domain].train for domain in new},
         services,
         others=fixed.__getitem__,
         score=lab.score,
@@ -162,7 +163,7 @@ def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
     write_json(folder.path / CURVE, {"points": log.points, "updates": log.updates})
     drift_figure(log.points, log.updates, folder.path / "drift.png")
     folder.tracker.figure("online/drift", folder.path / "drift.png")
-    domains = config.online.drift.domains
+    _, *domains = config.online.drift.domains
     mine = [update for update in log.updates if update["service"] == ONLINE]
     published = [update for update in mine if update["version"] is not None]
     earliest = [next(test for test in log.tests if test["domain"] == one) for one in domains]

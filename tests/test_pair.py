@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftkit.artifacts import read_json
-from draftkit.config import Config
+from draftkit.config import Config, SamplingConfig
 from draftkit.models.loading import new_llama, save_model
 from draftkit.models.vocabulary import train_byte_bpe
 from pipelines.distill import distill
@@ -29,6 +29,8 @@ def own(tmp_path_factory) -> Path:
         ("draft", config.draft.pretrain, 2),
     ):
         save_model(new_llama(shape, tokenizer, seed=seed, device=cpu), tokenizer, folder / name)
+    advice = '{"do_sample": true, "temperature": 0.8, "top_k": 20}'
+    (folder / "target" / "generation_config.json").write_text(advice)
     other = train_byte_bpe([row.upper() for row in rows], 300)
     save_model(new_llama(config.draft.pretrain, other, seed=3, device=cpu), other, folder / "other")
     with (folder / "rows.jsonl").open("w") as file:
@@ -50,9 +52,17 @@ def pair_config(own: Path, root: Path, *overrides: str) -> Config:
 
 
 def test_two_folders_and_a_file_are_enough(own, tmp_path):
-    distill.launch(pair_config(own, tmp_path))
+    """And are judged as the target's authors advise, which summary and card say."""
+    distill.launch(pair_config(own, tmp_path, "sampling.from=model", "sampling.top_p=0.9"))
     summary = read_json(tmp_path / "pair" / "evaluate" / "summary.json")
     assert summary["lossless"]["passed"]
+    assert summary["sampling"] == vars(SamplingConfig(temperature=0.8, top_k=20, top_p=0.9))
+    assert list(summary["by_temperature"]) == ["0.8"]
+    card = (tmp_path / "pair" / "distill" / "draft" / "README.md").read_text()
+    assert "temperature 0.8, top-k 20, top-p 0.9, " in card
+    settings = read_json(tmp_path / "pair" / "train" / "manifest.json")["settings"]
+    assert settings["sampling.top_k"] == 20
+    assert "sampling.from" not in settings
     assert summary["before"]["alpha"]["prompts"] == summary["alpha"]["prompts"]
     assert not (tmp_path / "shared" / "prepare").exists()
     assert not (tmp_path / "shared" / "target").exists()

@@ -280,14 +280,16 @@ def test_a_drafter_that_is_given_is_not_made() -> None:
 def test_options_of_a_template_need_no_plus(word: str) -> None:
     words = [f"data.template_options{word}"]
     assert compose_config(words).data.template_options == {"enable_thinking": False}
-    added = compose_config(["+experiment=qwen3_gsm8k", "data.template_options={a: b}"])
+    own = ["data.template_options={a: b}", "sampling.from=config"]  # which asks no hub
+    added = compose_config(["+experiment=qwen3_gsm8k", *own])
     assert added.data.template_options == {"enable_thinking": False, "a": "b"}
     with pytest.raises(ValueError, match=r"^data\.template_options must hold variables of the"):
         compose_config(["data.template_options={tokenize: false}"])
 
 
 def test_defaults_are_for_chats_of_real_models_and_the_toys_set_their_own() -> None:
-    real = compose_config(["+experiment=pair", *(f"{key}.path=x" for key in GIVEN)])
+    given = [*(f"{key}.path=x" for key in GIVEN), "sampling.from=config"]  # which reads no file
+    real = compose_config(["+experiment=pair", *given])
     lengths = [real.data.max_prompt_tokens, real.data.max_completion_tokens, real.data.max_length]
     assert lengths == [1024] * 3
     assert real.evaluate.max_new_tokens == 256

@@ -130,7 +130,8 @@ def with_given_draft(words: Sequence[str]) -> list[str]:
     """The overrides `words`; `draft.path` chooses `draft=local`: what is given is not made."""
     given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
     chosen = any(word.startswith(("draft=", "+draft=")) for word in words)
-    return [*words, "draft=local"] if given and not chosen else [*words]
+    # In front, as options may stand behind.
+    return ["draft=local", *words] if given and not chosen else [*words]
 
 
 def compose_settings(overrides: Sequence[str]) -> DictConfig:

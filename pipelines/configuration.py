@@ -136,7 +136,8 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     words = [f"+{word}" if word.startswith(new) else word for word in words]
     given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
     chosen = any(word.startswith(("draft=", "+draft=")) for word in words)
-    return [*words, "draft=local"] if given and not chosen else [*words]
+    # In front, as options may stand behind.
+    return ["draft=local", *words] if given and not chosen else [*words]
 
 
 def compose_settings(overrides: Sequence[str]) -> DictConfig:

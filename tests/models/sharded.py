@@ -1,6 +1,8 @@
 """What each of several processes does that share models, for `test_sharding.py`."""
 
 import ctypes
+import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from draftkit.artifacts import write_json
 from draftkit.config import HardwareConfig, ModelConfig
 from draftkit.models.loading import load_target
 from draftkit.models.sharding import layers_of, load_sharded_target, shard_layers
@@ -57,7 +60,7 @@ def own_bytes() -> int:
 def loaded_in_parts(folder: Path, dtype: str) -> dict[str, float]:
     """In a process of several: the most that loading its part takes, and what it scores.
 
-    Sizes are shares of all layers in `dtype`.
+    Sizes are shares of all layers in `dtype`. No fork: a large parent leaves free memory to use.
     """
     torch.distributed.init_process_group("gloo")
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)  # what is freed is given back at once
@@ -89,3 +92,9 @@ def loaded_in_parts(folder: Path, dtype: str) -> dict[str, float]:
         "difference": float((mine - expected).abs().max() / expected.abs().max()),
         "itemsize": adapter.dtype.itemsize,
     }
+
+
+if __name__ == "__main__":
+    folder, dtype = sys.argv[1:]
+    torch.set_num_threads(1)
+    write_json(Path(folder) / f"{os.environ['RANK']}.json", loaded_in_parts(Path(folder), dtype))

@@ -19,7 +19,8 @@ from rich.console import Console
 from draftkit.artifacts import atomic_path, provenance, read_json, write_text
 from draftkit.config import Config
 from draftkit.evaluation.alpha import MODES
-from draftkit.evaluation.report import model_card, result_lines
+from draftkit.evaluation.cards import model_card
+from draftkit.evaluation.report import result_lines
 
 from .checksums import CARD
 from .evaluate import FIGURE, SAMPLES, evaluate
@@ -59,7 +60,10 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
     summary |= read_json(trained / SUMMARY)
     with atomic_path(folder.path / DRAFT) as temporary:
         shutil.copytree(trained / DRAFT, temporary, copy_function=link)
-        write_text(temporary / CARD, model_card(judged, provenance()["hardware"]))
+        card = model_card(
+            judged, provenance()["hardware"], target=config.target.path, name=config.name
+        )
+        write_text(temporary / CARD, card)
     link(folder.input("evaluate") / FIGURE, folder.path / FIGURE)
     folder.tracker.artifact(f"{config.name}-draft", "model", folder.path / DRAFT, summary)
     return summary

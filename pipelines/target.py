@@ -9,8 +9,8 @@ from typing import Any
 from draftkit.artifacts import provenance, write_text
 from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import read_splits
+from draftkit.evaluation.cards import target_card
 from draftkit.evaluation.compression import score_texts
-from draftkit.evaluation.report import target_card
 from draftkit.models.loading import load_target
 from draftkit.tracking import FILE_NAME, read_metrics
 from draftkit.workflow.pretraining import pretrain, recipe

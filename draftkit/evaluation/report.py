@@ -11,10 +11,9 @@ from typing import Any
 from rich.table import Table
 
 from draftkit.artifacts import atomic_path
-from draftkit.config import Config, SamplingConfig
+from draftkit.config import SamplingConfig
 
 PREDICTION_TOLERANCE = 0.1
-CURVE_POINTS = 12
 PALE, DARK = "#9bbbd9", "#1f4e79"  # of curves
 VERDICTS = {"deploy": "DEPLOY", "do_not_deploy": "DO NOT DEPLOY", "inconclusive": "INCONCLUSIVE"}
 
@@ -159,79 +158,6 @@ def caption(summary: dict[str, Any]) -> str:
             "Repeat with overwrite=true"
         )
     return text
-
-
-def model_card(judged: dict[str, Any], hardware: dict[str, Any]) -> str:
-    """The README of a judged drafter's folder: its numbers, and what they were measured on."""
-    gain = signed(judged["alpha_gain"]) if "alpha_gain" in judged else "not measured"
-    machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
-    rows = {
-        MODES["alpha"]: interval(judged["alpha"]),
-        "gain over the drafter it started from": gain,
-        TAU: interval(judged["acceptance_length"], 2),
-        "speedup of the rounds, measured": speedup_text(judged),
-        "speedup of the rounds, predicted": f"{judged['speedup']['predicted']:.2f}",
-        "speedup end to end": interval(judged["speedup"]["end_to_end"], 2),
-        "verdict": f"{VERDICTS[judged['verdict']]}: {judged['reason']}",
-    }
-    return (
-        "# A draft model for speculative decoding\n\n"
-        "Trained and judged by draftkit. Means with 95 % intervals on "
-        f"{judged['alpha']['prompts']} held-out prompts, {sampling_text(judged['sampling'])}, "
-        f"gamma {judged['gamma']}, batch {judged['batch_size']}.\n\n"
-        "| | |\n|---|---|\n"
-        + "".join(f"| {label} | {text} |\n" for label, text in rows.items())
-        + f"\nMeasured on: {machine}.\n"
-    )
-
-
-def target_card(
-    config: Config,
-    summary: dict[str, Any],
-    lines: Sequence[dict[str, Any]],
-    *,
-    recipe: str,
-    versions: Mapping[str, str | None],
-    origin: dict[str, Any],
-) -> str:
-    """The README of a target that was trained here: recipe, text, scores, curve.
-
-    `lines` of its training's metrics; `recipe`: how its steps were taken; `versions` of the
-    packages that its text was read of; `origin` as `provenance` gives it.
-    """
-    shape, data, hardware = config.target.pretrain, config.data, origin["hardware"]
-    machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
-    read = [f"{name} {version}" for name, version in sorted(versions.items()) if version]
-    scores = (
-        f"| {domain} | {bits:.2f} | {summary['argmax_probability'][domain]:.2f} |\n"
-        for domain, bits in sorted(summary["bits_per_byte"].items())
-    )
-    picked = lines[:: max(1, len(lines) // CURVE_POINTS)]
-    curve = (
-        f"| {line['total_tokens'] / 1e6:.2f} | {line['loss']:.3f} |\n"
-        for line in (*picked, *([] if picked[-1] == lines[-1] else lines[-1:]))
-    )
-    return (
-        "# A small target for trying speculative decoding\n\n"
-        "Trained from nothing by draftkit: "
-        f"`draftkit target +experiment={config.name}`. It continues text like that "
-        "below; it has not been taught to answer.\n\n"
-        f"- Llama type: {shape.num_hidden_layers} layers of width {shape.hidden_size} "
-        f"(feed-forward {shape.intermediate_size}, {shape.num_attention_heads} heads), "
-        f"vocabulary {data.vocab_size}, windows of {data.max_length} tokens, stored in "
-        f"{shape.dtype}.\n"
-        f"- {summary['steps']:,} steps of {shape.per_device_train_batch_size} rows, "
-        f"{summary['tokens'] / 1e6:.1f} million tokens in {summary['hours']:.2f} hours on "
-        f"{machine}. {recipe}; seed {config.seed}.\n"
-        f"- Text: data={data.name}, domains {', '.join(data.domains)}, up to "
-        f"{data.max_megabytes:g} MB; sha256 of its tokens {summary['text_sha256']}.\n"
-        + (f"- Read of Python {origin['python']} and {', '.join(read)}.\n" if read else "")
-        + "\nOn held-out text, windows read alone:\n\n"
-        "| domain | bits a byte | mean probability of the most likely token |\n|---|---|---|\n"
-        + "".join(scores)
-        + "\n| million tokens | training loss, nats a token |\n|---|---|\n"
-        + "".join(curve)
-    )
 
 
 def drafts_in(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:

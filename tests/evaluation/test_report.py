@@ -13,7 +13,6 @@ from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
 from draftkit.evaluation.report import (
     engine_table,
     evaluation_table,
-    model_card,
     result_lines,
     speedup_figure,
     training_figure,
@@ -194,9 +193,3 @@ def test_the_training_figure_is_a_png(tmp_path):
     lines.append({"section": "validation", "step": 10, "alpha": 0.55, "low": 0.5, "high": 0.6})
     training_figure(lines, tmp_path / "training.png")
     assert (tmp_path / "training.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-def test_a_card_states_the_whole_sampling_under_which_its_numbers_hold(pair):
-    card = model_card(pair, {"gpu": [], "cpu": "a CPU", "cores": 2})
-    assert "temperature 1, top-k 20, top-p 0.95, gamma 4" in " ".join(card.split())
-    assert "repetition" not in card

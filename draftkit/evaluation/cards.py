@@ -1,0 +1,165 @@
+"""The README of a model's folder: what it is, its numbers with their definitions, how to use it.
+
+Renders summaries; computes nothing.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftkit.config import Config
+from draftkit.evaluation.report import (
+    MODES,
+    TAU,
+    VERDICTS,
+    interval,
+    sampling_text,
+    signed,
+    speedup_text,
+)
+
+CURVE_POINTS = 12
+
+
+def model_card(
+    judged: dict[str, Any],
+    hardware: dict[str, Any],
+    *,
+    target: str | None,
+    name: str,
+    draft: str = "DRAFT",
+) -> str:
+    """The card of a judged drafter.
+
+    judged: the summary of its evaluation. target: the path or hub name of its target. name: of the
+    experiment. draft: what the commands call the folder of the card.
+    """
+    gain = signed(judged["alpha_gain"]) if "alpha_gain" in judged else "not measured"
+    machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
+    rows = {
+        MODES["alpha"]: interval(judged["alpha"]),
+        "gain over the drafter it started from": gain,
+        TAU: interval(judged["acceptance_length"], 2),
+        "speedup of the rounds, measured": speedup_text(judged),
+        "speedup of the rounds, predicted": f"{judged['speedup']['predicted']:.2f}",
+        "speedup end to end": interval(judged["speedup"]["end_to_end"], 2),
+        "verdict": f"{VERDICTS[judged['verdict']]}: {judged['reason']}",
+    }
+    engines = "".join(
+        f"| {row['engine']} | {row['setting']} | {row['gamma']} "
+        f"| {row['acceptance']['mean']:.3f} | {interval(row['acceptance_length'], 2)} |\n"
+        for row in judged.get("engines", ())
+    )
+    base = "" if target is None else f"base_model: {json.dumps(target)}\n"
+    return (
+        f"---\nlibrary_name: transformers\n{base}tags: [speculative-decoding, draft-model]\n---\n\n"
+        "# A draft model for speculative decoding\n\n"
+        f"It proposes tokens that {target or 'its target'} verifies. Trained and judged by "
+        f"draftkit (experiment {name}): means with 95 % intervals on "
+        f"{judged['alpha']['prompts']} held-out prompts, {sampling_text(judged['sampling'])}, gamma {judged['gamma']}, batch "
+        f"{judged['batch_size']}, in draftkit's own decoder.\n\n"
+        "| | |\n|---|---|\n"
+        + "".join(f"| {label} | {text} |\n" for label, text in rows.items())
+        + f"\nMeasured on: {machine}. p: the target's probabilities, q: the drafter's, both as "
+        "served.\n"
+        + (
+            "\n## In your engine\n\n"
+            "Engines draft and verify in different ways, so each accepts another share. Computed "
+            "from the same texts, not run; each engine's default comes first.\n\n"
+            "| engine | how it drafts | gamma | accepts | tokens a pass |\n|---|---|---|---|---|\n"
+            + engines
+            if engines
+            else ""
+        )
+        + "\n"
+        + serving(target or "TARGET", draft, max(judged["best_gamma"], 1))
+    )
+
+
+def serving(target: str, draft: str, gamma: int) -> str:
+    """How engines serve `draft` beside `target`, each with `gamma` proposals a round."""
+    options = {
+        "method": "draft_model",
+        "model": draft,
+        "num_speculative_tokens": gamma,
+        "draft_sample_method": "probabilistic",
+    }
+    return f"""\
+vLLM:
+
+    vllm serve {target} --speculative-config '{json.dumps(options)}'
+
+SGLang:
+
+    python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
+        --speculative-draft-model-path {draft} --speculative-num-steps {gamma} \\
+        --speculative-eagle-topk 1 --speculative-num-draft-tokens {gamma + 1}
+
+llama.cpp, both folders converted by its `convert_hf_to_gguf.py`:
+
+    llama-server -m target.gguf -md draft.gguf --spec-type draft-simple \\
+        --spec-draft-n-max {gamma} --spec-draft-p-min 0
+
+transformers:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{target}")
+target, draft = map(AutoModelForCausalLM.from_pretrained, ("{target}", "{draft}"))
+draft.generation_config.num_assistant_tokens = {gamma}
+draft.generation_config.assistant_confidence_threshold = 0
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+answer = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
+print(tokenizer.decode(answer[0]))
+```
+"""
+
+
+def target_card(
+    config: Config,
+    summary: dict[str, Any],
+    lines: Sequence[dict[str, Any]],
+    *,
+    recipe: str,
+    versions: Mapping[str, str | None],
+    origin: dict[str, Any],
+) -> str:
+    """The README of a target that was trained here: recipe, text, scores, curve.
+
+    `lines` of its training's metrics; `recipe`: how its steps were taken; `versions` of the
+    packages that its text was read of; `origin` as `provenance` gives it.
+    """
+    shape, data, hardware = config.target.pretrain, config.data, origin["hardware"]
+    machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
+    read = [f"{name} {version}" for name, version in sorted(versions.items()) if version]
+    scores = (
+        f"| {domain} | {bits:.2f} | {summary['argmax_probability'][domain]:.2f} |\n"
+        for domain, bits in sorted(summary["bits_per_byte"].items())
+    )
+    picked = lines[:: max(1, len(lines) // CURVE_POINTS)]
+    curve = (
+        f"| {line['total_tokens'] / 1e6:.2f} | {line['loss']:.3f} |\n"
+        for line in (*picked, *([] if picked[-1] == lines[-1] else lines[-1:]))
+    )
+    return (
+        "# A small target for trying speculative decoding\n\n"
+        "Trained from nothing by draftkit: "
+        f"`draftkit target +experiment={config.name}`. It continues text like that "
+        "below; it has not been taught to answer.\n\n"
+        f"- Llama type: {shape.num_hidden_layers} layers of width {shape.hidden_size} "
+        f"(feed-forward {shape.intermediate_size}, {shape.num_attention_heads} heads), "
+        f"vocabulary {data.vocab_size}, windows of {data.max_length} tokens, stored in "
+        f"{shape.dtype}.\n"
+        f"- {summary['steps']:,} steps of {shape.per_device_train_batch_size} rows, "
+        f"{summary['tokens'] / 1e6:.1f} million tokens in {summary['hours']:.2f} hours on "
+        f"{machine}. {recipe}; seed {config.seed}.\n"
+        f"- Text: data={data.name}, domains {', '.join(data.domains)}, up to "
+        f"{data.max_megabytes:g} MB; sha256 of its tokens {summary['text_sha256']}.\n"
+        + (f"- Read of Python {origin['python']} and {', '.join(read)}.\n" if read else "")
+        + "\nOn held-out text, windows read alone:\n\n"
+        "| domain | bits a byte | mean probability of the most likely token |\n|---|---|---|\n"
+        + "".join(scores)
+        + "\n| million tokens | training loss, nats a token |\n|---|---|\n"
+        + "".join(curve)
+    )

@@ -1,0 +1,66 @@
+"""Cards state what was measured, and what they tell people to run does run."""
+
+import json
+
+import pytest
+import torch
+
+from draftkit.evaluation.cards import model_card, serving
+from draftkit.evaluation.engines import SETTINGS
+from draftkit.models.loading import save_model
+from tests import tiny
+from tests.evaluation.test_report import estimate, summary
+
+HARDWARE = {"gpu": [], "cpu": "a CPU", "cores": 2}
+
+
+@pytest.fixture
+def card():
+    judged = summary(0.789) | {"alpha_gain": estimate(0.135)}
+    return model_card(judged, HARDWARE, target="some/target", name="chats")
+
+
+def test_a_card_states_the_whole_sampling_under_which_its_numbers_hold(card):
+    assert "temperature 1, top-k 20, top-p 0.95, gamma 4" in " ".join(card.split())
+    assert "repetition" not in card
+
+
+def test_a_card_begins_with_what_the_hub_reads_and_names_target_and_experiment(card):
+    _, head, body = card.split("---\n", 2)
+    assert 'base_model: "some/target"' in head.splitlines()
+    assert "experiment chats" in body
+    for text in ("0.789 [0.777, 0.801]", "+0.135", "a CPU, 2 cores", "DEPLOY"):
+        assert text in body
+    assert model_card(summary(0.5), HARDWARE, target=None, name="a").count("base_model") == 0
+
+
+def test_a_card_has_a_row_for_every_setting_of_an_engine(card):
+    rows = [line for line in card.splitlines() if line.startswith("| ") and "| 20 |" in line]
+    assert len(rows) == len(SETTINGS)
+    without = {key: value for key, value in summary(0.5).items() if key != "engines"}
+    assert "In your engine" not in model_card(without, HARDWARE, target=None, name="a")
+
+
+def test_commands_for_engines_hold_both_models_and_one_gamma():
+    text = serving("the/target", "the/draft", 3)
+    (line,) = (line for line in text.splitlines() if "--speculative-config" in line)
+    options = json.loads(line.partition("'")[2].rpartition("'")[0])
+    assert options["model"] == "the/draft"
+    assert options["num_speculative_tokens"] == 3
+    assert "--speculative-num-steps 3" in text
+    assert "--speculative-num-draft-tokens 4" in text
+    assert "--spec-draft-n-max 3" in text
+
+
+@torch.inference_mode()
+def test_the_lines_for_transformers_run(tmp_path, capsys):
+    target = tiny.model()
+    for name, model in (("target", target), ("draft", tiny.related(target))):
+        save_model(model, tiny.byte_tokenizer(), tmp_path / name)
+    code = (
+        serving(f"{tmp_path}/target", f"{tmp_path}/draft", 2)
+        .partition("```python\n")[2]
+        .partition("```")[0]
+    )
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("Once upon a time")

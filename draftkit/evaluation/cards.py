@@ -56,8 +56,8 @@ def model_card(
         "# A draft model for speculative decoding\n\n"
         f"It proposes tokens that {target or 'its target'} verifies. Trained and judged by "
         f"draftkit (experiment {name}): means with 95 % intervals on "
-        f"{judged['alpha']['prompts']} held-out prompts, {sampling_text(judged['sampling'])}, gamma {judged['gamma']}, batch "
-        f"{judged['batch_size']}, in draftkit's own decoder.\n\n"
+        f"{judged['alpha']['prompts']} held-out prompts, {sampling_text(judged['sampling'])}, "
+        f"gamma {judged['gamma']}, batch {judged['batch_size']}, in draftkit's own decoder.\n\n"
         "| | |\n|---|---|\n"
         + "".join(f"| {label} | {text} |\n" for label, text in rows.items())
         + f"\nMeasured on: {machine}. p: the target's probabilities, q: the drafter's, both as "

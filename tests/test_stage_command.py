@@ -303,7 +303,7 @@ def test_experiments_of_ones_own_are_added_by_their_folder(
     own.write_text(example)
     (tmp_path / "own" / "optim" / "long.yaml").write_text("learning_rate: 0.25\n")
     words = ["optim=long", "--config-dir", "own", "+experiment=stories", "optim.max_steps=3"]
-    assert command(*words)[0] == 0
+    assert command(*words, "sampling.from=config")[0] == 0  # as there is no target to ask
     stored = yaml.safe_load(Path("outputs/stories/down/config.yaml").read_text())
     assert stored["optim"]["learning_rate"] == 0.25
     assert (stored["source"]["name"], stored["draft"]["path"]) == ("draft", "models/small")

@@ -33,7 +33,7 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
     "one uniform for all proposals": (proposers, "uniforms[:, i]", "uniforms[:, 0]"),
     "draft feeds the last token alone": (
         proposers,
-        "self.draft.step(view.last_two, positions=positions, cache=cache)",
+        "self.draft.step(view.last_two, positions=positions, cache=cache, last=1)",
         "self.draft.step(view.last_two[:, 1:], positions=positions[:, 1:], cache=cache)",
     ),
     "draft positions shifted by one": (

@@ -214,7 +214,10 @@ def test_smoke_goes_through_every_stage_and_is_small() -> None:
     assert smoke.optim.max_steps <= 20
 
 
-SERVED_AS_THE_MODEL_SAYS = ["evaluate_pair", "pair", "qwen3_gsm8k", "smollm2_gsm8k"]
+SERVED_AS_THE_MODEL_SAYS = [
+    *("evaluate_pair", "pair", "qwen3_gsm8k", "qwen3_chat", "smollm2_gsm8k", "smollm2_chat"),
+    "llama3_8b",
+]
 
 
 def test_real_pairs_are_served_as_their_target_says_and_toys_as_the_settings_say() -> None:

@@ -222,7 +222,7 @@ SERVED_AS_THE_MODEL_SAYS = [
 
 def test_real_pairs_are_served_as_their_target_says_and_toys_as_the_settings_say() -> None:
     by_model = [path.stem for path in EXPERIMENTS if "from" in read(path).get("sampling", {})]
-    assert sorted(by_model) == SERVED_AS_THE_MODEL_SAYS
+    assert sorted(by_model) == sorted(SERVED_AS_THE_MODEL_SAYS)
     assert composed()["sampling.from"] == "config"
 
 

@@ -18,7 +18,7 @@ class ServeConfig(Section, key="serve"):
     port: int = setting(8000, least=0, most=65535)  # 0: any that is free, printed at the start
     model_name: str | None = None  # what clients call it; null: the last part of `target.path`
     slots: int = positive(16)  # rows that are decoded at once
-    max_length: int = positive(1024)  # tokens of prompt and answer; at most the models' context
+    max_length: int = positive(2048)  # tokens of prompt and answer; at most the models' context
     queue: int = positive(64)  # requests that may wait for a slot; more are answered with 429
     max_body_bytes: int = positive(1_000_000)
     max_choices: int = positive(16)  # `n` of a request

@@ -7,7 +7,7 @@ that must be given by an empty text: Hydra drops `???` in a group that has a sch
 
 `sampling.from` is known here alone, as no field of Python can be called so: a `Config` holds the
 sampling that came out, whatever it came from. The other keys of `sampling` are null in the schema,
-so that what somebody has set is told from a default.
+so that a value that was set differs from a default.
 """
 
 import difflib

@@ -60,9 +60,8 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
     summary |= read_json(trained / SUMMARY)
     with atomic_path(folder.path / DRAFT) as temporary:
         shutil.copytree(trained / DRAFT, temporary, copy_function=link)
-        card = model_card(
-            judged, provenance()["hardware"], target=config.target.path, name=config.name
-        )
+        target = config.target.location if config.target.path else None
+        card = model_card(judged, provenance()["hardware"], target=target, name=config.name)
         write_text(temporary / CARD, card)
     link(folder.input("evaluate") / FIGURE, folder.path / FIGURE)
     folder.tracker.artifact(f"{config.name}-draft", "model", folder.path / DRAFT, summary)

@@ -178,8 +178,8 @@ class DataConfig(Section, key="data"):
 class SamplingConfig(Section, key="sampling"):
     """The served distribution: the only temperature, top-k, top-p and penalty there are.
 
-    By `sampling.from=model` a command takes them from the target's generation_config.json, where it
-    has them and nobody has set them (`--help` shows null); here they are what came out.
+    By `sampling.from=model` a command takes those that are not set (`--help` shows null) from the
+    target's generation_config.json, where it has them; here they are what came out.
     """
 
     temperature: float = setting(1.0, least=0)

@@ -5,6 +5,7 @@ Renders summaries; computes nothing.
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from draftkit.config import Config
@@ -27,12 +28,11 @@ def model_card(
     *,
     target: str | None,
     name: str,
-    draft: str = "DRAFT",
 ) -> str:
     """The card of a judged drafter.
 
-    judged: the summary of its evaluation. target: the path or hub name of its target. name: of the
-    experiment. draft: what the commands call the folder of the card.
+    judged: the summary of its evaluation. target: the folder or hub name of its target, of which
+    the hub can link the name alone. name: of the experiment.
     """
     gain = signed(judged["alpha_gain"]) if "alpha_gain" in judged else "not measured"
     machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
@@ -50,7 +50,8 @@ def model_card(
         f"| {row['acceptance']['mean']:.3f} | {interval(row['acceptance_length'], 2)} |\n"
         for row in judged.get("engines", ())
     )
-    base = "" if target is None else f"base_model: {json.dumps(target)}\n"
+    is_name = target is not None and not Path(target).is_dir()
+    base = f"base_model: {json.dumps(target)}\n" if is_name else ""
     return (
         f"---\nlibrary_name: transformers\n{base}tags: [speculative-decoding, draft-model]\n---\n\n"
         "# A draft model for speculative decoding\n\n"
@@ -71,8 +72,8 @@ def model_card(
             if engines
             else ""
         )
-        + "\n"
-        + serving(target or "TARGET", draft, max(judged["best_gamma"], 1))
+        + "\nThe drafter is this folder, here called DRAFT.\n\n"
+        + serving(target or "TARGET", "DRAFT", max(judged["best_gamma"], 1))
     )
 
 

@@ -31,13 +31,15 @@ def compare(
 ) -> dict[str, Any]:
     """The summary of draft `main`, with prompt lookup, the draft `before` it and paired gains."""
     summary = summarise(evidence[main], sampling, config)
-    gamma, temperature = config.decode.gamma, sampling.temperature
-    if config.decode.has_drafter:
+    has_drafter = config.decode.has_drafter
+    if has_drafter:
         summary["engines"] = engine_rows(
-            evidence[main].scored, gamma=gamma, temperature=temperature, **resampling(config)
+            evidence[main].scored,
+            gamma=config.decode.gamma,
+            temperature=sampling.temperature,
+            **resampling(config),
         )
     lookup = lookup_summary(evidence[main], config)
-    has_drafter = config.decode.has_drafter
     ways = {LOOKUP: lookup, "drafter" if has_drafter else config.decode.proposer: summary}
     others: dict[str, Any] = {LOOKUP: lookup}
     if main != "before" and "before" in evidence:

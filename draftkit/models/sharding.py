@@ -1,8 +1,8 @@
 """A frozen model too large for one device, its layers split over all processes (FSDP2).
 
-It is loaded mapped: its weights are pages of the files, which nobody has read yet and processes of
-one machine share. Then layer after layer is moved and split, so that a process never holds more
-than its part and one layer.
+It is loaded mapped: its weights are pages of the files, which are read where they are used, and
+which processes of one machine share. Then layer after layer is moved and split, so that a process
+never holds more than its part and one layer.
 
 Every process holds a part of each layer's weights and gathers a layer when it passes through it.
 Embeddings and head stay whole, since losses make logits of states without passing through the
@@ -37,10 +37,10 @@ def load_sharded_target(model: ModelConfig, hardware: HardwareConfig) -> Target:
 
 
 def check_group() -> None:
-    """Raise ValueError where this process has nobody to share a model with."""
+    """Raise ValueError where there is no second process to share a model with."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() < 2:
         raise ValueError(
-            "hardware.shard_target: there is one process, and nobody to share the target with: "
+            "hardware.shard_target: there is no second process to share the target with: "
             "use `accelerate launch --num_processes N -m draftkit distill ...`, or false"
         )
 

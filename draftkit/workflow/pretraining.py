@@ -86,12 +86,8 @@ def pretrain(
         compiled=compiled,
         optimizer=OPTIMIZERS[shape.optimizer],
     )
-    rows = full_rows(texts, length)
-    kept = np.full(rows.max() + 1, kept_ids is None)
-    if kept_ids is not None:
-        kept[kept_ids[kept_ids < len(kept)].numpy()] = True
     source = Source(
-        shuffled(Mapped(partial(_predicted, kept=kept), [*rows]), config.seed),
+        shuffled(_rows_to_predict(texts, length, kept_ids), config.seed),
         batch_size=shape.per_device_train_batch_size,
         device=device,
     )
@@ -130,6 +126,17 @@ def full_rows(texts: Sequence[Example], length: int) -> np.ndarray:
     tokens = np.concatenate(ids)
     width = min(length, len(tokens))
     return tokens[: len(tokens) // width * width].reshape(-1, width)
+
+
+def _rows_to_predict(
+    texts: Sequence[Example], length: int, kept_ids: Tensor | None
+) -> Mapped[np.ndarray, TokenSequence]:
+    """The `full_rows` with their loss, which kept ids [K] alone carry where there are some."""
+    rows = full_rows(texts, length)
+    kept = np.full(rows.max() + 1, kept_ids is None)
+    if kept_ids is not None:
+        kept[kept_ids[kept_ids < len(kept)].numpy()] = True
+    return Mapped(partial(_predicted, kept=kept), [*rows])
 
 
 def _predicted(row: np.ndarray, kept: np.ndarray) -> TokenSequence:

@@ -57,6 +57,6 @@ def test_a_process_never_holds_more_than_its_part_and_a_layer(wide: Path, dtype:
         assert rank["difference"] < (1e-5 if dtype == "float32" else 0.05)
 
 
-def test_one_process_has_nobody_to_share_with(wide: Path) -> None:
-    with pytest.raises(ValueError, match=r"^hardware\.shard_target: there is one process"):
+def test_one_process_alone_shares_no_model(wide: Path) -> None:
+    with pytest.raises(ValueError, match=r"^hardware\.shard_target: there is no second process"):
         load_sharded_target(ModelConfig(path=str(wide)), HardwareConfig(device="cpu"))

@@ -130,10 +130,10 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     """The overrides `words` as Hydra needs them.
 
     `draft.path` chooses `draft=local`: what is given is not made. A setting that is a mapping takes
-    new keys, which Hydra adds with a plus alone.
+    new keys, which Hydra adds or replaces with two plusses alone.
     """
     new = tuple(f"data.{name}" for name in MAPPINGS)
-    words = [f"+{word}" if word.startswith(new) else word for word in words]
+    words = [f"++{word}" if word.startswith(new) else word for word in words]
     given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
     chosen = any(word.startswith(("draft=", "+draft=")) for word in words)
     # In front, as options may stand behind.

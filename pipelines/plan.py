@@ -17,7 +17,7 @@ from draftkit.config import Config, ModelConfig, flatten
 from draftkit.tracking import Tracker
 
 MANIFEST, SUMMARY = "manifest.json", "summary.json"
-NEVER_COUNT = ("name", "root", "job", "overwrite", "plan", "runs", "hardware", "tracker")
+NEVER_COUNT = ("name", "root", "job", "overwrite", "plan", "runs", "hardware", "check", "tracker")
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,11 @@ Steps run in order and never call each other: each is given the folders of its i
 the same goes on where it stopped, something else is refused. Never sees Hydra.
 """
 
-import ctypes
 import gc
 import os
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,12 @@ import yaml
 from draftkit.artifacts import provenance, write_json, write_text
 from draftkit.config import Config
 from draftkit.distillation.ranks import agree, leave_group
+from draftkit.models.memory import give_back_freed_memory, keep_freed_memory
 from draftkit.tracking import Tracker
 
 from .command import disk_is_full, run_command
 from .folder import CONFIG, claim, discard_if_empty, locked, product_digest
+from .limits import refuse_too_large
 from .plan import (
     MANIFEST,
     SUMMARY,
@@ -44,9 +44,6 @@ from .plan import (
 )
 
 POLL_SECONDS = 1.0
-KEPT_BYTES = 1 << 30  # of freed memory at most
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # the numbers that glibc's `mallopt` gives them
-LARGEST_HEAP_BYTES = 32 << 20  # of one allocation in the heap: glibc allows no more
 
 
 def _rank() -> int:
@@ -77,10 +74,16 @@ def tracker_of(config: Config, path: Path, stage_name: str, manifest: Mapping[st
     )
 
 
+def counted(goals: Iterable[Step]) -> str:
+    """How many steps a plan has."""
+    count = len(ordered(goals))
+    return f"{count} step{'s' * (count != 1)}"
+
+
 def show_plan(name: str, goals: Iterable[Given | Step], redo: str = "") -> None:
     """Print what a command would do."""
     steps = [goal for goal in goals if isinstance(goal, Step)]
-    _print(f"{name}: {len(ordered(steps))} steps\n{table(steps, pending(steps, redo))}")
+    _print(f"{name}: {counted(steps)}\n{table(steps, pending(steps, redo))}")
 
 
 def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = "") -> bool:
@@ -91,10 +94,11 @@ def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = ""
     """
     to_do = pending(goals, redo)
     if to_do:
-        _print(f"{name}: {len(ordered(goals))} steps\n{table(goals, to_do)}")
+        _print(f"{name}: {counted(goals)}\n{table(goals, to_do)}")
     for step in to_do:
         if step.stage.check is not None:
             step.stage.check(step.config)
+    refuse_too_large(to_do)
     unchecked = list(to_do)
     for step in to_do:
         unchecked = [later for later in unchecked if not check_texts(later)]
@@ -205,20 +209,9 @@ def _compute(step: Step, tracker: Tracker, **options: bool) -> dict[str, Any]:
     finally:
         gc.collect()  # models stand in reference cycles, and the next step needs the memory
         torch.cuda.empty_cache()
+        give_back_freed_memory(0)
     summary.setdefault("seconds", round(time.perf_counter() - started, 2))
     return summary
-
-
-def keep_freed_memory() -> None:
-    """Let this process keep what it frees, up to `KEPT_BYTES`, where the C library is glibc.
-
-    It would hand large tensors back to the kernel one by one, and every page of the next one would
-    be a fault: on a virtual machine up to a third of a training step on the CPU.
-    """
-    with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(None)
-        library.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
-        library.mallopt(MMAP_THRESHOLD, LARGEST_HEAP_BYTES)
 
 
 def peak_memory_bytes() -> int:

@@ -11,7 +11,8 @@ from tests.launching import ROOT
 
 FAULTS = """
 import resource, sys
-from pipelines.run import keep_freed_memory, peak_memory_bytes
+from draftkit.models.memory import give_back_freed_memory, keep_freed_memory
+from pipelines.run import peak_memory_bytes
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def take():
@@ -22,7 +23,14 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20):
     take()
 assert peak_memory_bytes() > 64 << 20
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+held = int(open("/proc/self/statm").read().split()[1])
+give_back_freed_memory(1 << 30)
+assert held - int(open("/proc/self/statm").read().split()[1]) < 1000  # pages: nothing was
+give_back_freed_memory(0)
+if sys.argv[1] == "keep":
+    assert held - int(open("/proc/self/statm").read().split()[1]) > 10_000
+print(faults)
 """
 
 

@@ -33,7 +33,9 @@ from draftkit.config.experiment import (
 from draftkit.config.measuring import (
     MIN_CHUNKS,
     BenchmarkConfig,
+    CheckConfig,
     DecodeConfig,
+    DeviceConfig,
     EvaluateConfig,
     GpuConfig,
 )

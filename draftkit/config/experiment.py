@@ -5,7 +5,13 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from draftkit.config.choices import DTYPE_NAMES, Section, positive, require, setting
-from draftkit.config.measuring import BenchmarkConfig, DecodeConfig, EvaluateConfig, GpuConfig
+from draftkit.config.measuring import (
+    BenchmarkConfig,
+    CheckConfig,
+    DecodeConfig,
+    EvaluateConfig,
+    GpuConfig,
+)
 from draftkit.config.service import OnlineConfig, ServeConfig
 from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, small_draft
 from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
@@ -59,6 +65,7 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+    check: CheckConfig = field(default_factory=CheckConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """How the pair decodes, and what is measured of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draftkit.config.choices import (
     BENCHMARK_METHOD_NAMES,
@@ -10,6 +10,7 @@ from draftkit.config.choices import (
     PROPOSER_NAMES,
     VERIFICATION_NAMES,
     Section,
+    check_rules,
     positive,
     setting,
 )
@@ -123,3 +124,31 @@ class GpuConfig(Section, key="gpu"):
     parts: list[str] = setting(GPU_PARTS, names=GPU_PARTS, filled=True, unique=True)
     rehearse: bool = False  # every part on a CPU, in tiny shapes: its numbers mean nothing
     seconds: float = positive(520.0)  # for all parts together; the limit of each is a share of it
+
+
+@dataclass(kw_only=True)
+class DeviceConfig:
+    """A device by its data sheet, for what is computed from shapes alone; null: none is meant."""
+
+    memory: float | None = positive(None)  # GB
+    bandwidth: float | None = positive(None)  # GB a second
+    flops: float | None = positive(None)  # 10^12 a second, dense, in 16 bits
+
+
+@dataclass(kw_only=True)
+class CheckConfig(Section, key="check"):
+    """What is looked at before a command begins; `check=off` begins in any case."""
+
+    before: bool = True  # refuse what cannot fit into the memory of this machine
+    # For another machine than this one: nothing is measured, all is computed.
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rules(self.device, "check.device")
+        given = [value is not None for value in vars(self.device).values()]
+        self.require(
+            all(given) or not any(given),
+            "device",
+            "have memory (GB), bandwidth (GB/s) and flops (TFLOP/s)",
+        )

@@ -24,6 +24,7 @@ from draftkit.distillation.checkpoint import (
 )
 from draftkit.distillation.ranks import agree
 from draftkit.distillation.trainer import StepMetrics, Trainer
+from draftkit.models.memory import give_back_freed_memory
 
 CHECKPOINT, BEST = "checkpoint.safetensors", "best-*.safetensors"
 
@@ -91,6 +92,7 @@ def train(
             pace = (trainer.tokens - counted) / (now - clock)
             log(Progress(trainer.steps, trainer.tokens, metrics, pace))
             clock, counted = time.perf_counter(), trainer.tokens
+            give_back_freed_memory()
         if evaluate is not None and due(trainer.steps, optim.eval_steps, optim.max_steps):
             best = keep_if_best(trainer, folder, best, evaluate(trainer.steps))
         if due(trainer.steps, optim.save_steps, optim.max_steps):

@@ -6,7 +6,7 @@ losses, no decoding.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -216,6 +216,23 @@ def check_folder(model: ModelConfig, key: str) -> None:
         raise ValueError(f"{name}: config.json is corrupt ({error})") from error
 
 
+def llama_config(
+    pretrain: PretrainConfig, vocab_size: int, special: Mapping[str, Any] | None = None
+) -> LlamaConfig:
+    """The shapes of `pretrain` over so many ids; `special`: ids of special tokens by name."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=pretrain.hidden_size,
+        intermediate_size=pretrain.intermediate_size,
+        num_hidden_layers=pretrain.num_hidden_layers,
+        num_attention_heads=pretrain.num_attention_heads,
+        num_key_value_heads=pretrain.num_attention_heads,
+        max_position_embeddings=pretrain.max_position_embeddings,
+        tie_word_embeddings=True,
+        **(special or {}),
+    )
+
+
 def new_llama(
     pretrain: PretrainConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -224,19 +241,9 @@ def new_llama(
     device: torch.device,
 ) -> PreTrainedModel:
     """Return a randomly initialised Llama-type model, the same for the same `seed`."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=pretrain.hidden_size,
-        intermediate_size=pretrain.intermediate_size,
-        num_hidden_layers=pretrain.num_hidden_layers,
-        num_attention_heads=pretrain.num_attention_heads,
-        num_key_value_heads=pretrain.num_attention_heads,
-        max_position_embeddings=pretrain.max_position_embeddings,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    special = {name: getattr(tokenizer, name) for name in names}
+    config = llama_config(pretrain, len(tokenizer), special)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -256,13 +263,18 @@ def end_of_text_ids(
 def load_outline(model: ModelConfig, hardware: HardwareConfig) -> Outline:
     """What `load_target` loads, but the weights. Raises ValueError naming `target.path`."""
     device, tokenizer = resolve_device(hardware), load_tokenizer(model, "target")
-    try:
-        revision = model.revision or "main"
-        generation = GenerationConfig.from_pretrained(model.location, revision=revision)
-    except OSError:  # it has no file of its own
-        generation = GenerationConfig.from_model_config(model_config(model, "target"))
-    ends = end_of_text_ids(generation, tokenizer)
+    ends = declared_ends(model, tokenizer)
     return Outline(tokenizer, ends, resolve_dtype(hardware, device), device)
+
+
+def declared_ends(target: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that end a text of a target whose weights are not loaded for it."""
+    try:
+        revision = target.revision or "main"
+        generation = GenerationConfig.from_pretrained(target.location, revision=revision)
+    except OSError:  # it has no file of its own
+        generation = GenerationConfig.from_model_config(model_config(target, "target"))
+    return end_of_text_ids(generation, tokenizer)
 
 
 def load_target(

@@ -1,0 +1,119 @@
+"""Whether a pair fits together: what both models and tokenizers must have in common.
+
+Reads tokenizers and configurations, no weights. What loads a pair refuses what is wrong with it one
+by one; here all of it is listed at once, with what is harmless and worth knowing.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from draftkit.config import Config
+from draftkit.models.adapter import context_of
+from draftkit.models.loading import declared_ends, load_tokenizer, model_config
+from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
+
+Shapes = Mapping[str, PreTrainedConfig]  # by section: `target`, and `draft` where one is given
+Tokenizers = Mapping[str, PreTrainedTokenizerBase]
+GOOD, NOTE, WRONG = "ok", "note", "wrong"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Of a subject: good, worth knowing, or wrong with the way out."""
+
+    level: str
+    subject: str
+    text: str
+
+
+def findings(config: Config) -> Iterator[Finding]:
+    """What there is to say of the pair, as far as it is given.
+
+    Raises ValueError naming `target.path` or `draft.path` for what cannot be read at all.
+    """
+    if config.target.path is None:
+        yield Finding(NOTE, "target", "trained here, with a tokenizer of its own text")
+        return
+    target = load_tokenizer(config.target, "target")
+    shapes = {"target": model_config(config.target, "target")}
+    tokenizers = {"target": target}
+    if config.draft.path is None:
+        yield Finding(GOOD, "drafter", "made here, with the target's tokenizer")
+    else:
+        shapes["draft"] = model_config(config.draft, "draft")
+        tokenizers["draft"] = load_tokenizer(config.draft, "draft")
+    for key, shape in shapes.items():
+        if shape.is_encoder_decoder:
+            yield Finding(
+                WRONG,
+                key,
+                f"{shape.model_type} is an encoder-decoder model: give a decoder-only one",
+            )
+    yield from _vocabulary(shapes, tokenizers)
+    yield from _special_tokens(config, tokenizers)
+    yield _template(config, tokenizers)
+    yield _context(shapes)
+
+
+def _vocabulary(shapes: Shapes, tokenizers: Tokenizers) -> Iterator[Finding]:
+    size = len(tokenizers["target"])
+    if "draft" in tokenizers:
+        try:
+            check_same_tokenizer(
+                target_tokenizer=tokenizers["target"], draft_tokenizer=tokenizers["draft"]
+            )
+            yield Finding(GOOD, "ids", f"{size:,}, of the same strings in both")
+        except ValueError as error:
+            yield Finding(WRONG, "ids", str(error))
+    rows = {key: shape.get_text_config().vocab_size for key, shape in shapes.items()}
+    for key, shape in shapes.items():
+        try:
+            real_vocab_size(tokenizers[key], shape, key)
+        except ValueError as error:
+            yield Finding(WRONG, "padding", str(error))
+            return
+    padded = ", ".join(f"{key} {count:,}" for key, count in rows.items())
+    text = f"rows of embeddings: {padded}; logits are cut to the ids that text can use"
+    if len({*rows.values()}) > 1:
+        yield Finding(NOTE, "padding", f"{text}, though other engines may refuse the pair")
+    else:
+        yield Finding(GOOD, "padding", text)
+
+
+def _special_tokens(config: Config, tokenizers: Tokenizers) -> Iterator[Finding]:
+    target = tokenizers["target"]
+    ends = declared_ends(config.target, target)
+    if not ends:
+        yield Finding(
+            WRONG, "end", "target.path: no end of text: add eos_token_id to its generation_config"
+        )
+    else:
+        names = ", ".join(str(target.convert_ids_to_tokens(one)) for one in ends)
+        yield Finding(GOOD, "end", f"a text ends with {names}")
+    for name in ("bos_token", "eos_token", "pad_token"):
+        values = {key: getattr(one, name) for key, one in tokenizers.items()}
+        if len({*values.values()}) > 1:
+            text = f"{name} is {values['target']!r} in the target, {values['draft']!r} in the draft"
+            yield Finding(NOTE, "special", f"{text}: the target's counts")
+
+
+def _template(config: Config, tokenizers: Tokenizers) -> Finding:
+    templates = {key: one.chat_template for key, one in tokenizers.items()}
+    if templates["target"] is None:
+        level = WRONG if config.data.chat_template == "always" else NOTE
+        return Finding(level, "template", "the target's tokenizer has no chat template: no chats")
+    if config.data.chat_template == "never":
+        return Finding(NOTE, "template", "not used (data.chat_template=never)")
+    if len({*templates.values()}) > 1:
+        return Finding(NOTE, "template", "draft and target differ: the target's is used for both")
+    return Finding(GOOD, "template", "chats and prompts are put into the target's chat template")
+
+
+def _context(shapes: Shapes) -> Finding:
+    sizes = {key: context_of(shape) for key, shape in shapes.items()}
+    text = ", ".join(f"{key} {size:,}" for key, size in sizes.items())
+    level = NOTE if len({*sizes.values()}) > 1 else GOOD
+    smaller = ": the smaller one limits both" if level == NOTE else ""
+    return Finding(level, "context", f"{text} tokens{smaller}")

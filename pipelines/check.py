@@ -3,8 +3,8 @@
 Looks at the pair (`checking.rules`), reads the texts, which the run then uses, and probes every
 step that is to do: a few real steps in a process of their own (`checking.probes`), for memory and
 time on this machine. With `check.device={memory: 80, bandwidth: 3350, flops: 990}` (GB, GB/s,
-TFLOP/s) nothing is read or run: bounds from below for that device, from the shapes of the models
-alone. Exit code 0: it fits. 2: it does not, with the setting that helps.
+TFLOP/s) no text is read and nothing is run: bounds from below for that device, from the shapes of
+the models alone. Exit code 0: it fits. 2: it does not, with the setting that helps.
 """
 
 import json
@@ -65,7 +65,7 @@ def check(config: Config) -> None:
 
 
 def say_pair(config: Config) -> list[str]:
-    """Print what is found of the pair; what is wrong with it."""
+    """Print what there is to say of the pair; return what is wrong with it."""
     wrong = []
     for one in findings(config):
         print(

@@ -2,8 +2,8 @@
 
 A probe loads what its step loads and runs a few of its steps by the step's own functions, with its
 batch sizes and with texts as long as they get, so that the peak of memory is that of the step. Time
-follows from the steps' number. What a probe needs and no one has made yet it makes up: the lengths
-of a text decide what it costs, not its words.
+follows from the steps' number. A probe makes up the texts that are not made yet: their lengths
+decide what they cost, not their words.
 """
 
 import gc
@@ -94,8 +94,8 @@ class Probe:
 
     target, start: the pair, where it is given or made already; else the probes of the steps that
     make it leave one of as many weights. tokenizer: of the target. answer: tokens of an answer to a
-    held-out prompt, at most. folder: of files that are no one's afterwards. rollouts: the target's,
-    where they are made already.
+    held-out prompt, at most. folder: of files that are needed no more afterwards. rollouts: the
+    target's, where they are made already.
     """
 
     config: Config
@@ -224,8 +224,10 @@ class Probe:
         )
 
     def generate(self) -> Spent:
-        """Of the target's answers to training prompts."""
+        """Of the target's answers to training prompts; an engine that gives them is not probed."""
         options, room = self.config.generate, self.splits.room
+        if options.engine != "decoder":
+            return Spent()
         prompts = self.longest_prompts(min(options.batch_size, options.rollouts))
         loading, target = self._loaded_target()
         answers = self._answers(target, prompts, room.new, room.total)
@@ -484,7 +486,7 @@ class Probe:
 
 
 def _unheard(text: str) -> None:
-    """What a step says to the person who started it; of a probe no one wants to know."""
+    """Take the notes of a step, which are for the person who started it, and print nothing."""
 
 
 def source_samples(config: Config) -> bool:

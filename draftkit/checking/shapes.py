@@ -6,7 +6,7 @@ products and the weights that have to be read; a device takes at least the longe
 left out (attention over long texts, kernels, waiting) only adds to it: these are lower bounds.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
@@ -133,7 +133,7 @@ class Case:
     """An experiment as far as its shapes are concerned.
 
     dtype: of what is served. mapped: weights of that dtype are pages of their files, as on a CPU,
-    and no memory of the process. compile_seconds are not counted.
+    and no memory of the process.
     """
 
     config: Config
@@ -358,8 +358,3 @@ def _total(parts: Mapping[str, float]) -> float:
 DEMANDS: Mapping[str, Callable[[Case], Demand]] = {
     one.__name__: one for one in (target, prepare, generate, contexts, scores, train, evaluate)
 }
-
-
-def demands(case: Case, steps: Iterable[str]) -> dict[str, Demand]:
-    """Of the steps of those names; others take next to nothing."""
-    return {name: DEMANDS[name](case) if name in DEMANDS else Demand() for name in steps}

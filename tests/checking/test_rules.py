@@ -34,38 +34,38 @@ def copied(pairs: Path, tmp_path: Path, model: str, file: str, **values: object)
 
 
 def test_a_good_pair_passes(pairs: Path) -> None:
-    found = of(pairs / "pair")
-    assert {one.level for one in found.values()} <= {GOOD, NOTE}
-    assert found["ids"].level == found["end"].level == found["context"].level == GOOD
+    seen = of(pairs / "pair")
+    assert {one.level for one in seen.values()} <= {GOOD, NOTE}
+    assert seen["ids"].level == seen["end"].level == seen["context"].level == GOOD
 
 
 def test_other_ids_are_wrong(pairs: Path) -> None:
-    found = of(pairs / "pair", f"target.path={pairs / 'tokenizer' / 'target'}")
-    assert found["ids"].level == WRONG
-    assert "different vocabularies" in found["ids"].text
+    seen = of(pairs / "pair", f"target.path={pairs / 'tokenizer' / 'target'}")
+    assert seen["ids"].level == WRONG
+    assert "different vocabularies" in seen["ids"].text
 
 
 def test_a_padded_vocabulary_and_another_context_are_told(pairs: Path, tmp_path: Path) -> None:
     rows = read_json(pairs / "pair" / "draft" / "config.json")["vocab_size"]
     changes = {"vocab_size": rows + 64, "max_position_embeddings": 32}
-    found = of(copied(pairs, tmp_path, "draft", "config.json", **changes))
-    assert found["padding"].level == found["context"].level == NOTE
-    assert f"draft {rows + 64}" in found["padding"].text
-    assert "draft 32 tokens: the smaller one limits both" in found["context"].text
+    seen = of(copied(pairs, tmp_path, "draft", "config.json", **changes))
+    assert seen["padding"].level == seen["context"].level == NOTE
+    assert f"draft {rows + 64}" in seen["padding"].text
+    assert "draft 32 tokens: the smaller one limits both" in seen["context"].text
 
 
 def test_fewer_rows_than_ids_are_wrong(pairs: Path, tmp_path: Path) -> None:
-    found = of(copied(pairs, tmp_path, "target", "config.json", vocab_size=8))
-    assert found["padding"].level == WRONG
-    assert "embedding rows" in found["padding"].text
+    seen = of(copied(pairs, tmp_path, "target", "config.json", vocab_size=8))
+    assert seen["padding"].level == WRONG
+    assert "embedding rows" in seen["padding"].text
 
 
 def test_an_encoder_decoder_is_wrong(pairs: Path, tmp_path: Path) -> None:
     changes = {"model_type": "t5", "is_encoder_decoder": True, "architectures": None}
     changes |= {"num_layers": 2, "d_model": 16, "num_heads": 2}
-    found = of(copied(pairs, tmp_path, "draft", "config.json", **changes))
-    assert found["draft"].level == WRONG
-    assert "decoder-only" in found["draft"].text
+    seen = of(copied(pairs, tmp_path, "draft", "config.json", **changes))
+    assert seen["draft"].level == WRONG
+    assert "decoder-only" in seen["draft"].text
 
 
 def test_a_target_that_never_ends_a_text_is_wrong(pairs: Path, tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def test_a_target_that_never_ends_a_text_is_wrong(pairs: Path, tmp_path: Path) -
 
 def test_special_tokens_and_templates_that_differ_are_told(pairs: Path, tmp_path: Path) -> None:
     folder = copied(pairs, tmp_path, "draft", "tokenizer_config.json", pad_token="a")
-    found = of(folder)
-    assert found["special"].level == NOTE
-    assert "pad_token" in found["special"].text
+    seen = of(folder)
+    assert seen["special"].level == NOTE
+    assert "pad_token" in seen["special"].text
     (folder / "target" / "chat_template.jinja").write_text("{{ messages }}")
     assert "differ" in of(folder)["template"].text
     assert "not used" in of(folder, "data.chat_template=never")["template"].text

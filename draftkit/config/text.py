@@ -160,7 +160,8 @@ class DataConfig(Section, key="data"):
     # Of plain text: its windows, and how much of each is the prompt.
     max_length: int = 1024
     prompt_tokens: int = setting(32, least=1)
-    overlong: str = setting("cut", names=("cut", "drop"))  # drop: longer rows are left out
+    # cut: chats lose their oldest turns, other prompts their left; drop: longer rows are left out
+    overlong: str = setting("cut", names=("cut", "drop"))
     packing: bool = False  # train on rows of several texts, which do not see each other
     # Of the documents; of `installed` text, whose packages and paths decide the split, of the room.
     validation_fraction: float = setting(0.05, above=0, below=0.5)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -44,8 +44,8 @@ COUNTS = (
     "documents_dropped",  # no prompt, nothing after it, or all their rows are dropped
     "windows",  # of plain text
     "rows",  # all others: a prompt, with its answer where it has one
-    "rows_dropped",  # of them, too long, where data.overlong=drop
-    "prompts_cut",  # on the left, to data.max_prompt_tokens
+    "rows_dropped",  # of them, too long for data.overlong=drop, or chats whose last turn is
+    "prompts_cut",  # to data.max_prompt_tokens: chats lose their oldest turns, others their left
     "completions",  # rows with an answer
     "completions_cut",  # on the right, to data.max_completion_tokens
     "prompts_templated",  # strings that became a user turn
@@ -53,8 +53,15 @@ COUNTS = (
     "answers_unused",  # of chats, where the template does not write them after their prompt
 )
 
-Piece = tuple[list[int], list[int]]  # prompt, answer
 Chat = list[dict[str, Any]]
+
+
+class Piece(NamedTuple):
+    """Ids of a prompt and of its answer; of a chat also the turns that they are made of."""
+
+    prompt: list[int]
+    answer: list[int]
+    turns: Chat | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ def make_splits(
         dropped = -counts["rows_dropped"]
         examples = _in_hash_order(members, folder / UNSORTED, reader)
         if not examples:
+            check_prompts_cut(reader.prompt_tokens, lengths, context, data)
             raise _unusable(split, data, lengths, dropped + counts["rows_dropped"])
         write_rows(folder / f"{split}.arrow", SCHEMA, map(vars, examples))
         counts[split] = len(examples)
@@ -142,8 +150,10 @@ def _unusable(split: str, data: DataConfig, lengths: Lengths, dropped: int) -> V
     if dropped:
         reason = (
             f"longer than {lengths.prompt} tokens of prompt or {lengths.completion} of answer: "
-            "raise data.max_prompt_tokens and data.max_completion_tokens, or use data.overlong=cut"
+            "raise data.max_prompt_tokens and data.max_completion_tokens"
         )
+        if data.overlong == "drop":
+            reason += ", or use data.overlong=cut"
     return ValueError(f"{setting(data)}: no row of the {split} split is usable, all are {reason}")
 
 
@@ -209,8 +219,9 @@ class RowReader:
                     pieces = self._answers(chat)
                 else:
                     answer = [*next(completion)] if "completion" in document.row else None
-                    pieces = [(next(opening), [] if answer is None else self._ended(answer))]
-                fitted = [self._fitted(document, piece) for piece in pieces if piece[0]]
+                    ended = [] if answer is None else self._ended(answer)
+                    pieces = [Piece(next(opening), ended)]
+                fitted = [self._fitted(document, piece) for piece in pieces if piece.prompt]
                 examples.append([example for example in fitted if example is not None])
             self.counts["documents_dropped"] += not examples[-1]
         self.counts["documents"] += len(documents)
@@ -242,21 +253,41 @@ class RowReader:
         the prompt alone.
         """
         pieces: list[Piece] = []
-        begins = str(messages[0].get("content"))
         roles = [message["role"] for message in messages]
         first = roles.index("user") if "user" in roles else len(messages)
         for index in range(first + 1, len(messages) + 1):
             awaits = index == len(messages) and roles[-1] != "assistant"
             if not awaits and (index == len(messages) or roles[index] != "assistant"):
                 continue
-            context = self._refusing(begins, self._format.context, messages[:index])
-            answer: list[int] | None = []
-            if not awaits:
-                upto = messages[: index + 1]
-                answer = self._refusing(begins, self._format.answer, upto, context)
+            turns = messages[: index + (not awaits)]
+            prompt, answer = self._rendered(turns)
             self.counts["answers_unused"] += answer is None
-            pieces.append((context, answer or []))
+            pieces.append(Piece(prompt, answer or [], turns))
         return pieces
+
+    def _rendered(self, turns: Chat) -> tuple[list[int], list[int] | None]:
+        """The ids of a prompt and of the answer that ends `turns`, empty where none does.
+
+        None for an answer that the template writes otherwise than after its own generation prompt.
+        """
+        begins = str(turns[0].get("content"))
+        if turns[-1]["role"] != "assistant":
+            return self._refusing(begins, self._format.context, turns), []
+        prompt = self._refusing(begins, self._format.context, turns[:-1])
+        return prompt, self._refusing(begins, self._format.answer, turns, prompt)
+
+    def _without_oldest(self, turns: Chat) -> Piece | None:
+        """`turns` from the first user's turn on with which the prompt fits, behind a system turn.
+
+        None where it is too long even with the last one alone.
+        """
+        kept = turns[: turns[0]["role"] in ("system", "developer")]
+        for start in range(len(kept) + 1, len(turns)):
+            if turns[start]["role"] == "user":
+                prompt, answer = self._rendered([*kept, *turns[start:]])
+                if len(prompt) <= self._lengths.prompt:
+                    return Piece(prompt, answer or [])
+        return None
 
     def _refusing(self, begins: str, function: Any, *arguments: Any) -> Any:
         """`function(*arguments)`; where the template refuses, ValueError naming what `begins`."""
@@ -280,23 +311,28 @@ class RowReader:
         return self._tokenizer.eos_token_id
 
     def _fitted(self, document: Document, piece: Piece) -> Example | None:
-        """Cut the prompt on the left and the answer on the right.
+        """Cut the answer on the right, the prompt on the left, or of a chat its oldest turns.
 
-        None for what is too long where `data.overlong` drops it.
+        None for what is too long where `data.overlong` drops it, and for a chat whose last turn
+        is: a template cut open is no prompt that any server sees.
         """
-        prompt, answer = piece
-        longer = len(prompt) > self._lengths.prompt, len(answer) > self._lengths.completion
+        fits = len(piece.prompt) <= self._lengths.prompt
+        ends = len(piece.answer) <= self._lengths.completion
         self.counts["rows"] += 1
-        self.counts["completions"] += bool(answer)
-        self.prompt_tokens[len(prompt)] += 1
-        if self._data.overlong == "drop" and any(longer):
+        self.counts["completions"] += bool(piece.answer)
+        self.prompt_tokens[len(piece.prompt)] += 1
+        whole: Piece | None = piece
+        if self._data.overlong == "drop" and not (fits and ends):
+            whole = None
+        elif piece.turns is not None and not fits:
+            whole = self._without_oldest(piece.turns)
+        if whole is None:
             self.counts["rows_dropped"] += 1
             return None
-        self.counts["prompts_cut"] += longer[0]
-        self.counts["completions_cut"] += longer[1]
-        return _example(
-            document, prompt[-self._lengths.prompt :], answer[: self._lengths.completion]
-        )
+        self.counts["prompts_cut"] += not fits
+        self.counts["completions_cut"] += not ends
+        prompt, answer = whole.prompt[-self._lengths.prompt :], whole.answer
+        return _example(document, prompt, answer[: self._lengths.completion])
 
     def _windows(self, document: Document, ids: list[int]) -> list[Example]:
         """Cut a text's ids into windows without overlap; EOS marks its true end where it fits."""

@@ -1,4 +1,4 @@
-"""Rows longer than the context are cut or left out, as asked, and counted."""
+"""Rows longer than the context are cut or left out, as `data.overlong` says, and counted."""
 
 import json
 
@@ -9,15 +9,16 @@ from draftkit.data.corpora import read_documents
 from draftkit.data.lengths import shares_cut
 from draftkit.data.prompts import make_splits
 from draftkit.models.vocabulary import train_byte_bpe
+from tests.templates import chat, headers
 
 ROWS = [{"prompt": f"{n}", "completion": "the " * (1 + 90 * (n % 5 == 0))} for n in range(100)]
 
 
-def splits_of(folder, rows, **options):
+def splits_of(folder, rows, tokenizer=None, **options):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(name="local", path=str(path), max_completion_tokens=50, **options)
-    documents, tokenizer = list(read_documents(data)), train_byte_bpe(["of a b"], 300)
+    documents, tokenizer = list(read_documents(data)), tokenizer or train_byte_bpe(["of a b"], 300)
     return make_splits(documents, data, tokenizer, folder, context=512)
 
 
@@ -44,3 +45,30 @@ def test_nothing_left_names_the_lengths(tmp_path):
         splits_of(tmp_path, rows, overlong="drop")
     assert "data.overlong=cut" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_chat_loses_its_oldest_turns_and_is_dropped_where_the_last_is_too_long(tmp_path):
+    tokenizer, system = headers(), {"role": "system", "content": "be brief"}
+    long = [system, *chat("of " * 30, "yes", "and b?", "no " * 9)]
+    rows = [chat(f"say {n}", "so") for n in range(60)] + [long, chat("x7 " * 300, "yes")]
+    date = {"date_string": "1 May"}
+
+    def prompt(*turns):
+        return tokenizer.apply_chat_template([*turns], add_generation_prompt=True, **date)
+
+    whole, kept = prompt(*long[:-1])["input_ids"], prompt(system, long[-2])["input_ids"]
+    splits = splits_of(
+        tmp_path,
+        [{"messages": turns} for turns in rows],
+        tokenizer,
+        template_options=date,
+        max_prompt_tokens=len(whole) - 1,
+    )
+    # The first turn alone fits, being shorter than both with the answer between them.
+    assert (splits.counts["prompts_cut"], splits.counts["rows_dropped"]) == (1, 1)
+    examples = [*splits.train, *splits.validation, *splits.test]
+    assert len(examples) == 62
+    (shortened,) = [one for one in examples if one.prompt_ids == kept]
+    answer = tokenizer.decode(shortened.token_ids[len(shortened.prompt_ids) :])
+    assert answer.startswith("no no")
+    assert answer.endswith(tokenizer.eos_token)

@@ -241,6 +241,12 @@ def _hardware() -> dict[str, Any]:
     }
 
 
+def machine(*, gpu: bool) -> str:
+    """What computes, in words: the first GPU, or the processor with the cores of this process."""
+    hardware = _hardware()
+    return hardware["gpu"][0] if gpu else f"{hardware['cpu']}, {hardware['cores']} cores"
+
+
 def provenance(arguments: list[str] | None = None) -> dict[str, Any]:
     """Which code, versions, machine and command made a product (`arguments` null: this process)."""
     status = _git("status", "--porcelain")

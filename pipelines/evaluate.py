@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from draftkit.artifacts import read_json, write_json, write_text
+from draftkit.artifacts import machine, read_json, write_json, write_text
 from draftkit.config import MIN_CHUNKS, Config, ModelConfig
 from draftkit.data.prompts import read_splits
 from draftkit.decoding.trace import continuations, html, terminal
@@ -166,7 +166,8 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         )
         if not by_temperature:
             write_traces(folder.path, evidence[main], target)
-        by_temperature[key] = compare(evidence, main, sampling, config)
+        computes = machine(gpu=target.adapter.device.type == "cuda")
+        by_temperature[key] = compare(evidence, main, sampling, config) | {"machine": computes}
         scored = {name: part.scored.as_dict() for name, part in evidence.items()}
         by_prompt[key] = {"contexts": answers.name, **scored}
         track(folder.tracker, temperature, by_temperature[key], evidence[main])

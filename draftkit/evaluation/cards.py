@@ -12,11 +12,11 @@ from draftkit.config import Config
 from draftkit.evaluation.report import (
     MODES,
     TAU,
-    VERDICTS,
     interval,
     sampling_text,
     signed,
     speedup_text,
+    verdict_text,
 )
 
 CURVE_POINTS = 12
@@ -43,7 +43,7 @@ def model_card(
         "speedup of the rounds, measured": speedup_text(judged),
         "speedup of the rounds, predicted": f"{judged['speedup']['predicted']:.2f}",
         "speedup end to end": interval(judged["speedup"]["end_to_end"], 2),
-        "verdict": f"{VERDICTS[judged['verdict']]}: {judged['reason']}",
+        "verdict": verdict_text(judged),
     }
     engines = "".join(
         f"| {row['engine']} | {row['setting']} | {row['gamma']} "

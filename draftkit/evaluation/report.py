@@ -60,7 +60,7 @@ def sampling_text(sampling: Mapping[str, float]) -> str:
 TAU = "tau, tokens a target pass"
 MODES = {
     "alpha": "alpha = sum min(p, q)",
-    "alpha_greedy_draft": "greedy draft, p(argmax q)",
+    "alpha_greedy_draft": "argmax drafts, p(argmax q)",
     "alpha_exact_match": "exact match, sum p q",
 }
 # Lines of the table below those of acceptance: the label, and the text by its summary.
@@ -82,7 +82,7 @@ ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
 def evaluation_table(summary: dict[str, Any]) -> Table:
     """One column a draft (before and after, where there are two), verdict and reason below."""
     drafts = drafts_in(summary)
-    proposer = summary.get("proposer", "sampled")
+    proposer = summary["proposer"]
     proposer = "" if proposer == "sampled" else f"proposer {proposer}, "
     title = (
         f"{proposer}temperature {summary['temperature']:g}, gamma {summary['gamma']}, "
@@ -148,9 +148,16 @@ def result_lines(summary: dict[str, Any]) -> Table:
     return table
 
 
+def verdict_text(summary: dict[str, Any]) -> str:
+    """The verdict, what it speaks of, and its reason."""
+    proposer = "sampled drafts" if summary["proposer"] == "sampled" else summary["proposer"]
+    scope = f"draftkit's decoder, {proposer}, batch {summary['batch_size']}, {summary['machine']}"
+    return f"{VERDICTS[summary['verdict']]} ({scope}): {summary['reason']}"
+
+
 def caption(summary: dict[str, Any]) -> str:
     """Verdict and reason, and a warning where theory and clock disagree."""
-    text = f"{VERDICTS[summary['verdict']]}: {summary['reason']}"
+    text = verdict_text(summary)
     error = summary["speedup"]["prediction_error"]
     if abs(error) > PREDICTION_TOLERANCE:
         text += (

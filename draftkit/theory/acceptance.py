@@ -3,13 +3,13 @@
 Three modes, for the three ways engines verify (q = the law proposals are sampled from):
 
     sampled        sum_x min(p, q) = beta    p/q acceptance; its mean over contexts is alpha
-    greedy draft   p(argmax q)               the draft proposes its argmax
+    argmax draft   p(argmax q)               the draft proposes its argmax
     exact match    sum_x p q                 a sampled proposal must equal the target's sample
 
 What a text says of rounds. Committed tokens have the target's distribution, whoever proposed them.
 Given that x was committed, it was an accepted proposal with probability
 
-    sampled        min(p, q)(x) / p(x)      greedy draft   1 if x = argmax q      exact match   q(x)
+    sampled        min(p, q)(x) / p(x)      argmax draft   1 if x = argmax q      exact match   q(x)
 
 whatever happened before it, so text that the target sampled tells how many rounds the decoder would
 have taken to write it, at any gamma and without decoding: `rounds_of_texts`.

@@ -31,6 +31,8 @@ def summary(alpha):
         "alpha_exact_match": estimate(alpha - 0.4),
         "acceptance_length": estimate(3.456),
         "acceptance_rate": estimate(0.614),
+        "proposer": "sampled",
+        "machine": "a CPU, 2 cores",
         "gamma": 4,
         "temperature": 1.0,
         "sampling": vars(SamplingConfig(top_k=20, top_p=0.95)),
@@ -81,7 +83,7 @@ def pair():
 def test_the_table_fits_eighty_columns_one_line_a_row(pair):
     lines = printed(evaluation_table(pair)).splitlines()
     assert max(map(len, lines)) <= 80
-    rows = [line for line in lines if line.startswith("greedy draft, p(argmax q)")]
+    rows = [line for line in lines if line.startswith("argmax drafts, p(argmax q)")]
     assert len(rows) == 1
     assert "0.454 [0.442, 0.466]" in rows[0]
 
@@ -103,7 +105,8 @@ def test_six_lines_say_what_changed(pair):
         "alpha, argmax drafts 0.454 0.589 [0.577, 0.601] +0.135 [+0.123, +0.147]",
         "tokens a target pass 3.456 3.456 [3.444, 3.468] +0.135 [+0.123, +0.147]",
         "speed-up, end to end 1.590 1.590 [1.520, 1.660]",
-        "DEPLOY: end-to-end speedup 1.59 [1.52, 1.66] lies above 1",
+        "DEPLOY (draftkit's decoder, sampled drafts, batch 1, a CPU, 2 cores):",
+        "end-to-end speedup 1.59 [1.52, 1.66] lies above 1",
     ]
 
 

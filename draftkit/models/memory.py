@@ -134,23 +134,36 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def _left_in_groups() -> list[int]:
-    """What each control group (version 2) that holds this process leaves it."""
+    """What each control group that holds this process leaves it."""
     try:
-        name = (PROC / "self" / "cgroup").read_text(encoding="utf-8").rpartition("::/")[2].strip()
+        lines = (PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    folder, left = CGROUP / name, []
+    left = []
+    for controllers, name in (line.split(":", 2)[1:] for line in lines):
+        if controllers == "":  # version 2
+            left += _left_below(CGROUP, name, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):  # version 1
+            files = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            left += _left_below(CGROUP / "memory", name, *files)
+    return left
+
+
+def _left_below(root: Path, name: str, limit: str, usage: str) -> Iterator[int]:
+    """What the group `name` and those around it leave, up to `root`, by these files of theirs."""
+    folder = root / name.strip().removeprefix("/")
     for group in (folder, *folder.parents):
-        if not group.is_relative_to(CGROUP):
+        if not group.is_relative_to(root):
             break
         try:
-            most = (group / "memory.max").read_text(encoding="utf-8").strip()
-            used = int((group / "memory.current").read_text(encoding="utf-8"))
+            most = (group / limit).read_text(encoding="utf-8").strip()
+            used = int((group / usage).read_text(encoding="utf-8"))
             stat = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
         except (OSError, ValueError):
             continue
         # Pages of files give way to whoever needs memory.
-        files = sum(int(n) for key, n in map(str.split, stat) if key.endswith("active_file"))
+        counts = {key: int(count) for key, count in map(str.split, stat)}
+        kinds = ("active_file", "inactive_file")  # version 1 counts those of inner groups apart
+        files = sum(counts.get(f"total_{kind}", counts.get(kind, 0)) for kind in kinds)
         if most.isdecimal():
-            left.append(int(most) - used + files)
-    return left
+            yield int(most) - used + files

@@ -4,6 +4,7 @@ Pairs shaped as Qwen3 (ChatML, reasoning dropped from history) and as Llama 3 (h
 """
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,16 @@ from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.data.rollouts import read_parts, read_records
 from draftkit.models.loading import load_tokenizer, save_model
-from draftkit.serving.texts import Texts
+from pipelines.configuration import compose_config
 from pipelines.distill import distill
 from pipelines.texts import texts
 from tests import tiny
+from tests.launching import Forked
+from tests.services import buffer_of
+from tests.serving.fakes import ask
 from tests.smoke import smoke, splits_of
 from tests.templates import byte_bpe, chat, headers, thinking
+from tests.test_serve import address_in
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
 
@@ -45,13 +50,39 @@ def save_pair(folder: Path, architecture: str, tokenizer: Fast, **changes: Any) 
     save_model(tiny.related(target), tokenizer, folder / "draft")
 
 
-def config_of(folder: Path, rows: list[dict[str, Any]], *overrides: str) -> Config:
-    """The smallest experiment on the pair in `folder` and on `rows`."""
+def given_in(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """The overrides that name the pair in `folder`, and `rows`."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = [f"target.path={folder / 'target'}", f"draft.path={folder / 'draft'}"]
-    small = ["data=local", f"data.path={path}", "data.test_fraction=0.3", "optim.max_steps=2"]
-    return smoke(folder / "outputs", *given, *small, "optim.eval_steps=2", *overrides)
+    pair = [f"target.path={folder / 'target'}", f"draft.path={folder / 'draft'}"]
+    return [*pair, "data=local", f"data.path={path}"]
+
+
+def config_of(folder: Path, rows: list[dict[str, Any]], *overrides: str) -> Config:
+    """The smallest experiment on the pair in `folder` and on `rows`."""
+    small = ["data.test_fraction=0.3", "optim.max_steps=2", "optim.eval_steps=2"]
+    return smoke(folder / "outputs", *given_in(folder, rows), *small, *overrides)
+
+
+def served(words: list[str], chats: list[list[dict[str, str]]]) -> list[list[int]]:
+    """The prompts that a server of `words` has read of `chats`, as it recorded them."""
+    fixed = ["name=served", "serve.port=0", "hardware.threads=1", "decode.compile='false'"]
+    prompts = []
+    with Forked("pipelines.serve", *words, *fixed) as server:
+        address = address_in(server.stdout.readline())
+        for turns in chats:
+            body = {"model": "target", "messages": turns, "max_tokens": 4, "temperature": 0}
+            made = ask(address, "/v1/chat/completions", body)
+            assert made.status == 200, made.body
+            prompts.append(made.json["usage"]["prompt_tokens"])
+        server.send_signal(signal.SIGINT)
+        assert server.wait() == 0
+    buffer = buffer_of(compose_config([*words, *fixed]))
+    entries = [e for held in (True, False) for e in buffer.newest("default", 99, held_out=held)]
+    buffer.close()
+    recorded = [entry.record.prompt_ids for entry in entries]
+    assert sorted(map(len, recorded)) == sorted(prompts)
+    return recorded
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,8 +106,9 @@ def test_ids_are_those_of_the_template_from_the_data_to_the_server(
     splits, shared = splits_of(config), tmp_path / "outputs" / "shared"
     read = [e.prompt_ids for part in (splits.train, splits.validation, splits.test) for e in part]
     assert sorted(read) == sorted(by_template)
-    server = Texts(tokenizer, len(tokenizer), config.data)
-    assert [server.chat(turns) for turns in seen] == by_template
+    rows = given_in(tmp_path, [{"messages": turns} for turns in chats])
+    served_by = [*rows, *words, f"root={tmp_path / 'service'}", "tracker=none"]
+    assert sorted(served(served_by, seen[:4])) == sorted(by_template[:4])
 
     (rollouts,), (contexts,) = shared.glob("generate/*"), shared.glob("contexts/*")
     sampled, judged = read_parts(rollouts), read_records(contexts / "test.parquet")

@@ -115,6 +115,28 @@ _MINUTES = {
         "test_the_joint_law_holds_over_many_random_tables": 2.7,
         "test_the_p_values_of_repetitions_are_uniform": 4.7,
     },
+    "decoding/test_keys": {
+        "test_whatever_code_depends_on_makes_new_code": 1.2,
+    },
+    "models/test_kept_ids": {
+        "test_compiled_rounds_are_the_eager_ones_before_and_after_new_weights": 0.2,
+    },
+    "models/test_sharding": {
+        "test_a_process_never_holds_more_than_its_part_and_a_layer": 0.4,
+    },
+    "test_check": {
+        "test_every_step_is_probed_and_none_is_run": 0.4,
+    },
+    "test_check_limits": {
+        "test_what_is_refused_fails_and_what_is_allowed_runs": 6,
+    },
+    "test_main": {
+        "test_an_installation_plans_what_the_clone_plans_and_writes_nothing_into_itself": 0.4,
+    },
+    "workflow/test_library": {
+        "test_checking_identity_holds_one_copy_of_the_target": 0.4,
+        "test_distilling_holds_one_copy_of_the_target": 0.4,
+    },
 }
 MINUTES = {
     f"tests/{file}.py::{name}": minutes

@@ -23,6 +23,7 @@ from pipelines.folder import CONFIG
 from pipelines.limits import gigabytes
 from pipelines.plan import SUMMARY, ordered
 from pipelines.texts import texts
+from tests.launching import run_forked
 from tests.test_prepare import smoke
 
 A_CARD = "check.device={memory: 80, bandwidth: 3350, flops: 990}"
@@ -36,10 +37,14 @@ def made(config: Config) -> set[str]:
     return {step.name for step in steps if (step.folder / SUMMARY).is_file()}
 
 
-@pytest.mark.parametrize("options", [[], SCORED])
+@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.soak), SCORED])
 def test_every_step_is_probed_and_none_is_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
 ) -> None:
+    monkeypatch.setattr(command.subprocess, "run", run_forked)
     config = smoke(tmp_path, *options)
     check(config)
     assert made(config) == {"texts"}
@@ -183,7 +188,10 @@ def test_a_bug_in_a_probe_is_no_lack_of_memory(
         ran(tmp_path, monkeypatch, fail)
 
 
-def test_what_a_probe_refuses_is_one_line_and_a_bug_is_not(tmp_path: Path) -> None:
+def test_what_a_probe_refuses_is_one_line_and_a_bug_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.subprocess, "run", run_forked)
     config = smoke(tmp_path)
     with pytest.raises(RuntimeError, match=r"(?s)^a probe failed:.*shared/texts"):
         probed(config, ["prepare"])  # before there are texts

@@ -85,6 +85,7 @@ def test_what_needs_a_clone_is_refused_in_an_installation(draftkit: Draftkit) ->
     assert refused.stderr == "wheels: it gathers for the tree of a clone: run it in one\n"
 
 
+@pytest.mark.soak
 def test_an_installation_plans_what_the_clone_plans_and_writes_nothing_into_itself(
     draftkit: Draftkit,
     site: Path,

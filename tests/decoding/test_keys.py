@@ -182,7 +182,17 @@ def strict() -> Iterator[Strict]:
         target_of.cache_clear()
 
 
-@pytest.mark.parametrize("case", OTHER_CODE.values(), ids=OTHER_CODE)
+# Every one is code that takes seconds to make.
+IN_SHORT = ("batch", "gamma", "top-k", "match verification", "kind of proposer", "kind of draft")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=() if name in IN_SHORT else pytest.mark.soak)
+        for name, case in OTHER_CODE.items()
+    ],
+)
 def test_whatever_code_depends_on_makes_new_code(case: Case, strict: Strict) -> None:
     made = strict.made
     case.check()

@@ -120,7 +120,10 @@ def test_models_that_keep_other_numbers_of_ids_share_no_code() -> None:
     assert four.signature == others.signature
 
 
-@pytest.mark.parametrize(("architecture", "temperature"), [("llama", 1.0), ("gemma2", 0.0)])
+@pytest.mark.parametrize(
+    ("architecture", "temperature"),
+    [("llama", 1.0), pytest.param("gemma2", 0.0, marks=pytest.mark.soak)],
+)
 def test_compiled_rounds_are_the_eager_ones_before_and_after_new_weights(
     architecture: str, temperature: float
 ) -> None:

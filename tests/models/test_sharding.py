@@ -45,7 +45,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 def test_a_process_never_holds_more_than_its_part_and_a_layer(wide: Path, dtype: str) -> None:
     """As it is stored, and converted: half of the layers, and one of eight while it is split."""
     run_processes("tests.models.sharded", str(wide), dtype)

@@ -321,16 +321,23 @@ print(size, (max(peaks) - loaded) / size)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_checking_identity_holds_one_copy_of_the_target(tmp_path):
+@pytest.mark.parametrize(
+    ("mode", "least", "most"),
+    [
+        pytest.param("float32", 0.9, 1.8, marks=pytest.mark.soak),
+        pytest.param("served", 0, 0.4, marks=pytest.mark.soak),
+        ("auto", 0, 0.4),
+    ],
+)
+def test_checking_identity_holds_one_copy_of_the_target(tmp_path, mode, least, most):
     """Float32 takes the room of bfloat16 once more, not twice; the served dtype takes none.
 
     Under a limit of the process that float32 would break, `auto` takes the served one.
     """
     save_large_pair(tmp_path, dtype=torch.bfloat16)
-    for mode, least, most in (("float32", 0.9, 1.8), ("served", 0, 0.4), ("auto", 0, 0.4)):
-        size, taken = measured(CHECKING, tmp_path, mode)
-        assert size > 2.6e8
-        assert least < taken < most, mode
+    size, taken = measured(CHECKING, tmp_path, mode)
+    assert size > 2.6e8
+    assert least < taken < most
 
 
 def save_large_pair(folder: Path, dtype: torch.dtype) -> None:
@@ -354,6 +361,7 @@ def measured(code: str, folder: Path, *words: str) -> list[float]:
     return [float(number) for number in done.stdout.splitlines()[-1].split()]
 
 
+@pytest.mark.soak
 def test_distilling_holds_one_copy_of_the_target(tmp_path):
     """Of 0.5 GB, through two trials of a rate, the run and the evaluation."""
     save_large_pair(tmp_path, torch.float32)

@@ -1,0 +1,84 @@
+"""Under a real limit of memory `check` refuses what then fails, and allows what then runs."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from draftkit.models.memory import CGROUP
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).resolve().parents[1]
+# Many rows make a batch of 1.5 GB beside a drafter of 7 MB.
+LARGE = ["optim.per_device_train_batch_size=128", "optim.gradient_accumulation_steps=1"]
+SHORT = ["optim.max_steps=4", "optim.eval_steps=4", "draft.shrink.steps=4", "evaluate.prompts=12"]
+SHORT += ["evaluate.validation_prompts=6", "evaluate.timing_prompts=6", "decode.compile=false"]
+FOLDERS = {  # of a version's limit, below the group of this process
+    "memory.limit_in_bytes": lambda name: CGROUP / "memory" / name,
+    "memory.max": lambda name: CGROUP / name,
+}
+
+
+@pytest.fixture
+def group() -> Iterator[Callable[[int], Path]]:
+    """Makes a control group with a limit in bytes; skips where this process must not."""
+    made: list[Path] = []
+
+    def limited(most: int) -> Path:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            for file, folder_of in FOLDERS.items():
+                folder = folder_of(name.removeprefix("/")) / f"draftkit-{os.getpid()}-{len(made)}"
+                if ("memory" in controllers) != (file == "memory.limit_in_bytes"):
+                    continue
+                try:
+                    folder.mkdir()
+                    made.append(folder)
+                    (folder / file).write_text(str(most))
+                except OSError:
+                    continue
+                return folder
+        pytest.skip("this process may not make control groups")
+
+    yield limited
+    for folder in made:
+        folder.rmdir()
+
+
+def run(stage: str, root: Path, *options: str, group: Path | None = None) -> tuple[int, str]:
+    """Exit status of a command in `group`, and what it printed."""
+    given = ["+experiment=quickstart", f"root={root}", "tracker=none", "hardware.threads=1"]
+    command = [sys.executable, "-m", f"pipelines.{stage}", *given, *LARGE, *SHORT, *options]
+
+    def enter() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, preexec_fn=enter
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_what_is_refused_fails_and_what_is_allowed_runs(
+    tmp_path: Path, group: Callable[[int], Path]
+) -> None:
+    code, shown = run("check", tmp_path)
+    assert code == 0, shown
+    needed = float(re.search(r"fits: ([\d.]+) GB of", shown)[1]) * 1e9
+    assert needed > 1.2e9
+    # In its group `check` has two processes that have loaded the libraries, 0.45 GB each.
+    for share, fits in ((0.5, False), (1.25, True)):
+        most = int(0.9e9 + share * needed)
+        code, shown = run("check", tmp_path, group=group(most))
+        assert code == (0 if fits else 2), shown
+        if not fits:
+            assert re.search(r"^check: train does not fit: .*check=off begins anyway$", shown, re.M)
+        off = [] if fits else ["check=off"]
+        code, shown = run("distill", tmp_path / str(share), *off, group=group(most))
+        assert (code == 0) == fits, shown

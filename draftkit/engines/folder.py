@@ -24,12 +24,12 @@ from draftkit.config import ModelConfig
 from draftkit.models.adapter import context_of
 from draftkit.models.loading import (
     declared_ends,
+    load_kept_ids,
     load_model,
     load_tokenizer,
     model_config,
 )
 from draftkit.models.lora import merged_weights
-from draftkit.models.shrink import KEPT_IDS
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -70,7 +70,7 @@ def write_plain_folder(
     notes = [f"embeddings and head: {before:,} rows became the target's {rows:,}"]
     notes = [] if before == rows else notes
     notes += raise_context(model.config, context_of(shapes))
-    if cached_file(draft.location, KEPT_IDS, _raise_exceptions_for_missing_entries=False):
+    if load_kept_ids(draft, real) is not None:
         notes.append(
             "the drafter proposed some ids only (draft.shrink.vocabulary); engines do not know "
             "that list, and take all"

@@ -145,6 +145,8 @@ def test_a_group_offers_exactly_the_choices_of_the_code(
 def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
     from draftkit.decoding.catalogue import PROPOSERS
     from draftkit.distillation.optimizers import OPTIMIZERS
+    from draftkit.engines.gguf import KINDS
+    from draftkit.engines.launch import LAUNCHES
     from draftkit.theory.divergences import DIVERGENCES
     from draftkit.theory.verification import VERIFIERS
     from pipelines.benchmarks.decoder import METHODS
@@ -154,6 +156,8 @@ def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
     assert tuple(METHODS) == settings.BENCHMARK_METHOD_NAMES
     assert tuple(PROPOSERS) == settings.PROPOSER_NAMES
     assert tuple(OPTIMIZERS) == settings.OPTIMIZER_NAMES
+    assert tuple(LAUNCHES) == settings.ENGINE_NAMES
+    assert tuple(KINDS) == settings.GGUF_KINDS
 
 
 @pytest.mark.parametrize("name", settings.PROPOSER_NAMES)

@@ -23,6 +23,7 @@ from pipelines.checksums import CARD
 from pipelines.configuration import compose_config
 from pipelines.distill import distill
 from pipelines.evaluate import evaluate
+from pipelines.export import export
 from pipelines.generate import generate, read_contexts, scores
 from pipelines.prepare import prepare
 from pipelines.run import Stage
@@ -97,6 +98,22 @@ def test_one_command_runs_every_stage_and_answers_the_question(finished, root, c
     assert (finished / "evaluate" / "samples.txt").read_text() in shown
     evaluate.launch(smoke(root))
     assert "tau, tokens a target pass" in capsys.readouterr().out
+
+
+def test_an_export_launches_the_judged_drafter_and_says_what_to_expect(finished, root, capsys):
+    judged = read_json(finished / "evaluate" / "summary.json")
+    summary = export.launch(smoke(root))
+    assert summary["gamma"] == max(1, judged["best_gamma"])
+    assert summary["gamma_by_batch_size"] == {"1": judged["best_gamma"]}
+    rows = {(row["engine"], row["setting"]): row for row in judged["engines"]}
+    row, expected = rows["SGLang", "argmax"], summary["engines"]["sglang"]["expected"]
+    assert expected["acceptance"] == row["acceptance"]
+    assert expected["temperature"] == 1
+    folder = finished / "export"
+    assert same_weights(first=folder / "hf", second=finished / "train" / "draft")
+    assert "Trained and judged by draftkit (experiment smoke)" in (folder / "hf" / CARD).read_text()
+    tokens = expected["acceptance_length"]["mean"]
+    assert f"{folder / 'sglang'}: {tokens:.2f} tokens a pass at gamma" in capsys.readouterr().out
 
 
 def test_a_target_that_was_trained_carries_a_card_of_its_recipe_and_scores(finished, root):

@@ -15,6 +15,8 @@ from draftkit.config.choices import (
     DIVERGENCE_NAMES,
     DOMAIN_NAMES,
     DRAFTED_NAMES,
+    ENGINE_NAMES,
+    GGUF_KINDS,
     GPU_PARTS,
     MIXTURE,
     OPTIMIZER_NAMES,
@@ -23,6 +25,7 @@ from draftkit.config.choices import (
     SOURCE_NAMES,
     VERIFICATION_NAMES,
 )
+from draftkit.config.engines import ExportConfig
 from draftkit.config.experiment import (
     MAPPINGS,
     Config,

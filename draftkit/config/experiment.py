@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from draftkit.config.choices import DTYPE_NAMES, Section, positive, require, setting
+from draftkit.config.engines import ExportConfig
 from draftkit.config.measuring import (
     BenchmarkConfig,
     CheckConfig,
@@ -62,6 +63,7 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

@@ -4,6 +4,7 @@ Renders summaries; computes nothing.
 """
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,15 +51,11 @@ def model_card(
         f"| {row['acceptance']['mean']:.3f} | {interval(row['acceptance_length'], 2)} |\n"
         for row in judged.get("engines", ())
     )
-    is_name = target is not None and not Path(target).is_dir()
-    base = f"base_model: {json.dumps(target)}\n" if is_name else ""
     return (
-        f"---\nlibrary_name: transformers\n{base}tags: [speculative-decoding, draft-model]\n---\n\n"
-        "# A draft model for speculative decoding\n\n"
-        f"It proposes tokens that {target or 'its target'} verifies. Trained and judged by "
-        f"draftkit (experiment {name}): means with 95 % intervals on "
-        f"{judged['alpha']['prompts']} held-out prompts, {sampling_text(judged['sampling'])}, "
-        f"gamma {judged['gamma']}, batch {judged['batch_size']}, in draftkit's own decoder.\n\n"
+        f"{_front(target)} Trained and judged by draftkit (experiment {name}): means with 95 % "
+        f"intervals on {judged['alpha']['prompts']} held-out prompts, "
+        f"{sampling_text(judged['sampling'])}, gamma {judged['gamma']}, "
+        f"batch {judged['batch_size']}, in draftkit's own decoder.\n\n"
         "| | |\n|---|---|\n"
         + "".join(f"| {label} | {text} |\n" for label, text in rows.items())
         + f"\nMeasured on: {machine}. p: the target's probabilities, q: the drafter's, both as "
@@ -77,43 +74,88 @@ def model_card(
     )
 
 
+def plain_card(target: str | None, gamma: int) -> str:
+    """The card of a drafter that has not been judged."""
+    return (
+        f"{_front(target)} Its acceptance has not been measured: `draftkit evaluate` does.\n\n"
+        "The drafter is this folder, here called DRAFT.\n\n"
+        + serving(target or "TARGET", "DRAFT", gamma)
+    )
+
+
+def _front(target: str | None) -> str:
+    """What the hub reads of a card, its title, and what the model is for."""
+    is_name = target is not None and not Path(target).is_dir()
+    base = f"base_model: {json.dumps(target)}\n" if is_name else ""
+    return (
+        f"---\nlibrary_name: transformers\n{base}tags: [speculative-decoding, draft-model]\n---\n\n"
+        "# A draft model for speculative decoding\n\n"
+        f"It proposes tokens that {target or 'its target'} verifies."
+    )
+
+
 def serving(target: str, draft: str, gamma: int) -> str:
     """How engines serve `draft` beside `target`, each with `gamma` proposals a round."""
-    options = {
+    sglang = sglang_options(draft, gamma)
+    return f"""\
+vLLM:
+
+    vllm serve {target} --speculative-config '{json.dumps(vllm_options(draft, gamma))}'
+
+SGLang:
+
+    python -m sglang.launch_server --model-path {target} {shlex.join(sglang[:2])} \\
+        {shlex.join(sglang[2:6])} \\
+        {shlex.join(sglang[6:])}
+
+llama.cpp, both folders converted by its `convert_hf_to_gguf.py`:
+
+    llama-server -m target.gguf -md draft.gguf {shlex.join(llamacpp_options(gamma)[:2])} \\
+        {shlex.join(llamacpp_options(gamma)[2:])}
+
+transformers:
+
+```python
+{transformers_code(json.dumps(target), json.dumps(draft), gamma)}```
+"""
+
+
+def vllm_options(draft: str, gamma: int) -> dict[str, Any]:
+    """vLLM's `--speculative-config`: proposals that are sampled, and judged as such."""
+    return {
         "method": "draft_model",
         "model": draft,
         "num_speculative_tokens": gamma,
         "draft_sample_method": "probabilistic",
     }
+
+
+def sglang_options(draft: str, gamma: int) -> list[str]:
+    """SGLang's options for a drafter that is a model of its own."""
+    steps = ["--speculative-num-steps", str(gamma)]
+    chain = ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(gamma + 1)]
+    path = ["--speculative-draft-model-path", draft]
+    return ["--speculative-algorithm", "STANDALONE", *path, *steps, *chain]
+
+
+def llamacpp_options(gamma: int) -> list[str]:
+    """llama.cpp's options beside both files: always `gamma` proposals, however likely."""
+    proposals = ["--spec-draft-n-max", str(gamma), "--spec-draft-p-min", "0"]
+    return ["--spec-type", "draft-simple", *proposals]
+
+
+def transformers_code(target: str, draft: str, gamma: int) -> str:
+    """A program for transformers; `target` and `draft` are expressions of Python."""
     return f"""\
-vLLM:
-
-    vllm serve {target} --speculative-config '{json.dumps(options)}'
-
-SGLang:
-
-    python -m sglang.launch_server --model-path {target} --speculative-algorithm STANDALONE \\
-        --speculative-draft-model-path {draft} --speculative-num-steps {gamma} \\
-        --speculative-eagle-topk 1 --speculative-num-draft-tokens {gamma + 1}
-
-llama.cpp, both folders converted by its `convert_hf_to_gguf.py`:
-
-    llama-server -m target.gguf -md draft.gguf --spec-type draft-simple \\
-        --spec-draft-n-max {gamma} --spec-draft-p-min 0
-
-transformers:
-
-```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{target}")
-target, draft = map(AutoModelForCausalLM.from_pretrained, ("{target}", "{draft}"))
+tokenizer = AutoTokenizer.from_pretrained({target})
+target, draft = map(AutoModelForCausalLM.from_pretrained, ({target}, {draft}))
 draft.generation_config.num_assistant_tokens = {gamma}
 draft.generation_config.assistant_confidence_threshold = 0
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 answer = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
 print(tokenizer.decode(answer[0]))
-```
 """
 
 

@@ -50,12 +50,19 @@ SETTINGS = (
 
 
 def engine_rows(
-    scored: PromptTotals, *, gamma: int, temperature: float, seed: int = 0, resamples: int = 2000
+    scored: PromptTotals,
+    *,
+    gamma: int,
+    temperature: float,
+    best_gamma: int = 0,
+    seed: int = 0,
+    resamples: int = 2000,
 ) -> list[dict[str, Any]]:
     """Acceptance and tokens a pass of each setting, as the summary holds them.
 
-    gamma: where the engine leaves it to its user. At temperature 0 a drafter that stops by its
-    confidence is left out: greedy proposals do not tell how likely they were.
+    gamma: where the engine leaves it to its user. With `best_gamma` a row also says the tokens a
+    pass of so many proposals, as a launch file sets them. At temperature 0 a drafter that stops by
+    its confidence is left out: greedy proposals do not tell how likely they were.
     """
     estimate = partial(bootstrap, seed=seed, resamples=resamples)
     rows = []
@@ -66,14 +73,19 @@ def engine_rows(
         mode = UNCUT if uncut else setting.mode
         proposals = setting.gamma or max(gamma, 1)
         length = scored.tokens_a_pass(mode, proposals, confidence=setting.confidence)
-        rows.append(
-            {
-                "engine": setting.engine,
-                "setting": setting.name,
-                "mode": mode,
-                "gamma": proposals,
-                "acceptance": estimate(scored.rate(mode)).as_dict(),
+        row: dict[str, Any] = {
+            "engine": setting.engine,
+            "setting": setting.name,
+            "mode": mode,
+            "gamma": proposals,
+            "acceptance": estimate(scored.rate(mode)).as_dict(),
+            "acceptance_length": estimate(length).as_dict(),
+        }
+        if best_gamma:
+            length = scored.tokens_a_pass(mode, best_gamma, confidence=setting.confidence)
+            row["at_best_gamma"] = {
+                "gamma": best_gamma,
                 "acceptance_length": estimate(length).as_dict(),
             }
-        )
+        rows.append(row)
     return rows

@@ -37,6 +37,7 @@ def compare(
             evidence[main].scored,
             gamma=config.decode.gamma,
             temperature=sampling.temperature,
+            best_gamma=summary["best_gamma"],
             **resampling(config),
         )
     lookup = lookup_summary(evidence[main], config)

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from draftkit.evaluation.cards import model_card, serving
+from draftkit.evaluation.cards import model_card, plain_card, serving
 from draftkit.evaluation.engines import SETTINGS
 from draftkit.models.loading import save_model
 from tests import tiny
@@ -40,6 +40,13 @@ def test_a_card_has_a_row_for_every_setting_of_an_engine(card):
     assert len(rows) == len(SETTINGS)
     without = {key: value for key, value in summary(0.5).items() if key != "engines"}
     assert "In your engine" not in model_card(without, HARDWARE, target=None, name="a")
+
+
+def test_a_drafter_that_was_not_judged_states_no_number():
+    text = plain_card("some/target", 3)
+    assert "has not been measured" in text
+    assert "| alpha" not in text
+    assert '"num_speculative_tokens": 3' in text
 
 
 def test_commands_for_engines_hold_both_models_and_one_gamma():

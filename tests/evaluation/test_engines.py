@@ -93,5 +93,13 @@ def test_every_setting_is_a_row_at_its_own_gamma_and_confidence_needs_sampling()
     assert stops["gamma"] == 20
     free = totals.tokens_a_pass(SAMPLED, 20).mean
     assert 1 < stops["acceptance_length"]["mean"] < free
+    assert not any("at_best_gamma" in row for row in rows)
+    best = engine_rows(totals, gamma=2, temperature=0.8, best_gamma=5)
+    for row in best:
+        if row["engine"] == "SGLang":
+            length = totals.tokens_a_pass(ARGMAX, 5).mean
+            assert row["at_best_gamma"]["gamma"] == 5
+            assert row["at_best_gamma"]["acceptance_length"]["mean"] == pytest.approx(length)
+            assert length > row["acceptance_length"]["mean"]
     at_zero = engine_rows(totals, gamma=2, temperature=0.0)
     assert len(at_zero) == len(rows) - 1

@@ -1,0 +1,170 @@
+"""A drafter as a plain folder: what vLLM, SGLang, transformers and converters load as it is.
+
+Engines compare the widths of the logits, the tokenizers and the contexts of both models, and refuse
+a drafter or cap the target where they differ. So the folder has as many embedding rows as the
+target, the target's tokenizer byte for byte, the target's context where positions allow it, and no
+adapter. It knows no engine.
+
+Rows: those of embeddings and head. The real vocabulary is what the tokenizer has ids for; rows
+beyond it are padding.
+"""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+
+from draftkit.artifacts import atomic_path
+from draftkit.config import ModelConfig
+from draftkit.models.adapter import context_of
+from draftkit.models.loading import (
+    declared_ends,
+    load_kept_ids,
+    load_model,
+    load_tokenizer,
+    model_config,
+)
+from draftkit.models.lora import merged_weights
+from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_FILES = (
+    *VOCABULARIES,
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+# Of these the frequencies of positions do not depend on `max_position_embeddings`.
+FREE_ROPE = ("default", "linear", "llama3")
+
+
+def write_plain_folder(
+    draft: ModelConfig,
+    target: ModelConfig,
+    folder: Path,
+    *,
+    gamma: int,
+    dtype: str | None = None,
+) -> list[str]:
+    """Write `draft` to `folder` as engines want it beside `target`; what there is to know of it.
+
+    gamma: proposals a round, in its generation_config.json. dtype: of the weights, None for that in
+    which they are stored. Over the real vocabulary logits stay as they are, but for the rounding of
+    another dtype. Raises ValueError naming `target.path` or `draft.path` for models that cannot be
+    loaded or do not share a vocabulary.
+    """
+    transformers_logging.disable_progress_bar()
+    shapes, tokenizer = model_config(target, "target"), load_tokenizer(target, "target")
+    check_same_tokenizer(target_tokenizer=tokenizer, draft_tokenizer=load_tokenizer(draft, "draft"))
+    files = tokenizer_files(target)
+    stored = "auto" if dtype is None else getattr(torch, dtype)
+    model = load_model(draft, "draft", dtype=stored, device=torch.device("cpu"))
+    before = model.config.get_text_config().vocab_size
+    real, rows = real_vocab_size(tokenizer, model.config, "draft"), _rows(shapes)
+    real_vocab_size(tokenizer, shapes, "target")  # which refuses a target with too few rows
+    fit_rows(model, rows=rows, real=real)
+    notes = [f"embeddings and head: {before:,} rows became the target's {rows:,}"]
+    notes = [] if before == rows else notes
+    notes += raise_context(model.config, context_of(shapes))
+    if load_kept_ids(draft, real) is not None:
+        notes.append(
+            "the drafter proposed some ids only (draft.shrink.vocabulary); engines do not know "
+            "that list, and take all"
+        )
+    model.generation_config = generation_config(target, tokenizer, gamma)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.config, name, getattr(shapes, name, None))
+    with atomic_path(folder) as temporary:
+        model.save_pretrained(temporary, state_dict=merged_weights(model))
+        for name, file in files.items():
+            shutil.copyfile(file, temporary / name)
+    return notes
+
+
+def tokenizer_files(model: ModelConfig, key: str = "target") -> dict[str, Path]:
+    """The files of a model's tokenizer, by name. Raises ValueError naming `key` for none."""
+    files = {
+        name: cached_file(
+            model.location,
+            name,
+            revision=model.revision,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        for name in TOKENIZER_FILES
+    }
+    held = {name: Path(file) for name, file in files.items() if file is not None}
+    if not any(name in held for name in VOCABULARIES):
+        raise ValueError(
+            f"{key}.path {model.path}: holds no tokenizer file ({', '.join(VOCABULARIES)}): "
+            "save the tokenizer into the folder with save_pretrained"
+        )
+    return held
+
+
+@torch.no_grad()
+def fit_rows(model: PreTrainedModel, *, rows: int, real: int) -> None:
+    """Give `model` so many `rows` of embeddings and head, in place; tied ones stay tied.
+
+    Every row beyond the `real` vocabulary, new or old, becomes the mean of the real rows. So its
+    logit is the mean of the real logits: never above the largest one, so it is nobody's argmax, and
+    by Jensen's inequality at most 1 / `real` of the probability that the real ids have together.
+    Rows of zeros promise neither: their logit is 0, which wins where all others are negative.
+    """
+    assert rows >= real
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    embeddings: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    tables = [embeddings.weight, head.weight, getattr(head, "bias", None)]
+    for table in tables:
+        if table is not None:
+            table[real:] = table[:real].double().mean(0).to(table.dtype)
+
+
+def raise_context(config: PreTrainedConfig, context: int) -> list[str]:
+    """Raise the context of `config` to `context` tokens where its positions allow; what to know.
+
+    Rotary positions without a scaling that counts on the context go on beyond it; learned ones end.
+    """
+    text, own = config.get_text_config(), context_of(config)
+    if own >= context:
+        return []
+    kinds = rope_types(text)
+    if kinds and all(kind in FREE_ROPE for kind in kinds):
+        text.max_position_embeddings = context
+        return [
+            f"context raised from {own:,} to the target's {context:,} tokens; the drafter has "
+            f"learnt nothing of positions beyond {own:,}, so expect less acceptance there"
+        ]
+    why = f"rope scaling {', '.join(kinds)} counts on it" if kinds else "its positions are learnt"
+    return [
+        f"context stays {own:,} of the target's {context:,} tokens ({why}): engines cap texts at "
+        f"it or refuse the drafter"
+    ]
+
+
+def rope_types(config: PreTrainedConfig) -> list[str]:
+    """How the rotary positions of `config` are scaled; empty for other positions."""
+    settings = getattr(config, "rope_parameters", None)
+    if not isinstance(settings, Mapping) or not settings:
+        return []
+    layers = [one for one in settings.values() if isinstance(one, Mapping)]
+    return sorted({str(one.get("rope_type", "default")) for one in layers or [settings]})
+
+
+def generation_config(target: ModelConfig, tokenizer: Any, gamma: int) -> GenerationConfig:
+    """What transformers reads of an assistant: the ends of text, `gamma` proposals every round."""
+    return GenerationConfig(
+        eos_token_id=list(declared_ends(target, tokenizer)) or None,
+        pad_token_id=tokenizer.pad_token_id,
+        num_assistant_tokens=gamma,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+
+
+def _rows(config: PreTrainedConfig) -> int:
+    return int(config.get_text_config().vocab_size)

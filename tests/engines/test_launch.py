@@ -1,0 +1,152 @@
+"""A launch file holds its engine's options, and the acceptance of the setting that it starts."""
+
+import ast
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftkit.engines.launch import LAUNCHES, ROWS, Pair, best_gammas, expected, ranges
+from draftkit.evaluation.engines import SETTINGS
+from tests.evaluation.test_report import estimate, summary
+
+FILES = {"target": "target-f32.gguf", "draft": "draft-f32.gguf"}
+
+
+def judged() -> dict[str, Any]:
+    """Each setting has a length of its own, at its gamma and at the best one (5)."""
+    rows = [
+        row
+        | {"gamma": 4, "acceptance_length": estimate(2 + index / 10)}
+        | {"at_best_gamma": {"gamma": 5, "acceptance_length": estimate(3 + index / 10)}}
+        for index, row in enumerate(summary(0.6)["engines"])
+    ]
+    return summary(0.6) | {"engines": rows}
+
+
+def pair(**options: Any) -> Pair:
+    return Pair(
+        **{"target": "some/target", "gamma": 5, "judged": judged(), "files": FILES} | options
+    )
+
+
+def called(folder: Path, engine: str, one: Pair, *words: str) -> list[str]:
+    """The words of the command that the script of `engine` runs, and where it runs it."""
+    (folder / engine).mkdir(parents=True)
+    for name, text in LAUNCHES[engine](one).items():
+        (folder / engine / name).write_text(text)
+    program = folder / "bin" / "program"
+    program.parent.mkdir()
+    program.write_text(
+        '#!/bin/sh\npwd\nfor word in "$@"; do printf "%s\\n" "$word" | tr "\\n" " "; echo; done\n'
+    )
+    program.chmod(0o755)
+    for name in ("vllm", "python", "llama-server"):
+        (program.parent / name).symlink_to(program)
+    done = subprocess.run(
+        ["sh", str(folder / engine / "launch.sh"), *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": f"{program.parent}:/usr/bin:/bin"},
+    )
+    where, *rest = done.stdout.splitlines()
+    assert Path(where) == folder
+    return [word.removesuffix(" ") for word in rest]
+
+
+def test_vllm_gets_its_options_whole(tmp_path: Path) -> None:
+    words = called(tmp_path, "vllm", pair(target="a target", revision="abc"), "--port", "9")
+    assert words[:6] == ["serve", "a target", "--revision", "abc", "--host", "127.0.0.1"]
+    assert words[-2:] == ["--port", "9"]
+    options = json.loads(words[words.index("--speculative-config") + 1])
+    assert options == {
+        "method": "draft_model",
+        "model": "./hf",
+        "num_speculative_tokens": 5,
+        "draft_sample_method": "probabilistic",
+    }
+
+
+def test_vllm_gets_a_table_where_several_batch_sizes_were_measured() -> None:
+    files = LAUNCHES["vllm"](pair(gammas={1: 5, 8: 2, 64: 0}))
+    options = json.loads(files["speculative_config.json"])
+    assert options["num_speculative_tokens"] == 5
+    table = options["num_speculative_tokens_per_batch_size"]
+    assert table == [[1, 1, 5], [2, 8, 2], [9, 64, 0]]
+    assert (
+        "batch size 64, by draftkit's decoder: 0, which is not to speculate" in files["launch.sh"]
+    )
+    one = json.loads(LAUNCHES["vllm"](pair(gammas={8: 2}))["speculative_config.json"])
+    assert "num_speculative_tokens_per_batch_size" not in one
+
+
+def test_gammas_are_those_of_the_evaluations_by_batch_size() -> None:
+    summaries = [{"batch_size": 8, "best_gamma": 2}, {"batch_size": 1, "best_gamma": 5}]
+    assert list(best_gammas(summaries).items()) == [(1, 5), (8, 2)]
+    assert ranges(best_gammas(summaries)) == [[1, 1, 5], [2, 8, 2]]
+
+
+def test_sglang_drafts_a_chain_with_a_model_of_its_own(tmp_path: Path) -> None:
+    words = called(tmp_path, "sglang", pair())
+    assert words[:2] == ["-m", "sglang.launch_server"]
+    options = dict(zip(words[2::2], words[3::2], strict=True))
+    assert options == {
+        "--model-path": "some/target",
+        "--host": "127.0.0.1",
+        "--speculative-algorithm": "STANDALONE",
+        "--speculative-draft-model-path": "./hf",
+        "--speculative-num-steps": "5",
+        "--speculative-eagle-topk": "1",
+        "--speculative-num-draft-tokens": "6",
+    }
+
+
+def test_llama_cpp_gets_both_files_or_names_the_missing_one(tmp_path: Path) -> None:
+    words = called(tmp_path, "llamacpp", pair())
+    options = dict(zip(words[::2], words[1::2], strict=True))
+    assert options["-m"] == "llamacpp/target-f32.gguf"
+    assert options["-md"] == "llamacpp/draft-f32.gguf"
+    assert options["--spec-draft-n-max"] == "5"
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        called(tmp_path / "alone", "llamacpp", pair(files={"draft": "draft-f32.gguf"}))
+    assert "the GGUF of the target" in failed.value.stderr
+
+
+@pytest.mark.parametrize("engine", ["hf", "onnx"])
+def test_programs_are_programs(engine: str) -> None:
+    (text,) = LAUNCHES[engine](pair()).values()
+    names = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
+    assert ("num_assistant_tokens" if engine == "hf" else "set_speculative_options") in names
+
+
+@pytest.mark.parametrize("engine", ROWS)
+def test_each_engine_is_expected_to_accept_what_its_setting_does(engine: str) -> None:
+    names = [(one.engine, one.name) for one in SETTINGS]
+    row = judged()["engines"][names.index(ROWS[engine])]
+    best, other = expected(pair(), engine), expected(pair(gamma=2), engine)
+    assert best is not None
+    assert other is not None
+    assert (best["gamma"], best["acceptance_length"]) == tuple(row["at_best_gamma"].values())
+    assert (other["gamma"], other["acceptance_length"]) == (4, row["acceptance_length"])
+    assert best["acceptance"] == row["acceptance"]
+    text = "".join(LAUNCHES[engine](pair()).values())
+    mean = row["at_best_gamma"]["acceptance_length"]["mean"]
+    assert "# Expect at temperature 1" in text
+    assert f"at gamma 5: {mean:.2f} [" in text
+
+
+def test_without_an_evaluation_nothing_is_expected() -> None:
+    bare = pair(judged={})
+    for engine, launch in LAUNCHES.items():
+        assert expected(bare, engine) is None
+        assert "# No evaluation says what to expect" in "".join(launch(bare).values())
+
+
+def test_words_with_spaces_stay_one_word() -> None:
+    text = LAUNCHES["sglang"](pair(target="/models/my target"))["launch.sh"]
+    line = next(line for line in text.splitlines() if line.startswith("exec"))
+    assert "/models/my target" in shlex.split(line)

@@ -14,6 +14,7 @@ from draftkit.artifacts import read_json, sha256_file, write_text
 from draftkit.config import Config, ModelConfig
 from draftkit.engines.folder import write_plain_folder
 from draftkit.engines.gguf import check_gguf, require_gguf, write_gguf
+from draftkit.engines.hub import upload
 from draftkit.engines.launch import LAUNCHES, Pair, best_gammas, expected
 from draftkit.engines.onnx import check_python, write_onnx_pair
 from draftkit.evaluation.cards import model_card, plain_card
@@ -120,6 +121,8 @@ def show(config: Config, folder: Path) -> None:
     summary = read_json(folder / SUMMARY)
     for note in summary["notes"]:
         print(f"note: {note}")
+    if summary["commit"]:
+        print(f"uploaded: {summary['commit']}")
     for engine, part in summary["engines"].items():
         print(f"{engine:<9} {folder / engine}{_hint(part['expected'])}")
 
@@ -169,10 +172,14 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     for engine in engines:
         for file, text in LAUNCHES[engine](pair).items():
             write_text(folder.path / engine / file, text)
+    commit = None
+    if config.export.push_to_hub is not None:
+        commit = upload(folder.path / PLAIN, config.export.push_to_hub)
     return {
         "gamma": gamma,
         "gamma_by_batch_size": {str(size): best for size, best in gammas.items()},
         "notes": notes,
+        "commit": commit,
         "engines": {engine: {"expected": expected(pair, engine)} for engine in engines},
         "files": listed(folder.path),
     }

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LARGE = ["optim.per_device_train_batch_size=128", "optim.gradient_accumulation_steps=1"]
 SHORT = ["optim.max_steps=4", "optim.eval_steps=4", "draft.shrink.steps=4", "evaluate.prompts=12"]
 SHORT += ["evaluate.validation_prompts=6", "evaluate.timing_prompts=6", "decode.compile=false"]
-FOLDERS = {  # of a version's limit, below the group of this process
-    "memory.limit_in_bytes": lambda name: CGROUP / "memory" / name,
-    "memory.max": lambda name: CGROUP / name,
-}
 
 
 @pytest.fixture
@@ -32,21 +29,21 @@ def group() -> Iterator[Callable[[int], Path]]:
     def limited(most: int) -> Path:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, name = line.split(":", 2)
-            for file, folder_of in FOLDERS.items():
-                folder = folder_of(name.removeprefix("/")) / f"draftkit-{os.getpid()}-{len(made)}"
-                if ("memory" in controllers) != (file == "memory.limit_in_bytes"):
-                    continue
-                try:
-                    folder.mkdir()
-                    made.append(folder)
-                    (folder / file).write_text(str(most))
-                except OSError:
-                    continue
-                return folder
+            root, limit = CGROUP, "memory.max"
+            if "memory" in controllers.split(","):  # version 1
+                root, limit = CGROUP / "memory", "memory.limit_in_bytes"
+            parent = root / name.removeprefix("/")
+            if not (parent / "cgroup.procs").exists():
+                continue
+            with suppress(OSError):
+                made.append(parent / f"draftkit-{os.getpid()}-{len(made)}")
+                made[-1].mkdir()
+                (made[-1] / limit).write_text(str(most))
+                return made[-1]
         pytest.skip("this process may not make control groups")
 
     yield limited
-    for folder in made:
+    for folder in filter(Path.exists, made):
         folder.rmdir()
 
 
@@ -72,13 +69,12 @@ def test_what_is_refused_fails_and_what_is_allowed_runs(
     assert code == 0, shown
     needed = float(re.search(r"fits: ([\d.]+) GB of", shown)[1]) * 1e9
     assert needed > 1.2e9
-    # In its group `check` has two processes that have loaded the libraries, 0.45 GB each.
-    for share, fits in ((0.5, False), (1.25, True)):
-        most = int(0.9e9 + share * needed)
-        code, shown = run("check", tmp_path, group=group(most))
+    # The libraries take 0.45 GB of each process, and under `check` there are two.
+    for most, fits in ((0.45e9 + 0.6 * needed, False), (0.9e9 + 1.25 * needed, True)):
+        code, shown = run("check", tmp_path, group=group(int(most)))
         assert code == (0 if fits else 2), shown
         if not fits:
             assert re.search(r"^check: train does not fit: .*check=off begins anyway$", shown, re.M)
         off = [] if fits else ["check=off"]
-        code, shown = run("distill", tmp_path / str(share), *off, group=group(most))
+        code, shown = run("distill", tmp_path / str(fits), *off, group=group(int(most)))
         assert (code == 0) == fits, shown

@@ -21,4 +21,5 @@ class ExportConfig(Section, key="export"):
     batch_sizes: list[int] = setting([], least=1, unique=True)
     # onnx: an environment with onnxruntime-genai; null: .engines/onnx, as `make engines` makes it
     onnx_python: str | None = None
+    push_to_hub: str | None = None  # ORG/NAME: the plain folder is also uploaded there
     onnx_precision: str = setting("fp32", names=("fp32", "fp16", "bf16", "int4"))

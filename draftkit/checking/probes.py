@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from draftkit.checking.shapes import lengths_of_splits
 from draftkit.config import Config, ModelConfig, PretrainConfig, has_compiler
 from draftkit.data.prompts import Example, Splits
-from draftkit.data.rollouts import Record
+from draftkit.data.rollouts import Record, read_records, write_records
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.distillation.batch import Batch, TokenSequence, collate, sequence_of_record
 from draftkit.distillation.checkpoint import save_checkpoint, save_weights
@@ -29,6 +29,7 @@ from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import score_drafts
 from draftkit.evaluation.costs import BURST, SETTLING, WARM_TURNS, meter
 from draftkit.evaluation.judge import LOOKUP, Prompts, check_lossless, proposers_of, timing
+from draftkit.evaluation.report import speedup_figure
 from draftkit.evaluation.walltime import (
     CALIBRATED_GAMMA,
     PLAIN,
@@ -61,6 +62,10 @@ from draftkit.workflow.sources import (
 STEPS = 6  # of training: more than there are between two that are logged
 SHORT, LONG = 4, 16  # tokens of an answer: what the longer one takes more is what tokens take
 LOOKED_AT = 1 << 15  # rows among which the longest are sought
+MEASURED = {  # what a figure needs of an evaluation
+    "gamma": 1,
+    "speedup": {"measured": 1.0, "ci95": [1.0, 1.0], "predicted_by_gamma": [1.0, 1.0]},
+}
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,11 @@ class Probe:
     def held_out(self, split: str, count: int) -> list[Record]:
         """Contexts of a split as they will be."""
         return self.records(self.prompts(split, count), self.answer)
+
+    def stored(self, records: Sequence[Record]) -> list[Record]:
+        """`records` out of a file, as one step leaves them to the next."""
+        write_records(self.folder / "records.parquet", records)
+        return read_records(self.folder / "records.parquet")
 
     def lengthened(self, prompts: PromptIds, more: int) -> list[list[int]]:
         """Prompts as they are when the last few tokens of their answers are decoded."""
@@ -412,7 +422,7 @@ class Probe:
         whole += spent(
             lambda: drafts.update({n: load_draft(one, target) for n, one in models.items()})
         )
-        a_batch = self.held_out("test", min(options.batch_size, options.prompts))
+        a_batch = self.stored(self.held_out("test", options.prompts))[: options.batch_size]
 
         def score() -> None:
             size = options.batch_size
@@ -422,6 +432,7 @@ class Probe:
         share = min(1.0, self.mean_answer / self.answer)
         of_each = spent(score) * (share * options.prompts / len(a_batch))
         once, turns = self._timing(target, drafts, Prompts(prompts, calibration, self._texts))
+        whole += spent(lambda: speedup_figure(MEASURED, self.folder / "figure.png"))
         return whole + once + (of_each + turns) * len(options.temperatures or [0])
 
     def _texts(self) -> Iterator[list[int]]:

@@ -15,6 +15,7 @@ from draftkit.config.choices import (
     DIVERGENCE_NAMES,
     DOMAIN_NAMES,
     DRAFTED_NAMES,
+    ENGINE_NAMES,
     GPU_PARTS,
     MIXTURE,
     OPTIMIZER_NAMES,

@@ -132,12 +132,14 @@ def test_engines_are_looked_at_and_refuse_nothing_unless_named(
     check(smoke(tmp_path, *options))
     text = shown(capsys)
     assert "\n  wrong vLLM on CPU  draft: fails with heads of 8: it takes 32, 64" in text
-    assert text.count("transformers loads the pair as it is") == 1
+    assert text.count("  ok    transformers loads the pair as it is") == 1
+    assert "  wrong SGLang       refuses to start" in text
     named = smoke(tmp_path, *options, "check.engines=[vllm_cpu,llamacpp]")
     with pytest.raises(ValueError, match=r"^check\.engines: vLLM on CPU: draft: fails with heads"):
         check(named)
-    assert "SGLang" not in shown(capsys).split("mlx-lm 0.32", 1)[1]
+    assert "  wrong SGLang" not in shown(capsys)
     check(smoke(tmp_path, *options, "check.engines=[llamacpp]"))
+    assert "wrong" not in shown(capsys)
 
 
 def test_devices_that_share_a_model_must_divide_it(tmp_path: Path) -> None:

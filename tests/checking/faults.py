@@ -142,6 +142,7 @@ def nothing(pair: Path) -> None:
     """The pair is good, and the way it is to be served is not."""
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FAULTS = {
     "a few rows of padding": Fault(
@@ -156,8 +157,11 @@ FAULTS = {
     "a short context": Fault(
         draft_config(max_position_embeddings=32), "context", frozenset({"sglang", "onnx"})
     ),
-    "unknown rotary scaling": Fault(
-        draft_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+    "rotary scaling that a builder refuses": Fault(
+        draft_config(rope_parameters=DYNAMIC), "rope", frozenset({"onnx"}), architecture="qwen2"
+    ),
+    "rotary scaling that a builder leaves out": Fault(
+        draft_config(rope_parameters=DYNAMIC | {"rope_type": "linear"}),
         "rope",
         frozenset({"onnx"}),
     ),
@@ -180,9 +184,9 @@ FAULTS = {
     "packed weights": Fault(
         draft_config(quantization_config=BITS),
         "quantization",
-        frozenset({"llamacpp", "onnx", "mlx"}),
+        VLLM | {"llamacpp", "onnx", "mlx"},
     ),
-    "two kinds of layers": Fault(other_layers, "window", VLLM, architecture="qwen2"),
+    "two kinds of layers": Fault(other_layers, "window", VLLM | {"onnx"}, architecture="qwen2"),
     "min_p": Fault(target_sampling(min_p=0.1), "sampling", VLLM),
     "beams": Fault(target_sampling(num_beams=2), "sampling", frozenset({"transformers"})),
     "an unknown architecture": Fault(

@@ -80,7 +80,7 @@ def test_what_is_worth_knowing_is_a_note(good: dict[str, Path], tmp_path: Path) 
     assert notes["context", "vLLM"].startswith("serves no text beyond 32 tokens")
     assert notes["context", "vLLM on CPU"].startswith("drafts id 0 alone beyond 32 tokens")
     assert notes["dtype", "vLLM"].endswith("which is bfloat16, in float32 as the target")
-    assert "head that other engines drop" in notes["output_head", "llama.cpp"]
+    assert "uses the embeddings for a head" in notes["output_head", "mlx-lm"]
     assert {subject for rule, subject in notes if rule == "kept_ids"} == {*ENGINES.values()}
 
 

@@ -1,10 +1,13 @@
 """`python -m pipelines.check`: will it fit, and how long will it take? Before anything is trained.
 
-Looks at the pair (`checking.rules`), reads the texts, which the run then uses, and probes every
-step that is to do: a few real steps in a process of their own (`checking.probes`), for memory and
-time on this machine. With `check.device={memory: 80, bandwidth: 3350, flops: 990}` (GB, GB/s,
-TFLOP/s) no text is read and nothing is run: bounds from below for that device, from the shapes of
-the models alone. Exit code 0: it fits. 2: it does not, with the setting that helps.
+Looks at the pair (`checking.rules`) and at what engines do with its folders (`checking.engines`),
+reads the texts, which the run then uses, and probes every step that is to do: a few real steps in a
+process of their own (`checking.probes`), for memory and time on this machine. With
+`check.device={memory: 80, bandwidth: 3350, flops: 990}` (GB, GB/s, TFLOP/s) no text is read and
+nothing is run: bounds from below for that device, from the shapes of the models alone.
+
+Exit code 0: it fits. 2: it does not, with the setting that helps, or an engine that
+`check.engines` names refuses the pair.
 """
 
 import json
@@ -15,14 +18,16 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from draftkit.artifacts import write_text
-from draftkit.checking.rules import WRONG, findings
+from draftkit.checking.engines import VERSIONS, Pair, engine_findings
+from draftkit.checking.folders import read_pair
+from draftkit.checking.rules import WRONG, Finding, findings
 from draftkit.checking.shapes import DEMANDS, Demand, TextLengths
 from draftkit.config import Config
 
@@ -46,6 +51,9 @@ def goal_of(config: Config) -> Step:
 def check(config: Config) -> None:
     """Print what there is to say. Raises ValueError for what does not fit."""
     wrong = say_pair(config)
+    refused = say_engines(config)
+    if config.check.engines and refused:
+        wrong += [f"check.engines: {'; '.join(refused)}"]
     goal = goal_of(config)
     if wrong:
         raise ValueError("; ".join(wrong))
@@ -68,17 +76,35 @@ def say_pair(config: Config) -> list[str]:
     """Print what there is to say of the pair; return what is wrong with it."""
     wrong = []
     for one in findings(config):
-        print(
-            textwrap.fill(
-                one.text,
-                79,
-                initial_indent=f"  {one.level:<5} {one.subject:<9} ",
-                subsequent_indent=" " * 18,
-            )
-        )
+        say(one, 9)
         if one.level == WRONG:
             wrong.append(one.text)
     return wrong
+
+
+def say_engines(config: Config) -> list[str]:
+    """Print what engines do with the pair; return what is wrong with it there."""
+    folders = read_pair(config)
+    if folders is None:
+        return []
+    wrong, last = [], ""
+    print(_filled(f"engines, and what they do with these folders (by {VERSIONS}):", "", ""))
+    pair = Pair(*folders, config.check.tensor_parallel)
+    for one in engine_findings(pair, config.check.engines or ()):
+        say(replace(one, subject="") if one.subject == last else one, 12)
+        last = one.subject
+        if one.level == WRONG:
+            wrong.append(f"{one.subject}: {one.text}")
+    return wrong
+
+
+def say(one: Finding, width: int) -> None:
+    """Print a finding in columns, its subject in one of that width."""
+    print(_filled(one.text, f"  {one.level:<5} {one.subject:<{width}} ", " " * (width + 9)))
+
+
+def _filled(text: str, first: str, other: str) -> str:
+    return textwrap.fill(text, 79, initial_indent=first, subsequent_indent=other)
 
 
 def longest(config: Config) -> TextLengths:

@@ -120,6 +120,44 @@ def test_files_that_the_disk_does_not_hold_are_refused(
         check(smoke(tmp_path))
 
 
+# What engines do with the pair
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> str:
+    """The printed lines, wrapped ones put together."""
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    return re.sub(r"\n {8,}", " ", printed)
+
+
+def test_engines_are_looked_at_and_refuse_nothing_unless_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["target=embedded", "draft=fresh", A_CARD]  # heads of 8
+    check(smoke(tmp_path, *options))
+    text = shown(capsys)
+    assert "\n  wrong vLLM on CPU  draft: fails with heads of 8: it takes 32, 64" in text
+    assert text.count("  ok    transformers loads the pair as it is") == 1
+    assert "  wrong SGLang       refuses to start" in text
+    named = smoke(tmp_path, *options, "check.engines=[vllm_cpu,llamacpp]")
+    with pytest.raises(ValueError, match=r"^check\.engines: vLLM on CPU: draft: fails with heads"):
+        check(named)
+    assert "  wrong SGLang" not in shown(capsys)
+    check(smoke(tmp_path, *options, "check.engines=[llamacpp]"))
+    assert "wrong" not in shown(capsys)
+
+
+def test_devices_that_share_a_model_must_divide_it(tmp_path: Path) -> None:
+    options = ["target=embedded", "check.engines=[vllm]", "check.tensor_parallel=3", A_CARD]
+    with pytest.raises(ValueError, match=r"target does not divide by 3 \(heads 4, "):
+        check(smoke(tmp_path, *options))
+
+
+def test_an_engine_without_rules_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^check\.engines must be one of transformers, vllm, "):
+        compose_config(["check.engines=[tgi]"])
+
+
 # The process that probes
 
 

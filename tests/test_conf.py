@@ -156,7 +156,7 @@ def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
     assert tuple(METHODS) == settings.BENCHMARK_METHOD_NAMES
     assert tuple(PROPOSERS) == settings.PROPOSER_NAMES
     assert tuple(OPTIMIZERS) == settings.OPTIMIZER_NAMES
-    assert tuple(LAUNCHES) == settings.ENGINE_NAMES
+    assert tuple(LAUNCHES) == settings.EXPORT_NAMES
     assert tuple(KINDS) == settings.GGUF_KINDS
 
 

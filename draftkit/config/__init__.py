@@ -11,11 +11,12 @@ with the key as the user types it.
 
 from draftkit.config.choices import (
     BENCHMARK_METHOD_NAMES,
+    CHECKED_NAMES,
     COUNTING_NAMES,
     DIVERGENCE_NAMES,
     DOMAIN_NAMES,
     DRAFTED_NAMES,
-    ENGINE_NAMES,
+    EXPORT_NAMES,
     GGUF_KINDS,
     GPU_PARTS,
     MIXTURE,

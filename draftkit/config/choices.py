@@ -22,8 +22,9 @@ DOMAIN_NAMES = ("python", "prose", "cpp")
 BENCHMARK_METHOD_NAMES = ("plain", "speculative", "adaptive", "eager_plain", "eager_speculative")
 BENCHMARK_METHOD_NAMES += tuple(name for name in PROPOSER_NAMES if name != "none")
 BENCHMARK_METHOD_NAMES += ("hf_plain", "hf_assisted", "hf_lookup", "hf_static")
+CHECKED_NAMES = ("transformers", "vllm", "vllm_cpu", "sglang", "llamacpp", "onnx", "mlx")
 SAMPLING_FROM_NAMES = ("config", "model")  # the default first
-ENGINE_NAMES = ("hf", "vllm", "sglang", "llamacpp", "onnx")  # what a drafter is exported for
+EXPORT_NAMES = ("hf", "vllm", "sglang", "llamacpp", "onnx")  # what a drafter is exported for
 GGUF_KINDS = ("f32", "f16", "bf16", "q8_0")
 GPU_PARTS = ("a", "b", "c", "d", "e", "f")
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from draftkit.config.choices import DTYPE_NAMES, ENGINE_NAMES, GGUF_KINDS, Section, setting
+from draftkit.config.choices import DTYPE_NAMES, EXPORT_NAMES, GGUF_KINDS, Section, setting
 
 
 @dataclass(kw_only=True)
@@ -10,7 +10,7 @@ class ExportConfig(Section, key="export"):
     """A drafter for other engines: a plain folder, files of their own, and how to start each."""
 
     # hf, the plain folder, is written in any case; vllm and sglang add a launch file to it.
-    engines: list[str] = setting(ENGINE_NAMES[:3], names=ENGINE_NAMES, filled=True, unique=True)
+    engines: list[str] = setting(EXPORT_NAMES[:3], names=EXPORT_NAMES, filled=True, unique=True)
     # Of the plain folder; null: as the drafter is stored. Engines load it in the target's.
     dtype: str | None = setting(None, names=DTYPE_NAMES)
     # llamacpp: the first of them is what is launched. f32 is what compares with other engines.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from draftkit.config.choices import (
     BENCHMARK_METHOD_NAMES,
+    CHECKED_NAMES,
     DRAFTED_NAMES,
     GPU_PARTS,
     PROPOSER_ALIASES,
@@ -140,6 +141,10 @@ class CheckConfig(Section, key="check"):
     """What is looked at before a command begins; `check=off` begins in any case."""
 
     before: bool = True  # refuse what cannot fit into the memory of this machine
+    # Those that the pair is to be served by: what one of them refuses is refused. null: all are
+    # looked at, and nothing is.
+    engines: list[str] | None = setting(None, names=CHECKED_NAMES, filled=True, unique=True)
+    tensor_parallel: int = positive(1)  # devices of an engine that share the weights of a model
     # For another machine than this one: nothing is measured, all is computed.
     device: DeviceConfig = field(default_factory=DeviceConfig)
 

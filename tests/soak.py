@@ -102,7 +102,7 @@ _MINUTES = {
         "test_eight_processes_train_as_one_that_accumulates": 2.0,
     },
     "test_notebooks": {
-        "test_a_notebook_runs_and_shows_what_it_promises": 0.6,
+        "test_a_notebook_runs_and_shows_what_it_promises": 1.1,
     },
     "test_service_kill": {
         "test_a_daemon_killed_anywhere_leaves_whole_versions": 2.0,

@@ -12,8 +12,9 @@ SHOWN = {  # by notebook
     "theory_of_acceptance": ("tau", "best by tvd", "break-even alpha"),
     "online_drift": ("records for the gate", "request ", "gate 1 lets", "in force"),
 }
-LONG = "online_drift"  # half a minute: only its imports are run with every change
-RUN = [pytest.param(name, marks=pytest.mark.soak if name == LONG else ()) for name in SHOWN]
+# Half a minute each: with every change only their imports are run.
+LONG = ("online_drift", "quickstart")
+RUN = [pytest.param(name, marks=pytest.mark.soak if name in LONG else ()) for name in SHOWN]
 
 
 def cells(name: str) -> list[str]:

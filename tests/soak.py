@@ -127,9 +127,6 @@ _MINUTES = {
     "test_check": {
         "test_every_step_is_probed_and_none_is_run": 0.4,
     },
-    "test_check_accuracy": {
-        "test_memory_within_a_fifth_and_time_within_a_half": 24,
-    },
     "test_check_limits": {
         "test_what_is_refused_fails_and_what_is_allowed_runs": 4,
     },

@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 
-.PHONY: quickstart smoke test soak soak-share gpu lint format clean
+.PHONY: quickstart smoke test soak soak-share gpu engines lint format clean
 
 quickstart: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=quickstart
@@ -17,7 +17,7 @@ smoke: $(READY)
 
 # The last lines say its processor time, which is to stay below these minutes.
 test: $(DEV)
-	PROCESSOR_MINUTES=16 $(PYTEST) -m "not soak and not gpu"
+	PROCESSOR_MINUTES=16 $(PYTEST) -m "not soak and not gpu and not engines"
 
 # The same suites at full counts: more draws, more cases, longer faults.
 soak: $(DEV)
@@ -31,6 +31,11 @@ soak-share: $(DEV)
 gpu: $(DEV)
 	$(BIN)/python -m pipelines.benchmark +experiment=bench_gpu
 
+# Other people's engines, an environment each, for `pytest -m engines`; what cannot be had is
+# skipped. TORCH: the wheel of torch's CPU build that vLLM needs, or its folder, where no index has it.
+engines: $(READY)
+	$(BIN)/python -m tests.engines.environments $(if $(TORCH),--torch "$(TORCH)")
+
 lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,7 +47,7 @@ format: $(DEV)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) .engines outputs
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

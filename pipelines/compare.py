@@ -162,14 +162,14 @@ def _remote_row(run: Any, project: str) -> Row:
 
 
 def read_runs(runs: list[str]) -> list[Row]:
-    """The rows of all `runs`. Raises ValueError naming the one that cannot be read."""
+    """The rows of all `runs`, each once. Raises ValueError naming the one that cannot be read."""
     if not runs:
         raise ValueError("runs must name what to compare: 'runs=[outputs/a,outputs/b]'")
     rows: list[Row] = []
     for run in runs:
         is_remote = run.startswith(REMOTE)
         rows += read_remote(run) if is_remote else map(read_run, expand(run))
-    return rows
+    return [*{row["run"]: row for row in rows}.values()]
 
 
 def differing(rows: list[Row]) -> list[str]:

@@ -69,8 +69,9 @@ def groups() -> list[str]:
 
 
 def _did_you_mean(wrong: str, known: list[str]) -> str:
-    """`: did you mean X?`, comparing whole names first and their last parts next; or nothing."""
-    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
+    """`: did you mean X?`, or nothing: a key that ends so, one like it, one with a like end."""
+    close = [key for key in known if key.endswith(f".{wrong}")][:1]
+    close = close or difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
     if not close:
         leaf = wrong.rpartition(".")[2]
         leaves = [key.rpartition(".")[2] for key in known]

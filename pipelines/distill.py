@@ -44,7 +44,7 @@ def show(config: Config, folder: Path) -> None:
     Console(width=80).print(result_lines(read_json(judged / SUMMARY)))
     print(f"The drafter, as save_pretrained writes it: {folder / DRAFT}")
     print(f"Speed-up over gamma: {folder / FIGURE}")
-    print("All numbers: the same command with evaluate")
+    print("All numbers: the same command with `evaluate` in place of `distill`")
 
 
 @stage(sections=(), needs=needs, product=None, after=show)

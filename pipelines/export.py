@@ -15,7 +15,7 @@ from draftkit.config import Config, ModelConfig
 from draftkit.engines.folder import write_plain_folder
 from draftkit.engines.gguf import check_gguf, require_gguf, write_gguf
 from draftkit.engines.hub import upload
-from draftkit.engines.launch import LAUNCHES, Pair, best_gammas, expected
+from draftkit.engines.launch import LAUNCHES, Pair, best_gammas, expected, launched_gamma
 from draftkit.engines.onnx import check_python, write_onnx_pair
 from draftkit.evaluation.cards import model_card, plain_card
 from draftkit.models.loading import model_config, with_path
@@ -99,7 +99,7 @@ def write_files(config: Config, folder: StageFolder, pair: Pair, target: ModelCo
             folder.path / "onnx",
             python=check_python(options.onnx_python),
             precision=options.onnx_precision,
-            gamma=pair.gamma,
+            gamma=launched_gamma(pair, "onnx"),
             sampling=config.sampling,
         )
     return replace(pair, files=files)
@@ -135,7 +135,7 @@ def _hint(numbers: Mapping[str, Any] | None) -> str:
 
 
 @stage(
-    sections=("export", "sampling"),
+    sections=("export", "sampling", "decode.gamma"),
     needs=needs,
     check=check,
     after=show,
@@ -143,17 +143,14 @@ def _hint(numbers: Mapping[str, Any] | None) -> str:
 def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Write the folders; the summary names each file."""
     target, judged = folder.model(config, "target"), judgements(folder)
-    gammas = best_gammas(judged)
-    first = judged[0] if JUDGED in folder.needs else {}
-    gamma = max(1, first.get("best_gamma", config.decode.gamma))
     local = Path(target.location).is_dir()
     pair = Pair(
         target=str(Path(target.location).absolute()) if local else target.location,
         revision=target.revision,
-        gamma=gamma,
-        gammas=gammas,
-        judged=first,
+        gamma=max(1, config.decode.gamma),
+        judged=judged,
     )
+    gamma = launched_gamma(pair, PLAIN)
     notes = write_plain_folder(
         drafter_of(config, folder),
         target,
@@ -164,9 +161,9 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     pair = write_files(config, folder, pair, target)
     name = config.target.location if config.target.path else None
     card = plain_card(name, gamma)
-    if first:
+    if judged:
         origin = read_json(folder.input(JUDGED) / MANIFEST)["provenance"]
-        card = model_card(first, origin["hardware"], target=name, name=config.name)
+        card = model_card(judged[0], origin["hardware"], target=name, name=config.name)
     write_text(folder.path / PLAIN / CARD, card)
     engines = [PLAIN, *(one for one in config.export.engines if one != PLAIN)]
     for engine in engines:
@@ -177,10 +174,13 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
         commit = upload(folder.path / PLAIN, config.export.push_to_hub)
     return {
         "gamma": gamma,
-        "gamma_by_batch_size": {str(size): best for size, best in gammas.items()},
+        "gamma_by_batch_size": {str(size): best for size, best in best_gammas(pair, PLAIN).items()},
         "notes": notes,
         "commit": commit,
-        "engines": {engine: {"expected": expected(pair, engine)} for engine in engines},
+        "engines": {
+            engine: {"gamma": launched_gamma(pair, engine), "expected": expected(pair, engine)}
+            for engine in engines
+        },
         "files": listed(folder.path),
     }
 

@@ -87,7 +87,8 @@ class Recipe:
     ValueError for what can be refused before any step runs, `check_texts(config, folder)` for what
     can be as soon as the input `texts` lies in `folder`. `discard(folder)` deletes what only an
     interrupted run needs, once the folder is complete. `after(config, folder)`: what the command
-    does then, also when it already was.
+    does then, also when it already was. `within(config)`: a folder of the experiment in which the
+    step lies, where one experiment has several of its kind; empty for none.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Recipe:
     check_texts: Callable[[Config, Path], None] | None = None
     discard: Callable[[Path], None] | None = None
     after: Callable[[Config, Path], None] | None = None
+    within: Callable[[Config], str] = lambda config: ""
 
     def __post_init__(self) -> None:
         known = flatten(Config())
@@ -140,11 +142,15 @@ class Step:
 
     @cached_property
     def folder(self) -> Path:
-        """`<root>/shared/<stage>/<address>`, or `<root>/<experiment>/[<sweep job>/]<stage>`."""
+        """`<root>/shared/<stage>/<address>`, or `<root>/<experiment>/[<sweep job>/]<stage>`.
+
+        `Recipe.within` stands beside the name of a sweep's job, with a comma between them.
+        """
         root = Path(self.config.root)
         if self.stage.shared:
             return root / "shared" / self.name / self.address
-        return root / self.config.name / (self.config.job or "") / self.name
+        job = ",".join(filter(None, (self.config.job, self.stage.within(self.config))))
+        return root / self.config.name / job / self.name
 
     @property
     def path(self) -> str:

@@ -15,6 +15,7 @@ for _key in ("WANDB_API_KEY", "HYDRA_FULL_ERROR", "RANK", "WORLD_SIZE"):
 import gc  # noqa: E402
 import resource  # noqa: E402
 import socket  # noqa: E402
+from collections import Counter  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -22,6 +23,12 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 SOAKED = pytest.StashKey[set[str]]()  # the tests among those collected that are marked soak
+LEFT_OUT = pytest.StashKey[Counter[str]]()  # tests that -m takes out, by their marker
+ELSEWHERE = {  # what runs the tests of a marker
+    "engines": "make engines; python -m pytest -m engines",
+    "gpu": "make gpu; python -m pytest -m gpu",
+    "soak": "make soak",
+}
 _LOOPBACK = ("127.", "::1", "localhost")
 # Files that take longest, in this order before all others: none is left for one worker at the end,
 # and those that fork do so while the worker is small (a large one takes five times as long).
@@ -61,6 +68,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(item.path.stem, len(_FIRST)))
 
 
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count what `-m` leaves out; a test of two markers by the first of `ELSEWHERE`."""
+    for item in items:
+        markers = [name for name in ELSEWHERE if item.get_closest_marker(name)]
+        item.config.stash.setdefault(LEFT_OUT, Counter()).update(markers[:1])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Of a worker of xdist, send the count to the process that writes the summary."""
+    if hasattr(session.config, "workeroutput"):
+        counts = session.config.stash.get(LEFT_OUT, Counter())
+        session.config.workeroutput["left_out"] = dict(counts)
+
+
+@pytest.hookimpl(optionalhook=True)  # there is no such hook without xdist
+def pytest_testnodedown(node: Any) -> None:
+    """Take the count of a worker: each of them has collected everything."""
+    counts = getattr(node, "workeroutput", {}).get("left_out", {})
+    node.config.stash[LEFT_OUT] = Counter(counts)
+
+
 def pytest_collection_finish() -> None:
     """Leave all that was imported out of garbage collection: every stage ends with one."""
     gc.collect()
@@ -68,10 +96,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say the processor time of this process and of all that it has waited for.
+    """Say what `-m` has left out, and the processor time of this process and of its children.
 
     Those are the workers of xdist, which have ended by now, and what these started and waited for.
     """
+    if terminalreporter.config.option.markexpr:
+        counts = terminalreporter.config.stash.get(LEFT_OUT, Counter())
+        for name, count in sorted(counts.items()):
+            terminalreporter.write_line(f"not run: {count} marked {name} ({ELSEWHERE[name]})")
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     user, system = (
         sum(getattr(use, key) for use in spent) / 60 for key in ("ru_utime", "ru_stime")

@@ -24,7 +24,7 @@ ALONE_MINUTES = 10.0  # for the second run of what failed
 WORKERS = 2  # that a share is made for
 FILLED = 0.7  # of the time of all workers
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4", "--dist", "load")
-MARKED = "soak and not gpu"
+MARKED = "soak and not gpu and not engines"
 # Files whose tests compare times, which others on the machine disturb.
 TIMED = (
     "tests/serving/test_api_soak.py",
@@ -62,6 +62,12 @@ _MINUTES = {
         "test_compiled_rounds_of_every_proposer_are_its_own": 0.2,
         "test_compiled_rounds_read_encoders_of_every_size": 0.2,
     },
+    "evaluation/test_predictions": {
+        "test_predictions_are_what_decoding_shows": 3.0,
+    },
+    "experiments/test_serve_and_refit": {
+        "test_each_route_is_served_recorded_and_refitted_by_itself": 0.8,
+    },
     "models/test_embedded": {
         "test_at_least_half_of_sampled_statements_parse": 0.3,
     },
@@ -97,6 +103,9 @@ _MINUTES = {
     },
     "serving/test_large_answers": {
         "test_a_large_answer_holds_neither_the_loop_nor_another_stream": 0.7,
+    },
+    "test_chats": {
+        "test_ids_are_those_of_the_template_from_the_data_to_the_server": 0.4,
     },
     "test_node8": {
         "test_eight_processes_train_as_one_that_accumulates": 2.0,
@@ -204,7 +213,7 @@ def soak(tests: Sequence[str], minutes: float | None, workers: Sequence[str]) ->
         if code != 1 or any(test.split("::")[0] not in TIMED for test in failed):
             return code
         say(f"once more, alone, since other work disturbs a clock: {' '.join(failed)}")
-        code = run(["-n", "0", "--last-failed", *tests], cache, ALONE_MINUTES)
+        code = run(["-n", "0", *failed], cache, ALONE_MINUTES)
     return 1 if code is None else code
 
 

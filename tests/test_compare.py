@@ -96,6 +96,11 @@ def test_a_stage_folder_and_a_sweep_can_be_given(tmp_path: Path) -> None:
     assert read_run(stage)["alpha"] == estimate(0.7)
 
 
+def test_a_run_that_is_given_twice_is_one_row(tmp_path: Path) -> None:
+    run, other = (str(experiment(tmp_path, name, 0.7)) for name in "ab")
+    assert [row["run"] for row in read_runs([run, other, run])] == [run, other]
+
+
 @pytest.mark.parametrize("runs", [[], ["missing"], ["empty"]])
 def test_runs_that_cannot_be_read_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: list[str]

@@ -33,7 +33,7 @@ FILES = sorted(path.relative_to(CONF_DIR) for path in CONF_DIR.rglob("*.yaml"))
 CHOICES = [path for path in FILES if len(path.parts) == 2]
 EXPERIMENTS = [path for path in CHOICES if path.parts[0] == "experiment"]
 GROUPS = ["target", "draft", "data", "divergence", "source", "decode"]
-GROUPS += ["optim", "hardware", "check", "tracker"]
+GROUPS += ["optim", "engine", "hardware", "check", "tracker"]
 
 
 def selected(content: dict[str, Any]) -> dict[str, str]:
@@ -216,6 +216,15 @@ def test_smoke_goes_through_every_stage_and_is_small() -> None:
     assert smoke.draft.path is None
     assert smoke.target.pretrain.max_steps <= 30
     assert smoke.optim.max_steps <= 20
+
+
+def test_benches_take_the_embedded_pair_and_the_one_of_a_gpu_trains_larger_models() -> None:
+    for name in ("bench_decoder", "bench_distill"):
+        bench = compose_config([f"+experiment={name}"])
+        assert (bench.target.path, bench.draft.path) == ("draftkit/embedded", None), name
+        assert bench.draft.shrink == compose_config().draft.shrink, name
+    gpu = compose_config(["+experiment=bench_gpu"])
+    assert (gpu.target.path, gpu.draft.shrink.layers) == (None, [])
 
 
 SERVED_AS_THE_MODEL_SAYS = [

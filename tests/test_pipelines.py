@@ -105,9 +105,12 @@ def test_an_export_launches_the_judged_drafter_and_says_what_to_expect(finished,
     summary = export.launch(smoke(root))
     assert summary["gamma"] == max(1, judged["best_gamma"])
     assert summary["gamma_by_batch_size"] == {"1": judged["best_gamma"]}
+    argmax = max(1, judged["best_gamma_by_mode"]["alpha_greedy_draft"])
+    assert summary["engines"]["sglang"]["gamma"] == argmax
     rows = {(row["engine"], row["setting"]): row for row in judged["engines"]}
     row, expected = rows["SGLang", "argmax"], summary["engines"]["sglang"]["expected"]
     assert expected["acceptance"] == row["acceptance"]
+    assert expected["gamma"] == argmax
     assert expected["temperature"] == 1
     folder = finished / "export"
     assert same_weights(first=folder / "hf", second=finished / "train" / "draft")

@@ -88,11 +88,11 @@ def killed_at(event: int, root: Path, launch: Callable[[], Any]) -> bool:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_kill_at_any_moment_leaves_a_folder_that_the_next_launch_finishes(
     tmp_path: Path, scenario: str, stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each (third) touch of the disk in turn is where the process dies; a relaunch goes on."""
+    """Each (sixth) touch of the disk in turn is where the process dies; a relaunch goes on."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a killed process loses no cache
     monkeypatch.setattr(pipelines.run, "provenance", dict)
     root, before = tmp_path / "outputs", tmp_path / "before"

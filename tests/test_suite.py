@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import soak
-from tests.conftest import SOAKED
+from tests.conftest import ELSEWHERE, SOAKED
 
 
 def test_advice_for_cuda_is_no_error() -> None:
@@ -22,6 +22,18 @@ def test_advice_for_cuda_is_no_error() -> None:
 
 def test_no_test_but_those_marked_so_sees_a_cuda_device() -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_what_is_left_out_has_a_command_of_its_own_that_is_said(
+    request: pytest.FixtureRequest,
+) -> None:
+    markers = {line.split(":")[0] for line in request.config.getini("markers")}
+    assert {*ELSEWHERE} <= markers
+    makefile = (soak.ROOT / "Makefile").read_text(encoding="utf-8")
+    assert '-m "not soak and not gpu and not engines"' in makefile
+    for name, command in ELSEWHERE.items():
+        assert command.startswith(f"make {name}")
+        assert f"\n{name}: " in makefile
 
 
 # The share of the soak that a commit picks

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
+import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
 
@@ -34,6 +35,7 @@ PADDING = 64  # vLLM and SGLang fill the vocabulary up to a multiple of it
 EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 HEADS = ("lm_head.weight", "embed_out.weight")
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+RECURRENT = {"conv", "mamba", "linear_attention", "recurrent"}
 ONNX_ROPES = {  # kinds of rotary scaling that a builder writes into the graph
     "LlamaForCausalLM": {"default", "llama3"},
     "SmolLM3ForCausalLM": {"default", "llama3"},
@@ -106,13 +108,19 @@ def stateful(pair: Pair) -> Iterator[Line]:
 
     transformers generation/utils.py: "assisted generation is not supported with stateful models";
     mlx-lm generate.py: "requires a trimmable prompt cache"; onnxruntime-genai: "does not support
-    LFM2 (hybrid SSM/attention) models".
+    LFM2 (hybrid SSM/attention) models"; the older runner of vLLM, the one on a CPU:
+    v1/spec_decode/llm_base_proposer.py, "All drafting layers should belong to the same kv cache
+    group".
     """
+    kinds = pair.draft.layer_types & (ATTENTION | RECURRENT)
+    if len(kinds) > 1 and kinds & RECURRENT:
+        text = f"refuses a draft of {' and '.join(sorted(kinds))} layers"
+        yield "vllm_cpu", WRONG, f"{text}: take one with a single kind"
     for one in pair:
         text = f"{one.key}: no drafting with a recurrent state ({one.architecture})"
         if getattr(one.model, "_is_stateful", False):
             yield "transformers mlx", WRONG, text
-        elif one.layer_types & {"conv", "mamba", "linear_attention", "recurrent"}:
+        elif one.layer_types & RECURRENT:
             yield "onnx mlx", WRONG, text
 
 
@@ -263,9 +271,16 @@ def tensor_parallel(pair: Pair) -> Iterator[Line]:
 
 
 def dtype(pair: Pair) -> Iterator[Line]:
-    """vLLM config/speculative.py gives the draft the dtype of the target."""
+    """vLLM config/speculative.py gives the draft the dtype of the target.
+
+    config/model.py, `_resolve_auto_dtype`: "Downcast for float32 models", to the first that the
+    platform lists, which is float16 on cards before Ampere.
+    """
     own, wanted = pair.draft.text.dtype, pair.target.text.dtype
-    if own is not None and wanted is not None and own != wanted:
+    if wanted == torch.float32:
+        text = "runs both in bfloat16 (float16 on older cards), for the target is float32"
+        yield VLLM, NOTE, f"{text}: --dtype float32 keeps it"
+    elif own is not None and wanted is not None and own != wanted:
         names = [str(one).removeprefix("torch.") for one in (own, wanted)]
         yield VLLM, NOTE, f"runs the draft, which is {names[0]}, in {names[1]} as the target"
 
@@ -392,9 +407,14 @@ def rope(pair: Pair) -> Iterator[Line]:
     """Rotary scaling that the onnx builder does not write.
 
     onnxruntime-genai models/builders/base.py, `make_rope_init`: "RoPE style is not currently
-    supported"; builders/llama.py looks for llama3 alone, and takes the rest for no scaling.
+    supported"; builders/llama.py looks for llama3 alone, and takes the rest for no scaling. All of
+    them read one `rope_type`, which Gemma 3 has for each kind of layers: "KeyError: 'rope_type'".
     """
     for one in pair:
+        if one.rotates_by_layer:
+            text = "its builder stops at rotations that differ by kind of layers"
+            yield "onnx", WRONG, f"{one.key}: {text}"
+            continue
         known = ONNX_ROPES.get(one.architecture, {"default", "linear", "yarn"})
         for kind in sorted(one.rope_types - known):
             if one.architecture in ONNX_ROPES:

@@ -77,6 +77,12 @@ class Folder:
         return getattr(self.text, "rope_parameters", None) is not None
 
     @property
+    def rotates_by_layer(self) -> bool:
+        """Whether each kind of layers has rotations of its own."""
+        given: Mapping[str, Any] = getattr(self.text, "rope_parameters", None) or {}
+        return any(isinstance(one, Mapping) for one in given.values())
+
+    @property
     def rope_types(self) -> set[str]:
         """How rotations are scaled, of all kinds of layers."""
         given: Mapping[str, Any] = getattr(self.text, "rope_parameters", None) or {}

@@ -16,6 +16,7 @@ from draftkit.config.choices import (
     DIVERGENCE_NAMES,
     DOMAIN_NAMES,
     DRAFTED_NAMES,
+    ENGINE_NAMES,
     EXPORT_NAMES,
     GGUF_KINDS,
     GPU_PARTS,
@@ -26,7 +27,7 @@ from draftkit.config.choices import (
     SOURCE_NAMES,
     VERIFICATION_NAMES,
 )
-from draftkit.config.engines import ExportConfig
+from draftkit.config.engines import EngineConfig, ExportConfig
 from draftkit.config.experiment import (
     MAPPINGS,
     Config,

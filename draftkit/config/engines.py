@@ -1,8 +1,15 @@
-"""What is written for the engines that people run."""
+"""What is written for the engines that people run, and what is measured of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from draftkit.config.choices import DTYPE_NAMES, EXPORT_NAMES, GGUF_KINDS, Section, setting
+from draftkit.config.choices import (
+    DTYPE_NAMES,
+    ENGINE_NAMES,
+    EXPORT_NAMES,
+    GGUF_KINDS,
+    Section,
+    setting,
+)
 
 
 @dataclass(kw_only=True)
@@ -23,3 +30,37 @@ class ExportConfig(Section, key="export"):
     onnx_python: str | None = None
     push_to_hub: str | None = None  # ORG/NAME: the plain folder is also uploaded there
     onnx_precision: str = setting("fp32", names=("fp32", "fp16", "bf16", "int4"))
+
+
+@dataclass(kw_only=True)
+class EngineConfig(Section, key="engine"):
+    """The engine whose own counts are held against our decoder, and on how much."""
+
+    name: str = setting("transformers", names=ENGINE_NAMES)
+    # Of vllm and llamacpp: servers that run already, with the drafter and without one. null: the
+    # exported pair is started here, and listens on this machine only.
+    url: str | None = None
+    plain_url: str | None = None
+    # The environment that has the engine; null: .engines/<name>, as `make engines` makes it, and
+    # for transformers the one that runs this.
+    environment: str | None = None
+    arguments: list[str] = field(default_factory=list)  # added to the options of a server
+    plugin: str | None = None  # vllm: the plugin that it loads (VLLM_PLUGINS); null: none
+    drafts: list[str] | None = setting(None, names=("argmax", "sampled"), filled=True, unique=True)
+    temperatures: list[float] = setting([0.0, 1.0], least=0, filled=True, unique=True)
+    prompts: int = setting(40, least=2)
+    max_new_tokens: int = setting(128, least=2)
+    turns: int = setting(3, least=1)  # with and without the drafter, one after the other
+    # Of weights and caches; auto: bfloat16 on CUDA, and float32 elsewhere, as GGUF and ONNX are.
+    dtype: str = setting("auto", names=("auto", *DTYPE_NAMES))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        served = self.name in ("vllm", "llamacpp")
+        self.require(self.url is None or served, "url", "be that of vllm or llamacpp")
+        both = self.plain_url is None or self.url is not None
+        self.require(both, "plain_url", "stand beside engine.url")
+        one = self.url is None or (self.drafts is not None and len(self.drafts) == 1)
+        self.require(one, "drafts", "name the one way in which the server of engine.url drafts")
+        plugs = self.plugin is None or self.name == "vllm"
+        self.require(plugs, "plugin", "be null but for engine=vllm")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 from draftkit.config.choices import DTYPE_NAMES, Section, positive, require, setting
-from draftkit.config.engines import ExportConfig
+from draftkit.config.engines import EngineConfig, ExportConfig
 from draftkit.config.measuring import (
     BenchmarkConfig,
     CheckConfig,
@@ -64,6 +64,7 @@ class Config:
     benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
     gpu: GpuConfig = field(default_factory=GpuConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)

@@ -25,6 +25,7 @@ from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
 from draftkit.data.installed import installed_texts, part_of
 from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
+from draftkit.hub import hub_has
 
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
 SCHEMA = pa.schema([(name, pa.large_string()) for name in ("id", "domain", "row")])
@@ -203,13 +204,20 @@ READERS[".txt"] = _text_rows
 def _hub_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     import datasets  # a second to import, and this branch alone needs it
     import datasets.exceptions
+    from datasets.naming import camelcase_to_snakecase
 
+    name = str(data.path)
+    owner, _, last = name.rpartition("/")
+    kept = "___".join(filter(None, (owner, camelcase_to_snakecase(last))))
+    # A data set that was read before is loaded from there.
+    if not Path(name).exists() and not (Path(datasets.config.HF_DATASETS_CACHE) / kept).exists():
+        hub_has(name, datasets.config.REPOCARD_FILENAME, section="data", kind="dataset")
     try:
-        rows = datasets.load_dataset(str(data.path), data.subset, split=data.split)
+        rows = datasets.load_dataset(name, data.subset, split=data.split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(
-            f"data.path {data.path} could not be loaded ({reason}): check data.subset "
+            f"data.path {name} could not be loaded ({reason}): check data.subset "
             "and data.split, be online the first time, or use data=local with a file"
         ) from error
     return ((f"row {number}", dict(row)) for number, row in enumerate(rows, start=1))

@@ -6,8 +6,9 @@ text is read in windows. All of it fits the context of both models.
 This module does not know how rows are read.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from draftkit.config import DataConfig
 from draftkit.data.corpora import setting
@@ -109,11 +110,34 @@ def check_prompts_cut(
             f"{share} data.max_prompt_tokens={lengths.prompt}: data.max_prompt_tokens={advised} "
             f"holds {1 - longer(advised):.0%} of them, data.overlong=drop leaves such rows out"
         )
+    ways = []
+    if longer(lengths.prompt) < 1:
+        ways.append("data.overlong=drop leaves such rows out")
+    if longer(context - 1) < 1:
+        ways.append("a smaller data.max_completion_tokens leaves more")
     raise ValueError(
         f"{share} the {lengths.prompt} tokens that the models' context of {context} leaves for "
-        "them: data.overlong=drop leaves such rows out, a smaller data.max_completion_tokens "
-        "leaves more"
+        f"them: {', '.join(ways) or 'use shorter prompts, or models of a longer context'}"
     )
+
+
+def ways_out(
+    tokens: Mapping[int, int], lengths: Lengths, context: int, data: DataConfig
+) -> Iterator[str]:
+    """What may help where every row is too long for `lengths`; `tokens` as above."""
+    raised = []
+    if lengths.prompt == data.max_prompt_tokens < most_prompt(context, data):
+        raised.append("data.max_prompt_tokens")
+    if lengths.completion < context - min(data.max_prompt_tokens, context // 2):
+        raised.append("data.max_completion_tokens")
+    if raised:
+        yield f"raise {' and '.join(raised)}"
+    else:
+        yield f"use shorter rows, or models of a longer context than {context} tokens"
+    if data.overlong == "drop":
+        with suppress(ValueError):  # where that would be refused
+            check_prompts_cut(tokens, lengths, context, replace(data, overlong="cut"))
+            yield "use data.overlong=cut"
 
 
 def shares_cut(counts: Mapping[str, int]) -> dict[str, float]:

@@ -24,7 +24,15 @@ from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config import DataConfig
 from draftkit.data.chats import ChatFormat, TemplateRefusal, chat_format, text_ids
 from draftkit.data.corpora import SPLITS, Document, setting, split_documents
-from draftkit.data.lengths import UNCUT, WHOLE, Lengths, Room, check_prompts_cut, lengths_within
+from draftkit.data.lengths import (
+    UNCUT,
+    WHOLE,
+    Lengths,
+    Room,
+    check_prompts_cut,
+    lengths_within,
+    ways_out,
+)
 from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
 
 SHORT_WINDOW = 8  # tokens after the prompt below which the rest of a text is not worth a row
@@ -120,7 +128,9 @@ def make_splits(
         examples = _in_hash_order(members, folder / UNSORTED, reader)
         if not examples:
             check_prompts_cut(reader.prompt_tokens, lengths, context, data)
-            raise _unusable(split, data, lengths, dropped + counts["rows_dropped"])
+            long = dropped + counts["rows_dropped"] > 0
+            ways = ways_out(reader.prompt_tokens, lengths, context, data) if long else ()
+            raise _unusable(split, data, lengths, [*ways])
         write_rows(folder / f"{split}.arrow", SCHEMA, map(vars, examples))
         counts[split] = len(examples)
         digest.update(split.encode())
@@ -144,16 +154,12 @@ def read_splits(folder: Path) -> Splits:
     return Splits(**parts, sha256=about["sha256"], counts=about["counts"], room=room)
 
 
-def _unusable(split: str, data: DataConfig, lengths: Lengths, dropped: int) -> ValueError:
-    """The refusal of a split without a usable row, of which `dropped` were too long."""
+def _unusable(split: str, data: DataConfig, lengths: Lengths, ways: Sequence[str]) -> ValueError:
+    """The refusal of a split without a usable row; `ways` out of rows that are too long, if any."""
     reason = "too short; lower data.prompt_tokens or give more text"
-    if dropped:
-        reason = (
-            f"longer than {lengths.prompt} tokens of prompt or {lengths.completion} of answer: "
-            "raise data.max_prompt_tokens and data.max_completion_tokens"
-        )
-        if data.overlong == "drop":
-            reason += ", or use data.overlong=cut"
+    if ways:
+        limits = f"{lengths.prompt} tokens of prompt or {lengths.completion} of answer"
+        reason = f"longer than {limits}: {', or '.join(ways)}"
     return ValueError(f"{setting(data)}: no row of the {split} split is usable, all are {reason}")
 
 

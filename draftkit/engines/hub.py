@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import httpx
-
 from draftkit.artifacts import first_line
 
 
@@ -14,7 +12,7 @@ def upload(folder: Path, repository: str) -> str:
     ValueError naming `export.push_to_hub` where the hub cannot be reached or refuses.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HFValidationError, HTTPError
 
     hub = HfApi()
     try:
@@ -24,7 +22,7 @@ def upload(folder: Path, repository: str) -> str:
             folder_path=folder,
             commit_message="A draft model for speculative decoding",
         )
-    except (HFValidationError, OSError, httpx.HTTPError) as error:
+    except (HFValidationError, OSError, HTTPError) as error:
         reason = first_line(error)[:200].rstrip(".")
         raise ValueError(
             f"export.push_to_hub={repository}: {reason}: log in with `hf auth login`, or leave "

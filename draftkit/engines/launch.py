@@ -17,39 +17,39 @@ from draftkit.evaluation.cards import (
     transformers_code,
     vllm_options,
 )
+from draftkit.evaluation.engines import ARGMAX, best_gamma_of, launched_row
 from draftkit.evaluation.report import interval
 
 LOOPBACK = ["--host", "127.0.0.1"]
-# The row of an evaluation's `engines` that is about the launched setting.
-ROWS = {
-    "hf": ("transformers", "threshold 0"),
-    "vllm": ("vLLM", "probabilistic"),
-    "sglang": ("SGLang", "argmax"),
-    "llamacpp": ("llama.cpp", "argmax"),
-    "onnx": ("ONNX Runtime", "sampled"),
-}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A pair to launch: the target's folder or name, proposals a round, and what is known of both.
+    """A pair to launch: the target's folder or name, and what is known of it.
 
-    gammas: by batch size, the best gamma that was measured; 0 says not to speculate. judged: the
-    summary of an evaluation, empty for none. files: the GGUF of target and draft, by `target` and
-    `draft`.
+    gamma: proposals a round where nothing was judged. judged: the summaries of its evaluations, one
+    for each batch size, the experiment's own first. files: the GGUF of target and draft, by
+    `target` and `draft`.
     """
 
     target: str
     revision: str | None = None
     gamma: int = 1
-    gammas: Mapping[int, int] = field(default_factory=dict)
-    judged: Mapping[str, Any] = field(default_factory=dict)
+    judged: Sequence[Mapping[str, Any]] = ()
     files: Mapping[str, str] = field(default_factory=dict)
 
 
-def best_gammas(summaries: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The best gamma of each batch size that was evaluated, ascending."""
-    return dict(sorted((one["batch_size"], one["best_gamma"]) for one in summaries))
+def best_gammas(pair: Pair, engine: str) -> dict[int, int]:
+    """The best gamma of each batch size that was evaluated, ascending; 0: not to speculate.
+
+    By what the launched setting of `engine` accepts: argmax drafts get their own.
+    """
+    return dict(sorted((one["batch_size"], best_gamma_of(one, engine)) for one in pair.judged))
+
+
+def launched_gamma(pair: Pair, engine: str) -> int:
+    """Proposals a round with which `engine` is started: the best, and one at least."""
+    return max(best_gamma_of(pair.judged[0], engine), 1) if pair.judged else pair.gamma
 
 
 def ranges(gammas: Mapping[int, int]) -> list[list[int]]:
@@ -69,17 +69,16 @@ def expected(pair: Pair, engine: str) -> dict[str, Any] | None:
     acceptance: of a proposal that is tested; acceptance_length: tokens a pass of the target, at
     `gamma` proposals.
     """
-    for row in pair.judged.get("engines", ()):
-        if (row["engine"], row["setting"]) == ROWS[engine]:
-            at_best = row.get("at_best_gamma", {})
-            length = at_best if at_best.get("gamma") == pair.gamma else row
-            return {
-                "temperature": pair.judged["temperature"],
-                "acceptance": row["acceptance"],
-                "gamma": length["gamma"],
-                "acceptance_length": length["acceptance_length"],
-            }
-    return None
+    row = launched_row(pair.judged[0], engine) if pair.judged else None
+    if row is None:
+        return None
+    length = row.get("at_best_gamma", row)
+    return {
+        "temperature": pair.judged[0]["temperature"],
+        "acceptance": row["acceptance"],
+        "gamma": length["gamma"],
+        "acceptance_length": length["acceptance_length"],
+    }
 
 
 def remarks(pair: Pair, engine: str) -> str:
@@ -94,9 +93,11 @@ def remarks(pair: Pair, engine: str) -> str:
         ]
     else:
         lines.append("No evaluation says what to expect: draftkit evaluate, then export again.")
-    for size, gamma in pair.gammas.items():
+    row = launched_row(pair.judged[0], engine) if pair.judged else None
+    drafts = " of argmax drafts" if row is not None and row["mode"] == ARGMAX else ""
+    for size, gamma in best_gammas(pair, engine).items():
         advice = f"{gamma}" if gamma else "0, which is not to speculate"
-        lines.append(f"Best gamma at batch size {size}, by draftkit's decoder: {advice}.")
+        lines.append(f"Best gamma{drafts} at batch size {size}, by draftkit's decoder: {advice}.")
     return "".join(f"# {line}\n" for line in lines)
 
 
@@ -117,16 +118,17 @@ def revision_of(pair: Pair) -> list[str]:
 
 def hf(pair: Pair) -> dict[str, str]:
     """A program beside the weights."""
-    code = transformers_code(json.dumps(pair.target), "str(Path(__file__).parent)", pair.gamma)
+    gamma = launched_gamma(pair, "hf")
+    code = transformers_code(json.dumps(pair.target), "str(Path(__file__).parent)", gamma)
     return {"generate.py": f"{remarks(pair, 'hf')}from pathlib import Path\n\n{code}"}
 
 
 def vllm(pair: Pair) -> dict[str, str]:
     """`--speculative-config` as a file, with the table of gammas where several were measured."""
-    options = vllm_options("./hf", pair.gamma)
-    if len(pair.gammas) > 1:
-        options["num_speculative_tokens"] = max(1, *pair.gammas.values())
-        options["num_speculative_tokens_per_batch_size"] = ranges(pair.gammas)
+    options, gammas = vllm_options("./hf", launched_gamma(pair, "vllm")), best_gammas(pair, "vllm")
+    if len(gammas) > 1:
+        options["num_speculative_tokens"] = max(1, *gammas.values())
+        options["num_speculative_tokens_per_batch_size"] = ranges(gammas)
     command = ["vllm", "serve", shlex.quote(pair.target), *map(shlex.quote, revision_of(pair))]
     command += [*LOOPBACK, "--speculative-config", '"$(cat vllm/speculative_config.json)"']
     return {
@@ -138,7 +140,11 @@ def vllm(pair: Pair) -> dict[str, str]:
 def sglang(pair: Pair) -> dict[str, str]:
     """The drafter as a model of its own (STANDALONE)."""
     words = ["python", "-m", "sglang.launch_server", "--model-path", pair.target]
-    words += [*revision_of(pair), *LOOPBACK, *sglang_options("./hf", pair.gamma)]
+    words += [
+        *revision_of(pair),
+        *LOOPBACK,
+        *sglang_options("./hf", launched_gamma(pair, "sglang")),
+    ]
     return {"launch.sh": script(pair, "sglang", [*map(shlex.quote, words)], name="SGLang")}
 
 
@@ -147,7 +153,7 @@ def llamacpp(pair: Pair) -> dict[str, str]:
     own = "target" in pair.files
     target = f"llamacpp/{pair.files['target']}" if own else '"${TARGET:?the GGUF of the target}"'
     command = ["llama-server", "-m", target, "-md", f"llamacpp/{pair.files['draft']}", *LOOPBACK]
-    command += llamacpp_options(pair.gamma)
+    command += llamacpp_options(launched_gamma(pair, "llamacpp"))
     return {"launch.sh": script(pair, "llamacpp", command, name="llama.cpp")}
 
 
@@ -162,7 +168,7 @@ model = engine.Model(str(Path(__file__).parent))
 tokenizer = engine.Tokenizer(model)
 params = engine.GeneratorParams(model)
 params.set_search_options(max_length=128, do_sample=True, temperature=1.0)
-params.set_speculative_options(max_draft_tokens={pair.gamma}, min_adaptive_k=0)
+params.set_speculative_options(max_draft_tokens={launched_gamma(pair, "onnx")}, min_adaptive_k=0)
 generator = engine.Generator(model, params)
 generator.append_tokens(tokenizer.encode("Once upon a time"))
 while not generator.is_done():

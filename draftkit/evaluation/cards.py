@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.config import Config
+from draftkit.evaluation.engines import best_gamma_of
 from draftkit.evaluation.report import (
     MODES,
     TAU,
@@ -21,6 +22,8 @@ from draftkit.evaluation.report import (
 )
 
 CURVE_POINTS = 12
+# The engines that a card serves the drafter with, in its order.
+SERVED = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "hf": "transformers"}
 
 
 def model_card(
@@ -35,6 +38,7 @@ def model_card(
     judged: the summary of its evaluation. target: the folder or hub name of its target, of which
     the hub can link the name alone. name: of the experiment.
     """
+    best = {engine: best_gamma_of(judged, engine) for engine in SERVED}
     gain = signed(judged["alpha_gain"]) if "alpha_gain" in judged else "not measured"
     machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
     rows = {
@@ -69,8 +73,11 @@ def model_card(
             if engines
             else ""
         )
-        + "\nThe drafter is this folder, here called DRAFT.\n\n"
-        + serving(target or "TARGET", "DRAFT", max(judged["best_gamma"], 1))
+        + "\nThe drafter is this folder, here called DRAFT. The best gamma, by the acceptance of "
+        "each engine and the costs of draftkit's decoder, where 0 is not to speculate: "
+        + ", ".join(f"{name} {best[engine]}" for engine, name in SERVED.items())
+        + ".\n\n"
+        + serving(target or "TARGET", "DRAFT", {one: max(gamma, 1) for one, gamma in best.items()})
     )
 
 
@@ -79,7 +86,7 @@ def plain_card(target: str | None, gamma: int) -> str:
     return (
         f"{_front(target)} Its acceptance has not been measured: `draftkit evaluate` does.\n\n"
         "The drafter is this folder, here called DRAFT.\n\n"
-        + serving(target or "TARGET", "DRAFT", gamma)
+        + serving(target or "TARGET", "DRAFT", dict.fromkeys(SERVED, gamma))
     )
 
 
@@ -94,13 +101,14 @@ def _front(target: str | None) -> str:
     )
 
 
-def serving(target: str, draft: str, gamma: int) -> str:
-    """How engines serve `draft` beside `target`, each with `gamma` proposals a round."""
-    sglang = sglang_options(draft, gamma)
+def serving(target: str, draft: str, gammas: Mapping[str, int]) -> str:
+    """How engines serve `draft` beside `target`, each with its own of `gammas` a round."""
+    sglang = sglang_options(draft, gammas["sglang"])
+    llamacpp = llamacpp_options(gammas["llamacpp"])
     return f"""\
 vLLM:
 
-    vllm serve {target} --speculative-config '{json.dumps(vllm_options(draft, gamma))}'
+    vllm serve {target} --speculative-config '{json.dumps(vllm_options(draft, gammas["vllm"]))}'
 
 SGLang:
 
@@ -110,13 +118,13 @@ SGLang:
 
 llama.cpp, both folders converted by its `convert_hf_to_gguf.py`:
 
-    llama-server -m target.gguf -md draft.gguf {shlex.join(llamacpp_options(gamma)[:2])} \\
-        {shlex.join(llamacpp_options(gamma)[2:])}
+    llama-server -m target.gguf -md draft.gguf {shlex.join(llamacpp[:2])} \\
+        {shlex.join(llamacpp[2:])}
 
 transformers:
 
 ```python
-{transformers_code(json.dumps(target), json.dumps(draft), gamma)}```
+{transformers_code(json.dumps(target), json.dumps(draft), gammas["hf"])}```
 """
 
 

@@ -8,6 +8,7 @@ Facts about the engines: their documentation and source, November 2026 (vLLM 0.3
 llama.cpp 0.5, transformers 5.23, ONNX Runtime GenAI 0.18, mlx-lm 0.32).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,6 +48,14 @@ SETTINGS = (
     Setting("ONNX Runtime", "sampled", SAMPLED, gamma=4),
     Setting("mlx-lm", "equal tokens", MATCHED, gamma=3),
 )
+# The setting in which launch files and cards start an engine, by its name in `export.engines`.
+LAUNCHED = {
+    "hf": ("transformers", "threshold 0"),
+    "vllm": ("vLLM", "probabilistic"),
+    "sglang": ("SGLang", "argmax"),
+    "llamacpp": ("llama.cpp", "argmax"),
+    "onnx": ("ONNX Runtime", "sampled"),
+}
 
 
 def engine_rows(
@@ -54,15 +63,16 @@ def engine_rows(
     *,
     gamma: int,
     temperature: float,
-    best_gamma: int = 0,
+    best_gammas: Mapping[str, int] | None = None,
     seed: int = 0,
     resamples: int = 2000,
 ) -> list[dict[str, Any]]:
     """Acceptance and tokens a pass of each setting, as the summary holds them.
 
-    gamma: where the engine leaves it to its user. With `best_gamma` a row also says the tokens a
-    pass of so many proposals, as a launch file sets them. At temperature 0 a drafter that stops by
-    its confidence is left out: greedy proposals do not tell how likely they were.
+    gamma: where the engine leaves it to its user. best_gammas: by mode; with them a row also says
+    the tokens a pass of so many proposals, of one at least, as a launch file sets them. At
+    temperature 0 a drafter that stops by its confidence is left out: greedy proposals do not tell
+    how likely they were.
     """
     estimate = partial(bootstrap, seed=seed, resamples=resamples)
     rows = []
@@ -81,11 +91,27 @@ def engine_rows(
             "acceptance": estimate(scored.rate(mode)).as_dict(),
             "acceptance_length": estimate(length).as_dict(),
         }
-        if best_gamma:
-            length = scored.tokens_a_pass(mode, best_gamma, confidence=setting.confidence)
-            row["at_best_gamma"] = {
-                "gamma": best_gamma,
-                "acceptance_length": estimate(length).as_dict(),
-            }
+        if best_gammas is not None:
+            best = max(best_gammas[mode], 1)
+            length = scored.tokens_a_pass(mode, best, confidence=setting.confidence)
+            row["at_best_gamma"] = {"gamma": best, "acceptance_length": estimate(length).as_dict()}
         rows.append(row)
     return rows
+
+
+def launched_row(judged: Mapping[str, Any], engine: str) -> Mapping[str, Any] | None:
+    """The row of a summary that is about the launched setting of `engine`; None without one."""
+    for row in judged.get("engines", ()):
+        if (row["engine"], row["setting"]) == LAUNCHED[engine]:
+            return row
+    return None
+
+
+def best_gamma_of(judged: Mapping[str, Any], engine: str) -> int:
+    """The best gamma by a summary for the launched setting of `engine`; 0: not to speculate.
+
+    That of the acceptance in the setting's mode, where the summary knows it: of what the engine
+    accepts, and not of what draftkit's decoder does.
+    """
+    row, best = launched_row(judged, engine), judged["best_gamma"]
+    return best if row is None else judged.get("best_gamma_by_mode", {}).get(row["mode"], best)

@@ -1,7 +1,7 @@
 """From what was measured to the keys of a summary, the verdict among them."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import Timed
 from draftkit.theory.acceptance import Estimate, Rate, bootstrap, unconditional_rates
 from draftkit.theory.speedup import (
+    Costs,
     best_gamma,
     break_even_alpha,
     ceiling,
@@ -33,11 +34,15 @@ def compare(
     summary = summarise(evidence[main], sampling, config)
     has_drafter = config.decode.has_drafter
     if has_drafter:
+        scored, costs = evidence[main].scored, evidence[main].costs
+        summary["best_gamma_by_mode"] = {
+            mode: best_gamma(*curve(scored.rate(mode).mean, costs))[0] for mode in scored.totals
+        }
         summary["engines"] = engine_rows(
-            evidence[main].scored,
+            scored,
             gamma=config.decode.gamma,
             temperature=sampling.temperature,
-            best_gamma=summary["best_gamma"],
+            best_gammas=summary["best_gamma_by_mode"],
             **resampling(config),
         )
     lookup = lookup_summary(evidence[main], config)
@@ -74,14 +79,8 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         break_even_alpha=break_even,
     )
     served = SERVED_ALPHA.get(config.decode.proposer)
-    at_gamma = (
-        acceptance[served].mean if served else counted["acceptance_per_position"][0],
-        costs.cost_ratio,
-        costs.verify_at,
-        costs.overhead_ratio,
-        MAX_GAMMA,
-    )
-    best, best_factor = best_gamma(*at_gamma)
+    alpha = acceptance[served].mean if served else counted["acceptance_per_position"][0]
+    best, best_factor = best_gamma(*curve(alpha, costs))
     return {
         **{mode: estimate.as_dict() for mode, estimate in acceptance.items()},
         **counted,
@@ -106,7 +105,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
             "predicted": predicted,
             "prediction_error": timed.full_batches.mean / plain.full_batches.mean / predicted - 1,
             "ceiling": limit,
-            "predicted_by_gamma": factors(*at_gamma),
+            "predicted_by_gamma": factors(*curve(alpha, costs)),
         },
         "break_even_alpha": break_even,
         "best_gamma": best,
@@ -115,6 +114,11 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         "verdict": decision,
         "reason": reason,
     }
+
+
+def curve(alpha: float, costs: Costs) -> tuple[float, float, Callable[[int], float], float, int]:
+    """What `factors` and `best_gamma` predict from: an acceptance at measured costs."""
+    return alpha, costs.cost_ratio, costs.verify_at, costs.overhead_ratio, MAX_GAMMA
 
 
 def resampling(config: Config) -> dict[str, int]:

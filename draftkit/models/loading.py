@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftkit.artifacts import atomic_path, first_line
 from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
+from draftkit.hub import hub_has
 from draftkit.models.adapter import CausalAdapter, context_of
 from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device, resolve_dtype
@@ -40,6 +41,7 @@ from draftkit.models.shrink import KEPT_IDS, read_kept_ids, write_kept_ids
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+WHOLE = "give a complete folder written by save_pretrained"
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,14 @@ def _refusing(
     model: ModelConfig,
     key: str,
     failure: str = "cannot load the model",
-    remedy: str = "give a complete folder written by save_pretrained",
+    remedy: str = WHOLE,
 ) -> Iterator[None]:
     """Errors of reading `model` become a ValueError of one line that names `key`."""
     try:
         yield
     except LOADING_ERRORS as error:
+        if not Path(model.location).is_dir():
+            remedy = f"fetch all of it by `hf download {model.path}`, or {remedy}"
         raise ValueError(
             f"{key}.path {model.path}: {failure} ({first_line(error)}): {remedy}"
         ) from error
@@ -133,7 +137,6 @@ def load_model(
     Raises ValueError naming `key` for a missing, corrupt or incomplete model, and for one of the
     other kind: decoder-only unless `encoder_decoder`.
     """
-    check_folder(model, key)
     transformers_logging.disable_progress_bar()
     config = model_config(model, key)
     name = f"{key}.path {model.path}: {config.model_type} is"
@@ -147,7 +150,7 @@ def load_model(
     # Read to where they stay, and not through the host's memory.
     options: dict[str, Any] = {"device_map": device} if device.type == "cuda" else {}
     kind: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
-    remedy = "give a complete folder written by save_pretrained"
+    remedy = WHOLE
     if model.attn_implementation is not None:
         options["attn_implementation"] = model.attn_implementation
         remedy += f", or {key}.attn_implementation=null"
@@ -165,7 +168,7 @@ def load_model(
     if absent:
         raise ValueError(
             f"{key}.path {model.path}: {len(absent)} weights are missing or of another shape "
-            f"(first: {absent[0]}): give a complete folder written by save_pretrained"
+            f"(first: {absent[0]}): {WHOLE}"
         )
     return loaded.to(device).eval()
 
@@ -177,6 +180,7 @@ def _attending(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
 
 def model_config(model: ModelConfig, key: str) -> PreTrainedConfig:
     """The shapes of a model, without its weights. ValueError naming `key`."""
+    check_folder(model, key)
     with _refusing(model, key):
         return AutoConfig.from_pretrained(model.location, **_source(model))
 
@@ -191,17 +195,18 @@ def longest_text(model: ModelConfig, key: str) -> int:
 
     Raises ValueError naming `key` where there is no such model.
     """
-    check_folder(model, key)
     return context_of(model_config(model, key))
 
 
 def check_folder(model: ModelConfig, key: str) -> None:
-    """Raise ValueError if `model.path` reads as a local path and is no model folder."""
+    """Raise ValueError if `model.path` is no model folder, and no model of the hub in reach."""
     assert model.path is not None
     path, name = Path(model.location), f"{key}.path {model.path}"
     looks_local = path.is_absolute() or model.path.startswith((".", "~")) or path.exists()
     if not looks_local and model.path.count("/") == 1:
-        return  # a hub name
+        if hub_has(model.path, "config.json", section=key, revision=model.revision):
+            return
+        raise ValueError(f"{name}: the hub has no config.json of it: give a causal language model")
     if not path.is_dir():
         raise ValueError(
             f"{name}: no such folder: "

@@ -15,6 +15,7 @@ from transformers.utils import cached_file
 
 from draftkit.artifacts import first_line
 from draftkit.config import ModelConfig, SamplingConfig
+from draftkit.hub import hub_has
 from draftkit.models.loading import check_folder
 
 FILE = "generation_config.json"
@@ -54,31 +55,23 @@ def _content(target: ModelConfig) -> dict[str, Any] | None:
     if target.path is None:
         return None
     check_folder(target, "target")
+    name, revision = target.location, target.revision
+    path = Path(name) / FILE
+    local = Path(name).is_dir()
+    if not (path.exists() if local else hub_has(name, FILE, section="target", revision=revision)):
+        return None
     try:
-        path = _file_of(target)
-        content = None if path is None else json.loads(path.read_text(encoding="utf-8"))
+        if not local:
+            path = Path(str(cached_file(name, FILE, revision=revision)))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"sampling.from=model: cannot read {FILE} of target.path {target.path} "
             f"({first_line(error)}): mend or fetch it, or use sampling.from=config"
         ) from error
-    if content is not None and not isinstance(content, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{target.path}/{FILE}: is no object of keys and values: correct it")
     return content
-
-
-def _file_of(target: ModelConfig) -> Path | None:
-    """The file, fetched where it is the hub's; None where the model has none. OSError offline."""
-    folder = Path(target.location)
-    if folder.is_dir():
-        return folder / FILE if (folder / FILE).exists() else None
-    try:
-        return Path(str(cached_file(target.location, FILE, revision=target.revision)))
-    except OSError as error:
-        # What kept it from looking is the cause; a repository without the file has none.
-        if isinstance(error.__cause__, Exception):
-            raise
-        return None
 
 
 def _number(content: Mapping[str, Any] | None, name: str, file: str) -> Any:

@@ -284,7 +284,7 @@ def hang_until_told_of():
         time.sleep(0.02)
 sys.modules["hanging"] = types.SimpleNamespace(run=run)
 part.PLANS["c"] = part.Plan("", "hanging", 0, 0)
-sys.exit(part.main("c", sys.argv[1], str(part.LAST_WORDS_SECONDS + 0.5)))
+sys.exit(part.main("c", sys.argv[1], str(part.LAST_WORDS_SECONDS + 3.0)))
 """
 
 

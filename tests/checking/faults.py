@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Lfm2Config
 
 from draftkit.artifacts import read_json, write_json
 from draftkit.checking.engines import ENGINES
@@ -23,6 +24,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
     "gpt_neox": {"num_attention_heads": 2},
 }
+# Its kinds of layers have rotations of their own, even where there is one kind.
+GEMMA = {"num_attention_heads": 2, "head_dim": 32, "layer_types": ["full_attention"] * 2}
 END = VOCAB_SIZE - 2
 EVERY = frozenset(ENGINES)
 CPU = frozenset({"vllm_cpu"})
@@ -83,7 +86,11 @@ def pickled(pair: Path) -> None:
 
 def as_adapter(pair: Path) -> None:
     edit(pair / "draft/adapter_config.json", peft_type="LORA", base_model_name_or_path="base")
-    (pair / "draft/model.safetensors").rename(pair / "draft/adapter_model.safetensors")
+    (pair / "draft/model.safetensors").unlink()
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    matrices = {f"{layer}.lora_A.weight": torch.zeros(2, 64)}
+    matrices[f"{layer}.lora_B.weight"] = torch.zeros(64, 2)
+    save_file(matrices, pair / "draft/adapter_model.safetensors", {"format": "pt"})
 
 
 def never_ending(pair: Path) -> None:
@@ -117,6 +124,27 @@ def headless(pair: Path) -> None:
 def other_layers(pair: Path) -> None:
     kinds = ["full_attention", "sliding_attention"]
     edit(pair / "draft/config.json", use_sliding_window=True, sliding_window=16, layer_types=kinds)
+
+
+def recurrent(pair: Path) -> None:
+    """A draft with a layer of convolution and one of attention, as LFM2 has them."""
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "layer_types": ["conv", "full_attention"],
+        "max_position_embeddings": tiny.MAX_POSITIONS,
+        "block_auto_adjust_ff_dim": False,
+    }
+    # Sizes that released models have in their configuration, and vLLM reads there.
+    sizes = {"conv_dim": 64, "conv_dim_out": 64, "block_dim": 64, "block_ff_dim": 128}
+    ids = {"vocab_size": VOCAB_SIZE, "eos_token_id": END, "bos_token_id": None}
+    torch.manual_seed(0)
+    draft = AutoModelForCausalLM.from_config(Lfm2Config(**shape, **sizes, **ids, pad_token_id=None))
+    shutil.rmtree(pair / "draft")
+    save_model(draft, byte_tokenizer(), pair / "draft")
 
 
 @dataclass(frozen=True)
@@ -194,14 +222,9 @@ FAULTS = {
         "architecture",
         EVERY - {"transformers", "mlx"},
     ),
-    "a recurrent draft": Fault(
-        draft_config(
-            model_type="lfm2",
-            architectures=["Lfm2ForCausalLM"],
-            layer_types=["conv", "full_attention"],
-        ),
-        "stateful",
-        frozenset({"onnx", "mlx"}),
+    "a recurrent draft": Fault(recurrent, "stateful", frozenset({"vllm_cpu", "onnx", "mlx"})),
+    "a rotation for each kind of layers": Fault(
+        lambda pair: save_good(pair, "gemma3", **GEMMA), "rope", frozenset({"onnx"})
     ),
 }
 

@@ -198,13 +198,6 @@ def test_a_hub_data_set_gives_the_documents_of_its_file(tmp_path: Path) -> None:
     assert message.startswith(f"data.path {path.parent} could not be loaded (ValueError: Unknown")
 
 
-@pytest.mark.usefixtures("hub_cache")
-def test_a_hub_data_set_out_of_reach_is_one_line() -> None:
-    message = refusal(lambda: load("nobody/nothing", name="hub"))
-    assert message.startswith("data.path nobody/nothing could not be loaded (ConnectionError: ")
-    assert message.endswith("be online the first time, or use data=local with a file")
-
-
 # Splits
 
 

@@ -17,6 +17,7 @@ from draftkit.data.lengths import (
     most_prompt,
     reading_lines,
     shares_cut,
+    ways_out,
 )
 
 CHATS = Counter(rows=9)
@@ -113,7 +114,29 @@ def test_what_is_advised_is_not_refused_again(context: int, longest: int) -> Non
         assert refusal(tokens, context, data(prompt=int(advised[1]))) == ""
     elif message:
         assert f"the models' context of {context} leaves" in message
+        some_fit = min(tokens) <= lengths_within(context, data()).prompt
+        assert ("data.overlong=drop leaves" in message) == some_fit
+        assert ("use shorter prompts" in message) == (min(tokens) >= context)
         assert refusal(tokens, context, data(overlong="drop")) == ""
+
+
+def ways(tokens: dict[int, int], context: int, given: DataConfig) -> list[str]:
+    return [*ways_out(Counter(tokens), lengths_within(context, given), context, given)]
+
+
+def test_rows_that_no_setting_would_hold_need_another_model() -> None:
+    other = "use shorter rows, or models of a longer context than 512 tokens"
+    assert ways({2000: 9}, 512, data(overlong="drop")) == [other]
+    # What is too long then is the answer.
+    assert ways({10: 9}, 512, data(overlong="drop")) == [other, "use data.overlong=cut"]
+    assert ways({2000: 9}, 512, data()) == [other]
+    lowered = data(prompt=100, completion=50)
+    assert ways({200: 9}, 512, lowered) == [
+        "raise data.max_prompt_tokens and data.max_completion_tokens"
+    ]
+    assert ways({200: 9}, 512, data(completion=50)) == ["raise data.max_completion_tokens"]
+    assert ways({9000: 9}, 8192, data())[0].startswith("raise data.max_prompt_tokens and ")
+    assert ways({9000: 9}, 2048, data())[0].startswith("use shorter rows")
 
 
 def test_lines_for_the_person_who_gave_the_rows() -> None:

@@ -106,3 +106,13 @@ def test_a_refusal_is_one_line(server: Hub, folder: Path, name: str) -> None:
         hub.upload(folder, name)
     assert "\n" not in str(error.value)
     assert server.files == {}
+
+
+def test_a_hub_that_does_not_answer_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: HfApi("http://127.0.0.1:9", token="hf_x"))
+    with pytest.raises(ValueError, match=rf"^export\.push_to_hub={NAME}: .*`hf auth") as error:
+        hub.upload(folder, NAME)
+    assert "\n" not in str(error.value)

@@ -9,27 +9,41 @@ from typing import Any
 
 import pytest
 
-from draftkit.engines.launch import LAUNCHES, ROWS, Pair, best_gammas, expected, ranges
-from draftkit.evaluation.engines import SETTINGS
+from draftkit.engines.launch import (
+    LAUNCHES,
+    Pair,
+    best_gammas,
+    expected,
+    launched_gamma,
+    ranges,
+)
+from draftkit.evaluation.engines import ARGMAX, LAUNCHED, MATCHED, SAMPLED, SETTINGS, UNCUT
 from tests.evaluation.test_report import estimate, summary
 
 FILES = {"target": "target-f32.gguf", "draft": "draft-f32.gguf"}
 
 
-def judged() -> dict[str, Any]:
-    """Each setting has a length of its own, at its gamma and at the best one (5)."""
+def judged(batch_size: int = 1, best: int = 5, argmax: int = 2) -> dict[str, Any]:
+    """Each setting has a length of its own, at its gamma and at the best one of its mode."""
+    modes = {SAMPLED: best, ARGMAX: argmax, MATCHED: 1}
     rows = [
         row
         | {"gamma": 4, "acceptance_length": estimate(2 + index / 10)}
-        | {"at_best_gamma": {"gamma": 5, "acceptance_length": estimate(3 + index / 10)}}
+        | {
+            "at_best_gamma": {
+                "gamma": max(modes[row["mode"]], 1),
+                "acceptance_length": estimate(3 + index / 10),
+            }
+        }
         for index, row in enumerate(summary(0.6)["engines"])
     ]
-    return summary(0.6) | {"engines": rows}
+    numbers = {"batch_size": batch_size, "best_gamma": best, "best_gamma_by_mode": modes}
+    return summary(0.6) | numbers | {"engines": rows}
 
 
 def pair(**options: Any) -> Pair:
     return Pair(
-        **{"target": "some/target", "gamma": 5, "judged": judged(), "files": FILES} | options
+        **{"target": "some/target", "gamma": 3, "judged": [judged()], "files": FILES} | options
     )
 
 
@@ -72,7 +86,7 @@ def test_vllm_gets_its_options_whole(tmp_path: Path) -> None:
 
 
 def test_vllm_gets_a_table_where_several_batch_sizes_were_measured() -> None:
-    files = LAUNCHES["vllm"](pair(gammas={1: 5, 8: 2, 64: 0}))
+    files = LAUNCHES["vllm"](pair(judged=[judged(), judged(8, 2, 0), judged(64, 0, 0)]))
     options = json.loads(files["speculative_config.json"])
     assert options["num_speculative_tokens"] == 5
     table = options["num_speculative_tokens_per_batch_size"]
@@ -80,14 +94,45 @@ def test_vllm_gets_a_table_where_several_batch_sizes_were_measured() -> None:
     assert (
         "batch size 64, by draftkit's decoder: 0, which is not to speculate" in files["launch.sh"]
     )
-    one = json.loads(LAUNCHES["vllm"](pair(gammas={8: 2}))["speculative_config.json"])
+    one = json.loads(LAUNCHES["vllm"](pair(judged=[judged(8, 2)]))["speculative_config.json"])
     assert "num_speculative_tokens_per_batch_size" not in one
 
 
-def test_gammas_are_those_of_the_evaluations_by_batch_size() -> None:
-    summaries = [{"batch_size": 8, "best_gamma": 2}, {"batch_size": 1, "best_gamma": 5}]
-    assert list(best_gammas(summaries).items()) == [(1, 5), (8, 2)]
-    assert ranges(best_gammas(summaries)) == [[1, 1, 5], [2, 8, 2]]
+def test_gammas_are_those_of_the_evaluations_by_batch_size_and_of_how_the_engine_drafts() -> None:
+    measured = pair(judged=[judged(8, 2, 0), judged(1, 5, 2)])
+    for engine, first, second in (("vllm", 5, 2), ("hf", 5, 2), ("sglang", 2, 0)):
+        assert list(best_gammas(measured, engine).items()) == [(1, first), (8, second)]
+        assert ranges(best_gammas(measured, engine)) == [[1, 1, first], [2, 8, second]]
+
+
+def test_a_draft_that_the_engine_does_not_cut_is_launched_by_its_own_acceptance() -> None:
+    cut = judged()
+    cut["best_gamma_by_mode"][UNCUT] = 3
+    for row in cut["engines"]:
+        if (row["engine"], row["setting"]) == LAUNCHED["vllm"]:
+            row["mode"] = UNCUT
+    found = [launched_gamma(pair(judged=[cut]), engine) for engine in ("hf", "vllm", "sglang")]
+    assert found == [5, 3, 2]
+
+
+def test_a_summary_that_knows_one_best_gamma_alone_gives_it_to_every_engine() -> None:
+    """As of a proposer without a drafter, of which no engine has a row."""
+    bare = {"batch_size": 1, "best_gamma": 4, "temperature": 1.0}
+    assert {launched_gamma(pair(judged=[bare]), engine) for engine in LAUNCHED} == {4}
+    one = {key: value for key, value in judged().items() if key != "best_gamma_by_mode"}
+    assert {launched_gamma(pair(judged=[one]), engine) for engine in LAUNCHED} == {5}
+
+
+@pytest.mark.parametrize("engine", ["sglang", "llamacpp"])
+def test_where_argmax_drafts_do_not_pay_the_file_says_so_and_still_runs(engine: str) -> None:
+    text = LAUNCHES[engine](pair(judged=[judged(argmax=0)]))["launch.sh"]
+    assert "argmax drafts at batch size 1, by draftkit's decoder: 0, which is not to spec" in text
+    assert "at gamma 1: " in text
+    option = {"sglang": "--speculative-num-steps 1", "llamacpp": "--spec-draft-n-max 1"}[engine]
+    assert option in text
+    sampled = LAUNCHES["vllm"](pair(judged=[judged(argmax=0)]))
+    assert "Best gamma at batch size 1, by draftkit's decoder: 5." in sampled["launch.sh"]
+    assert json.loads(sampled["speculative_config.json"])["num_speculative_tokens"] == 5
 
 
 def test_sglang_drafts_a_chain_with_a_model_of_its_own(tmp_path: Path) -> None:
@@ -99,9 +144,9 @@ def test_sglang_drafts_a_chain_with_a_model_of_its_own(tmp_path: Path) -> None:
         "--host": "127.0.0.1",
         "--speculative-algorithm": "STANDALONE",
         "--speculative-draft-model-path": "./hf",
-        "--speculative-num-steps": "5",
+        "--speculative-num-steps": "2",
         "--speculative-eagle-topk": "1",
-        "--speculative-num-draft-tokens": "6",
+        "--speculative-num-draft-tokens": "3",
     }
 
 
@@ -110,7 +155,7 @@ def test_llama_cpp_gets_both_files_or_names_the_missing_one(tmp_path: Path) -> N
     options = dict(zip(words[::2], words[1::2], strict=True))
     assert options["-m"] == "llamacpp/target-f32.gguf"
     assert options["-md"] == "llamacpp/draft-f32.gguf"
-    assert options["--spec-draft-n-max"] == "5"
+    assert options["--spec-draft-n-max"] == "2"
     with pytest.raises(subprocess.CalledProcessError) as failed:
         called(tmp_path / "alone", "llamacpp", pair(files={"draft": "draft-f32.gguf"}))
     assert "the GGUF of the target" in failed.value.stderr
@@ -123,25 +168,25 @@ def test_programs_are_programs(engine: str) -> None:
     assert ("num_assistant_tokens" if engine == "hf" else "set_speculative_options") in names
 
 
-@pytest.mark.parametrize("engine", ROWS)
+@pytest.mark.parametrize("engine", LAUNCHED)
 def test_each_engine_is_expected_to_accept_what_its_setting_does(engine: str) -> None:
     names = [(one.engine, one.name) for one in SETTINGS]
-    row = judged()["engines"][names.index(ROWS[engine])]
-    best, other = expected(pair(), engine), expected(pair(gamma=2), engine)
+    row = judged()["engines"][names.index(LAUNCHED[engine])]
+    best = expected(pair(), engine)
     assert best is not None
-    assert other is not None
     assert (best["gamma"], best["acceptance_length"]) == tuple(row["at_best_gamma"].values())
-    assert (other["gamma"], other["acceptance_length"]) == (4, row["acceptance_length"])
+    assert best["gamma"] == launched_gamma(pair(), engine)
     assert best["acceptance"] == row["acceptance"]
     text = "".join(LAUNCHES[engine](pair()).values())
     mean = row["at_best_gamma"]["acceptance_length"]["mean"]
     assert "# Expect at temperature 1" in text
-    assert f"at gamma 5: {mean:.2f} [" in text
+    assert f"at gamma {best['gamma']}: {mean:.2f} [" in text
 
 
 def test_without_an_evaluation_nothing_is_expected() -> None:
-    bare = pair(judged={})
+    bare = pair(judged=[])
     for engine, launch in LAUNCHES.items():
+        assert launched_gamma(bare, engine) == 3
         assert expected(bare, engine) is None
         assert "# No evaluation says what to expect" in "".join(launch(bare).values())
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from draftkit.evaluation.cards import model_card, plain_card, serving
+from draftkit.evaluation.cards import SERVED, model_card, plain_card, serving
 from draftkit.evaluation.engines import SETTINGS
 from draftkit.models.loading import save_model
 from tests import tiny
@@ -49,15 +49,27 @@ def test_a_drafter_that_was_not_judged_states_no_number():
     assert '"num_speculative_tokens": 3' in text
 
 
-def test_commands_for_engines_hold_both_models_and_one_gamma():
-    text = serving("the/target", "the/draft", 3)
+def test_commands_for_engines_hold_both_models_and_the_gamma_of_each():
+    gammas = {"vllm": 3, "sglang": 2, "llamacpp": 1, "hf": 4}
+    text = serving("the/target", "the/draft", gammas)
     (line,) = (line for line in text.splitlines() if "--speculative-config" in line)
     options = json.loads(line.partition("'")[2].rpartition("'")[0])
     assert options["model"] == "the/draft"
     assert options["num_speculative_tokens"] == 3
-    assert "--speculative-num-steps 3" in text
-    assert "--speculative-num-draft-tokens 4" in text
-    assert "--spec-draft-n-max 3" in text
+    assert "--speculative-num-steps 2" in text
+    assert "--speculative-num-draft-tokens 3" in text
+    assert "--spec-draft-n-max 1" in text
+    assert "num_assistant_tokens = 4" in text
+
+
+def test_a_card_launches_engines_that_draft_by_argmax_with_a_gamma_of_their_own():
+    modes = {"alpha": 5, "alpha_greedy_draft": 0, "alpha_exact_match": 0}
+    judged = summary(0.789) | {"best_gamma_by_mode": modes}
+    text = model_card(judged, HARDWARE, target="some/target", name="chats")
+    assert "not to speculate: vLLM 5, SGLang 0, llama.cpp 0, transformers 5.\n" in text
+    assert '"num_speculative_tokens": 5' in text
+    assert "--speculative-num-steps 1" in text
+    assert "--spec-draft-n-max 1" in text
 
 
 @torch.inference_mode()
@@ -66,7 +78,7 @@ def test_the_lines_for_transformers_run(tmp_path, capsys):
     for name, model in (("target", target), ("draft", tiny.related(target))):
         save_model(model, tiny.byte_tokenizer(), tmp_path / name)
     code = (
-        serving(f"{tmp_path}/target", f"{tmp_path}/draft", 2)
+        serving(f"{tmp_path}/target", f"{tmp_path}/draft", dict.fromkeys(SERVED, 2))
         .partition("```python\n")[2]
         .partition("```")[0]
     )

@@ -8,7 +8,15 @@ from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation.alpha import UNCUT, PromptTotals, score_drafts
-from draftkit.evaluation.engines import ARGMAX, SAMPLED, SETTINGS, engine_rows
+from draftkit.evaluation.engines import (
+    ARGMAX,
+    LAUNCHED,
+    MATCHED,
+    SAMPLED,
+    SETTINGS,
+    best_gamma_of,
+    engine_rows,
+)
 from draftkit.models.adapter import Adapter
 from tests.tabular import random_adapter, relative
 
@@ -94,12 +102,22 @@ def test_every_setting_is_a_row_at_its_own_gamma_and_confidence_needs_sampling()
     free = totals.tokens_a_pass(SAMPLED, 20).mean
     assert 1 < stops["acceptance_length"]["mean"] < free
     assert not any("at_best_gamma" in row for row in rows)
-    best = engine_rows(totals, gamma=2, temperature=0.8, best_gamma=5)
-    for row in best:
-        if row["engine"] == "SGLang":
-            length = totals.tokens_a_pass(ARGMAX, 5).mean
-            assert row["at_best_gamma"]["gamma"] == 5
-            assert row["at_best_gamma"]["acceptance_length"]["mean"] == pytest.approx(length)
-            assert length > row["acceptance_length"]["mean"]
     at_zero = engine_rows(totals, gamma=2, temperature=0.0)
     assert len(at_zero) == len(rows) - 1
+
+
+def test_a_row_says_the_tokens_a_pass_at_the_best_gamma_of_its_own_mode() -> None:
+    """Of one proposal at least, since so an engine is launched that had better not speculate."""
+    sampling = SamplingConfig(temperature=0.8)
+    totals = scored(decoded(sampling, "sampled", 2), sampling)
+    best = {SAMPLED: 5, ARGMAX: 2, MATCHED: 0}
+    rows = engine_rows(totals, gamma=4, temperature=0.8, best_gammas=best)
+    confidences = {(one.engine, one.name): one.confidence for one in SETTINGS}
+    for row in rows:
+        gamma, confidence = max(best[row["mode"]], 1), confidences[row["engine"], row["setting"]]
+        length = totals.tokens_a_pass(row["mode"], gamma, confidence=confidence).mean
+        assert row["at_best_gamma"]["gamma"] == gamma
+        assert row["at_best_gamma"]["acceptance_length"]["mean"] == pytest.approx(length)
+    judged = {"best_gamma": 5, "best_gamma_by_mode": best, "engines": rows}
+    found = {engine: best_gamma_of(judged, engine) for engine in LAUNCHED}
+    assert found == {"hf": 5, "vllm": 5, "sglang": 2, "llamacpp": 2, "onnx": 5}

@@ -180,6 +180,36 @@ def test_the_best_gamma_is_that_of_the_acceptance_that_is_served(proposer, alpha
     assert (summary["best_gamma"], summary["best_gamma_factor"]) == pytest.approx(chosen)
 
 
+def test_each_way_to_draft_has_the_gamma_that_is_best_at_its_own_acceptance():
+    """By hand, from tau / (gamma c + v + o): argmax drafts of the same drafter are worth fewer."""
+    found = evidence(alpha=0.9)
+    summary, costs = compare({"given": found}, "given", SERVED, CONFIG), found.costs
+    accepted = {"alpha": 0.9, "alpha_greedy_draft": 0.5, "alpha_exact_match": 0.25}
+    for mode, alpha in accepted.items():
+        speedups = [1.0] + [
+            sum(alpha**i for i in range(gamma + 1))
+            / (gamma * costs.cost_ratio + costs.verify_at(gamma) + costs.overhead_ratio)
+            for gamma in range(1, 17)
+        ]
+        assert summary["best_gamma_by_mode"][mode] == speedups.index(max(speedups))
+    assert [*summary["best_gamma_by_mode"].values()] == [6, 1, 0]
+    assert summary["best_gamma"] == 6
+    rows = {(row["engine"], row["setting"]): row["at_best_gamma"] for row in summary["engines"]}
+    assert rows["vLLM", "probabilistic"]["gamma"] == 6
+    assert rows["vLLM", "argmax"]["gamma"] == rows["SGLang", "argmax"]["gamma"] == 1
+
+
+@pytest.mark.parametrize("proposer", ["sampled", "argmax"])
+def test_the_best_gamma_of_a_way_to_draft_is_the_same_whichever_is_served(proposer):
+    config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer=proposer))
+    summary = compare({"given": evidence(alpha=0.9)}, "given", SERVED, config)
+    served = {"sampled": "alpha", "argmax": "alpha_greedy_draft"}[proposer]
+    assert summary["best_gamma"] == summary["best_gamma_by_mode"][served]
+    assert summary["best_gamma_by_mode"]["alpha"] == 6
+    bigram = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer="bigram"))
+    assert "best_gamma_by_mode" not in compare({"given": evidence()}, "given", SERVED, bigram)
+
+
 def test_rates_of_proposals_that_were_never_made_are_null():
     counted = count_rounds(lookup(drafted=0), seed=0, resamples=300)
     assert counted["acceptance_rate"] is None

@@ -40,6 +40,7 @@ EAGER = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_each_route_is_served_recorded_and_refitted_by_itself(tmp_path: Path) -> None:
     """The whole experiment, then a daemon that has time enough for one update of each route."""

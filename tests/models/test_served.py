@@ -88,9 +88,3 @@ def test_a_bad_file_is_refused_by_name_in_one_line(
 def test_a_folder_that_is_not_there_is_refused_by_its_key() -> None:
     with pytest.raises(ValueError, match=r"^target\.path \./nowhere: no such folder"):
         served_sampling(ModelConfig(path="./nowhere"), {})
-
-
-def test_a_hub_name_without_network_says_what_would_help() -> None:
-    with pytest.raises(ValueError, match=r"target\.path some/one.*sampling\.from=config$") as error:
-        served_sampling(ModelConfig(path="some/one"), {})
-    assert "\n" not in str(error.value)

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+import re
 from pathlib import Path
 
 import pytest
@@ -57,16 +58,21 @@ def test_a_share_fits_into_its_time_and_some_commits_run_everything() -> None:
 
 
 @pytest.fixture
-def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plugins but the one that the options of this suite need: they take long to import."""
+def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder for a suite, without the plugins that take long to import."""
+    monkeypatch.setattr(soak, "ROOT", tmp_path)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout,xdist.plugin")
 
 
 def soaked(file: Path, code: str, minutes: float = 1.0) -> int:
-    """Soak a file of that code, outside the suite: none of its fixtures is needed."""
-    file.write_text(f"import pathlib, time, pytest\npytestmark = pytest.mark.soak\n{code}\n")
-    return soak.soak([f"--rootdir={file.parent}", str(file)], minutes, ["-n", "0"])
+    """Soak the tests of that code beside a sound test, in a folder of their own."""
+    header = "import pathlib, time, pytest\npytestmark = pytest.mark.soak"
+    file.write_text(f"{header}\n{code}\n")
+    file.with_name("test_sound.py").write_text(f"{header}\ndef test_sound(): pass\n")
+    file.with_name("pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["soak"]\n')
+    tests = [f"{file.name}::{name}" for name in re.findall(r"def (test_\w+)", code)]
+    return soak.soak([*tests, "test_sound.py::test_sound"], minutes, ["-n", "0"])
 
 
 @pytest.mark.usefixtures("_bare")

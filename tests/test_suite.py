@@ -1,8 +1,8 @@
 """What holds of the suite itself, wherever it runs."""
 
 import os
-import warnings
 import re
+import warnings
 from pathlib import Path
 
 import pytest

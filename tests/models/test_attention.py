@@ -142,9 +142,19 @@ def test_products_are_for_short_texts_in_half_precision_that_learn(
         (9, 4, 4, FEW + 1, False),
     ],
 )
-def test_products_decode_many_rows_and_heads_that_share_keys(
-    taken: list[str], rows: int, heads: int, shared: int, tokens: int, plain: bool
+@pytest.mark.parametrize("matrix_units", [False, True])
+def test_products_decode_heads_that_share_keys_and_without_matrix_units_many_rows(
+    taken: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    matrix_units: bool,
+    rows: int,
+    heads: int,
+    shared: int,
+    tokens: int,
+    plain: bool,
 ) -> None:
+    monkeypatch.setattr(module, "HAS_MATRIX_UNITS", matrix_units)
+    plain = plain and not (matrix_units and heads == shared)
     generator = torch.Generator().manual_seed(rows)
     query, key, value = (
         torch.randn(rows, count, length, 8, generator=generator)

@@ -63,6 +63,7 @@ def write_onnx_pair(
 
 def build(python: list[str], source: list[str], folder: Path, precision: str, key: str) -> None:
     """Have the engine's builder write one model, for the processor."""
+    folder = folder.absolute()  # the builder runs elsewhere
     with tempfile.TemporaryDirectory(prefix="draftkit-onnx-") as cache:
         command = [*python, "-m", "onnxruntime_genai.models.builder", *source, "-o", str(folder)]
         command += ["-p", precision, "-e", "cpu", "-c", cache]
@@ -70,8 +71,8 @@ def build(python: list[str], source: list[str], folder: Path, precision: str, ke
     if done.returncode != 0 or not (folder / CONFIG).is_file():
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         raise ValueError(
-            f"{key}.path: onnxruntime-genai cannot build it ({' '.join(last)[:300]}): "
-            "leave onnx out of export.engines"
+            f"{key}.path: onnxruntime-genai cannot build it (status {done.returncode}, "
+            f"{' '.join(last)[:300]}): leave onnx out of export.engines"
         )
 
 

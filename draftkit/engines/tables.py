@@ -63,10 +63,10 @@ def greedy_line(row: Summary) -> str:
 def measured_table(summary: Summary) -> Table:
     """Predicted beside counted, in at most 80 columns."""
     title = (
-        f"{engine_title(summary)}: tokens a pass of the target, gamma {summary['gamma']}, "
+        f"{engine_title(summary)}: tokens a pass, gamma {summary['gamma']}, "
         f"{summary['prompts']} prompts, 95 % intervals"
     )
-    table = Table(title=title, box=None, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for name in HEAD:
         table.add_column(name, justify="left" if name == "drafts" else "right", no_wrap=True)
     for one in summary["cells"]:

@@ -60,8 +60,11 @@ def written(folder: Path, python: Path, name: str = "draft", **sampling: Any) ->
     return json.loads((folder / "onnx" / "genai_config.json").read_text())
 
 
-def test_both_models_are_built_and_joined(tmp_path: Path, python: Path) -> None:
-    config = written(tmp_path, python, temperature=0.7, top_k=20)
+def test_both_models_are_built_and_joined(
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path.parent)  # folders may be relative, as those below `root` are
+    config = written(Path(tmp_path.name), python, temperature=0.7, top_k=20)
     model = config["model"]
     assert model["decoder"] == {"filename": "target/model.onnx", "num_hidden_layers": 2}
     assert model["draft"] == {"filename": "draft/model.onnx", "num_hidden_layers": 1}

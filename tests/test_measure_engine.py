@@ -51,16 +51,16 @@ def test_transformers_is_measured(
 
 
 class Recited:
-    """An engine that says the same of every prompt, as often as it is asked."""
+    """An engine that says the same of every prompt, whenever it comes."""
 
     version = "1"
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        self.seeds: list[int] = []
 
     def answers(self, prompts: list[list[int]], **options: Any) -> list[Answer]:
-        self.asked.append(options["seed"])
-        if self.asked.count(1) == 3 and options["seed"] == 1:
+        self.seeds.append(options["seed"])
+        if self.seeds.count(1) == 3 and options["seed"] == 1:
             raise KeyboardInterrupt  # in the second turn, by its second temperature
         return [Answer(ids=[1, 2, 3], seconds=0.1, passes=1, accepted=1) for _ in prompts]
 
@@ -84,9 +84,9 @@ def test_a_killed_run_goes_on_with_the_turn_that_it_was_in(
     assert not (folder / SUMMARY).exists()
     kept = sorted(file.name for file in (folder / "answers").glob("[ps]*-*.json"))
     assert kept == ["plain-0.json", "sampled-0.json", "sampled-1.json"]
-    engine.asked.clear()
+    engine.seeds.clear()
     summary = measure_engine.launch(config)
-    assert engine.asked == [0, 1, 1]  # a warm-up, and the turn that was cut, at two temperatures
+    assert engine.seeds == [0, 1, 1]  # a warm-up, and the turn that was cut, at two temperatures
     assert summary["cells"][0]["counted"]["mean"] == 2
     assert summary["cells"][0]["counted_by_position"] is None
 

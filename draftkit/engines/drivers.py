@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -73,8 +74,8 @@ class Session(Protocol):
 class Driver:
     """An engine: how it is called, drafts, counts and starts.
 
-    drafts: the ways in which it can be told to draft, its default first. exports: what is exported
-    for it beside the plain folder. program: what its environment must have.
+    drafts: the ways to draft that it can be started with, its default first. exports: what is
+    exported for it beside the plain folder. program: what its environment must have.
     """
 
     title: str
@@ -215,14 +216,14 @@ def onnx(launch: Launch) -> contextlib.AbstractContextManager[Session]:
 
 
 def free_port() -> int:
-    """A port on which nobody listens now."""
+    """A port that is free now."""
     with socket.socket() as one:
         one.bind((HOST, 0))
         return one.getsockname()[1]
 
 
 @dataclass
-class Server:
+class Server(ABC):
     """An HTTP server, with what both kinds share."""
 
     launch: Launch
@@ -231,7 +232,7 @@ class Server:
     client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=TIMEOUT))
     version: str = ""
 
-    def ask(self, method: str, path: str, **body: Any) -> httpx.Response:
+    def request(self, method: str, path: str, **body: Any) -> httpx.Response:
         """A successful response. Raises ValueError naming the server otherwise."""
         try:
             response = self.client.request(method, f"{self.url}{path}", **body)
@@ -274,8 +275,9 @@ class Server:
             for row, prompt in enumerate(prompts)
         ]
 
+    @abstractmethod
     def answer(self, prompt: list[int], *, temperature: float, limit: int, seed: int) -> Answer:
-        raise NotImplementedError
+        """Continue one prompt, counted."""
 
 
 @contextmanager
@@ -298,20 +300,20 @@ def serving(
 
 
 class VllmServer(Server):
-    """vLLM's counters are read before and after each answer, so nobody else may use the server."""
+    """vLLM's counters are read before and after each answer, so it may have no other client."""
 
     PREFIX = "vllm:spec_decode_num_"
     TOKENS = "vllm:generation_tokens_total"
 
     def wait(self) -> None:
         super().wait()
-        self.version = self.ask("GET", "/version").json()["version"]
-        self.model = self.ask("GET", "/v1/models").json()["data"][0]["id"]
+        self.version = self.request("GET", "/version").json()["version"]
+        self.model = self.request("GET", "/v1/models").json()["data"][0]["id"]
 
     def counters(self) -> dict[str, float]:
         """Its counters by name, those of positions by name and position."""
         counters: dict[str, float] = {}
-        for family in text_string_to_metric_families(self.ask("GET", "/metrics").text):
+        for family in text_string_to_metric_families(self.request("GET", "/metrics").text):
             for sample in family.samples:
                 if sample.name.startswith(self.PREFIX) or sample.name == self.TOKENS:
                     key = sample.name + sample.labels.get("position", "")
@@ -337,7 +339,7 @@ class VllmServer(Server):
             "return_token_ids": True,
         }
         started = time.perf_counter()
-        choice = self.ask("POST", "/v1/completions", json=request).json()["choices"][0]
+        choice = self.request("POST", "/v1/completions", json=request).json()["choices"][0]
         seconds = time.perf_counter() - started
         ids = choice["token_ids"]
         after = self.counters_after(before, len(ids))
@@ -390,7 +392,7 @@ class LlamaServer(Server):
 
     def wait(self) -> None:
         super().wait()
-        self.version = str(self.ask("GET", "/props").json().get("build_info", ""))
+        self.version = str(self.request("GET", "/props").json().get("build_info", ""))
 
     def answer(self, prompt: list[int], *, temperature: float, limit: int, seed: int) -> Answer:
         request = {
@@ -400,7 +402,7 @@ class LlamaServer(Server):
             "return_tokens": True,
         }
         started = time.perf_counter()
-        made = self.ask("POST", "/completion", json=request).json()
+        made = self.request("POST", "/completion", json=request).json()
         seconds = time.perf_counter() - started
         ids, counted = made["tokens"], made["timings"]
         accepted, drafted = counted.get("draft_n_accepted", 0), counted.get("draft_n", 0)

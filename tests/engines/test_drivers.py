@@ -74,10 +74,10 @@ def test_what_vllm_counted_is_read_answer_by_answer(tmp_path: Path) -> None:
         assert sum(one.by_position) == one.accepted
         assert 8 <= 1 + one.passes + one.accepted <= 8 + GAMMA
     assert sum(one.accepted for one in answers) > 0
-    asked = [one["body"] for one in got if one["path"] == "/v1/completions"]
-    assert [one["prompt"] for one in asked] == [[1, 2], [3, 4, 5]]
-    assert asked[0]["seed"] != asked[1]["seed"]
-    assert {one["max_tokens"] for one in asked} == {8}
+    requests = [one["body"] for one in got if one["path"] == "/v1/completions"]
+    assert [one["prompt"] for one in requests] == [[1, 2], [3, 4, 5]]
+    assert requests[0]["seed"] != requests[1]["seed"]
+    assert {one["max_tokens"] for one in requests} == {8}
 
 
 def test_what_llama_cpp_counted_is_read_answer_by_answer(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_what_llama_cpp_counted_is_read_answer_by_answer(tmp_path: Path) -> None
         assert one.by_position is None
         assert one.passes + one.accepted == 7  # the first token comes with the prompt
     assert sum(one.accepted for one in answers) > 0
-    asked = [one["body"] for one in got if one["path"] == "/completion"]
-    assert [one["prompt"] for one in asked] == [[1, 2], [3, 4, 5]]
+    requests = [one["body"] for one in got if one["path"] == "/completion"]
+    assert [one["prompt"] for one in requests] == [[1, 2], [3, 4, 5]]
 
 
 def test_an_answer_of_llama_cpp_that_ended_counts_by_its_proposals(
@@ -107,7 +107,7 @@ def test_an_answer_of_llama_cpp_that_ended_counts_by_its_proposals(
             return made
 
     server = LlamaServer(launch(tmp_path), "http://127.0.0.1:9")
-    monkeypatch.setattr(server, "ask", lambda *_, **__: Response())
+    monkeypatch.setattr(server, "request", lambda *_, **__: Response())
     assert server.answer([1], temperature=0, limit=20, seed=0).passes == 2
     server.close()
 

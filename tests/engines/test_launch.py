@@ -111,8 +111,8 @@ def test_a_draft_that_the_engine_does_not_cut_is_launched_by_its_own_acceptance(
     for row in cut["engines"]:
         if (row["engine"], row["setting"]) == LAUNCHED["vllm"]:
             row["mode"] = UNCUT
-    found = [launched_gamma(pair(judged=[cut]), engine) for engine in ("hf", "vllm", "sglang")]
-    assert found == [5, 3, 2]
+    gammas = [launched_gamma(pair(judged=[cut]), engine) for engine in ("hf", "vllm", "sglang")]
+    assert gammas == [5, 3, 2]
 
 
 def test_a_summary_that_knows_one_best_gamma_alone_gives_it_to_every_engine() -> None:

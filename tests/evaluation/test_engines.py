@@ -119,5 +119,5 @@ def test_a_row_says_the_tokens_a_pass_at_the_best_gamma_of_its_own_mode() -> Non
         assert row["at_best_gamma"]["gamma"] == gamma
         assert row["at_best_gamma"]["acceptance_length"]["mean"] == pytest.approx(length)
     judged = {"best_gamma": 5, "best_gamma_by_mode": best, "engines": rows}
-    found = {engine: best_gamma_of(judged, engine) for engine in LAUNCHED}
-    assert found == {"hf": 5, "vllm": 5, "sglang": 2, "llamacpp": 2, "onnx": 5}
+    gammas = {engine: best_gamma_of(judged, engine) for engine in LAUNCHED}
+    assert gammas == {"hf": 5, "vllm": 5, "sglang": 2, "llamacpp": 2, "onnx": 5}

@@ -182,8 +182,8 @@ def test_the_best_gamma_is_that_of_the_acceptance_that_is_served(proposer, alpha
 
 def test_each_way_to_draft_has_the_gamma_that_is_best_at_its_own_acceptance():
     """By hand, from tau / (gamma c + v + o): argmax drafts of the same drafter are worth fewer."""
-    found = evidence(alpha=0.9)
-    summary, costs = compare({"given": found}, "given", SERVED, CONFIG), found.costs
+    judged = evidence(alpha=0.9)
+    summary, costs = compare({"given": judged}, "given", SERVED, CONFIG), judged.costs
     accepted = {"alpha": 0.9, "alpha_greedy_draft": 0.5, "alpha_exact_match": 0.25}
     for mode, alpha in accepted.items():
         speedups = [1.0] + [

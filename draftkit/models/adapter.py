@@ -172,6 +172,16 @@ def widened(logits: Tensor, kept_ids: Tensor, vocab_size: int) -> Tensor:
     return whole.index_copy(-1, kept_ids, logits)
 
 
+def cache_argument(module: nn.Module) -> str:
+    """The name that `module` declares for its cache: `cache` from transformers 5.24 on.
+
+    The other name must not be tried: before 5.24 `cache` vanishes among keyword arguments that
+    nobody reads, and later the old one warns.
+    """
+    declared = inspect.signature(module.forward).parameters
+    return "cache" if "cache" in declared else "past_key_values"
+
+
 def context_of(config: PreTrainedConfig) -> int:
     """The tokens of the longest text that a model of `config` takes."""
     return int(getattr(config.get_text_config(), "max_position_embeddings", None) or UNBOUNDED)
@@ -203,6 +213,7 @@ class CausalAdapter(Adapter):
         self.register_buffer("kept_ids", kept_ids, persistent=False)
         self._kept_head: Head | None = None
         self._chooses_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._model_takes, self._stack_takes = map(cache_argument, (model, model.base_model))
         self.renew()
 
     @property
@@ -210,16 +221,18 @@ class CausalAdapter(Adapter):
         return (super().signature, None if self.kept_ids is None else len(self.kept_ids))
 
     def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache, last: int = 0) -> Tensor:
-        inputs = self._cached_inputs(tokens, positions, cache)
         if self._kept_head is not None:
+            inputs = self._cached_inputs(tokens, positions, cache, self._stack_takes)
             states = self.model.base_model(**inputs).last_hidden_state
             return self._kept_head(states[:, -last:])
+        inputs = self._cached_inputs(tokens, positions, cache, self._model_takes)
         if self._chooses_logits:
             inputs["logits_to_keep"] = last
         return self._cut(self.model(**inputs).logits[:, -last:])
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
-        self.model.base_model(**self._cached_inputs(tokens, positions, cache))
+        inputs = self._cached_inputs(tokens, positions, cache, self._stack_takes)
+        self.model.base_model(**inputs)
 
     def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
         states, head = self.states(tokens, keep), self.head
@@ -316,8 +329,13 @@ class CausalAdapter(Adapter):
         hidden = stack.last_hidden_state
         return torch.equal(given[0], hidden) and torch.equal(loud[0].to(logits.dtype), logits)
 
-    def _cached_inputs(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> dict[str, Any]:
-        """Arguments of a cached forward pass: the token at position t sees the slots 0..t."""
+    def _cached_inputs(
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, argument: str
+    ) -> dict[str, Any]:
+        """Arguments of a cached forward pass: the token at position t sees the slots 0..t.
+
+        argument: what the module that is called names its cache, as `cache_argument` tells.
+        """
         positions = positions.clamp(max=self._context - 1)  # beyond is garbage, at legal positions
         slots = torch.arange(cache.visible, device=positions.device)
         behind = positions[:, None, :, None] - slots  # [B, 1, N, C]
@@ -325,7 +343,7 @@ class CausalAdapter(Adapter):
             "input_ids": tokens,
             "position_ids": positions,
             "attention_mask": self._masks(behind, behind >= 0),
-            "past_key_values": cache.at(positions),
+            argument: cache.at(positions),
             "use_cache": True,
         }
 

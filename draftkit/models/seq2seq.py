@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicLayer, EncoderDecoderCache, PreTrainedModel
 
-from draftkit.models.adapter import UNBOUNDED, Adapter, CausalAdapter, additive
+from draftkit.models.adapter import UNBOUNDED, Adapter, CausalAdapter, additive, cache_argument
 from draftkit.models.cache import SlotCache
 
 T5_TYPES = ("t5", "mt5")
@@ -61,7 +61,9 @@ class Seq2SeqAdapter(Adapter):
         # T5 1.0 was trained with logits of scaled hidden states, 1.1 and mT5 without.
         scaled = getattr(config, "scale_decoder_outputs", False)
         self._scale: float = config.d_model**-0.5 if scaled else 1.0
-        attention = self._decoder.block[0].layer[0].SelfAttention  # its bias serves all blocks
+        first = self._decoder.block[0]
+        self._block_takes = cache_argument(first)
+        attention = first.layer[0].SelfAttention  # its bias serves all blocks
         self._farthest: int = attention.relative_attention_max_distance
         buckets = attention._relative_position_bucket(
             -torch.arange(self._farthest + 1, device=self.device),
@@ -148,8 +150,8 @@ class Seq2SeqAdapter(Adapter):
                 position_bias=own_bias,
                 encoder_hidden_states=hidden,  # says that there are some; `caches` hold them
                 encoder_decoder_position_bias=cross_bias,
-                past_key_values=caches,
                 is_causal=False,  # the biases are masks as well, and whole
+                **{self._block_takes: caches},
             )[0]
         return decoder.final_layer_norm(hidden)
 

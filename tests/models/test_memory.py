@@ -20,7 +20,8 @@ def test_weights_and_caches_are_counted_as_they_come_to_be(architecture: str) ->
     count = sum(weight.numel() for weight in model.parameters())
     assert weight_count(model.config) == count
     with torch.no_grad():
-        cache = model(torch.ones(3, 5, dtype=torch.long), use_cache=True).past_key_values
+        outputs = model(torch.ones(3, 5, dtype=torch.long), use_cache=True)
+    cache = outputs["cache" if "cache" in outputs else "past_key_values"]
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert cache_bytes(model.config, rows=3, slots=5, dtype=torch.float32) == held
 

@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Test files side by side, one thread each; more than four workers gain little.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+SUITE := -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+	-m "not soak and not gpu and not engines"
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 
-.PHONY: quickstart smoke test soak soak-share gpu engines lint format clean
+.PHONY: quickstart smoke test pins newest oldest soak soak-share gpu engines lint format clean
 
 quickstart: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=quickstart
@@ -17,7 +18,21 @@ smoke: $(READY)
 
 # The last lines say its processor time, which is to stay below these minutes.
 test: $(DEV)
-	PROCESSOR_MINUTES=16 $(PYTEST) -m "not soak and not gpu and not engines"
+	PROCESSOR_MINUTES=16 $(BIN)/python $(SUITE)
+
+# Other releases of the dependencies. Commit constraints.txt after a green `make pins`.
+pins: $(DEV)
+	$(BIN)/uv pip compile --upgrade --universal --no-header --no-annotate --quiet \
+		--extra dev --extra notebooks pyproject.toml -o constraints.txt
+	$(MAKE) test
+
+# In an environment of their own. Warnings are counted there, and are no errors.
+newest oldest:
+	$(PYTHON) -m venv --clear .venv-$@
+	.venv-$@/bin/python -m pip install -qq --upgrade pip
+	.venv-$@/bin/python -m pip install -qq $$($(PYTHON) tests/releases.py $@)
+	.venv-$@/bin/python -m pip install -qq --no-deps --editable .
+	.venv-$@/bin/python $(SUITE) -W default --disable-warnings
 
 # The same suites at full counts: more draws, more cases, longer faults.
 soak: $(DEV)
@@ -47,15 +62,17 @@ format: $(DEV)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .engines outputs
+	rm -rf $(VENV) .venv-newest .venv-oldest .engines outputs
 
-$(READY): pyproject.toml
+# The pinned releases, from any index; -qq: what pip says of its own settings is left out.
+INSTALL := $(BIN)/python -m pip install -qq --constraint constraints.txt --editable
+
+$(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable .
+	$(INSTALL) .
 	touch $(READY)
 
 # What tests, linters and notebooks need on top; the quickstart does without.
 $(DEV): $(READY)
-	$(BIN)/python -m pip install --quiet --editable ".[dev,notebooks]"
+	$(INSTALL) ".[dev,notebooks]"
 	touch $(DEV)

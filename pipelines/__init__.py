@@ -1,6 +1,8 @@
 """The commands. Importing this sets what the libraries below read when they are loaded."""
 
 import os
+import sys
+import warnings
 
 for _key, _value in {
     # No library phones home; forked data workers and tokenizers' threads do not mix.
@@ -12,3 +14,9 @@ for _key, _value in {
     "GOMP_SPINCOUNT": "20000",
 }.items():
     os.environ.setdefault(_key, _value)
+
+# Of dependencies, about one another's next releases: nothing that a user can put right. Tests see
+# them, and so do `python -W default` and PYTHONWARNINGS.
+if not sys.warnoptions:
+    for _category in (DeprecationWarning, FutureWarning):
+        warnings.simplefilter("ignore", _category)

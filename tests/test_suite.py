@@ -2,12 +2,16 @@
 
 import os
 import re
+import subprocess
+import sys
+import tomllib
 import warnings
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from tests import soak
+from tests import conftest, releases, soak
 from tests.conftest import ELSEWHERE, SOAKED
 
 
@@ -35,6 +39,56 @@ def test_what_is_left_out_has_a_command_of_its_own_that_is_said(
     for name, command in ELSEWHERE.items():
         assert command.startswith(f"make {name}")
         assert f"\n{name}: " in makefile
+
+
+def test_other_releases_are_chosen_by_the_bounds_of_the_project() -> None:
+    project = {
+        "dependencies": ["torch>=2.11,<2.14", "hydra-core>=1.3.5,<1.4", "numpy>=2,<3"],
+        "optional-dependencies": {"dev": ["ruff==0.17.5", "trl>=1,<2"], "notebooks": ["nbformat"]},
+    }
+    pins = "numpy==2.4.6\ntorch==2.13.0\ntorchvision==0.28.0\n"
+    tools = ["ruff", "trl", "nbformat"]
+    newest = releases.requirements("newest", project, pins)
+    assert newest == ["torch==2.13.0", "hydra-core", "numpy", *tools]
+    oldest = releases.requirements("oldest", project, pins)
+    assert oldest == ["torch==2.11", "hydra-core==1.3.5", "numpy==2", *tools]
+
+
+def test_every_requirement_has_a_pin_within_its_bounds() -> None:
+    project = tomllib.loads((soak.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = (soak.ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins: dict[str, list[str]] = {}
+    for line in lines:
+        pins.setdefault(Requirement(line).name, []).append(Requirement(line).specifier)
+    for text in (*project["dependencies"], *extras["dev"], *extras["notebooks"]):
+        wanted = Requirement(text)
+        (*_, pinned) = [next(iter(one)).version for one in pins[wanted.name]]
+        assert wanted.specifier.contains(pinned), text
+
+
+@pytest.mark.parametrize(("options", "shown"), [((), False), (("-W", "default"), True)])
+def test_a_command_shows_no_deprecation_of_a_dependency(
+    options: tuple[str, ...], shown: bool
+) -> None:
+    code = "import pipelines, warnings; warnings.warn('x becomes y', FutureWarning)"
+    command = [sys.executable, *options, "-c", code]
+    done = subprocess.run(command, cwd=soak.ROOT, capture_output=True, text=True, check=True)
+    assert ("x becomes y" in done.stderr) is shown
+
+
+def test_warnings_that_are_no_errors_are_counted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conftest, "WARNINGS", {})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in ("cache", "cache", "mask"):
+            warnings.warn(f"{name} has another name" + " and so on" * 9, FutureWarning, 1)
+    for one in caught:
+        conftest.pytest_warning_recorded(one)
+    cached, masked = conftest.warning_lines()
+    assert cached.startswith("warned 2 times: FutureWarning: cache has another name and so")
+    assert masked.startswith("warned 1 times: FutureWarning: mask")
+    assert f"{__file__}:{caught[0].lineno}" in cached
 
 
 # The share of the soak that a commit picks

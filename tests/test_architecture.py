@@ -8,8 +8,13 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = sorted((ROOT / "draftkit").rglob("*.py"))
@@ -144,6 +149,30 @@ def test_importing_the_library_is_light_and_silent() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
     assert done.stderr == ""
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    """A dependency of a dependency may be gone with its next release."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {canonicalize_name(Requirement(one).name) for some in lists for one in some}
+    distributions = packages_distributions()
+
+    def roots(path: Path) -> Iterator[tuple[str, int]]:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Import):
+                yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield str(node.module).split(".")[0], node.lineno
+
+    lines = (
+        (path, line)
+        for path in CODE
+        for root, line in roots(path)
+        if root not in (*sys.stdlib_module_names, "draftkit", "pipelines", "tests")
+        and not declared & {canonicalize_name(name) for name in distributions.get(root, [])}
+    )
+    assert names_of(lines) == []
 
 
 def is_tested_at_its_mirror(path: Path) -> bool:

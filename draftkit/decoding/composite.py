@@ -88,7 +88,8 @@ class HybridProposer(Composite):
             first=decided(first, 0),
             after=lambda token, i: decided(after(token, i), i + 1),
         )
-        return proposal._replace(lengths=torch.where(is_guessed, guess.lengths, gamma))
+        lengths = torch.where(is_guessed, guess.lengths, gamma)
+        return Proposal(proposal.tokens, proposal.draft_probs, lengths=lengths)
 
 
 class StagedProposer(Composite):

@@ -23,6 +23,7 @@ from draftkit.models.vocabulary import train_byte_bpe
 from pipelines.benchmarks.training_peers import BETAS, trl_steps
 from tests import tiny
 
+pytest.importorskip("trl", minversion="1.16")  # older ones have no such trainer
 PROMPTS = tiny.prompts([6, 3, 9, 4], seed=1)
 
 

@@ -243,9 +243,8 @@ MUTANTS: dict[str, tuple[Any, str, str]] = {
     ),
     "hybrid states the model's law of guesses": (
         hybrid,
-        "return proposal._replace(",
-        "alone = self.model.propose(view, gamma).draft_probs\n"
-        "        return proposal._replace(draft_probs=alone, ",
+        "proposal.draft_probs",
+        "self.model.propose(view, gamma).draft_probs",
     ),
 }
 

@@ -166,7 +166,7 @@ def distill(
     texts the loss is taken on; `fixed` needs prompts that have answers. max_length: tokens of
     prompt and answer together, instead of `data.max_prompt_tokens` and
     `data.max_completion_tokens`. validation: prompts that choose the weights; by default the last
-    `data.validation_fraction` of `prompts`, which are then not trained on; a chat is held out whole.
+    `data.validation_fraction` of `prompts`, which are not trained on then; a chat is not split.
     folder: of metrics and checkpoints, so that the same call (models by their content, prompts,
     settings and loss) goes on after a kill; without one nothing is kept.
 

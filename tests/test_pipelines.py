@@ -254,7 +254,7 @@ def test_a_drafter_of_other_settings_is_not_judged(finished, root):
 def test_a_plan_says_what_would_be_done_and_does_nothing(finished, root, tmp_path, capsys):
     assert distill.launch(smoke(tmp_path, "plan=true")) == {}
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "distill: 8 steps, training in 1 process".split()
+    assert lines[0] == ["distill:", "8", "steps,", "training", "in", "1", "process"]
     steps = ["texts", "target", "prepare", "generate", "contexts", "train", "evaluate", "distill"]
     assert [line[0] for line in lines[1:]] == steps
     assert {tuple(line[1:3]) for line in lines[1:]} == {("to", "do")}

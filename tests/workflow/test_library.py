@@ -227,27 +227,26 @@ def scaled(factor):
 
 def test_a_folder_is_of_one_loss_one_pair_and_one_choice_of_validation(folder, tmp_path):
     """Wherever the models lie: the same call goes on with copies of them."""
-    shutil.copytree(folder, tmp_path / "pair")
-    run = tmp_path / "run"
-    options: dict[str, Any] = {"max_length": 16, "steps": 2, "folder": run}
-    given: dict[str, Any] = {"prompts": texts(12), "validation": texts(14)[12:]}
-    whole = draftkit.distill(load(folder), divergence=scaled(2.0), **given, **options)
-    pair = load(tmp_path / "pair")
-    again = draftkit.distill(pair, divergence=scaled(2.0), **given, **options)
-    assert again.outcome == whole.outcome
+    mine, weights = tmp_path / "mine", tmp_path / "mine" / "DRAFT" / "model.safetensors"
+    shutil.copytree(folder, mine)
+    pair, prompts = load(mine), texts(14)
+    call: dict[str, Any] = {"divergence": scaled(2.0), "max_length": 16, "steps": 2}
+    call |= {"prompts": prompts[:12], "validation": prompts[12:], "folder": tmp_path / "run"}
+    outcome = draftkit.distill(pair, **call).outcome
 
-    def refused(names: str, pair: draftkit.Pair = pair, **changed: Any) -> None:
-        call = {"divergence": scaled(2.0), **given, **options, **changed}
-        with pytest.raises(ValueError, match=rf"other prompts or settings \(.*{names}.*\): give"):
-            draftkit.distill(pair, **call)
+    def difference(pair: draftkit.Pair, **changed: Any) -> str:
+        """What the refusal of another call names."""
+        with pytest.raises(ValueError, match="other prompts or settings") as error:
+            draftkit.distill(pair, **{**call, **changed})
+        return str(error.value).partition("(")[2].partition(")")[0]
 
-    refused("divergence", divergence=scaled(3.0))
-    refused("divergence", divergence="forward_kl")
-    moved = [*given["prompts"], given["validation"][0]]
-    refused("prompts, validation", prompts=moved, validation=given["validation"][1:])
-    weights = tmp_path / "pair" / "DRAFT" / "model.safetensors"
+    assert difference(pair, divergence=scaled(3.0)) == "divergence"
+    assert difference(pair, divergence="forward_kl") == "divergence"
+    moved = {"prompts": prompts[:11], "validation": prompts[11:]}
+    assert difference(pair, **moved) == "prompts, validation"
     save_file({k: v + 0.5 for k, v in load_file(weights).items()}, weights, {"format": "pt"})
-    refused(r"draft\.path", pair=load(tmp_path / "pair"))
+    assert difference(load(mine)) == "draft.path"
+    assert draftkit.distill(load(folder), **call).outcome == outcome
 
 
 def test_a_loss_that_cannot_be_told_from_others_gets_no_folder(pair, tmp_path):
@@ -264,15 +263,11 @@ def test_a_loss_that_cannot_be_told_from_others_gets_no_folder(pair, tmp_path):
 def test_a_chat_trains_or_chooses_the_weights_and_never_both(pair, monkeypatch):
     jobs: list[Any] = []
     monkeypatch.setattr(draftkit.workflow.library, "fit", jobs.append)
-    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
-    chats = [
-        [{"role": role, "content": f"{word}{number}"} for role, word in turns[:-1]]
-        for number in range(8)
-    ]
-    chats = [[*chat, {"role": "user", "content": "e"}][:4] for chat in chats]
+    roles = ("user", "assistant") * 3
+    chats = [[{"role": role, "content": f"{number}"} for role in roles] for number in range(8)]
     draftkit.distill(pair, chats, max_length=64)
     (job,) = jobs
-    opening = len(pair.target.tokenizer("user:a0").input_ids)
+    opening = len(pair.target.tokenizer("user:0").input_ids)
     training = {tuple(example.token_ids[:opening]) for example in job.texts.examples}
     held_out = {tuple(record.prompt_ids[:opening]) for record in job.validation}
     assert len(training) > 1

@@ -13,7 +13,6 @@ import torch
 import pipelines.checksums
 from draftkit.config import DataConfig, ModelConfig
 from draftkit.data.installed import OPTIONAL, PACKAGES
-from draftkit.models.files import TOKENIZER_FILES, is_of_model
 from draftkit.models.loading import save_model
 from draftkit.models.shrink import write_kept_ids
 from pipelines.checksums import DISTRIBUTIONS, given_model, given_text
@@ -157,7 +156,3 @@ def test_every_file_that_loading_reads_is_part_of_a_model(model: Path) -> None:
             assert address(model) not in seen
         seen.add(address(model, trust_remote_code=True))
     assert len(seen) == len(read) + 2
-
-
-def test_what_is_copied_of_a_tokenizer_is_part_of_a_model() -> None:
-    assert all(is_of_model(name) for name in TOKENIZER_FILES)

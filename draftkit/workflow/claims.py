@@ -34,7 +34,7 @@ def claim(
         rows = [[example.token_ids, example.loss_mask] for example in examples]
         settings[key] = fingerprint(rows)
     if loss is not None:
-        settings["divergence"] = told(loss)
+        settings["divergence"] = source_of(loss)
     path = folder / "settings.json"
     stored = read_json(path) if path.exists() else settings
     if others := [key for key in {**settings, **stored} if stored.get(key) != settings.get(key)]:
@@ -45,7 +45,7 @@ def claim(
     write_json(path, settings)
 
 
-def told(loss: Any) -> list[Any]:
+def source_of(loss: Any) -> list[Any]:
     """What tells a function from others: its source, and the values that it was made with.
 
     What it finds in its module does not count. Raises ValueError where it cannot be told.
@@ -53,10 +53,10 @@ def told(loss: Any) -> list[Any]:
     try:
         if not inspect.isfunction(loss):
             raise TypeError("it is no function")
-        values = {str(place): value for place, value in enumerate(loss.__defaults__ or ())}
+        values = {str(index): value for index, value in enumerate(loss.__defaults__ or ())}
         values |= {**(loss.__kwdefaults__ or {}), **inspect.getclosurevars(loss).nonlocals}
         made = {
-            name: told(value) if inspect.isfunction(value) else json.loads(json.dumps(value))
+            name: source_of(value) if inspect.isfunction(value) else json.loads(json.dumps(value))
             for name, value in values.items()
         }
         return [inspect.getsource(loss), made]

@@ -19,7 +19,8 @@ draftkit COMMAND +experiment=NAME [group=CHOICE ...] [section.key=VALUE ...]
 
 draftkit COMMAND --help shows its choices and settings; plan=true prints what it would do.
 --config-dir DIR adds your own experiments, DIR/experiment/NAME.yaml.
-Several processes: accelerate launch --num_processes N -m draftkit COMMAND ...
+Several processes: accelerate launch --num_processes N -m draftkit COMMAND ..., which starts one
+where there is no GPU: there python -m torch.distributed.run --nproc_per_node N -m draftkit COMMAND
 """
 
 
@@ -48,7 +49,8 @@ def main() -> None:
     package, folder = package_of(HERE)
     known, (name, *_) = commands(folder), [*sys.argv[1:], "--help"]
     if name in ("-h", "--help"):
-        lines = (f"    {command:<12}{line}" for command, line in known.items())
+        width = max(map(len, known)) + 2
+        lines = (f"    {command:<{width}}{line}" for command, line in known.items())
         print(HELP.format(commands="\n".join(lines)), end="")
     elif name == "--version":
         print(f"draftkit {_version()}")

@@ -18,7 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from glob import escape
@@ -27,6 +27,11 @@ from typing import Any
 
 PINNED_PACKAGES = ("draftkit", "torch", "transformers", "datasets", "peft", "accelerate", "wandb")
 PINNED_PACKAGES += ("hydra-core", "tokenizers", "safetensors", "pyarrow", "numpy")
+_SECRET = re.compile(r"--?(?:[\w-]*[-_])?(?:key|token|password|secret)", re.IGNORECASE)
+_SECRET_VALUE = re.compile(
+    rf"""({_SECRET.pattern}["']?[=,\s]\s*)("[^"]*"|'[^']*'|[^\s,\]"']+)""", re.I
+)
+HIDDEN = "(hidden)"
 _LEFTOVER = re.compile(r"\.(.+)\.(tmp|old)-(\d+)")  # of which path, what, and whose
 
 
@@ -188,6 +193,31 @@ def sha256_tree(folder: str | Path, *, skip: Callable[[str], bool] = lambda name
     return digest.hexdigest()
 
 
+def remembered(
+    path: Path, memory: Path, checksum: Callable[[Path], str], files: Iterable[Path]
+) -> str:
+    """`checksum(path)`, from `memory` where none of `files` has changed since.
+
+    Changes are seen by inode, size and times. `memory`: a JSON file that may be deleted. `files`:
+    those at or below `path` that the checksum reads.
+    """
+    key = str(path.resolve())
+    stats = [(file.relative_to(path).as_posix(), file.stat()) for file in files]
+    state = fingerprint(
+        [[name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats]
+    )
+    known: dict[str, list[str]] = {}
+    with suppress(OSError, ValueError):
+        stored = json.loads(memory.read_text(encoding="utf-8"))
+        known = stored if isinstance(stored, dict) else {}
+    if known.get(key, [""])[0] == state:
+        return known[key][1]
+    digest = checksum(path)
+    with suppress(OSError):  # a memory that cannot be written costs time alone
+        write_json(memory, {**known, key: [state, digest]})
+    return digest
+
+
 def fingerprint(value: Any) -> str:
     """16 hex digits that stand for a JSON value, whatever the order of its keys."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -241,10 +271,39 @@ def _hardware() -> dict[str, Any]:
     }
 
 
+def processor(hardware: Mapping[str, Any]) -> str:
+    """The processor of what `provenance` says of a machine, with the threads that computed."""
+    threads = hardware["torch_threads"] or hardware["cores"]
+    return f"{hardware['cpu']}, {threads} thread{'s' * (threads != 1)}"
+
+
 def machine(*, gpu: bool) -> str:
-    """What computes, in words: the first GPU, or the processor with the cores of this process."""
+    """What computes, in words: the first GPU, or the processor with the threads in use."""
     hardware = _hardware()
-    return hardware["gpu"][0] if gpu else f"{hardware['cpu']}, {hardware['cores']} cores"
+    return hardware["gpu"][0] if gpu else processor(hardware)
+
+
+def names_secret(text: str) -> bool:
+    """Whether `text` holds an option whose value `redacted` hides."""
+    return _SECRET.search(text) is not None
+
+
+def redacted(value: Any) -> Any:
+    """`value` without secrets: of options that end in key, token, password or secret.
+
+    In lists the word behind such an option, in texts what follows it (`--api-key X`,
+    `--api-key=X`); dicts and lists are gone through.
+    """
+    if isinstance(value, Mapping):
+        return {key: redacted(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        before = ["", *value]
+        hidden = [isinstance(word, str) and _SECRET.fullmatch(word) for word in before]
+        return [
+            HIDDEN if hide and isinstance(item, str) else redacted(item)
+            for hide, item in zip(hidden, value, strict=False)
+        ]
+    return _SECRET_VALUE.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) else value
 
 
 def provenance(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -259,5 +318,5 @@ def provenance(arguments: list[str] | None = None) -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": _versions(),
         "hardware": _hardware(),
-        "argv": [Path(command[0]).name, *command[1:]] if command else [],
+        "argv": redacted([Path(command[0]).name, *command[1:]]) if command else [],
     }

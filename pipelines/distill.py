@@ -7,7 +7,6 @@ its product or does not need it. The drafter lies in `outputs/<name>/distill/dra
 that states its numbers.
 """
 
-import os
 import shutil
 import sys
 from dataclasses import replace
@@ -16,15 +15,15 @@ from typing import Any
 
 from rich.console import Console
 
-from draftkit.artifacts import atomic_path, provenance, read_json, write_text
+from draftkit.artifacts import atomic_path, read_json, write_text
 from draftkit.config import Config
 from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.cards import model_card
 from draftkit.evaluation.report import result_lines
+from draftkit.models.files import CARD
 
-from .checksums import CARD
 from .evaluate import FIGURE, SAMPLES, evaluate
-from .plan import SUMMARY, Given, StageFolder, Step
+from .plan import MANIFEST, SUMMARY, Given, StageFolder, Step
 from .prepare import pair_and_text
 from .run import stage
 from .train import DRAFT, train
@@ -47,7 +46,7 @@ def show(config: Config, folder: Path) -> None:
     print("All numbers: the same command with `evaluate` in place of `distill`")
 
 
-@stage(sections=(), needs=needs, product=None, after=show)
+@stage(sections=(), version=2, needs=needs, product=None, after=show)
 def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Lay the judged drafter out for use, with the numbers of training and evaluation."""
     trained = folder.input("train").parent
@@ -59,22 +58,15 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
         summary[f"{mode}_gain"] = judged[f"{mode}_gain"]
     summary |= read_json(trained / SUMMARY)
     with atomic_path(folder.path / DRAFT) as temporary:
-        shutil.copytree(trained / DRAFT, temporary, copy_function=link)
+        # No links: who edits what lies here must not change what was trained and judged.
+        shutil.copytree(trained / DRAFT, temporary)
         target = config.target.location if config.target.path else None
-        card = model_card(judged, provenance()["hardware"], target=target, name=config.name)
+        origin = read_json(folder.input("evaluate") / MANIFEST)["provenance"]
+        card = model_card(judged, origin["hardware"], target=target, name=config.name)
         write_text(temporary / CARD, card)
-    link(folder.input("evaluate") / FIGURE, folder.path / FIGURE)
+    shutil.copyfile(folder.input("evaluate") / FIGURE, folder.path / FIGURE)
     folder.tracker.artifact(f"{config.name}-draft", "model", folder.path / DRAFT, summary)
     return summary
-
-
-def link(source: str | Path, destination: str | Path) -> None:
-    """Give a file a second name; copy it where the file system knows no hard links."""
-    Path(destination).unlink(missing_ok=True)
-    try:
-        os.link(source, destination)
-    except OSError:
-        shutil.copy2(source, destination)
 
 
 if __name__ == "__main__":

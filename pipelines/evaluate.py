@@ -133,6 +133,7 @@ def show(config: Config, folder: Path) -> None:
 
 @stage(
     sections=("seed", "data", "sampling", "decode", "evaluate"),
+    version=2,
     needs=needs,
     check=check,
     check_texts=check_prompts,

@@ -18,9 +18,9 @@ from draftkit.engines.hub import upload
 from draftkit.engines.launch import LAUNCHES, Pair, best_gammas, expected, launched_gamma
 from draftkit.engines.onnx import check_python, write_onnx_pair
 from draftkit.evaluation.cards import model_card, plain_card
+from draftkit.models.files import CARD
 from draftkit.models.loading import model_config, with_path
 
-from .checksums import CARD
 from .evaluate import evaluate
 from .folder import is_record
 from .plan import MANIFEST, SUMMARY, Given, StageFolder, Step

@@ -18,7 +18,6 @@ from typing import Any
 
 from draftkit.artifacts import recover, recover_tree, remove, sha256_tree, write_json
 
-from .checksums import model_sha256
 from .plan import (
     MANIFEST,
     SUMMARY,
@@ -39,13 +38,8 @@ def is_record(name: str) -> bool:
     return name in RECORDS or name.startswith(".")
 
 
-def product_digest(folder: Path, product: str) -> str:
-    """SHA-256 of what the stage made, without the records about it.
-
-    `product`: the model in it that stands for all; then it is the checksum of that model.
-    """
-    if product:
-        return model_sha256(folder / product)
+def product_digest(folder: Path) -> str:
+    """SHA-256 of all that the stage made, without the records about it."""
     return sha256_tree(folder, skip=is_record)
 
 

@@ -31,6 +31,7 @@ SCORED_PART = 1024  # texts of a file
 
 @stage(
     sections=("seed", "data", "sampling", *ROLLOUT_SETTINGS),
+    version=2,
     shared=True,
     needs=text_and_target,
 )
@@ -82,6 +83,7 @@ def prompts_to_continue(config: Config) -> dict[str, Given | Step]:
         *("seed", "data", "sampling", "evaluate.prompts", "evaluate.validation_prompts"),
         "evaluate.max_new_tokens",
     ),
+    version=2,
     shared=True,
     needs=prompts_to_continue,
 )
@@ -141,6 +143,7 @@ def scored_texts(config: Config) -> dict[str, Given | Step]:
         *("source.name", "evaluate.validation_prompts", "evaluate.max_new_tokens"),
         *ROLLOUT_SETTINGS,
     ),
+    version=2,
     shared=True,
     needs=scored_texts,
 )

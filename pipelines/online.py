@@ -61,6 +61,7 @@ def show(config: Config, folder: Path) -> None:
         "evaluate.max_new_tokens",
         "evaluate.batch_size",
     ),
+    version=2,
     needs=needs,
     check=check_pair,
     product=None,

@@ -12,11 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from draftkit.artifacts import fingerprint, read_json
+from draftkit.artifacts import fingerprint, read_json, redacted, remembered
 from draftkit.config import Config, ModelConfig, flatten
+from draftkit.distillation.ranks import processes
+from draftkit.models.files import files_of_model, model_sha256
 from draftkit.tracking import Tracker
 
 MANIFEST, SUMMARY = "manifest.json", "summary.json"
+VERSION = "draftkit's version of the stage"
+MEMORY = Path("shared") / "checksums.json"  # below the root: remembered checksums
 NEVER_COUNT = ("name", "root", "job", "overwrite", "plan", "runs", "hardware", "check", "tracker")
 
 
@@ -89,11 +93,18 @@ class Recipe:
     interrupted run needs, once the folder is complete. `after(config, folder)`: what the command
     does then, also when it already was. `within(config)`: a folder of the experiment in which the
     step lies, where one experiment has several of its kind; empty for none.
+
+    `version`: part of the identity too. Raise it by 1 in every change after which the same settings
+    and inputs give another product (tokens, splits, noise, what a number of the summary means), so
+    that nobody is handed the old one as if it were the new: shared products get another address, an
+    experiment's folder is refused as with other settings. Speed, wording and keys that are added
+    leave it as it is. What depends on the stage needs no new number for it.
     """
 
     name: str
     run: Run
     sections: Sequence[str]
+    version: int = 1
     needs: "Callable[[Config], Mapping[str, Given | Step]]" = lambda config: {}
     shared: bool = False
     product: str | None = ""
@@ -126,19 +137,20 @@ class Step:
     def __init__(self, stage: Recipe, config: Config) -> None:
         self.stage = stage
         self.config = config
-        self.settings = {
+        settings = {
             key: value
             for key, value in flatten(config).items()
             if any(is_below(key, section) for section in stage.sections)
         }
+        self.settings: dict[str, Any] = redacted(settings)  # they are written down
         self.needs = dict(stage.needs(config))
         self.name, self.command = stage.name, stage.command or stage.name
 
     @cached_property
     def address(self) -> str:
         """Fingerprint of stage, settings and the addresses of all inputs."""
-        parts = {"stage": self.name, "settings": self.settings, "needs": self.addresses}
-        return fingerprint(parts)
+        parts = {"settings": self.settings, "needs": self.addresses}
+        return fingerprint({"stage": self.name, "version": self.stage.version, **parts})
 
     @cached_property
     def folder(self) -> Path:
@@ -159,10 +171,21 @@ class Step:
 
     @property
     def digest(self) -> str:
-        """The checksum of the product, taken when it was made; empty where it is not complete."""
+        """The checksum of the product; empty where it is not complete.
+
+        That of a model is taken again if its files were changed by hand since, as of a given one.
+        """
         if not (self.folder / SUMMARY).is_file():
             return ""
+        if self.stage.product and Path(self.path).is_dir():
+            return self.model_digest()
         return read_json(self.folder / MANIFEST).get("product", "")
+
+    def model_digest(self) -> str:
+        """The checksum of the model that is the product."""
+        model = Path(self.path)
+        memory = Path(self.config.root) / MEMORY
+        return remembered(model, memory, model_sha256, files_of_model(model))
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -199,7 +222,10 @@ def own_manifest(step: Step) -> dict[str, Any] | None:
 def stored_manifest(step: Step) -> dict[str, Any] | None:
     """As `own_manifest`. Raises ValueError naming the keys, if the settings are other ones too."""
     manifest = own_manifest(step)
-    stored, wanted = (manifest or {}).get("settings", step.settings), step.settings
+    if manifest is None:
+        return None
+    stored = {**manifest["settings"], VERSION: manifest.get("version", 1)}
+    wanted = {**step.settings, VERSION: step.stage.version}
 
     def shown(settings: Mapping[str, Any], key: str) -> str:
         return repr(settings[key]) if key in settings else "(not known)"
@@ -215,6 +241,22 @@ def stored_manifest(step: Step) -> dict[str, Any] | None:
             " overwrite=true` to redo this one"
         )
     return manifest
+
+
+def refuse_other_processes(step: Step) -> None:
+    """Raise ValueError where another number of processes has begun to make the product.
+
+    Each brings rows of its own to a training step, so another number is another training. It is no
+    part of the identity: one process evaluates, exports and serves what eight have trained.
+    """
+    manifest, launched = own_manifest(step), processes()
+    before = launched if manifest is None else manifest.get("processes", launched)
+    if before != launched:
+        raise ValueError(
+            f"{step.folder} was made with {before} processes, and this launch has {launched}, whose"
+            f" steps have other rows: launch {before}, use name=... for another experiment, or"
+            f" `draftkit {step.command} ... overwrite=true` to redo this one"
+        )
 
 
 def foreign(step: Step, name: str) -> ValueError:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import yaml
 
-from draftkit.artifacts import provenance, write_json, write_text
+from draftkit.artifacts import provenance, redacted, write_json, write_text
 from draftkit.config import Config
-from draftkit.distillation.ranks import agree, leave_group
+from draftkit.distillation.ranks import agree, leave_group, processes
 from draftkit.models.memory import give_back_freed_memory, keep_freed_memory
 from draftkit.tracking import Tracker
 
@@ -40,6 +40,7 @@ from .plan import (
     complete_summary,
     ordered,
     pending,
+    refuse_other_processes,
     table,
 )
 
@@ -69,21 +70,25 @@ def tracker_of(config: Config, path: Path, stage_name: str, manifest: Mapping[st
         job_type=stage_name,
         name="-".join(filter(None, (config.name, stage_name, config.job))),
         tags=[f"{key}={value}"[:64] for key, value in tags.items()],
-        config=asdict(config)
+        config=redacted(asdict(config))
         | {"provenance": manifest["provenance"], "inputs": manifest["inputs"]},
     )
 
 
-def counted(goals: Iterable[Step]) -> str:
-    """How many steps a plan has."""
-    count = len(ordered(goals))
-    return f"{count} step{'s' * (count != 1)}"
+def counted(goals: Iterable[Step], to_do: Iterable[Step] = ()) -> str:
+    """How many steps a plan has, and how many processes train where that is to do."""
+    count, ranks = len(ordered(goals)), processes()
+    steps = f"{count} step{'s' * (count != 1)}"
+    if any(step.stage.everywhere for step in to_do):
+        return f"{steps}, training in {ranks} process{'es' * (ranks != 1)}"
+    return steps
 
 
 def show_plan(name: str, goals: Iterable[Given | Step], redo: str = "") -> None:
     """Print what a command would do."""
     steps = [goal for goal in goals if isinstance(goal, Step)]
-    _print(f"{name}: {counted(steps)}\n{table(steps, pending(steps, redo))}")
+    to_do = pending(steps, redo)
+    _print(f"{name}: {counted(steps, to_do)}\n{table(steps, to_do)}")
 
 
 def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = "") -> bool:
@@ -94,7 +99,11 @@ def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = ""
     """
     to_do = pending(goals, redo)
     if to_do:
-        _print(f"{name}: {counted(goals)}\n{table(goals, to_do)}")
+        _print(f"{name}: {counted(goals, to_do)}\n{table(goals, to_do)}")
+    for step in ordered(goals):
+        concerned = step in to_do or step.command == mine
+        if step.stage.everywhere and concerned and step.command != redo:
+            refuse_other_processes(step)
     for step in to_do:
         if step.stage.check is not None:
             step.stage.check(step.config)
@@ -126,6 +135,8 @@ def run_step(step: Step, *, overwrite: bool = False, wait: bool = True) -> None:
         ready = agree(ready)
     if ready:
         return
+    if step.config.hardware.threads is not None:  # before the records name the machine
+        torch.set_num_threads(step.config.hardware.threads)
     if _rank() == 0:
         _make(step, overwrite=overwrite, wait=wait)
     elif step.stage.everywhere:
@@ -166,16 +177,18 @@ def _run_in(step: Step, stored: dict[str, Any] | None) -> None:
         "stage": step.name,
         "experiment": step.config.name,
         "seed": step.config.seed,
+        "version": step.stage.version,
         "settings": step.settings,
         "inputs": step.inputs,
         "addresses": step.addresses,
         "provenance": origin,
         "resumed": [],
+        **({"processes": processes()} if step.stage.everywhere else {}),
     }
     if stored is not None:
         manifest["resumed"].append(origin)
     write_json(path / MANIFEST, manifest)
-    write_text(path / CONFIG, yaml.safe_dump(asdict(step.config), sort_keys=False))
+    write_text(path / CONFIG, yaml.safe_dump(redacted(asdict(step.config)), sort_keys=False))
     tracker = tracker_of(step.config, path, step.name, manifest)
     resumed = stored is not None
     if step.stage.everywhere:
@@ -188,7 +201,7 @@ def _run_in(step: Step, stored: dict[str, Any] | None) -> None:
     finally:
         tracker.finish(exit_code)
     if step.stage.product is not None:
-        made = product_digest(path, step.stage.product)
+        made = step.model_digest() if step.stage.product else product_digest(path)
         write_json(path / MANIFEST, manifest | {"product": made})
     write_json(path / SUMMARY, summary)
     if step.stage.discard is not None:
@@ -198,8 +211,6 @@ def _run_in(step: Step, stored: dict[str, Any] | None) -> None:
 def _compute(step: Step, tracker: Tracker, **options: bool) -> dict[str, Any]:
     """The stage's own function, seeded; random state outside stays as it was."""
     keep_freed_memory()
-    if step.config.hardware.threads is not None:
-        torch.set_num_threads(step.config.hardware.threads)
     folder = StageFolder(step.folder, tracker, stage=step.name, needs=step.needs, **options)
     started = time.perf_counter()
     try:

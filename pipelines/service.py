@@ -27,10 +27,8 @@ SERVER, STATE = "server", "refit"  # folders that server and daemon hold; traine
 
 
 def service_folder(config: Config) -> Path:
-    """The folder of the experiment's service, made if it is not there."""
-    folder = Path(config.root) / config.name / "service"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    """The folder of the experiment's service; nothing is made."""
+    return Path(config.root) / config.name / "service"
 
 
 def daemon_folder(config: Config) -> Path:

@@ -83,7 +83,7 @@ def make_tokenizer(
     return PreTrainedTokenizerFast.from_pretrained(path)
 
 
-@stage(sections=("data",), shared=True, needs=needs)
+@stage(sections=("data",), version=2, shared=True, needs=needs)
 def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Tokenise the text of all splits as the target reads it."""
     documents = store_documents(config.data, folder.path / DOCUMENTS)

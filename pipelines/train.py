@@ -61,6 +61,7 @@ def check(config: Config) -> None:
         *("evaluate.validation_prompts", "evaluate.max_new_tokens"),
         *ROLLOUT_SETTINGS,
     ),
+    version=2,
     needs=needs,
     check=check,
     product=DRAFT,

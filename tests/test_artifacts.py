@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftkit import artifacts
 from draftkit.artifacts import (
     atomic_path,
     fingerprint,
+    machine,
     provenance,
     read_json,
     recover,
@@ -225,3 +227,28 @@ def test_provenance_without_a_checkout_says_so(monkeypatch: pytest.MonkeyPatch) 
     origin = provenance()
     assert origin["git_commit"] is None
     assert origin["git_dirty"] is None
+
+
+def test_a_machine_is_named_by_the_threads_that_compute() -> None:
+    before = torch.get_num_threads()
+    try:
+        for count, text in ((1, ", 1 thread"), (2, ", 2 threads")):
+            torch.set_num_threads(count)
+            assert machine(gpu=False).endswith(text)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_key_on_a_command_line_is_hidden() -> None:
+    words = [
+        "draftkit",
+        "engine.arguments=[--api-key,S3CRET,--n,3]",
+        "--hf_token='S3 CRET'",
+        "-k=1",
+    ]
+    assert provenance(words)["argv"] == [
+        "draftkit",
+        "engine.arguments=[--api-key,(hidden),--n,3]",
+        "--hf_token=(hidden)",
+        "-k=1",
+    ]

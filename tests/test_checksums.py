@@ -5,13 +5,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import pipelines.checksums
-from draftkit.config import DataConfig
+from draftkit.config import DataConfig, ModelConfig
 from draftkit.data.installed import OPTIONAL, PACKAGES
-from pipelines.checksums import DISTRIBUTIONS, given_text
+from draftkit.models.loading import save_model
+from draftkit.models.shrink import write_kept_ids
+from pipelines.checksums import DISTRIBUTIONS, given_model, given_text
+from tests import tiny
 
 
 def test_installed_text_is_that_of_the_packages_that_are_read(
@@ -110,3 +115,44 @@ def test_a_model_of_the_hub_is_that_of_a_commit(tmp_path: Path) -> None:
     assert main == f"maker/model@{'a' * 40} {'a' * 40}"
     assert old == f"maker/model@{'b' * 40} {'b' * 40}"
     assert "`hf download maker/model --revision unknown --local-dir FOLDER`" in unknown
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model's folder, as `hf download --local-dir` leaves it."""
+    folder = tmp_path / "model"
+    save_model(tiny.model(), tiny.byte_tokenizer(), folder)
+    write_kept_ids(folder, torch.arange(tiny.VOCAB_SIZE - 2))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "modeling_own.py").write_text("")
+    (folder / ".cache" / "huggingface" / "download").mkdir(parents=True)
+    return folder
+
+
+def address(model: Path, **options: Any) -> str:
+    root = str(model.parent / "outputs")
+    return given_model(ModelConfig(path=str(model), **options), "target", root).address
+
+
+def test_what_lies_beside_a_model_is_no_part_of_it(model: Path) -> None:
+    """A download that is repeated renews a time; notes, cards and code that nobody trusts."""
+    before = address(model)
+    record = model / ".cache" / "huggingface" / "download" / "config.json.metadata"
+    record.write_text("commit\netag\n1764099999.9\n")
+    (model / "notes.txt").write_text("fine")
+    (model / "README.md").write_text("a card")
+    (model / "modeling_own.py").write_text("pass")
+    assert address(model) == before
+
+
+def test_every_file_that_loading_reads_is_part_of_a_model(model: Path) -> None:
+    read = ["config.json", "generation_config.json", "model.safetensors", "kept_ids.json"]
+    read += ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    seen = {address(model, trust_remote_code=True)}
+    for name in [*read, "modeling_own.py"]:
+        with (model / name).open("ab") as file:
+            file.write(b" ")
+        if name == "config.json":  # which must stay one of a model
+            assert address(model) not in seen
+        seen.add(address(model, trust_remote_code=True))
+    assert len(seen) == len(read) + 2

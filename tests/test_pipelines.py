@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import pipelines.checksums
+import draftkit.models.files
 import pipelines.folder
 from draftkit.artifacts import read_json
 from draftkit.config import MIN_CHUNKS, Config
 from draftkit.data.rollouts import read_parts
+from draftkit.models.files import CARD
 from draftkit.tracking import read_metrics
 from draftkit.workflow.pretraining import recipe
 from pipelines.benchmark import benchmark
-from pipelines.checksums import CARD
 from pipelines.configuration import compose_config
 from pipelines.distill import distill
 from pipelines.evaluate import evaluate
@@ -213,6 +213,14 @@ def test_the_trained_drafter_is_a_plain_model_folder_with_the_targets_tokenizer(
     assert not same_weights(first=folder, second=draft_path)
 
 
+def test_the_drafter_laid_out_is_a_copy(finished):
+    """Who edits it leaves alone what was trained, which evaluation and export read."""
+    laid_out, trained = (finished / stage / "draft" for stage in ("distill", "train"))
+    assert same_weights(first=laid_out, second=trained)
+    for file in trained.iterdir():
+        assert not file.samefile(laid_out / file.name)
+
+
 @pytest.mark.parametrize("source", ["fixed", "draft"])
 def test_every_source_trains(root, source):
     config = smoke(root, f"source={source}", f"name=by_{source}")
@@ -247,7 +255,7 @@ def test_a_drafter_of_other_settings_is_not_judged(finished, root):
 def test_a_plan_says_what_would_be_done_and_does_nothing(finished, root, tmp_path, capsys):
     assert distill.launch(smoke(tmp_path, "plan=true")) == {}
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["distill:", "8", "steps"]
+    assert lines[0] == ["distill:", "8", "steps,", "training", "in", "1", "process"]
     steps = ["texts", "target", "prepare", "generate", "contexts", "train", "evaluate", "distill"]
     assert [line[0] for line in lines[1:]] == steps
     assert {tuple(line[1:3]) for line in lines[1:]} == {("to", "do")}
@@ -261,7 +269,7 @@ def test_each_product_is_hashed_once(finished, root, tmp_path, monkeypatch):
     """Also a given target, which five steps need; a second command remembers its checksum."""
     target_path, _ = made_in(root)
     hashed = []
-    for module in (pipelines.checksums, pipelines.folder):
+    for module in (draftkit.models.files, pipelines.folder):
         original = module.sha256_tree
 
         def count(folder, *, skip=None, original=original):

@@ -16,7 +16,7 @@ from draftkit.online.registry import Registry
 from draftkit.online.versions import Version
 from pipelines.configuration import compose_config
 from pipelines.folder import locked
-from pipelines.refitting import daemon, daemon_folder
+from pipelines.refitting import daemon, daemon_folder, rollback
 from pipelines.serve import serve
 from pipelines.service import registry_of, service_folder
 from tests.online.traffic import entry
@@ -195,3 +195,10 @@ def test_published_versions_tell_what_they_were_made_with(config: Config) -> Non
 
     later = registry.publish(write, metrics={}, canary=False)
     assert later.fingerprints == first.fingerprints
+
+
+def test_a_refused_rollback_leaves_nothing(tmp_path: Path) -> None:
+    config = compose_config(["+experiment=serve", f"root={tmp_path}", "online.task=rollback"])
+    with pytest.raises(ValueError, match="has no version yet"):
+        rollback(config)
+    assert list(tmp_path.iterdir()) == []

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import pipelines.run
-from draftkit.artifacts import read_json
+from draftkit.artifacts import fingerprint, read_json, write_json
 from draftkit.config import Config, HardwareConfig, TrackerConfig
 from pipelines.folder import LOCK, locked
+from pipelines.generate import contexts, generate, scores
 from pipelines.plan import StageFolder
-from pipelines.run import stage
+from pipelines.run import Stage, stage
+from pipelines.texts import texts
 from tests.toy import CHECKPOINT, Toy, metrics, result, with_steps
 
 RECORDS = [LOCK, "config.yaml", "manifest.json", "metrics.jsonl", "summary.json"]
@@ -153,7 +155,7 @@ def test_a_missing_stage_is_run_aloud_and_a_complete_one_used_in_silence(
 ) -> None:
     toy.down.launch(config)
     out = capsys.readouterr().out
-    assert out.startswith("down: 2 steps\n  up    to do ")
+    assert out.startswith("down: 2 steps, training in 1 process\n  up    to do ")
     assert out.index("up: running\n") < out.index("down: running\n")
     assert toy.up.ensure(config) == toy.up.path(config)
     assert capsys.readouterr().out == ""
@@ -368,3 +370,85 @@ def test_another_rank_computes_and_writes_nothing(
     assert not seen[0].is_main
     assert not Path(config.root).exists()
     assert capsys.readouterr().out == ""
+
+
+def test_a_plan_says_how_many_processes_train(
+    toy: Toy,
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A launcher that was asked for two may have started one."""
+    for count, text in (("1", "1 process\n"), ("2", "2 processes\n")):
+        monkeypatch.setenv("WORLD_SIZE", count)
+        toy.down.launch(replace(config, plan=True))
+        assert f"down: 2 steps, training in {text}" in capsys.readouterr().out
+
+
+def test_what_more_processes_trained_is_not_complete_for_fewer_but_can_be_read(
+    toy: Toy, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipelines.run, "agree", lambda value: value)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    toy.down.launch(config)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match=r"made with 8 processes.* has 1.*overwrite=true"):
+        toy.down.launch(config)
+    reading = stage(
+        sections=(), needs=lambda config: {"down": toy.down.step(config)}, name="reading"
+    )(lambda config, folder: {})
+    reading.launch(config)
+    assert toy.runs == ["up", "down"]
+    toy.down.launch(replace(config, overwrite=True))
+    assert toy.runs == ["up", "down", "down"]
+
+
+def test_what_another_version_of_a_stage_made_is_not_used(config: Config) -> None:
+    """A shared product lies elsewhere; the folder of an experiment is refused."""
+
+    def made(version: int, *, shared: bool) -> Stage:
+        return stage(sections=("seed",), name="made", shared=shared, version=version)(
+            lambda config, folder: {}
+        )
+
+    first, second = (made(version, shared=True).path(config) for version in (1, 2))
+    assert first != second
+    made(1, shared=False).launch(config)
+    with pytest.raises(ValueError, match=r"version of the stage was 1, now 2.*overwrite=true"):
+        made(2, shared=False).launch(config)
+
+
+@pytest.mark.parametrize("made", [texts, generate, contexts, scores], ids=lambda made: made.name)
+def test_what_draftkit_made_before_tokens_splits_and_noise_changed_is_not_used(
+    made: Stage, config: Config
+) -> None:
+    step = made.step(config)
+    parts = {"stage": step.name, "settings": step.settings, "needs": step.addresses}
+    assert step.address != fingerprint(parts)  # as it was when no stage had a version
+
+
+def test_a_model_that_was_edited_in_place_is_another_one(config: Config) -> None:
+    def write(config: Config, folder: StageFolder) -> dict[str, Any]:
+        (folder.path / "model").mkdir()
+        write_json(folder.path / "model" / "config.json", {"hidden_size": 1})
+        return {}
+
+    made = stage(sections=(), name="made", product="model")(write)
+    judged = stage(sections=(), name="judged", needs=lambda config: {"made": made.step(config)})(
+        lambda config, folder: {"digest": folder.needs["made"].digest}
+    )
+    before = judged.launch(config)["digest"]
+    (made.path(config) / "model" / "notes.txt").write_text("fine")
+    assert judged.launch(config)["digest"] == before
+    write_json(made.path(config) / "model" / "config.json", {"hidden_size": 2})
+    assert judged.launch(config)["digest"] != before
+
+
+def test_a_key_of_a_server_is_in_no_record(config: Config) -> None:
+    arguments = ["--api-key", "S3CRET", "--api-key=S3CRET", "--max-tokens", "40"]
+    asked = stage(sections=("engine",), name="asked")(lambda config, folder: {})
+    asked.launch(replace(config, engine=replace(config.engine, arguments=arguments)))
+    records = {p.name: p.read_text() for p in asked.path(config).iterdir() if p.is_file()}
+    assert "--max-tokens" in records["manifest.json"]
+    assert "40" in records["config.yaml"]
+    assert not [name for name, text in records.items() if "S3CRET" in text]

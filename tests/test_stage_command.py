@@ -60,7 +60,7 @@ def test_a_command_composes_runs_and_then_has_nothing_to_do(command: Command, to
     assert (code, err) == (0, "")
     lines = [line.split() for line in out.splitlines()]
     assert [line[:3] for line in lines[:3]] == [
-        ["down:", "2", "steps"],
+        ["down:", "2", "steps,"],
         ["up", "to", "do"],
         ["down", "to", "do"],
     ]
@@ -348,3 +348,14 @@ def test_a_distributed_launch_runs_all_ranks_and_the_first_one_writes(
     path = tmp_path / "outputs/default/down"
     assert [line["step"] for line in metrics(path)] == [1, 2, 3]
     assert read_json(path / "summary.json")["weight"] == 4.25
+
+
+def test_a_key_on_the_command_line_is_in_no_record_of_hydra(command: Command) -> None:
+    words = ["optim.max_steps=2", "engine.arguments=[--api-key,S3CRET,--max-tokens,40]"]
+    assert command("+experiment=smoke", *words)[0] == 0
+    assert command("-m", "seed=1,2", *words)[0] == 0
+    records = [path for path in Path("outputs/.hydra/down").rglob("*.yaml")]
+    assert len(records) == 10  # three of each job, one of the sweep
+    texts = [path.read_text() for path in records]
+    assert not [text for text in texts if "S3CRET" in text]
+    assert len([text for text in texts if "--max-tokens" in text]) == 10

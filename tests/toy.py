@@ -72,7 +72,7 @@ def result(path: Path) -> tuple[Any, ...]:
     manifest = read_json(path / "manifest.json")
     made = {key: manifest[key] for key in ("settings", "inputs", "addresses", "product")}
     names = sorted(child.name for child in path.iterdir())
-    return lines, read_json(path / "summary.json"), made, product_digest(path, ""), names
+    return lines, read_json(path / "summary.json"), made, product_digest(path), names
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:

@@ -20,8 +20,8 @@ from transformers.utils import cached_file
 from draftkit.artifacts import first_line, read_json
 from draftkit.config import Config, ModelConfig
 from draftkit.models.adapter import context_of
+from draftkit.models.files import KEPT_IDS
 from draftkit.models.loading import llama_config, load_tokenizer, model_config
-from draftkit.models.shrink import KEPT_IDS
 
 ADAPTER = "adapter_config.json"
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}

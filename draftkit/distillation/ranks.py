@@ -11,9 +11,14 @@ from typing import Any
 LAUNCHED = ("WORLD_SIZE", "RANK", "LOCAL_RANK")  # what a launcher sets, and accelerate reads
 
 
+def processes() -> int:
+    """How many processes were launched together, this one among them."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def is_alone() -> bool:
     """Whether this process was launched by itself."""
-    return int(os.environ.get("WORLD_SIZE", "1")) == 1
+    return processes() == 1
 
 
 def join_group() -> None:

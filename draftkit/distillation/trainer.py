@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
@@ -125,7 +126,13 @@ class Trainer:
         self.peak_rate = optim.learning_rate or learning_rate_for(draft.width)
         self._autocast = autocast
         self._seed = seed
-        self.accelerator = Accelerator(cpu=draft.device.type == "cpu")
+        # Named, since accelerate takes what is not from the environment of its launcher.
+        self.accelerator = Accelerator(
+            cpu=draft.device.type == "cpu",
+            mixed_precision="no",
+            dynamo_backend="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        )
         self.optimizer = optimizer(self.trained(), optim, self.peak_rate)
         self._module: nn.Module
         self._module, self._step_optimizer = self.accelerator.prepare(draft, self.optimizer)

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from draftkit.artifacts import atomic_path
 from draftkit.config import ModelConfig
 from draftkit.models.adapter import context_of
+from draftkit.models.files import TOKENIZER_FILES, VOCABULARIES
 from draftkit.models.loading import (
     declared_ends,
     load_kept_ids,
@@ -29,15 +30,9 @@ from draftkit.models.loading import (
     load_tokenizer,
     model_config,
 )
-from draftkit.models.lora import merged_weights
+from draftkit.models.lora import save_plain
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
-TOKENIZER_FILES = (
-    *VOCABULARIES,
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json"),
-)
 # Of these the frequencies of positions do not depend on `max_position_embeddings`.
 FREE_ROPE = ("default", "linear", "llama3")
 
@@ -79,7 +74,7 @@ def write_plain_folder(
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(shapes, name, None))
     with atomic_path(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=merged_weights(model))
+        save_plain(model, temporary)
         for name, file in files.items():
             shutil.copyfile(file, temporary / name)
     return notes

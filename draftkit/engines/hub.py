@@ -3,10 +3,13 @@
 from pathlib import Path
 
 from draftkit.artifacts import first_line
+from draftkit.models.files import CARD, MODEL_FILES
 
 
 def upload(folder: Path, repository: str) -> str:
-    """Upload the files of `folder` to the model `repository`, made private where it is new.
+    """Upload the model in `folder`, and its card, to `repository`, made private where it is new.
+
+    Nothing else: programs and launch files beside it name folders of this machine.
 
     Returns the address of the commit. The token is that of `hf auth login` or HF_TOKEN. Raises
     ValueError naming `export.push_to_hub` where the hub cannot be reached or refuses.
@@ -20,6 +23,7 @@ def upload(folder: Path, repository: str) -> str:
         commit = hub.upload_folder(
             repo_id=repository,
             folder_path=folder,
+            allow_patterns=[*MODEL_FILES, CARD],
             commit_message="A draft model for speculative decoding",
         )
     except (HFValidationError, OSError, HTTPError) as error:

@@ -119,7 +119,8 @@ def revision_of(pair: Pair) -> list[str]:
 def hf(pair: Pair) -> dict[str, str]:
     """A program beside the weights."""
     gamma = launched_gamma(pair, "hf")
-    code = transformers_code(json.dumps(pair.target), "str(Path(__file__).parent)", gamma)
+    here = "str(Path(__file__).parent)"
+    code = transformers_code(json.dumps(pair.target), here, gamma, pair.revision)
     return {"generate.py": f"{remarks(pair, 'hf')}from pathlib import Path\n\n{code}"}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftkit.artifacts import processor
 from draftkit.config import Config
 from draftkit.evaluation.engines import best_gamma_of
 from draftkit.evaluation.report import (
@@ -35,12 +36,13 @@ def model_card(
 ) -> str:
     """The card of a judged drafter.
 
-    judged: the summary of its evaluation. target: the folder or hub name of its target, of which
-    the hub can link the name alone. name: of the experiment.
+    judged: the summary of its evaluation. target: the folder or hub name of its target; a folder is
+    not named, since a card goes where the model goes. name: of the experiment.
     """
+    target = hub_name(target)
     best = {engine: best_gamma_of(judged, engine) for engine in SERVED}
     gain = signed(judged["alpha_gain"]) if "alpha_gain" in judged else "not measured"
-    machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
+    machine = ", ".join([*hardware["gpu"], processor(hardware)])
     rows = {
         MODES["alpha"]: interval(judged["alpha"]),
         "gain over the drafter it started from": gain,
@@ -82,7 +84,8 @@ def model_card(
 
 
 def plain_card(target: str | None, gamma: int) -> str:
-    """The card of a drafter that has not been judged."""
+    """The card of a drafter that has not been judged; a folder of the target is not named."""
+    target = hub_name(target)
     return (
         f"{_front(target)} Its acceptance has not been measured: `draftkit evaluate` does.\n\n"
         "The drafter is this folder, here called DRAFT.\n\n"
@@ -90,10 +93,14 @@ def plain_card(target: str | None, gamma: int) -> str:
     )
 
 
+def hub_name(target: str | None) -> str | None:
+    """`target` where it is a name on the hub, and no folder of this machine."""
+    return None if target is None or Path(target).is_dir() else target
+
+
 def _front(target: str | None) -> str:
     """What the hub reads of a card, its title, and what the model is for."""
-    is_name = target is not None and not Path(target).is_dir()
-    base = f"base_model: {json.dumps(target)}\n" if is_name else ""
+    base = f"base_model: {json.dumps(target)}\n" if target else ""
     return (
         f"---\nlibrary_name: transformers\n{base}tags: [speculative-decoding, draft-model]\n---\n\n"
         "# A draft model for speculative decoding\n\n"
@@ -152,13 +159,15 @@ def llamacpp_options(gamma: int) -> list[str]:
     return ["--spec-type", "draft-simple", *proposals]
 
 
-def transformers_code(target: str, draft: str, gamma: int) -> str:
+def transformers_code(target: str, draft: str, gamma: int, revision: str | None = None) -> str:
     """A program for transformers; `target` and `draft` are expressions of Python."""
+    pinned = f"{target}, revision={json.dumps(revision)}" if revision else target
     return f"""\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained({target})
-target, draft = map(AutoModelForCausalLM.from_pretrained, ({target}, {draft}))
+tokenizer = AutoTokenizer.from_pretrained({pinned})
+target = AutoModelForCausalLM.from_pretrained({pinned})
+draft = AutoModelForCausalLM.from_pretrained({draft})
 draft.generation_config.num_assistant_tokens = {gamma}
 draft.generation_config.assistant_confidence_threshold = 0
 inputs = tokenizer("Once upon a time", return_tensors="pt")
@@ -182,7 +191,7 @@ def target_card(
     packages that its text was read of; `origin` as `provenance` gives it.
     """
     shape, data, hardware = config.target.pretrain, config.data, origin["hardware"]
-    machine = ", ".join([*hardware["gpu"], hardware["cpu"], f"{hardware['cores']} cores"])
+    machine = ", ".join([*hardware["gpu"], processor(hardware)])
     read = [f"{name} {version}" for name, version in sorted(versions.items()) if version]
     scores = (
         f"| {domain} | {bits:.2f} | {summary['argmax_probability'][domain]:.2f} |\n"

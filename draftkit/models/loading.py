@@ -35,9 +35,10 @@ from draftkit.hub import hub_has
 from draftkit.models.adapter import CausalAdapter, context_of
 from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device, resolve_dtype
-from draftkit.models.lora import merged_weights
+from draftkit.models.files import KEPT_IDS
+from draftkit.models.lora import save_plain
 from draftkit.models.seq2seq import Seq2SeqAdapter
-from draftkit.models.shrink import KEPT_IDS, read_kept_ids, write_kept_ids
+from draftkit.models.shrink import read_kept_ids, write_kept_ids
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
@@ -404,7 +405,7 @@ def save_model(
     """
     transformers_logging.disable_progress_bar()
     with atomic_path(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=merged_weights(model))
+        save_plain(model, temporary)
         tokenizer.save_pretrained(temporary)
         if kept_ids is not None:
             write_kept_ids(temporary, kept_ids)

@@ -4,10 +4,11 @@
 
 Injected into the loaded model by peft, in place: only A and B are open to training, and whoever
 holds the model sees the updates at once. What is saved is W + (alpha / rank) B A, a plain model.
-Full fine-tuning (`draft.lora.rank=0`) needs nothing of this. The module knows no optimizer, no
-loss and no file.
+Full fine-tuning (`draft.lora.rank=0`) needs nothing of this. The module knows no optimizer and
+no loss.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,6 +69,15 @@ def targeted_layers(model: PreTrainedModel, names: list[str] | None) -> list[str
                 f"choose among {', '.join(known)}, or null for all"
             )
     return [layer for layer in layers if any(f".{layer}".endswith(f".{n}") for n in names)]
+
+
+def save_plain(model: PreTrainedModel, folder: Path) -> None:
+    """Write the plain model that `model` with its updates is equal to, by `save_pretrained`."""
+    model.save_pretrained(folder, state_dict=merged_weights(model))
+    # safetensors lets nobody else read weights, whatever the umask: an engine of another user must.
+    rights = (folder / "config.json").stat().st_mode
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(rights)
 
 
 def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:

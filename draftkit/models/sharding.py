@@ -41,7 +41,8 @@ def check_group() -> None:
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() < 2:
         raise ValueError(
             "hardware.shard_target: there is no second process to share the target with: "
-            "use `accelerate launch --num_processes N -m draftkit distill ...`, or false"
+            "use `accelerate launch --num_processes N -m draftkit distill ...` (without GPUs: "
+            "`python -m torch.distributed.run --nproc_per_node N -m ...`), or false"
         )
 
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Not safetensors: engines take every such file of a folder for weights.
-KEPT_IDS = "kept_ids.json"
+from draftkit.models.files import KEPT_IDS
 
 
 def check_layers(layers: Sequence[int], count: int) -> None:

@@ -300,10 +300,13 @@ class Registry:
 
         A candidate is withdrawn with it. Raises ValueError if there is no such whole version.
         """
+        none_yet = ValueError(f"{self.path} has no version yet: start the server first")
+        if not self.path.is_dir():  # of what is refused nothing is made
+            raise none_yet
         with self._changing():
             names = self._pointer(CURRENT)
             if not names:
-                raise ValueError(f"{self.path} has no version yet: start the server first")
+                raise none_yet
             if to == names[0]:
                 raise ValueError(f"{to} is the current version already")
             wanted = names[1:] if to is None else [to]

@@ -10,13 +10,13 @@ import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Literal
 
-from draftkit.artifacts import fingerprint, read_json, write_json
+from draftkit.artifacts import fingerprint
 from draftkit.config import (
     MIN_CHUNKS,
     Config,
@@ -38,8 +38,9 @@ from draftkit.models.served import served_sampling
 from draftkit.theory.acceptance import Estimate
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
+from draftkit.workflow.claims import claim
 from draftkit.workflow.fitting import Fitted, Job, fit
-from draftkit.workflow.prompts import Prompt, examples_of, fit_examples
+from draftkit.workflow.prompts import Prompt, examples_of, fit_examples, held_out_of
 from draftkit.workflow.sampling import target_sampler
 from draftkit.workflow.sources import TrainingTexts, reads_rollouts
 
@@ -165,8 +166,9 @@ def distill(
     texts the loss is taken on; `fixed` needs prompts that have answers. max_length: tokens of
     prompt and answer together, instead of `data.max_prompt_tokens` and
     `data.max_completion_tokens`. validation: prompts that choose the weights; by default the last
-    `data.validation_fraction` of `prompts`, which are then not trained on. folder: of metrics and
-    checkpoints, so that the same call goes on after a kill; without one nothing is kept.
+    `data.validation_fraction` of `prompts`, which are not trained on then; a chat is not split.
+    folder: of metrics and checkpoints, so that the same call (models by their content, prompts,
+    settings and loss) goes on after a kill; without one nothing is kept.
 
     The pair stays as it is, and its target is the only copy in memory. Raises ValueError, one line,
     for prompts and settings that cannot be used, and where training fails.
@@ -179,18 +181,15 @@ def distill(
     data, context = config.data, pair.context
     read = partial(examples_of, target=pair.target, data=data, context=context, note=note)
     examples, room = fit_examples(read(prompts), data, context=context, max_length=max_length)
+    loss = divergence if callable(divergence) else None
     if validation is None:
-        count = max(2, round(config.data.validation_fraction * len(examples)))
-        count = min(count, config.evaluate.validation_prompts)
-        if len(examples) <= count:
-            raise ValueError(f"prompts: {len(examples)} are too few, since 2 choose the weights")
-        examples, held_out = examples[:-count], examples[-count:]
+        examples, held_out = held_out_of(examples, config)
     else:
         held_out = read(validation)
     with TemporaryDirectory() if folder is None else nullcontext(folder) as kept:
         work = Path(kept)
-        work.mkdir(parents=True, exist_ok=True)
-        _claim(work, config, [example.token_ids for example in [*examples, *held_out]])
+        if folder is not None:
+            claim(work, config, {"prompts": examples, "validation": held_out}, loss)
         rollouts = None
         if reads_rollouts(config):
             count = config.generate.rollouts
@@ -206,7 +205,7 @@ def distill(
             folder=work,
             tracker=Tracker(work),
             note=note,
-            loss=divergence if callable(divergence) else None,
+            loss=loss,
         )
         return fit(job)
 
@@ -356,12 +355,3 @@ def _contexts(pair: Pair, examples: Sequence[Example], config: Config) -> list[R
     if key not in pair._contexts:
         pair._contexts[key] = _answers(pair.target, examples, config, room)
     return pair._contexts[key]
-
-
-def _claim(folder: Path, config: Config, texts: list[list[int]]) -> None:
-    """Raise ValueError where `folder` holds the run of other settings or texts."""
-    settings = asdict(replace(config, hardware=HardwareConfig())) | {"texts": fingerprint(texts)}
-    path = folder / "settings.json"
-    if path.exists() and read_json(path) != settings:
-        raise ValueError(f"{folder} holds a run of other prompts or settings: give another folder")
-    write_json(path, settings)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from draftkit.config import DataConfig
+from draftkit.config import Config, DataConfig
 from draftkit.data.corpora import Document, row_form
 from draftkit.data.lengths import Room, lengths_within, reading_lines
 from draftkit.data.prompts import Example, RowReader
@@ -91,3 +91,23 @@ def fit_examples(
             replace(example, token_ids=example.token_ids[:end], loss_mask=example.loss_mask[:end])
         )
     return fitted, room
+
+
+def held_out_of(
+    examples: Sequence[Example], config: Config
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """`examples` to train on, and the last of them, to choose the weights.
+
+    No prompt of the caller is in both: what one chat says later repeats what it said before. Raises
+    ValueError where that leaves nothing to train on.
+    """
+    count = max(2, round(config.data.validation_fraction * len(examples)))
+    count = min(count, config.evaluate.validation_prompts)
+    whole = {example.document for example in examples[-count:]}
+    training = [example for example in examples if example.document not in whole]
+    if not training:
+        raise ValueError(
+            f"prompts: {len(examples)} are too few, since {count} choose the weights, and a chat "
+            "is not split: give more, or some as validation"
+        )
+    return training, examples[-count:]

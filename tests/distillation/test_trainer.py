@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.teacher import TargetTeacher
@@ -317,3 +318,30 @@ def test_the_tokens_with_most_to_learn_are_trained_on_alone(reference):
     metrics = learner.step(batch_of((ids, 1)))
     assert metrics.loss == pytest.approx(float(loss(draft)[chosen].mean()), rel=1e-6)
     assert metrics.tokens == 5
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"),
+        ("ACCELERATE_MIXED_PRECISION", "bf16"),
+        ("ACCELERATE_DYNAMO_BACKEND", "EAGER"),
+    ],
+    ids=lambda setting: setting[0],
+)
+def test_the_environment_of_a_launcher_changes_no_step(monkeypatch, setting):
+    """What `accelerate config` has written of other programs."""
+
+    def step():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        learner = trainer(max_grad_norm=0.01)
+        return learner.step(batch_of(*ROWS)).grad_norm, learner.draft.table, learner._module
+
+    norm, table, module = step()
+    monkeypatch.setenv(*setting)
+    again, same, own = step()
+    assert again == norm
+    assert torch.equal(same, table)
+    assert type(own) is type(module)
+    assert own.forward.__func__ is module.forward.__func__  # wrapped by nobody

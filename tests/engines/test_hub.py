@@ -91,7 +91,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_file_arrives_in_a_private_repository(server: Hub, folder: Path) -> None:
+def test_model_and_card_arrive_in_a_private_repository_and_nothing_else(
+    server: Hub, folder: Path
+) -> None:
+    for name in ("generate.py", "launch.sh"):  # which name folders of this machine
+        (folder / name).write_text(str(folder))
     assert upload(folder, NAME) == f"{server.address}/commit/{SHA}"
     assert server.files == FILES
     (created,) = server.created

@@ -195,3 +195,13 @@ def test_words_with_spaces_stay_one_word() -> None:
     text = LAUNCHES["sglang"](pair(target="/models/my target"))["launch.sh"]
     line = next(line for line in text.splitlines() if line.startswith("exec"))
     assert "/models/my target" in shlex.split(line)
+
+
+def test_the_program_for_transformers_takes_the_commit_that_was_judged() -> None:
+    code = LAUNCHES["hf"](Pair(target="maker/model", revision="c" * 40))["generate.py"]
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    loads = [ast.unparse(call) for call in calls if "from_pretrained" in ast.unparse(call.func)]
+    of_target = [load for load in loads if "maker/model" in load]
+    assert len(of_target) == 2  # its tokenizer and itself
+    assert all(f"revision='{'c' * 40}'" in load for load in of_target)
+    assert "revision" not in LAUNCHES["hf"](Pair(target="maker/model"))["generate.py"]

@@ -11,7 +11,7 @@ from draftkit.models.loading import save_model
 from tests import tiny
 from tests.evaluation.test_report import estimate, summary
 
-HARDWARE = {"gpu": [], "cpu": "a CPU", "cores": 2}
+HARDWARE = {"gpu": [], "cpu": "a CPU", "cores": 2, "torch_threads": 1}
 
 
 @pytest.fixture
@@ -25,14 +25,21 @@ def test_a_card_states_the_whole_sampling_under_which_its_numbers_hold(card):
     assert "repetition" not in card
 
 
-def test_a_card_begins_with_what_the_hub_reads_and_names_target_and_experiment(card, tmp_path):
+def test_a_card_begins_with_what_the_hub_reads_and_names_target_and_experiment(card):
     _, head, body = card.split("---\n", 2)
     assert 'base_model: "some/target"' in head.splitlines()
     assert "experiment chats" in body
-    for text in ("0.789 [0.777, 0.801]", "+0.135", "a CPU, 2 cores", "DEPLOY"):
+    for text in ("0.789 [0.777, 0.801]", "+0.135", "a CPU, 1 thread", "DEPLOY"):
         assert text in body
+
+
+def test_a_card_names_no_folder_of_the_machine_that_wrote_it(tmp_path):
     for own in (None, str(tmp_path)):  # the hub can link neither
-        assert "base_model" not in model_card(summary(0.5), HARDWARE, target=own, name="a")
+        cards = model_card(summary(0.5), HARDWARE, target=own, name="a"), plain_card(own, 3)
+        for text in cards:
+            assert "base_model" not in text
+            assert str(tmp_path) not in text
+            assert "its target verifies" in text
 
 
 def test_a_card_has_a_row_for_every_setting_of_an_engine(card):

@@ -1,6 +1,7 @@
 """What cannot be loaded whole is refused in one line that names the key and the way out."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -301,3 +302,18 @@ def test_a_way_to_attend_that_a_model_lacks_is_refused_with_the_way_out(folder, 
     with pytest.raises(ValueError, match=r"^target\.path .*target\.attn_implementation=null$") as e:
         load_target(model, CPU32)
     assert "\n" not in str(e.value)
+
+
+def test_weights_can_be_read_by_whoever_the_umask_allows(tmp_path, tokenizer):
+    model, before = new_llama(SHAPE, tokenizer, seed=0, device=CPU), os.umask(0o022)
+    try:
+        save_model(model, tokenizer, tmp_path / "model")
+        os.umask(0o027)
+        save_model(model, tokenizer, tmp_path / "group")
+    finally:
+        os.umask(before)
+    rights = {
+        name: {file.stat().st_mode & 0o777 for file in (tmp_path / name).iterdir()}
+        for name in ("model", "group")
+    }
+    assert rights == {"model": {0o644}, "group": {0o640}}

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import draftkit
+import draftkit.workflow.library
 from draftkit.config import DataConfig, EvaluateConfig, OptimConfig, SamplingConfig
 from draftkit.models.loading import save_model
 from draftkit.theory.divergences import forward_kl
@@ -213,6 +215,66 @@ def test_a_folder_keeps_a_run_which_goes_on_and_is_no_other_runs(pair, tmp_path)
             draftkit.distill(pair, texts(24), **changed, **options)
     with pytest.raises(ValueError, match="holds a run of other prompts or settings"):
         draftkit.distill(pair, texts(25), steps=4, **options)
+
+
+def scaled(factor):
+    def loss(*, target_logits, draft_logits, **rest):
+        values = forward_kl(target_logits=target_logits, draft_logits=draft_logits, **rest)
+        return factor * values
+
+    return loss
+
+
+def test_a_folder_is_of_one_loss_one_pair_and_one_choice_of_validation(folder, tmp_path):
+    """Wherever the models lie: the same call goes on with copies of them."""
+    mine, weights = tmp_path / "mine", tmp_path / "mine" / "DRAFT" / "model.safetensors"
+    shutil.copytree(folder, mine)
+    pair, prompts = load(mine), texts(14)
+    call: dict[str, Any] = {"divergence": scaled(2.0), "max_length": 16, "steps": 2}
+    call |= {"prompts": prompts[:12], "validation": prompts[12:], "folder": tmp_path / "run"}
+    outcome = draftkit.distill(pair, **call).outcome
+
+    def difference(pair: draftkit.Pair, **changed: Any) -> str:
+        """What the refusal of another call names."""
+        with pytest.raises(ValueError, match="other prompts or settings") as error:
+            draftkit.distill(pair, **{**call, **changed})
+        return str(error.value).partition("(")[2].partition(")")[0]
+
+    assert difference(pair, divergence=scaled(3.0)) == "divergence"
+    assert difference(pair, divergence="forward_kl") == "divergence"
+    moved = {"prompts": prompts[:11], "validation": prompts[11:]}
+    assert difference(pair, **moved) == "prompts, validation"
+    save_file({k: v + 0.5 for k, v in load_file(weights).items()}, weights, {"format": "pt"})
+    assert difference(load(mine)) == "draft.path"
+    assert draftkit.distill(load(folder), **call).outcome == outcome
+
+
+def test_a_loss_that_cannot_be_told_from_others_gets_no_folder(pair, tmp_path):
+    names: dict[str, Any] = {"torch": torch}
+    exec("def loss(*, draft_logits, **rest): return draft_logits.logsumexp(-1)", names)
+    for loss in (names["loss"], scaled(torch.ones(1))):
+        with pytest.raises(ValueError, match=r"^divergence: .* cannot be told .* leave folder out"):
+            draftkit.distill(
+                pair, texts(12), divergence=loss, max_length=16, folder=tmp_path / "run"
+            )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chat_trains_or_chooses_the_weights_and_never_both(pair, monkeypatch):
+    jobs: list[Any] = []
+    monkeypatch.setattr(draftkit.workflow.library, "fit", jobs.append)
+    roles = ("user", "assistant") * 3
+    chats = [[{"role": role, "content": f"{number}"} for role in roles] for number in range(8)]
+    draftkit.distill(pair, chats, max_length=64)
+    (job,) = jobs
+    opening = len(pair.target.tokenizer("user:0").input_ids)
+    training = {tuple(example.token_ids[:opening]) for example in job.texts.examples}
+    held_out = {tuple(record.prompt_ids[:opening]) for record in job.validation}
+    assert len(training) > 1
+    assert held_out
+    assert not training & held_out
+    with pytest.raises(ValueError, match="a chat is not split"):
+        draftkit.distill(pair, chats[:1], max_length=64)
 
 
 def test_what_was_distilled_is_saved_loaded_and_distilled_again(pair, tmp_path):

@@ -150,6 +150,17 @@ def shares_cut(counts: Mapping[str, int]) -> dict[str, float]:
     }
 
 
+def shared_line(counts: Mapping[str, int]) -> str:
+    """What is alike among the test prompts, in one line; empty where nothing is."""
+    shared, repeated = counts["test_prompts_shared"], counts["test_prompts_repeated"]
+    if not shared and not repeated:
+        return ""
+    return (
+        f"of {counts['test']:,} test prompts {shared:,} are prompts of training or validation too, "
+        f"and {repeated:,} repeat one that is in test before them"
+    )
+
+
 def reading_lines(counts: Mapping[str, int], lengths: Lengths) -> list[str]:
     """What became of the rows that are no plain text, in lines for the person who gave them."""
     if not counts["rows"]:
@@ -162,8 +173,8 @@ def reading_lines(counts: Mapping[str, int], lengths: Lengths) -> list[str]:
     ]
     notes = {
         "prompts_templated": "prompts became a user turn of the chat template",
-        "prompts_formatted": "prompts hold special tokens of the chat template already and stay "
-        "as they are (data.chat_template=always would wrap them)",
+        "rows_naming_special": "rows hold names of special tokens, which are text there (prompts "
+        "that hold the chat template already need data.chat_template=never)",
         "answers_unused": "answers train nothing: the chat template writes them otherwise than "
         "after its own generation prompt",
     }

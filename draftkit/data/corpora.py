@@ -321,7 +321,7 @@ def _tools(tools: Any, form: dict[str, Any], origin: str) -> dict[str, Any]:
             tools = json.loads(tools or "null")
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{origin}: tools is text, and not valid JSON ({error.msg})"
+                f"{origin}: tools must be a list, or its JSON ({error.msg})"
             ) from error
     if not tools:
         return {}

@@ -15,7 +15,6 @@ from draftkit.data.prompts import RowReader
 from tests.templates import CHAT, byte_bpe, headers, thinking
 
 SYSTEM = {"role": "system", "content": "Keep short."}
-THOUGHT = "<think>\nof what came before and of what is to come\n</think>\n\n"
 
 
 def turns_of(draw: random.Random, count: int) -> list[dict[str, str]]:
@@ -24,7 +23,7 @@ def turns_of(draw: random.Random, count: int) -> list[dict[str, str]]:
     for _ in range(count):
         turns.append({"role": "user", "content": "say " * draw.choice([1, 2, 5, 40])})
         for _ in range(draw.choice([1, 1, 3])):
-            thought = THOUGHT * draw.randrange(2)
+            thought = f"<think>\n{'of it ' * draw.choice([1, 30])}\n</think>\n\n"
             turns.append({"role": "assistant", "content": thought + "the " * draw.randrange(9)})
     return turns
 

@@ -99,8 +99,8 @@ def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
         raise
     remove(folder.path / DOCUMENTS)
     lowered = capped_line(splits.counts, lengths, config.data, context)
-    told = (lowered, *reading_lines(splits.counts, lengths), shared_line(splits.counts))
-    for line in filter(None, told):
+    notes = (lowered, *reading_lines(splits.counts, lengths), shared_line(splits.counts))
+    for line in filter(None, notes):
         folder.note(line)
     rows = "windows" if splits.counts["windows"] else "rows"
     folder.note(

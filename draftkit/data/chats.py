@@ -20,7 +20,6 @@ from itertools import chain
 from typing import Any
 
 import jinja2
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from draftkit.artifacts import first_line
@@ -118,7 +117,7 @@ class ChatFormat:
             turns.insert(0, {"role": "system", "content": self.system})
         tools = self.options.get("tools")
         try:
-            return self.tokenizer.apply_chat_template(
+            text: Any = self.tokenizer.apply_chat_template(
                 self._hidden(turns),
                 chat_template=self._template,
                 add_generation_prompt=awaits,
@@ -127,14 +126,15 @@ class ChatFormat:
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateRefusal(first_line(error)[:200]) from error
+        return text
 
-    def _hidden(self, said: Any) -> Any:
-        """`said` with a stand-in for every name of a special token, whatever lies in it."""
-        if isinstance(said, str):
-            return self._names.sub(lambda name: f"{self._mark}{self._numbers[name[0]]}x", said)
-        if isinstance(said, Mapping):
-            return {self._hidden(key): self._hidden(value) for key, value in said.items()}
-        return [*map(self._hidden, said)] if isinstance(said, list | tuple) else said
+    def _hidden(self, content: Any) -> Any:
+        """`content` with a stand-in for every name of a special token, however deep."""
+        if isinstance(content, str):
+            return self._names.sub(lambda name: f"{self._mark}{self._numbers[name[0]]}x", content)
+        if isinstance(content, Mapping):
+            return {self._hidden(key): self._hidden(value) for key, value in content.items()}
+        return [*map(self._hidden, content)] if isinstance(content, list | tuple) else content
 
     def _ids(self, text: str) -> list[int]:
         """The ids of a text that `_rendered` has made: those of `apply_chat_template`.
@@ -146,13 +146,14 @@ class ChatFormat:
         if self._mark not in text:
             return text_ids(self.tokenizer, [text], special=False)[0]
         ids: list[int] = []
-        for number, piece in enumerate(self._written.split(text)):
+        pieces = self._written.split(text)  # every other one is a special token
+        for number, piece in enumerate(pieces):
             if number % 2:
                 ids += map(self._numbers.__getitem__, self._names.findall(piece))
             elif piece:
-                said = re.sub(rf"{self._mark}(\d+)x", self._name_of, piece)
-                inside = self._literal(said, inside=bool(ids))
-                named = map(self._numbers.__getitem__, self._names.findall(said))
+                text = re.sub(rf"{self._mark}(\d+)x", self._name_of, piece)
+                inside = self._literal(text, inside=bool(ids))
+                named = map(self._numbers.__getitem__, self._names.findall(text))
                 if wrong := set(named).intersection(inside):
                     name = self._special[wrong.pop()].content
                     raise TemplateRefusal(f"its tokenizer cannot write {name!r} as text")
@@ -175,7 +176,7 @@ class ChatFormat:
         return after != alone
 
     @cached_property
-    def _special(self) -> dict[int, AddedToken]:
+    def _special(self) -> dict[int, Any]:
         """The special tokens by their ids, the longest names first."""
         known = self.tokenizer.added_tokens_decoder.items()
         special = ((number, token) for number, token in known if token.special)

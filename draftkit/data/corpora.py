@@ -348,10 +348,10 @@ def _content_hash(form: dict[str, Any]) -> str:
     """
     question: Any = form.get("text", form.get("prompt"))
     if "messages" in form:
-        asked = [turn for turn in form["messages"] if turn["role"] not in ("system", "developer")]
-        roles = [turn["role"] for turn in asked]
-        first = roles.index("user") + 1 if "user" in roles else len(asked)
-        question = asked[:first] or form["messages"]
+        turns = [turn for turn in form["messages"] if turn["role"] not in ("system", "developer")]
+        roles = [turn["role"] for turn in turns]
+        first = roles.index("user") + 1 if "user" in roles else len(turns)
+        question = turns[:first] or form["messages"]
     return name_of(question)
 
 

@@ -34,6 +34,7 @@ from draftkit.data.lengths import (
     Lengths,
     Room,
     check_prompts_cut,
+    check_prompts_shared,
     lengths_within,
     ways_out,
 )
@@ -42,7 +43,6 @@ from draftkit.data.store import ORDER, Mapped, Picked, Stored, hash_order, write
 SHORT_WINDOW = 8  # tokens after the prompt below which the rest of a text is not worth a row
 DOCUMENTS = 256  # tokenised together
 HEAD = 16  # characters of a text for each token of its prompt: enough to know the prompt by
-MOST_SHARED = 0.5  # of the test prompts: more that training or validation has are refused
 ABOUT = "splits.json"  # beside their files: what is known of them
 UNSORTED = "unsorted.arrow"
 SCHEMA = pa.schema(
@@ -127,12 +127,8 @@ def make_splits(
 
     Every example is within the lengths of `data` and fits `context`, the tokens of the longest
     text that the models take; its first token is prompt. Texts with the same prompt are one
-    document. Prompts may still be alike in two splits: those of later windows, and what is left of
-    longer ones that are cut. They are counted.
-
-    Raises ValueError, one line, for rows that cannot be used, for a split without a usable row, and
-    where too many prompts would be cut, or more than MOST_SHARED of the test prompts are in
-    another split.
+    document. Raises ValueError, one line, for rows that cannot be used, for a split without a
+    usable row, and where too many prompts would be cut, or are in test and in another split.
     """
     lengths = lengths_within(context, data)
     reader = RowReader(tokenizer, data, lengths)
@@ -156,12 +152,7 @@ def make_splits(
         remove(folder / UNSORTED)
     check_prompts_cut(reader.prompt_tokens, lengths, context, data)
     counts.update(_alike(**{split: np.frombuffer(keys, ORDER) for split, keys in prompts.items()}))
-    if counts["test_prompts_shared"] > MOST_SHARED * counts["test"]:
-        raise ValueError(
-            f"{setting(data)}: {counts['test_prompts_shared']} of {counts['test']} test prompts "
-            "are prompts of training or validation too, cut from rows that differ elsewhere: raise "
-            "data.prompt_tokens (text) or data.max_prompt_tokens, or leave repetitions out"
-        )
+    check_prompts_shared(counts, data)
     numbers = {name: counts[name] for name in (*SPLITS, *COUNTS)}
     room = lengths.room(data, texts=counts["windows"] > 0, chats=counts["rows"] > 0)
     about = {"sha256": digest.hexdigest(), "counts": numbers, "room": vars(room)}

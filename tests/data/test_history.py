@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast as Fast
 from draftkit.config import DataConfig
 from draftkit.data.chats import ChatFormat
 from draftkit.data.corpora import Document
+from draftkit.data.history import History
 from draftkit.data.lengths import lengths_within
 from draftkit.data.prompts import RowReader
 from tests.templates import CHAT, byte_bpe, headers, thinking
@@ -59,12 +60,12 @@ def test_prompts_have_the_most_turns_that_fit(make: Callable[[], Fast]) -> None:
 
 def test_whole_prompts_are_counted_as_long_as_they_are() -> None:
     tokenizer, turns = byte_bpe(template=CHAT), turns_of(random.Random(1), 12)
-    data = DataConfig(name="local", path="a", max_prompt_tokens=90)
-    reader = RowReader(tokenizer, data, lengths_within(4096, data))
-    reader.read([Document("id", "", {"messages": turns})])
+    history = History(turns, ChatFormat(tokenizer), 90)
     ends = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
+    prompts = [history.before(end) for end in ends]
     whole = [len(ChatFormat(tokenizer).context(turns[:end])) for end in ends]
-    assert sorted(reader.prompt_tokens.elements()) == sorted(whole)
+    assert [length for _, length in prompts] == whole
+    assert max(whole) > 4 * max(len(prompt) for prompt, _ in prompts)
 
 
 class Counting(Fast):

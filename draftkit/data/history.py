@@ -1,23 +1,26 @@
-"""The prompts of a chat's answers: all turns before each, or the newest that there is room for.
+"""The answers of a chat and their prompts: all turns before each, or as many as there is room for.
 
-Answers are asked for in order, and each begins to look where the one before it ended. So a chat is
-read in a time that grows as its length does: no answer renders the turns that an earlier one has
-found to be too many.
+Answers are read in order, and each begins to look where the one before it ended. So a chat is read
+in a time that grows as its length does: no answer renders the turns that an earlier one has found
+to be too many.
 
 This module does not know rows, masks or splits.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from draftkit.data.chats import ChatFormat, Message
 
 
 class History:
-    """What comes before the answers of one chat, in at most `limit` tokens where that can be.
+    """The answers of one chat to its users, and its last turn if that awaits one.
 
-    A prompt begins with a user turn, behind the system turn that the chat may have; the whole one
-    with whatever the chat begins with.
+    Of each: the ids of its prompt, of at most `limit` tokens where that can be; of the answer,
+    empty where it is awaited, None where the template writes it otherwise than after its prompt;
+    and how many tokens the whole prompt has. A prompt begins with a user turn, behind the system
+    turn that the chat may have; the whole one with whatever the chat begins with. Raises
+    `TemplateRefusal` for a chat that the template refuses.
     """
 
     def __init__(self, chat: Sequence[Message], template: ChatFormat, limit: int) -> None:
@@ -29,16 +32,25 @@ class History:
         self._start = 0  # the one where the last prompt began
         self._left_out = 0  # tokens of what lies before it
 
-    def turns(self, end: int) -> list[Message]:
-        """The turns up to `end` from where the last prompt began."""
-        return [*self._front, *self._chat[self._starts[self._start] : end]]
+    def __iter__(self) -> Iterator[tuple[list[int], list[int] | None, int]]:
+        roles = [turn["role"] for turn in self._chat]
+        first = roles.index("user") if "user" in roles else len(roles)
+        for end in range(first + 1, len(roles)):
+            if roles[end] == "assistant":
+                prompt, whole = self._before(end)
+                start = self._starts[self._start]
+                turns = [*self._front, *self._chat[start : end + 1]]
+                yield prompt, self._template.answer(turns, prompt), whole
+        if first < len(roles) and roles[-1] != "assistant":
+            prompt, whole = self._before(len(roles))
+            yield prompt, [], whole
 
-    def before(self, end: int) -> tuple[list[int], int]:
+    def _before(self, end: int) -> tuple[list[int], int]:
         """The ids of the prompt of the answer at `end`, and how many the whole one has.
 
         The most turns that fit; the last user turn alone where none do. Tokens of turns that were
         left out are counted as they stood in the last prompt that held them, which is exact
-        for templates that write a turn always alike. `TemplateRefusal` where refused.
+        for templates that write a turn always alike.
         """
         made: dict[int, list[int]] = {}
 

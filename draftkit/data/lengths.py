@@ -16,7 +16,6 @@ from draftkit.data.corpora import setting
 MOST_CUT = 0.05  # of the prompts: where a larger setting would hold them, more are refused
 ADVISED_CUT = 0.01  # of the prompts, at the length that is advised then,
 ADVISED_STEP = 64  # a multiple of so many tokens
-MOST_SHARED = 0.5  # of the test prompts: more that training or validation has are refused
 WHOLE = 1 << 30  # tokens: more than any row has
 
 
@@ -151,28 +150,14 @@ def shares_cut(counts: Mapping[str, int]) -> dict[str, float]:
     }
 
 
-def check_prompts_shared(counts: Mapping[str, int], data: DataConfig) -> None:
-    """Refuse test prompts of which over `MOST_SHARED` are prompts of training or validation too.
-
-    What prompts come from is in one split; but later windows of texts may begin alike, and so may
-    what is left of longer prompts. Raises ValueError.
-    """
-    if counts["test_prompts_shared"] > MOST_SHARED * counts["test"]:
-        raise ValueError(
-            f"{setting(data)}: {counts['test_prompts_shared']} of {counts['test']} test prompts "
-            "are prompts of training or validation too, cut from rows that differ elsewhere: raise "
-            "data.prompt_tokens (text) or data.max_prompt_tokens, or leave repetitions out"
-        )
-
-
 def shared_line(counts: Mapping[str, int]) -> str:
-    """What is alike among the test prompts, in one line; empty where nothing is."""
-    shared, repeated = counts["test_prompts_shared"], counts["test_prompts_repeated"]
+    """Which prompts are alike, in one line; empty where none are."""
+    shared, repeated = counts["prompts_shared"], counts["test_prompts_repeated"]
     if not shared and not repeated:
         return ""
     return (
-        f"of {counts['test']:,} test prompts {shared:,} are prompts of training or validation too, "
-        f"and {repeated:,} repeat one that is in test before them"
+        f"{shared:,} examples are left out of training and validation, since their prompts are "
+        f"held out; {repeated:,} of {counts['test']:,} test prompts repeat another"
     )
 
 

@@ -34,7 +34,6 @@ from draftkit.data.lengths import (
     Lengths,
     Room,
     check_prompts_cut,
-    check_prompts_shared,
     lengths_within,
     ways_out,
 )
@@ -65,7 +64,7 @@ COUNTS = (
     "prompts_templated",  # strings that became a user turn
     "rows_naming_special",  # of chats and prompts: a special token's name, which is text there
     "answers_unused",  # of chats, where the template does not write them after their prompt
-    "test_prompts_shared",  # prompts of test examples that are in another split as well
+    "prompts_shared",  # examples left out, as another split has held out their prompt
     "test_prompts_repeated",  # those that an earlier test example has as well
 )
 
@@ -127,32 +126,38 @@ def make_splits(
 
     Every example is within the lengths of `data` and fits `context`, the tokens of the longest
     text that the models take; its first token is prompt. Texts with the same prompt are one
-    document. Raises ValueError, one line, for rows that cannot be used, for a split without a
-    usable row, and where too many prompts would be cut, or are in test and in another split.
+    document. Where a prompt is in two splits all the same (that of a later window, or what is left
+    of a longer one) it is held out: no training or validation example has a prompt of test.
+
+    Raises ValueError, one line, for rows that cannot be used, for a split without a usable row, and
+    where too many prompts would be cut.
     """
     lengths = lengths_within(context, data)
     reader = RowReader(tokenizer, data, lengths)
     counts, digest = reader.counts, hashlib.sha256()
-    prompts = {split: bytearray() for split in SPLITS}  # a hash of each
-    for split, members in split_documents(reader.named(documents), data).items():
-        dropped = -counts["rows_dropped"]
-        examples = _in_hash_order(members, folder / UNSORTED, reader)
-        if not examples:
+    held_out: set[bytes] = set()  # hashes of prompts
+    members = split_documents(reader.named(documents), data)
+    for split in reversed(SPLITS):  # what is for tests first
+        dropped, path = -counts["rows_dropped"], folder / f"{split}.arrow"
+        examples = _in_hash_order(members[split], folder / UNSORTED, reader)
+        prompts: set[bytes] = set()
+        write_rows(path, SCHEMA, map(vars, _unlike(examples, held_out, prompts)))
+        remove(folder / UNSORTED)
+        digest.update(split.encode())
+        for example in Stored(path, Example):
+            counts[split] += 1
+            digest.update(np.asarray([len(example.token_ids), *example.token_ids], "<i8").tobytes())
+            digest.update(np.asarray(example.loss_mask, bool).tobytes())
+        counts["prompts_shared"] += len(examples) - counts[split]
+        if not counts[split]:
             check_prompts_cut(reader.prompt_tokens, lengths, context, data)
             long = dropped + counts["rows_dropped"] > 0
             ways = ways_out(reader.prompt_tokens, lengths, context, data) if long else ()
             raise _unusable(split, data, lengths, [*ways])
-        write_rows(folder / f"{split}.arrow", SCHEMA, map(vars, examples))
-        counts[split] = len(examples)
-        digest.update(split.encode())
-        for example in Stored(folder / f"{split}.arrow", Example):
-            digest.update(np.asarray([len(example.token_ids), *example.token_ids], "<i8").tobytes())
-            digest.update(np.asarray(example.loss_mask, bool).tobytes())
-            prompts[split] += hash_order(str(example.prompt_ids))
-        remove(folder / UNSORTED)
+        if split == "test":
+            counts["test_prompts_repeated"] = counts["test"] - len(prompts)
+        held_out |= prompts
     check_prompts_cut(reader.prompt_tokens, lengths, context, data)
-    counts.update(_alike(**{split: np.frombuffer(keys, ORDER) for split, keys in prompts.items()}))
-    check_prompts_shared(counts, data)
     numbers = {name: counts[name] for name in (*SPLITS, *COUNTS)}
     room = lengths.room(data, texts=counts["windows"] > 0, chats=counts["rows"] > 0)
     about = {"sha256": digest.hexdigest(), "counts": numbers, "room": vars(room)}
@@ -168,13 +173,15 @@ def read_splits(folder: Path) -> Splits:
     return Splits(**parts, sha256=about["sha256"], counts=about["counts"], room=room)
 
 
-def _alike(train: np.ndarray, validation: np.ndarray, test: np.ndarray) -> dict[str, int]:
-    """Of test prompts, known by their hashes: how many are elsewhere, how many repeat another."""
-    elsewhere = np.isin(test, np.concatenate([train, validation]))
-    return {
-        "test_prompts_shared": int(elsewhere.sum()),
-        "test_prompts_repeated": len(test) - len(np.unique(test)),
-    }
+def _unlike(
+    examples: Sequence[Example], held_out: set[bytes], prompts: set[bytes]
+) -> Iterator[Example]:
+    """Those of `examples` whose prompts are not held out; the hashes of theirs go to `prompts`."""
+    for example in examples:
+        prompt = hash_order(str(example.prompt_ids))
+        if prompt not in held_out:
+            prompts.add(prompt)
+            yield example
 
 
 def _unusable(split: str, data: DataConfig, lengths: Lengths, ways: Sequence[str]) -> ValueError:
@@ -329,19 +336,10 @@ class RowReader:
         A template may write a turn otherwise than after its own generation prompt: then there is
         the prompt alone. Raises ValueError for a chat that the template refuses.
         """
-        roles = [message["role"] for message in messages]
-        first = roles.index("user") if "user" in roles else len(messages)
-        history = History(messages, template, self._lengths.prompt)
-        ends = [at for at in range(first + 1, len(messages)) if roles[at] == "assistant"]
         try:
-            for end in ends:
-                prompt, whole = history.before(end)
-                answer = template.answer(history.turns(end + 1), prompt)
+            for prompt, answer, whole in History(messages, template, self._lengths.prompt):
                 self.counts["answers_unused"] += answer is None
                 yield Piece(prompt, answer or [], whole, is_chat=True)
-            if first < len(messages) and roles[-1] != "assistant":
-                prompt, whole = history.before(len(messages))
-                yield Piece(prompt, [], whole, is_chat=True)
         except TemplateRefusal as error:
             begins = str(messages[0].get("content"))
             raise ValueError(

@@ -60,12 +60,11 @@ def test_prompts_have_the_most_turns_that_fit(make: Callable[[], Fast]) -> None:
 
 def test_whole_prompts_are_counted_as_long_as_they_are() -> None:
     tokenizer, turns = byte_bpe(template=CHAT), turns_of(random.Random(1), 12)
-    history = History(turns, ChatFormat(tokenizer), 90)
+    template = ChatFormat(tokenizer)
     ends = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
-    prompts = [history.before(end) for end in ends]
-    whole = [len(ChatFormat(tokenizer).context(turns[:end])) for end in ends]
-    assert [length for _, length in prompts] == whole
-    assert max(whole) > 4 * max(len(prompt) for prompt, _ in prompts)
+    whole = [len(template.context(turns[:end])) for end in ends]
+    assert [tokens for _, _, tokens in History(turns, template, 90)] == whole
+    assert max(whole) > 4 * 90
 
 
 class Counting(Fast):

@@ -153,7 +153,7 @@ def test_lines_for_the_person_who_gave_the_rows() -> None:
     assert more[1].startswith("7 rows hold names of special tokens, which are text there")
     assert reading_lines(Counter(windows=9), Lengths(1, 1, 1)) == []
     assert shared_line(Counter(test=9)) == ""
-    assert shared_line(Counter(test=9, test_prompts_shared=2)) == (
-        "of 9 test prompts 2 are prompts of training or validation too, and 0 repeat one that is "
-        "in test before them"
+    assert shared_line(Counter(test=9, prompts_shared=2)) == (
+        "2 examples are left out of training and validation, since their prompts are held out; "
+        "0 of 9 test prompts repeat another"
     )

@@ -121,7 +121,8 @@ def split_documents(
         raise ValueError(
             f"{setting(data)} gives {len(distinct)} different documents, and train, validation and "
             "test need one each: give more text (in a text file, blank lines part documents; texts "
-            f"with the same first data.prompt_tokens={data.prompt_tokens} are one)"
+            f"with the same first data.prompt_tokens={data.prompt_tokens} are one: a larger number "
+            "tells more of them apart)"
         )
     ordered = np.argsort(key, kind="stable")
     return {name: Picked(documents, ordered[part[ordered] == name]) for name in SPLITS}

@@ -484,7 +484,7 @@ def test_texts_that_all_begin_alike_are_refused(tmp_path: Path, tokenizer: Fast)
     rows = [{"text": f"{WORDS} {n}"} for n in range(30)]
     message = refusal(lambda: splits_of(tmp_path, rows, tokenizer))
     assert "gives 1 different documents" in message
-    assert "texts with the same first data.prompt_tokens=8 are one)" in message
+    assert "texts with the same first data.prompt_tokens=8 are one: a larger" in message
 
 
 def test_a_prompt_that_two_splits_would_have_is_held_out(tmp_path: Path, tokenizer: Fast) -> None:

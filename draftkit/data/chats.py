@@ -198,7 +198,7 @@ class ChatFormat:
     def _written(self) -> re.Pattern[str]:
         """Any special token, with the white space beside it that it takes in."""
         forms = (
-            r"\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+            r"(?<!\s)\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
             for token in self._special.values()
         )
         return re.compile(f"({'|'.join(forms) or '(?!)'})")

@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast as Fast
 
 from draftkit.config import DataConfig
@@ -199,6 +199,19 @@ def test_a_space_that_begins_texts_is_where_it_is_without_names(scheme: str) -> 
 def alone_without_space(ids: list[int]) -> list[int]:
     """`▁a` is id 260, `a` is 261: the first piece without the space that begins a text."""
     return [{260: 261}[ids[0]], *ids[1:]]
+
+
+def test_special_tokens_that_take_in_white_space_take_it_in_beside_names() -> None:
+    tokenizer = byte_bpe(bos=False)
+    turn = AddedToken("<|turn|>", lstrip=True, rstrip=True, special=True)
+    tokenizer.add_tokens([turn], special_tokens=True)
+    tokenizer.chat_template = "{% for m in messages %} <|turn|>\n{{ m.content }}  {% endfor %}"
+    made, number = ChatFormat(tokenizer), tokenizer.convert_tokens_to_ids("<|turn|>")
+    plain, named = made.context(chat("a", "b")), made.context(chat("a", "b<s>"))
+    assert plain == applied(tokenizer, chat("a", "b"))
+    last = len(plain) - plain[::-1].index(number)
+    assert named[:last] == plain[:last]
+    assert named[last:] == tokenizer("b<s>  ", split_special_tokens=True)["input_ids"]
 
 
 def test_a_name_that_the_tokenizer_cannot_spell_is_refused() -> None:

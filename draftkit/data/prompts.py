@@ -138,7 +138,7 @@ def make_splits(
     held_out: set[bytes] = set()  # hashes of prompts
     members = split_documents(reader.named(documents), data)
     for split in reversed(SPLITS):  # what is for tests first
-        dropped, path = -counts["rows_dropped"], folder / f"{split}.arrow"
+        path = folder / f"{split}.arrow"
         examples = _in_hash_order(members[split], folder / UNSORTED, reader)
         prompts: set[bytes] = set()
         write_rows(path, SCHEMA, map(vars, _unlike(examples, held_out, prompts)))
@@ -149,15 +149,14 @@ def make_splits(
             digest.update(np.asarray([len(example.token_ids), *example.token_ids], "<i8").tobytes())
             digest.update(np.asarray(example.loss_mask, bool).tobytes())
         counts["prompts_shared"] += len(examples) - counts[split]
-        if not counts[split]:
-            check_prompts_cut(reader.prompt_tokens, lengths, context, data)
-            long = dropped + counts["rows_dropped"] > 0
-            ways = ways_out(reader.prompt_tokens, lengths, context, data) if long else ()
-            raise _unusable(split, data, lengths, [*ways])
         if split == "test":
             counts["test_prompts_repeated"] = counts["test"] - len(prompts)
         held_out |= prompts
     check_prompts_cut(reader.prompt_tokens, lengths, context, data)
+    if empty := [split for split in SPLITS if not counts[split]]:
+        long = counts["rows_dropped"] > 0
+        ways = ways_out(reader.prompt_tokens, lengths, context, data) if long else ()
+        raise _unusable(empty[0], data, lengths, [*ways])
     numbers = {name: counts[name] for name in (*SPLITS, *COUNTS)}
     room = lengths.room(data, texts=counts["windows"] > 0, chats=counts["rows"] > 0)
     about = {"sha256": digest.hexdigest(), "counts": numbers, "room": vars(room)}

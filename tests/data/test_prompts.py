@@ -139,7 +139,7 @@ def test_rows_without_a_token_are_dropped_and_counted(tmp_path: Path) -> None:
 def test_a_split_without_a_usable_row_names_the_file(tmp_path: Path) -> None:
     rows = [{"text": "a" * n} for n in (1, 2, 3)]
     message = refusal(lambda: splits_of(tmp_path, rows, byte_bpe()))
-    assert message.startswith(f"data.path {tmp_path / 'rows.jsonl'}: no row of the test split is")
+    assert message.startswith(f"data.path {tmp_path / 'rows.jsonl'}: no row of the train split is")
 
 
 def test_questions_with_answers_work_by_their_column_names(tmp_path: Path, tokenizer: Fast) -> None:

@@ -16,7 +16,14 @@ from draftkit.data.rollouts import Record, read_parts, read_records, write_parts
 from draftkit.distillation.engines import RETOKENISED
 from draftkit.distillation.samplers import Sampler
 from draftkit.models.loading import load_target
-from draftkit.workflow.sampling import engine_sampler, target_sampler
+from draftkit.workflow.sampling import (
+    ROLLOUTS,
+    TEST,
+    VALIDATION,
+    engine_sampler,
+    noise_seed,
+    target_sampler,
+)
 from draftkit.workflow.sources import TrainingTexts, scored_by, texts_to_score
 
 from .plan import Given, StageFolder, Step
@@ -50,7 +57,7 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
         sampler = target_sampler(
             load_target(target, config.hardware),
             sampling=config.sampling,
-            seed=config.seed,
+            seed=noise_seed(config.seed, ROLLOUTS),
             max_new_tokens=splits.room.new,
             batch_size=size,
             max_length=splits.room.total,
@@ -96,18 +103,19 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     options, splits = config.evaluate, read_splits(folder.input("texts"))
     if (new := answer_tokens(config)) < options.max_new_tokens:
         folder.note(f"{new} tokens an answer, all that the models' context leaves after a prompt")
-    sampler = target_sampler(
-        load_target(folder.model(config, "target"), config.hardware),
-        sampling=config.sampling,
-        seed=config.seed,
-        max_new_tokens=new,
-        batch_size=options.batch_size,
-    )
+    target = load_target(folder.model(config, "target"), config.hardware)
     summary = {}
     for name, examples, count in (
-        ("validation", splits.validation, options.validation_prompts),
-        ("test", splits.test, options.prompts),
+        (VALIDATION, splits.validation, options.validation_prompts),
+        (TEST, splits.test, options.prompts),
     ):
+        sampler = target_sampler(
+            target,
+            sampling=config.sampling,
+            seed=noise_seed(config.seed, name),
+            max_new_tokens=new,
+            batch_size=options.batch_size,
+        )
         prompts = [example.prompt_ids for example in examples[:count]]
         if len(examples) < 2:
             raise ValueError(

@@ -18,6 +18,7 @@ from draftkit.data.lengths import (
     capped_line,
     lengths_within,
     reading_lines,
+    shared_line,
     shares_cut,
 )
 from draftkit.data.prompts import make_splits, read_splits
@@ -98,7 +99,8 @@ def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
         raise
     remove(folder.path / DOCUMENTS)
     lowered = capped_line(splits.counts, lengths, config.data, context)
-    for line in filter(None, (lowered, *reading_lines(splits.counts, lengths))):
+    notes = (lowered, *reading_lines(splits.counts, lengths), shared_line(splits.counts))
+    for line in filter(None, notes):
         folder.note(line)
     rows = "windows" if splits.counts["windows"] else "rows"
     folder.note(

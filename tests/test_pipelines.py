@@ -202,6 +202,14 @@ def test_evaluation_prompts_are_held_out_of_training(finished, root):
     assert len(read_parts(rollouts)) == config.generate.rollouts
 
 
+def test_each_use_of_the_target_has_noise_of_its_own(finished, root):
+    """Rows are counted from 0 in all three: the same prompt would get the same answer."""
+    contexts = next((root / "shared" / "contexts").iterdir())
+    rollouts = read_parts(next((root / "shared" / "generate").iterdir()))
+    parts = [rollouts, *(read_contexts(contexts, split) for split in ("validation", "test"))]
+    assert len({record.seed for part in parts for record in part}) == len(parts)
+
+
 def test_the_trained_drafter_is_a_plain_model_folder_with_the_targets_tokenizer(finished, root):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

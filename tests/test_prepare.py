@@ -16,7 +16,7 @@ from pipelines.configuration import compose_config
 from pipelines.prepare import prepare
 from tests.smoke import models, splits_of
 
-TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
+TEXT = "{0} quick brown foxes jump over {1} lazy dogs, and {2} cats look on in wonder."
 SHRUNK = ["draft.shrink.layers=[1]", "draft.shrink.vocabulary=64"]
 
 

@@ -148,9 +148,12 @@ class DataConfig(Section, key="data"):
     vocab_size: int = setting(4096, least=300)  # of the tokenizer that `texts` trains
     prompt_column: str | None = None
     completion_column: str | None = None
-    # Prompts that are strings: a user turn where the tokenizer has a chat template (auto), also
-    # those that hold its special tokens already (always), or as they are (never).
+    # Prompts that are strings: a user turn where the tokenizer has a chat template (auto), the same
+    # and refused where it has none (always), or as they are, special tokens included (never).
     chat_template: str = setting("auto", names=("auto", "always", "never"))
+    # Of `text` rows, of prompts under chat_template=never and of /v1/completions: a special token's
+    # name is that token; false: its letters, as they are in chats and in all other prompts.
+    special_tokens_in_text: bool = True
     system: str | None = None  # a system turn in front of every chat that has none
     # Variables of the template, as {enable_thinking: false}.
     template_options: dict[str, Any] = field(default_factory=dict)

@@ -5,13 +5,18 @@ generation prompt behind them: what a server would see. The answer is what the t
 that context for the turn itself, up to the token that ends it. Templates rewrite turns once they
 are history (they drop their reasoning), so every answer has a context of its own.
 
+What a turn says is text. A name of a special token in it is the letters of that name: only the
+template can end a turn or begin one. Added tokens that are not special (`<think>`) stay tokens.
+
 This module does not know rows, lengths or losses.
 """
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import jinja2
@@ -63,74 +68,145 @@ class ChatFormat:
 
     @cached_property
     def _template(self) -> str:
-        template = self.tokenizer.get_chat_template()
+        template = self.tokenizer.get_chat_template(tools=self.options.get("tools"))
         is_dated = self.fixed_date and "strftime_now" in template
         return DATE_MACRO + template if is_dated else template
 
-    @cached_property
-    def _marks(self) -> list[str]:
-        """The special tokens that the template writes, but for the one that begins a text."""
-        written = self._rendered([{"role": "user", "content": "a"}], awaits=True, tokenize=False)
-        tokens = [str(one) for one in self.tokenizer.added_tokens_decoder.values() if one.special]
-        return [token for token in tokens if token in written and token != self._start]
-
-    @property
-    def _start(self) -> str | None:
-        return self.tokenizer.bos_token
-
-    def is_formatted(self, text: str) -> bool:
-        """Whether `text` holds special tokens of the template: then it was applied already."""
-        begins = self._start is not None and text.startswith(self._start)
-        return begins or any(mark in text for mark in self._marks)
+    def names_special(self, turns: Any) -> bool:
+        """Whether a text in `turns`, or in what lies in them, holds a special token's name."""
+        if isinstance(turns, str):
+            return self._names.search(turns) is not None
+        if isinstance(turns, Mapping):
+            return any(map(self.names_special, chain(turns, turns.values())))
+        return isinstance(turns, list | tuple) and any(map(self.names_special, turns))
 
     def context(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation that awaits its answer. `TemplateRefusal` where refused."""
-        return self._rendered(messages, awaits=True)["input_ids"]
+        return self._ids(self._rendered(messages, awaits=True))
 
     def answer(self, messages: Sequence[Message], context: Sequence[int]) -> list[int] | None:
         """The ids of the last turn after `context`, that of the turns before; its end is the last.
 
         None where the template writes the turn otherwise than after its own generation prompt.
         """
-        whole = self._rendered(messages)["input_ids"]
+        text = self._rendered(messages)
+        whole = self._ids(text)
         if whole[: len(context)] == [*context]:
             return self._ended(whole[len(context) :]) or None
         # The first characters of the answer may merge with the last token before it; a server
         # has read that token when the answer begins.
-        before = self._rendered(messages[:-1], awaits=True, tokenize=False)
-        text = self._rendered(messages, tokenize=False)
+        before = self._rendered(messages[:-1], awaits=True)
         if not text.startswith(before):
             return None
-        rest = text_ids(self.tokenizer, [text[len(before) :]], special=False)[0]
-        return self._ended(rest) or None
+        return self._ended(self._ids(text[len(before) :])) or None
 
     def _ended(self, ids: list[int]) -> list[int]:
         """`ids` up to the token that ends the turn: what follows it belongs to the next."""
         if (end := self.tokenizer.eos_token_id) in ids:
             return ids[: ids.index(end) + 1]
-        known = self.tokenizer.added_tokens_decoder
-        special = [at for at, token in enumerate(ids) if token in known and known[token].special]
+        special = [at for at, token in enumerate(ids) if token in self._special]
         return ids[: special[-1] + 1] if special else ids
 
-    def _rendered(
-        self, messages: Sequence[Message], *, awaits: bool = False, tokenize: bool = True
-    ) -> Any:
-        """What `apply_chat_template` gives: text, or ids by the name `input_ids`."""
+    def _rendered(self, messages: Sequence[Message], *, awaits: bool = False) -> str:
+        """The text that the template makes, with stand-ins for names of special tokens in turns.
+
+        A template may cut and trim what turns say; a stand-in is one word, of letters and digits.
+        """
         turns = [dict(message) for message in messages]
         if self.system is not None and turns[0]["role"] not in ("system", "developer"):
             turns.insert(0, {"role": "system", "content": self.system})
+        tools = self.options.get("tools")
         try:
-            return self.tokenizer.apply_chat_template(
-                turns,
+            text: Any = self.tokenizer.apply_chat_template(
+                self._hidden(turns),
                 chat_template=self._template,
                 add_generation_prompt=awaits,
-                tokenize=tokenize,
-                return_dict=True,
-                tokenizer_kwargs={"verbose": False},  # a chat may be longer than the context
-                **self.options,
+                tokenize=False,
+                **{**self.options, "tools": self._hidden(tools)},
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateRefusal(first_line(error)[:200]) from error
+        return text
+
+    def _hidden(self, content: Any) -> Any:
+        """`content` with a stand-in for every name of a special token, however deep."""
+        if isinstance(content, str):
+            return self._names.sub(lambda name: f"{self._mark}{self._numbers[name[0]]}x", content)
+        if isinstance(content, Mapping):
+            return {self._hidden(key): self._hidden(value) for key, value in content.items()}
+        return [*map(self._hidden, content)] if isinstance(content, list | tuple) else content
+
+    def _ids(self, text: str) -> list[int]:
+        """The ids of a text that `_rendered` has made: those of `apply_chat_template`.
+
+        Where it holds stand-ins, its special tokens are taken one by one, and what lies between
+        two of them is one text without any. `TemplateRefusal` for a tokenizer that makes a special
+        token of such a text all the same.
+        """
+        if self._mark not in text:
+            return text_ids(self.tokenizer, [text], special=False)[0]
+        ids: list[int] = []
+        pieces = self._written.split(text)  # every other one is a special token
+        for number, piece in enumerate(pieces):
+            if number % 2:
+                ids += map(self._numbers.__getitem__, self._names.findall(piece))
+            elif piece:
+                text = re.sub(rf"{self._mark}(\d+)x", self._name_of, piece)
+                inside = self._literal(text, inside=bool(ids))
+                named = map(self._numbers.__getitem__, self._names.findall(text))
+                if wrong := set(named).intersection(inside):
+                    name = self._special[wrong.pop()].content
+                    raise TemplateRefusal(f"its tokenizer cannot write {name!r} as text")
+                ids += inside
+        return ids
+
+    def _literal(self, text: str, *, inside: bool) -> list[int]:
+        """The ids of `text`, which has no special tokens; `inside`: it follows such a token."""
+        ids, line, begun = text_ids(
+            self.tokenizer, [text, "\n", f"\n{text}"], special=False, literal=True
+        )
+        begins = inside and self._spaces_first and begun[: len(line)] == line
+        return begun[len(line) :] if begins else ids
+
+    @cached_property
+    def _spaces_first(self) -> bool:
+        """Whether a space is put before a text alone, not before what follows a special token."""
+        name = next(iter(self._numbers))
+        (_, *after), alone = text_ids(self.tokenizer, [f"{name}a", "a"], special=False)
+        return after != alone
+
+    @cached_property
+    def _special(self) -> dict[int, Any]:
+        """The special tokens by their ids, the longest names first."""
+        known = self.tokenizer.added_tokens_decoder.items()
+        special = ((number, token) for number, token in known if token.special)
+        return dict(sorted(special, key=lambda one: -len(one[1].content)))
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {token.content: number for number, token in self._special.items()}
+
+    def _name_of(self, stand_in: re.Match[str]) -> str:
+        return self._special[int(stand_in[1])].content
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        """Any special token's name."""
+        return re.compile("|".join(map(re.escape, self._numbers)) or "(?!)")
+
+    @cached_property
+    def _written(self) -> re.Pattern[str]:
+        """Any special token, with the white space beside it that it takes in."""
+        forms = (
+            r"(?<!\s)\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
+            for token in self._special.values()
+        )
+        return re.compile(f"({'|'.join(forms) or '(?!)'})")
+
+    @cached_property
+    def _mark(self) -> str:
+        """What stand-ins begin with: nobody who writes a turn can know it."""
+        return f"x{secrets.token_hex(8)}x"
 
 
 def chat_format(

@@ -1,8 +1,8 @@
 """Documents: text that every installation has, a file, or a hub data set; and their split.
 
-A row of a file or data set takes one of three forms: `messages`, `prompt` (+ `completion`), or
-`text`. The split goes by document, in the order of a hash, so that no text is in two parts: a
-source file stays with its docstrings, a question with all its answers.
+A row of a file or data set takes one of three forms: `messages` (+ `tools`), `prompt`
+(+ `completion`), or `text`. The split goes by document, in the order of a hash, so that no text is
+in two parts: a source file stays with its docstrings, a question with all its answers.
 
 This module does not know tokens, models or what the text is for.
 """
@@ -35,7 +35,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Document:
-    """One text: `row` holds `messages`, or `prompt` (and `completion`), or `text`."""
+    """One text: `row` holds `messages`, or `prompt` (and `completion`), or `text`.
+
+    Rows of one question are one document: they have the same `id`.
+    """
 
     id: str
     domain: str
@@ -61,11 +64,15 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
     domain = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     empty = True
     for origin, row in islice(rows, data.max_rows):
-        form = row_form(row, data, f"{setting(data)}, {origin}")
-        yield Document(_content_hash(form), domain, form)
+        yield document_of(row_form(row, data, f"{setting(data)}, {origin}"), domain)
         empty = False
     if empty:
         raise ValueError(f"{setting(data)} is empty: it needs at least 3 rows of text")
+
+
+def document_of(form: dict[str, Any], domain: str = "") -> Document:
+    """A row, as `row_form` gives it, with the id that all rows of the same question have."""
+    return Document(_content_hash(form), domain, form)
 
 
 def store_documents(data: DataConfig, path: Path) -> Sequence[Document]:
@@ -113,7 +120,9 @@ def split_documents(
     if len(distinct) < 3 or any(name not in part for name in SPLITS):
         raise ValueError(
             f"{setting(data)} gives {len(distinct)} different documents, and train, validation and "
-            "test need one each: give more text (in a text file, blank lines part documents)"
+            "test need one each: give more text (in a text file, blank lines part documents; texts "
+            f"with the same first data.prompt_tokens={data.prompt_tokens} are one: a larger number "
+            "tells more of them apart)"
         )
     ordered = np.argsort(key, kind="stable")
     return {name: Picked(documents, ordered[part[ordered] == name]) for name in SPLITS}
@@ -236,9 +245,11 @@ def row_form(row: dict[str, Any], data: DataConfig, origin: str) -> dict[str, An
     default = data.prompt_column is None and data.completion_column is None
     prompt, completion = data.prompt_column or "prompt", data.completion_column or "completion"
     if default and row.get("messages") is not None:
-        return {"messages": _messages(row["messages"], origin)}
+        form = {"messages": _messages(row["messages"], origin)}
+        return form | _tools(row.get("tools"), form, origin)
     if row.get(prompt) is not None:
-        return _prompt_form(row[prompt], row.get(completion), origin)
+        form = _prompt_form(row[prompt], row.get(completion), origin)
+        return form | _tools(row.get("tools"), form, origin)
     if default and row.get("text") is not None:
         return {"text": _text(row["text"], "text", origin)}
     names = "messages, prompt or text" if default else prompt
@@ -280,19 +291,80 @@ def _messages(messages: Any, origin: str) -> list[dict[str, Any]]:
         name = f"messages[{index}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ValueError(f"{origin}: {name} must have a role, one of {', '.join(ROLES)}")
-        if not (message.get("content") is None and message.get("tool_calls")):
-            _text(message.get("content"), f"{name}.content", origin)
         # Parquet fills absent keys with null, which templates take for present.
-        checked.append({key: value for key, value in message.items() if value is not None})
+        turn = {key: value for key, value in message.items() if value is not None}
+        if "content" in turn or not message.get("tool_calls"):
+            turn["content"] = _content(message.get("content"), f"{name}.content", origin)
+        checked.append(turn)
     return checked
 
 
+def _content(content: Any, name: str, origin: str) -> str:
+    """What a message says: text, or parts of text, which are joined as the server joins them."""
+    if not isinstance(content, list):
+        return _text(content, name, origin)
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ValueError(
+                f"{origin}: {name}[{index}] is of the type {str(kind)[:40]!r}: a part of a message "
+                "must be text here, leave such rows out"
+            )
+    return "".join(
+        _text(part.get("text"), f"{name}[{i}]", origin) for i, part in enumerate(content)
+    )
+
+
+def _tools(tools: Any, form: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The tools of a chat, a list or its JSON, for the template; nothing where there are none."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{origin}: tools must be a list, or its JSON ({error.msg})"
+            ) from error
+    if not tools:
+        return {}
+    if "messages" not in form:
+        raise ValueError(f"{origin}: tools go with messages: leave them out, or write the chat so")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"{origin}: tools must be a list of objects")
+    return {"tools": _without_nulls(tools)}
+
+
+def _without_nulls(value: Any) -> Any:
+    """`value` without keys that hold null: Parquet gives every object all keys of its column."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
+
+
 def _content_hash(form: dict[str, Any]) -> str:
-    """16 hex digits of the question: rows that differ in the answer alone share a split."""
+    """16 hex digits of the question: rows that differ in the answer alone share a split.
+
+    Of a chat that is what comes up to its first user turn, but for a system turn: there the same
+    question may come under another date. Of a text it is all of it; its first tokens, which are
+    the prompt, `data.prompts` looks at. White space makes no difference.
+    """
     question: Any = form.get("text", form.get("prompt"))
     if "messages" in form:
-        roles = [message["role"] for message in form["messages"]]
-        first = roles.index("assistant") if "assistant" in roles else len(roles)
-        question = form["messages"][:first] or form["messages"]
-    canonical = json.dumps(question, sort_keys=True)
+        turns = [turn for turn in form["messages"] if turn["role"] not in ("system", "developer")]
+        roles = [turn["role"] for turn in turns]
+        first = roles.index("user") + 1 if "user" in roles else len(turns)
+        question = turns[:first] or form["messages"]
+    return name_of(question)
+
+
+def name_of(question: Any) -> str:
+    """16 hex digits that texts or turns share if they differ in white space alone."""
+    canonical = json.dumps(_spaced_once(question), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def _spaced_once(value: Any) -> Any:
+    if isinstance(value, str):
+        return " ".join(value.split())
+    if isinstance(value, dict):
+        return {key: _spaced_once(one) for key, one in value.items()}
+    return [*map(_spaced_once, value)] if isinstance(value, list) else value

@@ -150,6 +150,17 @@ def shares_cut(counts: Mapping[str, int]) -> dict[str, float]:
     }
 
 
+def shared_line(counts: Mapping[str, int]) -> str:
+    """Which prompts are alike, in one line; empty where none are."""
+    shared, repeated = counts["prompts_shared"], counts["test_prompts_repeated"]
+    if not shared and not repeated:
+        return ""
+    return (
+        f"{shared:,} examples are left out of training and validation, since their prompts are "
+        f"held out; {repeated:,} of {counts['test']:,} test prompts repeat another"
+    )
+
+
 def reading_lines(counts: Mapping[str, int], lengths: Lengths) -> list[str]:
     """What became of the rows that are no plain text, in lines for the person who gave them."""
     if not counts["rows"]:
@@ -162,8 +173,8 @@ def reading_lines(counts: Mapping[str, int], lengths: Lengths) -> list[str]:
     ]
     notes = {
         "prompts_templated": "prompts became a user turn of the chat template",
-        "prompts_formatted": "prompts hold special tokens of the chat template already and stay "
-        "as they are (data.chat_template=always would wrap them)",
+        "rows_naming_special": "rows hold names of special tokens, which are text there (prompts "
+        "that hold the chat template already need data.chat_template=never)",
         "answers_unused": "answers train nothing: the chat template writes them otherwise than "
         "after its own generation prompt",
     }

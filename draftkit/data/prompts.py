@@ -3,7 +3,9 @@
 Every answer of a chat is an example of its own, its prompt all that comes before it; so is a
 `prompt` with its `completion`, as a chat of one turn where the tokenizer has a chat template
 (`chats`), else tokenised apart, the completion ended by EOS. A `text` is plain: it is cut into
-windows of `data.max_length` tokens, each with its first `data.prompt_tokens` as the prompt.
+windows of `data.max_length` tokens, each with its first `data.prompt_tokens` as the prompt. Where
+the tokenizer puts a token before every text, every window and every prompt that is cut begins with
+it, as all do that a server reads.
 
 The loss mask is explicit: nothing is inferred later from padding or special ids. This module does
 not know models, batches or losses.
@@ -12,7 +14,8 @@ not know models, batches or losses.
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +26,8 @@ from transformers import PreTrainedTokenizerBase
 from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config import DataConfig
 from draftkit.data.chats import ChatFormat, TemplateRefusal, chat_format, text_ids
-from draftkit.data.corpora import SPLITS, Document, setting, split_documents
+from draftkit.data.corpora import SPLITS, Document, name_of, setting, split_documents
+from draftkit.data.history import History
 from draftkit.data.lengths import (
     UNCUT,
     WHOLE,
@@ -33,10 +37,11 @@ from draftkit.data.lengths import (
     lengths_within,
     ways_out,
 )
-from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
+from draftkit.data.store import ORDER, Mapped, Picked, Stored, hash_order, write_rows
 
 SHORT_WINDOW = 8  # tokens after the prompt below which the rest of a text is not worth a row
 DOCUMENTS = 256  # tokenised together
+HEAD = 16  # characters of a text for each token of its prompt: enough to know the prompt by
 ABOUT = "splits.json"  # beside their files: what is known of them
 UNSORTED = "unsorted.arrow"
 SCHEMA = pa.schema(
@@ -57,19 +62,22 @@ COUNTS = (
     "completions",  # rows with an answer
     "completions_cut",  # on the right, to data.max_completion_tokens
     "prompts_templated",  # strings that became a user turn
-    "prompts_formatted",  # strings that hold special tokens of the template, left as they are
+    "rows_naming_special",  # of chats and prompts: a special token's name, which is text there
     "answers_unused",  # of chats, where the template does not write them after their prompt
+    "prompts_shared",  # examples left out, as another split has held out their prompt
+    "test_prompts_repeated",  # those that an earlier test example has as well
 )
 
 Chat = list[dict[str, Any]]
 
 
 class Piece(NamedTuple):
-    """Ids of a prompt and of its answer; of a chat also the turns that they are made of."""
+    """Ids of a prompt and of its answer, and how many the prompt has with what was left out."""
 
     prompt: list[int]
     answer: list[int]
-    turns: Chat | None = None
+    whole: int
+    is_chat: bool = False  # what is left out of it are turns
 
 
 @dataclass(frozen=True)
@@ -117,28 +125,38 @@ def make_splits(
     """Split and tokenise `documents`, those of `data`; the examples go to files in `folder`.
 
     Every example is within the lengths of `data` and fits `context`, the tokens of the longest
-    text that the models take; its first token is prompt. Raises ValueError, one line, for rows that
-    cannot be used, for a split without a usable row, and where too many prompts would be cut.
+    text that the models take; its first token is prompt. Texts with the same prompt are one
+    document. Where a prompt is in two splits all the same (that of a later window, or what is left
+    of a longer one) it is held out: no training or validation example has a prompt of test.
+
+    Raises ValueError, one line, for rows that cannot be used, for a split without a usable row, and
+    where too many prompts would be cut.
     """
     lengths = lengths_within(context, data)
     reader = RowReader(tokenizer, data, lengths)
     counts, digest = reader.counts, hashlib.sha256()
-    for split, members in split_documents(documents, data).items():
-        dropped = -counts["rows_dropped"]
-        examples = _in_hash_order(members, folder / UNSORTED, reader)
-        if not examples:
-            check_prompts_cut(reader.prompt_tokens, lengths, context, data)
-            long = dropped + counts["rows_dropped"] > 0
-            ways = ways_out(reader.prompt_tokens, lengths, context, data) if long else ()
-            raise _unusable(split, data, lengths, [*ways])
-        write_rows(folder / f"{split}.arrow", SCHEMA, map(vars, examples))
-        counts[split] = len(examples)
+    held_out: set[bytes] = set()  # hashes of prompts
+    members = split_documents(reader.named(documents), data)
+    for split in reversed(SPLITS):  # what is for tests first
+        path = folder / f"{split}.arrow"
+        examples = _in_hash_order(members[split], folder / UNSORTED, reader)
+        prompts: set[bytes] = set()
+        write_rows(path, SCHEMA, map(vars, _unlike(examples, held_out, prompts)))
+        remove(folder / UNSORTED)
         digest.update(split.encode())
-        for example in Stored(folder / f"{split}.arrow", Example):
+        for example in Stored(path, Example):
+            counts[split] += 1
             digest.update(np.asarray([len(example.token_ids), *example.token_ids], "<i8").tobytes())
             digest.update(np.asarray(example.loss_mask, bool).tobytes())
-        remove(folder / UNSORTED)
+        counts["prompts_shared"] += len(examples) - counts[split]
+        if split == "test":
+            counts["test_prompts_repeated"] = counts["test"] - len(prompts)
+        held_out |= prompts
     check_prompts_cut(reader.prompt_tokens, lengths, context, data)
+    if empty := [split for split in SPLITS if not counts[split]]:
+        long = counts["rows_dropped"] > 0
+        ways = ways_out(reader.prompt_tokens, lengths, context, data) if long else ()
+        raise _unusable(empty[0], data, lengths, [*ways])
     numbers = {name: counts[name] for name in (*SPLITS, *COUNTS)}
     room = lengths.room(data, texts=counts["windows"] > 0, chats=counts["rows"] > 0)
     about = {"sha256": digest.hexdigest(), "counts": numbers, "room": vars(room)}
@@ -152,6 +170,17 @@ def read_splits(folder: Path) -> Splits:
     about: dict[str, Any] = read_json(folder / ABOUT)
     room = Room(**about["room"])
     return Splits(**parts, sha256=about["sha256"], counts=about["counts"], room=room)
+
+
+def _unlike(
+    examples: Sequence[Example], held_out: set[bytes], prompts: set[bytes]
+) -> Iterator[Example]:
+    """Those of `examples` whose prompts are not held out; the hashes of theirs go to `prompts`."""
+    for example in examples:
+        prompt = hash_order(str(example.prompt_ids))
+        if prompt not in held_out:
+            prompts.add(prompt)
+            yield example
 
 
 def _unusable(split: str, data: DataConfig, lengths: Lengths, ways: Sequence[str]) -> ValueError:
@@ -194,12 +223,47 @@ class RowReader:
         self.counts: Counter[str] = Counter()
         self.prompt_tokens: Counter[int] = Counter()
         self._tokenizer, self._data, self._lengths = tokenizer, data, lengths
+        # Source code names special tokens; in installed text these are words, not control.
+        self._literal = data.name == "installed" or not data.special_tokens_in_text
         self._format: ChatFormat = chat_format(tokenizer, data, fixed_date=True)
         if data.chat_template == "always" and not self._format.has_template:
             raise ValueError(
                 "data.chat_template=always: the tokenizer of target.path has no chat template: "
                 "take an instruct model, or data.chat_template=auto"
             )
+        begins = text_ids(tokenizer, ["a"])[0][:1]
+        self._begin = begins if begins == [tokenizer.bos_token_id] else []
+
+    def named(self, documents: Sequence[Document]) -> Sequence[Document]:
+        """`documents`, those of `text` rows renamed by their prompts: who begins alike is one.
+
+        Installed files keep their names, which decide their split.
+        """
+        if self._data.name == "installed":
+            return documents
+        names: list[str] = []
+        for start in range(0, len(documents), DOCUMENTS):
+            lot = list(documents[start : start + DOCUMENTS])
+            texts = [one.row["text"] for one in lot if "text" in one.row]
+            prompts = iter(self._prompts_of(texts))
+            names += [name_of(next(prompts)) if "text" in one.row else one.id for one in lot]
+
+        def renamed(index: int) -> Document:
+            return replace(documents[index], id=names[index])
+
+        return Mapped(renamed, range(len(names)))
+
+    def _prompts_of(self, texts: Sequence[str]) -> Iterator[str]:
+        """What `data.prompt_tokens` make of each of `texts`, read no further than that needs."""
+        count = self._data.prompt_tokens
+        heads = text_ids(
+            self._tokenizer, [text[: HEAD * count] for text in texts], literal=self._literal
+        )
+        for text, head in zip(texts, heads, strict=True):
+            if len(head) < 2 * count:
+                (head,) = text_ids(self._tokenizer, [text], literal=self._literal)
+            prompt = self._tokenizer.decode(head[:count], clean_up_tokenization_spaces=False)
+            yield str(prompt)
 
     def read(self, documents: Sequence[Document]) -> list[list[Example]]:
         """The examples of each document, none where it is too short.
@@ -209,24 +273,27 @@ class RowReader:
         """
         chats = [self._chat_of(document.row) for document in documents]
         rows = [row.row for row, chat in zip(documents, chats, strict=True) if chat is None]
-        # Source code names special tokens; in installed text these are words, not control.
-        literal = self._data.name == "installed"
-        openings = [row["text"] if "text" in row else row["prompt"] for row in rows]
-        opening = iter(text_ids(self._tokenizer, openings, literal=literal))
-        completions = [row["completion"] for row in rows if "completion" in row]
-        completion = iter(text_ids(self._tokenizer, completions, special=False, literal=literal))
+        literal = self._literal or self._data.chat_template != "never"
+        ids = partial(text_ids, self._tokenizer)
+        text = iter(ids([row["text"] for row in rows if "text" in row], literal=self._literal))
+        prompt = iter(ids([row["prompt"] for row in rows if "text" not in row], literal=literal))
+        answers = [row["completion"] for row in rows if "completion" in row]
+        answer = iter(ids(answers, special=False, literal=literal))
         examples: list[list[Example]] = []
         for document, chat in zip(documents, chats, strict=True):
-            if "text" in document.row:
-                examples.append(self._windows(document, next(opening)))
+            row = document.row
+            if "text" in row:
+                examples.append(self._windows(document, next(text)))
                 self.counts["windows"] += len(examples[-1])
             else:
+                named = (literal or chat is not None) and self._format.names_special(row)
+                self.counts["rows_naming_special"] += named
                 if chat is not None:
-                    pieces = self._answers(chat)
+                    pieces = [*self._answers(chat, self._format_of(row))]
                 else:
-                    answer = [*next(completion)] if "completion" in document.row else None
-                    ended = [] if answer is None else self._ended(answer)
-                    pieces = [Piece(next(opening), ended)]
+                    ended = self._ended([*next(answer)]) if "completion" in row else []
+                    opening = next(prompt)
+                    pieces = [Piece(opening, ended, len(opening))]
                 fitted = [self._fitted(document, piece) for piece in pieces if piece.prompt]
                 examples.append([example for example in fitted if example is not None])
             self.counts["documents_dropped"] += not examples[-1]
@@ -242,64 +309,38 @@ class RowReader:
                     "no chat template: take an instruct model, or rows of prompt and completion"
                 )
             return row["messages"]
-        choice, prompt = self._data.chat_template, row.get("prompt")  # a `text` has none
-        if not prompt or choice == "never" or not self._format.has_template:
-            return None
-        if choice == "auto" and self._refusing(prompt, self._format.is_formatted, prompt):
-            self.counts["prompts_formatted"] += 1
+        prompt = row.get("prompt")  # a `text` has none
+        if not prompt or self._data.chat_template == "never" or not self._format.has_template:
             return None
         self.counts["prompts_templated"] += 1
         turns = {"user": "prompt", "assistant": "completion"}
         return [{"role": r, "content": row[name]} for r, name in turns.items() if name in row]
 
-    def _answers(self, messages: Chat) -> list[Piece]:
-        """Each answer to a user with all that comes before it, and a last turn that awaits one.
+    def _format_of(self, row: dict[str, Any]) -> ChatFormat:
+        """The chat template, with the tools of `row` where it has some."""
+        if "tools" not in row:
+            return self._format
+        try:
+            options = {**self._format.options, "tools": row["tools"]}
+            return replace(self._format, options=options)
+        except ValueError as error:
+            raise ValueError(
+                f"{setting(self._data)} holds `tools`, of which the chat template of target.path "
+                "does not speak: take a model that calls tools, or rows without them"
+            ) from error
+
+    def _answers(self, messages: Chat, template: ChatFormat) -> Iterator[Piece]:
+        """Each answer to a user with what comes before it, and a last turn that awaits one.
 
         A template may write a turn otherwise than after its own generation prompt: then there is
-        the prompt alone.
+        the prompt alone. Raises ValueError for a chat that the template refuses.
         """
-        pieces: list[Piece] = []
-        roles = [message["role"] for message in messages]
-        first = roles.index("user") if "user" in roles else len(messages)
-        for index in range(first + 1, len(messages) + 1):
-            awaits = index == len(messages) and roles[-1] != "assistant"
-            if not awaits and (index == len(messages) or roles[index] != "assistant"):
-                continue
-            turns = messages[: index + (not awaits)]
-            prompt, answer = self._rendered(turns)
-            self.counts["answers_unused"] += answer is None
-            pieces.append(Piece(prompt, answer or [], turns))
-        return pieces
-
-    def _rendered(self, turns: Chat) -> tuple[list[int], list[int] | None]:
-        """The ids of a prompt and of the answer that ends `turns`, empty where none does.
-
-        None for an answer that the template writes otherwise than after its own generation prompt.
-        """
-        begins = str(turns[0].get("content"))
-        if turns[-1]["role"] != "assistant":
-            return self._refusing(begins, self._format.context, turns), []
-        prompt = self._refusing(begins, self._format.context, turns[:-1])
-        return prompt, self._refusing(begins, self._format.answer, turns, prompt)
-
-    def _without_oldest(self, turns: Chat) -> Piece | None:
-        """`turns` from the first user's turn on with which the prompt fits, behind a system turn.
-
-        None where it is too long even with the last one alone.
-        """
-        kept = turns[: turns[0]["role"] in ("system", "developer")]
-        for start in range(len(kept) + 1, len(turns)):
-            if turns[start]["role"] == "user":
-                prompt, answer = self._rendered([*kept, *turns[start:]])
-                if len(prompt) <= self._lengths.prompt:
-                    return Piece(prompt, answer or [])
-        return None
-
-    def _refusing(self, begins: str, function: Any, *arguments: Any) -> Any:
-        """`function(*arguments)`; where the template refuses, ValueError naming what `begins`."""
         try:
-            return function(*arguments)
+            for prompt, answer, whole in History(messages, template, self._lengths.prompt):
+                self.counts["answers_unused"] += answer is None
+                yield Piece(prompt, answer or [], whole, is_chat=True)
         except TemplateRefusal as error:
+            begins = str(messages[0].get("content"))
             raise ValueError(
                 f"{setting(self._data)}: the chat template of target.path refuses the chat that "
                 f"begins {begins[:40]!r} ({error}): change such rows, or data.system"
@@ -322,29 +363,30 @@ class RowReader:
         None for what is too long where `data.overlong` drops it, and for a chat whose last turn
         is: a template cut open is no prompt that any server sees.
         """
-        fits = len(piece.prompt) <= self._lengths.prompt
+        fits = piece.whole <= self._lengths.prompt
         ends = len(piece.answer) <= self._lengths.completion
         self.counts["rows"] += 1
         self.counts["completions"] += bool(piece.answer)
-        self.prompt_tokens[len(piece.prompt)] += 1
-        whole: Piece | None = piece
-        if self._data.overlong == "drop" and not (fits and ends):
-            whole = None
-        elif piece.turns is not None and not fits:
-            whole = self._without_oldest(piece.turns)
-        if whole is None:
+        self.prompt_tokens[piece.whole] += 1
+        too_long = len(piece.prompt) > self._lengths.prompt
+        if (piece.is_chat and too_long) or (self._data.overlong == "drop" and not (fits and ends)):
             self.counts["rows_dropped"] += 1
             return None
         self.counts["prompts_cut"] += not fits
         self.counts["completions_cut"] += not ends
-        prompt, answer = whole.prompt[-self._lengths.prompt :], whole.answer
-        return _example(document, prompt, answer[: self._lengths.completion])
+        prompt = piece.prompt
+        if too_long:
+            kept = self._lengths.prompt - len(self._begin)
+            prompt = [*self._begin, *prompt[len(prompt) - kept :]]
+        return _example(document, prompt, piece.answer[: self._lengths.completion])
 
     def _windows(self, document: Document, ids: list[int]) -> list[Example]:
         """Cut a text's ids into windows without overlap; EOS marks its true end where it fits."""
         length, prompt = min(self._data.max_length, self._lengths.window), self._data.prompt_tokens
-        windows = [ids[start : start + length] for start in range(0, len(ids), length)]
-        if windows and len(windows[-1]) < length:
+        begin = len(self._begin)
+        starts = range(begin, max(len(ids), begin + 1), length - begin)
+        windows = [[*self._begin, *ids[start : start + length - begin]] for start in starts]
+        if len(windows[-1]) < length:
             windows[-1] = self._ended(windows[-1])
         if len(windows) > 1 and len(windows[-1]) < min(length, prompt + SHORT_WINDOW):
             windows.pop()

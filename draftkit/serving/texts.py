@@ -39,7 +39,8 @@ class Texts:
 
     Ids are below `vocab_size`, and no token stands for more than `longest_token` characters.
     `drops_space`: a text does not show the space that its first token begins with (Llama 2).
-    Chats become what the same chats are in training, as `data` says; the date is today's.
+    Chats become what the same chats are in training, as `data` says; the date is today's. What a
+    turn says is text: no name of a special token in it is that token.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Texts:
     ) -> None:
         self.vocab_size = vocab_size
         self._tokenizer: Any = copy.deepcopy(tokenizer)
-        self._format = chat_format(self._tokenizer, data or DataConfig(), fixed_date=False)
+        data = data or DataConfig()
+        self._format = chat_format(self._tokenizer, data, fixed_date=False)
+        self._literal = not data.special_tokens_in_text
         self._lock = threading.Lock()
         self.shown = functools.lru_cache(_SHOWN_TOKENS)(self._shown)
         self.special_ids = set(tokenizer.all_special_ids)  # that a text does not show
@@ -64,7 +67,7 @@ class Texts:
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with what the tokenizer puts before a text. Slow for long texts."""
         with self._lock:
-            return text_ids(self._tokenizer, [text])[0]
+            return text_ids(self._tokenizer, [text], literal=self._literal)[0]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a chat that awaits its answer.

@@ -41,7 +41,7 @@ from draftkit.tracking import Tracker
 from draftkit.workflow.claims import claim
 from draftkit.workflow.fitting import Fitted, Job, fit
 from draftkit.workflow.prompts import Prompt, examples_of, fit_examples, held_out_of
-from draftkit.workflow.sampling import target_sampler
+from draftkit.workflow.sampling import ROLLOUTS, TEST, VALIDATION, noise_seed, target_sampler
 from draftkit.workflow.sources import TrainingTexts, reads_rollouts
 
 Note = Callable[[str], None]  # what hears how a job goes on: `print`, or nothing
@@ -195,13 +195,13 @@ def distill(
             count = config.generate.rollouts
             note(f"sampling {count} answers of the target")
             again = [examples[row % len(examples)] for row in range(count)]
-            rollouts = _answers(pair.target, again, config, room)
+            rollouts = _answers(pair.target, again, config, room, ROLLOUTS)
         job = Job(
             config=config,
             target=pair.target,
             start=config.draft,
             texts=TrainingTexts(examples, room, rollouts),
-            validation=_contexts(pair, held_out, config),
+            validation=_contexts(pair, held_out, config, VALIDATION),
             folder=work,
             tracker=Tracker(work),
             note=note,
@@ -257,7 +257,7 @@ def evaluate(
     least = batches * CALIBRATING // (CALIBRATING - 1) if timed else 2
     if len(examples) < least:
         raise ValueError(f"prompts: {len(examples)} are too few for an interval: give {least}")
-    contexts = _contexts(pair, examples, config)
+    contexts = _contexts(pair, examples, config, TEST)
     if timed:
         evidence = _timed(pair, examples, contexts, config, note)
         scored = evidence["given"].scored
@@ -332,13 +332,13 @@ def generate(
 
 
 def _answers(
-    target: Target, examples: Sequence[Example], config: Config, room: Room
+    target: Target, examples: Sequence[Example], config: Config, room: Room, use: str
 ) -> list[Record]:
-    """The target's own answers to the prompts of `examples`."""
+    """The target's own answers to the prompts of `examples`, by the noise of their `use`."""
     sampler = target_sampler(
         target,
         sampling=config.sampling,
-        seed=config.seed,
+        seed=noise_seed(config.seed, use),
         max_new_tokens=room.new,
         batch_size=config.generate.batch_size,
         max_length=room.total,
@@ -347,11 +347,11 @@ def _answers(
     return sampler.sample(prompts, rows=range(len(prompts)), version="target")
 
 
-def _contexts(pair: Pair, examples: Sequence[Example], config: Config) -> list[Record]:
+def _contexts(pair: Pair, examples: Sequence[Example], config: Config, use: str) -> list[Record]:
     """What the target says after held-out prompts, sampled once for all drafts beside it."""
     room = Room(config.evaluate.max_new_tokens, pair.context)
     prompts = [example.prompt_ids for example in examples]
-    key = fingerprint([prompts, vars(config.sampling), config.seed, vars(room)])
+    key = fingerprint([prompts, vars(config.sampling), config.seed, vars(room), use])
     if key not in pair._contexts:
-        pair._contexts[key] = _answers(pair.target, examples, config, room)
+        pair._contexts[key] = _answers(pair.target, examples, config, room, use)
     return pair._contexts[key]

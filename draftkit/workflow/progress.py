@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from transformers import PreTrainedTokenizerBase
 
+from draftkit.decoding.trace import visible
 from draftkit.distillation.batch import Batch
 from draftkit.distillation.batch_sources import Source
 from draftkit.distillation.loop import Outcome, Progress, train
@@ -58,7 +59,8 @@ def train_logged(
 def row_text(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> str:
     """The first row of `batch` in one line: what the loss is taken on in marks, the rest beside it.
 
-    Special tokens show; long pieces lose their middle, and what follows the last mark is left out.
+    Special tokens show, and controls that a terminal would obey as signs; long pieces lose their
+    middle, and what follows the last mark is left out.
     """
     ids, mask = batch.input_ids[0].tolist(), batch.loss_mask[0].tolist()
     if batch.segments is not None:  # the first text that is packed there
@@ -67,7 +69,7 @@ def row_text(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> str:
     for learned, run in groupby(mask[: len(mask) - mask[::-1].index(True)] if any(mask) else []):
         size = len([*run])
         piece = tokenizer.decode(ids[at : at + size], clean_up_tokenization_spaces=False)
-        piece = str(piece).replace("\n", "\\n")
+        piece = visible(str(piece).replace("\n", "\\n"))
         if len(piece) > 2 * SHOWN:
             piece = f"{piece[:SHOWN]} ... {piece[-SHOWN:]}"
         text, at = text + (f"{OPENING}{piece}{CLOSING}" if learned else piece), at + size

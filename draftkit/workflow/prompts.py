@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from draftkit.config import Config, DataConfig
-from draftkit.data.corpora import Document, row_form
+from draftkit.data.corpora import document_of, name_of, row_form
 from draftkit.data.lengths import Room, lengths_within, reading_lines
 from draftkit.data.prompts import Example, RowReader
 from draftkit.models.loading import Target
@@ -24,6 +24,7 @@ def examples_of(
     """Prompts, and answers where they have some, as the target reads them, nothing cut.
 
     Text is a user turn where `data.chat_template` says so; every answer of a chat is an example.
+    Rows of the same question are one document, named after the first of them.
     context: that of the models. `note` hears what was made of texts. Raises ValueError naming the
     first prompt that cannot be used.
     """
@@ -32,16 +33,20 @@ def examples_of(
     size, lengths = target.adapter.vocab_size, lengths_within(context, data)
     data = replace(data, name="local", path="prompts", max_length=lengths.window)
     reader = RowReader(target.tokenizer, data)
+    first: dict[str, str] = {}  # what the first prompt with an id is called
     examples: list[Example] = []
     for number, prompt in enumerate(prompts):
         name, row = f"prompt {number}", row_of(prompt)
         if row is not None:
-            (made,) = reader.read([Document(name, "", row_form(row, data, name))])
+            (document,) = reader.named([document_of(row_form(row, data, name))])
+            called = first.setdefault(document.id, name)
+            (made,) = reader.read([replace(document, id=called)])
         else:
             ids: Any = [*prompt]
             if not all(isinstance(one, int) and 0 <= one < size for one in ids):
                 raise ValueError(f"{name} must be text, messages, or ids from 0 to {size - 1}")
-            made = [Example(ids, [False] * len(ids), name, "")] if ids else []
+            called = first.setdefault(name_of(ids), name)
+            made = [Example(ids, [False] * len(ids), called, "")] if ids else []
         if not made:
             raise ValueError(f"{name} holds no text to continue")
         if (longest := max(len(example.prompt_ids) for example in made)) >= context:

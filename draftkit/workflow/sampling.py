@@ -1,5 +1,6 @@
 """Who samples: the target, by our decoder or an engine that serves it over HTTP, or the draft."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -16,6 +17,18 @@ from draftkit.distillation.samplers import (
 )
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target, load_outline
+
+ROLLOUTS, VALIDATION, TEST = "rollouts", "validation", "test"  # uses of the target's answers
+
+
+def noise_seed(seed: int, use: str) -> int:
+    """The seed of what is sampled for one `use` in a run of `seed`: 63 bits.
+
+    Rows are counted from 0 in every use. Under one seed a prompt that training and test share, or
+    two that are nearly alike, would get the same answer in both.
+    """
+    digest = hashlib.blake2b(f"{use} {seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def target_sampler(
@@ -56,7 +69,7 @@ def engine_sampler(target: ModelConfig, config: Config, room: Room) -> OpenAISam
         max_new_tokens=room.new,
         max_length=room.total,
         batch_size=options.concurrency,
-        seed=config.seed,
+        seed=noise_seed(config.seed, ROLLOUTS),
     )
     return OpenAISampler(
         url=options.url,
@@ -79,7 +92,7 @@ def source_sampler(config: Config, target: Target, draft: CausalAdapter, room: R
         max_new_tokens=config.decode.gamma if source.name == "block" else room.new,
         max_length=room.total,
         batch_size=min(config.generate.batch_size, rows),
-        seed=config.seed,
+        seed=noise_seed(config.seed, "draft"),
     )
     if source.name == "replay":
         return SpeculativeSampler(

@@ -78,6 +78,19 @@ def test_max_rows_reads_no_further(tmp_path: Path) -> None:
         (b'{"messages": [{"role": "bot", "content": "a"}]}', "messages[0] must have a role, one"),
         (b'{"messages": [{"role": "user"}]}', "messages[0].content must be text, got NoneType"),
         (b'{"messages": [["user", "a"]]}', "messages[0] must have a role"),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "messages[0].content[0] is of the type 'image': a part of a message must be text here",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}], "tools": "f"}',
+            "tools must be a list,",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}], "tools": ["f"]}',
+            "tools must be a list",
+        ),
+        (b'{"prompt": "a", "tools": [{"name": "f"}]}', "tools go with messages"),
         (b'{"prompt": "a", "completion": 3}', "the completion must be text, got int"),
         (b'{"prompt": [], "completion": "a"}', "the prompt must be text, got list"),
     ],
@@ -198,6 +211,30 @@ def test_a_hub_data_set_gives_the_documents_of_its_file(tmp_path: Path) -> None:
     assert message.startswith(f"data.path {path.parent} could not be loaded (ValueError: Unknown")
 
 
+def test_parts_of_a_message_are_joined(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b", "image_url": None}]
+    rows = [{"messages": [{"role": "user", "content": parts}]}]
+    assert load(jsonl(tmp_path / "a.jsonl", rows))[0].row["messages"][0]["content"] == "a b"
+
+
+def test_tools_go_with_a_chat_as_a_list_or_as_json(tmp_path: Path) -> None:
+    chat, tools = [{"role": "user", "content": "a"}], [{"name": "f", "about": {"x": 1}}]
+    rows = [
+        {"messages": chat, "tools": tools},
+        {"messages": chat, "tools": json.dumps(tools)},
+        {"prompt": chat, "tools": tools},
+        {"messages": chat, "tools": []},
+    ]
+    found = load(jsonl(tmp_path / "a.jsonl", rows))
+    assert [one.row for one in found] == [
+        *[{"messages": chat, "tools": tools}] * 3,
+        {"messages": chat},
+    ]
+    nulls = [{"messages": chat, "tools": [{"name": "f", "about": {"x": 1}}, {"name": "g"}]}]
+    pq.write_table(pa.Table.from_pylist(nulls), tmp_path / "a.parquet")
+    assert load(tmp_path / "a.parquet")[0].row["tools"] == [*tools, {"name": "g"}]
+
+
 # Splits
 
 
@@ -273,3 +310,35 @@ def test_repeated_rows_and_other_answers_to_a_question_share_a_split(tmp_path: P
         for part in split_documents(list(read_documents(data)), data).values():
             asked = Counter(str(document.row).partition("answer")[0] for document in part)
             assert set(asked.values()) == {3}
+
+
+SAID = {"role": "assistant", "content": "ok"}
+GREETING = {"role": "assistant", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": f"a b{space}"} for space in ("", " ", "\n")],
+        [
+            {
+                "messages": [
+                    {"role": "system", "content": day},
+                    {"role": "user", "content": "a"},
+                    SAID,
+                ]
+            }
+            for day in "xy"
+        ],
+        [
+            {"messages": [GREETING, {"role": "user", "content": "a"}, *[SAID] * count]}
+            for count in range(3)
+        ],
+    ],
+    ids=["white space", "system turns", "a log that grows"],
+)
+def test_rows_of_one_question_are_one_document(rows: list[Any], tmp_path: Path) -> None:
+    other = {"messages": [GREETING, {"role": "user", "content": "b"}]}
+    ids = [one.id for one in load(jsonl(tmp_path / "a.jsonl", [*rows, other]))]
+    assert len({*ids[:-1]}) == 1
+    assert ids[-1] not in ids[:-1]

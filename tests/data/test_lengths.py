@@ -16,6 +16,7 @@ from draftkit.data.lengths import (
     lengths_within,
     most_prompt,
     reading_lines,
+    shared_line,
     shares_cut,
     ways_out,
 )
@@ -148,6 +149,11 @@ def test_lines_for_the_person_who_gave_the_rows() -> None:
     )
     assert others == []
     assert shares_cut(counts)["completions_cut_share"] == 0.02
-    more = reading_lines(counts | Counter(prompts_formatted=7), Lengths(1024, 512, 128))
-    assert more[1].startswith("7 prompts hold special tokens of the chat template already")
+    more = reading_lines(counts | Counter(rows_naming_special=7), Lengths(1024, 512, 128))
+    assert more[1].startswith("7 rows hold names of special tokens, which are text there")
     assert reading_lines(Counter(windows=9), Lengths(1, 1, 1)) == []
+    assert shared_line(Counter(test=9)) == ""
+    assert shared_line(Counter(test=9, prompts_shared=2)) == (
+        "2 examples are left out of training and validation, since their prompts are held out; "
+        "0 of 9 test prompts repeat another"
+    )

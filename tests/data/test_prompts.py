@@ -59,6 +59,11 @@ def repr_without_id(example: Example) -> str:
     return f"{example.token_ids} {example.loss_mask}"
 
 
+def numbers(first: int) -> str:
+    """Some 1,400 tokens, no eight of which stand in the text of another `first`."""
+    return " ".join(str((first + 11) * 10_000 + n) for n in range(200))
+
+
 def learned(example: Example, tokenizer: Fast) -> str:
     marked = zip(example.token_ids, example.loss_mask, strict=True)
     return str(tokenizer.decode([token for token, loss in marked if loss]))
@@ -95,7 +100,7 @@ def test_a_long_prompt_keeps_its_end_and_is_counted(tmp_path: Path, tokenizer: F
     examples = [*splits.train, *splits.validation, *splits.test]
     (cut,) = [example for example in examples if len(example.prompt_ids) == 50]
     assert splits.counts["prompts_cut"] == 1
-    assert cut.prompt_ids == tokenizer(WORDS * 40)["input_ids"][-50:]
+    assert cut.prompt_ids == [tokenizer.bos_token_id, *tokenizer(WORDS * 40)["input_ids"][-49:]]
     assert cut.token_ids[-1] == tokenizer.eos_token_id
     assert splits.room == Room(1024, 50 + 1024)
 
@@ -157,9 +162,9 @@ def test_a_tokenizer_without_eos_is_refused() -> None:
 
 # Text
 
-# Of windows of 32 tokens of which 8 are context: shorter than one, full, one more, with a rest that
-# is just too short to keep or just long enough, and the same two and three windows later.
-BOUNDARIES = (17, 31, 32, 33, 46, 47, 48, 63, 64, 65, 78, 79, 80, 95, 96, 97, 99)
+# Of windows of 32 tokens of which 8 are context, the first of them BOS: shorter than one, full, one
+# more, with a rest that is just too short to keep or just long enough, and the same later on.
+BOUNDARIES = (17, 31, 32, 33, 45, 46, 47, 62, 63, 64, 76, 77, 78, 93, 94, 95, 97)
 
 
 @pytest.mark.parametrize("length", BOUNDARIES)
@@ -168,18 +173,24 @@ def test_windows_of_a_text_join_to_the_text_and_its_end(tokenizer: Fast, length:
     text = str(tokenizer.decode(ids[1:]))
     assert tokenizer(text)["input_ids"] == ids  # the words are chosen so that this holds
     examples = examples_of({"text": text}, tokenizer, max_length=32)
-    joined = [token for example in examples for token in example.token_ids]
-    rest = length % 32
-    if rest == 0:  # no room for EOS
-        assert joined == ids
-    elif length > 32 and rest + 1 < 16:  # too short to keep
-        assert joined == ids[: length - rest]
-    else:
-        assert joined == [*ids, tokenizer.eos_token_id]
-    for number, example in enumerate(examples):
-        assert len(example.prompt_ids) == 8
+    for example in examples:  # as a server reads every prompt
+        assert example.token_ids[0] == tokenizer.bos_token_id
         assert example.loss_mask == [False] * 8 + [True] * (len(example.token_ids) - 8)
-        assert (tokenizer.bos_token_id in example.token_ids) == (number == 0)
+    joined = [token for example in examples for token in example.token_ids[1:]]
+    rest = (length - 1) % 31
+    if rest == 0:  # no room for EOS
+        assert joined == ids[1:]
+    elif length > 32 and rest + 2 < 16:  # too short to keep
+        assert joined == ids[1 : length - rest]
+    else:
+        assert joined == [*ids[1:], tokenizer.eos_token_id]
+
+
+def test_without_a_token_that_begins_texts_windows_are_the_text_alone() -> None:
+    plain = byte_bpe(bos=False)
+    examples = examples_of({"text": WORDS * 9}, plain, max_length=32)
+    joined = [token for example in examples for token in example.token_ids]
+    assert joined[:-1] == plain(WORDS * 9)["input_ids"][: len(joined) - 1]
 
 
 @pytest.mark.parametrize(("length", "kept"), [(1, False), (7, False), (8, True), (9, True)])
@@ -276,28 +287,62 @@ def test_a_prompt_is_a_user_turn_where_there_is_a_template() -> None:
 
 
 @pytest.mark.parametrize("make", [thinking, headers])
-def test_a_prompt_that_is_formatted_already_stays_as_it_is_and_is_counted(
+def test_prompts_and_answers_that_name_special_tokens_are_text_and_are_counted(
     tmp_path: Path, make: Callable[[], Fast]
 ) -> None:
     tokenizer = make()
     end = tokenizer.eos_token
-    formatted = [
-        {
-            "prompt": tokenizer.apply_chat_template(
-                chat(f"say {n}"), tokenize=False, add_generation_prompt=True
-            ),
-            "completion": f"yes{end}",  # which ends it once
-        }
-        for n in range(4)
-    ]
-    splits = splits_of(tmp_path, [*formatted, {"prompt": "a", "completion": "b"}], tokenizer)
-    assert (splits.counts["prompts_formatted"], splits.counts["prompts_templated"]) == (4, 1)
-    (example,) = examples_of(formatted[0], tokenizer)
+    row = {"prompt": f"what is {end}?", "completion": f"{end} ends a turn"}
+    (example,) = examples_of(row, tokenizer)
+    (plain,) = examples_of({"prompt": "what is it?"}, tokenizer)
+    assert example.prompt_ids.count(tokenizer.eos_token_id) == plain.prompt_ids.count(
+        tokenizer.eos_token_id
+    )
+    assert learned(example, tokenizer).endswith(f"{end} ends a turn{end}")
+    others = [{"prompt": f"{n}", "completion": "b"} for n in range(4)]
+    splits = splits_of(tmp_path, [row, *others], tokenizer)
+    assert (splits.counts["rows_naming_special"], splits.counts["prompts_templated"]) == (1, 5)
+    base = byte_bpe()
+    (untemplated,) = examples_of(row, base)
+    assert untemplated.token_ids.count(base.eos_token_id) == 1
+
+
+@pytest.mark.parametrize("make", [thinking, headers])
+def test_who_applies_the_template_says_never(make: Callable[[], Fast]) -> None:
+    tokenizer = make()
+    end = tokenizer.eos_token
+    formatted = {
+        "prompt": tokenizer.apply_chat_template(
+            chat("say 0"), tokenize=False, add_generation_prompt=True
+        ),
+        "completion": f"yes{end}",  # which ends it once
+    }
+    (example,) = examples_of(formatted, tokenizer, chat_template="never")
     ids = tokenizer.apply_chat_template(chat("say 0"), add_generation_prompt=True)["input_ids"]
     assert example.prompt_ids == ids
     assert learned(example, tokenizer) == f"yes{end}"
-    (wrapped,) = examples_of(formatted[0], tokenizer, chat_template="always")
-    assert len(wrapped.prompt_ids) > len(ids)
+
+
+def test_special_tokens_in_text_are_words_where_the_setting_says_so(tokenizer: Fast) -> None:
+    words: dict[str, Any] = {"special_tokens_in_text": False}
+    (text,) = examples_of({"text": f"a <|im_end|> {WORDS}"}, tokenizer, **words)
+    assert text.token_ids.count(1) == 1
+    row = {"prompt": "a <|im_end|>"}
+    (prompt,) = examples_of(row, tokenizer, chat_template="never", **words)
+    assert 1 not in prompt.token_ids
+    (control,) = examples_of(row, tokenizer, chat_template="never")
+    assert 1 in control.token_ids
+
+
+def test_tools_reach_the_template_or_are_refused() -> None:
+    tool = {"name": "add<|im_end|>"}
+    turns = {"messages": chat("2+2?", "4"), "tools": [tool]}
+    calling = byte_bpe(template="{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHAT)
+    (example,) = examples_of(turns, calling)
+    assert str(calling.decode(example.prompt_ids)).startswith('{"name": "add<|im_end|>"}<|im_start')
+    assert example.prompt_ids.count(calling.eos_token_id) == 1
+    message = refusal(lambda: examples_of(turns, byte_bpe(template=CHAT)))
+    assert "holds `tools`, of which the chat template of target.path does not speak" in message
 
 
 def test_a_chat_that_awaits_an_answer_is_a_prompt_besides_its_answers() -> None:
@@ -373,14 +418,14 @@ def test_a_template_that_prints_the_date_gives_the_same_tokens_every_day() -> No
 
 
 def test_the_same_rows_give_the_same_splits_in_any_order(tmp_path: Path, tokenizer: Fast) -> None:
-    rows = [{"text": f"{WORDS * (n % 5 + 1)} {n}"} for n in range(60)]
+    rows = [{"text": f"{n} {WORDS * (n % 5 + 1)} {n}"} for n in range(60)]
     first = splits_of(tmp_path, rows, tokenizer)
     assert splits_of(tmp_path, rows, tokenizer) == first
     assert splits_of(tmp_path, rows[::-1], tokenizer) == first
 
 
 def test_no_document_is_in_two_splits(tmp_path: Path, tokenizer: Fast) -> None:
-    rows = [{"text": f"{n} {WORDS * 20}"} for n in range(40)]
+    rows = [{"text": f"{n} {WORDS * 3}"} for n in range(40)]
     splits = splits_of(tmp_path, rows * 2, tokenizer, test_fraction=0.3)
     parts = [{e.document for e in part} for part in (splits.train, splits.validation, splits.test)]
     assert [len(part) for part in parts] == [26, 2, 12]
@@ -388,7 +433,7 @@ def test_no_document_is_in_two_splits(tmp_path: Path, tokenizer: Fast) -> None:
 
 
 def test_the_first_examples_come_from_many_documents(tmp_path: Path, tokenizer: Fast) -> None:
-    rows = [{"text": f"{n} {WORDS * 40}"} for n in range(40)]
+    rows = [{"text": numbers(n)} for n in range(40)]
     train = splits_of(tmp_path, rows, tokenizer).train
     assert len(train) > 36 * 4
     assert len({example.document for example in train[:40]}) > 15
@@ -408,9 +453,47 @@ def test_documents_tokenised_together_and_alone_agree(tmp_path: Path, tokenizer:
 
 
 def test_the_checksum_sees_tokens_and_masks(tmp_path: Path, tokenizer: Fast) -> None:
-    rows = [{"text": WORDS + str(n)} for n in range(10)]
+    # The ninth token is a space, which tells no two prompts apart: the order stays.
+    rows = [{"text": f"{n:07}  {WORDS}"} for n in range(10)]
     plain = splits_of(tmp_path, rows, tokenizer)
     masks = splits_of(tmp_path, rows, tokenizer, prompt_tokens=9)
     assert [e.token_ids for e in masks.train] == [e.token_ids for e in plain.train]
-    tokens = splits_of(tmp_path, [*rows[:-1], {"text": WORDS + "x"}], tokenizer)
+    tokens = splits_of(tmp_path, [*rows[:-1], {"text": f"{9:07}  {WORDS}!"}], tokenizer)
+    assert [one.document for one in tokens.train] == [one.document for one in plain.train]
     assert len({plain.sha256, masks.sha256, tokens.sha256}) == 3
+
+
+def alike(splits: Splits) -> int:
+    """How many test prompts another split has."""
+    elsewhere = {tuple(one.prompt_ids) for one in (*splits.train, *splits.validation)}
+    return sum(tuple(one.prompt_ids) in elsewhere for one in splits.test)
+
+
+def test_texts_with_the_same_prompt_are_one_document(tmp_path: Path, tokenizer: Fast) -> None:
+    questions = [f"Question {n * 7} of all: {n}? " for n in range(30)]
+    rows = [{"text": f"{question} Answer {k}: {WORDS}"} for question in questions for k in range(4)]
+    splits = splits_of(tmp_path, rows, tokenizer, prompt_tokens=12, test_fraction=0.3)
+    assert len(splits.test) == 9 * 4
+    assert alike(splits) == 0
+    assert splits.counts["prompts_shared"] == 0
+    assert splits.counts["test_prompts_repeated"] == 9 * 3
+    assert len({example.document for example in splits.test}) == 9
+
+
+def test_texts_that_all_begin_alike_are_refused(tmp_path: Path, tokenizer: Fast) -> None:
+    rows = [{"text": f"{WORDS} {n}"} for n in range(30)]
+    message = refusal(lambda: splits_of(tmp_path, rows, tokenizer))
+    assert "gives 1 different documents" in message
+    assert "texts with the same first data.prompt_tokens=8 are one: a larger" in message
+
+
+def test_a_prompt_that_two_splits_would_have_is_held_out(tmp_path: Path, tokenizer: Fast) -> None:
+    """Later windows of texts that repeat themselves begin alike, whatever the texts begin with."""
+    rows = [{"text": f"{n} {WORDS * 40}" if n < 20 else numbers(n)} for n in range(40)]
+    splits = splits_of(tmp_path, rows, tokenizer, test_fraction=0.3, validation_fraction=0.3)
+    everything = sum(len(examples_of(row, tokenizer)) for row in rows)
+    assert alike(splits) == 0
+    validated = {tuple(one.prompt_ids) for one in splits.validation}
+    assert not any(tuple(one.prompt_ids) in validated for one in splits.train)
+    assert everything - splits.counts["prompts_shared"] == sum(map(splits.counts.get, SPLITS))
+    assert 0 < splits.counts["test_prompts_repeated"] < splits.counts["prompts_shared"]

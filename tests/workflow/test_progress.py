@@ -30,6 +30,10 @@ def test_a_row_is_one_line_with_marks_around_what_counts() -> None:
     assert shown([*chat, ("behind", False)]) == shown(chat)
 
 
+def test_no_control_reaches_the_terminal() -> None:
+    assert shown([("x\x1b[2J\a", False), ("\x1b]0;", True)]) == "x␛[2J␇⟦␛]0;⟧"
+
+
 def test_a_long_piece_loses_its_middle() -> None:
     text = shown([("a" * 999 + "b", False), ("c", True)])
     assert text == "a" * SHOWN + " ... " + "a" * (SHOWN - 1) + "b⟦c⟧"

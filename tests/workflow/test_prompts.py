@@ -43,7 +43,7 @@ def test_a_row_keeps_prompt_and_answer_apart(target):
 def test_text_is_a_user_turn_where_there_is_a_template(talking):
     turns, lines = chat("ab", "cd"), []
     expected = talking.tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True)
-    text, row, first, formatted = read(
+    text, row, first, naming = read(
         ["ab", {"prompt": "ab", "completion": "cd"}, turns, "ab<|end|>"],
         talking,
         note=lines.append,
@@ -51,8 +51,10 @@ def test_text_is_a_user_turn_where_there_is_a_template(talking):
     for example in (text, row, first):
         assert example.prompt_ids == expected["input_ids"]
     assert row.token_ids == first.token_ids
-    assert formatted.prompt_ids != expected["input_ids"]
-    assert [line.split(" prompts ")[0] for line in lines] == ["2", "1"]
+    assert naming.prompt_ids[-1] == expected["input_ids"][-1]
+    assert naming.prompt_ids.count(talking.tokenizer.eos_token_id) == 1
+    assert [line.split()[0] for line in lines] == ["3", "1"]
+    assert text.document == row.document == "prompt 0"
     never = DataConfig(chat_template="never")
     (plain,) = read(["ab"], talking, never)
     assert plain.prompt_ids == talking.tokenizer("ab").input_ids

@@ -33,7 +33,7 @@ from draftkit.data.lengths import (
     lengths_within,
     ways_out,
 )
-from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
+from draftkit.data.store import ORDER, Picked, Stored, hash_order, rank_in_group, write_rows
 
 SHORT_WINDOW = 8  # tokens after the prompt below which the rest of a text is not worth a row
 DOCUMENTS = 256  # tokenised together
@@ -96,7 +96,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Splits:
-    """Examples by split, each in hash order: any first n are a fair sample of documents."""
+    """Examples by split, in an order in which any first n are of as many documents as there are.
+
+    Each document gives one example, in hash order, before any gives a second.
+    """
 
     train: Sequence[Example]
     validation: Sequence[Example]
@@ -125,7 +128,7 @@ def make_splits(
     counts, digest = reader.counts, hashlib.sha256()
     for split, members in split_documents(documents, data).items():
         dropped = -counts["rows_dropped"]
-        examples = _in_hash_order(members, folder / UNSORTED, reader)
+        examples = _documents_in_turn(members, folder / UNSORTED, reader)
         if not examples:
             check_prompts_cut(reader.prompt_tokens, lengths, context, data)
             long = dropped + counts["rows_dropped"] > 0
@@ -163,21 +166,29 @@ def _unusable(split: str, data: DataConfig, lengths: Lengths, ways: Sequence[str
     return ValueError(f"{setting(data)}: no row of the {split} split is usable, all are {reason}")
 
 
-def _in_hash_order(
+def _documents_in_turn(
     documents: Sequence[Document], path: Path, reader: "RowReader"
 ) -> Sequence[Example]:
-    """The examples of `documents`, through the file `path`; their keys alone are in memory."""
-    keys = bytearray()
+    """The examples of `documents`, through the file `path`; their keys alone are in memory.
+
+    Rows of one document, as several answers to a prompt, count its examples on.
+    """
+    keys, names, count = bytearray(), [], Counter[str]()
 
     def examples() -> Iterator[dict[str, Any]]:
         for start in range(0, len(documents), DOCUMENTS):
             for windows in reader.read(list(documents[start : start + DOCUMENTS])):
-                for window, example in enumerate(windows):
-                    keys.extend(hash_order(f"{example.document} {window}"))
+                for example in windows:
+                    name = example.document
+                    keys.extend(hash_order(f"{name} {count[name]}"))
+                    names.append(name)
+                    count[name] += 1
                     yield vars(example)
 
     write_rows(path, SCHEMA, examples())
-    return Picked(Stored(path, Example), np.argsort(np.frombuffer(keys, ORDER), kind="stable"))
+    by_hash = np.argsort(np.frombuffer(keys, ORDER), kind="stable")
+    rank = rank_in_group([names[row] for row in by_hash])
+    return Picked(Stored(path, Example), by_hash[np.argsort(rank, kind="stable")])
 
 
 class RowReader:

@@ -24,8 +24,9 @@ def examples_of(
     """Prompts, and answers where they have some, as the target reads them, nothing cut.
 
     Text is a user turn where `data.chat_template` says so; every answer of a chat is an example.
-    context: that of the models. `note` hears what was made of texts. Raises ValueError naming the
-    first prompt that cannot be used.
+    Prompts that are equal, or begin with equal examples, are one document. context: that of the
+    models. `note` hears what was made of texts. Raises ValueError naming the first prompt that
+    cannot be used.
     """
     if isinstance(prompts, str):
         raise ValueError("prompts must be a list of prompts, and is one text")
@@ -33,6 +34,7 @@ def examples_of(
     data = replace(data, name="local", path="prompts", max_length=lengths.window)
     reader = RowReader(target.tokenizer, data)
     examples: list[Example] = []
+    first: dict[tuple[int, ...], str] = {}  # prompt -> the name of its document
     for number, prompt in enumerate(prompts):
         name, row = f"prompt {number}", row_of(prompt)
         if row is not None:
@@ -48,7 +50,8 @@ def examples_of(
             raise ValueError(
                 f"{name} has {longest} tokens, and the models' context is {context}: shorten it"
             )
-        examples += made
+        document = first.setdefault(tuple(made[0].prompt_ids), name)
+        examples += [replace(example, document=document) for example in made]
     for line in reading_lines(reader.counts, lengths)[1:]:  # nothing is cut here
         note(line)
     return examples

@@ -2,10 +2,13 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from draftkit.config import Config, ModelConfig, SamplingConfig
 from draftkit.data.lengths import Room
+from draftkit.data.prompts import Example
+from draftkit.data.rollouts import Record
 from draftkit.distillation.engines import OpenAISampler
 from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.samplers import (
@@ -16,6 +19,18 @@ from draftkit.distillation.samplers import (
 )
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target, load_outline
+
+
+def answered(
+    sampler: Sampler, examples: Sequence[Example], *, rows: Sequence[int], version: str
+) -> list[Record]:
+    """What `sampler` says after the prompts of `examples`, with the documents that these are of."""
+    prompts = [example.prompt_ids for example in examples]
+    records = sampler.sample(prompts, rows=rows, version=version)
+    return [
+        replace(record, document=example.document, domain=example.domain)
+        for record, example in zip(records, examples, strict=True)
+    ]
 
 
 def target_sampler(

@@ -171,18 +171,16 @@ def _documents_in_turn(
 ) -> Sequence[Example]:
     """The examples of `documents`, through the file `path`; their keys alone are in memory.
 
-    Rows of one document, as several answers to a prompt, count its examples on.
+    They are scattered by what they hold: the order of the rows in a file says nothing.
     """
-    keys, names, count = bytearray(), [], Counter[str]()
+    keys, names = bytearray(), []
 
     def examples() -> Iterator[dict[str, Any]]:
         for start in range(0, len(documents), DOCUMENTS):
             for windows in reader.read(list(documents[start : start + DOCUMENTS])):
                 for example in windows:
-                    name = example.document
-                    keys.extend(hash_order(f"{name} {count[name]}"))
-                    names.append(name)
-                    count[name] += 1
+                    keys.extend(hash_order(f"{example.document} {example.token_ids}"))
+                    names.append(example.document)
                     yield vars(example)
 
     write_rows(path, SCHEMA, examples())

@@ -153,7 +153,7 @@ class Rate(NamedTuple):
 class Estimate:
     """A number with its 95 % interval, and the positions `n`, prompts and documents behind it.
 
-    Without an interval both its ends are NaN, which lies neither above nor below anything.
+    Without an interval both its ends are infinite: nothing lies outside.
     """
 
     mean: float
@@ -170,7 +170,7 @@ class Estimate:
     @property
     def ci95(self) -> list[float] | None:
         """The interval as summaries hold it; None where there is none."""
-        return None if math.isnan(self.low) else [self.low, self.high]
+        return [self.low, self.high] if math.isfinite(self.high) else None
 
     def as_dict(self) -> dict[str, Any]:
         """The form in which every `summary.json` holds an estimate."""
@@ -259,7 +259,7 @@ def estimate(*rates: Rate, compare: Compare = rate_itself, least: int = LEAST_UN
     a gain. `n` are the counts of the first. There is no interval for under `least` documents.
     """
     found = _found(*rates, compare=compare)
-    width = math.nan
+    width = math.inf
     if found.documents >= max(2, least):
         width = student_t_quantile(found.degrees) * found.error
     value = found.value

@@ -15,6 +15,7 @@ import pipelines.checksums
 import pipelines.folder
 from draftkit.artifacts import read_json
 from draftkit.config import Config
+from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
 from draftkit.tracking import read_metrics
 from draftkit.workflow.pretraining import recipe
@@ -76,8 +77,7 @@ def test_one_command_runs_every_stage_and_answers_the_question(finished, root, c
     for mode in ("alpha", "alpha_greedy_draft", "alpha_exact_match"):
         assert summary[f"{mode}_before"] == judged["before"][mode]
         assert summary[f"{mode}_after"] == judged[mode]
-        low, high = summary[f"{mode}_gain"]["ci95"]
-        assert low <= summary[f"{mode}_gain"]["mean"] <= high
+        assert summary[f"{mode}_gain"]["ci95"] is None  # of eight documents
     assert summary["alpha_gain"]["mean"] > 0
     lengths = (part["acceptance_length"]["mean"] for part in (judged, judged["before"]))
     assert judged["acceptance_length_gain"]["mean"] == pytest.approx(operator.sub(*lengths))
@@ -177,8 +177,38 @@ def test_the_drafter_is_judged_as_it_is_served(root, capsys, name):
     assert "prompt lookup, tau" in shown
     if name == "argmax":
         served, stated = summary["alpha_decoding"], summary["alpha_greedy_draft"]
-        assert served["ci95"][0] - 0.05 < stated["mean"] < served["ci95"][1] + 0.05
+        assert served["mean"] == pytest.approx(stated["mean"], abs=0.1)  # too few for intervals
         assert summary["alpha"]["mean"] > stated["mean"]
+
+
+def test_smoke_says_that_it_only_shows_that_all_works(finished, root, capsys):
+    """Six prompts of untrained models deploy nothing, whatever their clock says."""
+    judged = read_json(finished / "evaluate" / "summary.json")
+    assert judged["verdict"] == judged["before"]["verdict"] == "inconclusive"
+    assert judged["reason"].startswith("this run only shows that every part works: ")
+    assert judged["best_of"] == "none"
+    evaluate.launch(smoke(root))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "INCONCLUSIVE" in shown
+    assert "DEPLOY" not in shown
+    assert "no intervals: 8 documents, 20 needed" in shown
+
+
+def test_answers_know_the_documents_of_their_prompts(finished, root):
+    texts = read_splits(next((root / "shared" / "texts").iterdir()))
+    contexts = next((root / "shared" / "contexts").iterdir())
+    rollouts = next((root / "shared" / "generate").iterdir())
+    for records, examples in (
+        (read_contexts(contexts, "test"), texts.test),
+        (read_contexts(contexts, "validation"), texts.validation),
+        (read_parts(rollouts), texts.train),
+    ):
+        for record, example in zip(records, examples, strict=False):
+            assert record.prompt_ids == example.prompt_ids
+            assert record.document == example.document != ""
+    judged = read_json(finished / "evaluate" / "summary.json")
+    scored = read_json(finished / "evaluate" / "prompts.json")["1"]["after"]
+    assert judged["alpha"]["documents"] == len(set(scored["documents"])) == 8
 
 
 def test_tau_and_the_per_position_rates_come_from_one_histogram(finished):

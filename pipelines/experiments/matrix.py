@@ -178,7 +178,7 @@ def table_of(
     rows = grid(cells, temperature)
     count = sum(bool(seeds) for by_source in rows.values() for seeds in by_source.values())
     caption = (
-        f"95 % intervals, paired by prompt, each of its own cell and not of all {count} at once: "
+        f"95 % intervals, paired by document, each of its own cell and not of all {count} at once: "
         f"the best of many may have been lucky{legend}"
     )
     edges = {"show_edge": False, "pad_edge": False, "padding": 0}

@@ -24,6 +24,7 @@ from draftkit.evaluation.judge import (
     check_lossless,
     float32_bytes,
     proposers_of,
+    timed_rows,
 )
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import compare, count_rounds, summarise
@@ -54,14 +55,14 @@ def lookup(seconds=3.0, drafted=1):
     return Timed([Chunk(0.05, seconds, [one], full)] * 20)
 
 
-def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True):
+def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True, pairs=10):
     timed = [
         Chunk(prefill, seconds, [answer], FullBatch(seconds, 12, 6, emitted))
         for answer, emitted in (
             (completion([1, 2, 3], 11, 8.0), 14),
             (completion([2, 2, 2], 10, 6.0), 12),
         )
-        * 10  # documents enough for intervals
+        * pairs  # of documents, by default enough for intervals
     ]
     plain = Chunk(0.05, 4.0, [completion([12], 0, 0.0)], FullBatch(4.0, 12, 12, 12))
     column = torch.tensor([10.0, 20.0] * 10, dtype=torch.float64)
@@ -74,7 +75,7 @@ def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True):
     return Evidence(
         scored=PromptTotals(totals, column, shares),
         timed=Timed(timed),
-        plain=Timed([plain] * 20),
+        plain=Timed([plain] * 2 * pairs),
         costs=Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 2: 1.1, 4: 1.2, 8: 1.4}),
         lossless=Losslessness(4, 0 if correct else 1, 0),
         lookup=lookup(looked_up),
@@ -111,6 +112,22 @@ def test_verdict_and_break_even_follow():
     assert 1 + alpha + alpha**2 == pytest.approx(1.6)
     assert fast["best_gamma"] > 0
     assert fast["tokens_per_second"] == {"autoregressive": 3.0, "speculative": 6.0}
+
+
+def test_six_documents_decide_nothing_however_fast_and_are_not_refused():
+    summary = summarise(evidence(seconds=0.5, pairs=3), SERVED, CONFIG)
+    assert summary["verdict"] == "inconclusive"
+    assert "every part works: it timed 6 documents, a verdict needs 20" in summary["reason"]
+    assert summary["speedup"]["end_to_end"]["ci95"] is None
+
+
+def test_rows_of_a_batch_that_is_timed_are_of_different_documents():
+    """Else batches would share documents, and tell the same twice."""
+    texts = [[number] for number in range(8)]
+    prompts = Prompts(texts, [], documents=[*"abcabcab"])
+    for size, rows in ((1, [0, 1, 2, 3, 4, 5]), (2, [0, 1, 2])):
+        options = EvaluateConfig(timing_prompts=6, timing_batch_size=size)
+        assert timed_rows(prompts, options) == rows
 
 
 def test_a_draft_whose_prefill_costs_more_than_its_rounds_save_is_not_deployed():

@@ -253,6 +253,11 @@ def test_a_timed_evaluation_judges_as_the_command_does_and_leaves_the_pair(folde
         draftkit.evaluate(pair, held_out[:3], timed=True)
 
 
+def test_equal_prompts_are_one_document(pair):
+    judged = draftkit.evaluate(pair, ["ab", "cd", "ab", "ab"])
+    assert (judged.alpha.prompts, judged.alpha.documents) == (4, 2)
+
+
 def test_the_target_continues_held_out_prompts_once_for_all_drafts(pair, folder, monkeypatch):
     held_out = texts(40)[30:]
     before = draftkit.evaluate(pair, held_out)

@@ -143,7 +143,7 @@ def engine_table(summary: dict[str, Any]) -> Table:
 def result_lines(summary: dict[str, Any]) -> Table:
     """Six lines: what changed from `before` to the judged drafter, and the verdict."""
     before = summary["before"]
-    table = Table(caption=caption(summary), box=None, pad_edge=False)
+    table = Table(caption=caption(summary), box=None, pad_edge=False, min_width=76)
     table.add_column()
     for name in ("before", "after", "gain"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -164,7 +164,10 @@ class Estimate:
     documents: int
 
     def __str__(self) -> str:
-        """`0.812 [0.801, 0.823]`."""
+        """`0.812 [0.801, 0.823]`, or `0.812 (no interval: 6 documents, 20 needed)`."""
+        if self.ci95 is None:
+            needed = f"{self.documents} documents, {LEAST_UNITS} needed"
+            return f"{self.mean:.3f} (no interval: {needed})"
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     @property
@@ -223,7 +226,7 @@ def _found(*rates: Rate, compare: Compare) -> _Found:
     For a rate theta_i - theta is -(t_i - r n_i) / (N (1 - w_i)). Degrees are D for documents of one
     length. They lie between what is right where the tokens of a document are independent,
     1 / sum w^2, and where they agree entirely, (sum w^2)^2 / sum w^4; intervals by the former cover
-    too little, by the latter too much (tests/evaluation/coverage.py). One document has error NaN.
+    too little, by the latter too much (tests/evaluation/simulated.py). One document has error NaN.
     Documents without any position are no observation; raises ValueError where one has positions on
     one side alone.
     """

@@ -229,6 +229,7 @@ def test_fewer_than_twenty_documents_have_no_interval() -> None:
     assert [estimate(rate).ci95 is None for rate in rates] == [True, True, False]
     none = estimate(rates[1])
     assert none == estimate(rates[1])
+    assert str(none) == f"{none.mean:.3f} (no interval: 19 documents, 20 needed)"
     assert not none.excludes(5.0)
     sixteen_answers = Rate(torch.rand(304), torch.ones(304), [row // 16 for row in range(304)])
     assert json.loads(json.dumps(estimate(sixteen_answers).as_dict()))["ci95"] is None

@@ -15,6 +15,7 @@ from rich.console import Console
 from draftkit.artifacts import machine, read_json, write_json, write_text
 from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import read_splits
+from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import continuations, html, terminal
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather
 from draftkit.evaluation.report import engine_table, evaluation_table, speedup_figure
@@ -93,7 +94,7 @@ def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
     return Prompts(
         test=[record.prompt_ids for record in test],
         calibration=[record.prompt_ids for record in validation],
-        documents=[record.document for record in test],
+        documents=[document_of(record) for record in test],
         texts=lambda: training_texts(texts),
     )
 

@@ -12,7 +12,14 @@ from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
-from draftkit.data.rollouts import Record, read_parts, read_records, write_parts, write_records
+from draftkit.data.rollouts import (
+    Record,
+    document_of,
+    read_parts,
+    read_records,
+    write_parts,
+    write_records,
+)
 from draftkit.distillation.engines import RETOKENISED
 from draftkit.distillation.samplers import Sampler
 from draftkit.models.loading import load_target
@@ -111,7 +118,7 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
         )
         write_records(folder.path / f"{name}.parquet", records)
         tokens = sum(len(record.output_ids) for record in records)
-        documents = len({record.document for record in records})
+        documents = len({document_of(record) for record in records})
         summary[name] = {"prompts": len(records), "documents": documents, "tokens": tokens}
     return summary
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
-from draftkit.data.rollouts import Record
+from draftkit.data.rollouts import Record, document_of
 from draftkit.models.adapter import Adapter
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import (
@@ -157,7 +157,7 @@ def score_drafts(
 
 def _by_prompt(contexts: Sequence[Record], totals: dict[str, list[float]]) -> PromptTotals:
     counts = torch.tensor([len(c.output_ids) for c in contexts], dtype=torch.float64)
-    documents = [one.document or tuple(one.prompt_ids) for one in contexts]
+    documents = [document_of(one) for one in contexts]
     return PromptTotals(
         {m: torch.tensor(v, dtype=torch.float64) for m, v in totals.items()},
         counts,

@@ -101,7 +101,9 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
         f"{proposer}temperature {summary['temperature']:g}, gamma {summary['gamma']}, "
         f"batch {summary['batch_size']}, {sample_text(summary['alpha'])}"
     )
-    table = Table(title=title, caption=caption(summary), show_edge=False, pad_edge=False)
+    table = Table(
+        title=title, caption=caption(summary), show_edge=False, pad_edge=False, min_width=72
+    )
     table.add_column("")
     for name in drafts:
         table.add_column(name, justify="right", no_wrap=True)

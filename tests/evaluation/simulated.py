@@ -161,9 +161,12 @@ def tau(rate: Tensor, gamma: int) -> Tensor:
 
 
 def named(documents: int, *, noise: float, repetitions: int, seed: int = 0) -> dict[str, float]:
-    """How often ways that gain nothing are named: by the verdict, as the best, or by either."""
+    """How often ways that gain nothing are named: by the verdict, as the best, or by either.
+
+    held: how often the interval of the judged one's speed-up holds 1, which is its truth.
+    """
     generator, nothing = torch.Generator().manual_seed(seed), Nothing.of(documents, noise)
-    counts = dict.fromkeys(("deploy", "best_of", "either"), 0)
+    counts = dict.fromkeys(("deploy", "best_of", "either", "held"), 0)
     for _ in range(repetitions):
         before, after = nothing.evidence(generator)
         summary = summarise(after, SamplingConfig(), CONFIG)
@@ -173,7 +176,8 @@ def named(documents: int, *, noise: float, repetitions: int, seed: int = 0) -> d
             "before": summarise(before, SamplingConfig(), CONFIG),
         }
         found = [summary["verdict"] == "deploy", best_of(ways, "drafter") != "none"]
-        for name, hit in zip(counts, (*found, any(found)), strict=True):
+        low, high = summary["speedup"]["end_to_end"]["ci95"]
+        for name, hit in zip(counts, (*found, any(found), low <= 1 <= high), strict=True):
             counts[name] += hit
     return {name: count / repetitions for name, count in counts.items()}
 

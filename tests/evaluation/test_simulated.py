@@ -31,4 +31,6 @@ def test_ways_that_gain_nothing_are_rarely_named():
 @pytest.mark.parametrize("noise", [0.15, 0.35])
 @pytest.mark.parametrize("documents", [20, EvaluateConfig().timing_prompts])
 def test_of_many_ways_that_gain_nothing_at_most_three_in_a_hundred_are_named(documents, noise):
-    assert named(documents, noise=noise, repetitions=10_000)["either"] <= 0.03
+    found = named(documents, noise=noise, repetitions=10_000)
+    assert found["either"] <= 0.03
+    assert 0.93 <= found["held"] <= 0.97

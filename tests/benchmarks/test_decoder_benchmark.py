@@ -129,7 +129,7 @@ def test_the_prediction_and_what_it_is_held_against_are_of_full_batches():
         "speculative": Timed([Chunk(0.0, 99.0, [answer], FullBatch(4.0, 14, 6, 15))] * 2),
     }
     measured = SimpleNamespace(costs=lambda: costs, quartiles=dict)
-    found = prediction(timed, measured, replace(SETTING, batch_size=2), 10)
+    found = prediction(timed, measured, replace(SETTING, batch_size=2))
     assert found["acceptance_length"]["mean"] == 2
     assert found["full_length"] == 15 / 6
     assert found["speedup"]["measured"] == pytest.approx((14 / 4) / (16 / 8))

@@ -46,7 +46,7 @@ def scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and "mean" in value and "ci95" in value:
-            low, high = value["ci95"]
+            low, high = value["ci95"] or (None, None)
             yield from scalars({name: value["mean"], f"{name}/low": low, f"{name}/high": high})
         elif isinstance(value, Mapping):
             yield from scalars(value, f"{name}/")

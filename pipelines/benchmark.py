@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from draftkit.artifacts import fingerprint, read_json
-from draftkit.config import MIN_CHUNKS, Config
+from draftkit.config import Config
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.evaluation.judge import Prompts
 from draftkit.models.devices import resolve_device
@@ -37,6 +37,7 @@ from .prepare import check_pair, pair_and_text
 from .run import peak_memory_bytes, stage
 
 RANDOM_CALIBRATION_PROMPTS = 8
+MIN_CHUNKS = 6  # of a setting: fewer admit no 95 % interval of a median
 
 
 def needs(config: Config) -> Mapping[str, Given | Step]:
@@ -118,11 +119,10 @@ def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder)
             folder.note(f"temperature {temperature:g}, batch {size}: {count} prompts")
             measured = measure(
                 pair,
-                replace(prompts, test=prompts.test[:count]),
+                replace(prompts, test=prompts.test[:count], documents=prompts.documents[:count]),
                 setting,
                 options.methods,
                 costs=costs[size in fixed],
-                resamples=config.evaluate.bootstrap,
                 proposer=decode.proposer,
             )
             for step, point in enumerate(measured, len(points)):
@@ -185,7 +185,6 @@ def show(config: Config, folder: Path) -> None:
         *("seed", "data", "sampling", "decode", "benchmark"),
         *("divergence", "optim.learning_rate", "optim.per_device_train_batch_size"),
         *("evaluate.draft", "evaluate.prompts", "evaluate.validation_prompts"),
-        "evaluate.bootstrap",
     ),
     needs=needs,
     check=check,

@@ -13,14 +13,16 @@ from typing import Any
 from rich.console import Console
 
 from draftkit.artifacts import machine, read_json, write_json, write_text
-from draftkit.config import MIN_CHUNKS, Config, ModelConfig
+from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import read_splits
+from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import continuations, html, terminal
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather
 from draftkit.evaluation.report import engine_table, evaluation_table, speedup_figure
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
+from draftkit.theory.acceptance import LEAST_UNITS
 from draftkit.tracking import Tracker
 
 from .generate import contexts, read_contexts
@@ -71,25 +73,30 @@ def check(config: Config) -> None:
     check_pair(config)
 
 
-def check_prompts(config: Config, texts: Path) -> None:
-    """Raise ValueError where the test split of `texts` is too small for a verdict."""
-    available, size = len(read_splits(texts).test), config.evaluate.timing_batch_size
-    if available < MIN_CHUNKS * size:
-        raise ValueError(
-            f"data: {available} held-out prompts, a verdict needs {MIN_CHUNKS * size} "
-            f"({MIN_CHUNKS} batches of evaluate.timing_batch_size={size}): give more rows, or "
-            "raise data.test_fraction"
-        )
+def check_prompts(config: Config, texts: Path) -> str:
+    """What to say where documents will not suffice for a verdict, before hours go into the rest."""
+    options = config.evaluate
+    needed = LEAST_UNITS * options.timing_batch_size
+    held_out = read_splits(texts).test[: min(needed, options.prompts, options.timing_prompts)]
+    documents = len({example.document for example in held_out})  # all that there are, if too few
+    if documents >= needed:
+        return ""
+    return (
+        f"{documents} held-out documents will be timed, a verdict needs {needed}: it will be "
+        "inconclusive (evaluate.timing_prompts, evaluate.prompts, data.test_fraction)"
+    )
 
 
 def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
     """The prompts of the contexts in `answers`, with the training texts of `folder`."""
-    test, validation = (
-        [record.prompt_ids for record in read_contexts(answers, split)]
-        for split in ("test", "validation")
-    )
+    test, validation = (read_contexts(answers, split) for split in ("test", "validation"))
     texts = folder.input("texts")
-    return Prompts(test=test, calibration=validation, texts=lambda: training_texts(texts))
+    return Prompts(
+        test=[record.prompt_ids for record in test],
+        calibration=[record.prompt_ids for record in validation],
+        documents=[document_of(record) for record in test],
+        texts=lambda: training_texts(texts),
+    )
 
 
 def track(tracker: Tracker, temperature: float, summary: dict[str, Any], main: Evidence) -> None:

@@ -12,7 +12,14 @@ from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
-from draftkit.data.rollouts import Record, read_parts, read_records, write_parts, write_records
+from draftkit.data.rollouts import (
+    Record,
+    document_of,
+    read_parts,
+    read_records,
+    write_parts,
+    write_records,
+)
 from draftkit.distillation.engines import RETOKENISED
 from draftkit.distillation.samplers import Sampler
 from draftkit.models.loading import load_target
@@ -20,6 +27,7 @@ from draftkit.workflow.sampling import (
     ROLLOUTS,
     TEST,
     VALIDATION,
+    answered,
     engine_sampler,
     noise_seed,
     target_sampler,
@@ -66,8 +74,8 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     prompts = splits.train
 
     def answer(rows: range) -> list[Record]:
-        lot = [prompts[row % len(prompts)].prompt_ids for row in rows]
-        return sampler.sample(lot, rows=rows, version=folder.needs["target"].digest)
+        lot = [prompts[row % len(prompts)] for row in rows]
+        return answered(sampler, lot, rows=rows, version=folder.needs["target"].digest)
 
     for records in write_parts(folder.path, total, size=size, make=answer):
         rollouts += len(records)
@@ -98,7 +106,6 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Let the target continue held-out prompts of both splits, once, for every draft.
 
     Validation contexts choose the weights in `train`; test contexts are for the tables alone.
-    Raises ValueError for under 2 prompts of a split: no interval could be given.
     """
     options, splits = config.evaluate, read_splits(folder.input("texts"))
     if (new := answer_tokens(config)) < options.max_new_tokens:
@@ -116,18 +123,14 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
             max_new_tokens=new,
             batch_size=options.batch_size,
         )
-        prompts = [example.prompt_ids for example in examples[:count]]
-        if len(examples) < 2:
-            raise ValueError(
-                f"data: {len(examples)} held-out prompts are too few for an interval: give more "
-                "rows, or raise data.test_fraction and data.validation_fraction"
-            )
-        records = sampler.sample(
-            prompts, rows=range(len(prompts)), version=folder.needs["target"].digest
+        prompts = examples[:count]
+        records = answered(
+            sampler, prompts, rows=range(len(prompts)), version=folder.needs["target"].digest
         )
         write_records(folder.path / f"{name}.parquet", records)
         tokens = sum(len(record.output_ids) for record in records)
-        summary[name] = {"prompts": len(records), "tokens": tokens}
+        documents = len({document_of(record) for record in records})
+        summary[name] = {"prompts": len(records), "documents": documents, "tokens": tokens}
     return summary
 
 

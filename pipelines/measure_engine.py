@@ -261,7 +261,7 @@ def counted(config: Config, folder: StageFolder, task: Task) -> tuple[Turns, str
     return answered, read_json(about)["version"]
 
 
-def cells_of(config: Config, engine: Turns, ours: Turns) -> list[Cell]:
+def cells_of(config: Config, engine: Turns, ours: Turns, documents: list[str]) -> list[Cell]:
     """Each way to draft at each temperature."""
 
     def at(turns: list[dict[str, list[Answer]]], temperature: float) -> list[list[Answer]]:
@@ -275,6 +275,7 @@ def cells_of(config: Config, engine: Turns, ours: Turns) -> list[Cell]:
             drafted=at(engine[way], temperature),
             plain=at(engine.get(WITHOUT, []), temperature),
             ours=at(ours[way], temperature),
+            documents=documents,
         )
         for way in ways(config)
         for temperature in config.engine.temperatures
@@ -290,7 +291,7 @@ def show(config: Config, folder: Path) -> None:
 
 
 @stage(
-    sections=("seed", "data", "decode.gamma", "engine", "evaluate.bootstrap"),
+    sections=("seed", "data", "decode.gamma", "engine"),
     needs=needs,
     check=check,
     within=within,
@@ -305,7 +306,8 @@ def measure_engine(config: Config, folder: StageFolder) -> dict[str, Any]:
     gc.collect()  # models stand in reference cycles, and the engine needs the memory
     torch.cuda.empty_cache()
     engine, version = counted(config, folder, task)
-    cells = cells_of(config, engine, ours)
+    held_out = read_splits(folder.input("texts")).test[: len(task.prompts)]
+    cells = cells_of(config, engine, ours, [example.document for example in held_out])
     return {
         "engine": config.engine.name,
         "title": driver.title,
@@ -320,7 +322,7 @@ def measure_engine(config: Config, folder: StageFolder) -> dict[str, Any]:
         "max_new_tokens": task.limit,
         "turns": config.engine.turns,
         "greedy": greedy(cells),
-        "cells": compared(cells, seed=config.seed, resamples=config.evaluate.bootstrap),
+        "cells": compared(cells),
     }
 
 

@@ -89,10 +89,11 @@ class Recipe:
     any. `everywhere`: all processes of a launch take part; else the first one makes it and the
     others wait. `command`: the one that redoes it, by default its own. `check(config)` raises
     ValueError for what can be refused before any step runs, `check_texts(config, folder)` for what
-    can be as soon as the input `texts` lies in `folder`. `discard(folder)` deletes what only an
-    interrupted run needs, once the folder is complete. `after(config, folder)`: what the command
-    does then, also when it already was. `within(config)`: a folder of the experiment in which the
-    step lies, where one experiment has several of its kind; empty for none.
+    can be as soon as the input `texts` lies in `folder`; it returns what is to be printed.
+    `discard(folder)` deletes what only an interrupted run needs, once the folder is complete.
+    `after(config, folder)`: what the command does then, also when it already was. `within(config)`:
+    a folder of the experiment in which the step lies, where one experiment has several of its kind;
+    empty for none.
 
     `version`: part of the identity too. Raise it by 1 in every change after which the same settings
     and inputs give another product (tokens, splits, noise, what a number of the summary means), so
@@ -111,7 +112,7 @@ class Recipe:
     everywhere: bool = False
     command: str = ""
     check: Callable[[Config], None] | None = None
-    check_texts: Callable[[Config, Path], None] | None = None
+    check_texts: Callable[[Config, Path], str] | None = None
     discard: Callable[[Path], None] | None = None
     after: Callable[[Config, Path], None] | None = None
     within: Callable[[Config], str] = lambda config: ""

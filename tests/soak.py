@@ -65,6 +65,10 @@ _MINUTES = {
     "evaluation/test_predictions": {
         "test_predictions_are_what_decoding_shows": 3.0,
     },
+    "evaluation/test_simulated": {
+        "test_intervals_hold_the_truth_in_every_cell": 4.0,
+        "test_of_many_ways_that_gain_nothing_at_most_three_in_a_hundred_are_named": 12.0,
+    },
     "experiments/test_serve_and_refit": {
         "test_each_route_is_served_recorded_and_refitted_by_itself": 0.8,
     },
@@ -78,7 +82,7 @@ _MINUTES = {
         "test_acknowledged_records_survive_every_kill": 0.8,
     },
     "online/test_gate": {
-        "test_of_many_streams_at_most_one_in_twenty_lets_an_equal_drafter_through": 0.3,
+        "test_of_many_streams_at_most_one_in_twenty_lets_an_equal_drafter_through": 2.5,
     },
     "serving/test_api_soak": {
         "test_a_thousand_idle_connections_do_not_stop_service": 0.1,

@@ -190,7 +190,9 @@ def fill(config: Any, records: list[Record]) -> None:
     """Six times the rollouts, under prompts that differ, as if they had been served."""
     served = [
         Entry(
-            record=Record(**{**vars(record), "prompt_ids": [1 + turn, *record.prompt_ids[1:]]}),
+            record=Record(
+                **{**vars(record), "prompt_ids": [1 + turn, *record.prompt_ids[1:]], "document": ""}
+            ),
             route="default",
             version="v000001",
             seconds=float(turn),

@@ -15,7 +15,8 @@ import torch
 import draftkit.models.files
 import pipelines.folder
 from draftkit.artifacts import read_json
-from draftkit.config import MIN_CHUNKS, Config
+from draftkit.config import Config
+from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
 from draftkit.models.files import CARD
 from draftkit.tracking import read_metrics
@@ -77,8 +78,7 @@ def test_one_command_runs_every_stage_and_answers_the_question(finished, root, c
     for mode in ("alpha", "alpha_greedy_draft", "alpha_exact_match"):
         assert summary[f"{mode}_before"] == judged["before"][mode]
         assert summary[f"{mode}_after"] == judged[mode]
-        low, high = summary[f"{mode}_gain"]["ci95"]
-        assert low <= summary[f"{mode}_gain"]["mean"] <= high
+        assert summary[f"{mode}_gain"]["ci95"] is None  # of eight documents
     assert summary["alpha_gain"]["mean"] > 0
     lengths = (part["acceptance_length"]["mean"] for part in (judged, judged["before"]))
     assert judged["acceptance_length_gain"]["mean"] == pytest.approx(operator.sub(*lengths))
@@ -140,12 +140,13 @@ def test_the_evaluation_holds_every_key_that_others_rely_on(finished):
             *("alpha", "alpha_decoding", "alpha_greedy_draft", "alpha_exact_match"),
             *("acceptance_rate", "acceptance_length"),
         ):
-            assert set(summary[key]) == {"mean", "ci95", "n", "prompts"}
+            assert set(summary[key]) == {"mean", "ci95", "n", "prompts", "documents"}
         assert 0 < summary["alpha_exact_match"]["mean"] <= summary["alpha"]["mean"] <= 1
         assert len(summary["acceptance_per_position"]) == summary["gamma"]
         assert set(summary["speedup"]) >= {"measured", "ci95", "predicted", "ceiling"}
-        assert set(summary["speedup"]["end_to_end"]) == {"mean", "ci95", "chunks"}
-        assert summary["speedup"]["end_to_end"]["chunks"] >= MIN_CHUNKS
+        whole = summary["speedup"]["end_to_end"]
+        assert set(whole) == {"mean", "ci95", "p_value", "chunks", "units"}
+        assert whole["chunks"] >= whole["units"] > 0
         assert summary["lossless"]["passed"] is True
         assert summary["verdict"] in ("deploy", "do_not_deploy", "inconclusive")
         for key in ("cost_ratio", "verify_ratio", "overhead_ratio"):
@@ -156,7 +157,7 @@ def test_the_evaluation_holds_every_key_that_others_rely_on(finished):
 def test_prompt_lookup_stands_beside_the_drafter(finished):
     judged = read_json(finished / "evaluate" / "summary.json")
     beside = judged["prompt_lookup"]
-    assert set(beside["acceptance_length"]) == {"mean", "ci95", "n", "prompts"}
+    assert set(beside["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
     assert 1 <= beside["acceptance_length"]["mean"] <= judged["gamma"] + 1
     assert set(beside["speedup"]) == {"measured", "ci95", "end_to_end"}
     assert judged["best_of"] in ("drafter", "before", "prompt_lookup", "none")
@@ -177,8 +178,38 @@ def test_the_drafter_is_judged_as_it_is_served(root, capsys, name):
     assert "prompt lookup, tau" in shown
     if name == "argmax":
         served, stated = summary["alpha_decoding"], summary["alpha_greedy_draft"]
-        assert served["ci95"][0] - 0.05 < stated["mean"] < served["ci95"][1] + 0.05
+        assert served["mean"] == pytest.approx(stated["mean"], abs=0.1)  # too few for intervals
         assert summary["alpha"]["mean"] > stated["mean"]
+
+
+def test_smoke_says_that_it_only_shows_that_all_works(finished, root, capsys):
+    """Six prompts of untrained models deploy nothing, whatever their clock says."""
+    judged = read_json(finished / "evaluate" / "summary.json")
+    assert judged["verdict"] == judged["before"]["verdict"] == "inconclusive"
+    assert judged["reason"].startswith("this run only shows that every part works: ")
+    assert judged["best_of"] == "none"
+    evaluate.launch(smoke(root))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "INCONCLUSIVE" in shown
+    assert "DEPLOY" not in shown
+    assert "no intervals: 8 documents, 20 needed" in shown
+
+
+def test_answers_know_the_documents_of_their_prompts(finished, root):
+    texts = read_splits(next((root / "shared" / "texts").iterdir()))
+    contexts = next((root / "shared" / "contexts").iterdir())
+    rollouts = next((root / "shared" / "generate").iterdir())
+    for records, examples in (
+        (read_contexts(contexts, "test"), texts.test),
+        (read_contexts(contexts, "validation"), texts.validation),
+        (read_parts(rollouts), texts.train),
+    ):
+        for record, example in zip(records, examples, strict=False):
+            assert record.prompt_ids == example.prompt_ids
+            assert record.document == example.document != ""
+    judged = read_json(finished / "evaluate" / "summary.json")
+    scored = read_json(finished / "evaluate" / "prompts.json")["1"]["after"]
+    assert judged["alpha"]["documents"] == len(set(scored["documents"])) == 8
 
 
 def test_tau_and_the_per_position_rates_come_from_one_histogram(finished):
@@ -321,7 +352,7 @@ def test_several_temperatures_are_evaluated_in_one_go(finished, root):
 
 # The benchmark
 
-SMALL = ["benchmark.prompts=4", "benchmark.max_new_tokens=8", "evaluate.bootstrap=50"]
+SMALL = ["benchmark.prompts=4", "benchmark.max_new_tokens=8"]
 HEADLINE = ("ratio_to_plain", "ratio_to_hf_assisted", "ratio_to_hf_plain")
 HEADLINE += ("plain_ratio_to_hf_plain", "acceptance_length", "prediction_error")
 
@@ -332,7 +363,7 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
     summary = benchmark.launch(smoke(root, *options))
     assert summary == read_json(root / "smoke" / "benchmark" / "summary.json")
     assert all(summary[key] is not None for key in HEADLINE)
-    assert set(summary["acceptance_length"]) == {"mean", "ci95", "n", "prompts"}
+    assert set(summary["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
     assert summary["compile_seconds"] == 0
     assert summary["peak_memory_bytes"] > 1e7
     measured = [(p["temperature"], p["batch_size"], p["method"]) for p in summary["points"]]

@@ -131,6 +131,7 @@ def test_a_summary_becomes_scalars(tmp_path: Path, fake: FakeRun) -> None:
         "per_position": [0.8, 0.6],
         "verdict": "deploy",
         "p_value": None,
+        "of_few": ESTIMATE | {"ci95": None},
         "before": {"alpha": ESTIMATE | {"mean": math.nan}},
     }
     Tracker(tmp_path, mode="offline").summary(summary)
@@ -144,6 +145,7 @@ def test_a_summary_becomes_scalars(tmp_path: Path, fake: FakeRun) -> None:
         "per_position/0": 0.8,
         "per_position/1": 0.6,
         "verdict": "deploy",
+        "of_few": 0.8,
         "before/alpha/low": 0.7,
         "before/alpha/high": 0.9,
     }

@@ -36,7 +36,6 @@ from draftkit.config.experiment import (
     flatten,
 )
 from draftkit.config.measuring import (
-    MIN_CHUNKS,
     BenchmarkConfig,
     CheckConfig,
     DecodeConfig,

@@ -16,8 +16,6 @@ from draftkit.config.choices import (
     setting,
 )
 
-MIN_CHUNKS = 6  # of timed prompts: fewer admit no 95 % interval of a median
-
 
 @dataclass(kw_only=True)
 class DecodeConfig(Section, key="decode"):
@@ -59,7 +57,7 @@ class DecodeConfig(Section, key="decode"):
 
 @dataclass(kw_only=True)
 class EvaluateConfig(Section, key="evaluate"):
-    """Held-out prompts, context length, timing effort and the bootstrap."""
+    """Held-out prompts, context length and timing effort."""
 
     # trained: what `distill` made; given: `draft.path` itself
     draft: str = setting("trained", names=("trained", "given"))
@@ -69,23 +67,19 @@ class EvaluateConfig(Section, key="evaluate"):
     batch_size: int = positive(32)
     # Of the selection in `distill`; the first of them calibrate.
     validation_prompts: int = positive(48)
-    timing_prompts: int = positive(24)  # a verdict rests on MIN_CHUNKS batches of them or more
+    # A verdict needs 20 documents of them, or 20 batches where rows are decoded together.
+    timing_prompts: int = positive(24)
     timing_batch_size: int = positive(1)
     calibration_turns: int = positive(12)  # bursts of rounds by which c, v and o are measured
     # The identity check: in float32, which is the sharper; in the dtype that is served, which takes
     # no memory beyond; auto: float32 where it fits.
     lossless: str = setting("auto", names=("auto", "float32", "served", "off"))
     lossless_prompts: int = positive(32)
-    bootstrap: int = positive(2000)
 
     def __post_init__(self) -> None:
         if str(self.lossless).lower() == "false":
             self.lossless = "off"  # which YAML reads as a boolean
         super().__post_init__()
-        least = MIN_CHUNKS * self.timing_batch_size
-        rule = f"be at least {least}, {MIN_CHUNKS} batches of evaluate.timing_batch_size"
-        for name in ("timing_prompts", "prompts"):
-            self.require(getattr(self, name) >= least, name, rule)
 
 
 @dataclass(kw_only=True)

@@ -37,7 +37,15 @@ from draftkit.data.lengths import (
     lengths_within,
     ways_out,
 )
-from draftkit.data.store import ORDER, Mapped, Picked, Stored, hash_order, write_rows
+from draftkit.data.store import (
+    ORDER,
+    Mapped,
+    Picked,
+    Stored,
+    hash_order,
+    rank_in_group,
+    write_rows,
+)
 
 SHORT_WINDOW = 8  # tokens after the prompt below which the rest of a text is not worth a row
 DOCUMENTS = 256  # tokenised together
@@ -104,7 +112,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Splits:
-    """Examples by split, each in hash order: any first n are a fair sample of documents."""
+    """Examples by split, in an order in which any first n are of as many documents as there are.
+
+    Each document gives one example, in hash order, before any gives a second.
+    """
 
     train: Sequence[Example]
     validation: Sequence[Example]
@@ -139,7 +150,7 @@ def make_splits(
     members = split_documents(reader.named(documents), data)
     for split in reversed(SPLITS):  # what is for tests first
         path = folder / f"{split}.arrow"
-        examples = _in_hash_order(members[split], folder / UNSORTED, reader)
+        examples = _documents_in_turn(members[split], folder / UNSORTED, reader)
         prompts: set[bytes] = set()
         write_rows(path, SCHEMA, map(vars, _unlike(examples, held_out, prompts)))
         remove(folder / UNSORTED)
@@ -192,21 +203,27 @@ def _unusable(split: str, data: DataConfig, lengths: Lengths, ways: Sequence[str
     return ValueError(f"{setting(data)}: no row of the {split} split is usable, all are {reason}")
 
 
-def _in_hash_order(
+def _documents_in_turn(
     documents: Sequence[Document], path: Path, reader: "RowReader"
 ) -> Sequence[Example]:
-    """The examples of `documents`, through the file `path`; their keys alone are in memory."""
-    keys = bytearray()
+    """The examples of `documents`, through the file `path`; their keys alone are in memory.
+
+    They are scattered by what they hold: the order of the rows in a file says nothing.
+    """
+    keys, names = bytearray(), []
 
     def examples() -> Iterator[dict[str, Any]]:
         for start in range(0, len(documents), DOCUMENTS):
             for windows in reader.read(list(documents[start : start + DOCUMENTS])):
-                for window, example in enumerate(windows):
-                    keys.extend(hash_order(f"{example.document} {window}"))
+                for example in windows:
+                    keys.extend(hash_order(f"{example.document} {example.token_ids}"))
+                    names.append(example.document)
                     yield vars(example)
 
     write_rows(path, SCHEMA, examples())
-    return Picked(Stored(path, Example), np.argsort(np.frombuffer(keys, ORDER), kind="stable"))
+    by_hash = np.argsort(np.frombuffer(keys, ORDER), kind="stable")
+    rank = rank_in_group([names[row] for row in by_hash])
+    return Picked(Stored(path, Example), by_hash[np.argsort(rank, kind="stable")])
 
 
 class RowReader:

@@ -91,6 +91,11 @@ class Record:
                 )
 
 
+def document_of(record: Record) -> str | tuple[int, ...]:
+    """What `record` shares with all that it is not independent of: `document`, else the prompt."""
+    return record.document or tuple(record.prompt_ids)
+
+
 def write_records(path: str | Path, records: Sequence[Record]) -> None:
     """Replace `path` by a Parquet file of `records`, atomically."""
     with atomic_path(path) as temporary:

@@ -6,7 +6,7 @@ been read is the system's to forget. This module does not know what a row means.
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -85,6 +85,17 @@ def write_rows(path: str | Path, schema: pa.Schema, rows: Iterable[dict[str, Any
     with atomic_path(path) as temporary, pa.ipc.new_file(str(temporary), schema) as writer:
         while batch := list(islice(left, WRITTEN)):
             writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
+
+
+def rank_in_group(groups: Sequence[Hashable]) -> np.ndarray:
+    """How many before it are of the same group, by item [N]."""
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    number = np.fromiter((numbers[group] for group in groups), np.int64, len(groups))
+    together = np.argsort(number, kind="stable")
+    starts = np.flatnonzero(np.diff(number[together], prepend=-1))  # of the groups
+    rank = np.empty(len(groups), np.int64)
+    rank[together] = np.arange(len(groups)) - np.repeat(starts, np.diff([*starts, len(groups)]))
+    return rank
 
 
 def hash_order(name: str) -> bytes:

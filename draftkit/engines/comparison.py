@@ -1,19 +1,19 @@
 """Predicted against counted: our decoder's acceptance beside an engine's own, with tests.
 
 A cell is one way to draft at one temperature. Both sides answer the same prompts, so differences
-are paired by prompt; the texts of a sampled cell are not the same ones. Whether a difference is
-there is decided by a two-sided t test over prompts, after Holm's correction over all cells (Holm,
-Scandinavian Journal of Statistics 6, 1979).
+are paired by their documents; the texts of a sampled cell are not the same ones. Whether a
+difference is there is decided by a two-sided t test over documents, after Holm's correction over
+all cells (Holm, Scandinavian Journal of Statistics 6, 1979).
 """
 
 import operator
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from draftkit.engines.counts import Answer, accepted_at, summed, tokens_a_pass
-from draftkit.theory.acceptance import Rate, bootstrap, gain_p_value
+from draftkit.theory.acceptance import Rate, estimate, gain_p_value
 
 LEVEL = 0.05  # below which a difference is not chance
 
@@ -30,6 +30,7 @@ class Cell:
     drafted: Sequence[Sequence[Answer]]
     plain: Sequence[Sequence[Answer]]
     ours: Sequence[Sequence[Answer]]
+    documents: Sequence[Hashable] = ()  # what each prompt belongs to; empty: each is one
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -76,23 +77,28 @@ def same(answers: Sequence[Answer], others: Sequence[Answer]) -> int:
     return sum(a.ids == b.ids for a, b in zip(answers, others, strict=True))
 
 
-def row(cell: Cell, *, seed: int, resamples: int) -> dict[str, Any]:
+def row(cell: Cell) -> dict[str, Any]:
     """A cell as the summary holds it, its p value uncorrected."""
     sides = (summed(cell.drafted), summed(cell.ours))
-    pairs = [pair for pair in zip(*sides, strict=True) if all(one.passes for one in pair)]
-    if len(pairs) < 2:
+    rows = [
+        (pair, document)
+        for *pair, document in zip(*sides, cell.documents or range(len(sides[0])), strict=True)
+        if all(one.passes for one in pair)
+    ]
+    if len({document for _, document in rows}) < 2:
         raise ValueError(
-            "engine.prompts: fewer than 2 answers in which proposals were tested: use more prompts"
+            "engine.prompts: fewer than 2 documents in whose answers proposals were tested: use "
+            "more prompts"
         )
-    counted, ours = ([pair[side] for pair in pairs] for side in (0, 1))
-    rates = tokens_a_pass(counted), tokens_a_pass(ours)
-    options = {"seed": seed, "resamples": resamples}
-    difference = bootstrap(*rates, compare=operator.sub, **options)
+    counted, ours = ([pair[side] for pair, _ in rows] for side in (0, 1))
+    documents = [document for _, document in rows]
+    rates = [tokens_a_pass(side)._replace(documents=documents) for side in (counted, ours)]
+    difference = estimate(*rates, compare=operator.sub)
     return {
         "drafts": cell.drafts,
         "temperature": cell.temperature,
-        "predicted": bootstrap(rates[1], **options).as_dict(),
-        "counted": bootstrap(rates[0], **options).as_dict(),
+        "predicted": estimate(rates[1]).as_dict(),
+        "counted": estimate(rates[0]).as_dict(),
         "difference": difference.as_dict(),
         "p": two_sided(*rates),
         "predicted_by_position": accepted_at(ours),
@@ -101,9 +107,9 @@ def row(cell: Cell, *, seed: int, resamples: int) -> dict[str, Any]:
     }
 
 
-def compared(cells: Sequence[Cell], *, seed: int, resamples: int) -> list[dict[str, Any]]:
+def compared(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     """All cells, with `p_holm`, and `agrees`: whether chance explains the difference."""
-    rows = [row(cell, seed=seed, resamples=resamples) for cell in cells]
+    rows = [row(cell) for cell in cells]
     for one, p in zip(rows, holm([one["p"] for one in rows]), strict=True):
         one |= {"p_holm": p, "agrees": p >= LEVEL}
     return rows

@@ -2,8 +2,9 @@
 
 The target continues held-out prompts once under the served sampling; every draft that is compared
 is scored on those same positions, so gains are paired. At each position p and q are warped by the
-very function that serves (P1), and the acceptance modes are summed by prompt. Where `sampling` is
-null, each context is scored under the sampling that it was served with.
+very function that serves (P1), and the acceptance modes are summed by prompt; their errors are
+those of documents. Where `sampling` is null, each context is scored under the sampling that it was
+served with.
 
 From the same scores follow the tokens a pass of the target at any gamma (`tokens_a_pass`), in law
 those of the decoder, for each way in which engines verify.
@@ -20,13 +21,13 @@ import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
-from draftkit.data.rollouts import Record
+from draftkit.data.rollouts import Record, document_of
 from draftkit.models.adapter import Adapter
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import (
     Estimate,
     Rate,
-    bootstrap,
+    estimate,
     exact_match_acceptance,
     exact_match_share,
     greedy_draft_acceptance,
@@ -58,22 +59,27 @@ class PromptTotals:
     """Sums over the positions of each prompt [P], by mode, and the number of positions [P].
 
     shares: by mode, of each text, P(its token was an accepted proposal | the token) [T]; empty
-    where texts were summed or scored by stored scores. cut: which texts no end of text ended [P].
+    where texts were scored by stored scores. cut: which texts no end of text ended [P]. documents:
+    what each prompt belongs to [P]; empty where each is a document of its own.
     """
 
     totals: dict[str, Tensor]
     counts: Tensor
     shares: dict[str, list[Tensor]] = field(default_factory=dict)
     cut: Tensor | None = None
+    documents: Sequence[Hashable] = ()
 
-    def as_dict(self) -> dict[str, list[float]]:
-        """By mode, and the positions."""
+    def as_dict(self) -> dict[str, Any]:
+        """By mode, and the positions, and the documents by number."""
         lists = {mode: totals.tolist() for mode, totals in self.totals.items()}
-        return {**lists, "positions": self.counts.tolist()}
+        documents = self.documents or range(len(self.counts))
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(documents))}
+        numbered = [numbers[key] for key in documents]
+        return {**lists, "positions": self.counts.tolist(), "documents": numbered}
 
     def rate(self, mode: str = "alpha") -> Rate:
         """The acceptance over all positions."""
-        return Rate(self.totals[mode], self.counts)
+        return Rate(self.totals[mode], self.counts, self.documents)
 
     def tokens_a_pass(self, mode: str, gamma: int, *, confidence: float = 0.0) -> Rate:
         """tau of decoding with `gamma` proposals a round in this mode, as a rate over prompts.
@@ -81,26 +87,17 @@ class PromptTotals:
         With `confidence` the draft proposes nothing behind a token that it gave less probability.
         """
         last = [one < confidence for one in self.shares["alpha_exact_match"]]
-        return rounds_of_texts(self.shares[mode], gamma, cut=self.cut, last=last)
+        rounds = rounds_of_texts(self.shares[mode], gamma, cut=self.cut, last=last)
+        return rounds._replace(documents=self.documents)
 
     @property
     def alpha(self) -> Estimate:
-        """Alpha over all positions, its interval over rows. ValueError with fewer than 2."""
-        return bootstrap(self.rate())
+        """Alpha over all positions, its interval over documents."""
+        return estimate(self.rate())
 
     def gain(self, before: "PromptTotals", mode: str = "alpha", **options: int) -> Estimate:
         """What was gained since `before`, paired: on the same prompts and contexts."""
-        return bootstrap(self.rate(mode), before.rate(mode), compare=operator.sub, **options)
-
-    def summed(self, keys: Sequence[Hashable]) -> "PromptTotals":
-        """Rows of equal key [P] together, in the order in which the keys first occur."""
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-        index = torch.tensor([numbers[key] for key in keys])
-
-        def sums(values: Tensor) -> Tensor:
-            return values.new_zeros(len(numbers)).index_add(0, index, values)
-
-        return PromptTotals({m: sums(v) for m, v in self.totals.items()}, sums(self.counts))
+        return estimate(self.rate(mode), before.rate(mode), compare=operator.sub, **options)
 
 
 def score_contexts(
@@ -160,8 +157,11 @@ def score_drafts(
 
 def _by_prompt(contexts: Sequence[Record], totals: dict[str, list[float]]) -> PromptTotals:
     counts = torch.tensor([len(c.output_ids) for c in contexts], dtype=torch.float64)
+    documents = [document_of(one) for one in contexts]
     return PromptTotals(
-        {m: torch.tensor(v, dtype=torch.float64) for m, v in totals.items()}, counts
+        {m: torch.tensor(v, dtype=torch.float64) for m, v in totals.items()},
+        counts,
+        documents=documents,
     )
 
 
@@ -240,11 +240,9 @@ def score_stored(
     return _by_prompt(contexts, {"alpha": totals}), torch.tensor(missing, dtype=torch.float64)
 
 
-def estimates(scored: PromptTotals, *, seed: int, resamples: int) -> dict[str, Estimate]:
-    """Mean and interval of each mode: ratio of totals, bootstrap over prompts."""
-    return {
-        mode: bootstrap(scored.rate(mode), seed=seed, resamples=resamples) for mode in scored.totals
-    }
+def estimates(scored: PromptTotals) -> dict[str, Estimate]:
+    """Mean and interval of each mode."""
+    return {mode: estimate(scored.rate(mode)) for mode in scored.totals}
 
 
 def sampling_of(context: Record) -> SamplingConfig:

@@ -16,6 +16,7 @@ from draftkit.evaluation.report import (
     MODES,
     TAU,
     interval,
+    sample_text,
     sampling_text,
     signed,
     speedup_text,
@@ -58,8 +59,8 @@ def model_card(
         for row in judged.get("engines", ())
     )
     return (
-        f"{_front(target)} Trained and judged by draftkit (experiment {name}): means with 95 % "
-        f"intervals on {judged['alpha']['prompts']} held-out prompts, "
+        f"{_front(target)} Trained and judged by draftkit (experiment {name}) on held-out text: "
+        f"means, {sample_text(judged['alpha'])}, "
         f"{sampling_text(judged['sampling'])}, gamma {judged['gamma']}, "
         f"batch {judged['batch_size']}, in draftkit's own decoder.\n\n"
         "| | |\n|---|---|\n"

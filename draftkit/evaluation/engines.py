@@ -10,11 +10,10 @@ llama.cpp 0.5, transformers 5.23, ONNX Runtime GenAI 0.18, mlx-lm 0.32).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from draftkit.evaluation.alpha import UNCUT, PromptTotals
-from draftkit.theory.acceptance import bootstrap
+from draftkit.theory.acceptance import estimate
 
 SAMPLED, ARGMAX, MATCHED = "alpha", "alpha_greedy_draft", "alpha_exact_match"
 
@@ -64,8 +63,6 @@ def engine_rows(
     gamma: int,
     temperature: float,
     best_gammas: Mapping[str, int] | None = None,
-    seed: int = 0,
-    resamples: int = 2000,
 ) -> list[dict[str, Any]]:
     """Acceptance and tokens a pass of each setting, as the summary holds them.
 
@@ -74,7 +71,6 @@ def engine_rows(
     temperature 0 a drafter that stops by its confidence is left out: greedy proposals do not tell
     how likely they were.
     """
-    estimate = partial(bootstrap, seed=seed, resamples=resamples)
     rows = []
     for setting in SETTINGS:
         if setting.confidence and temperature == 0:

@@ -4,14 +4,14 @@ Alpha on shared contexts, real speculative decoding with wall time, losslessness
 definition stands with the code that computes it.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from draftkit.config import Config, ModelConfig, SamplingConfig
+from draftkit.config import Config, EvaluateConfig, ModelConfig, SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.graphs import compile_seconds
@@ -44,12 +44,16 @@ SERVED_ALPHA = {"sampled": "alpha", "staged": "alpha", "argmax": "alpha_greedy_d
 
 @dataclass(frozen=True)
 class Prompts:
-    """Held-out prompts for measuring, others for calibration and warm-up, and training text."""
+    """Held-out prompts for measuring, others for calibration and warm-up, and training text.
+
+    documents: what each of `test` belongs to; empty where each is a document of its own.
+    """
 
     test: PromptIds
     calibration: PromptIds
     # Token ids that the proposers unigram, bigram and ngram count. None: those of `calibration`.
     texts: Callable[[], Iterable[Sequence[int]]] | None = None
+    documents: Sequence[Hashable] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ def gather(
 ) -> dict[str, Evidence]:
     """Measure every draft under `sampling`: shared contexts, shared prompts, shared baseline."""
     options = config.evaluate
-    timed_prompts = prompts.test[: options.timing_prompts]
+    rows = timed_rows(prompts, options)
+    timed_prompts = [prompts.test[row] for row in rows]
     decoded = [*timed_prompts, *prompts.calibration]
     setting = timing(decoded, sampling, target.eos_token_ids, config)
     note(f"alpha on {len(contexts)} contexts at temperature {sampling.temperature:g}")
@@ -128,6 +133,9 @@ def gather(
         setting,
         between([*meters.values()], options.calibration_turns),
     )
+    if prompts.documents:
+        documents = [prompts.documents[row] for row in rows]
+        timed = {name: replace(one, documents=documents) for name, one in timed.items()}
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")
@@ -145,6 +153,19 @@ def gather(
             compile_seconds=compiling,
         )
     return evidence
+
+
+def timed_rows(prompts: Prompts, options: EvaluateConfig) -> list[int]:
+    """Numbers of the prompts of `test` that are timed.
+
+    A batch is one observation, so where rows are decoded together each document gives but one:
+    batches that share a document would tell the same twice.
+    """
+    rows = range(len(prompts.test))
+    if options.timing_batch_size > 1 and prompts.documents:
+        first = {document: row for row, document in reversed([*enumerate(prompts.documents)])}
+        rows = sorted(first.values())
+    return [*rows[: options.timing_prompts]]
 
 
 def timing(

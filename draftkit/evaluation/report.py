@@ -12,6 +12,7 @@ from rich.table import Table
 
 from draftkit.artifacts import atomic_path
 from draftkit.config import SamplingConfig
+from draftkit.theory.acceptance import LEAST_UNITS
 
 PREDICTION_TOLERANCE = 0.1
 PALE, DARK = "#9bbbd9", "#1f4e79"  # of curves
@@ -19,13 +20,17 @@ VERDICTS = {"deploy": "DEPLOY", "do_not_deploy": "DO NOT DEPLOY", "inconclusive"
 
 
 def interval(estimate: dict[str, Any], digits: int = 3) -> str:
-    """`0.812 [0.801, 0.823]`."""
+    """`0.812 [0.801, 0.823]`, or the mean alone where there is no interval."""
+    if estimate["ci95"] is None:
+        return f"{estimate['mean']:.{digits}f}"
     low, high = estimate["ci95"]
     return f"{estimate['mean']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def signed(gain: dict[str, Any]) -> str:
-    """`+0.112 [+0.101, +0.123]`."""
+    """`+0.112 [+0.101, +0.123]`, or the mean alone where there is no interval."""
+    if gain["ci95"] is None:
+        return f"{gain['mean']:+.3f}"
     low, high = gain["ci95"]
     return f"{gain['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
 
@@ -48,6 +53,14 @@ def lossless_text(lossless: dict[str, Any]) -> str:
 def lossless_label(lossless: dict[str, Any]) -> str:
     """`lossless, greedy float32`, by the dtype of the check."""
     return " ".join(["lossless, greedy", *lossless["method"].split(" in ")[1:]])
+
+
+def sample_text(estimate: dict[str, Any]) -> str:
+    """`95 % intervals, 96 prompts of 28 documents`, or why there are none."""
+    prompts, documents = estimate["prompts"], estimate["documents"]
+    if estimate["ci95"] is None:
+        return f"no intervals: {documents} documents, {LEAST_UNITS} needed"
+    return f"95 % intervals, {prompts} prompts of {documents} documents"
 
 
 def sampling_text(sampling: Mapping[str, float]) -> str:
@@ -86,10 +99,11 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
     proposer = "" if proposer == "sampled" else f"proposer {proposer}, "
     title = (
         f"{proposer}temperature {summary['temperature']:g}, gamma {summary['gamma']}, "
-        f"batch {summary['batch_size']}, {summary['alpha']['prompts']} held-out prompts, "
-        "95 % intervals"
+        f"batch {summary['batch_size']}, {sample_text(summary['alpha'])}"
     )
-    table = Table(title=title, caption=caption(summary), show_edge=False, pad_edge=False)
+    table = Table(
+        title=title, caption=caption(summary), show_edge=False, pad_edge=False, min_width=72
+    )
     table.add_column("")
     for name in drafts:
         table.add_column(name, justify="right", no_wrap=True)
@@ -131,7 +145,7 @@ def engine_table(summary: dict[str, Any]) -> Table:
 def result_lines(summary: dict[str, Any]) -> Table:
     """Six lines: what changed from `before` to the judged drafter, and the verdict."""
     before = summary["before"]
-    table = Table(caption=caption(summary), box=None, pad_edge=False)
+    table = Table(caption=caption(summary), box=None, pad_edge=False, min_width=76)
     table.add_column()
     for name in ("before", "after", "gain"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -183,7 +197,8 @@ def speedup_figure(summary: dict[str, Any], path: Path) -> None:
     for name, draft in drafts_in(summary).items():
         speedup, colour = draft["speedup"], PALE if name == "before" else DARK
         axes.plot(speedup["predicted_by_gamma"], color=colour, label=f"{name}, predicted")
-        mean, (low, high) = speedup["measured"], speedup["ci95"]
+        mean = speedup["measured"]
+        low, high = speedup["ci95"] or (mean, mean)
         axes.errorbar(
             draft["gamma"],
             mean,
@@ -221,8 +236,10 @@ def training_figure(lines: Sequence[dict[str, Any]], path: Path) -> None:
     right.plot(*columns(measured, "alpha"), color=PALE, label="training batches")
     validation = [line for line in lines if line["section"] == "validation"]
     held_out = [line for line in validation if line["step"] in tokens_at]
-    below = [line["alpha"] - line["low"] for line in held_out]
-    above = [line["high"] - line["alpha"] for line in held_out]
+    below, above = (  # no interval of few documents
+        [abs(line.get(end, line["alpha"]) - line["alpha"]) for line in held_out]
+        for end in ("low", "high")
+    )
     right.errorbar(
         *columns(held_out, "alpha"),
         yerr=[below, above],

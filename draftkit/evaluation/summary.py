@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,16 @@ from draftkit.evaluation.engines import engine_rows
 from draftkit.evaluation.judge import LOOKUP, SERVED_ALPHA, Evidence
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import Timed
-from draftkit.theory.acceptance import Estimate, Rate, bootstrap, unconditional_rates
+from draftkit.theory.acceptance import (
+    LEAST_UNITS,
+    Estimate,
+    Rate,
+    estimate,
+    gain_p_value,
+    log_ratio,
+    speedup,
+    unconditional_rates,
+)
 from draftkit.theory.speedup import (
     Costs,
     best_gamma,
@@ -24,6 +32,7 @@ from draftkit.theory.speedup import (
 )
 
 MAX_GAMMA = 16
+CHOICE = 0.005  # how often one of the ways beside the judged one is named though none gains
 DEPLOY, DO_NOT_DEPLOY, INCONCLUSIVE = "deploy", "do_not_deploy", "inconclusive"
 
 
@@ -43,32 +52,31 @@ def compare(
             gamma=config.decode.gamma,
             temperature=sampling.temperature,
             best_gammas=summary["best_gamma_by_mode"],
-            **resampling(config),
         )
-    lookup = lookup_summary(evidence[main], config)
-    ways = {LOOKUP: lookup, "drafter" if has_drafter else config.decode.proposer: summary}
+    lookup = lookup_summary(evidence[main])
+    judged = "drafter" if has_drafter else config.decode.proposer
+    ways = {LOOKUP: lookup, judged: summary}
     others: dict[str, Any] = {LOOKUP: lookup}
     if main != "before" and "before" in evidence:
         after, before = evidence[main].scored, evidence["before"].scored
         for mode in after.totals:
-            gain = after.gain(before, mode, **resampling(config))
+            gain = after.gain(before, mode)
             others[f"{mode}_gain"] = gain.as_dict()
         lengths = (tokens_a_pass(evidence[draft].timed) for draft in (main, "before"))
-        longer = bootstrap(*lengths, compare=operator.sub, **resampling(config))
+        longer = estimate(*lengths, compare=operator.sub)
         others["acceptance_length_gain"] = longer.as_dict()
         others["before"] = summarise(evidence["before"], sampling, config)
         if has_drafter:
             ways["before"] = others["before"]
-    return {**summary, "best_of": best_of(ways), **others}
+    return {**summary, "best_of": best_of(ways, judged), **others}
 
 
 def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> dict[str, Any]:
     """The `evaluate` keys of one draft under one sampling."""
     gamma, costs = config.decode.gamma, evidence.costs
     timed, plain = evidence.timed, evidence.plain
-    acceptance = estimates(evidence.scored, **resampling(config))
-    counted = count_rounds(timed, **resampling(config))
-    rounds, answers = speedups(timed, plain, config)
+    acceptance, counted = estimates(evidence.scored), count_rounds(timed)
+    rounds, answers = speedups(timed, plain)
     predicted = speedup_from_length(timed.full_length, gamma, **costs.ratios)
     limit, break_even = ceiling(gamma, **costs.ratios), break_even_alpha(gamma, **costs.ratios)
     decision, reason = verdict(
@@ -77,12 +85,13 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         lossless=evidence.lossless,
         ceiling=limit,
         break_even_alpha=break_even,
+        batch_size=config.evaluate.timing_batch_size,
     )
     served = SERVED_ALPHA.get(config.decode.proposer)
     alpha = acceptance[served].mean if served else counted["acceptance_per_position"][0]
     best, best_factor = best_gamma(*curve(alpha, costs))
     return {
-        **{mode: estimate.as_dict() for mode, estimate in acceptance.items()},
+        **{mode: one.as_dict() for mode, one in acceptance.items()},
         **counted,
         "proposer": config.decode.proposer,
         "gamma": gamma,
@@ -101,7 +110,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
             "speculative": timed.prefill_seconds,
         },
         "speedup": {
-            **stated(rounds, answers),
+            **stated(timed, plain),
             "predicted": predicted,
             "prediction_error": timed.full_batches.mean / plain.full_batches.mean / predicted - 1,
             "ceiling": limit,
@@ -121,64 +130,75 @@ def curve(alpha: float, costs: Costs) -> tuple[float, float, Callable[[int], flo
     return alpha, costs.cost_ratio, costs.verify_at, costs.overhead_ratio, MAX_GAMMA
 
 
-def resampling(config: Config) -> dict[str, int]:
-    """How all intervals are made."""
-    return {"seed": config.seed, "resamples": config.evaluate.bootstrap}
-
-
-def lookup_summary(evidence: Evidence, config: Config) -> dict[str, Any]:
+def lookup_summary(evidence: Evidence) -> dict[str, Any]:
     """The `prompt_lookup` object: what proposals from the text alone would gain."""
     lookup = evidence.lookup
     return {
-        "acceptance_length": count_rounds(lookup, **resampling(config))["acceptance_length"],
+        "acceptance_length": count_rounds(lookup)["acceptance_length"],
         "tokens_per_second": lookup.rounds.mean,
-        "speedup": stated(*speedups(lookup, evidence.plain, config)),
+        "speedup": stated(lookup, evidence.plain),
     }
 
 
-def speedups(timed: Timed, plain: Timed, config: Config) -> tuple[Estimate, Estimate]:
-    """Of the rounds, and from request to last token: tokens per second, paired by chunk."""
-    quotient = partial(bootstrap, compare=operator.truediv, **resampling(config))
-    return quotient(timed.rounds, plain.rounds), quotient(timed.answers, plain.answers)
+def speedups(timed: Timed, plain: Timed) -> tuple[Estimate, Estimate]:
+    """Of the rounds, and from request to last token: tokens per second, paired."""
+    return speedup(timed.rounds, plain.rounds), speedup(timed.answers, plain.answers)
 
 
-def stated(rounds: Estimate, answers: Estimate) -> dict[str, Any]:
-    """Speed-ups as summaries state them."""
-    whole = {"mean": answers.mean, "ci95": [answers.low, answers.high], "chunks": answers.prompts}
-    return {"measured": rounds.mean, "ci95": [rounds.low, rounds.high], "end_to_end": whole}
+def stated(timed: Timed, plain: Timed) -> dict[str, Any]:
+    """Speed-ups as summaries state them.
+
+    units: what the interval of `end_to_end` rests on, documents, or batches where rows are decoded
+    together. p_value: of no speed-up against one, by the same test as the interval; None with it.
+    """
+    rounds, answers = speedups(timed, plain)
+    p_value = None
+    if answers.ci95:
+        p_value = gain_p_value(timed.answers, plain.answers, compare=log_ratio)
+    whole = {"mean": answers.mean, "ci95": answers.ci95, "p_value": p_value}
+    whole |= {"chunks": answers.prompts, "units": answers.documents}
+    return {"measured": rounds.mean, "ci95": rounds.ci95, "end_to_end": whole}
 
 
-def best_of(ways: Mapping[str, dict[str, Any]]) -> str:
-    """The lossless way with the largest end-to-end speed-up whose interval lies above 1."""
-    paying = {
-        name: way["speedup"]["end_to_end"]["mean"]
-        for name, way in ways.items()
-        if way["speedup"]["end_to_end"]["ci95"][0] > 1
-        and way.get("lossless", {"passed": True})["passed"] is not False
-    }
-    return max(paying, key=lambda name: paying[name], default="none")
+def best_of(ways: Mapping[str, dict[str, Any]], judged: str) -> str:
+    """The lossless way with the largest end-to-end speed-up, of those that surely have one.
+
+    The way `judged` was named before anything was measured, so it is tested as the verdict tests
+    it, at 2.5 % (its interval lies above 1). The others stand beside it to be chosen from, and the
+    largest of several is too large: together they get `CHOICE`, in equal parts (Bonferroni). So
+    where nothing is gained one of all of them is named at most three times in a hundred.
+    """
+    level = CHOICE / max(1, len(ways) - 1)
+
+    def pays(name: str, way: dict[str, Any]) -> bool:
+        whole = way["speedup"]["end_to_end"]
+        if whole["ci95"] is None or way.get("lossless", {"passed": True})["passed"] is False:
+            return False
+        return whole["ci95"][0] > 1 if name == judged else whole["p_value"] <= level
+
+    paying = [name for name, way in ways.items() if pays(name, way)]
+    return max(paying, key=lambda name: ways[name]["speedup"]["end_to_end"]["mean"], default="none")
 
 
-def count_rounds(timed: Timed, *, seed: int, resamples: int) -> dict[str, Any]:
-    """Rates that real speculative decoding showed, with intervals over prompts.
+def count_rounds(timed: Timed) -> dict[str, Any]:
+    """Rates that real speculative decoding showed, with intervals over documents.
 
     `acceptance_rate` = accepted / drafted; `acceptance_length` = tokens per target pass;
     `acceptance_per_position` = share of rounds whose first i proposals were all accepted;
     `alpha_decoding` = mean of sum_x min(p, q) over the positions that were tested. A rate is None
-    where fewer than two prompts had proposals.
+    where nothing was proposed.
     """
     done = timed.completions
 
-    def estimate(rate: Rate) -> dict[str, Any] | None:
-        if (rate.counts > 0).sum() < 2:
-            return None
-        return bootstrap(rate, seed=seed, resamples=resamples).as_dict()
+    def stated(*pairs: tuple[float, float]) -> dict[str, Any] | None:
+        rate = Rate.of(pairs, timed.documents)
+        return estimate(rate).as_dict() if rate.counts.sum() > 0 else None
 
     histogram = torch.tensor([c.accept_counts for c in done], dtype=torch.float64).sum(0)
     return {
-        "alpha_decoding": estimate(Rate.of((c.acceptance_total, c.tested) for c in done)),
-        "acceptance_rate": estimate(Rate.of((c.accepted, c.drafted) for c in done)),
-        "acceptance_length": estimate(tokens_a_pass(timed)),
+        "alpha_decoding": stated(*((c.acceptance_total, c.tested) for c in done)),
+        "acceptance_rate": stated(*((c.accepted, c.drafted) for c in done)),
+        "acceptance_length": estimate(tokens_a_pass(timed)).as_dict(),
         "acceptance_per_position": unconditional_rates(histogram).tolist(),
         "accept_counts": [int(count) for count in histogram],
     }
@@ -186,7 +206,8 @@ def count_rounds(timed: Timed, *, seed: int, resamples: int) -> dict[str, Any]:
 
 def tokens_a_pass(timed: Timed) -> Rate:
     """tau by prompt: tokens, with the correction or the bonus, over passes of the target."""
-    return Rate.of((c.accepted + c.rounds, c.rounds) for c in timed.completions)
+    pairs = ((c.accepted + c.rounds, c.rounds) for c in timed.completions)
+    return Rate.of(pairs, timed.documents)
 
 
 def verdict(
@@ -196,17 +217,27 @@ def verdict(
     lossless: Losslessness,
     ceiling: float,
     break_even_alpha: float | None,
+    batch_size: int = 1,
 ) -> tuple[str, str]:
     """Deploy or not, and why: the speed-up's interval against 1, exactness first.
 
-    speedup: end to end, prefill and waiting included. rounds: without the prefill, of which alone
-    `ceiling` and `break_even_alpha` speak.
+    That the interval lies above 1 is a one-sided t test on the log speed-up, at 2.5 %. speedup: end
+    to end, prefill and waiting included. rounds: without the prefill, of which alone `ceiling` and
+    `break_even_alpha` speak. With fewer than `LEAST_UNITS` documents, or batches of `batch_size`,
+    there is no interval, and nothing is decided.
     """
     interval = f"end-to-end speedup {speedup.mean:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]"
     if lossless.passed is False:
         wrong = lossless.mismatches - lossless.near_ties
         reason = f"{wrong} of {lossless.compared} greedy outputs differ from the target's"
         return DO_NOT_DEPLOY, reason
+    if (units := speedup.documents) < LEAST_UNITS:
+        what = "documents" if batch_size == 1 else f"batches of {batch_size} documents"
+        return INCONCLUSIVE, (
+            f"this run only shows that every part works: it timed {units} {what}, a verdict needs "
+            f"{LEAST_UNITS}; time {(LEAST_UNITS - units) * batch_size} documents more "
+            "(evaluate.timing_prompts, evaluate.prompts, held-out text)"
+        )
     if speedup.low > 1:
         unchecked = "; whether it is lossless was not checked" * (lossless.passed is None)
         return DEPLOY, f"{interval} lies above 1{unchecked}"

@@ -7,7 +7,7 @@ apart from the rounds. Compiling takes no time here: the clock stands still, and
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,9 +75,14 @@ Method = Callable[[PromptIds, int], Chunk]  # prompts, and the number of the fir
 
 @dataclass(frozen=True)
 class Timed:
-    """All chunks of prompts by one method. Its rates are tokens per second, by chunk."""
+    """All chunks of prompts by one method. Its rates are tokens per second, by chunk.
+
+    documents: what each prompt belongs to; empty where each is a document of its own. What is one
+    observation of time is a document where rows are decoded alone, else a batch.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
+    documents: Sequence[Hashable] = ()
 
     @property
     def completions(self) -> list[Completion]:
@@ -90,12 +95,13 @@ class Timed:
     @property
     def rounds(self) -> Rate:
         """Without the prefill."""
-        return Rate.of((chunk.tokens, chunk.seconds) for chunk in self.chunks)
+        return Rate.of(((chunk.tokens, chunk.seconds) for chunk in self.chunks), self._units)
 
     @property
     def answers(self) -> Rate:
         """From request to last token: with the prefill, and with waiting for the slowest row."""
-        return Rate.of((one.tokens, one.prefill_seconds + one.seconds) for one in self.chunks)
+        seconds = ((one.tokens, one.prefill_seconds + one.seconds) for one in self.chunks)
+        return Rate.of(seconds, self._units)
 
     @property
     def full_batches(self) -> Rate:
@@ -110,6 +116,15 @@ class Timed:
     def full_length(self) -> float:
         """Acceptance length in the rounds of full batches."""
         return Rate.of((full.emitted, full.row_rounds) for full in self._full).mean
+
+    @property
+    def batched(self) -> bool:
+        """Whether rows were decoded together."""
+        return any(len(chunk.completions) > 1 for chunk in self.chunks)
+
+    @property
+    def _units(self) -> Sequence[Hashable]:
+        return () if self.batched else self.documents
 
     @property
     def _full(self) -> list[FullBatch]:

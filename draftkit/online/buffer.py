@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from draftkit.config.service import BufferConfig
-from draftkit.data.rollouts import Record, from_bytes, to_bytes
+from draftkit.data.rollouts import Record, document_of, from_bytes, to_bytes
 from draftkit.online.ages import Ledger, Uptime, look, seconds_since, uptime
 from draftkit.online.database import Database
 from draftkit.online.fingerprints import require_same
@@ -112,17 +112,12 @@ class Load:
     age_seconds: float  # infinite if it was before the last boot
 
 
-def conversation_of(record: Record) -> str | tuple[int, ...]:
-    """What `record` shares with all that it is not independent of: `document`, else the prompt."""
-    return record.document or tuple(record.prompt_ids)
-
-
 def split(record: Record) -> float:
     """A number in [0, 1), uniform over conversations, the same for all records of one.
 
     A record is held out where it is below the gate's fraction.
     """
-    known = conversation_of(record)
+    known = document_of(record)
     if isinstance(known, str):
         content, person = known.encode(), b"conversation"
     else:

@@ -14,7 +14,7 @@ under the sampling that it was served with. Knows no folder and no training.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,6 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import Estimate, gain_p_value
 
-RESAMPLES = 1000
 FALSE_PASSES = 0.05  # of weights that gain nothing, over all gates of a version in force
 
 
@@ -83,7 +82,7 @@ class Judge:
         if self.target is None:
             return score_stored(self.draft, records, **options)[0]
         scored = score_contexts(self.target, self.draft, records, **options)
-        return PromptTotals({"alpha": scored.totals[self.acceptance]}, scored.counts)
+        return replace(scored, totals={"alpha": scored.totals[self.acceptance]}, shares={})
 
 
 def level_of(gate: int) -> float:
@@ -103,26 +102,26 @@ def judge(
     anchor_first: PromptTotals | None,
     tolerance: float,
     gate: int,
-    seed: int,
 ) -> Verdict:
     """Compare new weights (`after`) with those in force (`before`), and with the first on anchors.
 
     gate: the how-manieth test (from 1) this is against the version in force. Raises ValueError with
-    fewer than 2 prompts; with fewer than `LEAST_PROMPTS` nothing is published.
+    fewer than 2 conversations; with fewer than `LEAST_PROMPTS` nothing is published. Anchors of few
+    documents have a wide interval, which lets less through.
     """
-    gain = after.gain(before, seed=seed, resamples=RESAMPLES)
+    gain = after.gain(before)
     p_value = gain_p_value(after.rate(), before.rate())
     change = None
     if anchor_after is not None and anchor_first is not None:
-        change = anchor_after.gain(anchor_first, seed=seed, resamples=RESAMPLES)
+        change = anchor_after.gain(anchor_first, least=2)
     level, text = level_of(gate), f"alpha {signed(gain.as_dict())} on held-out recent traffic"
     publish = False
     # Each condition is one for passing, so that NaN refuses.
     if change is not None and not change.low >= -tolerance:
         lost = signed(change.as_dict())
         text = f"anchors: {lost} since the first version, {-tolerance:g} is allowed"
-    elif not gain.prompts >= LEAST_PROMPTS:
-        text = f"{text}: of {gain.prompts} conversations, {LEAST_PROMPTS} are needed"
+    elif not gain.documents >= LEAST_PROMPTS:
+        text = f"{text}: of {gain.documents} conversations, {LEAST_PROMPTS} are needed"
     elif not p_value <= level:
         text = f"no sure gain: {text}, p = {p_value:.2g}, gate {gate} needs {level:.2g}"
     else:

@@ -134,7 +134,7 @@ class Refit:
         records, units = texts_of(stored)
         if len(set(units)) < LEAST_PROMPTS:
             return False
-        scored = self.judge.score(self.registry.read(base), records).summed(units)
+        scored = self.judge.score(self.registry.read(base), records)
         return scored.alpha.high < known
 
     @property
@@ -333,9 +333,9 @@ class Refit:
         """
         gate, weights = self.settings.gate, merged_weights(trainer.draft.model)
         stored = self._scorable(gate.records, held_out=True)
-        traffic, units = texts_of(stored)
-        after = self.judge.score(weights, traffic).summed(units)
-        before = self.judge.score(self.registry.read(base), traffic).summed(units)
+        traffic, _ = texts_of(stored)
+        after = self.judge.score(weights, traffic)
+        before = self.judge.score(self.registry.read(base), traffic)
         anchors = list(self.anchors.held_out)
         if anchors and self._first_on_anchors is None:
             first = self.registry.versions()[0]
@@ -347,7 +347,6 @@ class Refit:
             anchor_first=self._first_on_anchors,
             tolerance=gate.anchor_tolerance,
             gate=self.state["gates"].get(base.name, 0) + 1,
-            seed=self.seed,
         )
         self._measure(base, stored)
         return verdict, before.alpha, after.alpha, max(one.id for one in stored)
@@ -368,7 +367,7 @@ class Refit:
         except ValueError:
             return  # deleted or damaged: there is nothing to compare with
         alphas = [
-            self.judge.score(weights, fresh).summed(units).alpha
+            self.judge.score(weights, fresh).alpha
             for weights in (earlier, self.registry.read(base))
         ]
         lengths = [expected_tokens(alpha.mean, self.gamma) for alpha in alphas]

@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 
 from draftkit.config import OnlineConfig
-from draftkit.data.rollouts import Record
+from draftkit.data.rollouts import Record, document_of
 from draftkit.distillation.batch import TokenSequence, all_learned, sequence_of_record
-from draftkit.online.buffer import Stored, conversation_of
+from draftkit.online.buffer import Stored
 
 
 def with_scores(records: Sequence[Record], *, temperature: float, width: int) -> list[Record]:
@@ -50,7 +50,7 @@ def kinds(
 def texts_of(stored: Sequence[Stored]) -> tuple[list[Record], list[Hashable]]:
     """The records, and the conversation that each belongs to."""
     records = [one.record for one in stored]
-    return records, [conversation_of(record) for record in records]
+    return records, [document_of(record) for record in records]
 
 
 def row_of(record: Record, *, prompts: bool) -> TokenSequence:

@@ -20,23 +20,27 @@ proposals that were never tested. Functions of one alpha assume the i.i.d. model
 al. (arXiv 2211.17192, section 3.1: every context has the same alpha); where contexts differ,
 the true acceptance length is larger than the one at the mean alpha.
 
-Estimates are ratios of totals over positions, with percentile intervals from a bootstrap over
-prompts, since positions of one text are not independent. Resampling uses `noise`, so the same data
-give the same interval. Whether a ratio lies above another one is decided by a t test, which knows
-levels that no thousand resamples can show. This module knows no models and no decoder.
+Estimates are ratios of totals over positions. Their errors are those of documents: positions of a
+text, answers to one prompt and turns of one chat are not independent, so all that shares a document
+is summed before anything is compared. What one document does to a number is read off by leaving it
+out, which for a ratio is the residual divided by 1 minus its share (HC3: MacKinnon and White,
+Journal of Econometrics 29, 1985); the interval is Student's t with degrees of freedom that fall
+where few documents hold most tokens. Intervals, verdict and gate are this one computation. This
+module knows no models and no decoder.
 Shapes: V vocabulary, P prompts, T tokens of a text.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftkit.theory.noise import RESAMPLE, uniform
 from draftkit.theory.speedup import expected_tokens
 from draftkit.theory.warping import promote
 
@@ -121,16 +125,24 @@ def rounds_of_texts(
     return Rate(emitted, rounds)
 
 
+LEAST_UNITS = 20  # documents, below which an interval is not given: those of fewer are too narrow
+
+
 class Rate(NamedTuple):
-    """Sums by prompt whose quotient is a rate: `totals` over `counts`, [P] each."""
+    """Sums by prompt whose quotient is a rate: `totals` over `counts`, [P] each.
+
+    documents: what each prompt belongs to [P]; empty where each is a document of its own.
+    """
 
     totals: Tensor
     counts: Tensor
+    documents: Sequence[Hashable] = ()
 
     @staticmethod
-    def of(pairs: Iterable[tuple[float, float]]) -> "Rate":
+    def of(pairs: Iterable[tuple[float, float]], documents: Sequence[Hashable] = ()) -> "Rate":
         """A total and a count of each prompt."""
-        return Rate(*torch.tensor([*pairs], dtype=torch.float64).unbind(-1))
+        table = torch.tensor([*pairs], dtype=torch.float64).reshape(-1, 2)
+        return Rate(table[:, 0], table[:, 1], documents)
 
     @property
     def mean(self) -> float:
@@ -139,25 +151,38 @@ class Rate(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95 % interval, positions `n` and prompts behind it."""
+    """A number with its 95 % interval, and the positions `n`, prompts and documents behind it.
+
+    Without an interval both its ends are infinite: nothing lies outside.
+    """
 
     mean: float
     low: float
     high: float
     n: int
     prompts: int
+    documents: int
 
     def __str__(self) -> str:
-        """`0.812 [0.801, 0.823]`."""
+        """`0.812 [0.801, 0.823]`, or `0.812 (no interval: 6 documents, 20 needed)`."""
+        if self.ci95 is None:
+            needed = f"{self.documents} documents, {LEAST_UNITS} needed"
+            return f"{self.mean:.3f} (no interval: {needed})"
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+    @property
+    def ci95(self) -> list[float] | None:
+        """The interval as summaries hold it; None where there is none."""
+        return [self.low, self.high] if math.isfinite(self.high) else None
 
     def as_dict(self) -> dict[str, Any]:
         """The form in which every `summary.json` holds an estimate."""
         return {
             "mean": self.mean,
-            "ci95": [self.low, self.high],
+            "ci95": self.ci95,
             "n": self.n,
             "prompts": self.prompts,
+            "documents": self.documents,
         }
 
     def excludes(self, value: float) -> bool:
@@ -165,110 +190,160 @@ class Estimate:
         return value < self.low or value > self.high
 
 
-def _resampled_sums(columns: Tensor, *, seed: int, resamples: int) -> Tensor:
-    """Sums of [P, C] over prompts drawn with replacement: [resamples, C].
+Compare = Callable[..., Tensor]  # makes a number of the values of one rate or of several
 
-    In blocks, so that memory does not grow with prompts times resamples.
+
+def rate_itself(rate: Tensor) -> Tensor:
+    """What is estimated of a single rate."""
+    return rate
+
+
+def log_ratio(rate: Tensor, other: Tensor) -> Tensor:
+    """log(rate / other): errors of a speed-up are alike up and down on this scale."""
+    return (rate / other).log()
+
+
+class _Found(NamedTuple):
+    """A number, its standard error, the degrees of freedom of that, and what it rests on."""
+
+    value: float
+    error: float
+    degrees: float
+    n: int
+    prompts: int
+    documents: int
+
+
+def _found(*rates: Rate, compare: Compare) -> _Found:
+    """What `compare` makes of `rates`, and its error over documents, by leaving each out.
+
+    With D documents, theta of all and theta_i of all but document i, and w_i the share of document
+    i in the counts (the mean of its shares where there are several rates),
+
+        error^2 = D / (D - 1) sum_i (theta_i - theta)^2
+        degrees = sum_i w_i^2 / sum_i w_i^3
+
+    For a rate theta_i - theta is -(t_i - r n_i) / (N (1 - w_i)). Degrees are D for documents of one
+    length. They lie between what is right where the tokens of a document are independent,
+    1 / sum w^2, and where they agree entirely, (sum w^2)^2 / sum w^4; intervals by the former cover
+    too little, by the latter too much (tests/evaluation/simulated.py). One document has error NaN.
+    Documents without any position are no observation; raises ValueError where one has positions on
+    one side alone.
     """
-    prompts = len(columns)
-    block = max(1, 2**20 // prompts)
-    sums = []
-    for start in range(0, resamples, block):
-        row = torch.arange(start, min(start + block, resamples))
-        drawn = uniform(
-            seed=torch.full_like(row, seed),
-            row=row,
-            length=torch.zeros_like(row),
-            count=prompts,
-            purpose=RESAMPLE,
-        )
-        sums.append(columns[(drawn * prompts).long()].sum(1))
-    return torch.cat(sums)
-
-
-def bootstrap(
-    *rates: Rate,
-    compare: Callable[..., Tensor] = lambda rate: rate,
-    seed: int = 0,
-    resamples: int = 2000,
-) -> Estimate:
-    """A rate, or what `compare` makes of several, with its interval over resampled prompts.
-
-    Several are paired, since prompts are resampled with all their rates: `operator.sub` gives a
-    gain, `operator.truediv` a speed-up. `n` are the counts of the first. A prompt without any
-    position is no observation; raises ValueError where fewer than 2 remain, or where one has
-    positions on one side alone.
-    """
-    columns = [column.detach().cpu().double() for rate in rates for column in rate]
+    first = rates[0]
+    columns = [column.detach().cpu().double() for rate in rates for column in rate[:2]]
     table = torch.stack(columns, dim=-1)  # [P, 2 x rates], counts in the odd columns
+    prompts = int((table[:, 1] > 0).sum())
+    if len(first.documents):
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(first.documents))}
+        index = torch.tensor([numbers[key] for key in first.documents])
+        table = table.new_zeros(len(numbers), table.shape[1]).index_add(0, index, table)
     table = table[table[:, 1::2].sum(-1) > 0]
-    prompts = len(table)
-    if prompts < 2:
-        raise ValueError(f"an interval needs at least 2 prompts with positions, got {prompts}")
     if not (table[:, 1::2] > 0).all():
-        raise ValueError("paired estimates need positions on both sides of every prompt")
+        raise ValueError("paired estimates need positions on both sides of every document")
 
     def statistic(sums: Tensor) -> Tensor:
         return compare(*(sums[..., ::2] / sums[..., 1::2]).unbind(-1))
 
-    drawn = statistic(_resampled_sums(table, seed=seed, resamples=resamples))
-    low, high = torch.quantile(drawn, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    totals = table.sum(0)
-    return Estimate(float(statistic(totals)), low, high, int(totals[1]), prompts)
+    totals, documents = table.sum(0), len(table)
+    value, without = statistic(totals), statistic(totals - table)
+    shares = (table[:, 1::2] / totals[1::2]).mean(-1)
+    error = math.nan
+    if documents > 1:
+        error = float(((without - value).square().sum() * documents / (documents - 1)).sqrt())
+    degrees = float(shares.square().sum() / shares.pow(3).sum())
+    return _Found(float(value), error, degrees, int(totals[1]), prompts, documents)
 
 
-def _linearised(rate: Rate) -> tuple[float, Tensor]:
-    """A rate, and what each prompt [P] adds to it beyond the mean: (t_i - r n_i) / mean(n).
+def estimate(*rates: Rate, compare: Compare = rate_itself, least: int = LEAST_UNITS) -> Estimate:
+    """A rate, or what `compare` makes of several, with its interval over documents.
 
-    The rate linearised at the data (Cochran, Sampling Techniques, chapter 6).
+    Several are paired: by the documents of the first, in which all are summed. `operator.sub` gives
+    a gain. `n` are the counts of the first. There is no interval for under `least` documents.
     """
-    totals, counts = rate.totals.double(), rate.counts.double()
-    ratio = totals.sum() / counts.sum()
-    return float(ratio), (totals - ratio * counts) / counts.mean()
+    found = _found(*rates, compare=compare)
+    width = math.inf
+    if found.documents >= max(2, least):
+        width = student_t_quantile(found.degrees) * found.error
+    value = found.value
+    return Estimate(value, value - width, value + width, found.n, found.prompts, found.documents)
+
+
+def speedup(fast: Rate, slow: Rate) -> Estimate:
+    """fast / slow with its interval, of rates of the same documents, in tokens per second.
+
+    All four totals vary: answers differ in length where they are sampled, so that tokens per second
+    and not seconds are compared. The interval is made on the logarithm.
+    """
+    log = estimate(fast, slow, compare=log_ratio)
+    return replace(log, mean=math.exp(log.mean), low=math.exp(log.low), high=math.exp(log.high))
 
 
 def rate_error(rate: Rate) -> float:
-    """The standard error of a rate over prompts, sqrt(sum_i e_i^2 / (P (P - 1))); NaN for one."""
-    _, residuals = _linearised(rate)
-    return float(residuals.std()) / len(residuals) ** 0.5
+    """The standard error of a rate over documents; NaN for one."""
+    return _found(rate, compare=rate_itself).error
 
 
-def gain_p_value(after: Rate, before: Rate) -> float:
+def gain_p_value(after: Rate, before: Rate, compare: Compare = operator.sub) -> float:
     """How likely a paired gain this large would be if there were none: one-sided, in [0, 1].
 
-    Student's t of the difference of the two rates of the same prompts, each linearised at the
-    data, with P - 1 degrees of freedom. NaN where a total is; raises ValueError with fewer than 2
-    prompts.
+    By the error and the degrees of freedom of its interval. NaN where a total is; raises ValueError
+    with fewer than 2 documents.
     """
-    observed = after.counts > 0
-    prompts = int(observed.sum())
-    if prompts < 2:
-        raise ValueError(f"a test needs at least 2 prompts with positions, got {prompts}")
-    (new, residuals), (old, others) = (
-        _linearised(Rate(side.totals[observed], side.counts[observed])) for side in (after, before)
-    )
-    error = float((residuals - others).square().sum().div(prompts * (prompts - 1)).sqrt())
-    if error == 0:
-        return math.nan if math.isnan(new - old) else float(new <= old)
-    return student_t_tail((new - old) / error, prompts - 1)
+    found = _found(after, before, compare=compare)
+    if found.documents < 2:
+        raise ValueError(f"a test needs at least 2 documents with positions, got {found.documents}")
+    if found.error == 0:
+        return math.nan if math.isnan(found.value) else float(found.value <= 0)
+    return student_t_tail(found.value / found.error, found.degrees)
 
 
-def student_t_tail(t: float, degrees: int) -> float:
-    """P(T > t) of Student's t with a whole number of degrees of freedom.
+def student_t_tail(t: float, degrees: float) -> float:
+    """P(T > t) of Student's t, whose degrees of freedom need not be whole; NaN of NaN."""
+    if t <= 0:
+        return 1.0 - student_t_tail(-t, degrees) if t < 0 else 0.5
+    return _incomplete_beta(degrees / 2, 0.5, degrees / (degrees + t * t)) / 2
 
-    The finite series of Abramowitz and Stegun, 26.7.3 and 26.7.4; absolute error below 1e-12.
+
+def student_t_quantile(degrees: float, tail: float = 0.025) -> float:
+    """The t that is exceeded with probability `tail`, below one half.
+
+    Newton's method from the normal quantile, which lies below; the tail is convex.
     """
-    angle = math.atan2(t, math.sqrt(degrees))
-    cosine = math.cos(angle)
-    odd = degrees % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for power in range(odd, degrees - 1, 2):
-        total += term
-        term *= cosine * cosine * (power + 1) / (power + 2)
-    inside = math.sin(angle) * total
-    if odd:
-        inside = (angle + inside) * 2 / math.pi
-    return (1 - inside) / 2
+    t = NormalDist().inv_cdf(1 - tail)
+    scale = math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)
+    for _ in range(100):
+        density = math.exp(scale - (degrees + 1) / 2 * math.log1p(t * t / degrees))
+        step = (student_t_tail(t, degrees) - tail) * math.sqrt(degrees * math.pi) / density
+        t += step
+        if abs(step) < 1e-12 * t:
+            break
+    return t
+
+
+def _incomplete_beta(a: float, b: float, x: float) -> float:
+    """The regularised incomplete beta function I_x(a, b), to about 1e-13.
+
+    By its continued fraction (Abramowitz and Stegun, 26.5.8), evaluated by Lentz's method, on the
+    side on which it converges fast.
+    """
+    if x in (0.0, 1.0):
+        return x
+    if x > (a + 1) / (a + b + 2):
+        return 1 - _incomplete_beta(b, a, 1 - x)
+    ratio, inverse = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    value = inverse
+    for m in range(1, 1000):
+        for term in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            inverse, ratio = 1 / (1 + term * inverse), 1 + term / ratio
+            value *= inverse * ratio
+        if abs(inverse * ratio - 1) < 1e-15:
+            break
+    log_front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b)
+    return math.exp(log_front - math.lgamma(a) - math.lgamma(b)) * value / a
 
 
 def unconditional_rates(accept_counts: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ Shapes: B rows, V vocabulary.
 import torch
 from torch import Tensor
 
-# Purposes: proposals, acceptance tests, correction or bonus token, bootstrap, dropout.
-DRAFT, ACCEPT, NEXT, RESAMPLE, DROPOUT = 0, 1, 2, 3, 4
+# Purposes: proposals, acceptance tests, correction or bonus token, dropout.
+DRAFT, ACCEPT, NEXT, DROPOUT = 0, 1, 2, 4
 
 _BITS_32 = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: its multiples spread over 32 bits

@@ -198,9 +198,11 @@ def validation_alpha(job: Job, draft: CausalAdapter, section: str, step: int) ->
         scored = score_contexts(
             job.target.adapter, draft, job.validation, sampling=sampling, batch_size=size
         )
-    by_mode = estimates(scored, seed=config.seed, resamples=config.evaluate.bootstrap)
+    by_mode = estimates(scored)
     alpha = by_mode["alpha"]
-    metrics |= {"alpha": alpha.mean, "low": alpha.low, "high": alpha.high}
+    metrics["alpha"] = alpha.mean
+    if alpha.ci95:
+        metrics |= {"low": alpha.low, "high": alpha.high}
     chosen = "alpha"
     if config.divergence.names == {"ce_argmax"} and "alpha_greedy_draft" in by_mode:
         chosen = "alpha_greedy_draft"

@@ -16,9 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, Literal
 
+import numpy as np
+
 from draftkit.artifacts import fingerprint
 from draftkit.config import (
-    MIN_CHUNKS,
     Config,
     DivergenceConfig,
     HardwareConfig,
@@ -28,6 +29,7 @@ from draftkit.config import (
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
+from draftkit.data.store import rank_in_group
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather, proposers_of
@@ -41,7 +43,14 @@ from draftkit.tracking import Tracker
 from draftkit.workflow.claims import claim
 from draftkit.workflow.fitting import Fitted, Job, fit
 from draftkit.workflow.prompts import Prompt, examples_of, fit_examples, held_out_of
-from draftkit.workflow.sampling import ROLLOUTS, TEST, VALIDATION, noise_seed, target_sampler
+from draftkit.workflow.sampling import (
+    ROLLOUTS,
+    TEST,
+    VALIDATION,
+    answered,
+    noise_seed,
+    target_sampler,
+)
 from draftkit.workflow.sources import TrainingTexts, reads_rollouts
 
 Note = Callable[[str], None]  # what hears how a job goes on: `print`, or nothing
@@ -84,7 +93,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Acceptance on held-out prompts, each mode with its 95 % interval over prompts.
+    """Acceptance on held-out prompts, each mode with its 95 % interval over documents.
+
+    Equal prompts are one document, and so are the answers of a chat and the windows of a text; for
+    fewer than 20 there is no interval.
 
     alpha: of sampled proposals, mean of sum_x min(p, q); alpha_greedy_draft: of the draft's argmax,
     p(argmax q); alpha_exact_match: of engines that compare with a sample of the target, sum_x p q.
@@ -244,7 +256,7 @@ def evaluate(
     The target continues them once, and all drafts beside it are judged on those positions. timed:
     also decode with the draft and without, in turns, after a check of losslessness, for which the
     target is held in float32; `summary` then has speed-up and verdict. Raises ValueError, one line,
-    for too few prompts.
+    for no prompt, or one too few to calibrate costs on.
     """
     config = pair.settings(sections)
     examples = examples_of(prompts, pair.target, config.data, context=pair.context, note=note)
@@ -253,10 +265,8 @@ def evaluate(
         pair.context - max((len(example.prompt_ids) for example in examples), default=0),
     )
     config = replace(config, evaluate=replace(config.evaluate, max_new_tokens=new))
-    batches = MIN_CHUNKS * config.evaluate.timing_batch_size
-    least = batches * CALIBRATING // (CALIBRATING - 1) if timed else 2
-    if len(examples) < least:
-        raise ValueError(f"prompts: {len(examples)} are too few for an interval: give {least}")
+    if len(examples) < (least := CALIBRATING if timed else 1):
+        raise ValueError(f"prompts: {len(examples)} are too few to measure: give {least}")
     contexts = _contexts(pair, examples, config, TEST)
     if timed:
         evidence = _timed(pair, examples, contexts, config, note)
@@ -267,18 +277,22 @@ def evaluate(
         scored = score_contexts(
             pair.target.adapter, pair.draft, contexts, sampling=config.sampling, batch_size=size
         )
-    modes = estimates(scored, seed=config.seed, resamples=config.evaluate.bootstrap)
-    return Evaluation(**modes, totals=scored, summary=summary)
+    return Evaluation(**estimates(scored), totals=scored, summary=summary)
 
 
 def _timed(
     pair: Pair, examples: Sequence[Example], contexts: Sequence[Record], config: Config, note: Note
 ) -> dict[str, Evidence]:
     """All that is measured of the draft, as "given"."""
-    prompts = [example.prompt_ids for example in examples]
-    calibration = prompts[CALIBRATING - 1 :: CALIBRATING]
-    del prompts[CALIBRATING - 1 :: CALIBRATING]
-    parts = Prompts(test=prompts, calibration=calibration)
+    calibration = [example.prompt_ids for example in examples[CALIBRATING - 1 :: CALIBRATING]]
+    timed = [one for row, one in enumerate(examples, 1) if row % CALIBRATING]
+    ranks = rank_in_group([example.document for example in timed])
+    timed = [timed[row] for row in np.argsort(ranks, kind="stable")]
+    parts = Prompts(
+        test=[example.prompt_ids for example in timed],
+        calibration=calibration,
+        documents=[example.document for example in timed],
+    )
     lossless = check_lossless(pair.target, {"given": config.draft}, parts, config, note)
     return gather(
         pair.target,
@@ -343,14 +357,13 @@ def _answers(
         batch_size=config.generate.batch_size,
         max_length=room.total,
     )
-    prompts = [example.prompt_ids for example in examples]
-    return sampler.sample(prompts, rows=range(len(prompts)), version="target")
+    return answered(sampler, examples, rows=range(len(examples)), version="target")
 
 
 def _contexts(pair: Pair, examples: Sequence[Example], config: Config, use: str) -> list[Record]:
     """What the target says after held-out prompts, sampled once for all drafts beside it."""
     room = Room(config.evaluate.max_new_tokens, pair.context)
-    prompts = [example.prompt_ids for example in examples]
+    prompts = [[example.document, example.prompt_ids] for example in examples]
     key = fingerprint([prompts, vars(config.sampling), config.seed, vars(room), use])
     if key not in pair._contexts:
         pair._contexts[key] = _answers(pair.target, examples, config, room, use)

@@ -3,10 +3,13 @@
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from draftkit.config import Config, ModelConfig, SamplingConfig
 from draftkit.data.lengths import Room
+from draftkit.data.prompts import Example
+from draftkit.data.rollouts import Record
 from draftkit.distillation.engines import OpenAISampler
 from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.samplers import (
@@ -29,6 +32,18 @@ def noise_seed(seed: int, use: str) -> int:
     """
     digest = hashlib.blake2b(f"{use} {seed}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def answered(
+    sampler: Sampler, examples: Sequence[Example], *, rows: Sequence[int], version: str
+) -> list[Record]:
+    """What `sampler` says after the prompts of `examples`, with the documents that these are of."""
+    prompts = [example.prompt_ids for example in examples]
+    records = sampler.sample(prompts, rows=rows, version=version)
+    return [
+        replace(record, document=example.document, domain=example.domain)
+        for record, example in zip(records, examples, strict=True)
+    ]
 
 
 def target_sampler(

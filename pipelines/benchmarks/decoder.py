@@ -9,7 +9,6 @@ of a row. Greedy answers are compared with Hugging Face's, token by token.
 """
 
 import math
-import operator
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +37,7 @@ from draftkit.evaluation.walltime import (
     warm_up,
 )
 from draftkit.models.adapter import CausalAdapter
-from draftkit.theory.acceptance import bootstrap
+from draftkit.theory.acceptance import speedup
 from draftkit.theory.speedup import Costs, speedup_from_length
 
 from .decoder_peers import hugging_face
@@ -145,7 +144,6 @@ def measure(
     names: Sequence[str],
     *,
     costs: dict[int, Costs] | None = None,
-    resamples: int = 2000,
     turns: int = CALIBRATION_TURNS,
     proposer: str = "sampled",
 ) -> list[Point]:
@@ -172,11 +170,12 @@ def measure(
     if policy is not None:
         policy.chosen.clear()
     timed = take_turns(methods, prompts.test, setting, between(meters, turns))
+    timed = {name: replace(one, documents=prompts.documents) for name, one in timed.items()}
     points = {name: base_point(name, timed, setting) for name in names}
     for measured in meters:
         costs[setting.batch_size] = measured.costs()
         if {PLAIN, SPECULATIVE} <= set(names):
-            points[SPECULATIVE] |= prediction(timed, measured, setting, resamples)
+            points[SPECULATIVE] |= prediction(timed, measured, setting)
     if policy is not None:
         points[ADAPTIVE]["gammas"] = {str(g): n for g, n in sorted(policy.chosen.items())}
     if HF_PLAIN in names and setting.sampling.temperature == 0:
@@ -255,20 +254,14 @@ def median_interval(values: Sequence[float]) -> list[float]:
     return [ordered[cut], ordered[n - 1 - cut]]
 
 
-def prediction(timed: dict[str, Timed], measured: Meter, setting: Setting, resamples: int) -> Point:
+def prediction(timed: dict[str, Timed], measured: Meter, setting: Setting) -> Point:
     """Acceptance length, calibrated costs, and the speed-up that they predict beside the measured.
 
     The latter two for the rounds of full batches, and `full_length` is the acceptance length there.
     """
     costs, drafted = measured.costs(), timed[SPECULATIVE]
-    counted = count_rounds(drafted, seed=setting.seed, resamples=resamples)
-    speedup = bootstrap(
-        drafted.full_batches,
-        timed[PLAIN].full_batches,
-        compare=operator.truediv,
-        seed=setting.seed,
-        resamples=resamples,
-    )
+    counted = count_rounds(drafted)
+    gained = speedup(drafted.full_batches, timed[PLAIN].full_batches)
     predicted = speedup_from_length(drafted.full_length, setting.gamma, **costs.ratios)
     return {
         "acceptance_length": counted["acceptance_length"],
@@ -277,11 +270,11 @@ def prediction(timed: dict[str, Timed], measured: Meter, setting: Setting, resam
         "plain_step_seconds": costs.plain_seconds,
         "quartiles": measured.quartiles(),
         "speedup": {
-            "measured": speedup.mean,
-            "ci95": [speedup.low, speedup.high],
+            "measured": gained.mean,
+            "ci95": gained.ci95,
             "predicted": predicted,
         },
-        "prediction_error": speedup.mean / predicted - 1,
+        "prediction_error": gained.mean / predicted - 1,
     }
 
 

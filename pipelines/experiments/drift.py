@@ -20,7 +20,7 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.loading import load_target
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.refit import Anchors, Update
-from draftkit.theory.acceptance import Estimate, Rate, bootstrap
+from draftkit.theory.acceptance import Estimate, Rate, estimate
 
 from ..plan import StageFolder
 from .drift_lab import Lab, Texts
@@ -47,12 +47,12 @@ class Log:
 def recovered(scored: Mapping[str, PromptTotals], name: str) -> Estimate | None:
     """How much of the way from static to oracle `name` has come; None where there is no way."""
     totals = {key: of_draft.totals["alpha"] for key, of_draft in scored.items()}
-    counts = scored[name].counts
-    way = Rate(totals["oracle"] - totals["static"], counts)
-    if not bootstrap(way).excludes(0):
+    counts, documents = scored[name].counts, scored[name].documents
+    way = Rate(totals["oracle"] - totals["static"], counts, documents)
+    if not estimate(way, least=2).excludes(0):
         return None
-    come = Rate(totals[name] - totals["static"], counts)
-    return bootstrap(come, way, compare=operator.truediv)
+    come = Rate(totals[name] - totals["static"], counts, documents)
+    return estimate(come, way, compare=operator.truediv)
 
 
 def tested(

@@ -25,7 +25,7 @@ from draftkit.online.registry import Registry
 from draftkit.workflow.drafting import make_draft
 from draftkit.workflow.fitting import make_trainer
 from draftkit.workflow.progress import train_logged
-from draftkit.workflow.sampling import target_sampler
+from draftkit.workflow.sampling import answered, target_sampler
 
 from ..plan import StageFolder
 from .drift_stream import Service
@@ -78,8 +78,8 @@ class Lab:
         )
 
         def answer(rows: range) -> list[Record]:
-            prompts = [examples[row].prompt_ids for row in rows]
-            return sampler.sample(prompts, rows=rows, version="target")
+            lot = [examples[row] for row in rows]
+            return answered(sampler, lot, rows=rows, version="target")
 
         lots = write_parts(folder, len(examples), size=SAMPLED, make=answer, name=name)
         records = [record for lot in lots for record in lot]

@@ -24,9 +24,11 @@ def short(estimate: dict[str, Any] | None, digits: int = 3, *, signed: bool = Fa
     """`0.812 ±0.011`, half the width of the interval behind the mean."""
     if estimate is None:
         return "no gap"
+    mean = f"{estimate['mean']:{'+' if signed else ''}.{digits}f}"
+    if estimate["ci95"] is None:
+        return mean
     low, high = estimate["ci95"]
-    sign = "+" if signed else ""
-    return f"{estimate['mean']:{sign}.{digits}f} ±{(high - low) / 2:.{digits}f}"
+    return f"{mean} ±{(high - low) / 2:.{digits}f}"
 
 
 def drift_table(summary: dict[str, Any]) -> Table:
@@ -76,7 +78,8 @@ def drift_figure(
             alphas = [point["alpha"][name] for point in mine]
             label = LABELS[name] if domain == domains[0] else None
             axes.plot(requests, [alpha["mean"] for alpha in alphas], color=colour, label=label)
-            low, high = zip(*(alpha["ci95"] for alpha in alphas), strict=True)
+            unknown = (float("nan"), float("nan"))
+            low, high = zip(*(alpha["ci95"] or unknown for alpha in alphas), strict=True)
             axes.fill_between(requests, low, high, color=colour, alpha=0.15, linewidth=0)
     bottom, top = axes.get_ylim()
     for domain in domains:

@@ -2,8 +2,8 @@
 over plain training.
 
 A cell is an experiment; several of one cell (other seeds) stand in it together. Differences are
-paired: both drafts are judged on the same continuations of the same prompts. The bootstrap
-resamples prompts, each with what all seeds made of it: seeds of one prompt are no new prompts.
+paired: both drafts are judged on the same continuations of the same prompts. What all seeds made of
+a document is one observation: seeds are no new documents.
 Every interval speaks of its own cell. Of many cells some lie outside of theirs, and the best of
 many is more likely than others to have been lucky, as is the control that did best.
 """
@@ -21,7 +21,7 @@ from rich.table import Table
 
 from draftkit.artifacts import atomic_path
 from draftkit.config import DIVERGENCE_NAMES, MIXTURE, SOURCE_NAMES
-from draftkit.theory.acceptance import Rate, bootstrap
+from draftkit.theory.acceptance import Rate, estimate
 
 CONTROL = "next_token"  # plain training, for as many steps on as many tokens
 
@@ -43,8 +43,9 @@ class Cell:
 
     @property
     def after(self) -> list[float]:
-        """Sums of min(p, q) by prompt; empty where they are not known."""
-        return self.prompts.get("after", {}).get("alpha", [])
+        """Sums of min(p, q) by prompt; empty where they or their documents are not known."""
+        after = self.prompts.get("after", {})
+        return after.get("alpha", []) if "documents" in after else []
 
     @property
     def question(self) -> tuple[int, str]:
@@ -103,8 +104,8 @@ def paired(after: Sequence[Cell], baselines: Sequence[list[float]]) -> Number:
         return torch.tensor(lists, dtype=torch.float64).sum(0)
 
     positions = column([cell.prompts["after"]["positions"] for cell in after])
-    gain = Rate(column([cell.after for cell in after]) - column(baselines), positions)
-    return bootstrap(gain).as_dict()
+    gain = column([cell.after for cell in after]) - column(baselines)
+    return estimate(Rate(gain, positions, after[0].prompts["after"]["documents"])).as_dict()
 
 
 def gain(cells: Sequence[Cell]) -> Number:
@@ -118,7 +119,8 @@ def gain(cells: Sequence[Cell]) -> Number:
     if len(counts) > 1 or 0 in counts:
         raise ValueError(
             "runs: seeds stand together only where each evaluation has its prompts.json, of as "
-            "many prompts: run pipelines.evaluate on the others again, with overwrite=true"
+            "many prompts and with their documents: run pipelines.evaluate on the others again, "
+            "with overwrite=true"
         )
     return paired(cells, [cell.prompts["before"]["alpha"] for cell in cells])
 
@@ -176,7 +178,7 @@ def table_of(
     rows = grid(cells, temperature)
     count = sum(bool(seeds) for by_source in rows.values() for seeds in by_source.values())
     caption = (
-        f"95 % intervals, paired by prompt, each of its own cell and not of all {count} at once: "
+        f"95 % intervals, paired by document, each of its own cell and not of all {count} at once: "
         f"the best of many may have been lucky{legend}"
     )
     edges = {"show_edge": False, "pad_edge": False, "padding": 0}
@@ -191,6 +193,8 @@ def table_of(
 
 def number_text(number: Number) -> str:
     """`+0.123` and `[0.110,0.135]` below each other: four of them fit a line."""
+    if number["ci95"] is None:
+        return f"{number['mean']:+.3f}\n(no interval)"
     low, high = number["ci95"]
     return f"{number['mean']:+.3f}\n[{low:.3f},{high:.3f}]"
 

@@ -64,7 +64,7 @@ def by_method(points):
 @pytest.fixture(scope="module")
 def greedy(pair):
     """Every method on single greedy rows."""
-    return by_method(measure(pair, PROMPTS, SETTING, BENCHMARK_METHOD_NAMES, resamples=200))
+    return by_method(measure(pair, PROMPTS, SETTING, BENCHMARK_METHOD_NAMES))
 
 
 # A setting
@@ -109,7 +109,7 @@ def test_the_prediction_is_the_formula_of_what_stands_beside_it(greedy):
     )
     assert point["speedup"]["predicted"] == pytest.approx(predicted)
     assert point["prediction_error"] == pytest.approx(point["speedup"]["measured"] / predicted - 1)
-    assert set(point["acceptance_length"]) == {"mean", "ci95", "n", "prompts"}
+    assert set(point["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
     assert 1 < point["acceptance_length"]["mean"] <= 4
     # a row of its own is a full batch to its end
     assert point["full_length"] == point["acceptance_length"]["mean"]
@@ -129,7 +129,7 @@ def test_the_prediction_and_what_it_is_held_against_are_of_full_batches():
         "speculative": Timed([Chunk(0.0, 99.0, [answer], FullBatch(4.0, 14, 6, 15))] * 2),
     }
     measured = SimpleNamespace(costs=lambda: costs, quartiles=dict)
-    found = prediction(timed, measured, replace(SETTING, batch_size=2), 10)
+    found = prediction(timed, measured, replace(SETTING, batch_size=2))
     assert found["acceptance_length"]["mean"] == 2
     assert found["full_length"] == 15 / 6
     assert found["speedup"]["measured"] == pytest.approx((14 / 4) / (16 / 8))
@@ -161,7 +161,7 @@ def test_a_sampled_crowd_adapts_its_gamma_and_leaves_lonely_peers_out(pair, monk
     setting = replace(SETTING, sampling=SamplingConfig(), batch_size=3)
     costs = {}
     names = ("plain", "speculative", "adaptive", "hf_plain", "hf_assisted", "hf_lookup")
-    found = by_method(measure(pair, PROMPTS, setting, names, costs=costs, resamples=200))
+    found = by_method(measure(pair, PROMPTS, setting, names, costs=costs))
     assert set(found) == {"plain", "speculative", "adaptive", "hf_plain"}
     assert list(costs) == [3]
     assert all("beside_hf" not in point for point in found.values())

@@ -439,6 +439,25 @@ def test_the_first_examples_come_from_many_documents(tmp_path: Path, tokenizer: 
     assert len({example.document for example in train[:40]}) > 15
 
 
+def test_every_document_gives_one_example_before_any_gives_a_second(
+    tmp_path: Path, tokenizer: Fast
+) -> None:
+    """Several answers to a prompt are one document, and so are the windows of a text."""
+    rows: list[dict[str, str]] = [
+        {"prompt": f"question {number}", "completion": f"answer {answer}"}
+        for number in range(30)
+        for answer in range(8)
+    ]
+    rows += [{"text": f"{number} {WORDS * 40}"} for number in range(10)]
+    splits = splits_of(tmp_path, rows, tokenizer, test_fraction=0.4)
+    for part in (splits.train, splits.validation, splits.test):
+        names = [example.document for example in part]
+        assert len(set(names[: len(set(names))])) == len(set(names))
+        rank = [names[:place].count(name) for place, name in enumerate(names)]
+        assert rank == sorted(rank)
+    assert splits_of(tmp_path, rows[::-1], tokenizer, test_fraction=0.4) == splits
+
+
 def test_documents_tokenised_together_and_alone_agree(tmp_path: Path, tokenizer: Fast) -> None:
     rows = [
         {"text": WORDS * 3},

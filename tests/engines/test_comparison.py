@@ -43,7 +43,7 @@ def test_holm_multiplies_the_smallest_by_their_number_and_never_falls() -> None:
 
 
 def test_a_planted_difference_is_seen_in_its_cell_alone() -> None:
-    rows = compared([cell(0.6, 0.6), cell(0.6, 0.4, seed=2)], seed=0, resamples=500)
+    rows = compared([cell(0.6, 0.6), cell(0.6, 0.4, seed=2)])
     assert [one["agrees"] for one in rows] == [True, False]
     low, high = rows[1]["difference"]["ci95"]
     expected = sum(0.6**n for n in range(GAMMA + 1)) - sum(0.4**n for n in range(GAMMA + 1))
@@ -55,16 +55,13 @@ def test_a_planted_difference_is_seen_in_its_cell_alone() -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 def test_both_directions_are_differences(sign: int) -> None:
     rates = (0.6, 0.4)[::sign]
-    one = row(cell(*rates), seed=0, resamples=200)
+    one = row(cell(*rates))
     assert one["p"] < 1e-6
     assert (one["difference"]["mean"] > 0) == (sign > 0)
 
 
 def test_chance_is_taken_for_a_difference_as_often_as_the_level_says() -> None:
-    wrong = sum(
-        row(cell(0.5, 0.5, seed=2 * seed + 10), seed=0, resamples=20)["p"] < 0.05
-        for seed in range(200)
-    )
+    wrong = sum(row(cell(0.5, 0.5, seed=2 * seed + 10))["p"] < 0.05 for seed in range(200))
     assert 2 <= wrong <= 22  # of 200, binomial with 0.05: outside with probability 0.0009
 
 
@@ -72,7 +69,7 @@ def test_our_decoder_may_answer_more_often_than_the_engine() -> None:
     """Greedy texts once and three times are no difference; sampled ones make it surer."""
     one = turn(0.5, 1)
     same = Cell(drafts="argmax", temperature=0, drafted=[one] * 3, plain=[], ours=[one])
-    assert row(same, seed=0, resamples=20)["p"] == 1
+    assert row(same)["p"] == 1
     few, many = (
         Cell(
             drafts="sampled",
@@ -85,7 +82,7 @@ def test_our_decoder_may_answer_more_often_than_the_engine() -> None:
     )
     widths = []
     for cell_of_few in (few, many):
-        low, high = row(cell_of_few, seed=0, resamples=500)["difference"]["ci95"]
+        low, high = row(cell_of_few)["difference"]["ci95"]
         widths.append(high - low)
     assert widths[1] < 0.85 * widths[0]  # 0.75 by the law of large numbers
 
@@ -94,7 +91,7 @@ def test_equal_counts_have_no_difference() -> None:
     same = Cell(
         drafts="argmax", temperature=0, drafted=[turn(0.5, 1)], plain=[], ours=[turn(0.5, 1)]
     )
-    one = row(same, seed=0, resamples=20)
+    one = row(same)
     assert one["p"] == 1
     assert one["difference"]["mean"] == 0
     assert one["speed"] is None
@@ -117,7 +114,7 @@ def test_prompts_without_a_pass_on_either_side_are_left_out() -> None:
     one = cell(0.5, 0.5)
     nothing = Answer(ids=[1], by_position=[0] * GAMMA)
     short = Cell(**{**vars(one), "drafted": [[nothing, *one.drafted[0][1:]]]})
-    assert row(short, seed=0, resamples=20)["counted"]["prompts"] == PROMPTS - 1
+    assert row(short)["counted"]["prompts"] == PROMPTS - 1
     empty = Cell(**{**vars(one), "drafted": [[nothing] * PROMPTS]})
     with pytest.raises(ValueError, match=r"^engine\.prompts: fewer than 2"):
-        row(empty, seed=0, resamples=20)
+        row(empty)

@@ -27,7 +27,7 @@ from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.engines import ARGMAX, SAMPLED
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import load_draft, load_target
-from draftkit.theory.acceptance import Estimate, Rate, bootstrap
+from draftkit.theory.acceptance import Estimate, Rate, estimate
 
 MODES = {"sampled": SAMPLED, "argmax": ARGMAX}  # what the drafter proposes
 TEMPERATURES, GAMMAS = (0.0, 1.0), (2, 5)
@@ -48,7 +48,7 @@ class Cell:
 
     @property
     def difference(self) -> Estimate:
-        return bootstrap(self.measured, self.predicted, compare=operator.sub)
+        return estimate(self.measured, self.predicted, compare=operator.sub)
 
     @property
     def p_value(self) -> float:

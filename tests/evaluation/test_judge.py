@@ -24,6 +24,7 @@ from draftkit.evaluation.judge import (
     check_lossless,
     float32_bytes,
     proposers_of,
+    timed_rows,
 )
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import compare, count_rounds, summarise
@@ -33,7 +34,7 @@ from draftkit.theory.speedup import Costs, best_gamma
 from tests import tiny
 from tests.tabular import random_adapter, relative
 
-CONFIG = Config(decode=DecodeConfig(gamma=2), evaluate=EvaluateConfig(bootstrap=300))
+CONFIG = Config(decode=DecodeConfig(gamma=2), evaluate=EvaluateConfig())
 SERVED = SamplingConfig()
 CPU = torch.device("cpu")
 
@@ -51,19 +52,20 @@ def lookup(seconds=3.0, drafted=1):
     """What prompt lookup did, with proposals in `drafted` of the twelve rounds of a prompt."""
     one = Completion([1], [2] * 12, accept_counts=[12, 0, 0], drafted=drafted, tested=drafted)
     full = FullBatch(seconds, 12, 12, 12)
-    return Timed([Chunk(0.05, seconds, [one], full)] * 2)
+    return Timed([Chunk(0.05, seconds, [one], full)] * 20)
 
 
-def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True):
+def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True, pairs=10):
     timed = [
         Chunk(prefill, seconds, [answer], FullBatch(seconds, 12, 6, emitted))
         for answer, emitted in (
             (completion([1, 2, 3], 11, 8.0), 14),
             (completion([2, 2, 2], 10, 6.0), 12),
         )
+        * pairs  # of documents, by default enough for intervals
     ]
     plain = Chunk(0.05, 4.0, [completion([12], 0, 0.0)], FullBatch(4.0, 12, 12, 12))
-    column = torch.tensor([10.0, 20.0], dtype=torch.float64)
+    column = torch.tensor([10.0, 20.0] * 10, dtype=torch.float64)
     totals = {
         "alpha": alpha * column,
         "alpha_greedy_draft": 0.5 * column,
@@ -73,7 +75,7 @@ def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True):
     return Evidence(
         scored=PromptTotals(totals, column, shares),
         timed=Timed(timed),
-        plain=Timed([plain] * 2),
+        plain=Timed([plain] * 2 * pairs),
         costs=Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 2: 1.1, 4: 1.2, 8: 1.4}),
         lossless=Losslessness(4, 0 if correct else 1, 0),
         lookup=lookup(looked_up),
@@ -81,10 +83,10 @@ def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True):
 
 
 def test_counts_follow_from_the_histogram_of_all_rounds():
-    counted = count_rounds(evidence().timed, seed=0, resamples=300)
-    assert counted["accept_counts"] == [3, 4, 5]
+    counted = count_rounds(evidence().timed)
+    assert counted["accept_counts"] == [30, 40, 50]
     assert counted["acceptance_length"]["mean"] == pytest.approx(1 + 14 / 12)
-    assert counted["acceptance_length"]["n"] == 12
+    assert counted["acceptance_length"]["n"] == 120
     assert counted["acceptance_rate"]["mean"] == pytest.approx(14 / 24)
     assert counted["acceptance_per_position"] == pytest.approx([9 / 12, 5 / 12])
     assert counted["alpha_decoding"]["mean"] == pytest.approx(14 / 21)
@@ -112,6 +114,22 @@ def test_verdict_and_break_even_follow():
     assert fast["tokens_per_second"] == {"autoregressive": 3.0, "speculative": 6.0}
 
 
+def test_six_documents_decide_nothing_however_fast_and_are_not_refused():
+    summary = summarise(evidence(seconds=0.5, pairs=3), SERVED, CONFIG)
+    assert summary["verdict"] == "inconclusive"
+    assert "every part works: it timed 6 documents, a verdict needs 20" in summary["reason"]
+    assert summary["speedup"]["end_to_end"]["ci95"] is None
+
+
+def test_rows_of_a_batch_that_is_timed_are_of_different_documents():
+    """Else batches would share documents, and tell the same twice."""
+    texts = [[number] for number in range(8)]
+    prompts = Prompts(texts, [], documents=[*"abcabcab"])
+    for size, rows in ((1, [0, 1, 2, 3, 4, 5]), (2, [0, 1, 2])):
+        options = EvaluateConfig(timing_prompts=6, timing_batch_size=size)
+        assert timed_rows(prompts, options) == rows
+
+
 def test_a_draft_whose_prefill_costs_more_than_its_rounds_save_is_not_deployed():
     """A chunk takes 4.05 s without it; 2 s of rounds with it, and 2.5 s or 0.5 s of prefill."""
     slow, fast = (evidence(prefill=seconds) for seconds in (2.5, 0.5))
@@ -124,7 +142,7 @@ def test_a_draft_whose_prefill_costs_more_than_its_rounds_save_is_not_deployed()
         assert summary["speedup"]["measured"] == pytest.approx(2.0)
         assert summary["speedup"]["end_to_end"]["mean"] == pytest.approx(speedup)
         assert summary["speedup"]["end_to_end"]["ci95"] == pytest.approx([speedup, speedup])
-        assert summary["speedup"]["end_to_end"]["chunks"] == 2
+        assert summary["speedup"]["end_to_end"]["chunks"] == 20
         assert summary["reason"].startswith(f"end-to-end speedup {speedup:.2f}")
 
 
@@ -211,7 +229,7 @@ def test_the_best_gamma_of_a_way_to_draft_is_the_same_whichever_is_served(propos
 
 
 def test_rates_of_proposals_that_were_never_made_are_null():
-    counted = count_rounds(lookup(drafted=0), seed=0, resamples=300)
+    counted = count_rounds(lookup(drafted=0))
     assert counted["acceptance_rate"] is None
     assert counted["alpha_decoding"] is None
     assert counted["acceptance_length"]["mean"] == 1

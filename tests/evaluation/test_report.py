@@ -20,7 +20,8 @@ from draftkit.evaluation.report import (
 
 
 def estimate(mean):
-    return {"mean": mean, "ci95": [mean - 0.0123, mean + 0.0123], "n": 6144, "prompts": 96}
+    counts = {"n": 6144, "prompts": 96, "documents": 28}
+    return {"mean": mean, "ci95": [mean - 0.0123, mean + 0.0123], **counts}
 
 
 def summary(alpha):
@@ -108,6 +109,24 @@ def test_six_lines_say_what_changed(pair):
         "DEPLOY (draftkit's decoder, sampled drafts, batch 1, a CPU, 2 cores):",
         "end-to-end speedup 1.59 [1.52, 1.66] lies above 1",
     ]
+
+
+def test_without_intervals_the_table_says_why_and_stands(pair, tmp_path):
+    def bare(number):
+        return number | {"ci95": None, "documents": 6}
+
+    for one in (pair, pair["before"]):
+        for key in ("alpha", "alpha_greedy_draft", "alpha_exact_match", "acceptance_length"):
+            one[key] = bare(one[key])
+        one["speedup"] |= {"ci95": None, "end_to_end": bare(one["speedup"]["end_to_end"])}
+    pair |= {"alpha_gain": bare(pair["alpha_gain"])}
+    text = printed(evaluation_table(pair))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "no intervals: 6 documents, 20 needed" in " ".join(text.split())
+    (alpha,) = (line for line in text.splitlines() if line.startswith("alpha = "))
+    assert [part.strip() for part in alpha.split("│")][1:] == ["0.654", "0.789"]
+    assert "0.789" in printed(result_lines(pair))
+    speedup_figure(pair, tmp_path / "speedup.png")
 
 
 def test_a_gap_between_theory_and_clock_is_pointed_out(pair):

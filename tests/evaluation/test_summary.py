@@ -1,5 +1,7 @@
 """The verdict follows the interval, and exactness comes first."""
 
+import math
+
 import pytest
 
 from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
@@ -10,17 +12,18 @@ NAN = float("nan")
 EXACT = Losslessness(compared=32, mismatches=0, near_ties=0)
 
 
-def estimate(low, high):
-    return Estimate(mean=(low + high) / 2, low=low, high=high, n=100, prompts=10)
+def estimate(low, high, documents=20):
+    return Estimate((low + high) / 2, low, high, n=100, prompts=50, documents=documents)
 
 
-def decide(low, high, lossless=EXACT, break_even=0.7, rounds=0.9):
+def decide(low, high, lossless=EXACT, break_even=0.7, rounds=0.9, **of):
     return verdict(
-        speedup=estimate(low, high),
+        speedup=estimate(low, high, of.pop("documents", 20)),
         rounds=estimate(rounds, rounds),
         lossless=lossless,
         ceiling=0.95,
         break_even_alpha=break_even,
+        **of,
     )
 
 
@@ -54,9 +57,41 @@ def test_what_was_not_checked_is_deployed_by_its_speed_and_the_reason_says_so():
     decision, reason = decide(2.0, 3.0, NOT_CHECKED)
     assert decision == "deploy"
     assert reason.endswith("lies above 1; whether it is lossless was not checked")
-    fast = {"speedup": {"end_to_end": {"mean": 1.2, "ci95": [1.1, 1.3]}}}
     for lossless, best in ((NOT_CHECKED, "drafter"), (Losslessness(4, 1, 0), "none")):
-        assert best_of({"drafter": fast | {"lossless": lossless.as_dict()}}) == best
+        ways = {"drafter": way(1.2, 1.1) | {"lossless": lossless.as_dict()}}
+        assert best_of(ways, "drafter") == best
+
+
+def way(mean, low, p_value=1e-6):
+    whole = {"mean": mean, "ci95": None if low is None else [low, 2 * mean - low]}
+    return {"speedup": {"end_to_end": whole | {"p_value": p_value}}}
+
+
+def test_the_best_is_chosen_of_ways_that_pass_a_harder_test_than_the_judged_one():
+    """Of two others each has half of the 0.5 % that they share."""
+    judged = {"drafter": way(1.2, 1.01, 0.02)}
+    for p_value, best in ((0.002, "prompt_lookup"), (0.003, "drafter")):
+        others = {"prompt_lookup": way(1.3, 1.05, p_value), "before": way(1.1, 1.001, 0.0249)}
+        assert best_of(others | judged, "drafter") == best
+    alone = {"prompt_lookup": way(1.3, 1.05, 0.01), "drafter": way(0.9, 0.8, 0.9)}
+    assert best_of(alone, "drafter") == "none"
+    few = {"drafter": way(2.0, None, None), "before": way(2.0, None, None)}
+    assert best_of(few, "drafter") == "none"
+
+
+@pytest.mark.parametrize(
+    ("documents", "batch_size", "words"),
+    [
+        (6, 1, "it timed 6 documents, a verdict needs 20; time 14 documents more "),
+        (6, 4, "it timed 6 batches of 4 documents, a verdict needs 20; time 56 documents more "),
+    ],
+)
+def test_few_documents_decide_nothing_however_fast_and_the_reason_says_how_many_more(
+    documents, batch_size, words
+):
+    decision, reason = decide(0, math.inf, documents=documents, batch_size=batch_size)
+    assert decision == "inconclusive"
+    assert reason.startswith(f"this run only shows that every part works: {words}")
 
 
 def test_a_hopeless_pair_is_told_its_ceiling():

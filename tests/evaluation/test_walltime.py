@@ -1,8 +1,6 @@
 """Wall time: what the clock counts, in which order methods run, and how speed-ups are formed."""
 
-import operator
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ from draftkit.evaluation.walltime import (
     time_methods,
     warm_up,
 )
-from draftkit.theory.acceptance import bootstrap
+from draftkit.theory.acceptance import speedup
 from tests.evaluation.scripted import VOCAB, Clock, Slow
 
 SETTING = Setting(
@@ -83,25 +81,29 @@ def timed_of(prefill_seconds, seconds, tokens, full=None):
     return Timed([Chunk(*chunk) for chunk in chunks])
 
 
-quotient = partial(bootstrap, compare=operator.truediv, resamples=500)
-
-
 def test_the_rate_of_rounds_leaves_out_the_prefill():
-    plain = timed_of([9.0, 9.0], [2.0, 4.0], [20, 40])
-    fast = timed_of([1.0, 1.0], [1.0, 1.0], [20, 30])
-    estimate = quotient(fast.rounds, plain.rounds)
+    plain = timed_of([9.0, 9.0] * 10, [2.0, 4.0] * 10, [20, 40] * 10)
+    fast = timed_of([1.0, 1.0] * 10, [1.0, 1.0] * 10, [20, 30] * 10)
+    estimate = speedup(fast.rounds, plain.rounds)
     assert estimate.mean == pytest.approx(25 / 10)
     assert estimate.low < estimate.mean < estimate.high
 
 
 def test_the_rate_of_answers_holds_the_prefill():
-    plain = timed_of([1.0, 3.0], [2.0, 4.0], [20, 40])
-    fast = timed_of([5.0, 3.0], [1.0, 1.0], [20, 30])
-    estimate = quotient(fast.answers, plain.answers)
+    plain = timed_of([1.0, 3.0] * 10, [2.0, 4.0] * 10, [20, 40] * 10)
+    fast = timed_of([5.0, 3.0] * 10, [1.0, 1.0] * 10, [20, 30] * 10)
+    estimate = speedup(fast.answers, plain.answers)
     assert estimate.mean == pytest.approx((50 / 10) / (60 / 10))
-    assert estimate.low == pytest.approx((20 / 6) / (20 / 3))
-    assert estimate.high == pytest.approx((30 / 4) / (40 / 7))
-    assert estimate.prompts == 2
+    assert (20 / 6) / (20 / 3) < estimate.low < estimate.high < (30 / 4) / (40 / 7)
+    assert estimate.prompts == estimate.documents == 20
+
+
+def test_what_is_one_observation_of_time_is_a_document_or_a_batch():
+    alone = replace(timed_of([1.0] * 40, [2.0] * 40, range(1, 41)), documents=[*range(20)] * 2)
+    assert speedup(alone.answers, alone.rounds).documents == 20
+    two = [Completion([], [0])] * 2
+    batched = Timed([Chunk(1.0, 2.0, two)] * 20, documents=[*range(40)])
+    assert speedup(batched.answers, batched.rounds).documents == 20
 
 
 def test_a_rate_is_of_all_tokens_over_all_seconds():
@@ -149,7 +151,7 @@ def test_a_batch_is_full_until_its_first_row_ends(clock):
 def test_the_speedup_of_full_batches_leaves_out_what_comes_behind():
     plain = timed_of([1.0, 1.0], [9.0, 9.0], [90, 90], FullBatch(2.0, 20, 20, 20))
     fast = timed_of([1.0, 1.0], [9.0, 9.0], [90, 90], FullBatch(1.0, 30, 10, 31))
-    assert quotient(fast.full_batches, plain.full_batches).mean == 3
+    assert speedup(fast.full_batches, plain.full_batches).mean == pytest.approx(3)
     assert fast.full_length == 3.1
 
 

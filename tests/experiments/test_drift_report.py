@@ -45,6 +45,7 @@ def test_estimates_are_means_with_half_their_interval() -> None:
     assert short(estimate(0.81234, 0.0056)) == "0.812 ±0.006"
     assert short(estimate(-0.01, 0.002), signed=True) == "-0.010 ±0.002"
     assert short(None) == "no gap"
+    assert short(estimate(0.5) | {"ci95": None}) == "0.500"
 
 
 def test_the_table_holds_every_figure_in_80_columns() -> None:
@@ -79,3 +80,5 @@ def test_the_curve_is_drawn_with_its_updates(tmp_path: Path) -> None:
     drift_figure(points, [], without)
     assert with_updates.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert with_updates.read_bytes() != without.read_bytes()
+    points[0]["alpha"]["static"] |= {"ci95": None}  # of too few documents
+    drift_figure(points, updates, without)

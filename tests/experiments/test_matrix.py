@@ -101,7 +101,7 @@ def test_the_tables_say_that_intervals_are_those_of_single_cells():
 
 def judged(divergence, source, seed, after, before):
     """A cell with what was found on prompts of 10 and 30 positions."""
-    sums = {"positions": [10.0, 30.0]}
+    sums = {"positions": [10.0, 30.0], "documents": [0, 1]}
     part = {"contexts": f"c{seed}", "after": sums | {"alpha": after}, "before": {"alpha": before}}
     return cells_of(settings(divergence, source, seed), summary(0.1), {"1": part, "0": part})[0]
 
@@ -114,7 +114,7 @@ def test_seeds_of_a_cell_stand_together_over_their_prompts():
     found = gain(both)
     assert found["mean"] == pytest.approx((26 - 20 + 34 - 30) / 80)
     assert found["prompts"] == 2  # seeds of a prompt are no new prompts
-    assert cell_text(both).startswith("+0.125\n[")
+    assert cell_text(both).startswith("+0.125\n(no interval)")  # two documents
     assert cell_text(both).endswith("x1.50 n=2")
     assert gain(both[:1])["mean"] == pytest.approx(0.1)  # as the evaluation said
     blind = cells_of(settings("tvd", "draft", 2), summary(0.1))

@@ -8,7 +8,7 @@ import torch
 
 from draftkit.config import GateConfig
 from draftkit.serving.canary import KEPT, REQUESTS, WIDTH, AcceptanceLog, Judgement, judge
-from draftkit.theory.acceptance import Rate, bootstrap
+from draftkit.theory.acceptance import Rate, estimate
 
 
 def served(rate: float, requests: int, *, seed: int = 0, tested: int = 20) -> AcceptanceLog:
@@ -93,14 +93,14 @@ def test_an_equal_version_is_rarely_withdrawn_and_one_that_is_worse_nearly_alway
     assert withdrawn(0.02, share=share, trials=trials) <= 0.01
 
 
-def test_the_error_of_a_mean_is_that_of_its_bootstrap() -> None:
+def test_the_error_of_a_mean_is_that_of_its_interval() -> None:
     draw, made = random.Random(3), AcceptanceLog()
     for _ in range(300):
         tested = draw.randrange(1, 120)
         made.add(tested, tested * draw.betavariate(4, 2))
     columns = (torch.tensor(made.acceptance), torch.tensor(made.tested))
-    interval = bootstrap(Rate(*columns))
-    assert made.error == pytest.approx((interval.high - interval.low) / 2 / WIDTH, rel=0.06)
+    interval = estimate(Rate(*columns))
+    assert made.error == pytest.approx((interval.high - interval.low) / 2 / WIDTH, rel=0.02)
     assert made.mean == pytest.approx(interval.mean)
 
 

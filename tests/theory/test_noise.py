@@ -56,7 +56,7 @@ def python_integers(
 
 def test_every_value_equals_a_reference_in_unbounded_integers_that_stays_below_2_to_63() -> None:
     seeds = (0, 1, 2**31, 2**32 - 1, 2**40 + 17, 2**63 - 1)
-    rows, lengths, purposes = (0, 1, 2**32 - 1), (0, 1, 4096), (noise.DRAFT, noise.RESAMPLE)
+    rows, lengths, purposes = (0, 1, 2**32 - 1), (0, 1, 4096), (noise.DRAFT, noise.DROPOUT)
     for seed, row, length, purpose in itertools.product(seeds, rows, lengths, purposes):
         made = noise.uniform(
             seed=torch.tensor([seed]),
@@ -217,7 +217,7 @@ def test_noise_compiles_without_a_break() -> None:
     assert draw(**keys, probs=probs).equal(noise.sample(probs=probs, uniform=uniform))
 
 
-@pytest.mark.parametrize("purpose", [noise.DRAFT, noise.ACCEPT, noise.NEXT, noise.RESAMPLE])
+@pytest.mark.parametrize("purpose", [noise.DRAFT, noise.ACCEPT, noise.NEXT, noise.DROPOUT])
 def test_nothing_made_of_indices_leaves_int32(purpose: int) -> None:
     """Compilers compute it in 32 bits on CUDA: noise would not compile there, or be other bits."""
     keys = grid(size=2)

@@ -36,7 +36,7 @@ CONFIG = Config(
     name="tiny",
     source=SourceConfig(name="target"),
     optim=OPTIM,
-    evaluate=EvaluateConfig(bootstrap=50),
+    evaluate=EvaluateConfig(),
     hardware=HardwareConfig(device="cpu", dtype="float32"),
 )
 

@@ -24,7 +24,7 @@ from tests import tiny
 from tests.launching import ROOT
 
 SHORT = OptimConfig(max_steps=4, per_device_train_batch_size=4, learning_rate=3e-4, eval_steps=4)
-FEW = EvaluateConfig(max_new_tokens=12, bootstrap=100, lossless_prompts=4)
+FEW = EvaluateConfig(max_new_tokens=12, lossless_prompts=4)
 CHAT = "{% for message in messages %}{{ message['role'] + ':' + message['content'] }}{% endfor %}"
 
 
@@ -146,7 +146,7 @@ def test_prompts_may_be_text_chats_ids_or_rows(pair):
             ["ab", [{"role": "nobody", "content": "x"}]],
             r"^prompt 1: messages\[0\] must have a role",
         ),
-        (["ab"], r"^prompts: 1 are too few"),
+        ([], r"^prompts: 0 are too few"),
     ],
 )
 def test_prompts_that_cannot_be_used_are_named(pair, prompts, message):
@@ -311,8 +311,13 @@ def test_a_timed_evaluation_judges_as_the_command_does_and_leaves_the_pair(folde
     for name, one in pair.target.adapter.model.state_dict().items():
         assert one.equal(weights[name])
         assert one.dtype == weights[name].dtype
-    with pytest.raises(ValueError, match="7 are too few for an interval: give 8"):
-        draftkit.evaluate(pair, held_out[:7], timed=True)
+    with pytest.raises(ValueError, match="3 are too few to measure: give 4"):
+        draftkit.evaluate(pair, held_out[:3], timed=True)
+
+
+def test_equal_prompts_are_one_document(pair):
+    judged = draftkit.evaluate(pair, ["ab", "cd", "ab", "ab"])
+    assert (judged.alpha.prompts, judged.alpha.documents) == (4, 2)
 
 
 def test_the_target_continues_held_out_prompts_once_for_all_drafts(pair, folder, monkeypatch):
@@ -337,7 +342,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 pair = draftkit.load_pair("TARGET", "DRAFT", dtype="float32", evaluate=EvaluateConfig(
-    max_new_tokens=4, bootstrap=20))
+    max_new_tokens=4))
 size, loaded = pair.target.adapter.weight_bytes, peak()
 optim = OptimConfig(per_device_train_batch_size=2, learning_rate=1e-4, rate_factors=[0.5, 1])
 prompts = ["ab", "cd", "ef", "gh"]

@@ -183,8 +183,8 @@ def run(part: Part) -> None:
     def alpha() -> dict[str, Any]:
         draft = lesson.frozen(models["draft"])
         scored = score_contexts(target, draft, contexts, sampling=SAMPLED, batch_size=32)
-        by_mode = estimates(scored, seed=0, resamples=1000)
-        return {mode: estimate.as_dict() for mode, estimate in by_mode.items()}
+        by_mode = estimates(scored)
+        return {mode: one.as_dict() for mode, one in by_mode.items()}
 
     part.step("alpha before", alpha)
     own = [continued(record.prompt_ids, record.output_ids) for record in rollouts]

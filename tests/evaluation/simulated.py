@@ -1,0 +1,203 @@
+"""Evaluations of drafters whose truth is known, put together from drawn documents.
+
+`coverage`: how often intervals hold the truth, where answers to one prompt and turns of one chat
+are alike and few documents hold most tokens. `named`: how often a drafter that gains nothing is
+named, through all that is chosen on the way: gamma by the measured acceptance and costs, and the
+best of three ways.
+
+    python -m tests.evaluation.simulated    # the table of all cells, at full counts
+"""
+
+import sys
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftkit.config import Config, DecodeConfig, EvaluateConfig, SamplingConfig
+from draftkit.decoding.generation import Completion
+from draftkit.evaluation.alpha import PromptTotals, estimates
+from draftkit.evaluation.judge import Evidence
+from draftkit.evaluation.lossless import Losslessness
+from draftkit.evaluation.summary import best_of, lookup_summary, summarise
+from draftkit.evaluation.walltime import Chunk, FullBatch, Timed
+from draftkit.theory.speedup import Costs
+
+CHATS = 0  # answers a document: 1 to 12, as chats have turns
+ANSWERS = (1, 4, 16, CHATS)
+DOCUMENTS = (20, 48, 96)
+MEANS = (0.1, 0.5, 0.9)
+SPREAD = 0.08  # standard deviation of acceptance between documents
+SIGMA = 1.2  # of the logarithm of the length of an answer
+GAIN = 0.03  # of the drafter over the one before it, more on some documents than on others
+
+
+def rates(mean: float, count: int, generator: torch.Generator) -> Tensor:
+    """Acceptance of so many documents: beta distributed [count]."""
+    weight = mean * (1 - mean) / SPREAD**2 - 1
+    shape = torch.tensor([mean * weight, (1 - mean) * weight], dtype=torch.float64)
+    drawn = torch._standard_gamma(shape.expand(count, 2), generator)
+    return drawn[:, 0] / drawn.sum(-1)
+
+
+def lengths(count: int, generator: torch.Generator, *, most: int = 4096) -> Tensor:
+    """Tokens of so many answers: lognormal [count]."""
+    normal = torch.randn(count, generator=generator, dtype=torch.float64)
+    return (3.5 + SIGMA * normal).exp().ceil().clamp(1, most)
+
+
+def scored(
+    documents: int, answers: int, mean: float, generator: torch.Generator
+) -> tuple[PromptTotals, PromptTotals]:
+    """A drafter on that many documents, and the one before it, worse by `GAIN`."""
+    of = torch.arange(documents)
+    if answers == CHATS:
+        of = of.repeat_interleave(torch.randint(1, 13, (documents,), generator=generator))
+    else:
+        of = of.repeat_interleave(answers)
+    counts = lengths(len(of), generator)
+    rate = rates(mean, documents, generator)
+    lost = 2 * GAIN * torch.rand(documents, generator=generator, dtype=torch.float64)
+    after = torch.binomial(counts, rate[of], generator=generator)
+    before = after - lost[of] * counts
+    names = [f"document {number}" for number in of.tolist()]
+    return tuple(
+        PromptTotals({"alpha": totals}, counts, documents=names) for totals in (after, before)
+    )
+
+
+def coverage(
+    documents: int, answers: int, mean: float, *, repetitions: int, seed: int = 0
+) -> dict[str, float]:
+    """The share of evaluations in which the interval of alpha, and of its gain, holds the truth."""
+    generator = torch.Generator().manual_seed(seed)
+    held = dict.fromkeys(("alpha", "gain"), 0)
+    for _ in range(repetitions):
+        after, before = scored(documents, answers, mean, generator)
+        held["alpha"] += not estimates(after)["alpha"].excludes(mean)
+        held["gain"] += not after.gain(before).excludes(GAIN)
+    return {name: count / repetitions for name, count in held.items()}
+
+
+# Ways that gain nothing
+
+GAMMAS = range(1, 5)
+ALPHA = 0.5
+COST, OVERHEAD = 0.1, 0.05
+CONFIG = Config(decode=DecodeConfig(gamma=1), evaluate=EvaluateConfig())
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """Ways to draft of which none gains anything, at any gamma.
+
+    work: by gamma, passes of the target a document would need for one token, on average, which a
+    round's cost makes up for. noise: of the time of a chunk, the standard deviation of its log.
+    """
+
+    documents: int
+    noise: float
+    work: dict[int, float]
+
+    @staticmethod
+    def of(documents: int, noise: float) -> "Nothing":
+        drawn = rates(ALPHA, 200_000, torch.Generator().manual_seed(1))
+        work = {g: float((1 / tau(drawn, g)).mean()) for g in GAMMAS}
+        return Nothing(documents, noise, work)
+
+    def costs(self, generator: torch.Generator) -> Costs:
+        """Measured costs, by which each gamma seems to gain nothing but for their errors."""
+        errors = 1 + 0.02 * torch.randn(len(GAMMAS), generator=generator, dtype=torch.float64)
+        verify = {
+            g: float(error) / self.work[g] - COST * g - OVERHEAD
+            for g, error in zip(GAMMAS, errors, strict=True)
+        }
+        return Costs(0.02, COST, verify[1], OVERHEAD, verify)
+
+    def evidence(self, generator: torch.Generator) -> Iterator[Evidence]:
+        """A draft and the one before it, each decoded at the gamma that seemed best for it."""
+        names = [f"document {number}" for number in range(self.documents)]
+        plain = self.timed(torch.ones(self.documents, dtype=torch.float64), generator, names)
+        lookup_rates = rates(ALPHA, self.documents, generator)
+        lookup = self.timed(self.gains(lookup_rates, 4), generator, names)
+        rate = rates(ALPHA, self.documents, generator)
+        for _ in range(2):
+            rate = (rate + 0.02 * torch.randn(len(rate), generator=generator)).clamp(0.01, 0.99)
+            counts = lengths(self.documents, generator)
+            totals = {"alpha": torch.binomial(counts, rate, generator=generator)}
+            found = Evidence(
+                scored=PromptTotals(totals, counts, documents=names),
+                timed=plain,
+                plain=plain,
+                costs=self.costs(generator),
+                lossless=Losslessness(32, 0, 0),
+                lookup=lookup,
+            )
+            best = summarise(found, SamplingConfig(), CONFIG)["best_gamma"]
+            gains = self.gains(rate, min(max(best, 1), max(GAMMAS)))
+            yield replace(found, timed=self.timed(gains, generator, names))
+
+    def gains(self, rate: Tensor, gamma: int) -> Tensor:
+        """The factor by which documents of these acceptances are decoded faster [P]."""
+        return tau(rate, gamma) * self.work[gamma]
+
+    def timed(self, gains: Tensor, generator: torch.Generator, names: list[Hashable]) -> Timed:
+        """Chunks of one prompt each, whose lengths are drawn anew: the texts are sampled."""
+        tokens = lengths(len(gains), generator, most=256)
+        normal = torch.randn(len(gains), generator=generator, dtype=torch.float64)
+        noise = (self.noise * normal - self.noise**2 / 2).exp()
+        seconds = 0.02 * tokens / gains * noise
+        chunks = []
+        for count, time in zip(tokens.long().tolist(), seconds.tolist(), strict=True):
+            answer = Completion([], range(count), accept_counts=[count, 0])
+            chunks.append(Chunk(0.01, time, [answer], FullBatch(time, count, count, count)))
+        return Timed(chunks, names)
+
+
+def tau(rate: Tensor, gamma: int) -> Tensor:
+    """Tokens a pass at these acceptances [P]."""
+    return sum((rate**i for i in range(1, gamma + 1)), start=torch.ones_like(rate))
+
+
+def named(documents: int, *, noise: float, repetitions: int, seed: int = 0) -> dict[str, float]:
+    """How often ways that gain nothing are named: by the verdict, as the best, or by either.
+
+    held: how often the interval of the judged one's speed-up holds 1, which is its truth.
+    """
+    generator, nothing = torch.Generator().manual_seed(seed), Nothing.of(documents, noise)
+    counts = dict.fromkeys(("deploy", "best_of", "either", "held"), 0)
+    for _ in range(repetitions):
+        before, after = nothing.evidence(generator)
+        summary = summarise(after, SamplingConfig(), CONFIG)
+        ways = {
+            "prompt_lookup": lookup_summary(after),
+            "drafter": summary,
+            "before": summarise(before, SamplingConfig(), CONFIG),
+        }
+        found = [summary["verdict"] == "deploy", best_of(ways, "drafter") != "none"]
+        low, high = summary["speedup"]["end_to_end"]["ci95"]
+        for name, hit in zip(counts, (*found, any(found), low <= 1 <= high), strict=True):
+            counts[name] += hit
+    return {name: count / repetitions for name, count in counts.items()}
+
+
+def table() -> Iterator[str]:
+    """Every cell at full counts, a line each."""
+    for answers in ANSWERS:
+        for documents in DOCUMENTS:
+            for mean in MEANS:
+                held = coverage(documents, answers, mean, repetitions=5000)
+                label = f"{answers or 'chats':>5} answers, {documents:2} documents, mean {mean}"
+                yield f"{label}: alpha {held['alpha']:.1%}, gain {held['gain']:.1%}"
+    for documents in (20, EvaluateConfig().timing_prompts):
+        for noise in (0.15, 0.35):
+            found = named(documents, noise=noise, repetitions=10_000)
+            shares = ", ".join(f"{name} {share:.2%}" for name, share in found.items())
+            yield f"nothing gained, {documents} documents, noise {noise}: {shares}"
+
+
+if __name__ == "__main__":
+    for line in table():
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()

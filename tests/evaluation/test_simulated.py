@@ -1,0 +1,36 @@
+"""Evaluations of drawn documents: intervals hold the truth, and nothing gained is rarely named."""
+
+import pytest
+
+from draftkit.config import EvaluateConfig
+from tests.evaluation.simulated import ANSWERS, CHATS, DOCUMENTS, MEANS, coverage, named
+
+
+@pytest.mark.parametrize("answers", [1, 16, CHATS])
+def test_intervals_hold_the_truth_whatever_a_document_is(answers):
+    """Of 500, 93 to 97 % and two and a half standard errors of that."""
+    for share in coverage(20, answers, 0.5, repetitions=500).values():
+        assert 0.905 <= share <= 0.99
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("answers", ANSWERS)
+def test_intervals_hold_the_truth_in_every_cell(answers, documents, mean):
+    for share in coverage(documents, answers, mean, repetitions=5000).values():
+        assert 0.93 <= share <= 0.97
+
+
+def test_ways_that_gain_nothing_are_rarely_named():
+    """3 % are allowed: of 200, 6, of which 12 are two and a half standard errors more."""
+    assert named(20, noise=0.15, repetitions=200)["either"] <= 12 / 200
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("noise", [0.15, 0.35])
+@pytest.mark.parametrize("documents", [20, EvaluateConfig().timing_prompts])
+def test_of_many_ways_that_gain_nothing_at_most_three_in_a_hundred_are_named(documents, noise):
+    found = named(documents, noise=noise, repetitions=10_000)
+    assert found["either"] <= 0.03
+    assert 0.93 <= found["held"] <= 0.97

@@ -45,6 +45,8 @@ def draft(**parts: Any) -> Config:
 
 
 REFUSED: list[tuple[str, Make]] = [
+    ("seed", lambda: Config(seed=-1)),
+    ("seed", lambda: Config(seed=2**32)),
     ("data.name", lambda: DataConfig(name="web")),
     ("data.domains", lambda: DataConfig(domains=["poetry"])),
     ("data.domains", lambda: DataConfig(domains=[])),

@@ -24,13 +24,11 @@ from draftkit.data.rollouts import Record
 from draftkit.models.adapter import Adapter
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import (
+    MODES,
+    SHARES,
     Estimate,
     Rate,
     bootstrap,
-    exact_match_acceptance,
-    exact_match_share,
-    greedy_draft_acceptance,
-    greedy_draft_share,
     rounds_of_texts,
     sampled_acceptance,
     sampled_share,
@@ -39,16 +37,6 @@ from draftkit.theory.acceptance import (
 from draftkit.theory.truncation import coarse_target, distribution
 from draftkit.theory.warping import SamplingParams, seen_along, seen_tokens, warp
 
-MODES = {
-    "alpha": sampled_acceptance,
-    "alpha_greedy_draft": greedy_draft_acceptance,
-    "alpha_exact_match": exact_match_acceptance,
-}
-SHARES = {
-    "alpha": sampled_share,
-    "alpha_greedy_draft": greedy_draft_share,
-    "alpha_exact_match": exact_match_share,
-}
 # Of engines that cut the target by top-k and top-p and the draft not: `alpha` with such a q.
 UNCUT = "alpha_uncut_draft"
 

@@ -36,9 +36,13 @@ class Setting:
     cuts_draft: bool = True
 
 
+# The row of draftkit's own decoder, by the mode that is served.
+OWN = {
+    mode: Setting("draftkit", name, mode)
+    for mode, name in ((SAMPLED, "sampled"), (ARGMAX, "argmax"), (MATCHED, "equal tokens"))
+}
 # Of each engine its default first, then the best that it offers.
 SETTINGS = (
-    Setting("draftkit", "sampled", SAMPLED),
     Setting("vLLM", "argmax", ARGMAX),
     Setting("vLLM", "probabilistic", SAMPLED, cuts_draft=False),
     Setting("SGLang", "argmax", ARGMAX, gamma=3),
@@ -61,6 +65,7 @@ LAUNCHED = {
 def engine_rows(
     scored: PromptTotals,
     *,
+    own: str | None = SAMPLED,
     gamma: int,
     temperature: float,
     best_gammas: Mapping[str, int] | None = None,
@@ -69,14 +74,14 @@ def engine_rows(
 ) -> list[dict[str, Any]]:
     """Acceptance and tokens a pass of each setting, as the summary holds them.
 
-    gamma: where the engine leaves it to its user. best_gammas: by mode; with them a row also says
-    the tokens a pass of so many proposals, of one at least, as a launch file sets them. At
-    temperature 0 a drafter that stops by its confidence is left out: greedy proposals do not tell
-    how likely they were.
+    own: the mode that draftkit's decoder is served in; without one it has no row. gamma: where the
+    engine leaves it to its user. best_gammas: by mode; with them a row also says the tokens a pass
+    of so many proposals, of one at least, as a launch file sets them. At temperature 0 a drafter
+    that stops by its confidence is left out: greedy proposals do not tell how likely they were.
     """
     estimate = partial(bootstrap, seed=seed, resamples=resamples)
     rows = []
-    for setting in SETTINGS:
+    for setting in (*([OWN[own]] if own else []), *SETTINGS):
         if setting.confidence and temperature == 0:
             continue
         uncut = not setting.cuts_draft and UNCUT in scored.totals

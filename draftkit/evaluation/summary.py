@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from draftkit.config import Config, SamplingConfig
+from draftkit.decoding.catalogue import served_mode
 from draftkit.evaluation.alpha import estimates
 from draftkit.evaluation.engines import engine_rows
-from draftkit.evaluation.judge import LOOKUP, SERVED_ALPHA, Evidence
+from draftkit.evaluation.judge import LOOKUP, Evidence
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import Timed
 from draftkit.theory.acceptance import Estimate, Rate, bootstrap, unconditional_rates
@@ -40,6 +41,7 @@ def compare(
         }
         summary["engines"] = engine_rows(
             scored,
+            own=served_mode(config.decode.proposer, config.decode.verification),
             gamma=config.decode.gamma,
             temperature=sampling.temperature,
             best_gammas=summary["best_gamma_by_mode"],
@@ -78,7 +80,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         ceiling=limit,
         break_even_alpha=break_even,
     )
-    served = SERVED_ALPHA.get(config.decode.proposer)
+    served = served_mode(config.decode.proposer, config.decode.verification)
     alpha = acceptance[served].mean if served else counted["acceptance_per_position"][0]
     best, best_factor = best_gamma(*curve(alpha, costs))
     return {
@@ -164,8 +166,9 @@ def count_rounds(timed: Timed, *, seed: int, resamples: int) -> dict[str, Any]:
 
     `acceptance_rate` = accepted / drafted; `acceptance_length` = tokens per target pass;
     `acceptance_per_position` = share of rounds whose first i proposals were all accepted;
-    `alpha_decoding` = mean of sum_x min(p, q) over the positions that were tested. A rate is None
-    where fewer than two prompts had proposals.
+    `alpha_decoding` = mean chance to be accepted over the positions that were tested: of
+    sampled proposals sum_x min(p, q), or sum_x p q under `decode=match`. A rate is None where fewer
+    than two prompts had proposals.
     """
     done = timed.completions
 

@@ -59,7 +59,7 @@ class Speculation:
     drafted: int
     accepted: int
     tested: int  # positions at which an acceptance test was made
-    acceptance: float  # sum of sum_x min(p, q) over them
+    acceptance: float  # sum over them of the chance to be accepted
     version: str  # of the drafter, at the end
 
 

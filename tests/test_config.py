@@ -45,8 +45,6 @@ def draft(**parts: Any) -> Config:
 
 
 REFUSED: list[tuple[str, Make]] = [
-    ("seed", lambda: Config(seed=-1)),
-    ("seed", lambda: Config(seed=2**32)),
     ("data.name", lambda: DataConfig(name="web")),
     ("data.domains", lambda: DataConfig(domains=["poetry"])),
     ("data.domains", lambda: DataConfig(domains=[])),
@@ -151,6 +149,7 @@ REFUSED: list[tuple[str, Make]] = [
     ("name", lambda: Config(name="../elsewhere")),
     ("name", lambda: Config(name="")),
     ("seed", lambda: Config(seed=-1)),
+    ("seed", lambda: Config(seed=2**32)),
     ("data.path", lambda: Config(data=DataConfig(name="local"))),
     (
         "target.pretrain.max_steps",

@@ -16,11 +16,14 @@ from typing import Any
 
 from rich.console import Console
 
-from draftkit.artifacts import atomic_path, provenance, read_json, write_text
+from draftkit.artifacts import atomic_path, provenance, read_json, write_json, write_text
 from draftkit.config import Config
+from draftkit.engines.folder import assistant_options
 from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.cards import model_card
+from draftkit.evaluation.engines import best_gamma_of
 from draftkit.evaluation.report import result_lines
+from draftkit.models.served import FILE as GENERATION_CONFIG
 
 from .checksums import CARD
 from .evaluate import FIGURE, SAMPLES, evaluate
@@ -63,6 +66,10 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
         target = config.target.location if config.target.path else None
         card = model_card(judged, provenance()["hardware"], target=target, name=config.name)
         write_text(temporary / CARD, card)
+        # A new file, since the old one may be a second name of the training's.
+        proposing = assistant_options(max(best_gamma_of(judged, "hf"), 1))
+        known = read_json(temporary / GENERATION_CONFIG)
+        write_json(temporary / GENERATION_CONFIG, known | proposing)
     link(folder.input("evaluate") / FIGURE, folder.path / FIGURE)
     folder.tracker.artifact(f"{config.name}-draft", "model", folder.path / DRAFT, summary)
     return summary

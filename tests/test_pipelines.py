@@ -16,6 +16,7 @@ import pipelines.folder
 from draftkit.artifacts import read_json
 from draftkit.config import MIN_CHUNKS, Config
 from draftkit.data.rollouts import read_parts
+from draftkit.evaluation.engines import best_gamma_of
 from draftkit.tracking import read_metrics
 from draftkit.workflow.pretraining import recipe
 from pipelines.benchmark import benchmark
@@ -210,6 +211,18 @@ def test_the_trained_drafter_is_a_plain_model_folder_with_the_targets_tokenizer(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(target_path).get_vocab()
     assert not same_weights(first=folder, second=draft_path)
+
+
+def test_transformers_proposes_as_many_tokens_as_pay_by_what_the_folder_says(finished):
+    from transformers import AutoModelForCausalLM
+
+    judged = read_json(finished / "evaluate" / "summary.json")
+    loaded = AutoModelForCausalLM.from_pretrained(finished / "distill" / "draft").generation_config
+    assert loaded.num_assistant_tokens == max(best_gamma_of(judged, "hf"), 1)
+    assert loaded.num_assistant_tokens_schedule == "constant"
+    assert loaded.assistant_confidence_threshold == 0
+    trained = read_json(finished / "train" / "draft" / "generation_config.json")
+    assert "num_assistant_tokens" not in trained
 
 
 @pytest.mark.parametrize("source", ["fixed", "draft"])

@@ -26,6 +26,7 @@ class Setting:
     `probabilistic` is vLLM's draft_sample_method, `threshold` assistant_confidence_threshold.
     gamma: None where the user names it. confidence: the probability below which the drafter stops.
     cuts_draft: whether top-k and top-p cut the draft's distribution as they cut the target's.
+    note: what the numbers leave out.
     """
 
     engine: str
@@ -34,6 +35,7 @@ class Setting:
     gamma: int | None = None
     confidence: float = 0.0
     cuts_draft: bool = True
+    note: str = ""
 
 
 # The row of draftkit's own decoder, by the mode that is served.
@@ -47,7 +49,15 @@ SETTINGS = (
     Setting("vLLM", "probabilistic", SAMPLED, cuts_draft=False),
     Setting("SGLang", "argmax", ARGMAX, gamma=3),
     Setting("llama.cpp", "argmax", ARGMAX, gamma=3),
-    Setting("transformers", "stops below 0.4", SAMPLED, gamma=20, confidence=0.4),
+    Setting(
+        "transformers",
+        "stops below 0.4",
+        SAMPLED,
+        gamma=20,
+        confidence=0.4,
+        # `update_candidate_strategy` fits it to what was accepted, by scikit-learn's ROC curve.
+        note="where scikit-learn is installed, transformers moves that threshold after every pass",
+    ),
     Setting("transformers", "threshold 0", SAMPLED),
     Setting("ONNX Runtime", "sampled", SAMPLED, gamma=4),
     Setting("mlx-lm", "equal tokens", MATCHED, gamma=3),
@@ -96,6 +106,8 @@ def engine_rows(
             "acceptance": estimate(scored.rate(mode)).as_dict(),
             "acceptance_length": estimate(length).as_dict(),
         }
+        if setting.note:
+            row["note"] = setting.note
         if best_gammas is not None:
             best = max(best_gammas[mode], 1)
             length = scored.tokens_a_pass(mode, best, confidence=setting.confidence)

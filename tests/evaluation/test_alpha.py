@@ -281,9 +281,7 @@ def test_bounds_of_stored_scores_hold_the_alpha_of_the_whole_target(cut, k, wide
         def score(self, tokens, keep):
             return draft
 
-    scored, missing = score_stored(
-        Given(), positions, sampling=sampling, batch_size=len(positions)
-    )
+    scored, missing = score_stored(Given(), positions, sampling=sampling, batch_size=len(positions))
     gap = torch.minimum(p, q).sum(-1) - scored.totals["alpha"]
     assert (gap >= -1e-5).all()  # stored in float32
     assert (gap <= missing + 1e-5).all()

@@ -37,7 +37,7 @@ def test_a_card_begins_with_what_the_hub_reads_and_names_target_and_experiment(c
 
 def test_a_card_has_a_row_for_every_setting_of_an_engine(card):
     rows = [line for line in card.splitlines() if line.startswith("| ") and "| 20 |" in line]
-    assert len(rows) == len(SETTINGS)
+    assert len(rows) == 1 + len(SETTINGS)
     without = {key: value for key, value in summary(0.5).items() if key != "engines"}
     assert "In your engine" not in model_card(without, HARDWARE, target=None, name="a")
 

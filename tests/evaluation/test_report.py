@@ -127,7 +127,7 @@ def test_each_engine_is_named_once_above_its_settings_in_eighty_columns():
     assert "…" not in text
     assert text.count(" │ ") == 4 * (1 + len(SETTINGS))
     assert "stops below 0.4: where scikit-learn is installed" in text
-    assert text.count("vLLM") == text.count("transformers") == 1
+    assert text.count("vLLM") == text.count("\ntransformers") == 1
     assert " ".join(lines[3].split()) == ("draftkit │ sampled │ 20 │ 0.600 │ 13.46 [13.44, 13.47]")
 
 

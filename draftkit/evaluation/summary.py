@@ -207,9 +207,7 @@ def verdict(
     """
     interval = f"end-to-end speedup {speedup.mean:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]"
     if lossless.passed is False:
-        wrong = lossless.mismatches - lossless.near_ties
-        reason = f"{wrong} of {lossless.compared} greedy outputs differ from the target's"
-        return DO_NOT_DEPLOY, reason
+        return DO_NOT_DEPLOY, lossless.fault
     if speedup.low > 1:
         unchecked = "; whether it is lossless was not checked" * (lossless.passed is None)
         return DEPLOY, f"{interval} lies above 1{unchecked}"

@@ -4,7 +4,7 @@ Token for token, in float32 or in the dtype that is served. Passes over one toke
 use different kernels, so a near-tie may fall the other way. A mismatch is tolerated, and counted,
 only where every token from there on lies within the rounding of the best one, and that rounding is
 measured: each such answer is read again in passes of the shapes that decoding has, and the largest
-change of a gap between two logits is how far it may lie from zero.
+change of a gap between two logits is how far it may lie from zero, or a unit in their last place.
 
 In bfloat16 ties are common. So their number is tested as well: plain decoding in batches of another
 size parts from plain decoding by nothing but rounding, and a decoder that parts much more often
@@ -171,10 +171,13 @@ def differ_by_rounding(
 
 
 def _is_rounding(readings: Sequence[Tensor], start: int) -> bool:
-    """Whether gaps [N] of several readings lie within their largest change, from `start` on."""
-    gaps = torch.stack([*readings])[:, start:]
+    """Whether gaps of several `_read`ings lie within their largest change, from `start` on.
+
+    Or within a unit in the last place, since less of a change is seen as none or as a whole one.
+    """
+    gaps, units = torch.stack([*readings])[..., start:].unbind(1)  # [readings, N]
     least, most = gaps.amin(0), gaps.amax(0)
-    margins = (most - least).clamp(min=MARGIN)
+    margins = torch.maximum(most - least, units.amax(0)).clamp(min=MARGIN)
     return bool(((least <= margins) & (most >= -margins)).all())  # which NaN is not
 
 
@@ -186,10 +189,11 @@ def _read(
     *,
     shape: tuple[int, int],
 ) -> list[Tensor]:
-    """How far each token of `answers` lies below its rival [N], read in passes of `shape`.
+    """How far each token of `answers` lies below its rival, and a unit of their logits [2, N].
 
-    As decoding does: the prompt first, then so many tokens a row at once. Without `rivals` the best
-    tokens [N] themselves. Where there are fewer answers than rows, the last one fills them.
+    Read in passes of `shape` as decoding does: the prompt first, then so many tokens a row at once.
+    Without `rivals` the best tokens [N] themselves. Where there are fewer answers than rows, the
+    last one fills them.
     """
     width, rows = shape
     found = []
@@ -223,9 +227,11 @@ def _read(
                 logits.gather(2, ids.gather(1, following)[..., None])[..., 0].double()
                 for ids in (beside, tokens)
             )
-            parts.append(rival - chosen)
-        read = torch.cat(parts, dim=1).cpu()
-        found += [read[row, : len(one.output_ids)] for row, one in enumerate(chunk)]
+            _, exponent = torch.frexp(torch.maximum(rival.abs(), chosen.abs()))
+            unit = torch.ldexp(torch.full_like(rival, torch.finfo(logits.dtype).eps), exponent - 1)
+            parts.append(torch.stack([rival - chosen, unit], dim=1))  # [R, 2, N of the pass]
+        read = torch.cat(parts, dim=-1).cpu()
+        found += [read[row, ..., : len(one.output_ids)] for row, one in enumerate(chunk)]
     return found
 
 

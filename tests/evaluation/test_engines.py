@@ -123,12 +123,19 @@ def test_every_setting_is_a_row_at_its_own_gamma_and_confidence_needs_sampling()
     assert by_name["vLLM", "argmax"]["gamma"] == 2
     stops = by_name["transformers", "stops below 0.4"]
     assert stops["gamma"] == 20
-    assert "scikit-learn" in stops["note"]  # which makes transformers move the threshold
     free = totals.tokens_a_pass(SAMPLED, 20).mean
     assert 1 < stops["acceptance_length"]["mean"] < free
     assert not any("at_best_gamma" in row for row in rows)
     at_zero = engine_rows(totals, gamma=2, temperature=0.0)
     assert len(at_zero) == len(rows) - 1
+
+
+def test_the_row_of_a_threshold_that_transformers_moves_says_so() -> None:
+    sampling = SamplingConfig()
+    rows = engine_rows(scored(decoded(sampling, "sampled", 2), sampling), gamma=2, temperature=1.0)
+    moved = {row["setting"]: row["note"] for row in rows if row.get("note")}
+    assert moved.keys() == {"stops below 0.4"}
+    assert "scikit-learn" in moved["stops below 0.4"]
 
 
 def test_a_row_says_the_tokens_a_pass_at_the_best_gamma_of_its_own_mode() -> None:

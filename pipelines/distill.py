@@ -15,12 +15,15 @@ from typing import Any
 
 from rich.console import Console
 
-from draftkit.artifacts import atomic_path, read_json, write_text
+from draftkit.artifacts import atomic_path, read_json, write_json, write_text
 from draftkit.config import Config
+from draftkit.engines.folder import assistant_options
 from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.cards import model_card
+from draftkit.evaluation.engines import best_gamma_of
 from draftkit.evaluation.report import result_lines
 from draftkit.models.files import CARD
+from draftkit.models.served import FILE as GENERATION_CONFIG
 
 from .evaluate import FIGURE, SAMPLES, evaluate
 from .plan import MANIFEST, SUMMARY, Given, StageFolder, Step
@@ -64,6 +67,9 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
         origin = read_json(folder.input("evaluate") / MANIFEST)["provenance"]
         card = model_card(judged, origin["hardware"], target=target, name=config.name)
         write_text(temporary / CARD, card)
+        proposing = assistant_options(max(best_gamma_of(judged, "hf"), 1))
+        known = read_json(temporary / GENERATION_CONFIG)
+        write_json(temporary / GENERATION_CONFIG, known | proposing)
     shutil.copyfile(folder.input("evaluate") / FIGURE, folder.path / FIGURE)
     folder.tracker.artifact(f"{config.name}-draft", "model", folder.path / DRAFT, summary)
     return summary

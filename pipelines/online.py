@@ -79,10 +79,12 @@ def check_drafter(config: Config) -> None:
     if not config.decode.has_drafter:
         names = ", ".join(DRAFTED_NAMES)
         raise ValueError(f"decode.proposer={proposer} has no drafter to refit: use one of {names}")
-    if proposer == "argmax" and config.online.teacher == "stored":
+    match = config.decode.verification == "match"
+    if (proposer == "argmax" or match) and config.online.teacher == "stored":
+        key = "decode=match" if match else "decode.proposer=argmax"
         raise ValueError(
-            "decode.proposer=argmax needs online.teacher=target: stored scores do not tell how "
-            "often the draft's argmax is accepted"
+            f"{key} needs online.teacher=target: stored scores do not tell how often its proposals"
+            " are accepted"
         )
 
 

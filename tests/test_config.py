@@ -146,6 +146,7 @@ REFUSED: list[tuple[str, Make]] = [
     ("name", lambda: Config(name="../elsewhere")),
     ("name", lambda: Config(name="")),
     ("seed", lambda: Config(seed=-1)),
+    ("seed", lambda: Config(seed=2**32)),
     ("data.path", lambda: Config(data=DataConfig(name="local"))),
     (
         "target.pretrain.max_steps",

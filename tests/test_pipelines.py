@@ -18,6 +18,7 @@ from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
+from draftkit.evaluation.engines import best_gamma_of
 from draftkit.models.files import CARD
 from draftkit.tracking import read_metrics
 from draftkit.workflow.pretraining import recipe
@@ -258,6 +259,18 @@ def test_the_drafter_laid_out_is_a_copy(finished):
     assert same_weights(first=laid_out, second=trained)
     for file in trained.iterdir():
         assert not file.samefile(laid_out / file.name)
+
+
+def test_transformers_proposes_as_many_tokens_as_pay_by_what_the_folder_says(finished):
+    from transformers import AutoModelForCausalLM
+
+    judged = read_json(finished / "evaluate" / "summary.json")
+    loaded = AutoModelForCausalLM.from_pretrained(finished / "distill" / "draft").generation_config
+    assert loaded.num_assistant_tokens == max(best_gamma_of(judged, "hf"), 1)
+    assert loaded.num_assistant_tokens_schedule == "constant"
+    assert loaded.assistant_confidence_threshold == 0
+    trained = read_json(finished / "train" / "draft" / "generation_config.json")
+    assert "num_assistant_tokens" not in trained
 
 
 @pytest.mark.parametrize("source", ["fixed", "draft"])

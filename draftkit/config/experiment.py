@@ -18,6 +18,7 @@ from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, small_
 from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
 
 MAPPINGS = ("template_options",)  # settings whose own keys are not ours
+MOST_SEED = 2**32 - 1  # with the number of an epoch beside it, a seed still is one of 64 bits
 
 
 @dataclass(kw_only=True)
@@ -77,7 +78,7 @@ class Config:
         plain = bool(self.name) and "/" not in self.name and not self.name.startswith(".")
         require(plain, "name", "be a plain folder name", self.name)
         require(self.job is None or "/" not in self.job, "job", "be left to sweeps", self.job)
-        require(self.seed >= 0, "seed", "be at least 0", self.seed)
+        require(0 <= self.seed <= MOST_SEED, "seed", f"lie in 0..{MOST_SEED}", self.seed)
         self.data.require(
             self.data.name == "installed" or self.data.path is not None,
             "path",

@@ -14,6 +14,7 @@ from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, coun
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView
 from draftkit.models.adapter import Adapter
+from draftkit.theory.verification import SAMPLED_MODES
 
 
 @dataclass(frozen=True)
@@ -62,3 +63,13 @@ PROPOSERS: dict[str, Callable[[Material], Proposer]] = {
     "prompt_lookup": lambda _: PromptLookup(),
     "none": lambda _: Nothing(),
 }
+
+
+def served_mode(proposer: str, verification: str) -> str | None:
+    """The mode of `theory.acceptance.MODES` in which a draft model's proposals are accepted.
+
+    None where there may be no guess, or one that no draft model made: how often the first proposal
+    of a round was made and accepted stands for it.
+    """
+    sampled = SAMPLED_MODES[verification]
+    return {"sampled": sampled, "staged": sampled, "argmax": "alpha_greedy_draft"}.get(proposer)

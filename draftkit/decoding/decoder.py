@@ -39,7 +39,7 @@ from draftkit.decoding.state import (
 from draftkit.models.adapter import Adapter
 from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.theory import noise
-from draftkit.theory.verification import VERIFIERS
+from draftkit.theory.verification import SAMPLED_MODES, VERIFIERS
 
 PREFILL_CHUNK = 512  # tokens of a prompt in a pass
 PREFILL_ROWS = 8  # prompts in a pass: its memory must not grow with those that wait
@@ -82,6 +82,7 @@ class Decoder:
         self.clock = clock
         self.verification = verification
         self.verifier = VERIFIERS[verification]
+        self.mode = SAMPLED_MODES[verification]
         self.noise = noise_function
         self.top_k = min(top_k, target.vocab_size - 1)
         self.gamma_policy = gamma_policy

@@ -46,7 +46,7 @@ class Completion:
     output_ids: list[int] = field(default_factory=list)
     ended: bool = False  # by an end-of-text id; else by the length limit
     accept_counts: list[int] = field(default_factory=list)  # rounds with 0..gamma accepted
-    acceptance_total: float = 0.0  # sum over tested positions of sum_x min(p, q)
+    acceptance_total: float = 0.0  # sum over tested positions of the chance to be accepted
     drafted: int = 0  # proposals
     tested: int = 0  # of them, those that were put to the test
     steps: list[TraceRound] = field(default_factory=list)

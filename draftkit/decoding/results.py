@@ -45,7 +45,7 @@ class RoundResult:
     lengths: list[int]  # valid proposals, at most K
     tokens: Tensor  # [B, K + 1] candidates; the first `committed` of a row count
     draft_tokens: Tensor  # [B, K]
-    acceptance: Tensor  # [B, K] sum_x min(p, q) at each proposed position
+    acceptance: Tensor  # [B, K] the chance of each proposal to be accepted when tested
     target_log_probs: Tensor  # [B, K + 1] log p of the candidates, raw (temperature 1)
     log_sum_exp: Tensor  # [B, K + 1] of the raw logits
     served_log_sum_exp: Tensor  # [B, K + 1] of logits / temperature (1 where greedy)

@@ -27,7 +27,7 @@ from draftkit.decoding.state import (
 )
 from draftkit.models.adapter import Adapter
 from draftkit.models.cache import SlotCache, visible_slots
-from draftkit.theory.acceptance import sampled_acceptance
+from draftkit.theory.acceptance import MODES
 from draftkit.theory.noise import ACCEPT, NEXT
 from draftkit.theory.truncation import most_likely_served
 from draftkit.theory.verification import Verification, Verifier, greedy_verification
@@ -46,6 +46,7 @@ class Bench(Protocol):
     cache: SlotCache
     eos_token_ids: Tensor  # [E]
     verifier: Verifier
+    mode: str  # in which it accepts sampled proposals
     noise: NoiseFunction
     top_k: int  # of the target's likeliest ids that are reported; 0: none
 
@@ -119,7 +120,7 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
     target_probs = warp(logits, view.group.params, history)  # [B, K + 1, V]
     verdict = _verdict(bench, view, proposal, target_probs)
     candidates, report = _commit(bench, view, proposal, verdict)
-    acceptance = proposal_acceptance(target_probs, proposal)
+    acceptance = proposal_acceptance(target_probs, proposal, bench.mode)
     log_probs, log_sum_exp, served = target_log_probs(logits, candidates, view.group)
     outcome = Outcome(
         report, candidates, proposal.tokens, acceptance, log_probs, log_sum_exp, served
@@ -251,12 +252,15 @@ def _commit(
     return candidates, report * advances[:, None]
 
 
-def proposal_acceptance(target_probs: Tensor, proposal: Proposal) -> Tensor:
-    """Return sum_x min(p, q) [B, K] at each proposed position; p(x) where q is one-hot at x."""
+def proposal_acceptance(target_probs: Tensor, proposal: Proposal, mode: str) -> Tensor:
+    """How likely each proposal [B, K] was to be accepted when tested, given the text before it.
+
+    mode: of `MODES`, in which sampled proposals are accepted; p(x) where q is one-hot at x.
+    """
     target_probs = target_probs[:, : proposal.tokens.shape[1]]
     if proposal.draft_probs is None:
         return target_probs.gather(2, proposal.tokens[..., None])[..., 0]
-    return sampled_acceptance(target_probs=target_probs, draft_probs=proposal.draft_probs)
+    return MODES[mode](target_probs=target_probs, draft_probs=proposal.draft_probs)
 
 
 def target_log_probs(

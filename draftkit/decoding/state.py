@@ -29,8 +29,11 @@ LEAST_TOP_K = 64  # logits that are sorted where every row has a top-k: few size
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt to be continued. The same `seed` and `row` give the same tokens in any batch.
+    """One prompt to be continued. In float32 `seed` and `row` give the same tokens in any batch.
 
+    So they do up to near-ties. In bfloat16 the passes of other batch sizes round differently, and
+    a token whose interval of the distribution ends near its random number becomes another one: the
+    law stays, the tokens may not.
     Under an encoder-decoder model the text to read is `encoder_ids`, and the prompt is what the
     decoder starts with, as a rule one token.
     `adapts` lets the decoder's gamma policy propose fewer than `gamma` tokens; the law of the

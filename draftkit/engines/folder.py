@@ -155,10 +155,17 @@ def generation_config(target: ModelConfig, tokenizer: Any, gamma: int) -> Genera
     return GenerationConfig(
         eos_token_id=list(declared_ends(target, tokenizer)) or None,
         pad_token_id=tokenizer.pad_token_id,
-        num_assistant_tokens=gamma,
-        num_assistant_tokens_schedule="constant",
-        assistant_confidence_threshold=0.0,
+        **assistant_options(gamma),
     )
+
+
+def assistant_options(gamma: int) -> dict[str, Any]:
+    """With what `generation_config.json` an assistant proposes `gamma` tokens in every round."""
+    return {
+        "num_assistant_tokens": gamma,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0.0,
+    }
 
 
 def _rows(config: PreTrainedConfig) -> int:

@@ -25,31 +25,18 @@ from draftkit.data.rollouts import Record, document_of
 from draftkit.models.adapter import Adapter
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import (
+    MODES,
+    SHARES,
     Estimate,
     Rate,
     estimate,
-    exact_match_acceptance,
-    exact_match_share,
-    greedy_draft_acceptance,
-    greedy_draft_share,
     rounds_of_texts,
     sampled_acceptance,
     sampled_share,
-    tail_bound,
 )
-from draftkit.theory.truncation import coarse_target, distribution
+from draftkit.theory.truncation import alpha_bounds, coarse_target
 from draftkit.theory.warping import SamplingParams, seen_along, seen_tokens, warp
 
-MODES = {
-    "alpha": sampled_acceptance,
-    "alpha_greedy_draft": greedy_draft_acceptance,
-    "alpha_exact_match": exact_match_acceptance,
-}
-SHARES = {
-    "alpha": sampled_share,
-    "alpha_greedy_draft": greedy_draft_share,
-    "alpha_exact_match": exact_match_share,
-}
 # Of engines that cut the target by top-k and top-p and the draft not: `alpha` with such a q.
 UNCUT = "alpha_uncut_draft"
 
@@ -200,11 +187,9 @@ def score_stored(
 ) -> tuple[PromptTotals, Tensor]:
     """Alpha of `draft` on contexts with stored scores of the target, which need not be in memory.
 
-    Counts what both give to the stored ids alone, so that alpha is never overstated; returned with
-    it, by prompt [P]: the most that is missing, summed over positions. That is min(tail_p, tail_q),
-    and where top-k or top-p cuts beyond the stored ids, what these gain by the cut: at most all
-    that the others have. Raises ValueError under a repetition penalty, of which stored scores know
-    nothing.
+    Counts what both surely give to the stored ids, so that alpha is never overstated; returned with
+    it, by prompt [P]: the most that is missing, summed over positions (`alpha_bounds`). Raises
+    ValueError under a repetition penalty, of which stored scores know nothing.
     """
     device, totals, missing = draft.device, [], []
     for first in range(0, len(contexts), batch_size):
@@ -216,25 +201,19 @@ def score_stored(
                     "generate.top_k: stored scores do not know a repetition penalty: use"
                     " generate.top_k=0"
                 )
-            target_probs = distribution(
+            least, most = (
                 coarse_target(
                     torch.tensor(context.topk_log_probs, device=device),
                     torch.tensor(context.tail_mass, device=device),
                     temperature=served.temperature or 1.0,
                     top_k=served.top_k if served.temperature > 0 else 1,
                     top_p=served.top_p if served.temperature > 0 else 1.0,
+                    least=least,
                 )
+                for least in (True, False)
             )
             draft_probs = probs.gather(-1, torch.tensor(context.topk_ids, device=device))
-            kept = target_probs[:, :-1]
-            low = torch.minimum(kept, draft_probs).sum(-1)
-            if served.top_k > 0 or served.top_p < 1:
-                kept = kept / kept.sum(-1, keepdim=True)
-            _, high = tail_bound(
-                kept_overlap=torch.minimum(kept, draft_probs).sum(-1),
-                target_tail=target_probs[:, -1],
-                draft_tail=(1 - draft_probs.sum(-1)).clamp(min=0),
-            )
+            low, high = alpha_bounds(least=least, most=most, draft_probs=draft_probs)
             totals.append(float(low.double().sum()))
             missing.append(float((high - low).double().sum()))
     return _by_prompt(contexts, {"alpha": totals}), torch.tensor(missing, dtype=torch.float64)

@@ -25,6 +25,7 @@ class Setting:
     `probabilistic` is vLLM's draft_sample_method, `threshold` assistant_confidence_threshold.
     gamma: None where the user names it. confidence: the probability below which the drafter stops.
     cuts_draft: whether top-k and top-p cut the draft's distribution as they cut the target's.
+    note: what the numbers leave out.
     """
 
     engine: str
@@ -33,16 +34,29 @@ class Setting:
     gamma: int | None = None
     confidence: float = 0.0
     cuts_draft: bool = True
+    note: str = ""
 
 
+# The row of draftkit's own decoder, by the mode that is served.
+OWN = {
+    mode: Setting("draftkit", name, mode)
+    for mode, name in ((SAMPLED, "sampled"), (ARGMAX, "argmax"), (MATCHED, "equal tokens"))
+}
 # Of each engine its default first, then the best that it offers.
 SETTINGS = (
-    Setting("draftkit", "sampled", SAMPLED),
     Setting("vLLM", "argmax", ARGMAX),
     Setting("vLLM", "probabilistic", SAMPLED, cuts_draft=False),
     Setting("SGLang", "argmax", ARGMAX, gamma=3),
     Setting("llama.cpp", "argmax", ARGMAX, gamma=3),
-    Setting("transformers", "stops below 0.4", SAMPLED, gamma=20, confidence=0.4),
+    Setting(
+        "transformers",
+        "stops below 0.4",
+        SAMPLED,
+        gamma=20,
+        confidence=0.4,
+        # `update_candidate_strategy` fits it to what was accepted, by scikit-learn's ROC curve.
+        note="where scikit-learn is installed, transformers moves that threshold after every pass",
+    ),
     Setting("transformers", "threshold 0", SAMPLED),
     Setting("ONNX Runtime", "sampled", SAMPLED, gamma=4),
     Setting("mlx-lm", "equal tokens", MATCHED, gamma=3),
@@ -60,19 +74,20 @@ LAUNCHED = {
 def engine_rows(
     scored: PromptTotals,
     *,
+    own: str | None = SAMPLED,
     gamma: int,
     temperature: float,
     best_gammas: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
     """Acceptance and tokens a pass of each setting, as the summary holds them.
 
-    gamma: where the engine leaves it to its user. best_gammas: by mode; with them a row also says
-    the tokens a pass of so many proposals, of one at least, as a launch file sets them. At
-    temperature 0 a drafter that stops by its confidence is left out: greedy proposals do not tell
-    how likely they were.
+    own: the mode that draftkit's decoder is served in; without one it has no row. gamma: where the
+    engine leaves it to its user. best_gammas: by mode; with them a row also says the tokens a pass
+    of so many proposals, of one at least, as a launch file sets them. At temperature 0 a drafter
+    that stops by its confidence is left out: greedy proposals do not tell how likely they were.
     """
     rows = []
-    for setting in SETTINGS:
+    for setting in (*([OWN[own]] if own else []), *SETTINGS):
         if setting.confidence and temperature == 0:
             continue
         uncut = not setting.cuts_draft and UNCUT in scored.totals
@@ -87,6 +102,8 @@ def engine_rows(
             "acceptance": estimate(scored.rate(mode)).as_dict(),
             "acceptance_length": estimate(length).as_dict(),
         }
+        if setting.note:
+            row["note"] = setting.note
         if best_gammas is not None:
             best = max(best_gammas[mode], 1)
             length = scored.tokens_a_pass(mode, best, confidence=setting.confidence)

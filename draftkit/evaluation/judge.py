@@ -37,9 +37,6 @@ from draftkit.theory.speedup import Costs
 LOOKUP = "prompt_lookup"
 LOGITS = 4  # copies of a round's, of both models and as distributions
 RESERVE = 1.1
-# The acceptance of proposals as they are served. Other proposers may have no guess: how often the
-# first of a round was made and accepted stands for it.
-SERVED_ALPHA = {"sampled": "alpha", "staged": "alpha", "argmax": "alpha_greedy_draft"}
 
 
 @dataclass(frozen=True)

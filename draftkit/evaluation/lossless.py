@@ -2,13 +2,21 @@
 
 Token for token, in float32 or in the dtype that is served. Passes over one token and over several
 use different kernels, so a near-tie may fall the other way. A mismatch is tolerated, and counted,
-only where every token from there on lies within the rounding of the best one: such an answer is
-read again by one pass of the target, which is no part of the decoder.
+only where every token from there on lies within the rounding of the best one, and that rounding is
+measured: each such answer is read again in passes of the shapes that decoding has, and the largest
+change of a gap between two logits is how far it may lie from zero, or a unit in their last place.
+
+In bfloat16 ties are common. So their number is tested as well: plain decoding in batches of another
+size parts from plain decoding by nothing but rounding, and a decoder that parts much more often
+does not part by rounding alone.
+
+Shapes: N tokens of an answer, R rows of a pass, T tokens of the longest text, V vocabulary.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,26 +26,42 @@ from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import Proposer
 from draftkit.models.adapter import Adapter
+from draftkit.models.cache import SlotCache
 
-MARGIN = 1e-5  # at least
-# How far two logits may err against each other, in units of the last place of the largest. Between
-# passes of other shapes they differ by 1 to 3 of them, by 10 at most in 28 layers.
-ULPS = 16
+MARGIN = 1e-5  # of a near-tie, where less rounding is measured
+LEVEL = 1e-3  # of the test of how many answers part at near-ties
 
 
 @dataclass(frozen=True)
 class Losslessness:
-    """How many outputs were compared, differed, and differed only by near-ties, in which dtype."""
+    """How many outputs were compared, differed, and differed only by near-ties, in which dtype.
+
+    p_value: how likely that many near-ties are if there are no more of them than between plain
+    decoding and plain decoding in batches of another size; None where there are too few to tell.
+    """
 
     compared: int
     mismatches: int
     near_ties: int
     dtype: torch.dtype = torch.float32
+    p_value: float | None = None
 
     @property
     def passed(self) -> bool | None:
-        """Whether every difference is a near-tie; None where nothing was compared."""
-        return self.mismatches == self.near_ties if self.compared else None
+        """Whether all differences are near-ties, and not too many; None if nothing was compared."""
+        if not self.compared:
+            return None
+        return self.mismatches == self.near_ties and (self.p_value is None or self.p_value > LEVEL)
+
+    @property
+    def fault(self) -> str:
+        """What is wrong where the check has not passed."""
+        if wrong := self.mismatches - self.near_ties:
+            return f"{wrong} of {self.compared} greedy outputs differ from the target's"
+        return (
+            f"{self.near_ties} of {self.compared} greedy outputs part from the target's at "
+            f"near-ties, more than by rounding (p = {self.p_value:.1g})"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The `lossless` object of a summary."""
@@ -45,7 +69,7 @@ class Losslessness:
         return {
             "method": f"greedy identity in {name}" if self.compared else "not checked",
             "statistic": self.mismatches if self.compared else None,
-            "p_value": None,
+            "p_value": self.p_value,
             "passed": self.passed,
             "compared": self.compared,
             "near_ties": self.near_ties,
@@ -67,7 +91,7 @@ def greedy_identity(
 ) -> dict[str, Losslessness]:
     """Decode `prompts` greedily without and with each proposer and compare, as the models are."""
 
-    def outputs(proposer: Proposer | None) -> list[Completion]:
+    def outputs(proposer: Proposer | None, rows: int = batch_size) -> list[Completion]:
         requests = make_requests(
             prompts,
             max_new_tokens=max_new_tokens,
@@ -78,19 +102,43 @@ def greedy_identity(
             target,
             list(requests),
             eos_token_ids=eos_token_ids,
-            batch_size=batch_size,
+            batch_size=rows,
             proposer=proposer,
         )
 
-    plain = outputs(None)
+    plain, rows = outputs(None), min(batch_size, len(prompts))
+    other = 1 if rows > 1 else 2  # rows of another batch
+    shapes = ((1, rows), (gamma + 1, rows), (gamma + 1, other))
+
+    @lru_cache
+    def parted_by_rounding() -> int:
+        """Answers that plain decoding in batches of another size gives otherwise."""
+        return len(differing(plain, outputs(None, other)))
 
     def compared(proposer: Proposer) -> Losslessness:
-        pairs = zip(plain, outputs(proposer), strict=True)
-        differing = [pair for pair in pairs if pair[0].output_ids != pair[1].output_ids]
-        near_ties = sum(differ_by_rounding(target, *pair) for pair in differing)
-        return Losslessness(len(plain), len(differing), near_ties, target.dtype)
+        pairs = differing(plain, outputs(proposer))
+        ties, p_value = sum(differ_by_rounding(target, pairs, shapes)), None
+        # Plain decoding again costs time: only for as many ties as could be too many.
+        if target.dtype.itemsize < 4 and binomial_tail(ties, 0) <= LEVEL:
+            p_value = binomial_tail(ties, parted_by_rounding())
+        return Losslessness(len(plain), len(pairs), ties, target.dtype, p_value)
 
     return {name: compared(proposer) for name, proposer in proposers.items()}
+
+
+Pair = tuple[Completion, Completion]
+
+
+def differing(first: Sequence[Completion], second: Sequence[Completion]) -> list[Pair]:
+    """The answers to equal prompts that are not the same, beside one another."""
+    pairs = zip(first, second, strict=True)
+    return [pair for pair in pairs if pair[0].output_ids != pair[1].output_ids]
+
+
+def binomial_tail(count: int, others: int) -> float:
+    """P(X >= count) of X binomial over count + others draws with chance 1/2, exactly."""
+    draws = count + others
+    return sum(math.comb(draws, k) for k in range(count, draws + 1)) / 2**draws
 
 
 def parting(first: Completion, second: Completion) -> int | None:
@@ -99,16 +147,95 @@ def parting(first: Completion, second: Completion) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
-def differ_by_rounding(target: Adapter, plain: Completion, other: Completion) -> bool:
-    """Whether two greedy answers part at a near-tie, and the other goes on by best tokens alone."""
-    start = parting(plain, other)
-    if start is None:
-        return False
-    gaps, margins = below_best(target, other, start)
-    (gap, *_), (margin, *_) = below_best(target, plain, start)
-    return bool((gaps < margins).all() and gap < margin)  # which NaN is not
+def differ_by_rounding(
+    target: Adapter, pairs: Sequence[Pair], shapes: Sequence[tuple[int, int]]
+) -> list[bool]:
+    """Of each pair of greedy answers, plain and other: whether they part at a near-tie, and the
+    other goes on by best tokens alone.
+
+    Where they part their two tokens are compared, behind it the other's token with the best one.
+    shapes: tokens a row and rows of a pass. In each of them the answers are read, and a gap is one
+    of rounding where it is at most the largest change of it between them.
+    """
+    starts = [parting(*pair) for pair in pairs]
+    others = [other for (_, other), start in zip(pairs, starts, strict=True) if start is not None]
+    best = iter(_read(target, others, None, shape=shapes[0]) if others else [])
+    rivals = []
+    for (plain, _), start in zip(pairs, starts, strict=True):
+        if start is not None:
+            rival = next(best).tolist()
+            rivals.append([*rival[:start], plain.output_ids[start], *rival[start + 1 :]])
+    readings = [_read(target, others, rivals, shape=shape) for shape in shapes if others]
+    gaps = zip(*readings, strict=True)
+    return [start is not None and _is_rounding(next(gaps), start) for start in starts]
 
 
+def _is_rounding(readings: Sequence[Tensor], start: int) -> bool:
+    """Whether gaps of several `_read`ings lie within their largest change, from `start` on.
+
+    Or within a unit in the last place, since less of a change is seen as none or as a whole one.
+    """
+    gaps, units = torch.stack([*readings])[..., start:].unbind(1)  # [readings, N]
+    least, most = gaps.amin(0), gaps.amax(0)
+    margins = torch.maximum(most - least, units.amax(0)).clamp(min=MARGIN)
+    return bool(((least <= margins) & (most >= -margins)).all())  # which NaN is not
+
+
+@torch.inference_mode()
+def _read(
+    target: Adapter,
+    answers: Sequence[Completion],
+    rivals: Sequence[Sequence[int]] | None,
+    *,
+    shape: tuple[int, int],
+) -> list[Tensor]:
+    """How far each token of `answers` lies below its rival, and a unit of their logits [2, N].
+
+    Read in passes of `shape` as decoding does: the prompt first, then so many tokens a row at once.
+    Without `rivals` the best tokens [N] themselves. Where there are fewer answers than rows, the
+    last one fills them.
+    """
+    width, rows = shape
+    found = []
+    for first in range(0, len(answers), rows):
+        chunk = [*answers[first : first + rows]]
+        filled = [*range(len(chunk)), *[len(chunk) - 1] * (rows - len(chunk))]
+        texts = [[*chunk[i].prompt_ids, *chunk[i].output_ids] for i in filled]
+        begins = torch.tensor([len(chunk[i].prompt_ids) for i in filled], device=target.device)
+        longest, outputs = max(map(len, texts)), max(len(one.output_ids) for one in chunk)
+        padded = [text + [0] * (longest - len(text)) for text in texts]
+        tokens = torch.tensor(padded, device=target.device)  # [R, T]
+        cache = SlotCache(rows, longest).select(None, visible=longest)
+        if (prompt := int(begins.max()) - 1) > 0:
+            positions = torch.arange(prompt, device=target.device).expand(rows, -1)
+            target.prefill(tokens[:, :prompt], positions=positions, cache=cache)
+        beside = torch.zeros_like(tokens)
+        if rivals is not None:
+            for row, i in enumerate(filled):
+                known = rivals[first + i]
+                beside[row, begins[row] : begins[row] + len(known)] = torch.tensor(known)
+        parts = []
+        for start in range(0, outputs, width):
+            offsets = torch.arange(start - 1, start - 1 + width, device=target.device)
+            positions = (begins[:, None] + offsets).clamp(max=longest - 1)  # beyond is garbage
+            logits = target.step(tokens.gather(1, positions), positions=positions, cache=cache)
+            if rivals is None:
+                parts.append(logits.argmax(-1))
+                continue
+            following = (positions + 1).clamp(max=longest - 1)
+            rival, chosen = (
+                logits.gather(2, ids.gather(1, following)[..., None])[..., 0].double()
+                for ids in (beside, tokens)
+            )
+            _, exponent = torch.frexp(torch.maximum(rival.abs(), chosen.abs()))
+            unit = torch.ldexp(torch.full_like(rival, torch.finfo(logits.dtype).eps), exponent - 1)
+            parts.append(torch.stack([rival - chosen, unit], dim=1))  # [R, 2, N of the pass]
+        read = torch.cat(parts, dim=-1).cpu()
+        found += [read[row, ..., : len(one.output_ids)] for row, one in enumerate(chunk)]
+    return found
+
+
+@torch.inference_mode()
 def parting_margin(target: Adapter, first: Completion, second: Completion) -> float:
     """How far the worse of both tokens lies below the best logit where two answers part.
 
@@ -117,20 +244,8 @@ def parting_margin(target: Adapter, first: Completion, second: Completion) -> fl
     start = parting(first, second)
     if start is None:
         return math.inf
-    return max(float(below_best(target, answer, start)[0][0]) for answer in (first, second))
-
-
-@torch.inference_mode()
-def below_best(target: Adapter, answer: Completion, start: int) -> tuple[Tensor, Tensor]:
-    """How far the logits of the tokens of `answer` from `start` on lie below the best ones, and
-    how far they may by rounding: [N] each, by one pass over the text.
-    """
-    text = [*answer.prompt_ids, *answer.output_ids]
-    chosen = torch.tensor(answer.output_ids[start:], device=target.device)
-    keep = torch.zeros(1, len(text) - 1, dtype=torch.bool, device=target.device)
-    keep[:, len(answer.prompt_ids) + start - 1 :] = True
-    logits = target.score(torch.tensor([text[:-1]], device=target.device), keep)
-    best, least = logits.amax(-1).double(), logits.amin(-1).double()
-    largest = torch.maximum(best.abs(), least.abs())
-    margins = (ULPS * torch.finfo(logits.dtype).eps * largest).clamp(min=MARGIN)
-    return best - logits.gather(1, chosen[:, None])[:, 0].double(), margins
+    text = [*first.prompt_ids, *first.output_ids[:start]]
+    keep = torch.zeros(1, len(text), dtype=torch.bool, device=target.device)
+    keep[:, -1] = True
+    logits = target.score(torch.tensor([text], device=target.device), keep)[0].double()
+    return float(logits.amax() - logits[[first.output_ids[start], second.output_ids[start]]].amin())

@@ -129,7 +129,8 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
 def engine_table(summary: dict[str, Any]) -> Table:
     """What each engine would accept of the judged drafter."""
     title = f"in your engine, its default first (computed; temperature {summary['temperature']:g})"
-    table = Table(title=title, show_edge=False, pad_edge=False)
+    notes = [f"{row['setting']}: {row['note']}" for row in summary["engines"] if "note" in row]
+    table = Table(title=title, caption="\n".join(notes), show_edge=False, pad_edge=False)
     for name in ("engine", "how it drafts"):
         table.add_column(name, no_wrap=True)
     for name in ("gamma", "accepts", "tokens a pass"):

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from draftkit.config import Config, SamplingConfig
+from draftkit.decoding.catalogue import served_mode
 from draftkit.evaluation.alpha import estimates
 from draftkit.evaluation.engines import engine_rows
-from draftkit.evaluation.judge import LOOKUP, SERVED_ALPHA, Evidence
+from draftkit.evaluation.judge import LOOKUP, Evidence
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.walltime import Timed
 from draftkit.theory.acceptance import (
@@ -49,6 +50,7 @@ def compare(
         }
         summary["engines"] = engine_rows(
             scored,
+            own=served_mode(config.decode.proposer, config.decode.verification),
             gamma=config.decode.gamma,
             temperature=sampling.temperature,
             best_gammas=summary["best_gamma_by_mode"],
@@ -87,7 +89,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         break_even_alpha=break_even,
         batch_size=config.evaluate.timing_batch_size,
     )
-    served = SERVED_ALPHA.get(config.decode.proposer)
+    served = served_mode(config.decode.proposer, config.decode.verification)
     alpha = acceptance[served].mean if served else counted["acceptance_per_position"][0]
     best, best_factor = best_gamma(*curve(alpha, costs))
     return {
@@ -185,8 +187,9 @@ def count_rounds(timed: Timed) -> dict[str, Any]:
 
     `acceptance_rate` = accepted / drafted; `acceptance_length` = tokens per target pass;
     `acceptance_per_position` = share of rounds whose first i proposals were all accepted;
-    `alpha_decoding` = mean of sum_x min(p, q) over the positions that were tested. A rate is None
-    where nothing was proposed.
+    `alpha_decoding` = mean chance to be accepted over the positions that were tested: of
+    sampled proposals sum_x min(p, q), or sum_x p q under `decode=match`. A rate is None where
+    nothing was proposed.
     """
     done = timed.completions
 
@@ -228,9 +231,7 @@ def verdict(
     """
     interval = f"end-to-end speedup {speedup.mean:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]"
     if lossless.passed is False:
-        wrong = lossless.mismatches - lossless.near_ties
-        reason = f"{wrong} of {lossless.compared} greedy outputs differ from the target's"
-        return DO_NOT_DEPLOY, reason
+        return DO_NOT_DEPLOY, lossless.fault
     if (units := speedup.documents) < LEAST_UNITS:
         what = "documents" if batch_size == 1 else f"batches of {batch_size} documents"
         return INCONCLUSIVE, (

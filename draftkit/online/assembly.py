@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from draftkit.config import Config, ModelConfig, OptimConfig
+from draftkit.decoding.catalogue import served_mode
 from draftkit.distillation.trainer import Trainer
-from draftkit.evaluation.judge import SERVED_ALPHA
 from draftkit.models.loading import Outline, Target, load_draft, save_draft, with_path
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.buffer import Buffer
@@ -35,6 +35,9 @@ def make_refit(
     current = registry.current()
     assert current is not None
     optim = optim_of_update(config)
+    # Of the hybrid's proposals, those that the drafter makes are sampled.
+    proposer = "sampled" if config.decode.proposer == "hybrid" else config.decode.proposer
+    mode = served_mode(proposer, config.decode.verification) or "alpha"
     knows = reader or (target.adapter if isinstance(target, Target) else None)
 
     def trainer_of(path: Path) -> Trainer:
@@ -50,7 +53,7 @@ def make_refit(
             load_draft(with_path(start, current.path), target),
             knows,
             batch_size=config.evaluate.batch_size,
-            acceptance=SERVED_ALPHA.get(config.decode.proposer, "alpha"),
+            acceptance=mode,
         ),
         anchors=anchors,
         settings=config.online,

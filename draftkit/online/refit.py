@@ -312,7 +312,7 @@ class Refit:
             has_anchors=bool(self.anchors.train),
         )
         generator = torch.Generator()
-        generator.manual_seed((self.seed * 1_000_003 + number) * 100_003 + step)
+        generator.manual_seed(((self.seed * 1_000_003 + number) * 100_003 + step) % 2**63)
         rows = [
             row_of(records[index], prompts=settings.prompts)
             for records, count in zip(pool, counts, strict=True)

@@ -4,8 +4,8 @@ Between two rounds of the decoder new weights are installed, rows that were canc
 leave, and waiting jobs join in the order in which they came. Whoever submits hears of an answer by
 its listener, on the engine's thread. Knows no HTTP; text only through `decode`.
 
-A seeded job keeps `decode.gamma` and the current drafter, so its answer does not depend on the
-rows beside it; all others propose as many tokens as pay at the moment.
+A seeded job keeps `decode.gamma` and the current drafter, so that in float32 its answer does not
+depend on the rows beside it; all others propose as many tokens as pay at the moment.
 """
 
 import logging

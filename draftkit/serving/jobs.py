@@ -29,8 +29,8 @@ class Job:
     prompt_ids: Sequence[int]
     max_new_tokens: int
     sampling: SamplingConfig
-    # None: the engine draws one. Given: fixed gamma and drafter, so that the answer does not
-    # depend on the rows beside it.
+    # None: the engine draws one. Given: fixed gamma and drafter, so that in float32 the answer does
+    # not depend on the rows beside it.
     seed: int | None = None
     continues: bool = True  # the prompt's text; a chat's answer is a text of its own
     row: int = 0  # number of the choice: with the seed, the key of the noise
@@ -59,7 +59,7 @@ class Speculation:
     drafted: int
     accepted: int
     tested: int  # positions at which an acceptance test was made
-    acceptance: float  # sum of sum_x min(p, q) over them
+    acceptance: float  # sum over them of the chance to be accepted
     version: str  # of the drafter, at the end
 
 

@@ -80,6 +80,19 @@ def exact_match_share(*, target_probs: Tensor, draft_probs: Tensor, tokens: Tens
     return _of(tokens, promote(draft_probs))
 
 
+# By the names that summaries give them: what is accepted of the proposals, and the share of a text.
+MODES = {
+    "alpha": sampled_acceptance,
+    "alpha_greedy_draft": greedy_draft_acceptance,
+    "alpha_exact_match": exact_match_acceptance,
+}
+SHARES = {
+    "alpha": sampled_share,
+    "alpha_greedy_draft": greedy_draft_share,
+    "alpha_exact_match": exact_match_share,
+}
+
+
 def _of(tokens: Tensor, probs: Tensor) -> Tensor:
     """The probabilities [...] of `tokens` [...] in `probs` [..., V]."""
     return probs.gather(-1, tokens[..., None])[..., 0]

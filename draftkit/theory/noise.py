@@ -3,9 +3,11 @@
 Every stochastic function of draftkit takes noise as a tensor. It is made here, by hashing a
 counter: (seed, row, committed length at the start of the round, offset in the round, purpose).
 The same key always gives the same number, whatever else is in the batch, so a row can be decoded
-alone, joined to others or replayed; keys of two rounds differ, so that the noise of proposals that
-were rejected is never met again. (Keyed by absolute position alone it would be: that leaves the
-law of plain rejection sampling intact but biases block verification.)
+alone, joined to others or replayed. (The same tokens follow in float32: in bfloat16 batches of
+other sizes round the probabilities differently, and `sample` is as exact as these.) Keys of two
+rounds differ, so that the noise of proposals that were rejected is never met again. (Keyed by
+absolute position alone it would be: that leaves the law of plain rejection sampling intact but
+biases block verification.)
 
 Each word of the key is mixed by itself, by multiply and xor-shift as in the finalisers of C.
 Wellons' hash-prospector; the sums of the mixed words are 64 bits of state in two halves, and the

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftkit.theory.acceptance import tail_bound
 from draftkit.theory.warping import promote, tempered
 
 
@@ -61,12 +62,20 @@ def _outside(log_probs: Tensor, ids: Tensor) -> Tensor:
 
 
 def coarse_target(
-    log_probs: Tensor, tail: Tensor, *, temperature: float, top_k: int = 0, top_p: float = 1.0
+    log_probs: Tensor,
+    tail: Tensor,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    least: bool = False,
 ) -> Tensor:
     """Logits [M, k + 1] of the kept ids and of all others together, warped as served.
 
-    log_probs: [M, k] at temperature 1, descending; tail: [M] at `temperature`. A cut that reaches
-    beyond the kept ids leaves the tail whole: how much of it would go is not known.
+    log_probs: [M, k] at temperature 1, descending; tail: [M] at `temperature`. They are logs of
+    parts of the whole mass, not normalised. A cut that reaches beyond the kept ids leaves the tail
+    whole: how much of it would go is not known. With `least` such a cut takes all of the tail, and
+    top-p its share of what is left: what is served lies between the two.
     """
     kept = tempered(log_probs, temperature).log_softmax(-1) + torch.log1p(-tail)[:, None]
     probs, mass = kept.exp(), torch.ones_like(tail)[:, None]
@@ -76,10 +85,14 @@ def coarse_target(
         smallest = kept[:, top_k - 1, None]  # what equals it stays, as in `warped_logits`
         tail_stays = torch.zeros_like(tail_stays)
         mass = torch.where(kept >= smallest, probs, 0.0).sum(-1, keepdim=True)
+    elif least and top_k > 0:
+        mass = probs.sum(-1, keepdim=True)
     if top_p < 1:
         outside = probs.cumsum(-1) - probs >= top_p * mass
         smallest = torch.maximum(smallest, kept.masked_fill(outside, torch.inf).amin(-1, True))
         tail_stays = tail_stays & (probs.sum(-1, keepdim=True) < top_p * mass)
+    if least and (top_k > 0 or top_p < 1):
+        tail_stays = torch.zeros_like(tail_stays)
     rest = tail.log()[:, None].masked_fill(~tail_stays, -torch.inf)
     return torch.cat([kept.masked_fill(kept < smallest, -torch.inf), rest], dim=-1)
 
@@ -90,6 +103,18 @@ def coarse_draft(logits: Tensor, ids: Tensor) -> Tensor:
     return torch.cat([log_probs.gather(-1, ids), _outside(log_probs, ids)[:, None]], dim=-1)
 
 
-def distribution(logits: Tensor) -> Tensor:
-    """The probabilities [M, k + 1] of coarse logits."""
-    return logits.softmax(-1)
+def alpha_bounds(*, least: Tensor, most: Tensor, draft_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the most [M] that sum min(p, q) can be, of what is known of p.
+
+    least, most: [M, k + 1], the two ends of `coarse_target`; draft_probs: [M, k] of the kept ids,
+    as served. Where top-k or top-p cut beyond the kept ids, p stays on the ids of `least` at least
+    and of `most` at most, and the mass that it is divided by lies between theirs.
+    """
+    smaller, larger = (logits.logsumexp(-1, keepdim=True) for logits in (least, most))
+    low = torch.minimum((least[:, :-1] - larger).exp(), draft_probs).sum(-1)
+    _, high = tail_bound(
+        kept_overlap=torch.minimum((most[:, :-1] - smaller).exp(), draft_probs).sum(-1),
+        target_tail=(most[:, -1:] - larger).exp()[:, 0],
+        draft_tail=(1 - draft_probs.sum(-1)).clamp(min=0),
+    )
+    return low, high

@@ -221,3 +221,6 @@ VERIFIERS: dict[str, Verifier] = {
     "block": block_verification,
     "match": match_verification,
 }
+# In which mode of `acceptance.MODES` each accepts proposals that were sampled. Those that were not
+# (n-grams, the draft's argmax) all of them accept with p(x).
+SAMPLED_MODES = {"speculative": "alpha", "block": "alpha", "match": "alpha_exact_match"}

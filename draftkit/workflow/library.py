@@ -26,6 +26,7 @@ from draftkit.config import (
     SamplingConfig,
     SourceConfig,
 )
+from draftkit.config.choices import require
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
@@ -316,8 +317,10 @@ def generate(
 ) -> Generated:
     """Continue `prompt` by speculative decoding: the law of the answer is the target's, exactly.
 
-    The same seed gives the same answer; by default it is that of the configuration.
+    The same seed gives the same answer; by default it is that of the configuration. Raises
+    ValueError for one of more than 64 bits.
     """
+    require(-(2**63) <= (seed or 0) < 2**63, "seed", "be an integer of at most 64 bits", seed)
     config, target = pair.settings(sections), pair.target
     (*_, example) = examples_of([prompt], target, config.data, context=pair.context)
     ids = example.prompt_ids

@@ -17,7 +17,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from draftkit.theory.verification import VERIFIERS, Verification, speculative_sampling
+from draftkit.theory.verification import (
+    SAMPLED_MODES,
+    VERIFIERS,
+    Verification,
+    speculative_sampling,
+)
 
 GIVEN = "given"  # the verification that `acceptance_given` adds to the exact ones
 
@@ -49,6 +54,7 @@ def acceptance_given(
     verifier.rate.fill_(rate)
     with (
         patch.dict(VERIFIERS, {GIVEN: verifier}),
+        patch.dict(SAMPLED_MODES, {GIVEN: SAMPLED_MODES["speculative"]}),
         assistance_given(rate) if assisted else nullcontext(),
     ):
         yield GIVEN

@@ -82,6 +82,7 @@ class Stand:
         self.proposer = proposer
         self.target: Adapter = target
         self.verifier = verifier
+        self.mode = "alpha"
         self.noise = noise_function
         self.top_k = 0
         self.eos_token_ids = torch.tensor(eos, dtype=torch.long)

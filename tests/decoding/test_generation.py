@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from draftkit.decoding.generation import (
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import CausalAdapter
+from draftkit.theory import noise
 from draftkit.theory.noise import NEXT, sample, uniform
 from draftkit.theory.warping import SamplingParams, warp
 from tests import tiny
@@ -180,6 +182,14 @@ def test_a_row_has_the_same_tokens_alone_and_in_any_batch(gamma: int, verificati
     for batch_size in (2, 6):
         answers = run(pair, mixed, batch_size=batch_size, verification=verification)
         assert [a.output_ids for a in answers[:0:-1]] == together
+
+
+def test_what_is_said_of_seeds_names_the_precision_that_it_holds_in() -> None:
+    """In bfloat16 batches of other sizes round the probabilities differently."""
+    page = (Path(__file__).parents[2] / "docs" / "online.md").read_text(encoding="utf-8")
+    (promise,) = (line for line in page.splitlines() if "a request with a seed" in line)
+    for text in (promise, Request.__doc__ or "", noise.__doc__ or ""):
+        assert "in float32" in text.lower()
 
 
 def test_seed_and_row_make_the_text_and_nothing_else_does() -> None:

@@ -121,10 +121,10 @@ def test_acceptance_is_the_overlap_or_the_probability_of_a_one_hot_proposal() ->
     draft_probs = torch.rand(2, 3, 5, dtype=torch.float64).softmax(-1)
     tokens = torch.tensor([[0, 4, 2], [3, 3, 1]])
     lengths = torch.tensor([3, 3])
-    sampled = proposal_acceptance(target_probs, Proposal(tokens, draft_probs, lengths))
+    sampled = proposal_acceptance(target_probs, Proposal(tokens, draft_probs, lengths), "alpha")
     expected = sampled_acceptance(target_probs=target_probs[:, :3], draft_probs=draft_probs)
     assert torch.equal(sampled, expected)
-    pointed = proposal_acceptance(target_probs, Proposal(tokens, None, lengths))
+    pointed = proposal_acceptance(target_probs, Proposal(tokens, None, lengths), "alpha")
     for row in range(2):
         for place in range(3):
             assert pointed[row, place] == target_probs[row, place, tokens[row, place]]

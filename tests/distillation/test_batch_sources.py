@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftkit.config import OptimConfig
+from draftkit.config.experiment import MOST_SEED
 from draftkit.data.rollouts import read_records
 from draftkit.distillation import batch_sources
 from draftkit.distillation.batch import TokenSequence, block_of_record, sequence_of_record
@@ -394,3 +395,9 @@ def test_grouped_items_are_addressed_like_others():
     assert items(1000, range(1550, 1560), SPREAD) == row[50:60]
     few = Grouping(LENGTHS[:5], batch_size=16)
     assert sorted(items(5, range(10, 15), few)) == [0, 1, 2, 3, 4]
+
+
+def test_the_largest_seed_that_is_taken_still_orders_every_epoch():
+    order = shuffled(range(5), MOST_SEED)
+    epoch = 10**9
+    assert sorted(order(5 * epoch + place) for place in range(5)) == [0, 1, 2, 3, 4]

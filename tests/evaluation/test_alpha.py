@@ -16,6 +16,7 @@ from draftkit.evaluation.alpha import (
     score_stored,
 )
 from draftkit.theory.truncation import most_likely, most_likely_served
+from draftkit.theory.warping import SamplingParams, warp
 
 VOCAB = 7
 
@@ -253,6 +254,53 @@ def test_the_error_of_alpha_is_bounded_where_a_cut_goes_beyond_the_stored_ids(cu
     whole = score_contexts(target, draft, [record], **options).totals["alpha"]
     scored, missing = score_stored(draft, [record], **options)
     assert -1e-5 <= whole - scored.totals["alpha"] <= missing + 1e-5
+
+
+@pytest.mark.parametrize(
+    ("cut", "k", "wide"),
+    [
+        ({}, 10, 0.2),
+        ({"top_k": 5}, 10, 0),
+        ({"top_k": 30}, 10, 0.2),
+        ({"top_p": 0.9}, 10, 0.2),
+        ({"top_p": 0.5}, 10, 0.05),
+        ({"top_k": 8, "top_p": 0.8}, 10, 0),
+        ({"top_k": 20, "top_p": 0.9}, 10, 0.2),
+        ({"top_k": 20, "top_p": 0.5}, 10, 0.05),
+        ({"top_k": 20, "top_p": 0.95, "temperature": 0.6}, 16, 0.1),
+    ],
+)
+def test_bounds_of_stored_scores_hold_the_alpha_of_the_whole_target(cut, k, wide):
+    """At every one of 1,500 positions of random laws, and they are `wide` apart on average."""
+    sampling = SamplingConfig(**{"temperature": 0.8, **cut})
+    generator = torch.Generator().manual_seed(3)
+    target, draft = 2.5 * torch.randn(2, 1500, 60, generator=generator, dtype=torch.float64)
+    params = SamplingParams.uniform(1, **vars(sampling))
+    p, q = (warp(logits[None], params)[0] for logits in (target, draft))
+    ids, log_probs, (tail,) = most_likely(target, k, [sampling.temperature])
+    positions = [
+        replace(
+            contexts()[0],
+            prompt_ids=[0],
+            output_ids=[0],
+            topk_ids=[ids[i].tolist()],
+            topk_log_probs=[log_probs[i].tolist()],
+            tail_mass=[float(tail[i])],
+        )
+        for i in range(len(ids))
+    ]
+
+    class Given:
+        device = torch.device("cpu")
+
+        def score(self, tokens, keep):
+            return draft
+
+    scored, missing = score_stored(Given(), positions, sampling=sampling, batch_size=len(positions))
+    gap = torch.minimum(p, q).sum(-1) - scored.totals["alpha"]
+    assert (gap >= -1e-5).all()  # stored in float32
+    assert (gap <= missing + 1e-5).all()
+    assert float(missing.mean()) <= wide + 1e-6
 
 
 def test_without_a_sampling_each_context_is_scored_under_its_own():

@@ -12,6 +12,7 @@ from draftkit.evaluation.engines import (
     ARGMAX,
     LAUNCHED,
     MATCHED,
+    OWN,
     SAMPLED,
     SETTINGS,
     best_gamma_of,
@@ -26,11 +27,20 @@ TARGET = random_adapter(VOCAB, 1)
 DRAFT = relative(TARGET, 2)
 
 
-def decoded(sampling: SamplingConfig, tokens: str, gamma: int) -> list[Completion]:
+def decoded(
+    sampling: SamplingConfig, tokens: str, gamma: int, verification: str = "speculative"
+) -> list[Completion]:
     prompts = [[row % VOCAB] for row in range(TEXTS)]
     requests = [*make_requests(prompts, max_new_tokens=TOKENS, sampling=sampling, gamma=gamma)]
     proposer = DraftModelProposer(DRAFT, tokens=tokens)
-    return decode(TARGET, requests, eos_token_ids=[EOS], batch_size=100, proposer=proposer)
+    return decode(
+        TARGET,
+        requests,
+        eos_token_ids=[EOS],
+        batch_size=100,
+        proposer=proposer,
+        verification=verification,
+    )
 
 
 def scored(texts: list[Completion], sampling: SamplingConfig) -> PromptTotals:
@@ -74,6 +84,20 @@ def test_decoding_takes_the_rounds_that_its_texts_predict(tokens: str, gamma: in
     assert abs(z_of(texts, totals, other, gamma)) > 8  # the test would see the wrong mode
 
 
+@pytest.mark.parametrize("verification", ["speculative", "match"])
+def test_decoding_reports_the_acceptance_of_the_rule_that_verifies(verification: str) -> None:
+    """And its rounds are those of that rule's mode, whose row is draftkit's."""
+    sampling = SamplingConfig(temperature=0.8)
+    texts = decoded(sampling, "sampled", 2, verification)
+    off = torch.tensor([one.accepted - one.acceptance_total for one in texts])
+    assert abs(float(off.mean() / off.std() * len(texts) ** 0.5)) < 3.5
+    totals = scored(texts, sampling)
+    mode = MATCHED if verification == "match" else SAMPLED
+    assert abs(z_of(texts, totals, mode, 2)) < 3.5
+    other = SAMPLED if verification == "match" else MATCHED
+    assert abs(z_of(texts, totals, other, 2)) > 8
+
+
 def test_a_draft_that_the_engine_does_not_cut_has_a_mode_of_its_own() -> None:
     sampling = SamplingConfig(top_k=3)
     texts = decoded(sampling, "sampled", 2)
@@ -93,7 +117,7 @@ def test_every_setting_is_a_row_at_its_own_gamma_and_confidence_needs_sampling()
     sampling = SamplingConfig(temperature=0.8)
     totals = scored(decoded(sampling, "sampled", 2), sampling)
     rows = engine_rows(totals, gamma=2, temperature=0.8)
-    assert len(rows) == len(SETTINGS)
+    assert len(rows) == 1 + len(SETTINGS)
     by_name = {(row["engine"], row["setting"]): row for row in rows}
     assert by_name["SGLang", "argmax"]["gamma"] == 3
     assert by_name["vLLM", "argmax"]["gamma"] == 2
@@ -106,13 +130,21 @@ def test_every_setting_is_a_row_at_its_own_gamma_and_confidence_needs_sampling()
     assert len(at_zero) == len(rows) - 1
 
 
+def test_the_row_of_a_threshold_that_transformers_moves_says_so() -> None:
+    sampling = SamplingConfig()
+    rows = engine_rows(scored(decoded(sampling, "sampled", 2), sampling), gamma=2, temperature=1.0)
+    moved = {row["setting"]: row["note"] for row in rows if row.get("note")}
+    assert moved.keys() == {"stops below 0.4"}
+    assert "scikit-learn" in moved["stops below 0.4"]
+
+
 def test_a_row_says_the_tokens_a_pass_at_the_best_gamma_of_its_own_mode() -> None:
     """Of one proposal at least, since so an engine is launched that had better not speculate."""
     sampling = SamplingConfig(temperature=0.8)
     totals = scored(decoded(sampling, "sampled", 2), sampling)
     best = {SAMPLED: 5, ARGMAX: 2, MATCHED: 0}
     rows = engine_rows(totals, gamma=4, temperature=0.8, best_gammas=best)
-    confidences = {(one.engine, one.name): one.confidence for one in SETTINGS}
+    confidences = {(one.engine, one.name): one.confidence for one in (*SETTINGS, *OWN.values())}
     for row in rows:
         gamma, confidence = max(best[row["mode"]], 1), confidences[row["engine"], row["setting"]]
         length = totals.tokens_a_pass(row["mode"], gamma, confidence=confidence).mean

@@ -30,7 +30,7 @@ from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import compare, count_rounds, summarise
 from draftkit.evaluation.walltime import Chunk, FullBatch, Timed
 from draftkit.models.loading import load_target, save_model
-from draftkit.theory.speedup import Costs, best_gamma
+from draftkit.theory.speedup import Costs, best_gamma, factors
 from tests import tiny
 from tests.tabular import random_adapter, relative
 
@@ -102,6 +102,27 @@ def test_the_prediction_uses_tau_and_calibrated_costs_alone():
     assert slower["speedup"]["predicted"] == summary["speedup"]["predicted"]
     assert slower["speedup"]["measured"] == pytest.approx(0.5)
     assert slower["speedup"]["prediction_error"] == pytest.approx(0.5 / (tau / 1.6) - 1)
+
+
+@pytest.mark.parametrize(
+    ("proposer", "verification", "mode"),
+    [
+        ("sampled", "speculative", "alpha"),
+        ("sampled", "block", "alpha"),
+        ("sampled", "match", "alpha_exact_match"),
+        ("argmax", "match", "alpha_greedy_draft"),
+    ],
+)
+def test_best_gamma_curve_and_own_row_are_of_what_the_rule_accepts(proposer, verification, mode):
+    decode = DecodeConfig(gamma=2, proposer=proposer, verification=verification)
+    judged = evidence()
+    summary = compare({"given": judged}, "given", SERVED, replace(CONFIG, decode=decode))
+    acceptance = {"alpha": 0.75, "alpha_greedy_draft": 0.5, "alpha_exact_match": 0.25}[mode]
+    expected = factors(acceptance, 0.2, judged.costs.verify_at, 0.1, 16)
+    assert summary["speedup"]["predicted_by_gamma"] == pytest.approx(expected)
+    assert summary["best_gamma"] == summary["best_gamma_by_mode"][mode]
+    own = summary["engines"][0]
+    assert (own["engine"], own["mode"]) == ("draftkit", mode)
 
 
 def test_verdict_and_break_even_follow():

@@ -1,17 +1,31 @@
 """The losslessness check passes for the real decoder and fails for one that is not exact."""
 
+import copy
+import math
+
 import pytest
 import torch
 
+from draftkit.config import HardwareConfig, ModelConfig
+from draftkit.data.installed import installed_texts
 from draftkit.decoding import round as units
 from draftkit.decoding.generation import Completion
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.evaluation.lossless import NOT_CHECKED, differ_by_rounding, greedy_identity
+from draftkit.evaluation.lossless import (
+    NOT_CHECKED,
+    Losslessness,
+    binomial_tail,
+    differ_by_rounding,
+    greedy_identity,
+)
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import load_target
 from draftkit.theory.verification import Verification, greedy_verification
 from tests import tiny
 from tests.tabular import TabularAdapter, random_adapter
 
 VOCAB = 8
+SHAPES = ((1, 3), (4, 3), (4, 1))
 PROMPTS = [[token] for token in range(VOCAB)]
 
 
@@ -113,14 +127,118 @@ def test_what_follows_a_near_tie_must_be_the_best_as_well():
         return Completion([0], list(ids))
 
     plain = answer(5, 5, 5, 5)
-    assert differ_by_rounding(target, plain, answer(5, 3, 5, 3))
-    assert differ_by_rounding(target, answer(3, 3, 3, 3), answer(5, 5, 5, 5))
-    assert not differ_by_rounding(target, plain, answer(5, 3, 1, 5))
-    assert not differ_by_rounding(target, answer(5, 1, 5, 5), answer(5, 3, 5, 5))
+    pairs = [
+        (plain, answer(5, 3, 5, 3)),
+        (answer(3, 3, 3, 3), answer(5, 5, 5, 5)),
+        (plain, answer(5, 3, 1, 5)),
+        (answer(5, 1, 5, 5), answer(5, 3, 5, 5)),
+    ]
+    assert differ_by_rounding(target, pairs, SHAPES) == [True, True, False, False]
 
 
 def test_an_answer_that_ends_early_is_no_near_tie():
-    assert not differ_by_rounding(table(0), Completion([0], [1, 2, 3]), Completion([0], [1, 2]))
+    pair = (Completion([0], [1, 2, 3]), Completion([0], [1, 2]))
+    assert differ_by_rounding(table(0), [pair], SHAPES) == [False]
+
+
+def noisy(target, *, seed=0):
+    """A drafter that agrees with `target` in two tokens of three: its weights with noise."""
+    model, generator = copy.deepcopy(target.model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in (one for one in model.parameters() if one.dim() > 1):
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.add_((0.2 * weight.float().std() * noise).to(weight.dtype))
+    return CausalAdapter(model, vocab_size=target.vocab_size)
+
+
+def rounding_pair(kind, count):
+    """Target and drafter in bfloat16, `count` prompts, and the tokens of an answer."""
+    if kind == "random":
+        return *tiny.pair(dtype=torch.bfloat16), tiny.prompts([5, 9, 12, 7] * count)[:count], 24
+    hardware = HardwareConfig(device="cpu", dtype="bfloat16")
+    target = load_target(ModelConfig(path="draftkit/embedded"), hardware)
+    texts = [text for _, _, text in installed_texts(["prose"], megabytes=0.5)]
+    pieces = [text[i : i + 200] for text in texts for i in range(0, len(text) - 200, 400)]
+    prompts = [target.tokenizer(text)["input_ids"][:32] for text in pieces[:count]]
+    assert len(prompts) == count
+    return target.adapter, noisy(target.adapter), prompts, 40
+
+
+def lossy_by(monkeypatch, nats):
+    """Let greedy rounds accept what lies less than `nats` below the best token."""
+
+    def accept(*, target_probs, draft_tokens, lengths):
+        gamma = draft_tokens.shape[1]
+        proposed = target_probs[:, :gamma].gather(-1, draft_tokens[..., None])[..., 0]
+        passes = target_probs.amax(-1)[:, :gamma] - proposed < nats
+        passes &= torch.arange(gamma) < lengths[:, None]
+        accepted = passes.long().cumprod(-1).sum(-1)
+        return Verification(accepted, target_probs[range(len(accepted)), accepted].argmax(-1))
+
+    monkeypatch.setattr(units, "warp", lambda logits, *_: logits.float())
+    monkeypatch.setattr(units, "greedy_verification", accept)
+
+
+def rounded(pair, batch_size=4):
+    target, draft, prompts, tokens = pair
+    proposers = {"draft": DraftModelProposer(draft)}
+    return greedy_identity(
+        target,
+        proposers,
+        prompts,
+        max_new_tokens=tokens,
+        gamma=3,
+        batch_size=batch_size,
+        eos_token_ids=(),
+    )["draft"]
+
+
+@pytest.mark.parametrize("kind", ["embedded", "random"])
+def test_in_bfloat16_a_decoder_that_is_lossy_by_half_a_nat_fails_and_a_sound_one_passes(
+    monkeypatch, kind
+):
+    pair = rounding_pair(kind, 12)
+    assert rounded(pair).passed
+    lossy_by(monkeypatch, 0.5)
+    found = rounded(pair)
+    assert found.passed is False
+    assert found.mismatches > found.near_ties
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["embedded", "random"])
+def test_in_bfloat16_thirty_sound_runs_pass_and_thirty_lossy_ones_fail(monkeypatch, kind):
+    target, draft, prompts, tokens = rounding_pair(kind, 480)
+    ties = 0
+    for sound in (True, False):
+        for run in range(30):
+            mine = (target, draft, prompts[16 * run : 16 * run + 16], tokens)
+            found = rounded(mine, batch_size=(4, 8, 16)[run % 3])
+            assert found.passed is sound, (run, found)
+            ties += found.near_ties
+        lossy_by(monkeypatch, 0.5)
+    assert ties > 0
+
+
+def test_more_near_ties_than_plain_decoding_has_with_itself_are_a_fault(monkeypatch):
+    """Though each of them lies within the rounding of its place."""
+    pair = rounding_pair("random", 16)
+    lossy_by(monkeypatch, 0.5)
+    everything = "draftkit.evaluation.lossless.differ_by_rounding"
+    monkeypatch.setattr(everything, lambda target, pairs, shapes: [True] * len(pairs))
+    found = rounded(pair)
+    assert found.mismatches == found.near_ties > 9
+    assert found.passed is False
+    assert found.p_value == found.as_dict()["p_value"] < 1e-3
+    assert "at near-ties, more than by rounding" in found.fault
+    as_many = Losslessness(32, 12, 12, torch.bfloat16, binomial_tail(12, 8))
+    assert as_many.passed
+
+
+def test_the_tail_of_the_test_is_counted_exactly():
+    assert binomial_tail(10, 0) == 2**-10
+    assert binomial_tail(0, 5) == 1
+    assert math.isclose(binomial_tail(3, 1), 5 / 16)
 
 
 def test_what_was_not_checked_is_neither_right_nor_wrong():

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from draftkit.config import SamplingConfig
-from draftkit.evaluation.engines import SETTINGS
+from draftkit.evaluation.engines import OWN, SETTINGS
 from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
 from draftkit.evaluation.report import (
     engine_table,
@@ -51,8 +51,12 @@ def summary(alpha):
         "reason": "end-to-end speedup 1.59 [1.52, 1.66] lies above 1",
         "engines": [
             {"engine": one.engine, "setting": one.name, "mode": one.mode, "gamma": 20}
-            | {"acceptance": estimate(alpha), "acceptance_length": estimate(13.456)}
-            for one in SETTINGS
+            | {
+                "acceptance": estimate(alpha),
+                "acceptance_length": estimate(13.456),
+                **({"note": one.note} if one.note else {}),
+            }
+            for one in (OWN["alpha"], *SETTINGS)
         ],
     }
 
@@ -140,8 +144,9 @@ def test_each_engine_is_named_once_above_its_settings_in_eighty_columns():
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in text
-    assert len(lines) == 3 + len(SETTINGS)
-    assert text.count("vLLM") == text.count("transformers") == 1
+    assert text.count(" │ ") == 4 * (1 + len(SETTINGS))
+    assert "stops below 0.4: where scikit-learn is installed" in text
+    assert text.count("vLLM") == text.count("\ntransformers") == 1
     assert " ".join(lines[3].split()) == ("draftkit │ sampled │ 20 │ 0.600 │ 13.46 [13.44, 13.47]")
 
 

@@ -120,8 +120,8 @@ def check_texts(step: Step) -> bool:
     if step.stage.check_texts is None:
         return True
     texts = step.needs["texts"]
-    if texts.digest and (said := step.stage.check_texts(step.config, Path(texts.path))):
-        _print(f"{step.name}: {said}")
+    if texts.digest and (line := step.stage.check_texts(step.config, Path(texts.path))):
+        _print(f"{step.name}: {line}")
     return bool(texts.digest)
 
 

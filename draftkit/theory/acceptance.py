@@ -216,7 +216,7 @@ def log_ratio(rate: Tensor, other: Tensor) -> Tensor:
     return (rate / other).log()
 
 
-class _Found(NamedTuple):
+class _Jackknife(NamedTuple):
     """A number, its standard error, the degrees of freedom of that, and what it rests on."""
 
     value: float
@@ -227,8 +227,8 @@ class _Found(NamedTuple):
     documents: int
 
 
-def _found(*rates: Rate, compare: Compare) -> _Found:
-    """What `compare` makes of `rates`, and its error over documents, by leaving each out.
+def _jackknife(*rates: Rate, compare: Compare) -> _Jackknife:
+    """What `compare` makes of `rates`, and its error by leaving out one document after the other.
 
     With D documents, theta of all and theta_i of all but document i, and w_i the share of document
     i in the counts (the mean of its shares where there are several rates),
@@ -265,7 +265,7 @@ def _found(*rates: Rate, compare: Compare) -> _Found:
     if documents > 1:
         error = float(((without - value).square().sum() * documents / (documents - 1)).sqrt())
     degrees = float(shares.square().sum() / shares.pow(3).sum())
-    return _Found(float(value), error, degrees, int(totals[1]), prompts, documents)
+    return _Jackknife(float(value), error, degrees, int(totals[1]), prompts, documents)
 
 
 def estimate(*rates: Rate, compare: Compare = rate_itself, least: int = LEAST_UNITS) -> Estimate:
@@ -274,12 +274,14 @@ def estimate(*rates: Rate, compare: Compare = rate_itself, least: int = LEAST_UN
     Several are paired: by the documents of the first, in which all are summed. `operator.sub` gives
     a gain. `n` are the counts of the first. There is no interval for under `least` documents.
     """
-    found = _found(*rates, compare=compare)
+    jackknife = _jackknife(*rates, compare=compare)
     width = math.inf
-    if found.documents >= max(2, least):
-        width = student_t_quantile(found.degrees) * found.error
-    value = found.value
-    return Estimate(value, value - width, value + width, found.n, found.prompts, found.documents)
+    if jackknife.documents >= max(2, least):
+        width = student_t_quantile(jackknife.degrees) * jackknife.error
+    value = jackknife.value
+    return Estimate(
+        value, value - width, value + width, jackknife.n, jackknife.prompts, jackknife.documents
+    )
 
 
 def speedup(fast: Rate, slow: Rate) -> Estimate:
@@ -294,7 +296,7 @@ def speedup(fast: Rate, slow: Rate) -> Estimate:
 
 def rate_error(rate: Rate) -> float:
     """The standard error of a rate over documents; NaN for one."""
-    return _found(rate, compare=rate_itself).error
+    return _jackknife(rate, compare=rate_itself).error
 
 
 def gain_p_value(after: Rate, before: Rate, compare: Compare = operator.sub) -> float:
@@ -303,12 +305,14 @@ def gain_p_value(after: Rate, before: Rate, compare: Compare = operator.sub) -> 
     By the error and the degrees of freedom of its interval. NaN where a total is; raises ValueError
     with fewer than 2 documents.
     """
-    found = _found(after, before, compare=compare)
-    if found.documents < 2:
-        raise ValueError(f"a test needs at least 2 documents with positions, got {found.documents}")
-    if found.error == 0:
-        return math.nan if math.isnan(found.value) else float(found.value <= 0)
-    return student_t_tail(found.value / found.error, found.degrees)
+    jackknife = _jackknife(after, before, compare=compare)
+    if jackknife.documents < 2:
+        raise ValueError(
+            f"a test needs at least 2 documents with positions, got {jackknife.documents}"
+        )
+    if jackknife.error == 0:
+        return math.nan if math.isnan(jackknife.value) else float(jackknife.value <= 0)
+    return student_t_tail(jackknife.value / jackknife.error, jackknife.degrees)
 
 
 def student_t_tail(t: float, degrees: float) -> float:

@@ -63,7 +63,7 @@ _MINUTES = {
         "test_compiled_rounds_read_encoders_of_every_size": 0.2,
     },
     "evaluation/test_lossless": {
-        "test_in_bfloat16_thirty_sound_runs_pass_and_thirty_lossy_ones_fail": 6.0,
+        "test_in_bfloat16_thirty_sound_runs_pass_and_lossy_ones_fail": 1.6,
     },
     "evaluation/test_predictions": {
         "test_predictions_are_what_decoding_shows": 3.0,

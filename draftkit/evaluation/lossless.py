@@ -196,7 +196,7 @@ def _read(
     last one fills them.
     """
     width, rows = shape
-    found = []
+    readings = []
     for first in range(0, len(answers), rows):
         chunk = [*answers[first : first + rows]]
         filled = [*range(len(chunk)), *[len(chunk) - 1] * (rows - len(chunk))]
@@ -231,8 +231,8 @@ def _read(
             unit = torch.ldexp(torch.full_like(rival, torch.finfo(logits.dtype).eps), exponent - 1)
             parts.append(torch.stack([rival - chosen, unit], dim=1))  # [R, 2, N of the pass]
         read = torch.cat(parts, dim=-1).cpu()
-        found += [read[row, ..., : len(one.output_ids)] for row, one in enumerate(chunk)]
-    return found
+        readings += [read[row, ..., : len(one.output_ids)] for row, one in enumerate(chunk)]
+    return readings
 
 
 @torch.inference_mode()

@@ -150,16 +150,14 @@ def make_splits(
     members = split_documents(reader.named(documents), data)
     for split in reversed(SPLITS):  # what is for tests first
         path = folder / f"{split}.arrow"
-        examples = _documents_in_turn(members[split], folder / UNSORTED, reader)
-        prompts: set[bytes] = set()
-        write_rows(path, SCHEMA, map(vars, _unlike(examples, held_out, prompts)))
+        examples, prompts = _documents_in_turn(members[split], folder / UNSORTED, reader, held_out)
+        write_rows(path, SCHEMA, map(vars, examples))
         remove(folder / UNSORTED)
+        counts[split] = len(examples)
         digest.update(split.encode())
         for example in Stored(path, Example):
-            counts[split] += 1
             digest.update(np.asarray([len(example.token_ids), *example.token_ids], "<i8").tobytes())
             digest.update(np.asarray(example.loss_mask, bool).tobytes())
-        counts["prompts_shared"] += len(examples) - counts[split]
         if split == "test":
             counts["test_prompts_repeated"] = counts["test"] - len(prompts)
         held_out |= prompts
@@ -183,17 +181,6 @@ def read_splits(folder: Path) -> Splits:
     return Splits(**parts, sha256=about["sha256"], counts=about["counts"], room=room)
 
 
-def _unlike(
-    examples: Sequence[Example], held_out: set[bytes], prompts: set[bytes]
-) -> Iterator[Example]:
-    """Those of `examples` whose prompts are not held out; the hashes of theirs go to `prompts`."""
-    for example in examples:
-        prompt = hash_order(str(example.prompt_ids))
-        if prompt not in held_out:
-            prompts.add(prompt)
-            yield example
-
-
 def _unusable(split: str, data: DataConfig, lengths: Lengths, ways: Sequence[str]) -> ValueError:
     """The refusal of a split without a usable row; `ways` out of rows that are too long, if any."""
     reason = "too short; lower data.prompt_tokens or give more text"
@@ -204,18 +191,24 @@ def _unusable(split: str, data: DataConfig, lengths: Lengths, ways: Sequence[str
 
 
 def _documents_in_turn(
-    documents: Sequence[Document], path: Path, reader: "RowReader"
-) -> Sequence[Example]:
-    """The examples of `documents`, through the file `path`; their keys alone are in memory.
+    documents: Sequence[Document], path: Path, reader: "RowReader", held_out: set[bytes]
+) -> tuple[Sequence[Example], set[bytes]]:
+    """The examples of `documents`, through the file `path`, and the hashes of their prompts.
 
-    They are scattered by what they hold: the order of the rows in a file says nothing.
+    Their keys alone are in memory. They are scattered by what they hold: the order of the rows in a
+    file says nothing. Those with a prompt of `held_out` are left out.
     """
-    keys, names = bytearray(), []
+    keys, names, prompts = bytearray(), [], set[bytes]()
 
     def examples() -> Iterator[dict[str, Any]]:
         for start in range(0, len(documents), DOCUMENTS):
             for windows in reader.read(list(documents[start : start + DOCUMENTS])):
                 for example in windows:
+                    prompt = hash_order(str(example.prompt_ids))
+                    if prompt in held_out:
+                        reader.counts["prompts_shared"] += 1
+                        continue
+                    prompts.add(prompt)
                     keys.extend(hash_order(f"{example.document} {example.token_ids}"))
                     names.append(example.document)
                     yield vars(example)
@@ -223,7 +216,7 @@ def _documents_in_turn(
     write_rows(path, SCHEMA, examples())
     by_hash = np.argsort(np.frombuffer(keys, ORDER), kind="stable")
     rank = rank_in_group([names[row] for row in by_hash])
-    return Picked(Stored(path, Example), by_hash[np.argsort(rank, kind="stable")])
+    return Picked(Stored(path, Example), by_hash[np.argsort(rank, kind="stable")]), prompts
 
 
 class RowReader:

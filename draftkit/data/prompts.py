@@ -158,9 +158,10 @@ def make_splits(
         for example in Stored(path, Example):
             digest.update(np.asarray([len(example.token_ids), *example.token_ids], "<i8").tobytes())
             digest.update(np.asarray(example.loss_mask, bool).tobytes())
-        if split == "test":
-            counts["test_prompts_repeated"] = counts["test"] - len(prompts)
-        held_out |= prompts
+        if split != "train":
+            held_out |= (distinct := {key.tobytes() for key in prompts})
+            if split == "test":
+                counts["test_prompts_repeated"] = len(prompts) - len(distinct)
     check_prompts_cut(reader.prompt_tokens, lengths, context, data)
     if empty := [split for split in SPLITS if not counts[split]]:
         long = counts["rows_dropped"] > 0
@@ -192,13 +193,13 @@ def _unusable(split: str, data: DataConfig, lengths: Lengths, ways: Sequence[str
 
 def _documents_in_turn(
     documents: Sequence[Document], path: Path, reader: "RowReader", held_out: set[bytes]
-) -> tuple[Sequence[Example], set[bytes]]:
+) -> tuple[Sequence[Example], np.ndarray]:
     """The examples of `documents`, through the file `path`, and the hashes of their prompts.
 
-    Their keys alone are in memory. They are scattered by what they hold: the order of the rows in a
-    file says nothing. Those with a prompt of `held_out` are left out.
+    Those with a prompt of `held_out` are left out. Their hashes alone are in memory. They are
+    scattered by what they hold: the order of the rows in a file says nothing.
     """
-    keys, names, prompts = bytearray(), [], set[bytes]()
+    contents, names, prompts = bytearray(), bytearray(), bytearray()
 
     def examples() -> Iterator[dict[str, Any]]:
         for start in range(0, len(documents), DOCUMENTS):
@@ -208,15 +209,16 @@ def _documents_in_turn(
                     if prompt in held_out:
                         reader.counts["prompts_shared"] += 1
                         continue
-                    prompts.add(prompt)
-                    keys.extend(hash_order(f"{example.document} {example.token_ids}"))
-                    names.append(example.document)
+                    prompts.extend(prompt)
+                    contents.extend(hash_order(f"{example.document} {example.token_ids}"))
+                    names.extend(hash_order(example.document))
                     yield vars(example)
 
     write_rows(path, SCHEMA, examples())
-    by_hash = np.argsort(np.frombuffer(keys, ORDER), kind="stable")
-    rank = rank_in_group([names[row] for row in by_hash])
-    return Picked(Stored(path, Example), by_hash[np.argsort(rank, kind="stable")]), prompts
+    by_hash = np.argsort(np.frombuffer(contents, ORDER), kind="stable")
+    rank = rank_in_group(np.frombuffer(names, ORDER)[by_hash])
+    order = by_hash[np.argsort(rank, kind="stable")]
+    return Picked(Stored(path, Example), order), np.frombuffer(prompts, ORDER)
 
 
 class RowReader:

@@ -6,7 +6,7 @@ been read is the system's to forget. This module does not know what a row means.
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -87,14 +87,13 @@ def write_rows(path: str | Path, schema: pa.Schema, rows: Iterable[dict[str, Any
             writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
 
 
-def rank_in_group(groups: Sequence[Hashable]) -> np.ndarray:
+def rank_in_group(groups: Sequence[str] | np.ndarray) -> np.ndarray:
     """How many before it are of the same group, by item [N]."""
-    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    number = np.fromiter((numbers[group] for group in groups), np.int64, len(groups))
+    _, number = np.unique(np.asarray(groups), return_inverse=True)
     together = np.argsort(number, kind="stable")
     starts = np.flatnonzero(np.diff(number[together], prepend=-1))  # of the groups
-    rank = np.empty(len(groups), np.int64)
-    rank[together] = np.arange(len(groups)) - np.repeat(starts, np.diff([*starts, len(groups)]))
+    rank = np.empty(len(number), np.int64)
+    rank[together] = np.arange(len(number)) - np.repeat(starts, np.diff([*starts, len(number)]))
     return rank
 
 

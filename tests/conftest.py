@@ -93,7 +93,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
     """Count warnings that are no errors, as under `make newest`, by kind."""
-    kind = (warning_message.category.__name__, " ".join(str(warning_message.message).split())[:60])
+    kind = (warning_message.category.__name__, " ".join(str(warning_message.message).split())[:100])
     WARNINGS.setdefault(kind, []).append(f"{warning_message.filename}:{warning_message.lineno}")
 
 

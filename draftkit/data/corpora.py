@@ -64,13 +64,13 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
     domain = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     empty = True
     for origin, row in islice(rows, data.max_rows):
-        yield document_of(row_form(row, data, f"{setting(data)}, {origin}"), domain)
+        yield as_document(row_form(row, data, f"{setting(data)}, {origin}"), domain)
         empty = False
     if empty:
         raise ValueError(f"{setting(data)} is empty: it needs at least 3 rows of text")
 
 
-def document_of(form: dict[str, Any], domain: str = "") -> Document:
+def as_document(form: dict[str, Any], domain: str = "") -> Document:
     """A row, as `row_form` gives it, with the id that all rows of the same question have."""
     return Document(_content_hash(form), domain, form)
 

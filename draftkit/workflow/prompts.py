@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from draftkit.config import Config, DataConfig
-from draftkit.data.corpora import document_of, name_of, row_form
+from draftkit.data.corpora import as_document, name_of, row_form
 from draftkit.data.lengths import Room, lengths_within, reading_lines
 from draftkit.data.prompts import Example, RowReader
 from draftkit.models.loading import Target
@@ -38,7 +38,7 @@ def examples_of(
     for number, prompt in enumerate(prompts):
         name, row = f"prompt {number}", row_of(prompt)
         if row is not None:
-            (document,) = reader.named([document_of(row_form(row, data, name))])
+            (document,) = reader.named([as_document(row_form(row, data, name))])
             called = first.setdefault(document.id, name)
             (made,) = reader.read([replace(document, id=called)])
         else:

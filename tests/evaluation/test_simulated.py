@@ -28,6 +28,7 @@ def test_ways_that_gain_nothing_are_rarely_named():
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("noise", [0.15, 0.35])
 @pytest.mark.parametrize("documents", [20, EvaluateConfig().timing_prompts])
 def test_of_many_ways_that_gain_nothing_at_most_three_in_a_hundred_are_named(documents, noise):

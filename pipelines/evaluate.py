@@ -22,6 +22,7 @@ from draftkit.evaluation.report import engine_table, evaluation_table, speedup_f
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
+from draftkit.models.parallel import PLAIN
 from draftkit.theory.acceptance import LEAST_UNITS
 from draftkit.tracking import Tracker
 
@@ -51,7 +52,8 @@ def drafts_of(config: Config, folder: StageFolder) -> dict[str, ModelConfig]:
     start = folder.model(config, "draft")
     if config.evaluate.draft == "given":
         return {"given": start}
-    return {"before": start, "after": with_path(start, folder.input("trained"))}
+    before = replace(start, kind=PLAIN)  # as it is: `distill` alone makes a parallel one of it
+    return {"before": before, "after": with_path(start, folder.input("trained"))}
 
 
 def needs(config: Config) -> dict[str, Given | Step]:

@@ -63,6 +63,13 @@ class ShrinkConfig:
 
 
 @dataclass(kw_only=True)
+class PardConfig:
+    """A drafter that proposes in one pass (`draft.kind=pard`)."""
+
+    tokens: int = setting(8, least=2, most=32)  # proposals that it is trained for
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """One model: a local folder, a hub name, `draftkit/embedded`, or null for one to be made."""
 
@@ -74,6 +81,9 @@ class ModelConfig:
     # null: what is faster on the device. Flash attention is none: it takes no masks of slots.
     attn_implementation: str | None = setting(None, names=("eager", "sdpa"))
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+    # draft: what `distill` makes of it. plain: proposes token by token; pard: all in one pass
+    kind: str = setting("plain", names=("plain", "pard"))
+    pard: PardConfig = field(default_factory=PardConfig)
     freeze_head: bool = False  # draft: the output head, and embeddings tied to it, do not learn
     lora: LoraConfig = field(default_factory=LoraConfig)
     shrink: ShrinkConfig = field(default_factory=ShrinkConfig)
@@ -103,7 +113,9 @@ class ModelConfig:
             rule = "stay as it is, since only the draft is trained and cut"
             require(self.lora.rank == 0, "target.lora.rank", rule, self.lora.rank)
             require(not layers, "target.shrink.layers", rule, layers)
+            require(self.kind == "plain", "target.kind", rule, self.kind)
         check_rules(self.lora, "draft.lora")
+        check_rules(self.pard, "draft.pard")
         check_rules(self.shrink, "draft.shrink")
         ascend = layers == sorted(set(layers)) and min(layers, default=0) >= 0
         require(ascend, "draft.shrink.layers", "be numbers from 0, ascending", layers)

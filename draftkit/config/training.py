@@ -50,8 +50,9 @@ class DivergenceConfig(Section, key="divergence"):
     tokens: str = setting("all", names=("all", "rejected", "top"))
     top_fraction: float = setting(0.4, above=0, most=1)  # of each text, where tokens=top
     reference: str | None = None  # tokens=top: a draft; null takes where the loss is largest
-    # source=block: weight of a proposal over the one before it
-    position_decay: float = setting(1.0, above=0, most=1)
+    # Weight of a proposal over the one before it, in a block (source=block) and in the chains of
+    # a parallel drafter; null: 0.7 for the latter, else 1
+    position_decay: float | None = setting(None, above=0, most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -140,7 +140,7 @@ def token_weights(batch: Batch, divergence: DivergenceConfig, lag: Tensor | None
     elif divergence.tokens == "top":
         assert lag is not None
         weights *= top_of_each_text(lag, batch.texts, divergence.top_fraction)
-    if divergence.position_decay != 1:
+    if divergence.position_decay not in (None, 1):
         if batch.block_offset is None:
             raise ValueError(
                 "divergence.position_decay: this source has no blocks: use source=block, or 1"

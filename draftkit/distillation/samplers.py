@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
+
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import Completion, TraceRound, decode, finish, make_requests
-from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.proposers import drafting
 from draftkit.decoding.state import Request
-from draftkit.models.adapter import Adapter
+from draftkit.models.adapter import Adapter, CausalAdapter
+from draftkit.theory.noise import DRAFT, sample, uniform
+from draftkit.theory.warping import SamplingParams, seen_tokens, warp
 
 SCRATCH = 2  # cache slots behind the text, in plain decoding
 
@@ -136,6 +140,73 @@ class DecoderSampler:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockSampler:
+    """What a parallel draft proposes behind each prompt in one pass, up to its trained number.
+
+    Token i is drawn from its own law, which knows the prompt alone.
+    """
+
+    draft: CausalAdapter
+    settings: AnswerSettings
+
+    @torch.inference_mode()
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
+    ) -> list[Record]:
+        settings, size = self.settings, self.settings.batch_size
+        records = []
+        for first in range(0, len(prompts), size):
+            some, numbers = prompts[first : first + size], rows[first : first + size]
+            for prompt, row, tokens in zip(some, numbers, self._draw(some, numbers), strict=True):
+                records.append(
+                    settings.record(
+                        prompt, tokens, row=row, sampler="draft", sampler_version=version
+                    )
+                )
+        return records
+
+    def _draw(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[list[int]]:
+        """The tokens of each prompt, as many as settings and contexts let it have."""
+        parallel, draft, settings = self.draft.parallel, self.draft, self.settings
+        assert parallel is not None
+        requests = settings.requests(prompts, rows, models=[draft])
+        masks = [parallel.token] * (parallel.blocks - 1)
+        texts = [[*prompt, *masks] for prompt in prompts]
+        width = max(map(len, texts))
+        tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        order = torch.arange(width)
+        keep = (order >= lengths[:, None] - 1) & (order < lengths[:, None] - 1 + parallel.blocks)
+        logits = draft.score(tokens.to(draft.device), keep.to(draft.device))
+        logits = logits.unflatten(0, (len(prompts), parallel.blocks))  # [B, K, V]
+        params = SamplingParams.uniform(
+            len(prompts), **vars(settings.sampling), device=draft.device
+        )
+        seen = None
+        if params.uses_penalty:
+            of_prompts = seen_tokens(
+                tokens.to(draft.device), lengths.to(draft.device), logits.shape[-1]
+            )
+            seen = of_prompts[:, None]
+        noise = uniform(
+            seed=torch.full_like(lengths, settings.seed),
+            row=torch.tensor(rows),
+            length=lengths,
+            count=parallel.blocks,
+            purpose=DRAFT,
+        )
+        drawn = sample(probs=warp(logits, params, seen), uniform=noise.to(draft.device)).tolist()
+        ends = {*settings.eos_token_ids}
+        counts = [
+            next((i for i, token in enumerate(row, 1) if token in ends), len(row)) for row in drawn
+        ]
+        return [
+            row[: min(count, request.max_new_tokens)]
+            for row, count, request in zip(drawn, counts, requests, strict=True)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpeculativeSampler:
     """What a server does: `draft` proposes, `target` verifies.
 
@@ -159,7 +230,7 @@ class SpeculativeSampler:
             settings.requests(prompts, rows, models=models, gamma=self.gamma),
             eos_token_ids=settings.eos_token_ids,
             batch_size=settings.batch_size,
-            proposer=DraftModelProposer(self.draft, version=version),
+            proposer=drafting(self.draft, version=version),
             verification=self.verification,
         )
         return [

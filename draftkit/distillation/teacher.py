@@ -63,6 +63,10 @@ class FullScores:
     states: Tensor
     head: Head | None
 
+    def at(self, tokens: Tensor) -> "FullScores":
+        """Those of `tokens` [N], numbers of the M."""
+        return FullScores(self.states[tokens], self.head)
+
     def beside(self, draft_logits: Tensor, rows: slice, warp: Warp) -> tuple[Tensor, Tensor]:
         """Warped logits [m, W] of target and draft over the same outcomes, here all ids.
 
@@ -92,6 +96,10 @@ class TopKScores:
     ids: Tensor  # [M, k]
     log_probs: Tensor  # [M, k] at temperature 1
     tail_mass: Tensor
+
+    def at(self, tokens: Tensor) -> "TopKScores":
+        """Those of `tokens` [N], numbers of the M."""
+        return TopKScores(self.ids[tokens], self.log_probs[tokens], self.tail_mass[tokens])
 
     def beside(self, draft_logits: Tensor, rows: slice, warp: Warp) -> tuple[Tensor, Tensor]:
         """Both over the stored ids and all others together.

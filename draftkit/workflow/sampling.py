@@ -14,6 +14,7 @@ from draftkit.distillation.engines import OpenAISampler
 from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.samplers import (
     AnswerSettings,
+    BlockSampler,
     DecoderSampler,
     Sampler,
     SpeculativeSampler,
@@ -121,5 +122,8 @@ def source_sampler(config: Config, target: Target, draft: CausalAdapter, room: R
         return MixtureSampler(
             target=target.adapter, draft=draft, fraction=source.fraction, settings=settings
         )
+    if source.name == "block" and draft.parallel is not None:
+        settings = replace(settings, max_new_tokens=draft.parallel.blocks)
+        return BlockSampler(draft=draft, settings=settings)
     compiled = config.optim.compiles
     return DecoderSampler(model=draft, name="draft", settings=settings, compiled=compiled)

@@ -4,6 +4,7 @@ the texts are kept.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
@@ -53,6 +54,13 @@ class TrainingTexts:
     rollouts: Sequence[Record] | None = None
     scored: Sequence[Record] | None = None
 
+    @property
+    def token_ids(self) -> Iterable[Sequence[int]]:
+        """Every text that the draft may be fed."""
+        records = [*(self.rollouts or ()), *(self.scored or ())]
+        answers = ([*record.prompt_ids, *record.output_ids] for record in records)
+        return chain((example.token_ids for example in self.examples), answers)
+
 
 def reads_rollouts(config: Config) -> bool:
     """Whether `source` takes the target's stored rollouts, and not those that carry its scores."""
@@ -98,7 +106,7 @@ def make_source(
             f"hardware.shard_target: with source={source.name} the target decodes, which it cannot "
             "in parts: use another source, or hardware.shard_target=false"
         )
-    if config.decode.gamma == 0 and source.name in ("block", "replay"):
+    if config.decode.gamma == 0 and draft.parallel is None and source.name in ("block", "replay"):
         raise ValueError(
             f"decode.gamma=0 proposes nothing, and source={source.name} learns from proposals: "
             "use 1 or more"

@@ -105,8 +105,9 @@ class PromptTotals:
 
         With `confidence` the draft proposes nothing behind a token that it gave less probability.
         """
-        likely = self.shares["alpha_exact_match"]
-        last = [one < confidence for one in likely] if confidence else None
+        last = None
+        if confidence:
+            last = [one < confidence for one in self.shares["alpha_exact_match"]]
         rounds = rounds_of_texts(self.shares[mode], gamma, cut=self.cut, last=last)
         return rounds._replace(documents=self.documents)
 

@@ -207,9 +207,9 @@ def validation_alpha(job: Job, draft: CausalAdapter, section: str, step: int) ->
     """What chooses the weights, of `draft` on the validation records: alpha, logged as `section`.
 
     For a parallel draft it is the tokens a pass of the target at the number of proposals that it is
-    trained for: alpha is that of the first proposal alone. For `ce_argmax`, whose drafts propose their argmax, it is the acceptance of that. Without a
-    target, from its stored scores: then alpha counts what is certain, and the most that may be
-    missing is logged beside it.
+    trained for: alpha is that of the first proposal alone. For `ce_argmax`, whose drafts propose
+    their argmax, it is the acceptance of that. Without a target, from its stored scores: then alpha
+    counts what is certain, and the most that may be missing is logged beside it.
     """
     config, metrics = job.config, {}
     sampling, size = config.sampling, config.evaluate.batch_size

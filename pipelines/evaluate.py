@@ -22,7 +22,7 @@ from draftkit.evaluation.report import engine_table, evaluation_table, speedup_f
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
-from draftkit.models.parallel import PLAIN
+from draftkit.models.parallel import PARD, PLAIN
 from draftkit.theory.acceptance import LEAST_UNITS
 from draftkit.tracking import Tracker
 
@@ -185,7 +185,9 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     first = next(iter(by_temperature.values()))
     speedup_figure(first, folder.path / FIGURE)
     folder.tracker.figure("eval/speedup", folder.path / FIGURE)
-    return {**first, "by_temperature": by_temperature, **shares_of(folder.input("texts"))}
+    kind = PLAIN if drafts[main].parallel is None else PARD
+    shares = shares_of(folder.input("texts"))
+    return {**first, "by_temperature": by_temperature, "kind": kind, **shares}
 
 
 if __name__ == "__main__":

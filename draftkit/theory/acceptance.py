@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.theory.warping import promote
@@ -107,8 +108,8 @@ def rounds_of_texts(
     """What rounds of `gamma` proposals are expected to emit, over their number, by text [P].
 
     shares: of each text, P(its token was an accepted proposal | the token) [T]; or [T, K] where it
-    depends on the place of the proposal in its round, as of a drafter that proposes in one pass,
-    with K at least `gamma` (what a round cannot reach is 0). last: where it is
+    depends on the place of the proposal in its round, as of a drafter that proposes in one pass
+    (what a round cannot reach is 0). last: where it is
     true [T] a draft that proposes this token proposes none behind it in that round. cut [P]: which
     texts end by a limit of their length, default all. The probability that token t is tested with
     r proposals of its round left,
@@ -144,8 +145,13 @@ def rounds_of_texts(
 
 
 def by_place(shares: Tensor, gamma: int) -> Tensor:
-    """`shares` [T] or [T, K] of a text by the place of the proposal in its round: [T, gamma]."""
-    return shares[:, None].expand(-1, gamma) if shares.dim() == 1 else shares[:, :gamma]
+    """`shares` [T] or [T, K] of a text by the place of the proposal in its round: [T, gamma].
+
+    Proposals behind the K that were looked at count as refused.
+    """
+    if shares.dim() == 1:
+        return shares[:, None].expand(-1, gamma)
+    return pad(shares[:, :gamma], (0, max(0, gamma - shares.shape[1])))
 
 
 def mean_by_place(shares: Sequence[Tensor], gamma: int) -> Tensor:

@@ -24,7 +24,7 @@ from draftkit.distillation.batch import Batch
 from draftkit.distillation.chunked import LossOf, chunked_sum
 from draftkit.distillation.losses import Objective, token_weights
 from draftkit.distillation.optimizers import OptimizerOf, adamw
-from draftkit.distillation.teacher import TargetScores, Teacher
+from draftkit.distillation.teacher import Outcomes, TargetScores, Teacher
 from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.models.parallel import Chains, kept_share
 from draftkit.theory.divergences import Divergence
@@ -85,21 +85,14 @@ def dropout_seed(*, seed: int, process: int, step: int) -> int:
     return int(float(number) * 2**52)
 
 
-def never_proposed(draft: CausalAdapter) -> Tensor | None:
-    """Which ids [V] have no logit in `draft`, bool; None where all have."""
-    if draft.kept_ids is None:
-        return None
-    never = torch.ones(draft.vocab_size, dtype=torch.bool, device=draft.device)
-    return never.index_fill(0, draft.kept_ids, False)
-
-
 class Trainer:
     """A draft, its optimizer, and the teacher that it learns from (None for `next_token`).
 
     reference: the draft against which `divergence.tokens=top` measures what there is to learn.
     seed: of the noise of dropout, which is a function of it, the step and the process: a run that
     is resumed repeats it, and no two processes share a mask.
-    loss: minimised instead of `divergence.name`. optimizer: makes the optimizer of the weights.
+    loss: minimised instead of `divergence.name`, over the ids that the draft can propose.
+    optimizer: makes the optimizer of the weights.
     """
 
     def __init__(
@@ -121,8 +114,10 @@ class Trainer:
         self.draft = draft
         self.teacher = teacher
         self.optim = optim
+        kept, size = draft.kept_ids, draft.vocab_size
+        outcomes = None if kept is None else Outcomes.of(kept, size)
         self.objective = Objective(
-            divergence, sampling, temperature, compiled, never=never_proposed(draft), own=loss
+            divergence, sampling, temperature, compiled, outcomes=outcomes, own=loss
         )
         self.reference = reference
         self.steps = 0
@@ -330,6 +325,8 @@ class Trainer:
         scores = None if self.teacher is None else self.teacher.score(part)
         if scores is not None and self.draft.parallel is not None:
             scores = scores.at(entries.predicted)
+        if scores is not None and self.objective.outcomes is not None:
+            scores = scores.among(self.objective.outcomes)
         token_ids = part.token_ids[entries.predicted]
         losses = partial(self.objective.losses, scores=scores, token_ids=token_ids, step=self.steps)
         return losses, scores

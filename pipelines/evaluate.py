@@ -17,9 +17,17 @@ from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import continuations, html, terminal
+from draftkit.evaluation.choice import HYBRID, LOOKUP
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather
-from draftkit.evaluation.report import engine_table, evaluation_table, speedup_figure
+from draftkit.evaluation.report import (
+    engine_table,
+    evaluation_table,
+    numbers_table,
+    speedup_figure,
+    ways_table,
+)
 from draftkit.evaluation.summary import compare
+from draftkit.evaluation.walltime import PLAIN
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
 from draftkit.theory.acceptance import LEAST_UNITS
@@ -36,6 +44,7 @@ TRACES = 3
 SAMPLES = {True: "samples.ansi", False: "samples.txt"}  # as read: with colours, with marks
 FIGURE = "speedup.png"
 PROMPTS = "prompts.json"  # scores of every prompt, so that runs can be paired
+TIMING = "timing.json"  # seconds and tokens of every chunk, by way
 
 
 def judged_inputs(config: Config) -> dict[str, Given | Step]:
@@ -65,7 +74,7 @@ def needs(config: Config) -> dict[str, Given | Step]:
 
 def check(config: Config) -> None:
     """Raise ValueError for what cannot be judged, before anything is made for it."""
-    if config.decode.proposer == "none" or config.decode.gamma == 0:
+    if config.decode.proposals == 0:
         key, way_out = "decode.gamma=0", "1 or more"
         if config.decode.proposer == "none":
             key, way_out = "decode.proposer=none", "another one"
@@ -114,6 +123,27 @@ def track(tracker: Tracker, temperature: float, summary: dict[str, Any], main: E
     tracker.table(f"eval/prompts_at_{temperature:g}", columns, rows)
 
 
+def chunks_of(evidence: dict[str, Evidence]) -> dict[str, Any]:
+    """Every chunk of every way, in the order of the clock; a way that was repeated stands twice."""
+    (*_, main) = evidence.values()
+    ways = {PLAIN: main.plain, LOOKUP: main.lookup, HYBRID: main.hybrid}
+    ways |= {name: one.timed for name, one in evidence.items()}
+    for name, one in [*ways.items()]:
+        if one and one.first:
+            ways |= {f"{name}, first time": one.first, f"{PLAIN}, beside {name}": one.plain}
+    return {
+        name: {
+            "gamma": one.gamma,
+            "prefill_seconds": [chunk.prefill_seconds for chunk in one.chunks],
+            "seconds": [chunk.seconds for chunk in one.chunks],
+            "tokens": [chunk.tokens for chunk in one.chunks],
+            "rounds": [sum(each.rounds for each in chunk.completions) for chunk in one.chunks],
+        }
+        for name, one in ways.items()
+        if one is not None
+    }
+
+
 def write_traces(folder: Path, main: Evidence, target: Target) -> None:
     """Leave the first answers as pages to look at: what was proposed, accepted and corrected."""
     traces = main.timed.completions[:TRACES]
@@ -133,14 +163,17 @@ def show(config: Config, folder: Path) -> None:
     console = Console(width=80)
     summary = read_json(folder / SUMMARY)
     console.print(evaluation_table(summary))
+    if "speedup_by_k" in summary:
+        console.print(numbers_table(summary))
     if "engines" in summary:
         console.print(engine_table(summary))
+    console.print(ways_table(summary))
     console.print(f"What was accepted and corrected, token by token: {folder / 'trace.html'}")
 
 
 @stage(
     sections=("seed", "data", "sampling", "decode", "evaluate"),
-    version=2,
+    version=3,
     needs=needs,
     check=check,
     check_texts=check_prompts,
@@ -159,6 +192,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     main = list(drafts)[-1]
     by_temperature: dict[str, dict[str, Any]] = {}
     by_prompt: dict[str, dict[str, Any]] = {}
+    by_chunk: dict[str, dict[str, Any]] = {}
     for temperature in config.evaluate.temperatures or [served]:
         sampling, key = replace(config.sampling, temperature=temperature), f"{temperature:g}"
         answers = folder.input(f"contexts at {key}")
@@ -166,6 +200,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
             target,
             drafts,
             contexts=read_contexts(answers, "test"),
+            others=read_contexts(answers, "validation"),
             prompts=prompts,
             sampling=sampling,
             lossless=lossless,
@@ -178,8 +213,10 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         by_temperature[key] = compare(evidence, main, sampling, config) | {"machine": computes}
         scored = {name: part.scored.as_dict() for name, part in evidence.items()}
         by_prompt[key] = {"contexts": answers.name, **scored}
+        by_chunk[key] = chunks_of(evidence)
         track(folder.tracker, temperature, by_temperature[key], evidence[main])
     write_json(folder.path / PROMPTS, by_prompt)
+    write_json(folder.path / TIMING, by_chunk)
     first = next(iter(by_temperature.values()))
     speedup_figure(first, folder.path / FIGURE)
     folder.tracker.figure("eval/speedup", folder.path / FIGURE)

@@ -147,7 +147,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     pair = Pair(
         target=str(Path(target.location).absolute()) if local else target.location,
         revision=target.revision,
-        gamma=max(1, config.decode.gamma),
+        gamma=max(1, config.decode.proposals),
         judged=judged,
     )
     gamma = launched_gamma(pair, PLAIN)

@@ -136,12 +136,12 @@ class Flow:
 class Meter:
     """Measures c, v and o by the flows of gamma 0, of `gamma`, and of other gammas.
 
-    All are ratios to the plain steps of the same turn, c and v at `gamma`, v at every gamma; the
+    All are ratios to the plain steps of the same turn, c and v at `gamma` and at every other; the
     flow "rest", or that of `gamma`, gives o. Medians over turns.
     """
 
     def __init__(self, flows: Mapping[Any, Flow], gamma: int) -> None:
-        self._flows = flows
+        self._flows = dict(flows)
         self._gamma = gamma
         self._turns: dict[Any, list[RoundSeconds]] = {kind: [] for kind in flows}
         self._taken = 0
@@ -161,13 +161,25 @@ class Meter:
                 self._turns[kind].append(self._flows[kind].burst(rounds, settling))
         self._taken += count
 
-    def costs(self) -> Costs:
-        """The medians of what has been measured so far, at least one turn."""
-        kinds = [kind for kind in self._flows if isinstance(kind, int)]
-        return Costs(
-            **{name: statistics.median(column) for name, column in self._columns().items()},
-            verify_ratios={kind: statistics.median(self._ratios(kind, "verify")) for kind in kinds},
-        )
+    def add(self, gamma: int, flow: Callable[[int], Flow]) -> None:
+        """Measure at `gamma` too from now on, by a new `flow`, which warms up."""
+        if gamma not in self._flows:
+            self._flows[gamma], self._turns[gamma] = flow(gamma), []
+            self._flows[gamma].burst(BURST, SETTLING)
+
+    def costs(self, gamma: int | None = None) -> Costs:
+        """The medians of what has been measured so far, at least one turn, with c and v there."""
+        measured = [kind for kind in self._flows if isinstance(kind, int) and self._turns[kind]]
+
+        def medians(part: str) -> dict[int, float]:
+            return {kind: statistics.median(self._ratios(kind, part)) for kind in measured}
+
+        gamma, units = gamma or self._gamma, medians("propose")
+        units.pop(0)
+        columns = {name: statistics.median(column) for name, column in self._columns().items()}
+        found = Costs(**columns, verify_ratios=medians("verify"), draft_units=units)
+        ratios = {"cost_ratio": found.draft_at(gamma) / gamma}
+        return replace(found, **ratios, verify_ratio=found.verify_at(gamma))
 
     def quartiles(self) -> dict[str, list[float]]:
         """The first and third quartile over turns of each cost."""
@@ -187,35 +199,45 @@ class Meter:
         }
 
     def _ratios(self, kind: int | str, part: str) -> list[float]:
-        turns = zip(self._turns[kind], self._turns[0], strict=True)
+        turns = self._turns[kind]  # of one that was added later those since then
+        turns = zip(turns, self._turns[0][-len(turns) :], strict=True)
         return [getattr(seconds, part) / sum(step) for seconds, step in turns]
 
 
 def meter(
     target: Adapter,
-    proposer: Proposer,
+    make: Callable[[], Proposer],
     prompts: PromptIds,
     setting: Setting,
     *,
     gammas: Sequence[int] = (),
 ) -> Meter:
-    """A meter of `proposer`, on `prompts` that must not be the timed ones.
+    """A meter of the proposer that `make` makes, on `prompts` that must not be the timed ones.
 
-    v is measured at `setting.gamma` and at the other `gammas`, which `setting.capacity` must hold
-    too; there a constant guess stands in for the proposer. So it does for o, at gamma 2 and without
-    compiled code, since o is what the host does between the units; but as timed on CUDA, where the
-    device is at work meanwhile.
+    c and v are measured at `setting.gamma` and at the other `gammas`, which `setting.capacity` must
+    hold too. For o a constant guess stands in for the proposer, at gamma 2 and without compiled
+    code, since o is what the host does between the units; but as timed on CUDA, where the device is
+    at work meanwhile.
     """
     gamma, guess = max(setting.gamma, 1), FirstToken(target.vocab_size)
-
-    def flow(proposer: Proposer | None, gamma: int, setting: Setting = setting) -> Flow:
-        return Flow(make_decoder(target, proposer, setting), prompts, setting, gamma)
-
-    flows: dict[Any, Flow] = {0: flow(None, 0), gamma: flow(proposer, gamma)}
-    flows |= {other: flow(guess, other) for other in gammas if other not in flows}
+    flows: dict[Any, Flow] = {0: flow_of(target, lambda: None, prompts, setting, 0)}
+    for one in dict.fromkeys((gamma, *gammas)):
+        flows[one] = flow_of(target, make, prompts, setting, one)
     on_cuda = target.device.type == "cuda"
     of_rest = setting if on_cuda else replace(setting, compiled=False, captured=False)
-    return Meter(flows | {"rest": flow(guess, OVERHEAD_GAMMA, of_rest)}, gamma)
+    rest = flow_of(target, lambda: guess, prompts, of_rest, OVERHEAD_GAMMA)
+    return Meter(flows | {"rest": rest}, gamma)
+
+
+def flow_of(
+    target: Adapter,
+    make: Callable[[], Proposer | None],
+    prompts: PromptIds,
+    setting: Setting,
+    gamma: int,
+) -> Flow:
+    """A flow of rounds of `gamma` proposals on a decoder of its own."""
+    return Flow(make_decoder(target, make(), setting), prompts, setting, gamma)
 
 
 def between(meters: Sequence[Meter], turns: int = CALIBRATION_TURNS) -> Callable[[int, int], None]:

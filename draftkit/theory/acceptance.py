@@ -138,6 +138,18 @@ def rounds_of_texts(
     return Rate(emitted, rounds)
 
 
+def chain_acceptance(shares: Sequence[Tensor], count: int) -> list[float]:
+    """How often proposal 1, 2, ..., `count` of a round is accepted, given those before it were.
+
+    shares: of each text, P(its token was an accepted proposal | the token) [T]; rounds begin at
+    every token with so many behind it. NaN where none is that long or none was accepted.
+    """
+    windows = [one.double().unfold(0, count, 1) for one in shares if len(one) >= count]
+    chains = torch.cat([*windows, torch.zeros(0, count).double()]).cumprod(1).sum(0)
+    before = torch.cat([chains.new_tensor([sum(map(len, windows))]), chains[:-1]])
+    return (chains / before).tolist()
+
+
 LEAST_UNITS = 20  # documents, below which an interval is not given: those of fewer are too narrow
 
 

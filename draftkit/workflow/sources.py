@@ -98,7 +98,7 @@ def make_source(
             f"hardware.shard_target: with source={source.name} the target decodes, which it cannot "
             "in parts: use another source, or hardware.shard_target=false"
         )
-    if config.decode.gamma == 0 and source.name in ("block", "replay"):
+    if config.decode.proposals == 0 and source.name in ("block", "replay"):
         raise ValueError(
             f"decode.gamma=0 proposes nothing, and source={source.name} learns from proposals: "
             "use 1 or more"

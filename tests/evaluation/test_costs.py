@@ -31,7 +31,7 @@ PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
 
 
 def calibrate(target, draft, setting, gammas=()):
-    measuring = meter(target, DraftModelProposer(draft), PROMPTS, setting, gammas=gammas)
+    measuring = meter(target, lambda: DraftModelProposer(draft), PROMPTS, setting, gammas=gammas)
     measuring.turn(costs.CALIBRATION_TURNS)
     return measuring
 

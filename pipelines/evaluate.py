@@ -220,6 +220,8 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     first = next(iter(by_temperature.values()))
     speedup_figure(first, folder.path / FIGURE)
     folder.tracker.figure("eval/speedup", folder.path / FIGURE)
+    if (kept := getattr(drafts[main], "kept_ids", None)) is not None:
+        first["kept_ids"] = len(kept)
     return {**first, "by_temperature": by_temperature, **shares_of(folder.input("texts"))}
 
 

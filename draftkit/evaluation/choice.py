@@ -68,9 +68,9 @@ def chosen_numbers(
     return gammas
 
 
-def without_draft(costs: Costs, gamma: int = 1) -> Costs:
-    """`costs` of rounds whose `gamma` proposals cost nothing."""
-    return replace(costs, cost_ratio=0.0, draft_units={}, verify_ratio=costs.verify_at(gamma))
+def without_draft(costs: Costs) -> Costs:
+    """`costs` of rounds whose proposals cost nothing."""
+    return replace(costs, cost_ratio=0.0, draft_units={})
 
 
 def guessed_lengths(guesser: Proposer, contexts: Sequence[Record]) -> list[float]:

@@ -141,7 +141,7 @@ class Meter:
     """
 
     def __init__(self, flows: Mapping[Any, Flow], gamma: int) -> None:
-        self._flows = dict(flows)
+        self._flows = flows
         self._gamma = gamma
         self._turns: dict[Any, list[RoundSeconds]] = {kind: [] for kind in flows}
         self._taken = 0
@@ -161,25 +161,17 @@ class Meter:
                 self._turns[kind].append(self._flows[kind].burst(rounds, settling))
         self._taken += count
 
-    def add(self, gamma: int, flow: Callable[[int], Flow]) -> None:
-        """Measure at `gamma` too from now on, by a new `flow`, which warms up."""
-        if gamma not in self._flows:
-            self._flows[gamma], self._turns[gamma] = flow(gamma), []
-            self._flows[gamma].burst(BURST, SETTLING)
-
     def costs(self, gamma: int | None = None) -> Costs:
-        """The medians of what has been measured so far, at least one turn, with c and v there."""
-        measured = [kind for kind in self._flows if isinstance(kind, int) and self._turns[kind]]
-
-        def medians(part: str) -> dict[int, float]:
-            return {kind: statistics.median(self._ratios(kind, part)) for kind in measured}
-
-        gamma, units = gamma or self._gamma, medians("propose")
-        units.pop(0)
+        """The medians of what has been measured so far, at least one turn; c and v at `gamma`."""
+        kinds = [kind for kind in self._flows if isinstance(kind, int)]
         columns = {name: statistics.median(column) for name, column in self._columns().items()}
-        found = Costs(**columns, verify_ratios=medians("verify"), draft_units=units)
-        ratios = {"cost_ratio": found.draft_at(gamma) / gamma}
-        return replace(found, **ratios, verify_ratio=found.verify_at(gamma))
+        propose, verify = (
+            {kind: statistics.median(self._ratios(kind, part)) for kind in kinds}
+            for part in ("propose", "verify")
+        )
+        units = {kind: unit for kind, unit in propose.items() if kind > 0}
+        found = Costs(**columns, verify_ratios=verify, draft_units=units)
+        return found if gamma is None else found.at(gamma)
 
     def quartiles(self) -> dict[str, list[float]]:
         """The first and third quartile over turns of each cost."""
@@ -199,8 +191,7 @@ class Meter:
         }
 
     def _ratios(self, kind: int | str, part: str) -> list[float]:
-        turns = self._turns[kind]  # of one that was added later those since then
-        turns = zip(turns, self._turns[0][-len(turns) :], strict=True)
+        turns = zip(self._turns[kind], self._turns[0], strict=True)
         return [getattr(seconds, part) / sum(step) for seconds, step in turns]
 
 
@@ -220,24 +211,15 @@ def meter(
     at work meanwhile.
     """
     gamma, guess = max(setting.gamma, 1), FirstToken(target.vocab_size)
-    flows: dict[Any, Flow] = {0: flow_of(target, lambda: None, prompts, setting, 0)}
-    for one in dict.fromkeys((gamma, *gammas)):
-        flows[one] = flow_of(target, make, prompts, setting, one)
+
+    def flow(proposer: Proposer | None, gamma: int, setting: Setting = setting) -> Flow:
+        return Flow(make_decoder(target, proposer, setting), prompts, setting, gamma)
+
+    flows: dict[Any, Flow] = {0: flow(None, 0)}
+    flows |= {one: flow(make(), one) for one in dict.fromkeys((gamma, *gammas))}
     on_cuda = target.device.type == "cuda"
     of_rest = setting if on_cuda else replace(setting, compiled=False, captured=False)
-    rest = flow_of(target, lambda: guess, prompts, of_rest, OVERHEAD_GAMMA)
-    return Meter(flows | {"rest": rest}, gamma)
-
-
-def flow_of(
-    target: Adapter,
-    make: Callable[[], Proposer | None],
-    prompts: PromptIds,
-    setting: Setting,
-    gamma: int,
-) -> Flow:
-    """A flow of rounds of `gamma` proposals on a decoder of its own."""
-    return Flow(make_decoder(target, make(), setting), prompts, setting, gamma)
+    return Meter(flows | {"rest": flow(guess, OVERHEAD_GAMMA, of_rest)}, gamma)
 
 
 def between(meters: Sequence[Meter], turns: int = CALIBRATION_TURNS) -> Callable[[int, int], None]:

@@ -20,7 +20,7 @@ from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.choice import HYBRID, LOOKUP, chosen_numbers, without_draft
-from draftkit.evaluation.costs import Meter, between, flow_of, meter
+from draftkit.evaluation.costs import Meter, between, meter
 from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness, greedy_identity
 from draftkit.evaluation.walltime import (
     CALIBRATED_GAMMAS,
@@ -110,59 +110,60 @@ def gather(
     options, adapter = config.evaluate, target.adapter
     rows = timed_rows(prompts, options)
     documents = [prompts.documents[row] for row in rows] if prompts.documents else []
-    timed_prompts, calibration = [prompts.test[row] for row in rows], prompts.calibration
-    decoded = [*timed_prompts, *calibration]
+    timed_prompts = [prompts.test[row] for row in rows]
+    decoded = [*timed_prompts, *prompts.calibration]
     setting = timing(decoded, sampling, target.eos_token_ids, config)
-    eos, size = target.eos_token_ids, options.batch_size
-    score = partial(score_drafts, adapter, drafts, sampling=sampling, batch_size=size)
+
+    def score(contexts: Sequence[Record]) -> dict[str, PromptTotals]:
+        how = {"sampling": sampling, "eos_token_ids": target.eos_token_ids}
+        return score_drafts(adapter, drafts, contexts, batch_size=options.batch_size, **how)
+
     note(f"alpha on {len(contexts)} contexts at temperature {sampling.temperature:g}")
-    scored = score(contexts, eos_token_ids=eos)
+    scored = score(contexts)
     compiling = -compile_seconds()
     ways = ways_of(adapter, drafts, prompts, config)
     judged = {name: make for name, make in ways.items() if name in drafts}
-    meters = meters_of(adapter, judged, calibration, setting)
+    meters = meters_of(adapter, judged, prompts.calibration, setting)
     gammas = dict.fromkeys(ways, setting.gamma)
     if config.decode.gamma == "auto":
         for one in {*meters.values()}:
             one.turn(CHOOSING_TURNS)
-        costs = {name: one.costs() for name, one in meters.items()}
-        gammas = chosen_numbers(ways, costs, score(others, eos_token_ids=eos), others, config)
-        note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
-        for name, one in meters.items():
-            one.add(gammas[name], partial(flow_of, adapter, ways[name], calibration, setting))
+        measured = {name: one.costs() for name, one in meters.items()}
+        gammas = chosen_numbers(ways, measured, score(others), others, config)
+    note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
     note(f"wall time on up to {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
     looks = ceil(min(FIRST_LOOK, len(rows)) / setting.batch_size)
     calibrate = between([*{*meters.values()}], options.calibration_turns)
 
-    def costs_now() -> dict[str, Costs]:
+    def costs() -> dict[str, Costs]:
         found = {name: one.costs(gammas[name]) for name, one in meters.items()}
         if LOOKUP in ways:
-            found[LOOKUP] = without_draft(next(iter(found.values())), gammas[LOOKUP])
+            found[LOOKUP] = without_draft(next(iter(found.values())).at(gammas[LOOKUP]))
         return found
 
     timed = time_methods(
         adapter,
         {name: make() for name, make in ways.items()},  # each decoder has its own cache
         timed_prompts,
-        calibration,
+        prompts.calibration,
         setting,
         lambda chunk, _: calibrate(chunk, looks) if chunk < looks else None,
         gammas=gammas,
         limit=lambda: until_certain(60 * options.timing_minutes, documents, note),
-        doubtful=lambda timed: doubtful(timed, costs_now(), note),
+        doubtful=lambda timed: doubtful(timed, costs(), note),
     )
     timed = {name: one.of(documents) for name, one in timed.items()}
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")
-    costs, last, evidence = costs_now(), [*drafts][-1], {}
+    last, evidence = [*drafts][-1], {}
     for name in drafts:
         key = name if name in judged else last  # without a draft there is one for all
         evidence[name] = Evidence(
             scored=scored[name],
             timed=timed[key],
             plain=timed[PLAIN],
-            costs=costs[key],
+            costs=costs()[key],
             lossless=lossless[key],
             lookup=timed[LOOKUP if LOOKUP in ways else key],
             compile_seconds=compiling,
@@ -202,12 +203,12 @@ def meters_of(
     setting: Setting,
 ) -> dict[str, Meter]:
     """A meter of each of `ways`: one for all of one signature, which differ in weights alone."""
-    found: dict[Hashable, Meter] = {}
-    kinds = {name: make().signature for name, make in ways.items()}
-    for name, kind in kinds.items():
-        if kind not in found:
-            found[kind] = meter(target, ways[name], prompts, setting, gammas=CALIBRATED_GAMMAS)
-    return {name: found[kind] for name, kind in kinds.items()}
+    kinds = {make().signature: make for make in ways.values()}
+    meters = {
+        kind: meter(target, make, prompts, setting, gammas=CALIBRATED_GAMMAS)
+        for kind, make in kinds.items()
+    }
+    return {name: meters[make().signature] for name, make in ways.items()}
 
 
 def doubtful(

@@ -168,7 +168,8 @@ def numbers_table(summary: dict[str, Any]) -> Table:
         "speed-up": summary["speedup_by_k"].values(),
     }
     for label, values in rows.items():
-        table.add_row(label, *(f"{value:.2f}" for value in values))
+        texts = ("-" if one is None else f"{one:.{1 + (one < 10)}f}" for one in values)
+        table.add_row(label, *texts)
     return table
 
 
@@ -176,6 +177,7 @@ def engine_table(summary: dict[str, Any]) -> Table:
     """What each engine would accept of the judged drafter."""
     title = f"in your engine, its default first (computed; temperature {summary['temperature']:g})"
     notes = [f"{row['setting']}: {row['note']}" for row in summary["engines"] if "note" in row]
+    notes += filter(None, [kept_ids_text(summary)])
     table = Table(title=title, caption="\n".join(notes), show_edge=False, pad_edge=False)
     for name in ("engine", "how it drafts"):
         table.add_column(name, no_wrap=True)
@@ -187,6 +189,17 @@ def engine_table(summary: dict[str, Any]) -> Table:
         accepts, length = f"{row['acceptance']['mean']:.3f}", interval(row["acceptance_length"], 2)
         table.add_row(engine, row["setting"], str(row["gamma"]), accepts, length)
     return table
+
+
+def kept_ids_text(summary: dict[str, Any]) -> str:
+    """What engines do not know of a drafter that proposes some ids alone; empty for all others."""
+    if not (kept := summary.get("kept_ids")):
+        return ""
+    return (
+        f"These rates are of a drafter that proposes {kept:,} ids alone (kept_ids.json), which "
+        "only draftkit knows: an engine lets it propose all ids, of which it has not learnt the "
+        "others, and so accepts less."
+    )
 
 
 def result_lines(summary: dict[str, Any]) -> Table:

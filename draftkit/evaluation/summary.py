@@ -51,12 +51,11 @@ def compare(
             temperature=sampling.temperature,
             best_gammas=summary["best_gamma_by_mode"],
         )
-    timed, plain = evidence[main].timed, evidence[main].plain
-    lookup = way(evidence[main].lookup, plain)
-    judged = "drafter" if has_drafter else config.decode.proposer
-    ways = {LOOKUP: lookup, judged: way(timed, plain) | {"lossless": summary["lossless"]}}
-    if hybrid := evidence[main].hybrid:
-        ways[HYBRID] = way(hybrid, plain) | {"lossless": summary["lossless"]}
+    one, judged = evidence[main], "drafter" if has_drafter else config.decode.proposer
+    lookup = way(one.lookup, one.plain)
+    ways = {LOOKUP: lookup, judged: way(one.timed, one.plain, one.lossless)}
+    if one.hybrid:
+        ways[HYBRID] = way(one.hybrid, one.plain, one.lossless)
     others: dict[str, Any] = {LOOKUP: lookup}
     if main != "before" and "before" in evidence:
         after, before = evidence[main].scored, evidence["before"].scored
@@ -68,8 +67,8 @@ def compare(
         others["acceptance_length_gain"] = longer.as_dict()
         others["before"] = summarise(evidence["before"], sampling, config)
         if has_drafter:
-            ways["before"] = way(evidence["before"].timed, plain)
-            ways["before"]["lossless"] = others["before"]["lossless"]
+            start = evidence["before"]
+            ways["before"] = way(start.timed, start.plain, start.lossless)
     found = {"best_of": best_of(ways, judged), "ways": ways}
     return {**summary, **best_use(summary, ways), **found, **others}
 
@@ -140,19 +139,16 @@ def by_number(
     """
     if mode is None or not taus:
         return {}
-    numbers = [str(number) for number in range(1, len(taus) + 1)]
-    each = [scored.rate(mode).mean] * len(taus)
+    lengths = {str(number): estimate(tau).as_dict() for number, tau in enumerate(taus, 1)}
     return {
-        "acceptance_length_by_k": {
-            number: estimate(tau).as_dict() for number, tau in zip(numbers, taus, strict=True)
-        },
-        "speedup_by_k": dict(zip(numbers, gained[1:], strict=True)),
-        "alpha_by_position": each,
+        "acceptance_length_by_k": lengths,
+        "speedup_by_k": dict(zip(lengths, gained[1:], strict=True)),
+        "alpha_by_position": [scored.rate(mode).mean] * len(taus),
         "alpha_given_chain": chain_acceptance(scored.shares[mode], len(taus)),
     }
 
 
-def way(timed: Timed, plain: Timed) -> dict[str, Any]:
+def way(timed: Timed, plain: Timed, lossless: Losslessness | None = None) -> dict[str, Any]:
     """One of the `ways`: what its proposals gain. `repeated`: what it showed the first time.
 
     tokens_per_second: of the rounds; end_to_end: from request to last token.
@@ -166,6 +162,8 @@ def way(timed: Timed, plain: Timed) -> dict[str, Any]:
         "plain_tokens_per_second_end_to_end": beside.answers.mean,
         "speedup": stated(timed, beside),
     }
+    if lossless is not None:
+        found["lossless"] = lossless.as_dict()
     return found | ({"repeated": way(timed.first, plain)} if timed.first else {})
 
 
@@ -217,22 +215,18 @@ def best_use(drafter: dict[str, Any], ways: Mapping[str, dict[str, Any]]) -> dic
     that where nothing is gained both together deploy at most three times in a hundred.
     """
     alone = {"use": drafter["proposer"], "verdict": drafter["verdict"], "reason": drafter["reason"]}
-    if HYBRID not in ways or drafter["lossless"]["passed"] is False:
-        return alone
-    mixed, mine = (ways[name]["speedup"]["end_to_end"] for name in (HYBRID, "drafter"))
-    if mixed["ci95"] is None:
+    mixed = ways[HYBRID]["speedup"]["end_to_end"] if HYBRID in ways else {"ci95": None}
+    if mixed["ci95"] is None or drafter["lossless"]["passed"] is False:
         return alone
     low, high = mixed["ci95"]
-    interval = f"with decode.proposer=hybrid the end-to-end speedup {mixed['mean']:.2f} "
-    interval += f"[{low:.2f}, {high:.2f}]"
-    if pays(ways, HYBRID, "drafter") and (
-        mixed["mean"] > mine["mean"] or alone["verdict"] != DEPLOY
-    ):
+    said = f"as decode.proposer=hybrid {mixed['mean']:.2f} [{low:.2f}, {high:.2f}]"
+    faster = mixed["mean"] > drafter["speedup"]["end_to_end"]["mean"]
+    if pays(ways, HYBRID, "drafter") and (faster or alone["verdict"] != DEPLOY):
         unchecked = UNCHECKED * (drafter["lossless"]["passed"] is None)
-        reason = f"{interval} lies above 1{unchecked}"
+        reason = f"end-to-end speedup {said} lies above 1{unchecked}"
         return {"use": HYBRID, "verdict": DEPLOY, "reason": reason}
     if alone["verdict"] == DO_NOT_DEPLOY and high >= 1:
-        reason = f"{alone['reason']}; but {interval} does not lie below"
+        reason = f"{alone['reason']}; but {said} does not"
         return {"use": HYBRID, "verdict": INCONCLUSIVE, "reason": reason}
     return alone
 

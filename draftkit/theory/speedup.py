@@ -17,7 +17,7 @@ nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ class Costs:
         if gamma == 0 or len(self.draft_units) < 2:
             return gamma * self.cost_ratio
         return max(_linear(self.draft_units, gamma), 0.0)
+
+    def at(self, gamma: int) -> "Costs":
+        """The same with c and v at `gamma`, at least 1."""
+        ratios = {"cost_ratio": self.draft_at(gamma) / gamma, "verify_ratio": self.verify_at(gamma)}
+        return replace(self, **ratios)
 
     def round_at(self, gamma: int) -> float:
         """What a round of `gamma` proposals costs in all."""

@@ -1,11 +1,14 @@
 """The walltime model reproduces the published table, examples and its own algebra."""
 
+from dataclasses import replace
+
 import pytest
 
 from draftkit.theory.speedup import (
     Costs,
     best_gamma,
     break_even_alpha,
+    by_gamma,
     ceiling,
     expected_tokens,
     speedup_from_length,
@@ -150,3 +153,21 @@ def test_the_best_gamma_follows_from_a_table_of_costs() -> None:
     for costs, gamma in ((cheap, 8), (steep, 1)):
         found, _ = best_gamma(0.8, costs, 12)
         assert found == gamma
+
+
+def test_what_proposing_costs_lies_on_the_line_between_measured_numbers() -> None:
+    serial = Costs(0.01, 0.1, 1.0, 0.1, {1: 1.0}, draft_units={1: 0.1, 4: 0.4, 12: 1.2})
+    plain = Costs(0.01, 0.1, 1.0, 0.1, {1: 1.0})
+    for gamma in (0, 1, 3, 4, 7, 12, 16):
+        assert serial.draft_at(gamma) == pytest.approx(plain.draft_at(gamma))
+        assert serial.round_at(gamma) == pytest.approx(0.1 * gamma + 1.1)
+    assert serial.at(7) == replace(serial, cost_ratio=pytest.approx(0.1))
+
+
+def test_a_draft_of_one_pass_is_worth_more_proposals_by_its_own_table() -> None:
+    parallel = Costs(0.01, 0.1, 1.0, 0.0, {1: 1.0}, draft_units={1: 0.1, 12: 0.1})
+    assert parallel.draft_at(0) == 0
+    assert parallel.at(4).cost_ratio == pytest.approx(0.025)
+    assert best_gamma(0.8, parallel, 12)[0] == 12
+    assert best_gamma(0.8, replace(parallel, draft_units={}), 12)[0] == 6
+    assert by_gamma([1.5, 2.0], parallel) == pytest.approx([1.0, 1.5 / 1.1, 2.0 / 1.1])

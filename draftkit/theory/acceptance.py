@@ -280,29 +280,32 @@ def _jackknife(*rates: Rate, compare: Compare) -> _Jackknife:
     return _Jackknife(float(value), error, degrees, int(totals[1]), prompts, documents)
 
 
-def estimate(*rates: Rate, compare: Compare = rate_itself, least: int = LEAST_UNITS) -> Estimate:
+def estimate(
+    *rates: Rate, compare: Compare = rate_itself, least: int = LEAST_UNITS, tail: float = 0.025
+) -> Estimate:
     """A rate, or what `compare` makes of several, with its interval over documents.
 
     Several are paired: by the documents of the first, in which all are summed. `operator.sub` gives
-    a gain. `n` are the counts of the first. There is no interval for under `least` documents.
+    a gain. `n` are the counts of the first. There is no interval for under `least` documents;
+    `tail` is the probability outside of it on either side, where it is looked at once.
     """
     jackknife = _jackknife(*rates, compare=compare)
     width = math.inf
     if jackknife.documents >= max(2, least):
-        width = student_t_quantile(jackknife.degrees) * jackknife.error
+        width = student_t_quantile(jackknife.degrees, tail) * jackknife.error
     value = jackknife.value
     return Estimate(
         value, value - width, value + width, jackknife.n, jackknife.prompts, jackknife.documents
     )
 
 
-def speedup(fast: Rate, slow: Rate) -> Estimate:
+def speedup(fast: Rate, slow: Rate, *, tail: float = 0.025) -> Estimate:
     """fast / slow with its interval, of rates of the same documents, in tokens per second.
 
     All four totals vary: answers differ in length where they are sampled, so that tokens per second
     and not seconds are compared. The interval is made on the logarithm.
     """
-    log = estimate(fast, slow, compare=log_ratio)
+    log = estimate(fast, slow, compare=log_ratio, tail=tail)
     return replace(log, mean=math.exp(log.mean), low=math.exp(log.low), high=math.exp(log.high))
 
 

@@ -222,7 +222,7 @@ def table() -> Iterator[str]:
                 label = f"{answers or 'chats':>5} answers, {documents:2} documents, mean {mean}"
                 yield f"{label}: alpha {held['alpha']:.1%}, gain {held['gain']:.1%}"
     for documents in (20, EvaluateConfig().timing_prompts):
-        for noise in (0.15, 0.35):
+        for noise in (0.05, 0.35):
             found = named(documents, noise=noise, repetitions=10_000)
             timed = found.pop("documents")
             shares = ", ".join(f"{name} {share:.2%}" for name, share in found.items())

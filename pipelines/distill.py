@@ -21,7 +21,7 @@ from draftkit.engines.folder import assistant_options
 from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.cards import model_card
 from draftkit.evaluation.engines import best_gamma_of
-from draftkit.evaluation.report import result_lines
+from draftkit.evaluation.report import result_lines, ways_table
 from draftkit.models.files import CARD
 from draftkit.models.served import FILE as GENERATION_CONFIG
 
@@ -43,7 +43,8 @@ def show(config: Config, folder: Path) -> None:
     """Print what the pair says, what changed, and where all of it is."""
     judged, colour = Path(needs(config)["evaluate"].path), sys.stdout.isatty()
     print((judged / SAMPLES[colour]).read_text(encoding="utf-8"))
-    Console(width=80).print(result_lines(read_json(judged / SUMMARY)))
+    summary = read_json(judged / SUMMARY)
+    Console(width=80).print(result_lines(summary), ways_table(summary), sep="\n")
     print(f"The drafter, as save_pretrained writes it: {folder / DRAFT}")
     print(f"Speed-up over gamma: {folder / FIGURE}")
     print("All numbers: the same command with `evaluate` in place of `distill`")

@@ -17,12 +17,20 @@ from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import continuations, html, terminal
+from draftkit.evaluation.choice import HYBRID, LOOKUP
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather
-from draftkit.evaluation.report import engine_table, evaluation_table, speedup_figure
+from draftkit.evaluation.report import (
+    engine_table,
+    evaluation_table,
+    numbers_table,
+    speedup_figure,
+    ways_table,
+)
 from draftkit.evaluation.summary import compare
+from draftkit.evaluation.walltime import PLAIN
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
-from draftkit.models.parallel import PARD, PLAIN
+from draftkit.models.parallel import kind_of
 from draftkit.theory.acceptance import LEAST_UNITS
 from draftkit.tracking import Tracker
 
@@ -37,6 +45,7 @@ TRACES = 3
 SAMPLES = {True: "samples.ansi", False: "samples.txt"}  # as read: with colours, with marks
 FIGURE = "speedup.png"
 PROMPTS = "prompts.json"  # scores of every prompt, so that runs can be paired
+TIMING = "timing.json"  # seconds and tokens of every chunk, by way
 
 
 def judged_inputs(config: Config) -> dict[str, Given | Step]:
@@ -52,7 +61,9 @@ def drafts_of(config: Config, folder: StageFolder) -> dict[str, ModelConfig]:
     start = folder.model(config, "draft")
     if config.evaluate.draft == "given":
         return {"given": start}
-    before = replace(start, kind=PLAIN)  # as it is: `distill` alone makes a parallel one of it
+    before = replace(
+        start, kind=kind_of(None)
+    )  # as it is: `distill` alone makes a parallel one of it
     return {"before": before, "after": with_path(start, folder.input("trained"))}
 
 
@@ -67,7 +78,7 @@ def needs(config: Config) -> dict[str, Given | Step]:
 
 def check(config: Config) -> None:
     """Raise ValueError for what cannot be judged, before anything is made for it."""
-    if config.decode.proposer == "none" or config.decode.gamma == 0:
+    if config.proposals == 0:
         key, way_out = "decode.gamma=0", "1 or more"
         if config.decode.proposer == "none":
             key, way_out = "decode.proposer=none", "another one"
@@ -116,6 +127,27 @@ def track(tracker: Tracker, temperature: float, summary: dict[str, Any], main: E
     tracker.table(f"eval/prompts_at_{temperature:g}", columns, rows)
 
 
+def chunks_of(evidence: dict[str, Evidence]) -> dict[str, Any]:
+    """Every chunk of every way, in the order of the clock; a way that was repeated stands twice."""
+    (*_, main) = evidence.values()
+    ways = {PLAIN: main.plain, LOOKUP: main.lookup, HYBRID: main.hybrid}
+    ways |= {name: one.timed for name, one in evidence.items()}
+    for name, one in [*ways.items()]:
+        if one and one.first:
+            ways |= {f"{name}, first time": one.first, f"{PLAIN}, beside {name}": one.plain}
+    return {
+        name: {
+            "gamma": one.gamma,
+            "prefill_seconds": [chunk.prefill_seconds for chunk in one.chunks],
+            "seconds": [chunk.seconds for chunk in one.chunks],
+            "tokens": [chunk.tokens for chunk in one.chunks],
+            "rounds": [sum(each.rounds for each in chunk.completions) for chunk in one.chunks],
+        }
+        for name, one in ways.items()
+        if one is not None
+    }
+
+
 def write_traces(folder: Path, main: Evidence, target: Target) -> None:
     """Leave the first answers as pages to look at: what was proposed, accepted and corrected."""
     traces = main.timed.completions[:TRACES]
@@ -135,14 +167,17 @@ def show(config: Config, folder: Path) -> None:
     console = Console(width=80)
     summary = read_json(folder / SUMMARY)
     console.print(evaluation_table(summary))
+    if "speedup_by_k" in summary:
+        console.print(numbers_table(summary))
     if "engines" in summary:
         console.print(engine_table(summary))
+    console.print(ways_table(summary))
     console.print(f"What was accepted and corrected, token by token: {folder / 'trace.html'}")
 
 
 @stage(
     sections=("seed", "data", "sampling", "decode", "evaluate"),
-    version=2,
+    version=3,
     needs=needs,
     check=check,
     check_texts=check_prompts,
@@ -161,6 +196,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     main = list(drafts)[-1]
     by_temperature: dict[str, dict[str, Any]] = {}
     by_prompt: dict[str, dict[str, Any]] = {}
+    by_chunk: dict[str, dict[str, Any]] = {}
     for temperature in config.evaluate.temperatures or [served]:
         sampling, key = replace(config.sampling, temperature=temperature), f"{temperature:g}"
         answers = folder.input(f"contexts at {key}")
@@ -168,6 +204,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
             target,
             drafts,
             contexts=read_contexts(answers, "test"),
+            others=read_contexts(answers, "validation"),
             prompts=prompts,
             sampling=sampling,
             lossless=lossless,
@@ -180,13 +217,16 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         by_temperature[key] = compare(evidence, main, sampling, config) | {"machine": computes}
         scored = {name: part.scored.as_dict() for name, part in evidence.items()}
         by_prompt[key] = {"contexts": answers.name, **scored}
+        by_chunk[key] = chunks_of(evidence)
         track(folder.tracker, temperature, by_temperature[key], evidence[main])
     write_json(folder.path / PROMPTS, by_prompt)
+    write_json(folder.path / TIMING, by_chunk)
     first = next(iter(by_temperature.values()))
     speedup_figure(first, folder.path / FIGURE)
     folder.tracker.figure("eval/speedup", folder.path / FIGURE)
-    kind = PLAIN if drafts[main].parallel is None else PARD
-    shares = shares_of(folder.input("texts"))
+    if (kept := getattr(drafts[main], "kept_ids", None)) is not None:
+        first["kept_ids"] = len(kept)
+    kind, shares = kind_of(drafts[main].parallel), shares_of(folder.input("texts"))
     return {**first, "by_temperature": by_temperature, "kind": kind, **shares}
 
 

@@ -151,7 +151,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     pair = Pair(
         target=str(Path(target.location).absolute()) if local else target.location,
         revision=target.revision,
-        gamma=max(1, config.decode.gamma),
+        gamma=max(1, config.proposals),
         judged=judged,
         parallel=parallel,
     )

@@ -44,7 +44,7 @@ def needs(config: Config) -> dict[str, Given | Step]:
 
 def decoding_of(config: Config) -> list[Any]:
     """The settings of decoding that a source's texts depend on, where they do."""
-    gamma, verification = config.decode.gamma, config.decode.verification
+    gamma, verification = config.proposals, config.decode.verification
     return {"block": [gamma], "replay": [gamma, verification]}.get(config.source.name, [])
 
 

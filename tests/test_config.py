@@ -95,6 +95,8 @@ REFUSED: list[tuple[str, Make]] = [
     ("generate.url", lambda: GenerateConfig(engine="openai", url="localhost:8000/v1")),
     ("generate.url", lambda: GenerateConfig(engine="openai", url="http://me:secret@host/v1")),
     ("decode.gamma", lambda: DecodeConfig(gamma=-1)),
+    ("decode.gamma", lambda: DecodeConfig(gamma="best")),
+    ("evaluate.timing_minutes", lambda: EvaluateConfig(timing_minutes=0)),
     ("decode.verification", lambda: DecodeConfig(verification="typical")),
     ("optim.learning_rate", lambda: OptimConfig(learning_rate=0)),
     ("optim.max_steps", lambda: OptimConfig(max_steps=0)),
@@ -261,6 +263,13 @@ def test_a_proposer_goes_by_its_names_and_none_is_plain_decoding() -> None:
     assert BenchmarkConfig(methods=["plain", "lookup"]).methods == ["plain", "prompt_lookup"]
     with pytest.raises(ValueError, match=r"^decode\.proposer must be one of sampled, .*'eagle'$"):
         DecodeConfig(proposer="eagle")
+
+
+def test_an_automatic_gamma_is_a_number_wherever_nothing_is_measured() -> None:
+    assert (DecodeConfig().gamma, DecodeConfig().proposals) == (4, 4)
+    assert (DecodeConfig(gamma="auto").gamma, DecodeConfig(gamma="auto").proposals) == ("auto", 4)
+    assert DecodeConfig(gamma=7).proposals == 7
+    assert DecodeConfig(gamma="auto", proposer="none").proposals == 0
 
 
 def test_yaml_may_switch_the_identity_check_off() -> None:

@@ -31,7 +31,8 @@ from draftkit.evaluation.costs import BURST, SETTLING, WARM_TURNS, meter
 from draftkit.evaluation.judge import LOOKUP, Prompts, check_lossless, proposers_of, timing
 from draftkit.evaluation.report import speedup_figure
 from draftkit.evaluation.walltime import (
-    CALIBRATED_GAMMA,
+    CALIBRATED_GAMMAS,
+    FIRST_LOOK,
     PLAIN,
     Method,
     PromptIds,
@@ -464,7 +465,8 @@ class Probe:
         """Of decoding in turns: what is made once, and what every temperature takes."""
         config, options = self.config, self.config.evaluate
         long, size = min(LONG, self.answer), options.timing_batch_size
-        timed, calibration = prompts.test[: options.timing_prompts], prompts.calibration
+        looked_at = min(options.timing_prompts, FIRST_LOOK)  # more of them only where it varies
+        timed, calibration = prompts.test[:looked_at], prompts.calibration
         setting = timing([*timed, *calibration], config.sampling, (), config)
         setting = replace(setting, max_new_tokens=self.answer)
         texts = self.lengthened(timed[:size], self.answer - long)
@@ -487,8 +489,9 @@ class Probe:
             whole = again * (min(self.answer, self.mean_answer) / long)
             warm = 1 if name == PLAIN else len(shapes(setting))
             turns += whole * (chunks + warm)
-        for proposer in proposers().values():
-            one = meter(target.adapter, proposer, calibration, setting, gammas=(CALIBRATED_GAMMA,))
+        for name in proposers():
+            make, gammas = (lambda name=name: proposers()[name]), CALIBRATED_GAMMAS
+            one = meter(target.adapter, make, calibration, setting, gammas=gammas)
             made = spent(lambda of=one: of.take(1, BURST, SETTLING))
             again = spent(lambda of=one: of.take(1, BURST, SETTLING))
             once += made.more_than(again)

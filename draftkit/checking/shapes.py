@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from draftkit.config import Config, DeviceConfig, ModelConfig
 from draftkit.data.prompts import Splits
+from draftkit.evaluation.walltime import FIRST_LOOK
 from draftkit.models.loading import llama_config, model_config
 from draftkit.models.memory import cache_bytes, weight_count
 
@@ -329,16 +330,16 @@ def evaluate(case: Case) -> Demand:
     for _ in options.temperatures or [0]:
         work += [case.scoring("target", options.prompts, answer)]
         work += drafts * [case.scoring("draft", options.prompts, answer)]
-        size, rows = options.timing_batch_size, options.timing_prompts
+        size, rows = options.timing_batch_size, min(options.timing_prompts, FIRST_LOOK)
         plain = case.decoding("target", rows, lengths, size)
         # With every proposal accepted; prompt lookup is timed beside the drafts.
-        rounds = replace_reads(plain, 1 / (config.decode.gamma + 1))
+        rounds = replace_reads(plain, 1 / (config.proposals + 1))
         work += [plain, *(drafts + 1) * [rounds]]
         work += drafts * [case.decoding("draft", rows, lengths, size)]
     if options.lossless != "off":
         size = min(options.batch_size, options.lossless_prompts)
         plain = case.decoding("target", options.lossless_prompts, lengths, size)
-        rounds = replace_reads(plain, 1 / (max(config.decode.gamma, 1) + 1))
+        rounds = replace_reads(plain, 1 / (max(config.proposals, 1) + 1))
         work += [plain, *drafts * [rounds]]
         compared = {"caches": case.caches("target", size) + case.caches("draft", size)}
         kept_now = max(probabilities, compared, key=_total)

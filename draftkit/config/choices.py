@@ -47,10 +47,13 @@ class Rule:
     names: Sequence[str] = ()
     filled: bool = False  # a list: at least one entry
     unique: bool = False  # and none twice
+    word: str = ""  # that may stand for a number
     hint: str = ""  # behind the rule, in the message
 
     def fits(self, value: Any) -> bool:
         """Whether `value` lies within all bounds."""
+        if self.word and isinstance(value, str):
+            return value == self.word
         return (
             (not self.names or value in self.names)
             and (self.least is None or value >= self.least)
@@ -70,7 +73,7 @@ class Rule:
             text = f"lie in {left}, {right}"
         else:
             text = "be positive" if self.least is None else f"be at least {self.least:g}"
-        return text + self.hint
+        return text + (f", or be {self.word}" if self.word else "") + self.hint
 
 
 def setting(default: Any, **rule: Any) -> Any:

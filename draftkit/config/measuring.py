@@ -21,7 +21,9 @@ from draftkit.config.choices import (
 class DecodeConfig(Section, key="decode"):
     """Speculative decoding: tokens proposed per round, how they are verified, and by what code."""
 
-    gamma: int = setting(4, least=0, most=32)
+    # auto: `evaluate` finds the number that pays most, on other prompts than those that it times;
+    # where nothing is measured it is 4, or what a parallel drafter is trained for.
+    gamma: int | str = setting(4, least=0, most=32, word="auto")
     # Who proposes: the draft (`sampled` as the target is served, or its `argmax`; `hybrid`: prompt
     # lookup where it has a match; `staged`: the draft decodes speculatively in turn), counts of the
     # training text (`unigram`, `bigram`, `ngram`), `prompt_lookup`, or `none`: gamma is 0.
@@ -67,8 +69,11 @@ class EvaluateConfig(Section, key="evaluate"):
     batch_size: int = positive(32)
     # Of the selection in `distill`; the first of them calibrate.
     validation_prompts: int = positive(48)
-    # A verdict needs 20 documents of them, or 20 batches where rows are decoded together.
-    timing_prompts: int = positive(24)
+    # A verdict needs 20 documents of them, or 20 batches where rows are decoded together. At most:
+    # behind 24, 48, ... it is enough where the interval of the best speed-up is within 5 %, and
+    # timing ends after so many minutes for each temperature.
+    timing_prompts: int = positive(192)
+    timing_minutes: float = positive(10.0)
     timing_batch_size: int = positive(1)
     calibration_turns: int = positive(12)  # bursts of rounds by which c, v and o are measured
     # The identity check: in float32, which is the sharper; in the dtype that is served, which takes

@@ -103,4 +103,4 @@ def costs_at(costs: dict[int, Costs], batch: int) -> Costs:
 
 
 def _best(alpha: float, costs: Costs, most: int) -> int:
-    return best_gamma(alpha, costs.cost_ratio, costs.verify_at, costs.overhead_ratio, most)[0]
+    return best_gamma(alpha, costs, most)[0]

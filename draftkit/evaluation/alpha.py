@@ -30,9 +30,7 @@ from draftkit.theory.acceptance import (
     SHARES,
     Estimate,
     Rate,
-    by_place,
     estimate,
-    mean_by_place,
     rounds_of_texts,
     sampled_acceptance,
     sampled_share,
@@ -42,7 +40,6 @@ from draftkit.theory.warping import SamplingParams, seen_along, seen_tokens, war
 
 # Of engines that cut the target by top-k and top-p and the draft not: `alpha` with such a q.
 UNCUT = "alpha_uncut_draft"
-MOST_BLOCKS = 12  # proposals in one pass that an evaluation looks at
 CHAINS_AT_ONCE = 128  # that begin in a text: masks grow with the square of what is read together
 
 
@@ -82,23 +79,6 @@ class PromptTotals:
             for mode, shares in self.shares.items()
         }
         return replace(self, shares=first)
-
-    def by_position(self, mode: str, gamma: int) -> tuple[list[float], list[float]]:
-        """The acceptance of proposal 1..gamma of a round: of all texts before it, and given that
-        those before it in its round were accepted.
-        """
-        places = [by_place(share, gamma).double() for share in self.shares[mode]]
-        reached, passed = torch.zeros(gamma, dtype=torch.float64), torch.zeros(gamma)
-        passed = passed.double()
-        for share in places:
-            alive = torch.ones(len(share), dtype=torch.float64)  # by where the round begins
-            for place in range(min(gamma, len(share))):
-                alive = alive[: len(share) - place]
-                reached[place] += alive.sum()
-                alive = alive * share[place:, place]
-                passed[place] += alive.sum()
-        given = passed / reached.clamp(min=1e-9)
-        return mean_by_place(self.shares[mode], gamma).tolist(), given.tolist()
 
     def tokens_a_pass(self, mode: str, gamma: int, *, confidence: float = 0.0) -> Rate:
         """tau of decoding with `gamma` proposals a round in this mode, as a rate over prompts.

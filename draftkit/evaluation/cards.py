@@ -16,6 +16,7 @@ from draftkit.evaluation.report import (
     MODES,
     TAU,
     interval,
+    kept_ids_text,
     sample_text,
     sampling_text,
     signed,
@@ -77,7 +78,8 @@ def model_card(
         + (
             "\n## In your engine\n\n"
             "Engines draft and verify in different ways, so each accepts another share. Computed "
-            "from the same texts, not run; each engine's default comes first.\n\n"
+            "from the same texts, not run; each engine's default comes first. "
+            f"{kept_ids_text(judged)}\n\n"
             "| engine | how it drafts | gamma | accepts | tokens a pass |\n|---|---|---|---|---|\n"
             + engines
             if engines
@@ -107,8 +109,10 @@ def plain_card(target: str | None, gamma: int, *, parallel: bool = False) -> str
 
 
 def hub_name(target: str | None) -> str | None:
-    """`target` where it is a name on the hub, and no folder of this machine."""
-    return None if target is None or Path(target).is_dir() else target
+    """`target` where it is a name on the hub, and no folder or file of this machine."""
+    if target is None or Path(target).exists() or Path(target).is_absolute():
+        return None
+    return target
 
 
 def _front(target: str | None) -> str:

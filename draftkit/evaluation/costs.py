@@ -136,7 +136,7 @@ class Flow:
 class Meter:
     """Measures c, v and o by the flows of gamma 0, of `gamma`, and of other gammas.
 
-    All are ratios to the plain steps of the same turn, c and v at `gamma`, v at every gamma; the
+    All are ratios to the plain steps of the same turn, c and v at `gamma` and at every other; the
     flow "rest", or that of `gamma`, gives o. Medians over turns.
     """
 
@@ -161,13 +161,17 @@ class Meter:
                 self._turns[kind].append(self._flows[kind].burst(rounds, settling))
         self._taken += count
 
-    def costs(self) -> Costs:
-        """The medians of what has been measured so far, at least one turn."""
+    def costs(self, gamma: int | None = None) -> Costs:
+        """The medians of what has been measured so far, at least one turn; c and v at `gamma`."""
         kinds = [kind for kind in self._flows if isinstance(kind, int)]
-        return Costs(
-            **{name: statistics.median(column) for name, column in self._columns().items()},
-            verify_ratios={kind: statistics.median(self._ratios(kind, "verify")) for kind in kinds},
+        columns = {name: statistics.median(column) for name, column in self._columns().items()}
+        propose, verify = (
+            {kind: statistics.median(self._ratios(kind, part)) for kind in kinds}
+            for part in ("propose", "verify")
         )
+        units = {kind: unit for kind, unit in propose.items() if kind > 0}
+        found = Costs(**columns, verify_ratios=verify, draft_units=units)
+        return found if gamma is None else found.at(gamma)
 
     def quartiles(self) -> dict[str, list[float]]:
         """The first and third quartile over turns of each cost."""
@@ -193,26 +197,26 @@ class Meter:
 
 def meter(
     target: Adapter,
-    proposer: Proposer,
+    make: Callable[[], Proposer],
     prompts: PromptIds,
     setting: Setting,
     *,
     gammas: Sequence[int] = (),
 ) -> Meter:
-    """A meter of `proposer`, on `prompts` that must not be the timed ones.
+    """A meter of the proposer that `make` makes, on `prompts` that must not be the timed ones.
 
-    v is measured at `setting.gamma` and at the other `gammas`, which `setting.capacity` must hold
-    too; there a constant guess stands in for the proposer. So it does for o, at gamma 2 and without
-    compiled code, since o is what the host does between the units; but as timed on CUDA, where the
-    device is at work meanwhile.
+    c and v are measured at `setting.gamma` and at the other `gammas`, which `setting.capacity` must
+    hold too. For o a constant guess stands in for the proposer, at gamma 2 and without compiled
+    code, since o is what the host does between the units; but as timed on CUDA, where the device is
+    at work meanwhile.
     """
     gamma, guess = max(setting.gamma, 1), FirstToken(target.vocab_size)
 
     def flow(proposer: Proposer | None, gamma: int, setting: Setting = setting) -> Flow:
         return Flow(make_decoder(target, proposer, setting), prompts, setting, gamma)
 
-    flows: dict[Any, Flow] = {0: flow(None, 0), gamma: flow(proposer, gamma)}
-    flows |= {other: flow(guess, other) for other in gammas if other not in flows}
+    flows: dict[Any, Flow] = {0: flow(None, 0)}
+    flows |= {one: flow(make(), one) for one in dict.fromkeys((gamma, *gammas))}
     on_cuda = target.device.type == "cuda"
     of_rest = setting if on_cuda else replace(setting, compiled=False, captured=False)
     return Meter(flows | {"rest": flow(guess, OVERHEAD_GAMMA, of_rest)}, gamma)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 
 import torch
 
@@ -18,23 +19,27 @@ from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
-from draftkit.evaluation.costs import between, meter
+from draftkit.evaluation.choice import HYBRID, LOOKUP, chosen_numbers, without_draft
+from draftkit.evaluation.costs import Meter, between, meter
 from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness, greedy_identity
 from draftkit.evaluation.walltime import (
-    CALIBRATED_GAMMA,
+    CALIBRATED_GAMMAS,
+    FIRST_LOOK,
     PLAIN,
     PromptIds,
     Setting,
     Timed,
     row_capacity,
     time_methods,
+    until_certain,
 )
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, model_config
 from draftkit.models.memory import cache_bytes, free_bytes, in_float32, weight_count
-from draftkit.theory.speedup import Costs
+from draftkit.theory.speedup import Costs, speedup_from_length
 
-LOOKUP = "prompt_lookup"
+PREDICTION_TOLERANCE = 0.1
+CHOOSING_TURNS = 3  # of calibration, by which numbers of proposals are chosen
 LOGITS = 4  # copies of a round's, of both models and as distributions
 RESERVE = 1.1
 
@@ -55,15 +60,16 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that was measured of one draft, and of prompt lookup, under one sampling."""
+    """All that was measured of one draft, and of the ways beside it, under one sampling."""
 
     scored: PromptTotals
     timed: Timed
     plain: Timed
-    costs: Costs
+    costs: Costs  # c and v at its number of proposals
     lossless: Losslessness
     lookup: Timed
     compile_seconds: float = 0.0  # for all drafts together; in none of the times
+    hybrid: Timed | None = None  # with prompt lookup where it has a guess
 
 
 def proposers_of(
@@ -89,67 +95,140 @@ def gather(
     drafts: dict[str, Adapter],
     *,
     contexts: Sequence[Record],
+    others: Sequence[Record],
     prompts: Prompts,
     sampling: SamplingConfig,
     lossless: dict[str, Losslessness],
     config: Config,
     note: Callable[[str], None],
 ) -> dict[str, Evidence]:
-    """Measure every draft under `sampling`: shared contexts, shared prompts, shared baseline."""
-    options = config.evaluate
+    """Measure every draft under `sampling`: shared contexts, shared prompts, shared baseline.
+
+    others: what the target says after other prompts than `prompts.test`, by which the numbers of
+    proposals are chosen.
+    """
+    options, adapter = config.evaluate, target.adapter
     rows = timed_rows(prompts, options)
+    documents = [prompts.documents[row] for row in rows] if prompts.documents else []
     timed_prompts = [prompts.test[row] for row in rows]
     decoded = [*timed_prompts, *prompts.calibration]
     setting = timing(decoded, sampling, target.eos_token_ids, config)
+
+    def score(contexts: Sequence[Record]) -> dict[str, PromptTotals]:
+        how = {"sampling": sampling, "eos_token_ids": target.eos_token_ids}
+        size = options.batch_size
+        return score_drafts(adapter, drafts, contexts, batch_size=size, blocks=MOST_GAMMA, **how)
+
     note(f"alpha on {len(contexts)} contexts at temperature {sampling.temperature:g}")
-    scored = score_drafts(
-        target.adapter,
-        drafts,
-        contexts,
-        sampling=sampling,
-        batch_size=options.batch_size,
-        eos_token_ids=target.eos_token_ids,
-    )
+    scored = score(contexts)
     compiling = -compile_seconds()
-    note(f"wall time on {len(timed_prompts)} prompts, in turns with the baseline")
+    ways = ways_of(adapter, drafts, prompts, config)
+    judged = {name: make for name, make in ways.items() if name in drafts}
+    meters = meters_of(adapter, judged, prompts.calibration, setting)
+    gammas = dict.fromkeys(ways, setting.gamma)
+    if config.decode.gamma == "auto":
+        for one in {*meters.values()}:
+            one.turn(CHOOSING_TURNS)
+        measured = {name: one.costs() for name, one in meters.items()}
+        gammas = chosen_numbers(ways, measured, score(others), others, config)
+    note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
+    note(f"wall time on up to {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
+    looks = ceil(min(FIRST_LOOK, len(rows)) / setting.batch_size)
+    calibrate = between([*{*meters.values()}], options.calibration_turns)
 
-    def proposers() -> dict[str, Proposer]:  # each decoder has its own, since each has its cache
-        return proposers_of(target.adapter, drafts, prompts, config)
+    def costs() -> dict[str, Costs]:
+        found = {name: one.costs(gammas[name]) for name, one in meters.items()}
+        if LOOKUP in ways:
+            found[LOOKUP] = without_draft(next(iter(found.values())).at(gammas[LOOKUP]))
+        return found
 
-    lookup = {} if config.decode.proposer == LOOKUP else {LOOKUP: PromptLookup()}
-    gammas = (CALIBRATED_GAMMA,)
-    meters = {
-        name: meter(target.adapter, proposer, prompts.calibration, setting, gammas=gammas)
-        for name, proposer in proposers().items()
-    }
     timed = time_methods(
-        target.adapter,
-        lookup | proposers(),
+        adapter,
+        {name: make() for name, make in ways.items()},  # each decoder has its own cache
         timed_prompts,
         prompts.calibration,
         setting,
-        between([*meters.values()], options.calibration_turns),
+        lambda chunk, _: calibrate(chunk, looks) if chunk < looks else None,
+        gammas=gammas,
+        limit=lambda: until_certain(60 * options.timing_minutes, documents, note),
+        doubtful=lambda timed: doubtful(timed, costs(), note),
     )
-    if prompts.documents:
-        documents = [prompts.documents[row] for row in rows]
-        timed = {name: replace(one, documents=documents) for name, one in timed.items()}
+    timed = {name: one.of(documents) for name, one in timed.items()}
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")
-    shared = next(iter(meters))  # a proposer without a draft, of which there is one for all
-    evidence = {}
+    last, evidence = [*drafts][-1], {}
     for name in drafts:
-        key = name if name in meters else shared
+        key = name if name in judged else last  # without a draft there is one for all
         evidence[name] = Evidence(
             scored=scored[name],
             timed=timed[key],
             plain=timed[PLAIN],
-            costs=meters[key].costs(),
+            costs=costs()[key],
             lossless=lossless[key],
-            lookup=timed[LOOKUP] if lookup else timed[key],
+            lookup=timed[LOOKUP if LOOKUP in ways else key],
             compile_seconds=compiling,
+            hybrid=timed.get(HYBRID) if name == last else None,
         )
     return evidence
+
+
+def ways_of(
+    target: Adapter, drafts: Mapping[str, Adapter], prompts: Prompts, config: Config
+) -> dict[str, Callable[[], Proposer]]:
+    """All that is timed beside plain decoding, by name: how to make a proposer for one decoder.
+
+    The drafts, or what proposes without one; prompt lookup; and the hybrid of it and the last
+    draft, where the drafts' samples are what is judged.
+    """
+
+    def made(name: str, config: Config) -> Proposer:
+        return proposers_of(target, {name: drafts[name]}, prompts, config)[name]
+
+    served, last = config.decode.proposer, [*drafts][-1]
+    ways: dict[str, Callable[[], Proposer]] = {} if served == LOOKUP else {LOOKUP: PromptLookup}
+    if not config.decode.has_drafter:
+        one = made(last, config)  # which may have counted the text
+        return ways | {last: lambda: one}
+    ways |= {name: partial(made, name, config) for name in drafts}
+    if served == "sampled":
+        mixed = replace(config, decode=replace(config.decode, proposer=HYBRID))
+        ways[HYBRID] = partial(made, last, mixed)
+    return ways
+
+
+def meters_of(
+    target: Adapter,
+    ways: Mapping[str, Callable[[], Proposer]],
+    prompts: PromptIds,
+    setting: Setting,
+) -> dict[str, Meter]:
+    """A meter of each of `ways`: one for all of one signature, which differ in weights alone."""
+    kinds = {make().signature: make for make in ways.values()}
+    meters = {
+        kind: meter(target, make, prompts, setting, gammas=CALIBRATED_GAMMAS)
+        for kind, make in kinds.items()
+    }
+    return {name: meters[make().signature] for name, make in ways.items()}
+
+
+def doubtful(
+    timed: Mapping[str, Timed], costs: Mapping[str, Costs], note: Callable[[str], None]
+) -> list[str]:
+    """The ways that took another time than predicted while plain decoding was steady."""
+    found = []
+    for name, one in costs.items():
+        error = prediction_error(timed[name], timed[PLAIN], one)
+        if timed[PLAIN].is_steady and abs(error) > PREDICTION_TOLERANCE:
+            note(f"{name}: {error:+.0%} off predicted though plain decoding is steady: once more")
+            found.append(name)
+    return found
+
+
+def prediction_error(timed: Timed, plain: Timed, costs: Costs) -> float:
+    """By how much the speed-up of full batches exceeds tau / (gamma c + v + o), relative."""
+    predicted = speedup_from_length(timed.full_length, timed.gamma, **costs.ratios)
+    return timed.full_batches.mean / plain.full_batches.mean / predicted - 1
 
 
 def timed_rows(prompts: Prompts, options: EvaluateConfig) -> list[int]:
@@ -169,7 +248,7 @@ def timing(
     texts: PromptIds, sampling: SamplingConfig, eos_token_ids: Sequence[int], config: Config
 ) -> Setting:
     """How generations of `texts` are timed."""
-    options, gamma = config.evaluate, config.decode.gamma
+    options, gamma = config.evaluate, config.proposals
     return Setting(
         sampling=sampling,
         max_new_tokens=options.max_new_tokens,
@@ -218,7 +297,7 @@ def check_lossless(
             proposers_of(target.adapter, loaded, prompts, config),
             texts,
             max_new_tokens=options.max_new_tokens,
-            gamma=max(config.decode.gamma, 1),
+            gamma=max(config.proposals, 1),
             batch_size=options.batch_size,
             eos_token_ids=target.eos_token_ids,
         )
@@ -231,7 +310,7 @@ def float32_bytes(
 
     Weights, caches of target and draft, and the logits of a round, with a reserve of a tenth.
     """
-    options, gamma = config.evaluate, max(config.decode.gamma, 1)
+    options, gamma = config.evaluate, max(config.proposals, 1)
     rows, wide = min(options.batch_size, len(texts)), torch.float32
     slots = row_capacity(texts, max_new_tokens=options.max_new_tokens, gamma=gamma)
     weights = [*target.adapter.model.parameters()]

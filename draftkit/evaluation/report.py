@@ -12,9 +12,9 @@ from rich.table import Table
 
 from draftkit.artifacts import atomic_path
 from draftkit.config import SamplingConfig
+from draftkit.evaluation.judge import PREDICTION_TOLERANCE
 from draftkit.theory.acceptance import LEAST_UNITS
 
-PREDICTION_TOLERANCE = 0.1
 PALE, DARK = "#9bbbd9", "#1f4e79"  # of curves
 VERDICTS = {"deploy": "DEPLOY", "do_not_deploy": "DO NOT DEPLOY", "inconclusive": "INCONCLUSIVE"}
 
@@ -86,7 +86,7 @@ ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "speedup predicted": lambda s: f"{s['speedup']['predicted']:.2f}",
     "ceiling at alpha = 1": lambda s: f"{s['speedup']['ceiling']:.2f}",
     "speedup end to end": lambda s: interval(s["speedup"]["end_to_end"], 2),
-    "best gamma": lambda s: str(s["best_gamma"]),
+    "gamma in use, best gamma": lambda s: f"{s['gamma']}, {s['best_gamma']}",
     "tokens/s plain": lambda s: f"{s['tokens_per_second']['autoregressive']:.0f}",
     "tokens/s drafted": lambda s: f"{s['tokens_per_second']['speculative']:.0f}",
 }
@@ -98,7 +98,7 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
     proposer = summary["proposer"]
     proposer = "" if proposer == "sampled" else f"proposer {proposer}, "
     title = (
-        f"{proposer}temperature {summary['temperature']:g}, gamma {summary['gamma']}, "
+        f"{proposer}temperature {summary['temperature']:g}, "
         f"batch {summary['batch_size']}, {sample_text(summary['alpha'])}"
     )
     table = Table(
@@ -117,12 +117,59 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
             table.add_row("  paired gain", "", signed(summary["acceptance_length_gain"]))
     checks = [draft["lossless"] for draft in drafts.values()]
     table.add_row(lossless_label(checks[-1]), *map(lossless_text, checks))
-    if "prompt_lookup" in summary:
-        lookup, beside = summary["prompt_lookup"], [""] * (len(drafts) - 1)
-        whole = interval(lookup["speedup"]["end_to_end"], 2)
-        table.add_row("prompt lookup, tau", *beside, interval(lookup["acceptance_length"], 2))
-        table.add_row("prompt lookup, end to end", *beside, whole)
-        table.add_row("best end to end", *beside, summary["best_of"].replace("_", " "))
+    return table
+
+
+WAYS = {"prompt_lookup": "prompt lookup", "hybrid": "drafter + prompt lookup", "plain": "plain"}
+WAYS["before"] = "drafter before"
+
+
+def ways_table(summary: dict[str, Any]) -> Table:
+    """Every way that was timed, at every temperature, the fastest first."""
+    table = Table(title="all ways, end to end", show_edge=False, pad_edge=False, min_width=72)
+    table.add_column("T", justify="right")
+    table.add_column("", no_wrap=True)
+    for name in ("tokens/s", "speed-up", "tau", "K"):
+        table.add_column(name, justify="right", no_wrap=True)
+    notes = []
+    for temperature, judged in summary["by_temperature"].items():
+        ways = judged["ways"]
+        best = max(ways, key=lambda name: ways[name]["speedup"]["end_to_end"]["mean"])
+        plain = ways[best]["plain_tokens_per_second_end_to_end"]
+        rows = [(1.0, "plain", f"{plain:.1f}", "1", "1", "0")]
+        for key, one in ways.items():
+            name, whole = WAYS.get(key, key), one["speedup"]["end_to_end"]
+            rate, tau = one["tokens_per_second_end_to_end"], one["acceptance_length"]["mean"]
+            cells = f"{rate:.1f}", interval(whole, 2), f"{tau:.2f}", str(one["gamma"])
+            rows.append((whole["mean"], name, *cells))
+            if "repeated" in one:
+                first = interval(one["repeated"]["speedup"]["end_to_end"], 2)
+                notes.append(f"{name} at T {temperature}: repeated; {first} the first time")
+        for number, (_, *cells) in enumerate(sorted(rows, reverse=True)):
+            table.add_row(
+                "" if number else temperature, *cells, end_section=number == len(rows) - 1
+            )
+    table.caption = "\n".join(notes)
+    return table
+
+
+def numbers_table(summary: dict[str, Any]) -> Table:
+    """By the number of proposals K: what is accepted there, tau and the predicted speed-up."""
+    best = max(summary["speedup_by_k"], key=summary["speedup_by_k"].__getitem__)
+    title = "by the number of proposals K: computed from the scored texts, best K *"
+    table = Table(title=title, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("K", no_wrap=True)
+    for number in summary["speedup_by_k"]:
+        table.add_column(f"{number}*" if number == best else number, justify="right", no_wrap=True)
+    rows = {
+        "alpha at K": summary["alpha_by_position"],
+        "after K - 1": summary["alpha_given_chain"],
+        "tau": [one["mean"] for one in summary["acceptance_length_by_k"].values()],
+        "speed-up": summary["speedup_by_k"].values(),
+    }
+    for label, values in rows.items():
+        texts = ("-" if one is None else f"{one:.{1 + (one < 10)}f}" for one in values)
+        table.add_row(label, *texts)
     return table
 
 
@@ -130,6 +177,7 @@ def engine_table(summary: dict[str, Any]) -> Table:
     """What each engine would accept of the judged drafter."""
     title = f"in your engine, its default first (computed; temperature {summary['temperature']:g})"
     notes = [f"{row['setting']}: {row['note']}" for row in summary["engines"] if "note" in row]
+    notes += filter(None, [kept_ids_text(summary)])
     table = Table(title=title, caption="\n".join(notes), show_edge=False, pad_edge=False)
     for name in ("engine", "how it drafts"):
         table.add_column(name, no_wrap=True)
@@ -141,6 +189,17 @@ def engine_table(summary: dict[str, Any]) -> Table:
         accepts, length = f"{row['acceptance']['mean']:.3f}", interval(row["acceptance_length"], 2)
         table.add_row(engine, row["setting"], str(row["gamma"]), accepts, length)
     return table
+
+
+def kept_ids_text(summary: dict[str, Any]) -> str:
+    """What engines do not know of a drafter that proposes some ids alone; empty for all others."""
+    if not (kept := summary.get("kept_ids")):
+        return ""
+    return (
+        f"These rates are of a drafter that proposes {kept:,} ids alone (kept_ids.json), which "
+        "only draftkit knows: an engine lets it propose all ids, of which it has not learnt the "
+        "others, and so accepts less."
+    )
 
 
 def result_lines(summary: dict[str, Any]) -> Table:
@@ -165,18 +224,20 @@ def result_lines(summary: dict[str, Any]) -> Table:
 
 def verdict_text(summary: dict[str, Any]) -> str:
     """The verdict, what it speaks of, and its reason."""
-    proposer = "sampled drafts" if summary["proposer"] == "sampled" else summary["proposer"]
+    proposer = summary.get("use", summary["proposer"])
+    proposer = "sampled drafts" if proposer == "sampled" else proposer
     scope = f"draftkit's decoder, {proposer}, batch {summary['batch_size']}, {summary['machine']}"
     return f"{VERDICTS[summary['verdict']]} ({scope}): {summary['reason']}"
 
 
 def caption(summary: dict[str, Any]) -> str:
-    """Verdict and reason, and a warning where theory and clock disagree."""
+    """Verdict and reason, and a warning where theory and clock disagree on what decides."""
     text = verdict_text(summary)
-    error = summary["speedup"]["prediction_error"]
-    if abs(error) > PREDICTION_TOLERANCE:
+    speedup = summary["speedup"]
+    error, decides = speedup["prediction_error"], speedup["end_to_end"]["ci95"] is not None
+    if decides and abs(error) > PREDICTION_TOLERANCE:
         text += (
-            f". Measured is {error:+.0%} off predicted: was the machine busy? "
+            f". Measured is {error:+.0%} off predicted: was the machine busy (timing.json)? "
             "Repeat with overwrite=true"
         )
     return text

@@ -1,39 +1,37 @@
 """From what was measured to the keys of a summary, the verdict among them."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from draftkit.config import Config, SamplingConfig
 from draftkit.decoding.catalogue import served_mode
-from draftkit.evaluation.alpha import estimates
+from draftkit.evaluation.alpha import PromptTotals, estimates
+from draftkit.evaluation.choice import HYBRID, LOOKUP, factors_of, taus_of
 from draftkit.evaluation.engines import engine_rows
-from draftkit.evaluation.judge import LOOKUP, Evidence
+from draftkit.evaluation.judge import Evidence, prediction_error
 from draftkit.evaluation.lossless import Losslessness
-from draftkit.evaluation.walltime import Timed
+from draftkit.evaluation.walltime import LOOK_TAIL, Timed
 from draftkit.theory.acceptance import (
     LEAST_UNITS,
     Estimate,
     Rate,
+    chain_acceptance,
     estimate,
     gain_p_value,
     log_ratio,
+    mean_by_place,
     speedup,
     unconditional_rates,
 )
-from draftkit.theory.speedup import (
-    Costs,
-    best_gamma,
-    break_even_alpha,
-    ceiling,
-    factors,
-    speedup_from_length,
-)
+from draftkit.theory.speedup import break_even_alpha, ceiling, largest, speedup_from_length
 
-MAX_GAMMA = 16
-CHOICE = 0.005  # how often one of the ways beside the judged one is named though none gains
+# How often one of the ways beside the judged one is named though none gains, by one look at the
+# timing; by all its looks 0.5 %.
+CHOICE = 0.003
+UNCHECKED = "; whether it is lossless was not checked"
 DEPLOY, DO_NOT_DEPLOY, INCONCLUSIVE = "deploy", "do_not_deploy", "inconclusive"
 
 
@@ -46,18 +44,21 @@ def compare(
     if has_drafter:
         scored, costs = evidence[main].scored, evidence[main].costs
         summary["best_gamma_by_mode"] = {
-            mode: best_gamma(*curve(scored.rate(mode).mean, costs))[0] for mode in scored.totals
+            mode: largest(factors_of(taus_of(scored, mode), scored.rate(mode).mean, costs))[0]
+            for mode in scored.totals
         }
         summary["engines"] = engine_rows(
             scored,
             own=served_mode(config.decode.proposer, config.decode.verification),
-            gamma=config.decode.gamma,
+            gamma=evidence[main].timed.gamma,
             temperature=sampling.temperature,
             best_gammas=summary["best_gamma_by_mode"],
         )
-    lookup = lookup_summary(evidence[main])
-    judged = "drafter" if has_drafter else config.decode.proposer
-    ways = {LOOKUP: lookup, judged: summary}
+    one, judged = evidence[main], "drafter" if has_drafter else config.decode.proposer
+    lookup = way(one.lookup, one.plain)
+    ways = {LOOKUP: lookup, judged: way(one.timed, one.plain, one.lossless)}
+    if one.hybrid:
+        ways[HYBRID] = way(one.hybrid, one.plain, one.lossless)
     others: dict[str, Any] = {LOOKUP: lookup}
     if main != "before" and "before" in evidence:
         after, before = evidence[main].scored, evidence["before"].scored
@@ -69,14 +70,16 @@ def compare(
         others["acceptance_length_gain"] = longer.as_dict()
         others["before"] = summarise(evidence["before"], sampling, config)
         if has_drafter:
-            ways["before"] = others["before"]
-    return {**summary, "best_of": best_of(ways, judged), **others}
+            start = evidence["before"]
+            ways["before"] = way(start.timed, start.plain, start.lossless)
+    found = {"best_of": best_of(ways, judged), "ways": ways}
+    return {**summary, **best_use(summary, ways), **found, **others}
 
 
 def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> dict[str, Any]:
     """The `evaluate` keys of one draft under one sampling."""
-    gamma, costs = config.decode.gamma, evidence.costs
-    timed, plain = evidence.timed, evidence.plain
+    timed, costs = evidence.timed, evidence.costs
+    gamma, plain = timed.gamma, timed.plain or evidence.plain
     acceptance, counted = estimates(evidence.scored), count_rounds(timed)
     rounds, answers = speedups(timed, plain)
     predicted = speedup_from_length(timed.full_length, gamma, **costs.ratios)
@@ -91,7 +94,9 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
     )
     served = served_mode(config.decode.proposer, config.decode.verification)
     alpha = acceptance[served].mean if served else counted["acceptance_per_position"][0]
-    best, best_factor = best_gamma(*curve(alpha, costs))
+    taus = taus_of(evidence.scored, served) if served else []
+    gained = factors_of(taus, alpha, costs)
+    best, best_factor = largest(gained)
     return {
         **{mode: one.as_dict() for mode, one in acceptance.items()},
         **counted,
@@ -114,10 +119,11 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         "speedup": {
             **stated(timed, plain),
             "predicted": predicted,
-            "prediction_error": timed.full_batches.mean / plain.full_batches.mean / predicted - 1,
+            "prediction_error": prediction_error(timed, plain, costs),
             "ceiling": limit,
-            "predicted_by_gamma": factors(*curve(alpha, costs)),
+            "predicted_by_gamma": gained,
         },
+        **by_number(evidence.scored, served, taus, gained),
         "break_even_alpha": break_even,
         "best_gamma": best,
         "best_gamma_factor": best_factor,
@@ -127,24 +133,47 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
     }
 
 
-def curve(alpha: float, costs: Costs) -> tuple[float, float, Callable[[int], float], float, int]:
-    """What `factors` and `best_gamma` predict from: an acceptance at measured costs."""
-    return alpha, costs.cost_ratio, costs.verify_at, costs.overhead_ratio, MAX_GAMMA
+def by_number(
+    scored: PromptTotals, mode: str | None, taus: Sequence[Rate], gained: Sequence[float]
+) -> dict[str, Any]:
+    """tau and predicted speed-up by the number of proposals, acceptance by their position.
 
-
-def lookup_summary(evidence: Evidence) -> dict[str, Any]:
-    """The `prompt_lookup` object: what proposals from the text alone would gain."""
-    lookup = evidence.lookup
+    All of the scored texts, whatever number is decoded with; empty where those do not tell.
+    """
+    if mode is None or not taus:
+        return {}
+    lengths = {str(number): estimate(tau).as_dict() for number, tau in enumerate(taus, 1)}
     return {
-        "acceptance_length": count_rounds(lookup)["acceptance_length"],
-        "tokens_per_second": lookup.rounds.mean,
-        "speedup": stated(lookup, evidence.plain),
+        "acceptance_length_by_k": lengths,
+        "speedup_by_k": dict(zip(lengths, gained[1:], strict=True)),
+        "alpha_by_position": mean_by_place(scored.shares[mode], len(taus)).tolist(),
+        "alpha_given_chain": chain_acceptance(scored.shares[mode], len(taus)),
     }
+
+
+def way(timed: Timed, plain: Timed, lossless: Losslessness | None = None) -> dict[str, Any]:
+    """One of the `ways`: what its proposals gain. `repeated`: what it showed the first time.
+
+    tokens_per_second: of the rounds; end_to_end: from request to last token.
+    """
+    beside = timed.plain or plain
+    found = {
+        "gamma": timed.gamma,
+        "acceptance_length": count_rounds(timed)["acceptance_length"],
+        "tokens_per_second": timed.rounds.mean,
+        "tokens_per_second_end_to_end": timed.answers.mean,
+        "plain_tokens_per_second_end_to_end": beside.answers.mean,
+        "speedup": stated(timed, beside),
+    }
+    if lossless is not None:
+        found["lossless"] = lossless.as_dict()
+    return found | ({"repeated": way(timed.first, plain)} if timed.first else {})
 
 
 def speedups(timed: Timed, plain: Timed) -> tuple[Estimate, Estimate]:
     """Of the rounds, and from request to last token: tokens per second, paired."""
-    return speedup(timed.rounds, plain.rounds), speedup(timed.answers, plain.answers)
+    answers = speedup(timed.answers, plain.answers, tail=LOOK_TAIL)
+    return speedup(timed.rounds, plain.rounds), answers
 
 
 def stated(timed: Timed, plain: Timed) -> dict[str, Any]:
@@ -166,20 +195,44 @@ def best_of(ways: Mapping[str, dict[str, Any]], judged: str) -> str:
     """The lossless way with the largest end-to-end speed-up, of those that surely have one.
 
     The way `judged` was named before anything was measured, so it is tested as the verdict tests
-    it, at 2.5 % (its interval lies above 1). The others stand beside it to be chosen from, and the
+    it: its interval lies above 1. The others stand beside it to be chosen from, and the
     largest of several is too large: together they get `CHOICE`, in equal parts (Bonferroni). So
     where nothing is gained one of all of them is named at most three times in a hundred.
     """
-    level = CHOICE / max(1, len(ways) - 1)
-
-    def pays(name: str, way: dict[str, Any]) -> bool:
-        whole = way["speedup"]["end_to_end"]
-        if whole["ci95"] is None or way.get("lossless", {"passed": True})["passed"] is False:
-            return False
-        return whole["ci95"][0] > 1 if name == judged else whole["p_value"] <= level
-
-    paying = [name for name, way in ways.items() if pays(name, way)]
+    paying = [name for name in ways if pays(ways, name, judged)]
     return max(paying, key=lambda name: ways[name]["speedup"]["end_to_end"]["mean"], default="none")
+
+
+def pays(ways: Mapping[str, dict[str, Any]], name: str, judged: str) -> bool:
+    """Whether the way surely gains, at the level that `best_of` gives it."""
+    way, level = ways[name], CHOICE / max(1, len(ways) - 1)
+    whole = way["speedup"]["end_to_end"]
+    if whole["ci95"] is None or way.get("lossless", {"passed": True})["passed"] is False:
+        return False
+    return whole["ci95"][0] > 1 if name == judged else whole["p_value"] <= level
+
+
+def best_use(drafter: dict[str, Any], ways: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """The verdict on the drafter's best use: by itself, or where prompt lookup has no guess.
+
+    The hybrid is tested as `best_of` tests it, beside a drafter that is judged as it was before, so
+    that where nothing is gained both together deploy at most three times in a hundred.
+    """
+    alone = {"use": drafter["proposer"], "verdict": drafter["verdict"], "reason": drafter["reason"]}
+    mixed = ways[HYBRID]["speedup"]["end_to_end"] if HYBRID in ways else {"ci95": None}
+    if mixed["ci95"] is None or drafter["lossless"]["passed"] is False:
+        return alone
+    low, high = mixed["ci95"]
+    said = f"as decode.proposer=hybrid {mixed['mean']:.2f} [{low:.2f}, {high:.2f}]"
+    faster = mixed["mean"] > drafter["speedup"]["end_to_end"]["mean"]
+    if pays(ways, HYBRID, "drafter") and (faster or alone["verdict"] != DEPLOY):
+        unchecked = UNCHECKED * (drafter["lossless"]["passed"] is None)
+        reason = f"end-to-end speedup {said} lies above 1{unchecked}"
+        return {"use": HYBRID, "verdict": DEPLOY, "reason": reason}
+    if alone["verdict"] == DO_NOT_DEPLOY and high >= 1:
+        reason = f"{alone['reason']}; but {said} does not"
+        return {"use": HYBRID, "verdict": INCONCLUSIVE, "reason": reason}
+    return alone
 
 
 def count_rounds(timed: Timed) -> dict[str, Any]:
@@ -224,7 +277,8 @@ def verdict(
 ) -> tuple[str, str]:
     """Deploy or not, and why: the speed-up's interval against 1, exactness first.
 
-    That the interval lies above 1 is a one-sided t test on the log speed-up, at 2.5 %. speedup: end
+    That the interval lies above 1 is a one-sided t test on the log speed-up, at 1.9 % in one look
+    (`LOOK_TAIL`), which by all looks at the timing is 2.5 %. speedup: end
     to end, prefill and waiting included. rounds: without the prefill, of which alone `ceiling` and
     `break_even_alpha` speak. With fewer than `LEAST_UNITS` documents, or batches of `batch_size`,
     there is no interval, and nothing is decided.
@@ -240,7 +294,7 @@ def verdict(
             "(evaluate.timing_prompts, evaluate.prompts, held-out text)"
         )
     if speedup.low > 1:
-        unchecked = "; whether it is lossless was not checked" * (lossless.passed is None)
+        unchecked = UNCHECKED * (lossless.passed is None)
         return DEPLOY, f"{interval} lies above 1{unchecked}"
     if not speedup.high < 1:
         return INCONCLUSIVE, f"{interval} contains 1; time more prompts (evaluate.timing_prompts)"

@@ -7,7 +7,7 @@ apart from the rounds. Compiling takes no time here: the clock stands still, and
 """
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,10 +20,16 @@ from draftkit.decoding.generation import DRAFT_ID, Completion, make_requests, re
 from draftkit.decoding.graphs import batch_size, compile_seconds
 from draftkit.decoding.proposers import Proposer
 from draftkit.models.adapter import Adapter
-from draftkit.theory.acceptance import Rate
+from draftkit.theory.acceptance import LEAST_UNITS, Rate, speedup
 
 PLAIN = "plain"
-CALIBRATED_GAMMA = 8  # the largest at which `costs` are measured beside the one in use
+CALIBRATED_GAMMAS = (1, 4, 8, 12)  # at which `costs` are measured beside the one in use
+MOST_GAMMA = CALIBRATED_GAMMAS[-1]
+FIRST_LOOK = 24  # prompts, behind which timing looks whether it has enough; then at twice as many
+HALF_WIDTH = 0.05  # of the interval of the best speed-up, relative: enough
+# Outside of that interval on either side, of one look. Who stops where an interval happens to be
+# narrow stops where errors are estimated too small: with all looks it holds the truth in 95 of 100.
+LOOK_TAIL = 0.019
 
 PromptIds = Sequence[Sequence[int]]
 T = TypeVar("T")
@@ -78,11 +84,16 @@ class Timed:
     """All chunks of prompts by one method. Its rates are tokens per second, by chunk.
 
     documents: what each prompt belongs to; empty where each is a document of its own. What is one
-    observation of time is a document where rows are decoded alone, else a batch.
+    observation of time is a document where rows are decoded alone, else a batch. gamma: proposals a
+    round. first, plain: where it was timed twice, the first time, and the plain decoding that the
+    second one took turns with.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     documents: Sequence[Hashable] = ()
+    gamma: int = 0
+    first: "Timed | None" = None
+    plain: "Timed | None" = None
 
     @property
     def completions(self) -> list[Completion]:
@@ -91,6 +102,19 @@ class Timed:
     @property
     def prefill_seconds(self) -> float:
         return sum(chunk.prefill_seconds for chunk in self.chunks)
+
+    def of(self, documents: Sequence[Hashable]) -> "Timed":
+        """The same, of prompts that belong to `documents`, of which the first were timed."""
+        parts = {"first": self.first, "plain": self.plain}
+        parts = {name: one and one.of(documents) for name, one in parts.items()}
+        return replace(self, documents=documents[: len(self.completions)], **parts)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether half of the chunks took within a tenth as long for a token as one another."""
+        each = sorted(chunk.seconds / max(chunk.tokens, 1) for chunk in self.chunks)
+        few, many = each[len(each) // 4], each[(3 * len(each)) // 4]
+        return len(each) >= LEAST_UNITS and many - few <= 0.1 * few
 
     @property
     def rounds(self) -> Rate:
@@ -170,7 +194,7 @@ def device_clock(device: torch.device) -> Callable[[], Mark]:
 
 def row_capacity(prompts: PromptIds, *, max_new_tokens: int, gamma: int) -> int:
     """Cache slots that hold each of `prompts` and its answer, up to `gamma` and for its costs."""
-    return max(map(len, prompts)) + max_new_tokens + 2 * (max(gamma, CALIBRATED_GAMMA) + 1)
+    return max(map(len, prompts)) + max_new_tokens + 2 * (max(gamma, MOST_GAMMA) + 1)
 
 
 def make_decoder(
@@ -282,8 +306,9 @@ def take_turns(
     prompts: PromptIds,
     setting: Setting,
     before: Callable[[int, int], None] = lambda chunk, chunks: None,
+    enough: Callable[[Mapping[str, Timed]], bool] = lambda timed: False,
 ) -> dict[str, Timed]:
-    """Time every method on each chunk of `prompts`, in rotating order.
+    """Time every method on each chunk of `prompts`, in rotating order, until it is `enough`.
 
     `before` gets the number of every chunk that comes, and of all: what it does is not timed.
     """
@@ -294,7 +319,38 @@ def take_turns(
         chunk = prompts[first : first + setting.batch_size]
         for name in rotated(list(methods), turn):
             timed[name].chunks.append(methods[name](chunk, first))
+        if enough(timed):
+            break
     return timed
+
+
+def until_certain(
+    seconds: float, documents: Sequence[Hashable], note: Callable[[str], None]
+) -> Callable[[Mapping[str, Timed]], bool]:
+    """Whether timing has seen enough prompts, asked behind each chunk.
+
+    It looks at 24 prompts, at twice as many and so on. Enough is a half-width of `HALF_WIDTH` of
+    the fastest way's interval end to end (`LOOK_TAIL`): the width and never the speed-up itself.
+    So is the limit of `seconds`, which is said.
+    """
+    started, look = now(), FIRST_LOOK
+
+    def enough(timed: Mapping[str, Timed]) -> bool:
+        nonlocal look
+        count = len(timed[PLAIN].completions)
+        if now() - started > seconds:
+            note(f"timed {count} prompts in {seconds / 60:g} minutes (evaluate.timing_minutes)")
+            return True
+        if count < look:
+            return False
+        look *= 2
+        rates = {name: one.of(documents) for name, one in timed.items()}
+        plain = rates.pop(PLAIN).answers
+        found = [speedup(one.answers, plain, tail=LOOK_TAIL) for one in rates.values()]
+        best = max(found, key=lambda one: one.mean)
+        return best.high - best.low <= 2 * HALF_WIDTH * best.mean
+
+    return enough
 
 
 def rotated(items: list[T], turn: int) -> list[T]:
@@ -305,14 +361,32 @@ def rotated(items: list[T], turn: int) -> list[T]:
 
 def time_methods(
     target: Adapter,
-    proposers: dict[str, Proposer],
+    proposers: Mapping[str, Proposer],
     prompts: PromptIds,
     warmup: PromptIds,
     setting: Setting,
     before: Callable[[int, int], None] = lambda chunk, chunks: None,
+    *,
+    gammas: Mapping[str, int] | None = None,
+    limit: Callable[[], Callable[[Mapping[str, Timed]], bool]] = lambda: lambda timed: False,
+    doubtful: Callable[[Mapping[str, Timed]], Iterable[str]] = lambda timed: (),
 ) -> dict[str, Timed]:
-    """Time plain decoding and every proposer on `prompts`, in turns, warmed up on `warmup`."""
+    """Time plain decoding and every proposer on `prompts`, in turns, warmed up on `warmup`.
+
+    gammas: of each proposer, where it is not `setting.gamma`. limit: makes an `enough`, as
+    `take_turns` takes it. The ways that are `doubtful` then are timed once more, each in turns with
+    plain decoding.
+    """
+    gammas = dict.fromkeys(proposers, setting.gamma) | dict(gammas or {})
     methods = {PLAIN: decoding(target, None, setting)}
-    methods |= {name: decoding(target, one, setting) for name, one in proposers.items()}
+    for name, one in proposers.items():
+        methods[name] = decoding(target, one, replace(setting, gamma=gammas[name]))
     warm_up(methods, warmup, setting, drafted=list(proposers))
-    return take_turns(methods, prompts, setting, before)
+    timed = take_turns(methods, prompts, setting, before, limit())
+    timed = {name: replace(one, gamma=gammas.get(name, 0)) for name, one in timed.items()}
+    again = prompts[: len(timed[PLAIN].completions)]
+    for name in doubtful(timed):
+        pair = take_turns({PLAIN: methods[PLAIN], name: methods[name]}, again, setting)
+        first = timed[name]
+        timed[name] = replace(first, chunks=pair[name].chunks, first=first, plain=pair[PLAIN])
+    return timed

@@ -67,6 +67,11 @@ def parallel_of(config: PreTrainedConfig) -> Parallel | None:
     return None if token is None else Parallel(int(token), int(getattr(config, "pard_k", 1)))
 
 
+def kind_of(parallel: Parallel | None) -> str:
+    """The `draft.kind` of a drafter."""
+    return PLAIN if parallel is None else PARD
+
+
 def declare(config: PreTrainedConfig, parallel: Parallel) -> None:
     """Write into `config` that its model is a parallel drafter."""
     marked: Any = config

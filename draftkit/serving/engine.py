@@ -60,7 +60,7 @@ class Engine:
         self.recorder = recorder
         self.slots = serve.slots
         self._serve = serve
-        self._gamma = decoding.gamma
+        self._gamma = decoding.proposals
         self._clock = clock
         self._decode = decode
         recorded = 0 if recorder is None else recorder.top_k
@@ -75,7 +75,7 @@ class Engine:
         self.decoder = Decoder(
             target,
             slots=serve.slots,
-            capacity=self.max_length + 2 * (decoding.gamma + 1),
+            capacity=self.max_length + 2 * (decoding.proposals + 1),
             eos_token_ids=eos_token_ids,
             verification=decoding.verification,
             compiled=decoding.compile == "true",
@@ -83,7 +83,7 @@ class Engine:
             top_k=max(serve.top_logprobs, recorded),
         )
         drafters.attach(self.decoder)
-        self._rows = Rows(self.decoder, drafters, recorder, gamma=decoding.gamma, clock=clock)
+        self._rows = Rows(self.decoder, drafters, recorder, gamma=decoding.proposals, clock=clock)
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[Answer] = deque()
         self.draining = self._stopping = False

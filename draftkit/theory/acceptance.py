@@ -164,6 +164,21 @@ def mean_by_place(shares: Sequence[Tensor], gamma: int) -> Tensor:
     return (columns * can).sum(0) / can.sum(0).clamp(min=1)
 
 
+def chain_acceptance(shares: Sequence[Tensor], count: int) -> list[float]:
+    """How often proposal 1, 2, ..., `count` of a round is accepted, given those before it were.
+
+    shares: as in `rounds_of_texts`; rounds begin at every token with so many behind it. NaN where
+    none is that long or none was accepted.
+    """
+    windows = []
+    for share in (by_place(one, count).double() for one in shares if len(one) >= count):
+        rounds = range(len(share) - count + 1)
+        windows.append(torch.stack([share[i : i + count].diagonal() for i in rounds]))
+    chains = torch.cat([*windows, torch.zeros(0, count).double()]).cumprod(1).sum(0)
+    before = torch.cat([chains.new_tensor([sum(map(len, windows))]), chains[:-1]])
+    return (chains / before).tolist()
+
+
 LEAST_UNITS = 20  # documents, below which an interval is not given: those of fewer are too narrow
 
 
@@ -294,29 +309,32 @@ def _jackknife(*rates: Rate, compare: Compare) -> _Jackknife:
     return _Jackknife(float(value), error, degrees, int(totals[1]), prompts, documents)
 
 
-def estimate(*rates: Rate, compare: Compare = rate_itself, least: int = LEAST_UNITS) -> Estimate:
+def estimate(
+    *rates: Rate, compare: Compare = rate_itself, least: int = LEAST_UNITS, tail: float = 0.025
+) -> Estimate:
     """A rate, or what `compare` makes of several, with its interval over documents.
 
     Several are paired: by the documents of the first, in which all are summed. `operator.sub` gives
-    a gain. `n` are the counts of the first. There is no interval for under `least` documents.
+    a gain. `n` are the counts of the first. There is no interval for under `least` documents;
+    `tail` is the probability outside of it on either side, where it is looked at once.
     """
     jackknife = _jackknife(*rates, compare=compare)
     width = math.inf
     if jackknife.documents >= max(2, least):
-        width = student_t_quantile(jackknife.degrees) * jackknife.error
+        width = student_t_quantile(jackknife.degrees, tail) * jackknife.error
     value = jackknife.value
     return Estimate(
         value, value - width, value + width, jackknife.n, jackknife.prompts, jackknife.documents
     )
 
 
-def speedup(fast: Rate, slow: Rate) -> Estimate:
+def speedup(fast: Rate, slow: Rate, *, tail: float = 0.025) -> Estimate:
     """fast / slow with its interval, of rates of the same documents, in tokens per second.
 
     All four totals vary: answers differ in length where they are sampled, so that tokens per second
     and not seconds are compared. The interval is made on the logarithm.
     """
-    log = estimate(fast, slow, compare=log_ratio)
+    log = estimate(fast, slow, compare=log_ratio, tail=tail)
     return replace(log, mean=math.exp(log.mean), low=math.exp(log.low), high=math.exp(log.high))
 
 

@@ -5,31 +5,35 @@ one plain target step: a round of gamma proposals takes gamma c + v + o and comm
 
     speed-up = tau / (gamma c + v + o)
 
-    c  cost_ratio      one draft step
+    c  cost_ratio      one draft step; gamma c is what all proposals of a round cost
     v  verify_ratio    the target pass over gamma + 1 tokens; 1 only while memory-bound
     o  overhead_ratio  the rest of the round
 
-With v = 1 and o = 0 this is the improvement factor of theorem 3.8. Functions of alpha assume
-the i.i.d. model; with a measured tau use `speedup_from_length`. Plain floats: this module knows no
-tensors and measures nothing.
+What proposing costs is measured at several gammas, as a parallel drafter proposes all tokens of a
+round in one pass: its gamma c hardly grows. With v = 1 and o = 0 this is the improvement factor of
+theorem 3.8. Functions of alpha assume the i.i.d. model; with a measured tau use
+`speedup_from_length` or `by_gamma`. Plain floats: this module knows no tensors and measures
+nothing.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
 class Costs:
     """The measured parts of a round in units of a plain step, which itself is in seconds.
 
-    verify_ratios: v by gamma, at least one of them; ValueError if there is none.
+    verify_ratios: v by gamma, at least one of them; ValueError if there is none. draft_units: what
+    all proposals of a round cost, by gamma; empty: gamma c.
     """
 
     plain_seconds: float
-    cost_ratio: float  # c
+    cost_ratio: float  # c at the gamma in use
     verify_ratio: float  # v at the gamma in use
     overhead_ratio: float  # o
     verify_ratios: dict[int, float]
+    draft_units: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.verify_ratios:
@@ -43,13 +47,32 @@ class Costs:
 
     def verify_at(self, gamma: int) -> float:
         """v(gamma), linear between the measured ones and beyond; constant if there is but one."""
-        known = sorted(self.verify_ratios)
-        if len(known) == 1:
-            return self.verify_ratios[known[0]]
-        right = next((g for g in known[1:] if g >= gamma), known[-1])
-        left = known[known.index(right) - 1]
-        slope = (self.verify_ratios[right] - self.verify_ratios[left]) / (right - left)
-        return self.verify_ratios[left] + slope * (gamma - left)
+        return _linear(self.verify_ratios, gamma)
+
+    def draft_at(self, gamma: int) -> float:
+        """What `gamma` proposals cost: linear between the measured numbers, 0 for none."""
+        if gamma == 0 or len(self.draft_units) < 2:
+            return gamma * self.cost_ratio
+        return max(_linear(self.draft_units, gamma), 0.0)
+
+    def at(self, gamma: int) -> "Costs":
+        """The same with c and v at `gamma`, at least 1."""
+        ratios = {"cost_ratio": self.draft_at(gamma) / gamma, "verify_ratio": self.verify_at(gamma)}
+        return replace(self, **ratios)
+
+    def round_at(self, gamma: int) -> float:
+        """What a round of `gamma` proposals costs in all."""
+        return self.draft_at(gamma) + self.verify_at(gamma) + self.overhead_ratio
+
+
+def _linear(table: Mapping[int, float], at: int) -> float:
+    """The value at `at` on the line through its two neighbours in `table`, or its last two."""
+    known = sorted(table)
+    if len(known) == 1:
+        return table[known[0]]
+    right = next((one for one in known[1:] if one >= at), known[-1])
+    left = known[known.index(right) - 1]
+    return table[left] + (table[right] - table[left]) / (right - left) * (at - left)
 
 
 def expected_tokens(alpha: float, gamma: int) -> float:
@@ -92,37 +115,29 @@ def break_even_alpha(
     return high
 
 
-def factors(
-    alpha: float,
-    cost_ratio: float,
-    verify_ratio: Callable[[int], float],
-    overhead_ratio: float,
-    max_gamma: int,
-) -> list[float]:
-    """The factor of each gamma from 0, which is plain decoding: 1, to `max_gamma`.
+def by_gamma(lengths: Sequence[float], costs: Costs) -> list[float]:
+    """The factor of each gamma from 0, which is plain decoding: 1; lengths: tau at 1, 2, ..."""
+    return [1.0] + [tau / costs.round_at(gamma) for gamma, tau in enumerate(lengths, 1)]
 
-    verify_ratio: v as a function of gamma, from a measured table.
-    """
-    by_gamma = [1.0]
-    tokens = 1.0  # expected_tokens(alpha, gamma), term by term: decoding asks before every round
+
+def factors(alpha: float, costs: Costs, max_gamma: int) -> list[float]:
+    """The factor of each gamma from 0 to `max_gamma` at this alpha."""
+    lengths, tokens = [], 1.0  # term by term: decoding asks before every round
     for gamma in range(1, max_gamma + 1):
         tokens += alpha**gamma
-        verify = verify_ratio(gamma)
-        by_gamma.append(speedup_from_length(tokens, gamma, cost_ratio, verify, overhead_ratio))
-    return by_gamma
+        lengths.append(tokens)
+    return by_gamma(lengths, costs)
 
 
-def best_gamma(
-    alpha: float,
-    cost_ratio: float,
-    verify_ratio: Callable[[int], float],
-    overhead_ratio: float,
-    max_gamma: int,
-) -> tuple[int, float]:
+def best_gamma(alpha: float, costs: Costs, max_gamma: int) -> tuple[int, float]:
     """The gamma with the largest of the `factors`, and that factor.
 
     Gamma 0, "do not speculate", is an answer too. Of equal factors the smaller gamma wins.
     """
-    by_gamma = factors(alpha, cost_ratio, verify_ratio, overhead_ratio, max_gamma)
-    best = max(range(len(by_gamma)), key=by_gamma.__getitem__)
-    return best, by_gamma[best]
+    return largest(factors(alpha, costs, max_gamma))
+
+
+def largest(factors: Sequence[float]) -> tuple[int, float]:
+    """The first of the largest of `factors` by gamma, and that factor."""
+    best = max(range(len(factors)), key=factors.__getitem__)
+    return best, factors[best]

@@ -299,6 +299,7 @@ def _timed(
         pair.target,
         {"given": pair.draft},
         contexts=contexts,
+        others=contexts[CALIBRATING - 1 :: CALIBRATING],
         prompts=parts,
         sampling=config.sampling,
         lossless=lossless,
@@ -328,7 +329,7 @@ def generate(
         [ids],
         max_new_tokens=max_new_tokens,
         sampling=config.sampling,
-        gamma=config.decode.gamma,
+        gamma=config.proposals,
         seed=config.seed if seed is None else seed,
         max_length=pair.context,
     )

@@ -105,7 +105,7 @@ def source_sampler(config: Config, target: Target, draft: CausalAdapter, room: R
     settings = AnswerSettings(
         sampling=config.sampling,
         eos_token_ids=target.eos_token_ids,
-        max_new_tokens=config.decode.gamma if source.name == "block" else room.new,
+        max_new_tokens=config.proposals if source.name == "block" else room.new,
         max_length=room.total,
         batch_size=min(config.generate.batch_size, rows),
         seed=noise_seed(config.seed, "draft"),
@@ -114,7 +114,7 @@ def source_sampler(config: Config, target: Target, draft: CausalAdapter, room: R
         return SpeculativeSampler(
             target=target.adapter,
             draft=draft,
-            gamma=config.decode.gamma,
+            gamma=config.proposals,
             verification=config.decode.verification,
             settings=settings,
         )

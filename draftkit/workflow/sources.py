@@ -106,7 +106,8 @@ def make_source(
             f"hardware.shard_target: with source={source.name} the target decodes, which it cannot "
             "in parts: use another source, or hardware.shard_target=false"
         )
-    if config.decode.gamma == 0 and draft.parallel is None and source.name in ("block", "replay"):
+    proposes = config.proposals > 0 or draft.parallel is not None
+    if not proposes and source.name in ("block", "replay"):
         raise ValueError(
             f"decode.gamma=0 proposes nothing, and source={source.name} learns from proposals: "
             "use 1 or more"

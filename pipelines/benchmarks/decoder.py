@@ -158,7 +158,7 @@ def measure(
     meters, policy = [], None
     bench = Bench(pair, setting, prompts.texts or (lambda: prompts.calibration), proposer)
     if setting.gamma > 0 and {SPECULATIVE, ADAPTIVE} & set(names):
-        meters.append(meter(pair.target, bench.proposer(), prompts.calibration, setting))
+        meters.append(meter(pair.target, bench.proposer, prompts.calibration, setting))
         if ADAPTIVE in names:
             meters[0].turn(POLICY_TURNS)
             costs[setting.batch_size] = meters[0].costs()

@@ -33,7 +33,7 @@ HOPELESS = Costs(0.01, 1.5, 1.1, 0.1, {1: 1.1, 8: 1.4})  # even alpha = 1 loses
 
 
 def best(alpha: float, costs: Costs, most: int = MOST) -> tuple[int, float]:
-    return best_gamma(alpha, costs.cost_ratio, costs.verify_at, costs.overhead_ratio, most)
+    return best_gamma(alpha, costs, most)
 
 
 def simulate(

@@ -2,8 +2,8 @@
 
 `coverage`: how often intervals hold the truth, where answers to one prompt and turns of one chat
 are alike and few documents hold most tokens. `named`: how often a drafter that gains nothing is
-named, through all that is chosen on the way: gamma by the measured acceptance and costs, and the
-best of three ways.
+named, through all that is chosen on the way: gamma by the measured acceptance and costs, when to
+stop timing by the width of the best interval, and the best of four ways.
 
     python -m tests.evaluation.simulated    # the table of all cells, at full counts
 """
@@ -20,8 +20,8 @@ from draftkit.decoding.generation import Completion
 from draftkit.evaluation.alpha import PromptTotals, estimates
 from draftkit.evaluation.judge import Evidence
 from draftkit.evaluation.lossless import Losslessness
-from draftkit.evaluation.summary import best_of, lookup_summary, summarise
-from draftkit.evaluation.walltime import Chunk, FullBatch, Timed
+from draftkit.evaluation.summary import best_of, best_use, summarise, way
+from draftkit.evaluation.walltime import PLAIN, Chunk, FullBatch, Timed, until_certain
 from draftkit.theory.speedup import Costs
 
 CHATS = 0  # answers a document: 1 to 12, as chats have turns
@@ -119,9 +119,8 @@ class Nothing:
         """A draft and the one before it, each decoded at the gamma that seemed best for it."""
         names = [f"document {number}" for number in range(self.documents)]
         plain = self.timed(torch.ones(self.documents, dtype=torch.float64), generator, names)
-        lookup_rates = rates(ALPHA, self.documents, generator)
-        lookup = self.timed(self.gains(lookup_rates, 4), generator, names)
-        rate = rates(ALPHA, self.documents, generator)
+        rate, *others = (rates(ALPHA, self.documents, generator) for _ in range(3))
+        lookup, hybrid = (self.timed(self.gains(one, 4), generator, names) for one in others)
         for _ in range(2):
             rate = (rate + 0.02 * torch.randn(len(rate), generator=generator)).clamp(0.01, 0.99)
             counts = lengths(self.documents, generator)
@@ -133,6 +132,7 @@ class Nothing:
                 costs=self.costs(generator),
                 lossless=Losslessness(32, 0, 0),
                 lookup=lookup,
+                hybrid=hybrid,
             )
             best = summarise(found, SamplingConfig(), CONFIG)["best_gamma"]
             gains = self.gains(rate, min(max(best, 1), max(GAMMAS)))
@@ -152,7 +152,7 @@ class Nothing:
         for count, time in zip(tokens.long().tolist(), seconds.tolist(), strict=True):
             answer = Completion([], range(count), accept_counts=[count, 0])
             chunks.append(Chunk(0.01, time, [answer], FullBatch(time, count, count, count)))
-        return Timed(chunks, names)
+        return Timed(chunks, names, gamma=1)
 
 
 def tau(rate: Tensor, gamma: int) -> Tensor:
@@ -160,24 +160,55 @@ def tau(rate: Tensor, gamma: int) -> Tensor:
     return sum((rate**i for i in range(1, gamma + 1)), start=torch.ones_like(rate))
 
 
+def stopped(evidence: dict[str, Evidence], names: list[Hashable]) -> dict[str, Evidence]:
+    """The evidence as far as it is timed: up to the look at which it is enough."""
+    enough = until_certain(float("inf"), names, lambda line: None)
+    judged = evidence["after"]
+    timed = {PLAIN: judged.plain, "lookup": judged.lookup, "hybrid": judged.hybrid}
+    timed |= {name: one.timed for name, one in evidence.items()}
+
+    def begun(one: Timed, count: int) -> Timed:
+        return replace(one, chunks=one.chunks[:count], documents=names[:count])
+
+    for count in (24, 48, 96, 192):
+        if count >= len(names) or enough({n: begun(one, count) for n, one in timed.items()}):
+            break
+    return {
+        name: replace(
+            one,
+            **{part: begun(getattr(one, part), count) for part in ("timed", "plain", "lookup")},
+            hybrid=begun(one.hybrid, count),
+        )
+        for name, one in evidence.items()
+    }
+
+
 def named(documents: int, *, noise: float, repetitions: int, seed: int = 0) -> dict[str, float]:
     """How often ways that gain nothing are named: by the verdict, as the best, or by either.
 
-    held: how often the interval of the judged one's speed-up holds 1, which is its truth.
+    held: how often the interval of the judged one's speed-up holds 1, which is its truth. More
+    documents than 24 are timed only where the width of the best interval asks for them.
     """
     generator, nothing = torch.Generator().manual_seed(seed), Nothing.of(documents, noise)
-    counts = dict.fromkeys(("deploy", "best_of", "either", "held"), 0)
+    names = [f"document {number}" for number in range(documents)]
+    counts = dict.fromkeys(("deploy", "best_of", "either", "held", "documents"), 0)
     for _ in range(repetitions):
         before, after = nothing.evidence(generator)
+        evidence = stopped({"before": before, "after": after}, names)
+        before, after = evidence.values()
         summary = summarise(after, SamplingConfig(), CONFIG)
         ways = {
-            "prompt_lookup": lookup_summary(after),
-            "drafter": summary,
-            "before": summarise(before, SamplingConfig(), CONFIG),
+            "prompt_lookup": way(after.lookup, after.plain),
+            "drafter": way(after.timed, after.plain, after.lossless),
+            "hybrid": way(after.hybrid, after.plain, after.lossless),
+            "before": way(before.timed, before.plain, before.lossless),
         }
-        found = [summary["verdict"] == "deploy", best_of(ways, "drafter") != "none"]
-        low, high = summary["speedup"]["end_to_end"]["ci95"]
-        for name, hit in zip(counts, (*found, any(found), low <= 1 <= high), strict=True):
+        use = best_use(summary, ways)
+        found = [use["verdict"] == "deploy", best_of(ways, "drafter") != "none"]
+        whole = summary["speedup"]["end_to_end"]
+        low, high = whole["ci95"]
+        hits = (*found, any(found), low <= 1 <= high, whole["units"])
+        for name, hit in zip(counts, hits, strict=True):
             counts[name] += hit
     return {name: count / repetitions for name, count in counts.items()}
 
@@ -191,9 +222,11 @@ def table() -> Iterator[str]:
                 label = f"{answers or 'chats':>5} answers, {documents:2} documents, mean {mean}"
                 yield f"{label}: alpha {held['alpha']:.1%}, gain {held['gain']:.1%}"
     for documents in (20, EvaluateConfig().timing_prompts):
-        for noise in (0.15, 0.35):
+        for noise in (0.05, 0.35):
             found = named(documents, noise=noise, repetitions=10_000)
+            timed = found.pop("documents")
             shares = ", ".join(f"{name} {share:.2%}" for name, share in found.items())
+            shares += f", {timed:.0f} timed"
             yield f"nothing gained, {documents} documents, noise {noise}: {shares}"
 
 

@@ -34,7 +34,8 @@ def test_a_card_begins_with_what_the_hub_reads_and_names_target_and_experiment(c
 
 
 def test_a_card_names_no_folder_of_the_machine_that_wrote_it(tmp_path):
-    for own in (None, str(tmp_path)):  # the hub can link neither
+    (tmp_path / "model.gguf").touch()
+    for own in (None, str(tmp_path), f"{tmp_path}/model.gguf"):  # the hub can link none
         cards = model_card(summary(0.5), HARDWARE, target=own, name="a"), plain_card(own, 3)
         for text in cards:
             assert "base_model" not in text
@@ -91,3 +92,10 @@ def test_the_lines_for_transformers_run(tmp_path, capsys):
     )
     exec(code, {})
     assert capsys.readouterr().out.startswith("Once upon a time")
+
+
+def test_a_card_says_that_engines_do_not_know_the_ids_that_a_drafter_keeps_to(card):
+    assert "kept_ids" not in card
+    judged = summary(0.789) | {"kept_ids": 4096}
+    text = model_card(judged, HARDWARE, target=None, name="chats")
+    assert "proposes 4,096 ids alone (kept_ids.json)" in text.partition("## In your engine")[2]

@@ -31,7 +31,7 @@ PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
 
 
 def calibrate(target, draft, setting, gammas=()):
-    measuring = meter(target, DraftModelProposer(draft), PROMPTS, setting, gammas=gammas)
+    measuring = meter(target, lambda: DraftModelProposer(draft), PROMPTS, setting, gammas=gammas)
     measuring.turn(costs.CALIBRATION_TURNS)
     return measuring
 
@@ -59,7 +59,10 @@ def test_calibration_finds_the_ratios_that_the_models_cost(clock, temperature, m
     assert measured.cost_ratio == pytest.approx(0.2)
     assert measured.verify_ratio == pytest.approx(1.15)
     assert measured.verify_ratios == pytest.approx({0: 1.0, 3: 1.15, 8: 1.4})
+    assert measured.draft_units == pytest.approx({3: 0.6, 8: 1.6})
     assert measured.overhead_ratio == pytest.approx(0, abs=1e-12)
+    assert found.costs(5).cost_ratio == pytest.approx(0.2)
+    assert found.costs(5).verify_ratio == pytest.approx(1.25)
     assert found.quartiles()["cost_ratio"] == pytest.approx([0.2, 0.2])
 
 
@@ -89,6 +92,28 @@ def test_what_the_host_does_around_the_units_is_the_overhead(clock, monkeypatch)
         2.0, 3, measured.cost_ratio, measured.verify_ratio, measured.overhead_ratio
     )
     assert predicted == pytest.approx(2 * 10.25 / round_seconds)
+
+
+class OnePass(DraftModelProposer):
+    """All proposals of a round in one pass of the draft, as a parallel drafter makes them."""
+
+    def propose(self, view, gamma):
+        one = super().propose(view, 1)
+        repeated = [part.repeat_interleave(gamma, 1) for part in one[:2]]
+        return one._replace(
+            tokens=repeated[0], draft_probs=repeated[1], lengths=torch.full_like(one.lengths, gamma)
+        )
+
+
+def test_a_draft_of_one_pass_costs_the_same_whatever_it_proposes(clock):
+    target, draft = Slow(0, clock, lambda n: 10.0), Slow(1, clock, lambda n: 2.0)
+    made = lambda: OnePass(draft)  # noqa: E731
+    measuring = meter(target, made, PROMPTS, SETTING, gammas=(1, 8))
+    measuring.turn(4)
+    found = measuring.costs(6)
+    assert found.draft_units == pytest.approx({1: 0.2, 3: 0.2, 8: 0.2})
+    assert found.draft_at(6) == pytest.approx(0.2)
+    assert found.cost_ratio == pytest.approx(0.2 / 6)
 
 
 @pytest.mark.parametrize("new_tokens", [1, 12])

@@ -13,7 +13,13 @@ from draftkit.evaluation import alpha
 from draftkit.evaluation.alpha import score_drafts, score_stored
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.parallel import Parallel, declare
-from draftkit.theory.acceptance import Rate, estimate, rounds_of_texts
+from draftkit.theory.acceptance import (
+    Rate,
+    chain_acceptance,
+    estimate,
+    mean_by_place,
+    rounds_of_texts,
+)
 from draftkit.theory.warping import SamplingParams, warp
 from tests import tiny
 
@@ -144,11 +150,10 @@ def test_tokens_a_pass_are_those_of_the_decoder(name: str) -> None:
 
 def test_acceptance_by_position_is_of_all_texts_and_of_the_chain() -> None:
     share = torch.tensor([[0.5, 0.0], [1.0, 0.25], [0.25, 0.75]], dtype=torch.float64)
-    scored = alpha.PromptTotals({}, torch.tensor([3.0]), shares={"alpha": [share]})
-    marginal, given = scored.by_position("alpha", 2)
-    assert marginal == pytest.approx([1.75 / 3, 0.5])
+    assert mean_by_place([share], 2).tolist() == pytest.approx([1.75 / 3, 0.5])
     # Rounds that begin at token 0 or 1 reach the second place with 0.5 and 1.
-    assert given == pytest.approx([1.75 / 3, (0.5 * 0.25 + 1.0 * 0.75) / 1.5])
+    given = [1.5 / 2, (0.5 * 0.25 + 1.0 * 0.75) / 1.5]
+    assert chain_acceptance([share], 2) == pytest.approx(given)
 
 
 def test_stored_scores_that_hold_all_give_the_same_tokens_a_pass_on_average() -> None:

@@ -13,9 +13,11 @@ from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
 from draftkit.evaluation.report import (
     engine_table,
     evaluation_table,
+    numbers_table,
     result_lines,
     speedup_figure,
     training_figure,
+    ways_table,
 )
 
 
@@ -61,11 +63,18 @@ def summary(alpha):
     }
 
 
-def beside(mean):
-    """What evaluation says of prompt lookup."""
-    speedup = {"measured": mean, "ci95": [mean, mean]}
-    speedup["end_to_end"] = {"mean": mean, "ci95": [mean - 0.05, mean + 0.05], "chunks": 24}
-    return {"acceptance_length": estimate(1.234), "speedup": speedup}
+def timed_way(mean, gamma=4, **more):
+    """What evaluation says of a way that was timed."""
+    whole = {"mean": mean, "ci95": [mean - 0.05, mean + 0.05], "chunks": 24}
+    rates = {"tokens_per_second": 62.0, "tokens_per_second_end_to_end": 50.0 * mean}
+    rates["plain_tokens_per_second_end_to_end"] = 50.0
+    return {
+        "gamma": gamma,
+        "acceptance_length": estimate(1.234),
+        "speedup": {"measured": mean, "ci95": [mean, mean], "end_to_end": whole},
+        **rates,
+        **more,
+    }
 
 
 def printed(table):
@@ -137,6 +146,8 @@ def test_a_gap_between_theory_and_clock_is_pointed_out(pair):
     assert "off predicted" not in printed(evaluation_table(pair))
     pair["speedup"]["prediction_error"] = -0.31
     assert "-31% off predicted" in " ".join(printed(evaluation_table(pair)).split())
+    pair["speedup"]["end_to_end"]["ci95"] = None  # of too few to decide, it says nothing
+    assert "off predicted" not in printed(evaluation_table(pair))
 
 
 def test_each_engine_is_named_once_above_its_settings_in_eighty_columns():
@@ -156,17 +167,54 @@ def test_a_single_draft_gets_a_single_column():
     assert "gain" not in text
 
 
-def test_prompt_lookup_stands_below_the_drafts(pair):
-    lookup = {"prompt_lookup": beside(1.1), "best_of": "prompt_lookup", "proposer": "argmax"}
-    for shown in (pair | lookup, summary(0.6) | lookup):
-        text = printed(evaluation_table(shown))
-        assert max(map(len, text.splitlines())) <= 80
-        cells = [[part.strip() for part in line.split("│")] for line in text.splitlines()]
-        rows = {row[0]: row[-1] for row in cells}
-        assert rows["prompt lookup, tau"] == "1.23 [1.22, 1.25]"
-        assert rows["prompt lookup, end to end"] == "1.10 [1.05, 1.15]"
-        assert rows["best end to end"] == "prompt lookup"
-        assert "proposer argmax" in text
+def shown_rows(table):
+    lines = printed(table).splitlines()
+    assert max(map(len, lines)) <= 80
+    return [[cell.strip() for cell in line.split("│")] for line in lines if "│" in line]
+
+
+def test_all_ways_stand_in_one_table_the_fastest_first_at_every_temperature():
+    ways = {
+        "prompt_lookup": timed_way(1.44, 7),
+        "drafter": timed_way(1.08, 1),
+        "hybrid": timed_way(1.62, 3, repeated=timed_way(0.81)),
+        "before": timed_way(0.61),
+    }
+    greedy = {**ways, "drafter": timed_way(1.7), "hybrid": timed_way(1.69)}
+    table = ways_table({"by_temperature": {"0.2": {"ways": ways}, "0": {"ways": greedy}}})
+    rows = shown_rows(table)
+    assert rows[0] == ["0.2", "drafter + prompt lookup", "81.0", "1.62 [1.57, 1.67]", "1.23", "3"]
+    names = ["drafter + prompt lookup", "prompt lookup", "drafter", "plain", "drafter before"]
+    assert [row[1] for row in rows[:5]] == names
+    assert rows[3][2:] == ["50.0", "1", "1", "0"]
+    assert rows[5][:2] == ["0", "drafter"]
+    assert len(rows) == 10
+    note = "drafter + prompt lookup at T 0.2: repeated; 0.81 [0.76, 0.86] the first time"
+    assert note in " ".join(printed(table).split())
+
+
+def test_the_numbers_of_proposals_stand_side_by_side_with_the_best_marked():
+    numbers = [str(number) for number in range(1, 13)]
+    by_number = {
+        "speedup_by_k": {n: 2.0 - abs(int(n) - 9) / 10 for n in numbers},
+        "acceptance_length_by_k": {n: estimate(12.345) for n in numbers},
+        "alpha_by_position": [0.43] * 12,
+        "alpha_given_chain": [0.5] * 11 + [None],
+    }
+    lines = printed(numbers_table(by_number)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split() == ["K", *numbers[:8], "9*", *numbers[9:]]
+    rows = {" ".join(line.split()[:-12]): line.split()[-12:] for line in lines[2:]}
+    assert rows["tau"] == ["12.3"] * 12
+    assert rows["alpha at K"] == ["0.43"] * 12
+    assert rows["after K - 1"] == ["0.50"] * 11 + ["-"]
+    assert rows["speed-up"][8] == "2.00"
+
+
+def test_engines_are_said_not_to_know_the_ids_that_a_drafter_keeps_to():
+    assert "kept_ids" not in printed(engine_table(summary(0.6)))
+    text = " ".join(printed(engine_table(summary(0.6) | {"kept_ids": 4096})).split())
+    assert "proposes 4,096 ids alone (kept_ids.json), which only draftkit knows" in text
 
 
 @pytest.mark.parametrize(

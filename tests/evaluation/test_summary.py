@@ -5,7 +5,7 @@ import math
 import pytest
 
 from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness
-from draftkit.evaluation.summary import best_of, verdict
+from draftkit.evaluation.summary import best_of, best_use, verdict
 from draftkit.theory.acceptance import Estimate
 
 NAN = float("nan")
@@ -68,9 +68,9 @@ def way(mean, low, p_value=1e-6):
 
 
 def test_the_best_is_chosen_of_ways_that_pass_a_harder_test_than_the_judged_one():
-    """Of two others each has half of the 0.5 % that they share."""
+    """Of two others each has half of the 0.3 % that they share."""
     judged = {"drafter": way(1.2, 1.01, 0.02)}
-    for p_value, best in ((0.002, "prompt_lookup"), (0.003, "drafter")):
+    for p_value, best in ((0.0014, "prompt_lookup"), (0.0016, "drafter")):
         others = {"prompt_lookup": way(1.3, 1.05, p_value), "before": way(1.1, 1.001, 0.0249)}
         assert best_of(others | judged, "drafter") == best
     alone = {"prompt_lookup": way(1.3, 1.05, 0.01), "drafter": way(0.9, 0.8, 0.9)}
@@ -103,3 +103,37 @@ def test_rounds_that_gain_what_the_prefill_costs_again_are_told_apart():
     reason = decide(0.8, 0.9, rounds=1.21)[1]
     assert "rounds alone reach 1.21, but the draft's prefill costs more" in reason
     assert "alpha" not in reason
+
+
+def used(decision, mixed, others=(), passed=True):
+    """The verdict on a drafter of 1.2 that got `decision` alone, beside the hybrid `mixed`."""
+    lossless = {"passed": passed}
+    drafter = way(1.2, 1.1) | {"verdict": decision, "reason": "alone", "proposer": "sampled"}
+    ways = {"drafter": drafter, "hybrid": mixed} | dict(others)
+    ways = {name: one | {"lossless": lossless} for name, one in ways.items()}
+    found = best_use(drafter | {"lossless": lossless}, ways)
+    return found["use"], found["verdict"], found["reason"]
+
+
+def test_the_verdict_is_on_the_best_use_of_the_drafter():
+    """The hybrid has to pass the harder test of a way that stands beside the judged one."""
+    reason = "end-to-end speedup as decode.proposer=hybrid 1.40 [1.30, 1.50] lies above 1"
+    for decision in ("deploy", "inconclusive", "do_not_deploy"):
+        assert used(decision, way(1.4, 1.3)) == ("hybrid", "deploy", reason)
+    assert used("deploy", way(1.1, 1.05))[0] == "sampled"  # the drafter alone is faster
+    assert used("inconclusive", way(1.1, 1.05))[:2] == ("hybrid", "deploy")
+    three = {"prompt_lookup": way(1.0, 0.9, 0.5), "before": way(1.0, 0.9, 0.5)}
+    for p_value, decision in ((0.0009, "deploy"), (0.0011, "inconclusive")):
+        assert used("inconclusive", way(1.4, 1.01, p_value), three)[1] == decision
+
+
+def test_a_drafter_that_loses_alone_is_not_turned_down_while_its_hybrid_may_gain():
+    use, decision, reason = used("do_not_deploy", way(0.98, 0.9, 0.7))
+    assert (use, decision) == ("hybrid", "inconclusive")
+    assert reason == "alone; but as decode.proposer=hybrid 0.98 [0.90, 1.06] does not"
+    assert used("do_not_deploy", way(0.8, 0.7, 0.99))[1] == "do_not_deploy"
+
+
+def test_what_loses_exactness_or_has_no_interval_is_judged_as_before():
+    assert used("do_not_deploy", way(2.0, 1.9), passed=False)[1:] == ("do_not_deploy", "alone")
+    assert used("inconclusive", way(2.0, None, None))[1:] == ("inconclusive", "alone")

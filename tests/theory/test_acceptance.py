@@ -12,6 +12,7 @@ from torch import Tensor
 from draftkit.theory.acceptance import (
     Estimate,
     Rate,
+    chain_acceptance,
     estimate,
     exact_match_acceptance,
     exact_match_share,
@@ -411,3 +412,14 @@ def test_the_test_of_a_gain_refuses_nothing_to_compare_and_keeps_nan() -> None:
     assert math.isnan(p_value(ones * math.nan))
     with pytest.raises(ValueError, match="at least 2 documents with positions, got 1"):
         p_value(ones, torch.tensor([3.0, 0, 0, 0, 0], dtype=torch.float64))
+
+
+def test_acceptance_given_the_chain_is_that_of_the_texts_that_came_so_far():
+    """By hand: rounds begin at every token that has two more behind it."""
+    texts = [torch.tensor([1.0, 0.5, 0.2, 0.4]), torch.tensor([0.6, 0.0, 1.0]), torch.ones(2)]
+    first = 1.0 + 0.5 + 0.6
+    second = 1.0 * 0.5 + 0.5 * 0.2 + 0.6 * 0.0
+    third = 1.0 * 0.5 * 0.2 + 0.5 * 0.2 * 0.4
+    found = chain_acceptance(texts, 3)
+    assert found == pytest.approx([first / 3, second / first, third / second])
+    assert chain_acceptance([torch.full((9,), 0.7)], 4) == pytest.approx([0.7] * 4)

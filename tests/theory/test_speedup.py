@@ -1,11 +1,14 @@
 """The walltime model reproduces the published table, examples and its own algebra."""
 
+from dataclasses import replace
+
 import pytest
 
 from draftkit.theory.speedup import (
     Costs,
     best_gamma,
     break_even_alpha,
+    by_gamma,
     ceiling,
     expected_tokens,
     speedup_from_length,
@@ -35,14 +38,14 @@ def improvement_factor(alpha: float, gamma: int, *costs: float) -> float:
     return speedup_from_length(expected_tokens(alpha, gamma), gamma, *costs)
 
 
-def constant(gamma: int) -> float:
-    """Verification that stays memory-bound: v = 1."""
-    return 1.0
+def costs_of(cost_ratio: float) -> Costs:
+    """Verification that stays memory-bound: v = 1, and nothing besides."""
+    return Costs(1.0, cost_ratio, 1.0, 0.0, {1: 1.0})
 
 
 def test_the_best_gamma_and_its_factor_are_those_of_the_published_table() -> None:
     for alpha, cost_ratio, gamma, factor in CELLS:
-        found, value = best_gamma(alpha, cost_ratio, constant, 0.0, max_gamma=40)
+        found, value = best_gamma(alpha, costs_of(cost_ratio), max_gamma=40)
         assert found == int(gamma), (alpha, cost_ratio)
         # Halves of the last printed digit may have been rounded either way.
         assert value == pytest.approx(float(factor), abs=0.00501), (alpha, cost_ratio)
@@ -64,7 +67,7 @@ def test_a_large_draft_for_an_eight_billion_target_is_advised_against() -> None:
     assert max(ceiling(gamma, 0.596) for gamma in range(1, 5000)) == pytest.approx(1.68, abs=5e-3)
     assert break_even_alpha(5, 0.596) == pytest.approx(0.832, abs=5e-4)
     assert improvement_factor(0.813, 5, 0.596) == pytest.approx(0.955, abs=1e-3)
-    assert best_gamma(0.813, 0.596, constant, 0.0, max_gamma=10)[0] == 1
+    assert best_gamma(0.813, costs_of(0.596), max_gamma=10)[0] == 1
     assert improvement_factor(0.813, 1, 0.596) == pytest.approx(1.136, abs=5e-4)
 
 
@@ -116,16 +119,16 @@ def test_a_round_dearer_than_all_its_tokens_has_no_break_even_alpha() -> None:
 
 def test_the_best_gamma_reads_verification_from_a_table_and_may_be_zero() -> None:
     steep = {gamma: 1 + 0.6 * gamma for gamma in range(1, 9)}
-    assert best_gamma(0.8, 0.05, constant, 0.0, max_gamma=8)[0] == 8
-    found, factor = best_gamma(0.8, 0.05, steep.__getitem__, 0.0, max_gamma=8)
+    assert best_gamma(0.8, costs_of(0.05), max_gamma=8)[0] == 8
+    found, factor = best_gamma(0.8, Costs(1.0, 0.05, 1.6, 0.0, steep), max_gamma=8)
     assert found == 1
     assert factor == pytest.approx(1.8 / 1.65)
-    assert best_gamma(0.8, 0.05, steep.__getitem__, 1.0, max_gamma=8) == (0, 1.0)
-    assert best_gamma(0.9, 0.0, constant, 0.0, max_gamma=0) == (0, 1.0)
+    assert best_gamma(0.8, Costs(1.0, 0.05, 1.6, 1.0, steep), max_gamma=8) == (0, 1.0)
+    assert best_gamma(0.9, costs_of(0.0), max_gamma=0) == (0, 1.0)
 
 
 def test_of_equal_factors_the_smaller_gamma_is_chosen() -> None:
-    assert best_gamma(0.5, 0.5, constant, 0.0, max_gamma=5) == (0, 1.0)  # gamma 1 gives 1 too
+    assert best_gamma(0.5, costs_of(0.5), max_gamma=5) == (0, 1.0)  # gamma 1 gives 1 too
 
 
 def test_verification_costs_between_measured_gammas_and_beyond_lie_on_the_line() -> None:
@@ -148,5 +151,23 @@ def test_the_best_gamma_follows_from_a_table_of_costs() -> None:
     cheap = Costs(0.01, 0.05, 1.0, 0.0, verify_ratios={1: 1.0})
     steep = Costs(0.01, 0.05, 1.6, 0.0, verify_ratios={1: 1.6, 2: 2.2})
     for costs, gamma in ((cheap, 8), (steep, 1)):
-        found, _ = best_gamma(0.8, costs.cost_ratio, costs.verify_at, costs.overhead_ratio, 12)
+        found, _ = best_gamma(0.8, costs, 12)
         assert found == gamma
+
+
+def test_what_proposing_costs_lies_on_the_line_between_measured_numbers() -> None:
+    serial = Costs(0.01, 0.1, 1.0, 0.1, {1: 1.0}, draft_units={1: 0.1, 4: 0.4, 12: 1.2})
+    plain = Costs(0.01, 0.1, 1.0, 0.1, {1: 1.0})
+    for gamma in (0, 1, 3, 4, 7, 12, 16):
+        assert serial.draft_at(gamma) == pytest.approx(plain.draft_at(gamma))
+        assert serial.round_at(gamma) == pytest.approx(0.1 * gamma + 1.1)
+    assert serial.at(7) == replace(serial, cost_ratio=pytest.approx(0.1))
+
+
+def test_a_draft_of_one_pass_is_worth_more_proposals_by_its_own_table() -> None:
+    parallel = Costs(0.01, 0.1, 1.0, 0.0, {1: 1.0}, draft_units={1: 0.1, 12: 0.1})
+    assert parallel.draft_at(0) == 0
+    assert parallel.at(4).cost_ratio == pytest.approx(0.025)
+    assert best_gamma(0.8, parallel, 12)[0] == 12
+    assert best_gamma(0.8, replace(parallel, draft_units={}), 12)[0] == 6
+    assert by_gamma([1.5, 2.0], parallel) == pytest.approx([1.0, 1.5 / 1.1, 2.0 / 1.1])

@@ -18,7 +18,6 @@ from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, small_
 from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
 
 MAPPINGS = ("template_options",)  # settings whose own keys are not ours
-UNMEASURED_GAMMA = 4  # proposals of a plain drafter, where `decode.gamma` is auto
 MOST_SEED = 2**32 - 1  # with the number of an epoch beside it, a seed still is one of 64 bits
 
 
@@ -89,9 +88,8 @@ class Config:
     @property
     def proposals(self) -> int:
         """Tokens proposed a round, wherever the best number is not measured."""
-        if isinstance(self.decode.gamma, int):
-            return self.decode.gamma
-        return self.draft.pard.tokens if self.draft.kind == "pard" else UNMEASURED_GAMMA
+        in_one_pass = self.decode.gamma == "auto" and self.draft.kind == "pard"
+        return self.draft.pard.tokens if in_one_pass else self.decode.proposals
 
     @property
     def training_temperature(self) -> float:

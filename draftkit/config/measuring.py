@@ -16,6 +16,8 @@ from draftkit.config.choices import (
     setting,
 )
 
+UNMEASURED_GAMMA = 4
+
 
 @dataclass(kw_only=True)
 class DecodeConfig(Section, key="decode"):
@@ -40,6 +42,11 @@ class DecodeConfig(Section, key="decode"):
         super().__post_init__()
         if self.proposer == "none":
             self.gamma = 0
+
+    @property
+    def proposals(self) -> int:
+        """Tokens that a plain drafter proposes a round, where the best number is not measured."""
+        return self.gamma if isinstance(self.gamma, int) else UNMEASURED_GAMMA
 
     @property
     def has_drafter(self) -> bool:

@@ -25,6 +25,7 @@ from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness, greedy_ident
 from draftkit.evaluation.walltime import (
     CALIBRATED_GAMMAS,
     FIRST_LOOK,
+    MOST_GAMMA,
     PLAIN,
     PromptIds,
     Setting,

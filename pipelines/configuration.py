@@ -88,7 +88,8 @@ def _unknown_key(key: str) -> str:
 def to_config(composed: DictConfig) -> Config:
     """The typed, validated `Config` of a composed configuration.
 
-    With `sampling.from=model` the sampling is that of the target's generation_config.json, which is
+    A model of a GGUF file is one of a folder from here on, which is made where it is missing. With
+    `sampling.from=model` the sampling is that of the target's generation_config.json. Both are
     printed. Raises ValueError, one line, naming the key that is unknown, not given or out of range,
     or the file that cannot be read.
     """
@@ -109,15 +110,23 @@ def to_config(composed: DictConfig) -> Config:
     typed = OmegaConf.merge(OmegaConf.structured(Config), {**others, SAMPLING: given})
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
-    if origin != "model":
-        return config
-    from draftkit.models.served import served_sampling  # which imports torch
+    lines = []
+    if any(model.names_gguf for model in (config.target, config.draft)):
+        from .checksums import unpacked  # which imports torch, as `served` does
 
-    set_here = {key: getattr(config.sampling, key) for key in given}
-    sampling, line = served_sampling(config.target, set_here)
+        for key in ("target", "draft"):
+            model, line = unpacked(getattr(config, key), key, config.root)
+            config, lines = replace(config, **{key: model}), [*lines, line]
+    if origin == "model":
+        from draftkit.models.served import served_sampling
+
+        set_here = {key: getattr(config.sampling, key) for key in given}
+        sampling, line = served_sampling(config.target, set_here)
+        config, lines = replace(config, sampling=sampling), [*lines, line]
     if int(os.environ.get("RANK", "0")) == 0:
-        print(line, flush=True)
-    return replace(config, sampling=sampling)
+        for line in filter(None, lines):
+            print(line, flush=True)
+    return config
 
 
 def read_config(path: Path) -> Config:

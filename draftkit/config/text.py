@@ -21,6 +21,8 @@ RENDERING |= {"max_length", "messages", "padding", "return_assistant_tokens_mask
 RENDERING |= {"return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs"}
 RENDERING |= {"truncation"}
 EMBEDDED = "draftkit/embedded"  # a small target that comes with the package, and its folder there
+QUESTIONS = "draftkit/questions"  # chats that come with it
+GGUF, PACKAGE = ".gguf", "package:"  # what paths of such a file end and begin with
 
 
 @dataclass(kw_only=True)
@@ -64,7 +66,10 @@ class ShrinkConfig:
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """One model: a local folder, a hub name, `draftkit/embedded`, or null for one to be made."""
+    """One model: a local folder, a hub name, `draftkit/embedded`, or null for one to be made.
+
+    Commands also take a GGUF file, or `package:NAME`, the one that an installed package holds.
+    """
 
     path: str | None = None
     revision: str | None = None
@@ -85,6 +90,12 @@ class ModelConfig:
         if self.path == EMBEDDED:
             return str(Path(__file__).parents[1] / "embedded")
         return self.path
+
+    @property
+    def names_gguf(self) -> bool:
+        """Whether `path` names a GGUF file, which is a folder before anything loads it."""
+        path = self.path or ""
+        return path.startswith(PACKAGE) or (path.endswith(GGUF) and not Path(path).is_dir())
 
     def check(self, section: str) -> None:
         """Raise ValueError naming the key under `section` (`target` or `draft`) that is wrong."""
@@ -135,7 +146,8 @@ def small_draft() -> ModelConfig:
 class DataConfig(Section, key="data"):
     """Where text comes from and how a row becomes prompt and completion.
 
-    `local`: `path` is a JSONL, Parquet or text file. `hub`: `path` is a dataset name.
+    `local`: `path` is a JSONL, Parquet or text file, or `draftkit/questions`. `hub`: `path` is a
+    dataset name.
     """
 
     name: str = setting("installed", names=("installed", "local", "hub"))
@@ -176,6 +188,13 @@ class DataConfig(Section, key="data"):
         self.require(exceeds, "max_length", "exceed data.prompt_tokens")
         wrong = sorted(RENDERING.intersection(self.template_options))
         self.require(not wrong, "template_options", f"hold variables of the template, not {wrong}")
+
+    @property
+    def file(self) -> Path:
+        """The file that `path` names where `name` is `local`."""
+        if self.path == QUESTIONS:
+            return Path(__file__).parents[1] / "data" / "questions.parquet"
+        return Path(str(self.path))
 
 
 @dataclass(kw_only=True)

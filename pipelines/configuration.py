@@ -114,9 +114,9 @@ def to_config(composed: DictConfig) -> Config:
     if any(model.names_gguf for model in (config.target, config.draft)):
         from .checksums import unpacked  # which imports torch, as `served` does
 
-        for key in ("target", "draft"):
-            model, line = unpacked(getattr(config, key), key, config.root)
-            config, lines = replace(config, **{key: model}), [*lines, line]
+        target, line = unpacked(config.target, "target", config.root)
+        draft, other = unpacked(config.draft, "draft", config.root)
+        config, lines = replace(config, target=target, draft=draft), [line, other]
     if origin == "model":
         from draftkit.models.served import served_sampling
 

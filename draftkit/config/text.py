@@ -58,7 +58,9 @@ class LoraConfig:
 class ShrinkConfig:
     """The draft that `prepare` cuts from the target, where `draft.path` is null."""
 
-    layers: list[int] = field(default_factory=list)  # of the target, from 0; empty: do not cut
+    # How many of the target's, as `models.shrink` chooses them, or their numbers from 0, ascending;
+    # empty or 0: do not cut.
+    layers: Any = field(default_factory=list)
     vocabulary: int = 0  # most frequent ids that the draft may propose; 0: all
     # Of plain training on the text of `data` after the cut, in all else as `draft.pretrain` says.
     steps: int = setting(0, least=0)
@@ -116,8 +118,10 @@ class ModelConfig:
             require(not layers, "target.shrink.layers", rule, layers)
         check_rules(self.lora, "draft.lora")
         check_rules(self.shrink, "draft.shrink")
-        ascend = layers == sorted(set(layers)) and min(layers, default=0) >= 0
-        require(ascend, "draft.shrink.layers", "be numbers from 0, ascending", layers)
+        numbers = layers if isinstance(layers, list) else [layers]
+        whole = all(type(one) is int and one >= 0 for one in numbers)
+        rule = "be a number of layers, or numbers from 0, ascending"
+        require(whole and numbers == sorted({*numbers}), "draft.shrink.layers", rule, layers)
         rule = "be 0, or positive beside draft.shrink.layers"
         fits = vocabulary == 0 or (vocabulary > 0 and bool(layers))
         require(fits, "draft.shrink.vocabulary", rule, vocabulary)

@@ -140,7 +140,8 @@ def convert(file: Path, folder: Path, key: str) -> str:
             f"# {name}\n\nRead from {file.name} ({kind} for the most part). License: {terms}.\n",
             encoding="utf-8",
         )
-        _check_tokenizer(AutoTokenizer.from_pretrained(temporary), metadata, where)
+        stored: Any = AutoTokenizer.from_pretrained(temporary)
+        _check_tokenizer(stored, metadata, where)
     return (
         f"{name}, {kind}, read once into {folder} in {str(model.dtype).removeprefix('torch.')}; a "
         "GGUF file holds no sampling: what is served is what `sampling` says"
@@ -184,7 +185,8 @@ def _tokenizer(file: Path, metadata: Mapping[str, Any], where: str) -> PreTraine
     kind, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "none")
     if kind == "llama":
         try:
-            return AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+            rebuilt: Any = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+            return rebuilt
         except UNREADABLE as error:
             raise ValueError(f"{where}: no usable tokenizer ({first_line(error)})") from error
     name = OTHER_NAMES.get(name, name)

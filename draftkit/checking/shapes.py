@@ -20,6 +20,7 @@ from draftkit.data.prompts import Splits
 from draftkit.evaluation.walltime import FIRST_LOOK
 from draftkit.models.loading import llama_config, model_config
 from draftkit.models.memory import cache_bytes, weight_count
+from draftkit.models.shrink import chosen_layers
 
 FLOAT32 = 4  # bytes
 TRAINED = 16  # bytes of a weight that learns: itself, its gradient, two moments
@@ -192,9 +193,10 @@ def pair_shapes(config: Config) -> tuple[Shape, Shape]:
     if draft is None and config.draft.shrink.layers:
         cut = type(target.config).from_dict(target.config.to_dict())
         text = cut.get_text_config()
-        text.num_hidden_layers = len(config.draft.shrink.layers)
+        layers = chosen_layers(config.draft.shrink.layers, text.num_hidden_layers)
+        text.num_hidden_layers = len(layers)
         if getattr(text, "layer_types", None):
-            text.layer_types = [text.layer_types[one] for one in config.draft.shrink.layers]
+            text.layer_types = [text.layer_types[one] for one in layers]
         draft = shape_of(cut)
     if draft is None:
         draft = shape_of(llama_config(config.draft.pretrain, target.vocab_size))

@@ -59,7 +59,7 @@ class Objective:
 
     def terms(self, step: int) -> dict[str, float]:
         """The weights of divergences in the loss of `step`, from 0."""
-        if step < self.divergence.warmup_steps:
+        if step < (self.divergence.warmup_steps or 0):
             return {FIRST: 1.0}
         return {OWN: 1.0} if self.own is not None else self.divergence.terms
 

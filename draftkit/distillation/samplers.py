@@ -13,7 +13,15 @@ import torch
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.generation import Completion, TraceRound, decode, finish, make_requests
+from draftkit.decoding.generation import (
+    LIKELIEST,
+    Completion,
+    TraceRound,
+    Watch,
+    decode,
+    finish,
+    make_requests,
+)
 from draftkit.decoding.proposers import drafting
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import Adapter, CausalAdapter
@@ -89,13 +97,16 @@ class DecoderSampler:
     """Plain sampling of `model`; `name` is its part, `target` or `draft`.
 
     Compiled, one decoder serves all calls, and so does its code: whole batches in a cache of
-    `max_length`.
+    `max_length`. Records carry the `top_k` most likely ids of every token, where that is not 0.
+    `watch` hears how far a call is.
     """
 
     model: Adapter
     name: str
     settings: AnswerSettings
     compiled: bool = False
+    top_k: int = 0
+    watch: Watch | None = None
     _kept: dict[bool, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def sample(
@@ -111,10 +122,17 @@ class DecoderSampler:
                 requests,
                 eos_token_ids=settings.eos_token_ids,
                 batch_size=settings.batch_size,
+                top_k=self.top_k,
+                watch=self.watch,
             )
         return [
             settings.record(
-                prompt, answer.output_ids, row=row, sampler=self.name, sampler_version=version
+                prompt,
+                answer.output_ids,
+                row=row,
+                sampler=self.name,
+                sampler_version=version,
+                **{name: getattr(answer, name) for name in LIKELIEST if self.top_k},
             )
             for prompt, answer, row in zip(prompts, answers, rows, strict=True)
         ]
@@ -133,8 +151,9 @@ class DecoderSampler:
                 eos_token_ids=settings.eos_token_ids,
                 compiled=True,
                 batch_sizes=(),
+                top_k=self.top_k,
             )
-        answers = finish(decoder, requests)
+        answers = finish(decoder, requests, self.watch)
         self._kept[constant] = decoder  # only now: after an error its rows are no one's
         return answers
 

@@ -200,6 +200,33 @@ class StoredTeacher:
 Teacher = TargetTeacher | StoredTeacher
 
 
+def check_top_k(k: int, vocab_size: int) -> None:
+    """Raise ValueError for `generate.top_k` that is no less than the vocabulary."""
+    if k >= vocab_size:
+        raise ValueError(
+            f"generate.top_k: {k} of {vocab_size} ids are all there are: lower it, or use 0"
+        )
+
+
+def sampled_scores(records: Sequence[Record], *, loss_temperature: float) -> list[Record] | None:
+    """What `stored_scores` makes of `records` that carry the ids named while they were sampled.
+
+    None where a pass is needed: they do not, or the tail was taken at another temperature. At 1 it
+    is what the stored log-probabilities leave.
+    """
+    scored = []
+    for record in records:
+        served = record.sampling["temperature"] or 1.0
+        if record.topk_log_probs is None or loss_temperature not in (served, 1.0):
+            return None
+        tail = record.tail_mass
+        if loss_temperature != served:
+            kept = torch.tensor(record.topk_log_probs, dtype=torch.float64).exp().sum(-1)
+            tail = (1 - kept).clamp(min=0).tolist()
+        scored.append(replace(record, loss_tail_mass=tail))
+    return scored
+
+
 @torch.no_grad()
 def stored_scores(
     target: CausalAdapter, records: Sequence[Record], *, k: int, loss_temperature: float
@@ -209,10 +236,7 @@ def stored_scores(
     One pass over all records together: give as many as fit. Raises ValueError for k that is no
     less than the vocabulary.
     """
-    if k >= target.vocab_size:
-        raise ValueError(
-            f"generate.top_k: {k} of {target.vocab_size} ids are all there are: lower it, or use 0"
-        )
+    check_top_k(k, target.vocab_size)
     texts = [continued(record.prompt_ids, record.output_ids) for record in records]
     batch = collate(texts, device=target.device)
     states, head = target.states(batch.input_ids, batch.predicting), target.head

@@ -204,6 +204,8 @@ def check_folder(model: ModelConfig, key: str) -> None:
     """Raise ValueError if `model.path` is no model folder, and no model of the hub in reach."""
     assert model.path is not None
     path, name = Path(model.location), f"{key}.path {model.path}"
+    if model.names_gguf:
+        raise ValueError(f"{name}: commands read a GGUF file into a folder: give {key}.path there")
     looks_local = path.is_absolute() or model.path.startswith((".", "~")) or path.exists()
     if not looks_local and model.path.count("/") == 1:
         if hub_has(model.path, "config.json", section=key, revision=model.revision):

@@ -48,6 +48,9 @@ from draftkit.workflow.sources import TrainingTexts, make_source
 TRAIN = "train"  # what metrics of the run itself are called
 TRIALS = "rates"  # folder of the runs that choose a rate
 TRIAL_SHARE = 4  # they take a quarter of the steps
+WARMUP_SHARE = 5  # and the first of a cold drafter a fifth
+VANISHING = {"tvd", "jsd"}  # without a gradient where the drafter agrees on nothing
+COLD = 0.05  # alpha below which that is so
 
 
 class TrainingFailed(ValueError):
@@ -101,6 +104,19 @@ class Trial:
 
     alpha: float | None
     error: str = "alpha was not a number: lower optim.learning_rate"
+
+
+def with_warmup(config: Config) -> Config:
+    """`config` with the steps of forward KL that `divergence.warmup_steps=null` stands for.
+
+    A drafter that was cut and not trained agrees with its target on nothing.
+    """
+    divergence, cut = config.divergence, config.draft.shrink
+    is_cold = config.draft.path is None and cut.layers and not cut.steps
+    if divergence.warmup_steps is not None or not is_cold or not divergence.names <= VANISHING:
+        return config
+    steps = config.optim.max_steps // WARMUP_SHARE
+    return replace(config, divergence=replace(divergence, warmup_steps=steps))
 
 
 def fit(job: Job) -> Fitted:
@@ -233,6 +249,11 @@ def validation_alpha(job: Job, draft: CausalAdapter, section: str, step: int) ->
         chosen = "alpha_greedy_draft"
         metrics[chosen] = by_mode[chosen].mean
     job.tracker.log(section, step, metrics)
+    if step == 0 and alpha.mean < COLD and config.divergence.names <= VANISHING:
+        job.note(
+            f"validation alpha is {alpha.mean:.3f} at the start, where {config.divergence.name} has"
+            " next to no gradient: begin with some divergence.warmup_steps of forward KL"
+        )
     return metrics[chosen]
 
 

@@ -10,6 +10,7 @@ from draftkit.config import Config, ModelConfig, SamplingConfig
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
+from draftkit.decoding.generation import Watch
 from draftkit.distillation.engines import OpenAISampler
 from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.samplers import (
@@ -19,6 +20,7 @@ from draftkit.distillation.samplers import (
     Sampler,
     SpeculativeSampler,
 )
+from draftkit.distillation.teacher import check_top_k
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target, load_outline
 
@@ -55,6 +57,8 @@ def target_sampler(
     max_new_tokens: int,
     batch_size: int,
     max_length: int | None = None,
+    top_k: int = 0,
+    watch: Watch | None = None,
 ) -> DecoderSampler:
     """The target, sampled as it is served; `max_length` of prompt and answer: its context."""
     settings = AnswerSettings(
@@ -65,7 +69,10 @@ def target_sampler(
         batch_size=batch_size,
         seed=seed,
     )
-    return DecoderSampler(model=target.adapter, name="target", settings=settings)
+    check_top_k(top_k, target.adapter.vocab_size)
+    return DecoderSampler(
+        model=target.adapter, name="target", settings=settings, top_k=top_k, watch=watch
+    )
 
 
 def engine_sampler(target: ModelConfig, config: Config, room: Room) -> OpenAISampler:

@@ -2,7 +2,7 @@
 the texts are kept.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -31,7 +31,7 @@ from draftkit.distillation.batch_sources import (
     shuffled,
     some_rows,
 )
-from draftkit.distillation.teacher import stored_scores
+from draftkit.distillation.teacher import sampled_scores, stored_scores
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target
 from draftkit.workflow.sampling import source_sampler
@@ -204,11 +204,22 @@ def texts_to_score(config: Config, texts: TrainingTexts) -> Sequence[Record]:
 
 
 def scored_by(
-    target: CausalAdapter, records: Sequence[Record], *, top_k: int, temperature: float
+    target: CausalAdapter,
+    records: Sequence[Record],
+    *,
+    top_k: int,
+    temperature: float,
+    watch: Callable[[int], None] = lambda done: None,
 ) -> list[Record]:
-    """`records` with the target's `top_k` most likely ids, for a loss at `temperature`."""
+    """`records` with the target's `top_k` most likely ids, for a loss at `temperature`.
+
+    Those that carry them need no pass of the target. `watch` hears how many are done.
+    """
     scored: list[Record] = []
     for first in range(0, len(records), SCORED_AT_ONCE):
         lot = records[first : first + SCORED_AT_ONCE]
-        scored += stored_scores(target, lot, k=top_k, loss_temperature=temperature)
+        scored += sampled_scores(lot, loss_temperature=temperature) or stored_scores(
+            target, lot, k=top_k, loss_temperature=temperature
+        )
+        watch(len(scored))
     return scored

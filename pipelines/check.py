@@ -30,6 +30,7 @@ from draftkit.checking.folders import read_pair
 from draftkit.checking.rules import WRONG, Finding, findings
 from draftkit.checking.shapes import DEMANDS, Demand, TextLengths
 from draftkit.config import Config
+from draftkit.workflow.progress import duration
 
 from .command import run_command
 from .distill import distill
@@ -174,15 +175,6 @@ def measured_table(
 
 def total(to_do: Sequence[Step], seconds: Mapping[str, float]) -> float:
     return sum(seconds.get(step.name, 0) for step in to_do)
-
-
-def duration(seconds: float) -> str:
-    """As people say it, with two units."""
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    if hours:
-        return f"{hours:,} h {minutes} min"
-    return f"{minutes} min {whole % 60} s" if minutes else f"{max(seconds, 0.1):.1f} s"
 
 
 def show(

@@ -1,12 +1,14 @@
 """What the user names, with a checksum of its content: models and texts.
 
 A local file or folder is read once: its checksum is remembered by path, inode, size and times in
-`<root>/shared/checksums.json`, which may be deleted.
+`<root>/shared/checksums.json`, which may be deleted. A GGUF file becomes a folder before anything
+else looks at it, so that no stage knows of such files.
 """
 
 import importlib.metadata
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +16,10 @@ from draftkit.artifacts import fingerprint, remembered, sha256_file
 from draftkit.config import DataConfig, ModelConfig
 from draftkit.data.installed import OPTIONAL, PACKAGES
 from draftkit.models.files import commit_of, files_of_model, model_sha256
+from draftkit.models.gguf_files import VERSION, convert, file_named
 from draftkit.models.loading import check_folder
 
+from .folder import locked
 from .plan import MEMORY, Given
 
 # Where a package is called otherwise than what is imported.
@@ -36,13 +40,31 @@ def given_model(model: ModelConfig, key: str, root: str) -> Given:
     return Given(f"{model.path}@{commit_of(model)}", model.path)
 
 
+def unpacked(model: ModelConfig, key: str, root: str) -> tuple[ModelConfig, str]:
+    """`model` as a folder where its path names a GGUF file, and a line about it where it does.
+
+    The folder lies in `<root>/shared/gguf`, by the file's content, and is made once. Raises
+    ValueError naming `key` for a file that cannot be had or read.
+    """
+    if not model.names_gguf:
+        return model, ""
+    file = file_named(str(model.path), key)
+    content = remembered(file, Path(root) / MEMORY, sha256_file, [file])
+    home = Path(root) / "shared" / "gguf" / fingerprint([VERSION, content])
+    folder, line = home / file.stem, f"{key}.path {model.path}: read into {home / file.stem}"
+    with locked(home, wait=True):
+        if not folder.is_dir():
+            line = f"{key}.path {model.path}: {convert(file, folder, key)}"
+    return replace(model, path=str(folder), revision=None), line
+
+
 def given_text(data: DataConfig, root: str) -> Given:
     """What `data` names: a file's content, or the versions of the packages that are read.
 
     Raises ValueError for a missing file.
     """
     if data.name == "local":
-        path = Path(str(data.path))
+        path = data.file
         if not path.is_file():
             raise ValueError(f"data.path {path}: no such file")
         return Given(remembered(path, Path(root) / MEMORY, sha256_file, [path]), str(path))

@@ -55,8 +55,21 @@ Schema = make_dataclass("Schema", map(_schema_field, fields(Config)), kw_only=Tr
 
 @cache
 def register_schema() -> None:
-    """Store `Schema` where the defaults list of `conf/config.yaml` looks for `schema`."""
+    """Store `Schema` where the defaults list of `conf/config.yaml` looks for `schema`.
+
+    In YAML `${by_device:A,B}` is A on a GPU and B on a CPU.
+    """
     ConfigStore.instance().store(name="schema", node=Schema)
+    OmegaConf.register_new_resolver("by_device", _by_device, replace=True)
+
+
+def _by_device(on_gpu: Any, on_cpu: Any, *, _root_: DictConfig) -> Any:
+    import torch
+
+    device = _root_.hardware.device
+    return (
+        on_gpu if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else on_cpu
+    )
 
 
 def known_settings() -> list[str]:
@@ -88,7 +101,8 @@ def _unknown_key(key: str) -> str:
 def to_config(composed: DictConfig) -> Config:
     """The typed, validated `Config` of a composed configuration.
 
-    With `sampling.from=model` the sampling is that of the target's generation_config.json, which is
+    A model of a GGUF file is one of a folder from here on, which is made where it is missing. With
+    `sampling.from=model` the sampling is that of the target's generation_config.json. Both are
     printed. Raises ValueError, one line, naming the key that is unknown, not given or out of range,
     or the file that cannot be read.
     """
@@ -109,15 +123,26 @@ def to_config(composed: DictConfig) -> Config:
     typed = OmegaConf.merge(OmegaConf.structured(Config), {**others, SAMPLING: given})
     config = OmegaConf.to_object(typed)
     assert isinstance(config, Config)
-    if origin != "model":
-        return config
-    from draftkit.models.served import served_sampling  # which imports torch
+    raw = flatten(OmegaConf.to_container(composed, resolve=False))
+    follow = [key for key, value in raw.items() if str(value).startswith("${by_device:")]
+    chosen = ", ".join(f"{key}={values[key]}" for key in follow)
+    lines = [chosen and f"on this machine, where nothing else is given: {chosen}"]
+    if any(model.names_gguf for model in (config.target, config.draft)):
+        from .checksums import unpacked  # which imports torch, as `served` does
 
-    set_here = {key: getattr(config.sampling, key) for key in given}
-    sampling, line = served_sampling(config.target, set_here)
+        target, line = unpacked(config.target, "target", config.root)
+        draft, other = unpacked(config.draft, "draft", config.root)
+        config, lines = replace(config, target=target, draft=draft), [*lines, line, other]
+    if origin == "model":
+        from draftkit.models.served import served_sampling
+
+        set_here = {key: getattr(config.sampling, key) for key in given}
+        sampling, line = served_sampling(config.target, set_here)
+        config, lines = replace(config, sampling=sampling), [*lines, line]
     if int(os.environ.get("RANK", "0")) == 0:
-        print(line, flush=True)
-    return replace(config, sampling=sampling)
+        for line in filter(None, lines):
+            print(line, flush=True)
+    return config
 
 
 def read_config(path: Path) -> Config:

@@ -30,6 +30,7 @@ from draftkit.evaluation.summary import compare
 from draftkit.evaluation.walltime import PLAIN
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
+from draftkit.models.parallel import kind_of
 from draftkit.theory.acceptance import LEAST_UNITS
 from draftkit.tracking import Tracker
 
@@ -60,7 +61,10 @@ def drafts_of(config: Config, folder: StageFolder) -> dict[str, ModelConfig]:
     start = folder.model(config, "draft")
     if config.evaluate.draft == "given":
         return {"given": start}
-    return {"before": start, "after": with_path(start, folder.input("trained"))}
+    before = replace(
+        start, kind=kind_of(None)
+    )  # as it is: `distill` alone makes a parallel one of it
+    return {"before": before, "after": with_path(start, folder.input("trained"))}
 
 
 def needs(config: Config) -> dict[str, Given | Step]:
@@ -74,7 +78,7 @@ def needs(config: Config) -> dict[str, Given | Step]:
 
 def check(config: Config) -> None:
     """Raise ValueError for what cannot be judged, before anything is made for it."""
-    if config.decode.proposals == 0:
+    if config.proposals == 0:
         key, way_out = "decode.gamma=0", "1 or more"
         if config.decode.proposer == "none":
             key, way_out = "decode.proposer=none", "another one"
@@ -222,7 +226,8 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     folder.tracker.figure("eval/speedup", folder.path / FIGURE)
     if (kept := getattr(drafts[main], "kept_ids", None)) is not None:
         first["kept_ids"] = len(kept)
-    return {**first, "by_temperature": by_temperature, **shares_of(folder.input("texts"))}
+    kind, shares = kind_of(drafts[main].parallel), shares_of(folder.input("texts"))
+    return {**first, "by_temperature": by_temperature, "kind": kind, **shares}
 
 
 if __name__ == "__main__":

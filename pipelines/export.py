@@ -19,7 +19,8 @@ from draftkit.engines.launch import LAUNCHES, Pair, best_gammas, expected, launc
 from draftkit.engines.onnx import check_python, write_onnx_pair
 from draftkit.evaluation.cards import model_card, plain_card
 from draftkit.models.files import CARD
-from draftkit.models.loading import model_config, with_path
+from draftkit.models.loading import check_kind, model_config, with_path
+from draftkit.models.parallel import parallel_of
 
 from .evaluate import evaluate
 from .folder import is_record
@@ -143,16 +144,20 @@ def _hint(numbers: Mapping[str, Any] | None) -> str:
 def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Write the folders; the summary names each file."""
     target, judged = folder.model(config, "target"), judgements(folder)
+    drafter = drafter_of(config, folder)
+    check_kind(config.draft, model_config(drafter, "draft"))
+    parallel = parallel_of(model_config(drafter, "draft")) is not None
     local = Path(target.location).is_dir()
     pair = Pair(
         target=str(Path(target.location).absolute()) if local else target.location,
         revision=target.revision,
-        gamma=max(1, config.decode.proposals),
+        gamma=max(1, config.proposals),
         judged=judged,
+        parallel=parallel,
     )
     gamma = launched_gamma(pair, PLAIN)
     notes = write_plain_folder(
-        drafter_of(config, folder),
+        drafter,
         target,
         folder.path / PLAIN,
         gamma=gamma,
@@ -160,7 +165,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     )
     pair = write_files(config, folder, pair, target)
     name = config.target.location if config.target.path else None
-    card = plain_card(name, gamma)
+    card = plain_card(name, gamma, parallel=parallel)
     if judged:
         origin = read_json(folder.input(JUDGED) / MANIFEST)["provenance"]
         card = model_card(judged[0], origin["hardware"], target=name, name=config.name)

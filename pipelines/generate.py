@@ -1,15 +1,18 @@
 """`python -m pipelines.generate`: rollouts of the target on training prompts, in Parquet.
 
-Beside them what else the target says, as stages that other commands run: `contexts`, held-out
-prompts that it has continued, and `scores`, its most likely ids at every token of training texts.
-All are shared by the experiments with the same target, text and sampling, so that drafts are
-compared on the same positions. Rollouts and scores are written in parts: a kill costs one part.
+They carry the target's most likely ids of every token where `generate.top_k` wants some: it had
+them in its hands. Beside them what else the target says, as stages that other commands run:
+`contexts`, held-out prompts that it has continued, and `scores`, its most likely ids at every token
+of training texts. All are shared by the experiments with the same target, text and sampling, so
+that drafts are compared on the same positions. Rollouts and scores are written in parts: a kill
+costs one part.
 """
 
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draftkit.artifacts import fingerprint
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import (
@@ -23,6 +26,7 @@ from draftkit.data.rollouts import (
 from draftkit.distillation.engines import RETOKENISED
 from draftkit.distillation.samplers import Sampler
 from draftkit.models.loading import load_target
+from draftkit.workflow.progress import Countdown
 from draftkit.workflow.sampling import (
     ROLLOUTS,
     TEST,
@@ -35,9 +39,18 @@ from draftkit.workflow.sampling import (
 from draftkit.workflow.sources import TrainingTexts, scored_by, texts_to_score
 
 from .plan import Given, StageFolder, Step
-from .prepare import text_and_target
 from .run import stage
+from .target import text_and_target
 from .texts import answer_tokens
+
+
+def scored_rollouts(config: Config) -> dict[str, Given | Step]:
+    """The text and the target, and how many ids the rollouts carry, where they do."""
+    options, inputs = config.generate, text_and_target(config)
+    if options.top_k and options.engine == "decoder" and config.source.name == "target":
+        inputs["likeliest"] = Given(fingerprint(["top_k", options.top_k]))
+    return inputs
+
 
 # Where an engine answers, and to how many at a time, is no part of what it answers.
 ROLLOUT_SETTINGS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "engine", "model"))
@@ -48,7 +61,7 @@ SCORED_PART = 1024  # texts of a file
     sections=("seed", "data", "sampling", *ROLLOUT_SETTINGS),
     version=2,
     shared=True,
-    needs=text_and_target,
+    needs=scored_rollouts,
 )
 def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Let the target continue the prompts of the training split.
@@ -58,6 +71,15 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """
     size, total = config.generate.batch_size, config.generate.rollouts
     splits, target = read_splits(folder.input("texts")), folder.model(config, "target")
+    rollouts = tokens = retokenised = 0
+    countdown = Countdown(total, folder.note)
+
+    def watch(done: float, new: int) -> None:  # of the lot in hand
+        count = tokens + new
+        countdown(
+            rollouts + done, f"{rollouts + int(done):,} of {total:,} answers, {count:,} tokens"
+        )
+
     sampler: Sampler
     if config.generate.engine == "openai":
         sampler = engine_sampler(target, config, splits.room)
@@ -69,8 +91,9 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
             max_new_tokens=splits.room.new,
             batch_size=size,
             max_length=splits.room.total,
+            top_k=config.generate.top_k if "likeliest" in folder.needs else 0,
+            watch=watch,
         )
-    rollouts = tokens = retokenised = 0
     prompts = splits.train
 
     def answer(rows: range) -> list[Record]:
@@ -81,7 +104,7 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
         rollouts += len(records)
         tokens += sum(len(record.output_ids) for record in records)
         retokenised += sum(record.sampler == RETOKENISED for record in records)
-        folder.note(f"{rollouts}/{total} rollouts, {tokens:,} tokens")
+        watch(0, 0)
     if retokenised:
         folder.note(f"{retokenised} answers came as text: their tokens may not be those sampled")
     return {"rollouts": total, "tokens": tokens, "retokenised": retokenised}
@@ -111,23 +134,31 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     if (new := answer_tokens(config)) < options.max_new_tokens:
         folder.note(f"{new} tokens an answer, all that the models' context leaves after a prompt")
     target = load_target(folder.model(config, "target"), config.hardware)
-    summary = {}
-    for name, examples, count in (
-        (VALIDATION, splits.validation, options.validation_prompts),
-        (TEST, splits.test, options.prompts),
-    ):
+    summary, before = {}, 0
+    parts = (
+        (VALIDATION, splits.validation[: options.validation_prompts]),
+        (TEST, splits.test[: options.prompts]),
+    )
+    total = sum(len(prompts) for _, prompts in parts)
+    countdown = Countdown(total, folder.note)
+
+    def watch(done: float, tokens: int) -> None:
+        countdown(before + done, f"{before + int(done)} of {total} answers to held-out prompts")
+
+    for name, prompts in parts:
         sampler = target_sampler(
             target,
             sampling=config.sampling,
             seed=noise_seed(config.seed, name),
             max_new_tokens=new,
             batch_size=options.batch_size,
+            watch=watch,
         )
-        prompts = examples[:count]
         records = answered(
             sampler, prompts, rows=range(len(prompts)), version=folder.needs["target"].digest
         )
         write_records(folder.path / f"{name}.parquet", records)
+        before += len(records)
         tokens = sum(len(record.output_ids) for record in records)
         documents = len({document_of(record) for record in records})
         summary[name] = {"prompts": len(records), "documents": documents, "tokens": tokens}
@@ -176,16 +207,20 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     held_out = read_contexts(folder.input("contexts"), "validation")
     write_records(folder.path / "validation.parquet", score(held_out))
     tail, tokens, done = 0.0, 0, 0
+    countdown = Countdown(len(records), folder.note)
+
+    def watch(new: int) -> None:
+        countdown(done + new, f"{done + new:,} of {len(records):,} texts scored")
+
     for part in write_parts(
         folder.path,
         len(records),
         size=SCORED_PART,
-        make=lambda rows: score(records[rows.start : rows.stop]),
+        make=lambda rows: score(records[rows.start : rows.stop], watch=watch),
     ):
         tail += sum(sum(record.loss_tail_mass or []) for record in part)
         tokens += sum(len(record.output_ids) for record in part)
         done += len(part)
-        folder.note(f"{done}/{len(records)} texts scored")
     return {"texts": len(records), "tokens": tokens, "mean_tail_mass": tail / tokens}
 
 

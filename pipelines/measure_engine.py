@@ -102,7 +102,7 @@ def check(config: Config) -> None:
     if wrong:
         able = ", ".join(DRIVERS[name].drafts)
         raise ValueError(f"engine.drafts: {name} drafts {able}, not {', '.join(wrong)}")
-    if config.decode.proposals == 0:
+    if config.proposals == 0:
         raise ValueError("decode.gamma=0 proposes nothing: use 1 or more")
     if options.url is None:
         environment_of(name, options.environment)
@@ -114,7 +114,7 @@ def task_of(config: Config, folder: StageFolder) -> Task:
     prompts = [list(example.prompt_ids) for example in examples]
     if len(prompts) < 2:
         raise ValueError("data: fewer than 2 held-out prompts: raise data.test_fraction")
-    longest, spare = max(map(len, prompts)), config.decode.proposals + 2
+    longest, spare = max(map(len, prompts)), config.proposals + 2
     limit = min(config.engine.max_new_tokens, context_of(config) - longest - spare)
     if limit < 2:
         raise ValueError(
@@ -162,7 +162,7 @@ def predicted(config: Config, folder: StageFolder, task: Task) -> Turns:
                     target=adapter,
                     proposer=PROPOSERS[way](material),
                     ends=target.eos_token_ids,
-                    gamma=config.decode.proposals,
+                    gamma=config.proposals,
                     counting=driver.counting,
                     batch_size=config.evaluate.batch_size,
                 )
@@ -198,7 +198,7 @@ def launch_of(config: Config, folder: StageFolder, task: Task, way: str) -> Laun
         folder=folder.input(EXPORTED).absolute(),
         target=str(Path(target.location).absolute()) if local else target.location,
         revision=None if local else target.revision,
-        gamma=config.decode.proposals,
+        gamma=config.proposals,
         length=task.length,
         dtype=dtype_of(config),
         environment=environment,
@@ -233,7 +233,7 @@ def counted(config: Config, folder: StageFolder, task: Task) -> tuple[Turns, str
                 )
                 launch = launch_of(config, folder, task, side)
                 sessions[side] = stack.enter_context(driver.start(launch))
-                short = min(task.limit, 2 * config.decode.proposals + 2)
+                short = min(task.limit, 2 * config.proposals + 2)
                 sessions[side].answers(task.prompts[:1], temperature=0, limit=short, seed=0)
                 write_json(about, {"version": sessions[side].version})
             return sessions[side]
@@ -317,7 +317,7 @@ def measure_engine(config: Config, folder: StageFolder) -> dict[str, Any]:
         "machine": machine(gpu=on_gpu(config)),
         "threads": config.hardware.threads,
         "dtype": dtype_of(config),
-        "gamma": config.decode.proposals,
+        "gamma": config.proposals,
         "prompts": len(task.prompts),
         "max_new_tokens": task.limit,
         "turns": config.engine.turns,

@@ -9,15 +9,18 @@ from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
+from draftkit.data.rollouts import read_parts
 from draftkit.models.loading import load_tokenizer
-from draftkit.models.shrink import check_layers, check_vocabulary
+from draftkit.models.shrink import check_vocabulary, chosen_layers
 from draftkit.models.vocabulary import check_same_tokenizer
 from draftkit.workflow.drafting import make_draft
+from draftkit.workflow.sources import reads_rollouts
 
 from .checksums import given_model, given_text
+from .generate import generate
 from .plan import Given, StageFolder, Step
 from .run import stage
-from .target import target_input
+from .target import target_input, text_and_target
 from .texts import texts
 
 
@@ -25,20 +28,23 @@ def check(config: Config) -> None:
     """Raise ValueError for a drafter that cannot be cut out of the target to be trained."""
     options, given = config.draft.shrink, config.target.path is not None
     if options.layers and not given:
-        check_layers(options.layers, config.target.pretrain.num_hidden_layers)
+        chosen_layers(options.layers, config.target.pretrain.num_hidden_layers)
         check_vocabulary(options.vocabulary, config.data.vocab_size)
 
 
-def text_and_target(config: Config) -> dict[str, Given | Step]:
-    """The text, and the target that continues it."""
-    return {"texts": texts.step(config), "target": target_input(config)}
+def needs(config: Config) -> dict[str, Given | Step]:
+    """The text and the target, whose rollouts tell the ids to keep where the drafter reads them."""
+    inputs, source = text_and_target(config), config.source.name
+    if config.draft.shrink.vocabulary and (source == "target" or reads_rollouts(config)):
+        inputs["rollouts"] = generate.step(config)
+    return inputs
 
 
 @stage(
     sections=("seed", "data", "draft.pretrain", "draft.shrink"),
     shared=True,
     product="draft",
-    needs=text_and_target,
+    needs=needs,
     check=check,
 )
 def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -56,6 +62,7 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
             folder=folder.path,
             tracker=folder.tracker,
             note=folder.note,
+            answers=read_parts(folder.input("rollouts")) if "rollouts" in folder.needs else (),
         )
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256}
 

@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,7 @@ def serve(config: Config, swept: str = "") -> None:
             decode=decode,
             eos_token_ids=target.eos_token_ids,
             serve=settings,
-            decoding=config.decode,
+            decoding=replace(config.decode, gamma=config.proposals),
             recorder=Recorder(buffer, config.online.buffer),
         )
         intake = Intake(

@@ -77,5 +77,10 @@ def target_input(config: Config) -> Given | Step:
     return target.step(config)
 
 
+def text_and_target(config: Config) -> dict[str, Given | Step]:
+    """The text, and the target that continues it."""
+    return {"texts": texts.step(config), "target": target_input(config)}
+
+
 if __name__ == "__main__":
     target.main()

@@ -16,7 +16,7 @@ from draftkit.data.rollouts import read_parts
 from draftkit.distillation.loop import discard_state
 from draftkit.evaluation.report import training_figure
 from draftkit.tracking import FILE_NAME, read_metrics
-from draftkit.workflow.fitting import Job, fit, load_teaching_target
+from draftkit.workflow.fitting import Job, fit, load_teaching_target, with_warmup
 from draftkit.workflow.progress import training_seconds
 from draftkit.workflow.sources import TrainingTexts, reads_rollouts
 
@@ -44,7 +44,7 @@ def needs(config: Config) -> dict[str, Given | Step]:
 
 def decoding_of(config: Config) -> list[Any]:
     """The settings of decoding that a source's texts depend on, where they do."""
-    gamma, verification = config.decode.proposals, config.decode.verification
+    gamma, verification = config.proposals, config.decode.verification
     return {"block": [gamma], "replay": [gamma, verification]}.get(config.source.name, [])
 
 
@@ -57,7 +57,7 @@ def check(config: Config) -> None:
 @stage(
     sections=(
         *("seed", "data", "sampling", "divergence", "source", "optim", "generate.top_k"),
-        *("draft.lora", "draft.freeze_head"),
+        *("draft.kind", "draft.pard", "draft.lora", "draft.freeze_head"),
         *("evaluate.validation_prompts", "evaluate.max_new_tokens"),
         *ROLLOUT_SETTINGS,
     ),
@@ -71,6 +71,12 @@ def check(config: Config) -> None:
 )
 def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train the starting drafter towards the target."""
+    given, config = config, with_warmup(config)
+    if config is not given:
+        steps = config.divergence.warmup_steps
+        folder.note(
+            f"the drafter was cut and never trained: it begins with {steps} steps of forward KL"
+        )
     temperature, served = config.training_temperature, config.sampling.temperature
     if temperature != served and config.divergence.name != "ce_argmax":
         folder.note(f"the loss is taken at temperature {temperature:g}, served is {served:g}")

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftkit.models.parallel import Parallel
+
 UNBOUNDED = 1 << 30
 
 
 class TabularAdapter:
     """An `Adapter` with logits table[last but one, last] + memory[last but two].
 
-    table: [V + 1, V, V], row V for the first token of a text; memory: [V, V], none by default.
+    table: [I + 1, I, V], row I for the first token of a text; memory: [I, V], none by default. I
+    is V, or V + 1 for a parallel draft, whose masks have the id V.
     """
 
     has_encoder = False
@@ -31,11 +34,16 @@ class TabularAdapter:
         self.max_positions = max_positions
         self.table = table.double().clone()
         self.memory = torch.zeros_like(self.table[0]) if memory is None else memory.double().clone()
-        assert self.table.shape == (self.vocab_size + 1, self.vocab_size, self.vocab_size)
+        self.ids = len(self.table) - 1
+        assert self.table.shape == (self.ids + 1, self.ids, self.vocab_size)
 
     @property
     def signature(self) -> object:
         return (type(self), self.vocab_size, self.max_positions)
+
+    @property
+    def parallel(self) -> Parallel | None:
+        return Parallel(self.vocab_size, 3) if self.ids > self.vocab_size else None
 
     @property
     def is_constant(self) -> bool:
@@ -63,7 +71,7 @@ class TabularAdapter:
         keys, values = keys[:, 0, :, 0].long() - 1, values[:, 0]  # [B, C], [B, C, V]
         fed = keys.gather(1, positions)
         previous = keys.gather(1, (positions - 1).clamp(min=0))
-        previous = previous.masked_fill((positions < 1) | (previous < 0), self.vocab_size)
+        previous = previous.masked_fill((positions < 1) | (previous < 0), self.ids)
         older = (positions - 2).clamp(min=0)[..., None]
         left = values.gather(1, older.expand(-1, -1, self.vocab_size))
         logits = self.table[previous, fed] + left.masked_fill((positions < 2)[..., None], 0.0)
@@ -78,7 +86,7 @@ class TabularAdapter:
 
     def logits(self, tokens: Tensor) -> Tensor:
         """The logits after every token of `tokens` [B, T]: [B, T, V]."""
-        start = torch.full_like(tokens[:, :1], self.vocab_size)
+        start = torch.full_like(tokens[:, :1], self.ids)
         shifted = torch.cat([start, start, tokens], dim=1)
         older, previous = shifted[:, :-2], shifted[:, 1:-1]
         memory = torch.cat([self.memory, torch.zeros_like(self.memory[:1])])
@@ -120,3 +128,13 @@ def relative(target: TabularAdapter, seed: int, *, spread: float = 1.5) -> Tabul
         (target.memory + other.memory) / 2**0.5,
         max_positions=target.max_positions,
     )
+
+
+def with_masks(draft: TabularAdapter, *, spread: float = 1.5) -> TabularAdapter:
+    """`draft` as a parallel one, whose laws after masks have nothing to do with those of tokens."""
+    size = draft.vocab_size
+    other = random_adapter(size + 1, 7, spread=spread)
+    table, memory = other.table[..., :size], other.memory[..., :size]
+    table[:size, :size], memory[:size] = draft.table[:size], draft.memory
+    table[-1, :size] = draft.table[-1]
+    return TabularAdapter(table, memory, max_positions=draft.max_positions)

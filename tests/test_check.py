@@ -15,9 +15,10 @@ from draftkit.checking.probes import PROBES, Probe, Spent
 from draftkit.checking.shapes import TextLengths
 from draftkit.config import Config
 from draftkit.models import memory
+from draftkit.workflow.progress import duration
 from pipelines import check as command
 from pipelines import limits, probing
-from pipelines.check import check, duration, goal_of, probed
+from pipelines.check import check, goal_of, probed
 from pipelines.configuration import compose_config
 from pipelines.distill import distill
 from pipelines.folder import CONFIG

@@ -305,7 +305,7 @@ def test_options_of_a_template_need_no_plus(word: str) -> None:
 
 def test_defaults_are_for_chats_of_real_models_and_the_toys_set_their_own() -> None:
     given = [*(f"{key}.path=x" for key in GIVEN), "sampling.from=config"]  # which reads no file
-    real = compose_config(["+experiment=pair", *given])
+    real = compose_config(["+experiment=pair", "hardware.device=cuda", *given])
     lengths = [real.data.max_prompt_tokens, real.data.max_completion_tokens, real.data.max_length]
     assert lengths == [1024] * 3
     assert real.evaluate.max_new_tokens == 256
@@ -314,6 +314,26 @@ def test_defaults_are_for_chats_of_real_models_and_the_toys_set_their_own() -> N
         assert (toy.data.max_length, toy.evaluate.max_new_tokens) == (128, 64), name
     for name, length in {"drift": 128, "bench_distill": 128, "embedded_target": 256}.items():
         assert compose_config([f"+experiment={name}"]).data.max_length == length
+
+
+def test_lengths_and_batches_of_a_pair_follow_the_machine_and_it_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = [*(f"{key}.path=x" for key in GIVEN), "sampling.from=config", "+experiment=pair"]
+
+    def sizes(*words: str) -> list[int]:
+        pair = compose_config([*given, *words])
+        lengths = [pair.data.max_completion_tokens, pair.evaluate.max_new_tokens]
+        return [*lengths, pair.generate.batch_size, pair.optim.per_device_train_batch_size]
+
+    assert sizes("hardware.device=cuda") == [1024, 256, 128, 32]
+    capsys.readouterr()
+    assert sizes("hardware.device=cpu", "generate.batch_size=8") == [128, 128, 8, 16]
+    line = capsys.readouterr().out
+    assert line.startswith("on this machine, where nothing else is given: ")
+    assert "data.max_completion_tokens=128" in line
+    assert "generate.batch_size" not in line
+    assert sizes() == sizes("hardware.device=cpu")  # tests see no GPU
 
 
 def test_the_tracker_is_offline_unless_the_environment_says_otherwise(
@@ -326,11 +346,12 @@ def test_the_tracker_is_offline_unless_the_environment_says_otherwise(
     assert compose_config(["tracker=none"]).tracker.mode == "none"
 
 
-def test_no_file_names_a_class_or_a_resolver_of_its_own() -> None:
+def test_no_file_names_a_class_or_a_resolver_but_that_of_the_machine() -> None:
+    """`by_device` is the one place where a value follows what there is to compute on."""
     for path in FILES:
         text = (CONF_DIR / path).read_text(encoding="utf-8")
         assert "_target_" not in text, path
-        assert set(re.findall(r"\$\{([\w.]+):", text)) <= {"oc.env"}, path
+        assert set(re.findall(r"\$\{([\w.]+):", text)) <= {"oc.env", "by_device"}, path
         assert "hydra" not in text or path.name == "config.yaml", path
 
 

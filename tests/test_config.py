@@ -166,6 +166,9 @@ REFUSED: list[tuple[str, Make]] = [
     ("draft.shrink.layers", lambda: draft(shrink=ShrinkConfig(layers=[1, 0]))),
     ("draft.shrink.layers", lambda: draft(shrink=ShrinkConfig(layers=[0, 0]))),
     ("draft.shrink.layers", lambda: draft(shrink=ShrinkConfig(layers=[-1, 0]))),
+    ("draft.shrink.layers", lambda: draft(shrink=ShrinkConfig(layers=-1))),
+    ("draft.shrink.layers", lambda: draft(shrink=ShrinkConfig(layers="4"))),
+    ("draft.shrink.layers", lambda: draft(shrink=ShrinkConfig(layers=[0, True]))),
     ("draft.shrink.vocabulary", lambda: draft(shrink=ShrinkConfig(layers=[0], vocabulary=-1))),
     ("draft.shrink.vocabulary", lambda: draft(shrink=ShrinkConfig(vocabulary=8))),
     (

@@ -318,6 +318,9 @@ def test_every_source_trains(root, source):
 def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monkeypatch):
     config = smoke(tmp_path, f"source={source}", "generate.top_k=40", "data.max_megabytes=0.1")
     scores.ensure(config)
+    carried = [r.topk_ids for path in tmp_path.glob("shared/generate/*") for r in read_parts(path)]
+    assert carried == [r.topk_ids for r in read_parts(scores.path(config))][: len(carried)]
+    assert bool(carried) == (source == "target")
 
     def absent(*_, **__):
         raise AssertionError("the target was loaded")

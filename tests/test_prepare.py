@@ -1,6 +1,7 @@
 """A base drafter cut out of the target, given or just trained, as the stage makes it."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,11 @@ from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
+from draftkit.data.rollouts import read_parts
 from draftkit.models.loading import load_draft, load_target
 from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
+from pipelines.generate import generate
 from pipelines.prepare import prepare
 from tests.smoke import models, splits_of
 
@@ -87,7 +90,7 @@ def test_another_drafter_is_made_for_the_same_target(root: Path) -> None:
 
 
 def test_it_proposes_the_most_frequent_ids_of_the_training_split(root: Path) -> None:
-    config = smoke(root, *SHRUNK)
+    config = smoke(root, *SHRUNK, "source=fixed")
     target_config, draft_config = models(config)
     target = load_target(target_config, config.hardware)
     draft = load_draft(draft_config, target)
@@ -99,6 +102,26 @@ def test_it_proposes_the_most_frequent_ids_of_the_training_split(root: Path) -> 
     assert set(target.eos_token_ids) <= set(kept)
     others = [token for token in range(len(counts)) if token not in kept]
     assert counts[others].max() <= counts[kept].sort(descending=True).values[63]
+
+
+def test_ids_are_counted_on_the_targets_answers_where_the_run_has_them(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["draft.shrink.layers=1", "draft.shrink.vocabulary=8"]
+    of_text, of_both = (smoke(root, *few, f"source={name}") for name in ("fixed", "target"))
+    prepare.ensure(of_text)
+    assert "own answers" not in capsys.readouterr().out
+    made = prepare.ensure(of_both)
+    note = capsys.readouterr().out
+    share = re.search(r"% of the validation text, (\d+)\.(\d)% of the target's own answers", note)
+    assert share is not None
+    assert "has layers 0 of the target" in note
+    kept = read_json(made / "draft" / "kept_ids.json")
+    records = read_parts(generate.path(of_both))
+    own = [token for record in records[::10] for token in record.output_ids]
+    expected = sum(token in kept for token in own) / len(own)
+    assert float(f"{share[1]}.{share[2]}") == pytest.approx(100 * expected, abs=0.06)
+    assert kept != read_json(prepare.path(of_text) / "draft" / "kept_ids.json")
 
 
 def test_layers_and_ids_are_part_of_what_was_made(root: Path) -> None:

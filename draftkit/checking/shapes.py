@@ -20,6 +20,7 @@ from draftkit.data.prompts import Splits
 from draftkit.evaluation.walltime import FIRST_LOOK
 from draftkit.models.loading import llama_config, model_config
 from draftkit.models.memory import cache_bytes, weight_count
+from draftkit.models.shrink import chosen_layers
 
 FLOAT32 = 4  # bytes
 TRAINED = 16  # bytes of a weight that learns: itself, its gradient, two moments
@@ -192,9 +193,10 @@ def pair_shapes(config: Config) -> tuple[Shape, Shape]:
     if draft is None and config.draft.shrink.layers:
         cut = type(target.config).from_dict(target.config.to_dict())
         text = cut.get_text_config()
-        text.num_hidden_layers = len(config.draft.shrink.layers)
+        layers = chosen_layers(config.draft.shrink.layers, text.num_hidden_layers)
+        text.num_hidden_layers = len(layers)
         if getattr(text, "layer_types", None):
-            text.layer_types = [text.layer_types[one] for one in config.draft.shrink.layers]
+            text.layer_types = [text.layer_types[one] for one in layers]
         draft = shape_of(cut)
     if draft is None:
         draft = shape_of(llama_config(config.draft.pretrain, target.vocab_size))
@@ -333,13 +335,13 @@ def evaluate(case: Case) -> Demand:
         size, rows = options.timing_batch_size, min(options.timing_prompts, FIRST_LOOK)
         plain = case.decoding("target", rows, lengths, size)
         # With every proposal accepted; prompt lookup is timed beside the drafts.
-        rounds = replace_reads(plain, 1 / (config.decode.proposals + 1))
+        rounds = replace_reads(plain, 1 / (config.proposals + 1))
         work += [plain, *(drafts + 1) * [rounds]]
         work += drafts * [case.decoding("draft", rows, lengths, size)]
     if options.lossless != "off":
         size = min(options.batch_size, options.lossless_prompts)
         plain = case.decoding("target", options.lossless_prompts, lengths, size)
-        rounds = replace_reads(plain, 1 / (max(config.decode.proposals, 1) + 1))
+        rounds = replace_reads(plain, 1 / (max(config.proposals, 1) + 1))
         work += [plain, *drafts * [rounds]]
         compared = {"caches": case.caches("target", size) + case.caches("draft", size)}
         kept_now = max(probabilities, compared, key=_total)

@@ -86,6 +86,12 @@ class Config:
         )
 
     @property
+    def proposals(self) -> int:
+        """Tokens proposed a round, wherever the best number is not measured."""
+        in_one_pass = self.decode.gamma == "auto" and self.draft.kind == "pard"
+        return self.draft.pard.tokens if in_one_pass else self.decode.proposals
+
+    @property
     def training_temperature(self) -> float:
         """The temperature of the loss: `divergence.temperature`, else the served one.
 

@@ -24,7 +24,7 @@ class DecodeConfig(Section, key="decode"):
     """Speculative decoding: tokens proposed per round, how they are verified, and by what code."""
 
     # auto: `evaluate` finds the number that pays most, on other prompts than those that it times;
-    # where nothing is measured it is `proposals`.
+    # where nothing is measured it is 4, or what a parallel drafter is trained for.
     gamma: int | str = setting(4, least=0, most=32, word="auto")
     # Who proposes: the draft (`sampled` as the target is served, or its `argmax`; `hybrid`: prompt
     # lookup where it has a match; `staged`: the draft decodes speculatively in turn), counts of the
@@ -45,7 +45,7 @@ class DecodeConfig(Section, key="decode"):
 
     @property
     def proposals(self) -> int:
-        """Tokens proposed a round, wherever the best number is not measured."""
+        """Tokens that a plain drafter proposes a round, where the best number is not measured."""
         return self.gamma if isinstance(self.gamma, int) else UNMEASURED_GAMMA
 
     @property

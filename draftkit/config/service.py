@@ -53,7 +53,7 @@ class GateConfig(Section, key="online.gate"):
         128, least=LEAST_PROMPTS, hint=", as it takes so many prompts to decide"
     )
     anchors: int = setting(64, least=0)  # held-out texts of `data`
-    # Alpha that they may lose since the first version, at most.
+    # Alpha (of a parallel drafter: tokens a pass) that they may lose since the first version.
     anchor_tolerance: float = setting(0.02, least=0)
     # Of the rows get a new version first; 0: all at once.
     canary_fraction: float = setting(0.1, least=0, below=1)

@@ -21,6 +21,8 @@ RENDERING |= {"max_length", "messages", "padding", "return_assistant_tokens_mask
 RENDERING |= {"return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs"}
 RENDERING |= {"truncation"}
 EMBEDDED = "draftkit/embedded"  # a small target that comes with the package, and its folder there
+QUESTIONS = "draftkit/questions"  # chats that come with it
+GGUF, PACKAGE = ".gguf", "package:"  # what paths of such a file end and begin with
 
 
 @dataclass(kw_only=True)
@@ -56,15 +58,27 @@ class LoraConfig:
 class ShrinkConfig:
     """The draft that `prepare` cuts from the target, where `draft.path` is null."""
 
-    layers: list[int] = field(default_factory=list)  # of the target, from 0; empty: do not cut
+    # How many of the target's, as `models.shrink` chooses them, or their numbers from 0, ascending;
+    # empty or 0: do not cut.
+    layers: Any = field(default_factory=list)
     vocabulary: int = 0  # most frequent ids that the draft may propose; 0: all
     # Of plain training on the text of `data` after the cut, in all else as `draft.pretrain` says.
     steps: int = setting(0, least=0)
 
 
 @dataclass(kw_only=True)
+class PardConfig:
+    """A drafter that proposes in one pass (`draft.kind=pard`)."""
+
+    tokens: int = setting(8, least=2, most=32)  # proposals that it is trained for
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
-    """One model: a local folder, a hub name, `draftkit/embedded`, or null for one to be made."""
+    """One model: a local folder, a hub name, `draftkit/embedded`, or null for one to be made.
+
+    Commands also take a GGUF file, or `package:NAME`, the one that an installed package holds.
+    """
 
     path: str | None = None
     revision: str | None = None
@@ -74,6 +88,9 @@ class ModelConfig:
     # null: what is faster on the device. Flash attention is none: it takes no masks of slots.
     attn_implementation: str | None = setting(None, names=("eager", "sdpa"))
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+    # draft: what `distill` makes of it. plain: proposes token by token; pard: all in one pass
+    kind: str = setting("plain", names=("plain", "pard"))
+    pard: PardConfig = field(default_factory=PardConfig)
     freeze_head: bool = False  # draft: the output head, and embeddings tied to it, do not learn
     lora: LoraConfig = field(default_factory=LoraConfig)
     shrink: ShrinkConfig = field(default_factory=ShrinkConfig)
@@ -85,6 +102,12 @@ class ModelConfig:
         if self.path == EMBEDDED:
             return str(Path(__file__).parents[1] / "embedded")
         return self.path
+
+    @property
+    def names_gguf(self) -> bool:
+        """Whether `path` names a GGUF file, which is a folder before anything loads it."""
+        path = self.path or ""
+        return path.startswith(PACKAGE) or (path.endswith(GGUF) and not Path(path).is_dir())
 
     def check(self, section: str) -> None:
         """Raise ValueError naming the key under `section` (`target` or `draft`) that is wrong."""
@@ -103,10 +126,14 @@ class ModelConfig:
             rule = "stay as it is, since only the draft is trained and cut"
             require(self.lora.rank == 0, "target.lora.rank", rule, self.lora.rank)
             require(not layers, "target.shrink.layers", rule, layers)
+            require(self.kind == "plain", "target.kind", rule, self.kind)
         check_rules(self.lora, "draft.lora")
+        check_rules(self.pard, "draft.pard")
         check_rules(self.shrink, "draft.shrink")
-        ascend = layers == sorted(set(layers)) and min(layers, default=0) >= 0
-        require(ascend, "draft.shrink.layers", "be numbers from 0, ascending", layers)
+        numbers = layers if isinstance(layers, list) else [layers]
+        whole = all(type(one) is int and one >= 0 for one in numbers)
+        rule = "be a number of layers, or numbers from 0, ascending"
+        require(whole and numbers == sorted({*numbers}), "draft.shrink.layers", rule, layers)
         rule = "be 0, or positive beside draft.shrink.layers"
         fits = vocabulary == 0 or (vocabulary > 0 and bool(layers))
         require(fits, "draft.shrink.vocabulary", rule, vocabulary)
@@ -135,7 +162,8 @@ def small_draft() -> ModelConfig:
 class DataConfig(Section, key="data"):
     """Where text comes from and how a row becomes prompt and completion.
 
-    `local`: `path` is a JSONL, Parquet or text file. `hub`: `path` is a dataset name.
+    `local`: `path` is a JSONL, Parquet or text file, or `draftkit/questions`. `hub`: `path` is a
+    dataset name.
     """
 
     name: str = setting("installed", names=("installed", "local", "hub"))
@@ -176,6 +204,13 @@ class DataConfig(Section, key="data"):
         self.require(exceeds, "max_length", "exceed data.prompt_tokens")
         wrong = sorted(RENDERING.intersection(self.template_options))
         self.require(not wrong, "template_options", f"hold variables of the template, not {wrong}")
+
+    @property
+    def file(self) -> Path:
+        """The file that `path` names where `name` is `local`."""
+        if self.path == QUESTIONS:
+            return Path(__file__).parents[1] / "data" / "questions.parquet"
+        return Path(str(self.path))
 
 
 @dataclass(kw_only=True)

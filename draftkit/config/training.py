@@ -46,12 +46,15 @@ class DivergenceConfig(Section, key="divergence"):
     eta: float = setting(3.0, least=0)
     temperature: float | None = positive(None)
     mixture: MixtureConfig = field(default_factory=MixtureConfig)
-    warmup_steps: int = setting(0, least=0)  # of forward_kl, before all else
+    # Of forward_kl, before all else. null: a fifth of `optim.max_steps` for a drafter that was cut
+    # and not trained, under a divergence whose gradient vanishes there, else 0.
+    warmup_steps: int | None = setting(None, least=0)
     tokens: str = setting("all", names=("all", "rejected", "top"))
     top_fraction: float = setting(0.4, above=0, most=1)  # of each text, where tokens=top
     reference: str | None = None  # tokens=top: a draft; null takes where the loss is largest
-    # source=block: weight of a proposal over the one before it
-    position_decay: float = setting(1.0, above=0, most=1)
+    # Weight of a proposal over the one before it, in a block (source=block) and in the chains of
+    # a parallel drafter; null: 0.7 for the latter, else 1
+    position_decay: float | None = setting(None, above=0, most=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +72,7 @@ class DivergenceConfig(Section, key="divergence"):
     @property
     def names(self) -> set[str]:
         """All divergences that some step takes."""
-        return {*self.terms, *(["forward_kl"] if self.warmup_steps > 0 else [])}
+        return {*self.terms, *(["forward_kl"] if self.warmup_steps else [])}
 
 
 @dataclass(kw_only=True)

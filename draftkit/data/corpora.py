@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
+from draftkit.config.text import QUESTIONS
 from draftkit.data.installed import installed_texts, part_of
 from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
 from draftkit.hub import hub_has
@@ -30,6 +31,7 @@ from draftkit.hub import hub_has
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
 SCHEMA = pa.schema([(name, pa.large_string()) for name in ("id", "domain", "row")])
 SPLITS = ("train", "validation", "test")
+HELD_OUT = "test "  # before the ids of documents that their source keeps for tests
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -60,11 +62,14 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
         for domain, name, text in texts:
             yield Document(f"{domain}:{name}", domain, {"text": text})
         return
-    rows = _hub_rows(data) if data.name == "hub" else _file_rows(Path(str(data.path)))
+    rows = _hub_rows(data) if data.name == "hub" else _file_rows(data.file)
     domain = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     empty = True
     for origin, row in islice(rows, data.max_rows):
-        yield as_document(row_form(row, data, f"{setting(data)}, {origin}"), domain)
+        document = as_document(row_form(row, data, f"{setting(data)}, {origin}"), domain)
+        if data.path == QUESTIONS and row["split"] == "test":
+            document = replace(document, id=HELD_OUT + document.id)
+        yield document
         empty = False
     if empty:
         raise ValueError(f"{setting(data)} is empty: it needs at least 3 rows of text")
@@ -104,19 +109,22 @@ def split_documents(
     """Part documents into `train`, `validation` and `test`, none of them empty, in hash order.
 
     The shares are `data.validation_fraction` and `data.test_fraction` of the distinct documents;
-    the names of installed files decide it themselves (`installed.part_of`). Raises ValueError if
-    there are fewer than 3. Of a document a hash is kept in memory.
+    what a source keeps for tests is the test split then, and the names of installed files decide it
+    themselves (`installed.part_of`). Raises ValueError if there are fewer than 3. Of a document a
+    hash is kept in memory.
     """
-    domains, keys = [], bytearray()  # a document's
+    domains, keys, kept = [], bytearray(), []  # a document's
     for document in documents:
         domains.append(document.domain)
+        kept.append(document.id.startswith(HELD_OUT))
         keys += hash_order(f"split {document.id}")
     key = np.frombuffer(keys, ORDER)
     distinct, number = np.unique(key, return_inverse=True)  # numbers in hash order
     if data.name == "installed":
         part = np.asarray([part_of(document.id.partition(":")[2]) for document in documents])
     else:
-        part = _parts_by_rank(np.asarray(domains), number, len(distinct), data)
+        held_out = np.unique(number[np.asarray(kept, bool)])
+        part = _parts_by_rank(np.asarray(domains), number, len(distinct), data, held_out)
     if len(distinct) < 3 or any(name not in part for name in SPLITS):
         raise ValueError(
             f"{setting(data)} gives {len(distinct)} different documents, and train, validation and "
@@ -129,19 +137,23 @@ def split_documents(
 
 
 def _parts_by_rank(
-    domains: np.ndarray, number: np.ndarray, count: int, data: DataConfig
+    domains: np.ndarray, number: np.ndarray, count: int, data: DataConfig, held_out: np.ndarray
 ) -> np.ndarray:
-    """The split of each document, by the rank of its `number`, below `count`, in its domain."""
+    """The split of each document, by the rank of its `number`, below `count`, in its domain.
+
+    held_out: numbers of those that are the test split, where there are any.
+    """
     rank = np.full(count, -1.0)  # a domain's lie evenly in (0, 1): each split gets its share
     for domain in np.unique(domains):  # sorted
         mine = np.unique(number[domains == domain])
         new = mine[rank[mine] < 0]
         rank[new] = (np.arange(len(new)) + 0.5) / max(1, len(new))
-    tests = max(1, math.floor(count * data.test_fraction))
-    held_out = tests + max(1, math.floor(count * data.validation_fraction))
+    rank[held_out] = -1.0
+    tests = len(held_out) or max(1, math.floor(count * data.test_fraction))
+    last = tests + max(1, math.floor(count * data.validation_fraction))
     part = np.full(count, "train", dtype="<U10")
     by_rank = np.argsort(rank, kind="stable")
-    part[by_rank[:held_out]] = "validation"
+    part[by_rank[:last]] = "validation"
     part[by_rank[:tests]] = "test"
     return part[number]
 

@@ -11,7 +11,7 @@ import torch
 
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
-from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
+from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer, drafting
 from draftkit.decoding.state import RoundView
 from draftkit.models.adapter import Adapter
 from draftkit.theory.verification import SAMPLED_MODES
@@ -28,7 +28,7 @@ class Material:
 
     def model(self, tokens: str = "sampled") -> DraftModelProposer:
         """The draft model, whose `tokens` are sampled as served, or its argmax."""
-        return DraftModelProposer(self.draft(), tokens=tokens)
+        return drafting(self.draft(), tokens=tokens)
 
     def table(self, order: int) -> CountTable:
         """The counts of single tokens (order 1) or of pairs (2)."""
@@ -56,7 +56,8 @@ PROPOSERS: dict[str, Callable[[Material], Proposer]] = {
     "argmax": lambda material: material.model("argmax"),
     # A guess must rest on three tokens where a model could propose instead.
     "hybrid": lambda material: HybridProposer(PromptLookup(min_ngram=3), material.model()),
-    "staged": lambda material: StagedProposer(PromptLookup(), material.model()),
+    # Token by token, whatever the draft model can do else: it verifies what the guesser says.
+    "staged": lambda material: StagedProposer(PromptLookup(), DraftModelProposer(material.draft())),
     "unigram": lambda material: material.table(1),
     "bigram": lambda material: material.table(2),
     "ngram": lambda material: material.memory(),

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer, draw
+from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView, text_of
 from draftkit.theory.noise import DRAFT
 from draftkit.theory.verification import speculative_sampling
@@ -76,18 +76,11 @@ class HybridProposer(Composite):
         is_guessed = guess.lengths > 0
 
         def decided(logits: Tensor, i: int) -> Tensor:
-            certain = torch.full_like(logits, -torch.inf)
-            certain = certain.scatter(2, guess.tokens[:, i, None, None], 0.0)
+            guessed = guess.tokens[:, i : i + logits.shape[1], None]
+            certain = torch.full_like(logits, -torch.inf).scatter(2, guessed, 0.0)
             return torch.where(is_guessed[:, None, None], certain, logits)
 
-        view = self.model.served(view)
-        first, after = self.model.reading(view)
-        proposal = draw(
-            view,
-            gamma,
-            first=decided(first, 0),
-            after=lambda token, i: decided(after(token, i), i + 1),
-        )
+        proposal = self.model.propose(view, gamma, decided)
         lengths = torch.where(is_guessed, guess.lengths, gamma)
         return Proposal(proposal.tokens, proposal.draft_probs, lengths=lengths)
 

@@ -290,7 +290,7 @@ class Decoder:
             units.propose,
             (proposer, self),
             inputs,
-            key=(proposer.signature, self._shape_key(inputs)),
+            key=(proposer.signature, group.most, self._shape_key(inputs)),
             holder=group.proposer_id,
         )
         return proposal, version

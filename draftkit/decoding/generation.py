@@ -3,7 +3,7 @@
 Knows no clock and no text; whoever wants times drives the decoder itself, as this module does.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from draftkit.config import SamplingConfig
@@ -14,6 +14,8 @@ from draftkit.decoding.state import Request
 from draftkit.models.adapter import Adapter
 
 DRAFT_ID = "draft"
+LIKELIEST = ("topk_ids", "topk_log_probs", "tail_mass")  # of the target, where a decoder names some
+Watch = Callable[[float, int], None]  # hears how many answers are done, parts counted, and tokens
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Completion:
     drafted: int = 0  # proposals
     tested: int = 0  # of them, those that were put to the test
     steps: list[TraceRound] = field(default_factory=list)
+    # Beside each token of the answer, as `RoundResult` has them; empty where none are named.
+    topk_ids: list[list[int]] = field(default_factory=list)
+    topk_log_probs: list[list[float]] = field(default_factory=list)
+    tail_mass: list[float] = field(default_factory=list)
 
     @property
     def rounds(self) -> int:
@@ -84,12 +90,17 @@ def record(completions: dict[int, Completion], result: RoundResult) -> list[int]
     tokens = result.tokens.tolist()
     proposed = result.draft_tokens.tolist()
     acceptance = result.acceptance.tolist()
+    parts = {
+        name: part.tolist() for name in LIKELIEST if (part := getattr(result, name)) is not None
+    }
     finished = []
     for row, slot in enumerate(result.slots):
         completion = completions[slot]
         emitted, committed, n = result.emitted[row], result.committed[row], result.lengths[row]
         tested = min(emitted, n)
         completion.output_ids += tokens[row][:committed]
+        for name, part in parts.items():
+            getattr(completion, name).extend(part[row][:committed])
         completion.steps.append(trace_round(tokens[row], proposed[row], emitted, committed, n))
         completion.accept_counts += [0] * (result.gamma + 1 - len(completion.accept_counts))
         completion.accept_counts[emitted - 1] += 1
@@ -102,19 +113,29 @@ def record(completions: dict[int, Completion], result: RoundResult) -> list[int]
     return finished
 
 
-def finish(decoder: Decoder, requests: Sequence[Request]) -> list[Completion]:
+def finish(
+    decoder: Decoder, requests: Sequence[Request], watch: Watch | None = None
+) -> list[Completion]:
     """Decode `requests`, as many at once as `decoder` has free slots; answers in their order."""
     answers = [Completion(list(request.prompt_ids)) for request in requests]
     waiting, running = [*range(len(requests))], dict[int, Completion]()
+    limits = dict[int, int]()  # of the answers in the slots
     while waiting or running:
         joining = [waiting.pop(0) for _ in range(min(len(waiting), decoder.free_slots))]
         slots = decoder.join([requests[number] for number in joining])
         running |= zip(slots, [answers[number] for number in joining], strict=True)
+        limits |= zip(slots, [requests[number].max_new_tokens for number in joining], strict=True)
         for result in decoder.round():
             done = record(running, result)
             decoder.leave(done)
             for slot in done:
                 del running[slot]
+        if watch is not None:
+            parts = sum(len(one.output_ids) / limits[slot] for slot, one in running.items())
+            watch(
+                len(answers) - len(waiting) - len(running) + parts,
+                sum(len(one.output_ids) for one in answers),
+            )
     return answers
 
 
@@ -128,6 +149,8 @@ def decode(
     verification: str = "speculative",
     gamma_policy: GammaPolicy | None = None,
     compiled: bool = False,
+    top_k: int = 0,
+    watch: Watch | None = None,
 ) -> list[Completion]:
     """Decode all `requests` on a decoder made to their measure; `proposer` has id `DRAFT_ID`."""
     if not requests:
@@ -141,10 +164,11 @@ def decode(
         verification=verification,
         gamma_policy=gamma_policy,
         compiled=compiled,
+        top_k=top_k,
     )
     if proposer is not None:
         decoder.attach(DRAFT_ID, proposer)
-    return finish(decoder, requests)
+    return finish(decoder, requests, watch)
 
 
 def make_requests(

@@ -2,8 +2,9 @@
 
 A proposer sees committed text only (`RoundView`) and returns what it drew together with the q it
 drew from, so that verification is exact whatever the proposer is, and stays exact when weights
-are swapped between rounds. Here stands a small language model; `ngrams` guess by the text
-alone, `composite` makes proposers of both, and `catalogue` names them all.
+are swapped between rounds. Here stands a small language model, which proposes token by token or
+all in one pass; `ngrams` guess by the text alone, `composite` makes proposers of both, and
+`catalogue` names them all.
 
 `propose` runs compiled as one unit: it reads tensors where they are, waits for none of their
 values, and all else that it depends on is in `signature`.
@@ -103,6 +104,14 @@ def most_likely(view: RoundView) -> RoundView:
     return replace(view, group=replace(view.group, params=params))
 
 
+Decide = Callable[[Tensor, int], Tensor]  # logits [B, n, V] of proposals from number i on: changed
+
+
+def undecided(logits: Tensor, i: int) -> Tensor:
+    """The logits as they are."""
+    return logits
+
+
 def draw(
     view: RoundView, gamma: int, *, first: Tensor, after: Callable[[Tensor, int], Tensor]
 ) -> Proposal:
@@ -164,10 +173,15 @@ class DraftModelProposer(Proposer):
         cache = self._cache.select(rows, visible=visible)
         self.draft.prefill(tokens, positions=positions, cache=cache)
 
-    def propose(self, view: RoundView, gamma: int) -> Proposal:
+    def propose(self, view: RoundView, gamma: int, decide: Decide = undecided) -> Proposal:
         view = self.served(view)
         first, after = self.reading(view)
-        return draw(view, gamma, first=first, after=after)
+        return draw(
+            view,
+            gamma,
+            first=decide(first, 0),
+            after=lambda token, i: decide(after(token, i), i + 1),
+        )
 
     def served(self, view: RoundView) -> RoundView:
         """`view` with the sampling that the draft's tokens are chosen by."""
@@ -203,3 +217,43 @@ class DraftModelProposer(Proposer):
         # Rows keep their draft cache, which costs no exactness.
         self.draft.load_weights(state_dict)
         self.version = version
+
+
+class ParallelProposer(DraftModelProposer):
+    """A draft that proposes all tokens in one pass, over masks behind the text (PARD 2504.18583).
+
+    Proposal i is drawn from a law that knows the text and none of the proposals before it. That law
+    is the q which is kept, so verification is as exact as for any other.
+    """
+
+    def propose(self, view: RoundView, gamma: int, decide: Decide = undecided) -> Proposal:
+        """Read on to the end of the text, and over gamma - 1 masks behind it.
+
+        In the slots of the last round's masks stands text by now, at most all that it could commit:
+        so much is fed again, whatever came of it, and no branch is needed.
+        """
+        view, parallel = self.served(view), self.draft.parallel
+        assert parallel is not None
+        cache = self.cache(view)
+        text = view.group.most + 1  # tokens that a round commits at most
+        offsets = torch.arange(-text, gamma - 1, device=view.length.device)
+        positions = view.length[:, None] + offsets  # [B, N]
+        fed = view.tokens.gather(1, positions.clamp(min=0, max=view.tokens.shape[1] - 1))
+        fed = torch.where(offsets < 0, fed, parallel.token)
+        # A filler's text may end anywhere: it must not reach beyond the cache.
+        positions = positions.clamp(min=0, max=cache.capacity - 1)
+        logits = self.draft.step(fed, positions=positions, cache=cache, last=gamma)
+        seen = None if view.seen is None else view.seen[:, None]
+        probs = warp(decide(logits, 0), view.group.params, seen)  # [B, K, V]
+        if view.group.greedy:
+            tokens, draft_probs = probs.argmax(-1), None
+        else:
+            uniforms = view.uniform(count=gamma, purpose=DRAFT)
+            tokens, draft_probs = sample(probs=probs, uniform=uniforms), probs
+        return Proposal(tokens, draft_probs, lengths=torch.full_like(view.length, gamma))
+
+
+def drafting(draft: Adapter, *, version: str = "", tokens: str = "sampled") -> DraftModelProposer:
+    """The proposer of `draft`, of the kind that it was trained for."""
+    kind = DraftModelProposer if draft.parallel is None else ParallelProposer
+    return kind(draft, version=version, tokens=tokens)

@@ -154,6 +154,7 @@ class Group:
     gamma: int
     proposer_id: str | None
     adapts: bool = False
+    most: int = 0  # proposals that a round of these rows may have had before
 
     @property
     def greedy(self) -> bool:
@@ -234,6 +235,7 @@ def make_group(
         params=params,
         gamma=gamma,
         proposer_id=proposer_id,
+        most=gamma,
     )
 
 

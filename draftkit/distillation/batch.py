@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
-from draftkit.models.adapter import Packing
+from draftkit.models.parallel import Chains, Packing, Parallel, chains, depths
 
 _OPTIONAL = {  # of `TokenSequence` and `Batch` alike
     "rejected": torch.bool,
@@ -142,6 +142,28 @@ class Batch:
         rows = torch.arange(len(self.input_ids), device=self.input_ids.device)[:, None] * width
         inside = 0 if self.segments is None else self.segments
         return self.generated((rows + inside).expand_as(self.input_ids))
+
+    @property
+    def entries(self) -> Chains:
+        """The rows as a plain draft reads them: each entry predicts one of the M, in order."""
+        order = torch.arange(int(self.predicting.sum()), device=self.input_ids.device)
+        return Chains(self.input_ids, self.predicting, self.packing, order, torch.zeros_like(order))
+
+    def chains(self, parallel: Parallel, decay: float, generator: torch.Generator) -> Chains:
+        """The rows as a parallel draft learns on them.
+
+        Chains begin at every predicting token, and a share of them that falls by `decay` goes on;
+        of drafted blocks the whole chain that drew them.
+        """
+        predicting = self.predicting
+        if self.block_offset is None:
+            depth = depths(predicting, parallel.blocks, decay, generator)
+        else:
+            first = self.generated(self.block_offset) == 0
+            depth = torch.zeros_like(self.input_ids).masked_scatter(
+                predicting, first * parallel.blocks
+            )
+        return chains(self.input_ids, predicting, depth, token=parallel.token, packing=self.packing)
 
     def micro_batches(self, count: int) -> list["Batch"]:
         """Split the rows, at least `count`, into that many parts, cut to the longest row of each.

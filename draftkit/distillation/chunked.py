@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftkit.models.adapter import Head, widened
+from draftkit.models.adapter import Head
 
 CHUNK_BYTES = 64 << 20  # of float32 logits of one model
 # More at a time gain nothing on a CPU. Of a small vocabulary so many stay in its cache: a step of
@@ -45,17 +45,11 @@ def chunked_sum(
 ) -> Tensor:
     """The sum of `loss_of(logits, rows)` over chunks, differentiable in `states` [M, H] and head.
 
-    Without a head the states are the logits [M, V]. dtype: of the head's products, as autocast
-    would have them; default: that of the states.
+    Without a head the states are the logits [M, V]; a head of some ids makes logits of these alone.
+    dtype: of the head's products, as autocast would have them; default: that of the states.
     """
     if head is None:
         return _ChunkedSum.apply(loss_of, dtype or states.dtype, states, None, None)
-    if (kept_ids := head.kept_ids) is not None:
-        of_whole, size = loss_of, head.vocab_size
-
-        def loss_of(logits: Tensor, rows: slice) -> Tensor:
-            return of_whole(widened(logits, kept_ids, size), rows)
-
     return _ChunkedSum.apply(loss_of, dtype or states.dtype, states, head.weight, head.bias)
 
 

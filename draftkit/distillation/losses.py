@@ -28,7 +28,7 @@ from torch import Tensor
 
 from draftkit.config import DivergenceConfig, SamplingConfig
 from draftkit.distillation.batch import Batch
-from draftkit.distillation.teacher import TargetScores, Warp
+from draftkit.distillation.teacher import Outcomes, TargetScores, Warp
 from draftkit.theory.divergences import DIVERGENCES, Divergence
 
 NEEDS_FULL_SUPPORT = {"reverse_kl"}
@@ -54,20 +54,20 @@ class Objective:
     sampling: SamplingConfig
     temperature: float
     compiled: bool = False
-    never: Tensor | None = None  # [V] bool: ids that the draft cannot propose
+    outcomes: Outcomes | None = None  # of a draft that cannot propose all ids
     own: Divergence | None = None
 
     def terms(self, step: int) -> dict[str, float]:
         """The weights of divergences in the loss of `step`, from 0."""
-        if step < self.divergence.warmup_steps:
+        if step < (self.divergence.warmup_steps or 0):
             return {FIRST: 1.0}
         return {OWN: 1.0} if self.own is not None else self.divergence.terms
 
     def warp(self, name: str) -> Warp:
         """The distributions that divergence `name` compares."""
         if name in NEEDS_FULL_SUPPORT:
-            return Warp(self.temperature, never=self.never)
-        return Warp(self.temperature, self.sampling.top_k, self.sampling.top_p, self.never)
+            return Warp(self.temperature)
+        return Warp(self.temperature, self.sampling.top_k, self.sampling.top_p)
 
     def losses(
         self,
@@ -80,9 +80,13 @@ class Objective:
     ) -> Tensor:
         """The loss [m] of each of the tokens `rows`, in nats.
 
-        draft_logits: raw, [m, V], of these; token_ids [M] and scores: of all tokens, scores None
-        where no term looks at the target (`next_token`).
+        draft_logits: raw, [m, V], of these, or of the ids that the draft can propose; token_ids [M]
+        and scores (`among` the outcomes): of all tokens, scores None where no term looks at the
+        target (`next_token`).
         """
+        if self.outcomes is not None:
+            draft_logits = self.outcomes.logits(draft_logits)
+            token_ids = self.outcomes.place[token_ids]
         total = draft_logits.new_zeros((), dtype=torch.float32)
         for name, weight in self.terms(step).items():
             warp, ids = self.warp(name), token_ids[rows]
@@ -114,6 +118,8 @@ class Objective:
 
     def overlap(self, *, scores: TargetScores, draft_logits: Tensor, rows: slice) -> Tensor:
         """sum_x min(p, q) [m] of the distributions that the loss compares: 1 - TVD."""
+        if self.outcomes is not None:
+            draft_logits = self.outcomes.logits(draft_logits)
         target_logits, draft_logits = scores.beside(draft_logits, rows, self.warp("tvd"))
         return 1 - DIVERGENCES["tvd"](
             target_logits=target_logits,
@@ -140,7 +146,7 @@ def token_weights(batch: Batch, divergence: DivergenceConfig, lag: Tensor | None
     elif divergence.tokens == "top":
         assert lag is not None
         weights *= top_of_each_text(lag, batch.texts, divergence.top_fraction)
-    if divergence.position_decay != 1:
+    if divergence.position_decay not in (None, 1):
         if batch.block_offset is None:
             raise ValueError(
                 "divergence.position_decay: this source has no blocks: use source=block, or 1"

@@ -8,13 +8,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
+
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.generation import Completion, TraceRound, decode, finish, make_requests
-from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.decoding.generation import (
+    LIKELIEST,
+    Completion,
+    TraceRound,
+    Watch,
+    decode,
+    finish,
+    make_requests,
+)
+from draftkit.decoding.proposers import drafting
 from draftkit.decoding.state import Request
-from draftkit.models.adapter import Adapter
+from draftkit.models.adapter import Adapter, CausalAdapter
+from draftkit.theory.noise import DRAFT, sample, uniform
+from draftkit.theory.warping import SamplingParams, seen_tokens, warp
 
 SCRATCH = 2  # cache slots behind the text, in plain decoding
 
@@ -85,13 +97,16 @@ class DecoderSampler:
     """Plain sampling of `model`; `name` is its part, `target` or `draft`.
 
     Compiled, one decoder serves all calls, and so does its code: whole batches in a cache of
-    `max_length`.
+    `max_length`. Records carry the `top_k` most likely ids of every token, where that is not 0.
+    `watch` hears how far a call is.
     """
 
     model: Adapter
     name: str
     settings: AnswerSettings
     compiled: bool = False
+    top_k: int = 0
+    watch: Watch | None = None
     _kept: dict[bool, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def sample(
@@ -107,10 +122,17 @@ class DecoderSampler:
                 requests,
                 eos_token_ids=settings.eos_token_ids,
                 batch_size=settings.batch_size,
+                top_k=self.top_k,
+                watch=self.watch,
             )
         return [
             settings.record(
-                prompt, answer.output_ids, row=row, sampler=self.name, sampler_version=version
+                prompt,
+                answer.output_ids,
+                row=row,
+                sampler=self.name,
+                sampler_version=version,
+                **{name: getattr(answer, name) for name in LIKELIEST if self.top_k},
             )
             for prompt, answer, row in zip(prompts, answers, rows, strict=True)
         ]
@@ -129,10 +151,78 @@ class DecoderSampler:
                 eos_token_ids=settings.eos_token_ids,
                 compiled=True,
                 batch_sizes=(),
+                top_k=self.top_k,
             )
-        answers = finish(decoder, requests)
+        answers = finish(decoder, requests, self.watch)
         self._kept[constant] = decoder  # only now: after an error its rows are no one's
         return answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSampler:
+    """What a parallel draft proposes behind each prompt in one pass, up to its trained number.
+
+    Token i is drawn from its own law, which knows the prompt alone.
+    """
+
+    draft: CausalAdapter
+    settings: AnswerSettings
+
+    @torch.inference_mode()
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
+    ) -> list[Record]:
+        settings, size = self.settings, self.settings.batch_size
+        records = []
+        for first in range(0, len(prompts), size):
+            some, numbers = prompts[first : first + size], rows[first : first + size]
+            for prompt, row, tokens in zip(some, numbers, self._draw(some, numbers), strict=True):
+                records.append(
+                    settings.record(
+                        prompt, tokens, row=row, sampler="draft", sampler_version=version
+                    )
+                )
+        return records
+
+    def _draw(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[list[int]]:
+        """The tokens of each prompt, as many as settings and contexts let it have."""
+        parallel, draft, settings = self.draft.parallel, self.draft, self.settings
+        assert parallel is not None
+        requests = settings.requests(prompts, rows, models=[draft])
+        masks = [parallel.token] * (parallel.blocks - 1)
+        texts = [[*prompt, *masks] for prompt in prompts]
+        width = max(map(len, texts))
+        tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        order = torch.arange(width)
+        keep = (order >= lengths[:, None] - 1) & (order < lengths[:, None] - 1 + parallel.blocks)
+        logits = draft.score(tokens.to(draft.device), keep.to(draft.device))
+        logits = logits.unflatten(0, (len(prompts), parallel.blocks))  # [B, K, V]
+        params = SamplingParams.uniform(
+            len(prompts), **vars(settings.sampling), device=draft.device
+        )
+        seen = None
+        if params.uses_penalty:
+            of_prompts = seen_tokens(
+                tokens.to(draft.device), lengths.to(draft.device), logits.shape[-1]
+            )
+            seen = of_prompts[:, None]
+        noise = uniform(
+            seed=torch.full_like(lengths, settings.seed),
+            row=torch.tensor(rows),
+            length=lengths,
+            count=parallel.blocks,
+            purpose=DRAFT,
+        )
+        drawn = sample(probs=warp(logits, params, seen), uniform=noise.to(draft.device)).tolist()
+        ends = {*settings.eos_token_ids}
+        counts = [
+            next((i for i, token in enumerate(row, 1) if token in ends), len(row)) for row in drawn
+        ]
+        return [
+            row[: min(count, request.max_new_tokens)]
+            for row, count, request in zip(drawn, counts, requests, strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +249,7 @@ class SpeculativeSampler:
             settings.requests(prompts, rows, models=models, gamma=self.gamma),
             eos_token_ids=settings.eos_token_ids,
             batch_size=settings.batch_size,
-            proposer=DraftModelProposer(self.draft, version=version),
+            proposer=drafting(self.draft, version=version),
             verification=self.verification,
         )
         return [

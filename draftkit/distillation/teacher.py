@@ -24,22 +24,38 @@ from draftkit.theory.warping import SamplingParams, tempered, warped_logits
 
 
 @dataclass(frozen=True)
-class Warp:
-    """The distributions that a loss compares: temperature in both, cuts in the target alone.
+class Outcomes:
+    """The ids that a draft can propose, where these are not all, and one outcome for all others.
 
-    never: [V] bool, ids that the draft cannot propose. The target is that of the other ids: what
-    it gives to these is lost whatever the draft does.
+    A loss is taken over these K + 1 outcomes alone, which over a large vocabulary is most of its
+    work. The target is that of the K ids: what it gives to others is lost whatever the draft does.
     """
+
+    kept_ids: Tensor  # [K], ascending
+    place: Tensor  # [V] of each id among the outcomes: K for one that is never proposed
+
+    @classmethod
+    def of(cls, kept_ids: Tensor, vocab_size: int) -> "Outcomes":
+        place = torch.full((vocab_size,), len(kept_ids), device=kept_ids.device)
+        return cls(kept_ids, place.index_copy(0, kept_ids, torch.arange(len(kept_ids)).to(place)))
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """`logits` [m, V] of all ids, or [m, K] of these, as [m, K + 1]: -inf for all others."""
+        if logits.shape[-1] != len(self.kept_ids):
+            logits = logits[:, self.kept_ids]
+        return functional.pad(logits, (0, 1), value=-torch.inf)
+
+
+@dataclass(frozen=True)
+class Warp:
+    """The distributions that a loss compares: temperature in both, cuts in the target alone."""
 
     temperature: float
     top_k: int = 0
     top_p: float = 1.0
-    never: Tensor | None = None
 
     def target(self, logits: Tensor) -> Tensor:
         """Logits [m, V] of the target, -inf outside its support."""
-        if self.never is not None:
-            logits = logits.masked_fill(self.never, -torch.inf)
         if self.top_k == 0 and self.top_p == 1:
             return tempered(logits, self.temperature)
         params = SamplingParams.uniform(
@@ -58,10 +74,26 @@ class Warp:
 
 @dataclass(frozen=True)
 class FullScores:
-    """States [M, H] and the head that makes logits of them; without a head, the logits [M, V]."""
+    """States [M, H] and the head that makes logits of them; without a head, the logits [M, V].
+
+    outcomes: those that are looked at; None: all ids.
+    """
 
     states: Tensor
     head: Head | None
+    outcomes: Outcomes | None = None
+
+    def at(self, tokens: Tensor) -> "FullScores":
+        """Those of `tokens` [N], numbers of the M."""
+        return replace(self, states=self.states[tokens])
+
+    def among(self, outcomes: Outcomes) -> "FullScores":
+        """Over `outcomes` alone, of which the head makes the logits and of no others."""
+        head, ids = self.head, outcomes.kept_ids
+        if head is not None:
+            bias = None if head.bias is None else head.bias[ids]
+            head = Head(head.weight[ids], bias)
+        return replace(self, head=head, outcomes=outcomes)
 
     def beside(self, draft_logits: Tensor, rows: slice, warp: Warp) -> tuple[Tensor, Tensor]:
         """Warped logits [m, W] of target and draft over the same outcomes, here all ids.
@@ -79,19 +111,30 @@ class FullScores:
 
     def _logits(self, rows: slice) -> Tensor:
         states = self.states[rows]
-        return states if self.head is None else self.head(states)
+        logits = states if self.head is None else self.head(states)
+        return logits if self.outcomes is None else self.outcomes.logits(logits)
 
 
 @dataclass(frozen=True)
 class TopKScores:
     """The k most likely ids, descending, and the mass of all others: W = k + 1 outcomes.
 
-    tail_mass: [M], at the temperature of the loss.
+    tail_mass: [M], at the temperature of the loss. never: which of them the draft cannot propose.
     """
 
     ids: Tensor  # [M, k]
     log_probs: Tensor  # [M, k] at temperature 1
     tail_mass: Tensor
+    never: Tensor | None = None  # [M, k] bool
+
+    def at(self, tokens: Tensor) -> "TopKScores":
+        """Those of `tokens` [N], numbers of the M."""
+        return TopKScores(self.ids[tokens], self.log_probs[tokens], self.tail_mass[tokens])
+
+    def among(self, outcomes: Outcomes) -> "TopKScores":
+        """Over `outcomes`, the stored ids by their places."""
+        places = outcomes.place[self.ids]
+        return replace(self, ids=places, never=places == len(outcomes.kept_ids))
 
     def beside(self, draft_logits: Tensor, rows: slice, warp: Warp) -> tuple[Tensor, Tensor]:
         """Both over the stored ids and all others together.
@@ -107,8 +150,8 @@ class TopKScores:
             top_k=warp.top_k,
             top_p=warp.top_p,
         )
-        if warp.never is not None:
-            out = functional.pad(warp.never[ids], (0, 1), value=False)
+        if self.never is not None:
+            out = functional.pad(self.never[rows], (0, 1), value=False)
             target_logits = target_logits.masked_fill(out, -torch.inf)
             # Where nothing is left, all that can be said is: another token.
             empty = (target_logits == -torch.inf).all(-1)
@@ -118,9 +161,9 @@ class TopKScores:
     def best(self, rows: slice, warp: Warp) -> Tensor:
         """The first stored id that the draft can propose."""
         ids = self.ids[rows]
-        if warp.never is None:
+        if self.never is None:
             return ids[:, 0]
-        return ids.gather(-1, (~warp.never[ids]).int().argmax(-1, keepdim=True))[:, 0]
+        return ids.gather(-1, (~self.never[rows]).int().argmax(-1, keepdim=True))[:, 0]
 
 
 TargetScores = FullScores | TopKScores  # what the target makes of the M generated tokens
@@ -157,6 +200,33 @@ class StoredTeacher:
 Teacher = TargetTeacher | StoredTeacher
 
 
+def check_top_k(k: int, vocab_size: int) -> None:
+    """Raise ValueError for `generate.top_k` that is no less than the vocabulary."""
+    if k >= vocab_size:
+        raise ValueError(
+            f"generate.top_k: {k} of {vocab_size} ids are all there are: lower it, or use 0"
+        )
+
+
+def sampled_scores(records: Sequence[Record], *, loss_temperature: float) -> list[Record] | None:
+    """What `stored_scores` makes of `records` that carry the ids named while they were sampled.
+
+    None where a pass is needed: they do not, or the tail was taken at another temperature. At 1 it
+    is what the stored log-probabilities leave.
+    """
+    scored = []
+    for record in records:
+        served = record.sampling["temperature"] or 1.0
+        if record.topk_log_probs is None or loss_temperature not in (served, 1.0):
+            return None
+        tail = record.tail_mass
+        if loss_temperature != served:
+            kept = torch.tensor(record.topk_log_probs, dtype=torch.float64).exp().sum(-1)
+            tail = (1 - kept).clamp(min=0).tolist()
+        scored.append(replace(record, loss_tail_mass=tail))
+    return scored
+
+
 @torch.no_grad()
 def stored_scores(
     target: CausalAdapter, records: Sequence[Record], *, k: int, loss_temperature: float
@@ -166,10 +236,7 @@ def stored_scores(
     One pass over all records together: give as many as fit. Raises ValueError for k that is no
     less than the vocabulary.
     """
-    if k >= target.vocab_size:
-        raise ValueError(
-            f"generate.top_k: {k} of {target.vocab_size} ids are all there are: lower it, or use 0"
-        )
+    check_top_k(k, target.vocab_size)
     texts = [continued(record.prompt_ids, record.output_ids) for record in records]
     batch = collate(texts, device=target.device)
     states, head = target.states(batch.input_ids, batch.predicting), target.head

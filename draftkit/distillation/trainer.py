@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,17 +24,22 @@ from draftkit.distillation.batch import Batch
 from draftkit.distillation.chunked import LossOf, chunked_sum
 from draftkit.distillation.losses import Objective, token_weights
 from draftkit.distillation.optimizers import OptimizerOf, adamw
-from draftkit.distillation.teacher import TargetScores, Teacher
+from draftkit.distillation.teacher import Outcomes, TargetScores, Teacher
 from draftkit.models.adapter import CausalAdapter, Head
+from draftkit.models.parallel import Chains, kept_share
 from draftkit.theory.divergences import Divergence
 from draftkit.theory.noise import DROPOUT, uniform
 
 RATE_TIMES_WIDTH = 0.1
+CHAIN_DECAY = 0.7  # of a parallel draft, where `divergence.position_decay` is null
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step did. `alpha` is the mean of sum_x min(p, q) before it, as in the loss."""
+    """What one step did. `alpha` is the mean of sum_x min(p, q) before it, as in the loss.
+
+    Of a parallel draft that of the first proposals; `tokens` counts each token once.
+    """
 
     loss: float
     alpha: float | None
@@ -80,21 +85,14 @@ def dropout_seed(*, seed: int, process: int, step: int) -> int:
     return int(float(number) * 2**52)
 
 
-def never_proposed(draft: CausalAdapter) -> Tensor | None:
-    """Which ids [V] have no logit in `draft`, bool; None where all have."""
-    if draft.kept_ids is None:
-        return None
-    never = torch.ones(draft.vocab_size, dtype=torch.bool, device=draft.device)
-    return never.index_fill(0, draft.kept_ids, False)
-
-
 class Trainer:
     """A draft, its optimizer, and the teacher that it learns from (None for `next_token`).
 
     reference: the draft against which `divergence.tokens=top` measures what there is to learn.
     seed: of the noise of dropout, which is a function of it, the step and the process: a run that
     is resumed repeats it, and no two processes share a mask.
-    loss: minimised instead of `divergence.name`. optimizer: makes the optimizer of the weights.
+    loss: minimised instead of `divergence.name`, over the ids that the draft can propose.
+    optimizer: makes the optimizer of the weights.
     """
 
     def __init__(
@@ -116,8 +114,10 @@ class Trainer:
         self.draft = draft
         self.teacher = teacher
         self.optim = optim
+        kept, size = draft.kept_ids, draft.vocab_size
+        outcomes = None if kept is None else Outcomes.of(kept, size)
         self.objective = Objective(
-            divergence, sampling, temperature, compiled, never=never_proposed(draft), own=loss
+            divergence, sampling, temperature, compiled, outcomes=outcomes, own=loss
         )
         self.reference = reference
         self.steps = 0
@@ -157,13 +157,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         parts = self._parts(batch)
-        weights = [self._weights(part) for part in parts]
-        tokens = int(self._over_ranks(sum(map(len, weights))))
+        entries = [self._entries(part) for part in parts]
+        weights = [self._weights(*pair) for pair in zip(parts, entries, strict=True)]
+        tokens = int(self._over_ranks(sum(len(part.token_ids) for part in parts)))
         whole = self._over_ranks(sum(float(values.sum()) for values in weights))
         if whole == 0:
             raise ValueError(f"no token counts at step {self.steps}: use divergence.tokens=all")
         with self._training():
-            tasks = zip(parts, weights, strict=True)
+            tasks = zip(parts, entries, weights, strict=True)
             loss, overlap = self._backward([*tasks], whole, measure)
         norm = self._clip(loss)
         self._step_optimizer.step()
@@ -207,19 +208,19 @@ class Trainer:
                 self._module.eval()
 
     def _backward(
-        self, tasks: list[tuple[Batch, Tensor]], whole: float, measure: bool
+        self, tasks: list[tuple[Batch, Chains, Tensor]], whole: float, measure: bool
     ) -> tuple[float, float]:
         """Gradients of all micro-batches and their weights, whose sum is `whole` over all ranks.
 
         Returns the loss of all ranks, and this one's sum of min(p, q) if asked.
         """
         loss, overlap = 0.0, 0.0
-        for index, (part, weights) in enumerate(tasks):
+        for index, (part, entries, weights) in enumerate(tasks):
             last = index + 1 == len(tasks)
             # Ranks exchange gradients once a step, with the last micro-batch.
             quiet = nullcontext() if last else self.accelerator.no_sync(self._module)
             with quiet:
-                value, part_overlap = self._loss(part, weights, measure)
+                value, part_overlap = self._loss(part, entries, weights, measure)
                 # Data-parallel wrappers average over ranks; the loss is a mean over all tokens.
                 self.accelerator.backward(value / whole * self.accelerator.num_processes)
             loss += float(value.detach())
@@ -249,16 +250,40 @@ class Trainer:
         own = torch.tensor(value, dtype=torch.float64, device=self.draft.device)
         return float(self.accelerator.reduce(own, "sum"))
 
-    def _weights(self, part: Batch) -> Tensor:
-        """How much each token [M] of a micro-batch counts."""
-        divergence = self.objective.divergence
+    @property
+    def _decay(self) -> float:
+        """The weight of a proposal of a parallel draft over the one before it."""
+        decay = self.objective.divergence.position_decay
+        return CHAIN_DECAY if decay is None else decay
+
+    def _entries(self, part: Batch) -> Chains:
+        """What the draft reads of a micro-batch, and which tokens it predicts."""
+        if self.draft.parallel is None:
+            return part.entries
+        process = self.accelerator.process_index
+        seed = dropout_seed(seed=self._seed, process=process, step=self.steps)
+        return part.chains(self.draft.parallel, self._decay, torch.Generator().manual_seed(seed))
+
+    def _weights(self, part: Batch, entries: Chains) -> Tensor:
+        """How much each entry [N] of a micro-batch counts."""
+        divergence, chained = self.objective.divergence, self.draft.parallel is not None
         lag = self._lag(part) if divergence.tokens == "top" else None
-        return token_weights(part, divergence, lag)
+        if not chained:
+            return token_weights(part, divergence, lag)
+        weights = token_weights(part, replace(divergence, position_decay=None), lag)
+        # What was dropped is made up for by what is left.
+        dropped, most = part.block_offset is None, int(entries.blocks.max()) + 1
+        of_blocks = [
+            self._decay**block / (kept_share(block, self._decay) if dropped else 1)
+            for block in range(most)
+        ]
+        return weights[entries.predicted] * weights.new_tensor(of_blocks)[entries.blocks]
 
     @torch.no_grad()
     def _lag(self, part: Batch) -> Tensor:
         """How far [M] the draft is behind the reference, or from the target without one."""
-        losses, _ = self._losses(part)
+        entries = part.entries
+        losses, _ = self._losses(part, entries)
 
         def values_of(draft: CausalAdapter) -> Tensor:
             values = torch.empty(len(part.token_ids), device=draft.device)
@@ -267,38 +292,50 @@ class Trainer:
                 values[rows] = losses(logits, rows).float()
                 return values[rows].sum()
 
-            self._summed(keep, part, draft, draft.head)
+            self._summed(keep, entries, draft, draft.head)
             return values
 
         behind = values_of(self.draft)
         return behind if self.reference is None else behind - values_of(self.reference)
 
-    def _loss(self, part: Batch, weights: Tensor, measure: bool) -> tuple[Tensor, float]:
+    def _loss(
+        self, part: Batch, entries: Chains, weights: Tensor, measure: bool
+    ) -> tuple[Tensor, float]:
         """The weighted sum of a micro-batch's losses and, if asked, of its sum_x min(p, q)."""
-        (losses, scores), overlaps = self._losses(part), []
+        (losses, scores), overlaps = self._losses(part, entries), []
 
         def weighted(logits: Tensor, rows: slice) -> Tensor:
             if measure and scores is not None:
                 with torch.no_grad():
                     overlap = self.objective.overlap(scores=scores, draft_logits=logits, rows=rows)
-                overlaps.append(overlap.sum())
+                overlaps.append((overlap * (entries.blocks[rows] == 0)).sum())
             return (weights[rows] * losses(logits, rows)).sum()
 
-        value = self._summed(weighted, part, self._module, self.draft.head)
+        value = self._summed(weighted, entries, self._module, self.draft.head)
         return value, float(sum(overlaps))
 
-    def _losses(self, part: Batch) -> tuple[Callable[[Tensor, slice], Tensor], TargetScores | None]:
-        """The losses [m] of some tokens of a micro-batch, by logits and rows; what they look at."""
+    def _losses(
+        self, part: Batch, entries: Chains
+    ) -> tuple[Callable[[Tensor, slice], Tensor], TargetScores | None]:
+        """The losses [m] of some entries of a micro-batch, by logits and rows; what they look at.
+
+        The target reads each text once, whatever the entries are.
+        """
         # Of one micro-batch at a time, since that may be logits.
         scores = None if self.teacher is None else self.teacher.score(part)
-        losses = partial(
-            self.objective.losses, scores=scores, token_ids=part.token_ids, step=self.steps
-        )
+        if scores is not None and self.draft.parallel is not None:
+            scores = scores.at(entries.predicted)
+        if scores is not None and self.objective.outcomes is not None:
+            scores = scores.among(self.objective.outcomes)
+        token_ids = part.token_ids[entries.predicted]
+        losses = partial(self.objective.losses, scores=scores, token_ids=token_ids, step=self.steps)
         return losses, scores
 
-    def _summed(self, loss_of: LossOf, part: Batch, draft: nn.Module, head: Head | None) -> Tensor:
-        """The sum of `loss_of` over the tokens of a micro-batch."""
+    def _summed(
+        self, loss_of: LossOf, entries: Chains, draft: nn.Module, head: Head | None
+    ) -> Tensor:
+        """The sum of `loss_of` over the entries of a micro-batch."""
         enabled, device = self._autocast is not None, self.draft.device.type
         with torch.autocast(device, self._autocast, enabled=enabled):
-            states = draft(part.input_ids, part.predicting, part.packing)
+            states = draft(entries.tokens, entries.keep, entries.packing)
         return chunked_sum(loss_of, states=states, head=head, dtype=self._autocast)

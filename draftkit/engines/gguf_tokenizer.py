@@ -22,22 +22,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of tokens
+from draftkit.models.gguf_files import BYTES, CONTROL, DIGITS, GPT_2, SPLITTERS, USER_DEFINED
+
+NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6  # other types of tokens
 SPACE = "▁"
-CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-QWEN = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}|{REST}"
-LLAMA_3 = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}{{1,3}}|{REST}"
-GPT_2, BYTES, DIGITS = "bytes after GPT-2's words", "bytes", "single digits"
-# By the steps of the tokenizer, and whether whole words come before merges.
-SPLITTERS: dict[tuple[tuple[str, ...], bool], str] = {
-    ((GPT_2,), False): "gpt-2",
-    ((DIGITS, GPT_2), False): "smollm",
-    ((QWEN, BYTES), False): "qwen2",
-    ((LLAMA_3, BYTES), True): "llama-bpe",
-    ((LLAMA_3, BYTES), False): "smaug-bpe",
-}
 REMEDY = "no tokenizer of llama.cpp equals it: leave llamacpp out of export.engines"
 
 

@@ -29,7 +29,7 @@ class Pair:
 
     gamma: proposals a round where nothing was judged. judged: the summaries of its evaluations, one
     for each batch size, the experiment's own first. files: the GGUF of target and draft, by
-    `target` and `draft`.
+    `target` and `draft`. parallel: whether the drafter proposes all tokens in one pass.
     """
 
     target: str
@@ -37,6 +37,7 @@ class Pair:
     gamma: int = 1
     judged: Sequence[Mapping[str, Any]] = ()
     files: Mapping[str, str] = field(default_factory=dict)
+    parallel: bool = False
 
 
 def best_gammas(pair: Pair, engine: str) -> dict[int, int]:
@@ -93,6 +94,8 @@ def remarks(pair: Pair, engine: str) -> str:
         ]
     else:
         lines.append("No evaluation says what to expect: draftkit evaluate, then export again.")
+    if pair.parallel and engine != "vllm":
+        lines.append("The drafter proposes all tokens in one pass in vLLM; here one by one.")
     row = launched_row(pair.judged[0], engine) if pair.judged else None
     drafts = " of argmax drafts" if row is not None and row["mode"] == ARGMAX else ""
     for size, gamma in best_gammas(pair, engine).items():
@@ -126,7 +129,8 @@ def hf(pair: Pair) -> dict[str, str]:
 
 def vllm(pair: Pair) -> dict[str, str]:
     """`--speculative-config` as a file, with the table of gammas where several were measured."""
-    options, gammas = vllm_options("./hf", launched_gamma(pair, "vllm")), best_gammas(pair, "vllm")
+    gamma, gammas = launched_gamma(pair, "vllm"), best_gammas(pair, "vllm")
+    options = vllm_options("./hf", gamma, parallel=pair.parallel)
     if len(gammas) > 1:
         options["num_speculative_tokens"] = max(1, *gammas.values())
         options["num_speculative_tokens_per_batch_size"] = ranges(gammas)

@@ -13,7 +13,7 @@ Shapes: M generated positions, V vocabulary, P prompts, T tokens of a text.
 """
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record, document_of
-from draftkit.models.adapter import Adapter
+from draftkit.models.adapter import Adapter, CausalAdapter
+from draftkit.models.parallel import chains
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import (
     MODES,
@@ -39,14 +40,16 @@ from draftkit.theory.warping import SamplingParams, seen_along, seen_tokens, war
 
 # Of engines that cut the target by top-k and top-p and the draft not: `alpha` with such a q.
 UNCUT = "alpha_uncut_draft"
+CHAINS_AT_ONCE = 128  # that begin in a text: masks grow with the square of what is read together
 
 
 @dataclass(frozen=True)
 class PromptTotals:
     """Sums over the positions of each prompt [P], by mode, and the number of positions [P].
 
-    shares: by mode, of each text, P(its token was an accepted proposal | the token) [T]; empty
-    where texts were scored by stored scores. cut: which texts no end of text ended [P]. documents:
+    shares: by mode, of each text, P(its token was an accepted proposal | the token) [T], of a draft
+    that proposes in one pass by the place in its round [T, K]; empty where texts were scored by
+    stored scores. cut: which texts no end of text ended [P]. documents:
     what each prompt belongs to [P]; empty where each is a document of its own.
     """
 
@@ -68,12 +71,23 @@ class PromptTotals:
         """The acceptance over all positions."""
         return Rate(self.totals[mode], self.counts, self.documents)
 
+    @property
+    def one_by_one(self) -> "PromptTotals":
+        """Of a draft that proposes in one pass: as a draft that proposes token by token."""
+        first = {
+            mode: [share if share.dim() == 1 else share[:, 0] for share in shares]
+            for mode, shares in self.shares.items()
+        }
+        return replace(self, shares=first)
+
     def tokens_a_pass(self, mode: str, gamma: int, *, confidence: float = 0.0) -> Rate:
         """tau of decoding with `gamma` proposals a round in this mode, as a rate over prompts.
 
         With `confidence` the draft proposes nothing behind a token that it gave less probability.
         """
-        last = [one < confidence for one in self.shares["alpha_exact_match"]]
+        last = None
+        if confidence:
+            last = [one < confidence for one in self.shares["alpha_exact_match"]]
         rounds = rounds_of_texts(self.shares[mode], gamma, cut=self.cut, last=last)
         return rounds._replace(documents=self.documents)
 
@@ -109,10 +123,12 @@ def score_drafts(
     sampling: SamplingConfig | None,
     batch_size: int,
     eos_token_ids: Sequence[int] = (),
+    blocks: int | None = None,
 ) -> dict[str, PromptTotals]:
     """`score_contexts` of several drafts, for which the target reads each context once.
 
-    Where `sampling` cuts, there is also the mode `UNCUT`. eos_token_ids: that end a text.
+    Where `sampling` cuts, there is also the mode `UNCUT`. eos_token_ids: that end a text. blocks:
+    proposals of a pass of a parallel draft; None: those that it was trained for.
     """
     uncut = None if sampling is None else replace(sampling, top_k=0, top_p=1.0)
     cuts = uncut != sampling and sampling is not None and sampling.temperature > 0
@@ -124,17 +140,27 @@ def score_drafts(
         target_rows = [rows for (rows,) in _served(target, chunk, sampling)]
         for name, draft in drafts.items():
             as_proposed = (sampling, uncut) if cuts else (sampling,)
-            draft_rows = _served(draft, chunk, *as_proposed)
+            draft_rows: Iterable[list[Tensor]] = [[]] * len(chunk)
+            if draft.parallel is None:
+                draft_rows = _served(draft, chunk, *as_proposed)
             for one, target_probs, probs in zip(chunk, target_rows, draft_rows, strict=True):
                 tokens = torch.tensor(one.output_ids, device=target_probs.device)
-                for mode, acceptance in modes.items():
-                    both = {
-                        "target_probs": target_probs,
-                        "draft_probs": probs[-1 if mode == UNCUT else 0],
-                    }
-                    totals[name][mode].append(float(acceptance(**both).double().sum()))
-                    share = SHARES.get(mode, sampled_share)(**both, tokens=tokens)
-                    shares[name][mode].append(share.double().cpu())
+                found: dict[str, list[Tensor]] = {mode: [] for mode in modes}
+                places: Iterable[list[Tensor]] = [probs]
+                if draft.parallel is not None:
+                    places = _chained(draft, one, *as_proposed, blocks=blocks)
+                for place, laws in enumerate(places):
+                    for mode, acceptance in modes.items():
+                        both = {
+                            "target_probs": target_probs[place:],
+                            "draft_probs": laws[-1 if mode == UNCUT else 0],
+                        }
+                        if place == 0:
+                            totals[name][mode].append(float(acceptance(**both).double().sum()))
+                        share = SHARES.get(mode, sampled_share)(**both, tokens=tokens[place:])
+                        found[mode].append(share.double().cpu())
+                for mode, columns in found.items():
+                    shares[name][mode].append(_side_by_side(columns, draft.parallel is not None))
     cut = torch.tensor([not {*one.output_ids[-1:]} & {*eos_token_ids} for one in contexts])
     return {
         name: replace(_by_prompt(contexts, totals[name]), shares=shares[name], cut=cut)
@@ -168,15 +194,62 @@ def _served(
         yield [_warped(rows, context, sampling or sampling_of(context)) for sampling in samplings]
 
 
+def _chained(
+    draft: Adapter, context: Record, *samplings: SamplingConfig | None, blocks: int | None = None
+) -> Iterator[list[Tensor]]:
+    """The probabilities [M - b, V] of each block b of a parallel draft, by `samplings`.
+
+    Row i is what the draft proposes as token i + b of the output, in a round that begins behind i
+    tokens of it.
+    """
+    assert isinstance(draft, CausalAdapter), draft
+    assert draft.parallel is not None
+    count = len(context.output_ids)
+    blocks = min(blocks or draft.parallel.blocks, count)
+    tokens, keep = padded([context.prompt_ids], [context.output_ids], draft.device)
+    first = len(context.prompt_ids) - 1
+    states: list[list[Tensor]] = [[] for _ in range(blocks)]
+    for begin in range(0, count, CHAINS_AT_ONCE):
+        depth = torch.zeros_like(tokens)
+        depth[:, first + begin : first + begin + CHAINS_AT_ONCE] = blocks
+        end = first + begin + CHAINS_AT_ONCE + blocks
+        rows = chains(
+            tokens[:, :end],
+            keep[:, :end],
+            depth[:, :end] * keep[:, :end],
+            token=draft.parallel.token,
+        )
+        made = draft.states(rows.tokens, rows.keep, rows.packing)
+        for block, parts in enumerate(states):
+            parts.append(made[rows.blocks == block])
+    for parts in states:
+        made = torch.cat(parts)
+        logits = made if draft.head is None else draft.head(made)
+        yield [_warped(logits, context, one or sampling_of(context)) for one in samplings]
+
+
+def _side_by_side(columns: Sequence[Tensor], parallel: bool) -> Tensor:
+    """Shares [T, T - 1, ...] of the places of a round as [T, K], 0 where none is; [T] of one."""
+    if not parallel:
+        return columns[0]
+    whole = columns[0].new_zeros(len(columns[0]), len(columns))
+    for place, column in enumerate(columns):
+        whole[place:, place] = column
+    return whole
+
+
 def _warped(logits: Tensor, context: Record, served: SamplingConfig) -> Tensor:
-    """The probabilities [M, V] that `served` makes of `logits` [M, V] at the outputs."""
+    """The probabilities [m, V] that `served` makes of `logits` [m, V] at the first outputs.
+
+    The text before them is what a repetition penalty looks at.
+    """
     seen, device, vocab_size = None, logits.device, logits.shape[-1]
     if served.repetition_penalty != 1:  # the ids before each position [1, M, V]
         prompt, outputs = (
             torch.tensor([ids], device=device) for ids in (context.prompt_ids, context.output_ids)
         )
         length = torch.tensor([prompt.shape[1]], device=device)
-        seen = seen_along(seen_tokens(prompt, length, vocab_size), outputs)[:, :-1]
+        seen = seen_along(seen_tokens(prompt, length, vocab_size), outputs)[:, : len(logits)]
     params = SamplingParams.uniform(1, **vars(served), device=device)
     return warp(logits[None], params, seen)[0]
 
@@ -188,10 +261,11 @@ def score_stored(
     """Alpha of `draft` on contexts with stored scores of the target, which need not be in memory.
 
     Counts what both surely give to the stored ids, so that alpha is never overstated; returned with
-    it, by prompt [P]: the most that is missing, summed over positions (`alpha_bounds`). Raises
+    it, by prompt [P]: the most that is missing, summed over positions (`alpha_bounds`). Shares are
+    of all tokens in the place of the one that came. Raises
     ValueError under a repetition penalty, of which stored scores know nothing.
     """
-    device, totals, missing = draft.device, [], []
+    device, totals, missing, shares = draft.device, [], [], []
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
         for context, (probs,) in zip(chunk, _served(draft, chunk, sampling), strict=True):
@@ -201,6 +275,7 @@ def score_stored(
                     "generate.top_k: stored scores do not know a repetition penalty: use"
                     " generate.top_k=0"
                 )
+            ids = torch.tensor(context.topk_ids, device=device)
             least, most = (
                 coarse_target(
                     torch.tensor(context.topk_log_probs, device=device),
@@ -212,11 +287,19 @@ def score_stored(
                 )
                 for least in (True, False)
             )
-            draft_probs = probs.gather(-1, torch.tensor(context.topk_ids, device=device))
-            low, high = alpha_bounds(least=least, most=most, draft_probs=draft_probs)
-            totals.append(float(low.double().sum()))
-            missing.append(float((high - low).double().sum()))
-    return _by_prompt(contexts, {"alpha": totals}), torch.tensor(missing, dtype=torch.float64)
+            places = [[probs]] if draft.parallel is None else _chained(draft, context, sampling)
+            columns = []
+            for place, (law,) in enumerate(places):
+                low, high = alpha_bounds(
+                    least=least[place:], most=most[place:], draft_probs=law.gather(-1, ids[place:])
+                )
+                columns.append(low.double().cpu())
+                if place == 0:
+                    totals.append(float(low.double().sum()))
+                    missing.append(float((high - low).double().sum()))
+            shares.append(_side_by_side(columns, draft.parallel is not None))
+    scored = replace(_by_prompt(contexts, {"alpha": totals}), shares={"alpha": shares})
+    return scored, torch.tensor(missing, dtype=torch.float64)
 
 
 def estimates(scored: PromptTotals) -> dict[str, Estimate]:

@@ -23,8 +23,14 @@ from draftkit.evaluation.report import (
     speedup_text,
     verdict_text,
 )
+from draftkit.models.parallel import PARD
 
 CURVE_POINTS = 12
+ONE_PASS = (
+    "The drafter proposes all tokens in one pass over mask tokens (PARD). Of these engines vLLM "
+    "does so; the others load it as a plain drafter, which proposes token by token: slower, and as "
+    "exact.\n\n"
+)
 # The engines that a card serves the drafter with, in its order.
 SERVED = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "hf": "transformers"}
 
@@ -43,6 +49,7 @@ def model_card(
     """
     target = hub_name(target)
     best = {engine: best_gamma_of(judged, engine) for engine in SERVED}
+    parallel = judged.get("kind") == PARD
     gain = signed(judged["alpha_gain"]) if "alpha_gain" in judged else "not measured"
     machine = ", ".join([*hardware["gpu"], processor(hardware)])
     rows = {
@@ -82,17 +89,22 @@ def model_card(
         "each engine and the costs of draftkit's decoder, where 0 is not to speculate: "
         + ", ".join(f"{name} {best[engine]}" for engine, name in SERVED.items())
         + ".\n\n"
-        + serving(target or "TARGET", "DRAFT", {one: max(gamma, 1) for one, gamma in best.items()})
+        + serving(
+            target or "TARGET",
+            "DRAFT",
+            {one: max(gamma, 1) for one, gamma in best.items()},
+            parallel=parallel,
+        )
     )
 
 
-def plain_card(target: str | None, gamma: int) -> str:
+def plain_card(target: str | None, gamma: int, *, parallel: bool = False) -> str:
     """The card of a drafter that has not been judged; a folder of the target is not named."""
     target = hub_name(target)
     return (
         f"{_front(target)} Its acceptance has not been measured: `draftkit evaluate` does.\n\n"
         "The drafter is this folder, here called DRAFT.\n\n"
-        + serving(target or "TARGET", "DRAFT", dict.fromkeys(SERVED, gamma))
+        + serving(target or "TARGET", "DRAFT", dict.fromkeys(SERVED, gamma), parallel=parallel)
     )
 
 
@@ -113,14 +125,15 @@ def _front(target: str | None) -> str:
     )
 
 
-def serving(target: str, draft: str, gammas: Mapping[str, int]) -> str:
+def serving(target: str, draft: str, gammas: Mapping[str, int], *, parallel: bool = False) -> str:
     """How engines serve `draft` beside `target`, each with its own of `gammas` a round."""
+    vllm = json.dumps(vllm_options(draft, gammas["vllm"], parallel=parallel))
     sglang = sglang_options(draft, gammas["sglang"])
     llamacpp = llamacpp_options(gammas["llamacpp"])
     return f"""\
-vLLM:
+{ONE_PASS * parallel}vLLM:
 
-    vllm serve {target} --speculative-config '{json.dumps(vllm_options(draft, gammas["vllm"]))}'
+    vllm serve {target} --speculative-config '{vllm}'
 
 SGLang:
 
@@ -140,13 +153,17 @@ transformers:
 """
 
 
-def vllm_options(draft: str, gamma: int) -> dict[str, Any]:
-    """vLLM's `--speculative-config`: proposals that are sampled, and judged as such."""
+def vllm_options(draft: str, gamma: int, *, parallel: bool = False) -> dict[str, Any]:
+    """vLLM's `--speculative-config`: proposals that are sampled, and judged as such.
+
+    parallel: all in one pass, by a drafter whose config.json names a `pard_token`.
+    """
     return {
         "method": "draft_model",
         "model": draft,
         "num_speculative_tokens": gamma,
         "draft_sample_method": "probabilistic",
+        **({"parallel_drafting": True} if parallel else {}),
     }
 
 

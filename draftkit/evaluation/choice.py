@@ -51,10 +51,10 @@ def chosen_numbers(
     """The number of proposals, at least 1, of each way that pays most on `texts`.
 
     costs, scored: of each draft. The hybrid has the number of its draft, the last one. What counts
-    the training text keeps `decode.proposals`.
+    the training text keeps `Config.proposals`.
     """
     mode = served_mode(config.decode.proposer, config.decode.verification) or "alpha"
-    gammas = dict.fromkeys(ways, config.decode.proposals)
+    gammas = dict.fromkeys(ways, config.proposals)
     for name, make in ways.items():
         guesser, draft = make(), name if name in scored else [*scored][-1]
         if isinstance(guesser, PromptLookup):

@@ -34,18 +34,19 @@ class Setting:
     gamma: int | None = None
     confidence: float = 0.0
     cuts_draft: bool = True
+    in_one_pass: bool = False  # whether a parallel drafter proposes as it was trained to
     note: str = ""
 
 
 # The row of draftkit's own decoder, by the mode that is served.
 OWN = {
-    mode: Setting("draftkit", name, mode)
+    mode: Setting("draftkit", name, mode, in_one_pass=True)
     for mode, name in ((SAMPLED, "sampled"), (ARGMAX, "argmax"), (MATCHED, "equal tokens"))
 }
 # Of each engine its default first, then the best that it offers.
 SETTINGS = (
-    Setting("vLLM", "argmax", ARGMAX),
-    Setting("vLLM", "probabilistic", SAMPLED, cuts_draft=False),
+    Setting("vLLM", "argmax", ARGMAX, in_one_pass=True),
+    Setting("vLLM", "probabilistic", SAMPLED, cuts_draft=False, in_one_pass=True),
     Setting("SGLang", "argmax", ARGMAX, gamma=3),
     Setting("llama.cpp", "argmax", ARGMAX, gamma=3),
     Setting(
@@ -93,7 +94,8 @@ def engine_rows(
         uncut = not setting.cuts_draft and UNCUT in scored.totals
         mode = UNCUT if uncut else setting.mode
         proposals = setting.gamma or max(gamma, 1)
-        length = scored.tokens_a_pass(mode, proposals, confidence=setting.confidence)
+        drafted = scored if setting.in_one_pass else scored.one_by_one
+        length = drafted.tokens_a_pass(mode, proposals, confidence=setting.confidence)
         row: dict[str, Any] = {
             "engine": setting.engine,
             "setting": setting.name,
@@ -106,7 +108,7 @@ def engine_rows(
             row["note"] = setting.note
         if best_gammas is not None:
             best = max(best_gammas[mode], 1)
-            length = scored.tokens_a_pass(mode, best, confidence=setting.confidence)
+            length = drafted.tokens_a_pass(mode, best, confidence=setting.confidence)
             row["at_best_gamma"] = {"gamma": best, "acceptance_length": estimate(length).as_dict()}
         rows.append(row)
     return rows

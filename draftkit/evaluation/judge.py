@@ -25,6 +25,7 @@ from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness, greedy_ident
 from draftkit.evaluation.walltime import (
     CALIBRATED_GAMMAS,
     FIRST_LOOK,
+    MOST_GAMMA,
     PLAIN,
     PromptIds,
     Setting,
@@ -116,7 +117,8 @@ def gather(
 
     def score(contexts: Sequence[Record]) -> dict[str, PromptTotals]:
         how = {"sampling": sampling, "eos_token_ids": target.eos_token_ids}
-        return score_drafts(adapter, drafts, contexts, batch_size=options.batch_size, **how)
+        size = options.batch_size
+        return score_drafts(adapter, drafts, contexts, batch_size=size, blocks=MOST_GAMMA, **how)
 
     note(f"alpha on {len(contexts)} contexts at temperature {sampling.temperature:g}")
     scored = score(contexts)
@@ -247,7 +249,7 @@ def timing(
     texts: PromptIds, sampling: SamplingConfig, eos_token_ids: Sequence[int], config: Config
 ) -> Setting:
     """How generations of `texts` are timed."""
-    options, gamma = config.evaluate, config.decode.proposals
+    options, gamma = config.evaluate, config.proposals
     return Setting(
         sampling=sampling,
         max_new_tokens=options.max_new_tokens,
@@ -296,7 +298,7 @@ def check_lossless(
             proposers_of(target.adapter, loaded, prompts, config),
             texts,
             max_new_tokens=options.max_new_tokens,
-            gamma=max(config.decode.proposals, 1),
+            gamma=max(config.proposals, 1),
             batch_size=options.batch_size,
             eos_token_ids=target.eos_token_ids,
         )
@@ -309,7 +311,7 @@ def float32_bytes(
 
     Weights, caches of target and draft, and the logits of a round, with a reserve of a tenth.
     """
-    options, gamma = config.evaluate, max(config.decode.proposals, 1)
+    options, gamma = config.evaluate, max(config.proposals, 1)
     rows, wide = min(options.batch_size, len(texts)), torch.float32
     slots = row_capacity(texts, max_new_tokens=options.max_new_tokens, gamma=gamma)
     weights = [*target.adapter.model.parameters()]

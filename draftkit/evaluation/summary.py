@@ -22,6 +22,7 @@ from draftkit.theory.acceptance import (
     estimate,
     gain_p_value,
     log_ratio,
+    mean_by_place,
     speedup,
     unconditional_rates,
 )
@@ -145,7 +146,7 @@ def by_number(
     return {
         "acceptance_length_by_k": lengths,
         "speedup_by_k": dict(zip(lengths, gained[1:], strict=True)),
-        "alpha_by_position": [scored.rate(mode).mean] * len(taus),
+        "alpha_by_position": mean_by_place(scored.shares[mode], len(taus)).tolist(),
         "alpha_given_chain": chain_acceptance(scored.shares[mode], len(taus)),
     }
 

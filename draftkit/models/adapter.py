@@ -22,6 +22,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftkit.models.cache import SlotCache
+from draftkit.models.parallel import Packing, Parallel, parallel_of
 
 UNBOUNDED = 1 << 30  # positions of a model whose context has no end
 ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
@@ -45,6 +46,11 @@ class Adapter(nn.Module, ABC):
     def signature(self) -> Hashable:
         """Models of one signature differ in the values of their weights only."""
         return (type(self), self._architecture, self.dtype, self.vocab_size)
+
+    @property
+    def parallel(self) -> Parallel | None:
+        """How it proposes several tokens in one pass; None for a plain drafter, and a target."""
+        return parallel_of(self.model.config)
 
     @property
     def is_constant(self) -> bool:
@@ -132,14 +138,6 @@ class Head:
     def __call__(self, states: Tensor) -> Tensor:
         logits = functional.linear(states, self.weight, self.bias)
         return logits if self.kept_ids is None else widened(logits, self.kept_ids, self.vocab_size)
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Several texts in a row, which do not see each other."""
-
-    positions: Tensor  # [B, T], from 0 in each text
-    segments: Tensor  # [B, T], another number for each text of a row
 
 
 def check_cache(model: PreTrainedModel) -> None:
@@ -246,11 +244,8 @@ class CausalAdapter(Adapter):
         """
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if packing is not None:
-            order = torch.arange(tokens.shape[1], device=tokens.device)
-            behind = order[:, None] - order  # [T, T]
-            own = packing.segments[:, None, :, None] == packing.segments[:, None, None, :]
             inputs["position_ids"] = packing.positions
-            inputs["attention_mask"] = self._masks(behind, own & (behind >= 0))
+            inputs["attention_mask"] = self._masks(*packing.seen())
         if not self._head_is_plain:
             return self._cut(self.model(**inputs).logits[keep])
         return self.model.base_model(**inputs).last_hidden_state[keep]

@@ -37,6 +37,7 @@ from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.files import KEPT_IDS
 from draftkit.models.lora import save_plain
+from draftkit.models.parallel import PARD, parallel_of
 from draftkit.models.seq2seq import Seq2SeqAdapter
 from draftkit.models.shrink import read_kept_ids, write_kept_ids
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
@@ -203,6 +204,8 @@ def check_folder(model: ModelConfig, key: str) -> None:
     """Raise ValueError if `model.path` is no model folder, and no model of the hub in reach."""
     assert model.path is not None
     path, name = Path(model.location), f"{key}.path {model.path}"
+    if model.names_gguf:
+        raise ValueError(f"{name}: commands read a GGUF file into a folder: give {key}.path there")
     looks_local = path.is_absolute() or model.path.startswith((".", "~")) or path.exists()
     if not looks_local and model.path.count("/") == 1:
         if hub_has(model.path, "config.json", section=key, revision=model.revision):
@@ -352,8 +355,19 @@ def load_draft(
     that cannot be loaded or does not share the vocabulary.
     """
     loaded, size = _draft_model(model, target, dtype, encoder_decoder=False)
+    check_kind(model, loaded.config)
     kept_ids = load_kept_ids(model, size)
     return CausalAdapter(_attending(loaded, model), vocab_size=size, kept_ids=kept_ids)
+
+
+def check_kind(model: ModelConfig, config: PreTrainedConfig) -> None:
+    """Raise ValueError where `draft.kind` asks for a parallel drafter, and `config` is of none."""
+    if model.kind == PARD and parallel_of(config) is None:
+        raise ValueError(
+            f"draft.path {model.path}: a plain drafter (its config.json names no pard_token), and "
+            "draft.kind=pard proposes in one pass: train one by `distill draft.kind=pard`, or give "
+            "draft.kind=plain"
+        )
 
 
 def load_kept_ids(model: ModelConfig, vocab_size: int) -> Tensor | None:

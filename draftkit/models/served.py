@@ -47,6 +47,8 @@ def served_sampling(target: ModelConfig, given: Mapping[str, Any]) -> tuple[Samp
         raise ValueError(f"{file}: {error}: correct it, or give that key yourself") from error
     parts = ", ".join(f"{name} {getattr(sampling, name):g}" for name in KEYS)
     own = f" ({', '.join(given)} as given)" if given else ""
+    if content is not None and sampling.temperature > 0 and "top_k" not in {**advised, **given}:
+        origin += "; no top_k there: all ids, where `generate` of transformers would take 50"
     return sampling, f"sampling.from=model: {parts}{own}; {origin}"
 
 

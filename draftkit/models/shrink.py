@@ -25,24 +25,34 @@ from transformers import PreTrainedModel
 from draftkit.models.files import KEPT_IDS
 
 
-def check_layers(layers: Sequence[int], count: int) -> None:
-    """Raise ValueError unless `layers` are numbers of a model's `count` layers, ascending."""
-    if not layers or list(layers) != sorted({*layers} & {*range(count)}):
-        raise ValueError(
-            f"draft.shrink.layers: the target has {count} layers, numbered 0 to {count - 1}; "
-            f"name some of them in ascending order, none twice, not {list(layers)}"
-        )
+def chosen_layers(layers: int | Sequence[int], count: int) -> list[int]:
+    """Those of a model's `count` layers that `layers` names, or so many: half of them, rounded up,
+    from the front, the rest from the end.
+
+    Raises ValueError unless they are numbers of its layers, ascending.
+    """
+    if isinstance(layers, int):
+        front = layers - layers // 2
+        chosen = [*range(front), *range(max(front, count - layers // 2), count)]
+        if 0 < layers <= count:
+            return chosen
+    elif layers and list(layers) == sorted({*layers} & {*range(count)}):
+        return list(layers)
+    raise ValueError(
+        f"draft.shrink.layers: the target has {count} layers, numbered 0 to {count - 1}; "
+        f"name some of them in ascending order, none twice, or how many, not {layers}"
+    )
 
 
-def shrink(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
-    """Return a model of the `layers` of `target` (numbers from 0), all else copied.
+def shrink(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedModel:
+    """Return a model of the `chosen_layers` of `target`, all else copied.
 
     It has the dtype and device of `target`, and no tensor in common with it. Raises ValueError
     naming `draft.shrink.layers` for other numbers than the target's, and for a target that builds
     some layers otherwise once their numbers change.
     """
     config = copy.deepcopy(target.config)
-    check_layers(layers, config.get_text_config().num_hidden_layers)
+    layers = chosen_layers(layers, config.get_text_config().num_hidden_layers)
     _cut_lists(config.get_text_config(), layers)
     with torch.random.fork_rng(devices=[]):  # the first weights are random, and overwritten
         made: Any = type(target)._from_config(config, dtype=target.dtype)
@@ -104,16 +114,22 @@ def check_vocabulary(count: int, vocab_size: int) -> None:
 
 
 def frequent_ids(
-    sequences: Iterable[Sequence[int]], *, count: int, always: Iterable[int], vocab_size: int
+    *kinds: Iterable[Sequence[int]], count: int, always: Iterable[int], vocab_size: int
 ) -> Tensor:
-    """Return the `count` ids most frequent in `sequences`, and those of `always`: [K], ascending.
+    """Return the `count` ids most frequent in the texts of `kinds`, and those of `always`: [K].
 
-    Of ids that are equally frequent the smaller is kept, so that a short text gives no fewer.
-    Raises ValueError naming `draft.shrink.vocabulary` for more ids than `vocab_size`.
+    Each kind has the same weight, whatever it holds. Ascending; of ids that are equally frequent
+    the smaller is kept, so that a short text gives no fewer. Raises ValueError naming
+    `draft.shrink.vocabulary` for more ids than `vocab_size`.
     """
     check_vocabulary(count, vocab_size)
-    seen = Counter(chain.from_iterable(sequences))
-    ranked = sorted(range(vocab_size), key=lambda token: (-seen[token], token))
+    shares: Counter[int] = Counter()
+    for texts in kinds:
+        seen = Counter(chain.from_iterable(texts))
+        total = max(1, seen.total())
+        for token, times in seen.items():
+            shares[token] += times / total  # pyrefly: ignore[unsupported-operation]
+    ranked = sorted(range(vocab_size), key=lambda token: (-shares[token], token))
     kept = {*ranked[:count], *(token for token in always if token < vocab_size)}
     return torch.tensor(sorted(kept), dtype=torch.int64)
 

@@ -58,7 +58,8 @@ class Judge:
     `draft` is a model of the judge's own, into which weights are copied. With `target` alpha is
     exact; without it the records' stored scores serve, and alpha counts what is certain. What is
     gated is the mode of acceptance that is served, under the name alpha: `alpha_greedy_draft` where
-    the draft's argmax is proposed, which only a target can score.
+    the draft's argmax is proposed, which only a target can score. Of a parallel draft it is the
+    tokens a pass of the target, since acceptance differs by position.
     """
 
     draft: CausalAdapter
@@ -68,6 +69,11 @@ class Judge:
 
     def __post_init__(self) -> None:
         assert self.target is not None or self.acceptance == "alpha"
+
+    @property
+    def measure(self) -> str:
+        """What its sums are of."""
+        return "alpha" if self.draft.parallel is None else "tokens a pass"
 
     def can_score(self, record: Record) -> bool:
         """Whether what is known of `record` suffices."""
@@ -80,8 +86,12 @@ class Judge:
         self.draft.load_weights(weights)
         options: dict[str, Any] = {"sampling": None, "batch_size": self.batch_size}
         if self.target is None:
-            return score_stored(self.draft, records, **options)[0]
-        scored = score_contexts(self.target, self.draft, records, **options)
+            scored = score_stored(self.draft, records, **options)[0]
+        else:
+            scored = score_contexts(self.target, self.draft, records, **options)
+        if self.draft.parallel is not None:
+            rounds = scored.tokens_a_pass(self.acceptance, self.draft.parallel.blocks)
+            return PromptTotals({"alpha": rounds.totals}, rounds.counts, documents=rounds.documents)
         return replace(scored, totals={"alpha": scored.totals[self.acceptance]}, shares={})
 
 
@@ -102,10 +112,12 @@ def judge(
     anchor_first: PromptTotals | None,
     tolerance: float,
     gate: int,
+    measure: str = "alpha",
 ) -> Verdict:
     """Compare new weights (`after`) with those in force (`before`), and with the first on anchors.
 
-    gate: the how-manieth test (from 1) this is against the version in force. Raises ValueError with
+    gate: the how-manieth test (from 1) this is against the version in force. measure: what the sums
+    are of. Raises ValueError with
     fewer than 2 conversations; with fewer than `LEAST_PROMPTS` nothing is published. Anchors of few
     documents have a wide interval, which lets less through.
     """
@@ -114,7 +126,7 @@ def judge(
     change = None
     if anchor_after is not None and anchor_first is not None:
         change = anchor_after.gain(anchor_first, least=2)
-    level, text = level_of(gate), f"alpha {signed(gain.as_dict())} on held-out recent traffic"
+    level, text = level_of(gate), f"{measure} {signed(gain.as_dict())} on held-out recent traffic"
     publish = False
     # Each condition is one for passing, so that NaN refuses.
     if change is not None and not change.low >= -tolerance:

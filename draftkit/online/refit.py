@@ -347,6 +347,7 @@ class Refit:
             anchor_first=self._first_on_anchors,
             tolerance=gate.anchor_tolerance,
             gate=self.state["gates"].get(base.name, 0) + 1,
+            measure=self.judge.measure,
         )
         self._measure(base, stored)
         return verdict, before.alpha, after.alpha, max(one.id for one in stored)
@@ -370,6 +371,8 @@ class Refit:
             self.judge.score(weights, fresh).alpha
             for weights in (earlier, self.registry.read(base))
         ]
-        lengths = [expected_tokens(alpha.mean, self.gamma) for alpha in alphas]
+        lengths = [alpha.mean for alpha in alphas]
+        if self.judge.draft.parallel is None:
+            lengths = [expected_tokens(alpha, self.gamma) for alpha in lengths]
         self.state["growth"][base.name] = lengths[1] / lengths[0]
         self.state["alphas"][base.name] = alphas[1].as_dict()

@@ -39,9 +39,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from draftkit.theory.speedup import expected_tokens
 from draftkit.theory.warping import promote
 
 
@@ -107,29 +107,35 @@ def rounds_of_texts(
 ) -> "Rate":
     """What rounds of `gamma` proposals are expected to emit, over their number, by text [P].
 
-    shares: of each text, P(its token was an accepted proposal | the token) [T]. last: where it is
+    shares: of each text, P(its token was an accepted proposal | the token) [T]; or [T, K] where it
+    depends on the place of the proposal in its round, as of a drafter that proposes in one pass
+    (what a round cannot reach is 0). last: where it is
     true [T] a draft that proposes this token proposes none behind it in that round. cut [P]: which
     texts end by a limit of their length, default all. The probability that token t is tested with
     r proposals of its round left,
 
-        B(t + 1, r - 1) = share(t) B(t, r) for r > 0
-        B(t + 1, gamma) = B(t, 0) + sum over r > 0 of (1 - share(t)) B(t, r)
+        B(t + 1, r - 1) = share(t, gamma - r) B(t, r) for r > 0
+        B(t + 1, gamma) = B(t, 0) + sum over r > 0 of (1 - share(t, gamma - r)) B(t, r)
 
     begins as B(0, gamma) = 1; a round begins with each B(t, gamma). What a round would emit behind
     a cut counts, by the average share, as decoding counts it.
     """
     lengths = torch.tensor([len(one) for one in shares])
-    accepted = pad_sequence([one.double() for one in shares])  # [T, P]
-    ending = torch.zeros_like(accepted) if last is None else pad_sequence([*last]).double()
-    average = float(torch.cat([*shares]).double().mean())
-    onward = accepted.new_tensor([expected_tokens(average, left) for left in range(gamma + 1)])
+    # [T, P, gamma], the last index is r - 1
+    accepted = pad_sequence([by_place(one, gamma).double().flip(-1) for one in shares])
+    ending = accepted.new_zeros(accepted.shape[:2])
+    if last is not None:
+        ending = pad_sequence([*last]).double()
+    onward = accepted.new_ones(gamma + 1)
+    for left, average in enumerate(mean_by_place(shares, gamma).flip(0), start=1):
+        onward[left] = 1 + average * onward[left - 1]
     state = accepted.new_zeros(gamma + 1, len(shares))  # B(t, r), the first index is r
     state[gamma] = 1
     rounds, emitted = accepted.new_zeros(len(shares)), lengths.double()
     ends = lengths if cut is None else torch.where(cut, lengths, 0)
     for t, (share, stops) in enumerate(zip(accepted, ending, strict=True)):
         rounds = rounds + torch.where(lengths > t, state[gamma], 0.0)
-        kept = share * state[1:]  # [gamma, P]
+        kept = share.T * state[1:]  # [gamma, P]
         begun = (state[1:] - kept).sum(0) + state[0]
         kept[0] = kept[0] + stops * kept[1:].sum(0)
         kept[1:] *= 1 - stops
@@ -138,13 +144,36 @@ def rounds_of_texts(
     return Rate(emitted, rounds)
 
 
+def by_place(shares: Tensor, gamma: int) -> Tensor:
+    """`shares` [T] or [T, K] of a text by the place of the proposal in its round: [T, gamma].
+
+    Proposals behind the K that were looked at count as refused.
+    """
+    if shares.dim() == 1:
+        return shares[:, None].expand(-1, gamma)
+    return pad(shares[:, :gamma], (0, max(0, gamma - shares.shape[1])))
+
+
+def mean_by_place(shares: Sequence[Tensor], gamma: int) -> Tensor:
+    """The mean share [gamma] of every place, over the tokens that can stand there."""
+    columns = torch.cat([by_place(one, gamma).double() for one in shares])
+    if shares[0].dim() == 1:
+        return columns.mean(0)
+    reached = torch.cat([torch.arange(len(one)) for one in shares])
+    can = reached[:, None] >= torch.arange(gamma)
+    return (columns * can).sum(0) / can.sum(0).clamp(min=1)
+
+
 def chain_acceptance(shares: Sequence[Tensor], count: int) -> list[float]:
     """How often proposal 1, 2, ..., `count` of a round is accepted, given those before it were.
 
-    shares: of each text, P(its token was an accepted proposal | the token) [T]; rounds begin at
-    every token with so many behind it. NaN where none is that long or none was accepted.
+    shares: as in `rounds_of_texts`; rounds begin at every token with so many behind it. NaN where
+    none is that long or none was accepted.
     """
-    windows = [one.double().unfold(0, count, 1) for one in shares if len(one) >= count]
+    windows = []
+    for share in (by_place(one, count).double() for one in shares if len(one) >= count):
+        rounds = range(len(share) - count + 1)
+        windows.append(torch.stack([share[i : i + count].diagonal() for i in rounds]))
     chains = torch.cat([*windows, torch.zeros(0, count).double()]).cumprod(1).sum(0)
     before = torch.cat([chains.new_tensor([sum(map(len, windows))]), chains[:-1]])
     return (chains / before).tolist()

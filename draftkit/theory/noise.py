@@ -66,11 +66,11 @@ def uniform(
 def sample(*, probs: Tensor, uniform: Tensor) -> Tensor:
     """The token whose interval of the cumulative distribution holds `uniform`: inverse CDF.
 
-    probs: [B, V] non-negative weights, of any positive sum; uniform: [B] in [0, 1).
-    Returns [B] int64. A token of weight zero is never returned, not even where a parallel
+    probs: [..., V] non-negative weights, of any positive sum; uniform: [...] in [0, 1).
+    Returns [...] int64. A token of weight zero is never returned, not even where a parallel
     cumulative sum fails to be monotone: such tokens have no interval to fall into.
     """
-    cumulative = probs.double().cumsum(-1)  # [B, V]
+    cumulative = probs.double().cumsum(-1)  # [..., V]
     upper = torch.where(probs > 0, cumulative, 0.0)
-    threshold = uniform[:, None] * upper.amax(-1, keepdim=True)  # below the maximum: uniform < 1
+    threshold = uniform[..., None] * upper.amax(-1, keepdim=True)  # below the maximum: uniform < 1
     return (upper > threshold).to(torch.uint8).argmax(-1)

@@ -11,13 +11,21 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import Example
+from draftkit.data.rollouts import Record
 from draftkit.models.loading import end_of_text_ids, load_model, save_model
-from draftkit.models.shrink import check_vocabulary, frequent_ids, kept_share, shrink
+from draftkit.models.shrink import (
+    check_vocabulary,
+    chosen_layers,
+    frequent_ids,
+    kept_share,
+    shrink,
+)
 from draftkit.models.vocabulary import real_vocab_size
 from draftkit.tracking import Tracker
 from draftkit.workflow.pretraining import pretrain
 
 DRAFT = "draft"
+UNCOUNTED = 10  # every so many-th answer tells the share of answers instead
 CPU = torch.device("cpu")
 
 
@@ -32,17 +40,19 @@ def make_draft(
     folder: Path,
     tracker: Tracker,
     note: Callable[[str], None],
+    answers: Sequence[Record] = (),
 ) -> None:
     """Make the drafter of section `draft` for `target`, trained on `texts`, in `<folder>/draft`.
 
     length: tokens of a row that it is trained on. With `draft.shrink.layers` it is cut out of the
-    target, and trained for `draft.shrink.steps`. `note` hears which share of the tokens of
-    `held_out` it may propose.
+    target, and trained for `draft.shrink.steps`. The ids that it may propose are counted on `texts`
+    and on the target's own `answers`, where there are any; `note` hears which share of the tokens
+    of `held_out`, and of answers that are not counted, these are.
     """
     options, shape = config.draft.shrink, config.draft.pretrain
     start, kept_ids = None, None
     if options.layers:
-        start, kept_ids = _cut(config, target, tokenizer, texts, held_out, note)
+        start, kept_ids = _cut(config, target, tokenizer, texts, held_out, note, answers)
         shape = replace(shape, max_steps=options.steps)
         if not options.steps:
             save_model(start, tokenizer, folder / DRAFT, kept_ids=kept_ids)
@@ -68,6 +78,7 @@ def _cut(
     texts: Sequence[Example],
     held_out: Sequence[Example],
     note: Callable[[str], None],
+    answers: Sequence[Record],
 ) -> tuple[PreTrainedModel, Tensor | None]:
     """The drafter of layers of the target, and the ids [K] that it keeps, None for all.
 
@@ -77,13 +88,22 @@ def _cut(
     check_vocabulary(options.vocabulary, len(tokenizer))
     dtype: Any = torch.float32 if options.steps else "auto"
     whole = load_model(target, "target", dtype=dtype, device=CPU)
-    if options.vocabulary:
+    size = real_vocab_size(tokenizer, whole.config, "target")
+    if 0 < options.vocabulary < size:
+        own = [record.output_ids for record in answers]
         kept_ids = frequent_ids(
             (example.token_ids for example in texts),
+            (answer for number, answer in enumerate(own) if number % UNCOUNTED),
             count=options.vocabulary,
             always=end_of_text_ids(whole.generation_config, tokenizer),
-            vocab_size=real_vocab_size(tokenizer, whole.config, "target"),
+            vocab_size=size,
         )
         share = kept_share((example.token_ids for example in held_out), kept_ids)
-        note(f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of the validation text")
-    return shrink(whole, options.layers), kept_ids
+        of_answers = f", {kept_share(own[::UNCOUNTED], kept_ids):.1%} of the target's own answers"
+        note(
+            f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of the validation text"
+            f"{of_answers if own else ''}"
+        )
+    layers = chosen_layers(options.layers, whole.config.get_text_config().num_hidden_layers)
+    note(f"the drafter has layers {', '.join(map(str, layers))} of the target")
+    return shrink(whole, layers), kept_ids

@@ -6,7 +6,7 @@ and the run itself read it. Everything that a resumed run needs lies in the job'
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from draftkit.models.loading import (
     width_of,
 )
 from draftkit.models.lora import with_lora
+from draftkit.models.parallel import PARD, PLAIN, Parallel, check_unused, declare, free_id
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.models.sharding import load_sharded_target
 from draftkit.theory.divergences import Divergence
@@ -47,6 +48,9 @@ from draftkit.workflow.sources import TrainingTexts, make_source
 TRAIN = "train"  # what metrics of the run itself are called
 TRIALS = "rates"  # folder of the runs that choose a rate
 TRIAL_SHARE = 4  # they take a quarter of the steps
+WARMUP_SHARE = 5  # and the first of a cold drafter a fifth
+VANISHING = {"tvd", "jsd"}  # without a gradient where the drafter agrees on nothing
+COLD = 0.05  # alpha below which that is so
 
 
 class TrainingFailed(ValueError):
@@ -102,6 +106,19 @@ class Trial:
     error: str = "alpha was not a number: lower optim.learning_rate"
 
 
+def with_warmup(config: Config) -> Config:
+    """`config` with the steps of forward KL that `divergence.warmup_steps=null` stands for.
+
+    A drafter that was cut and not trained agrees with its target on nothing.
+    """
+    divergence, cut = config.divergence, config.draft.shrink
+    is_cold = config.draft.path is None and cut.layers and not cut.steps
+    if divergence.warmup_steps is not None or not is_cold or not divergence.names <= VANISHING:
+        return config
+    steps = config.optim.max_steps // WARMUP_SHARE
+    return replace(config, divergence=replace(divergence, warmup_steps=steps))
+
+
 def fit(job: Job) -> Fitted:
     """Train by the best of the rates that are to be tried, or by the one that is given."""
     optim = job.config.optim
@@ -136,17 +153,21 @@ def make_trainer(
     *,
     loss: Divergence | None = None,
     reader: RememberedAdapter | None = None,
+    texts: Iterable[Sequence[int]] = (),
 ) -> Trainer:
     """A trainer of the drafter in `start`, in float32, with all that `draft` says of how it learns.
 
     It learns from `target`, which `reader` may stand for, or from scores that are stored with its
-    texts.
+    texts. texts: none of which may use the id of the masks, where the drafter is a parallel one.
     """
     outline = target if isinstance(target, Outline) else outline_of(target)
     served = dtype_named(start) or outline.dtype
-    draft = with_lora(
-        load_draft(start, outline, dtype=torch.float32), config.draft.lora, seed=config.seed
-    )
+    draft = load_draft(replace(start, kind=PLAIN), outline, dtype=torch.float32)
+    if start.kind == PARD:
+        draft = made_parallel(draft, start.pard.tokens, outline.tokenizer, texts)
+    if draft.parallel is not None:
+        check_unused(draft.parallel, texts)
+    draft = with_lora(draft, config.draft.lora, seed=config.seed)
     if config.draft.freeze_head:
         head: Any = draft.model.get_output_embeddings()
         head.requires_grad_(False)
@@ -174,6 +195,22 @@ def make_trainer(
     )
 
 
+def made_parallel(
+    draft: CausalAdapter,
+    blocks: int,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[Sequence[int]],
+) -> CausalAdapter:
+    """`draft` as one that proposes `blocks` tokens in one pass; the id of its masks, if it has one,
+    stays. ValueError where the vocabulary has none to give."""
+    token = None if draft.parallel is None else draft.parallel.token
+    if token is None:
+        rows: Any = draft.model.get_input_embeddings()
+        token = free_id(tokenizer, len(rows.weight), texts)
+    declare(draft.model.config, Parallel(token, blocks))
+    return CausalAdapter(draft.model, vocab_size=draft.vocab_size, kept_ids=draft.kept_ids)
+
+
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Let the backward pass of `model` make its activations again instead of keeping them."""
     # Later transformers have another name for it, and warn of the older.
@@ -185,9 +222,10 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 def validation_alpha(job: Job, draft: CausalAdapter, section: str, step: int) -> float:
     """What chooses the weights, of `draft` on the validation records: alpha, logged as `section`.
 
-    For `ce_argmax`, whose drafts propose their argmax, it is the acceptance of that. Without a
-    target, from its stored scores: then alpha counts what is certain, and the most that may be
-    missing is logged beside it.
+    For a parallel draft it is the tokens a pass of the target at the number of proposals that it is
+    trained for: alpha is that of the first proposal alone. For `ce_argmax`, whose drafts propose
+    their argmax, it is the acceptance of that. Without a target, from its stored scores: then alpha
+    counts what is certain, and the most that may be missing is logged beside it.
     """
     config, metrics = job.config, {}
     sampling, size = config.sampling, config.evaluate.batch_size
@@ -204,10 +242,18 @@ def validation_alpha(job: Job, draft: CausalAdapter, section: str, step: int) ->
     if alpha.ci95:
         metrics |= {"low": alpha.low, "high": alpha.high}
     chosen = "alpha"
-    if config.divergence.names == {"ce_argmax"} and "alpha_greedy_draft" in by_mode:
+    if draft.parallel is not None:
+        chosen = "acceptance_length"
+        metrics[chosen] = scored.tokens_a_pass("alpha", draft.parallel.blocks).mean
+    elif config.divergence.names == {"ce_argmax"} and "alpha_greedy_draft" in by_mode:
         chosen = "alpha_greedy_draft"
         metrics[chosen] = by_mode[chosen].mean
     job.tracker.log(section, step, metrics)
+    if step == 0 and alpha.mean < COLD and config.divergence.names <= VANISHING:
+        job.note(
+            f"validation alpha is {alpha.mean:.3f} at the start, where {config.divergence.name} has"
+            " next to no gradient: begin with some divergence.warmup_steps of forward KL"
+        )
     return metrics[chosen]
 
 
@@ -218,7 +264,9 @@ def fit_once(job: Job, optim: OptimConfig, folder: Path, name: str) -> Fitted:
     ranks: the loss is that of all.
     """
     config = job.config
-    trainer = make_trainer(config, job.start, job.target, optim, loss=job.loss)
+    trainer = make_trainer(
+        config, job.start, job.target, optim, loss=job.loss, texts=job.texts.token_ids
+    )
     ranks = trainer.accelerator
     shard = Shard(ranks.process_index, ranks.num_processes)
     target = None if isinstance(job.target, Outline) else job.target

@@ -329,7 +329,7 @@ def generate(
         [ids],
         max_new_tokens=max_new_tokens,
         sampling=config.sampling,
-        gamma=config.decode.proposals,
+        gamma=config.proposals,
         seed=config.seed if seed is None else seed,
         max_length=pair.context,
     )

@@ -1,6 +1,7 @@
-"""Training with its progress shown and its metrics logged."""
+"""How far a long step is, with the time left; training with its metrics logged."""
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
@@ -18,7 +19,7 @@ from draftkit.distillation.loop import Outcome, Progress, train
 from draftkit.distillation.trainer import Trainer
 from draftkit.tracking import Tracker
 
-QUARTERS = 4
+EVERY = 10.0  # seconds between two lines about the same step
 OPENING, CLOSING = "⟦", "⟧"  # around what counts in the loss
 SHOWN = 160  # characters of a piece at either end
 
@@ -76,13 +77,53 @@ def row_text(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> str:
     return text
 
 
+class Countdown:
+    """Tells how far a step of `total` units is: not more often than `every` seconds, and its end.
+
+    The time left is that of the pace since the line before, so that what a resumed run finds made
+    counts once at most.
+    """
+
+    def __init__(
+        self,
+        total: float,
+        note: Callable[[str], None],
+        *,
+        every: float = EVERY,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._note, self._every, self._clock = total, note, every, clock
+        self._last = (clock(), 0.0)
+
+    def __call__(self, done: float, text: str) -> None:
+        """Note `text` where it is time, with what is left for the units that are not `done`."""
+        now, (then, before) = self._clock(), self._last
+        if done >= self._total > before:
+            self._note(text)
+        elif now - then >= self._every and before < done < self._total:
+            left = (self._total - done) * (now - then) / (done - before)
+            self._note(f"{text}, about {duration(left)} left")
+        else:
+            return
+        self._last = (now, done)
+
+
+def duration(seconds: float) -> str:
+    """As people say it, with two units."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours:,} h {minutes} min"
+    return f"{minutes} min {whole % 60} s" if minutes else f"{max(seconds, 0.1):.1f} s"
+
+
 @contextmanager
 def progress(
     title: str, total: int, note: Callable[[str], None]
 ) -> Iterator[Callable[[Progress], None]]:
-    """Yield a function that shows a logged step of `total`: loss, alpha, tokens/s.
+    """Yield a function that shows a logged step of `total`: loss, alpha, tokens/s, time left.
 
-    A bar with the time left on a terminal; else a `note` of the first step of every quarter.
+    A bar on a terminal; else a `note` now and then, and of the last step.
     """
     if sys.stdout.isatty():
         columns = (
@@ -96,15 +137,8 @@ def progress(
             task = bar.add_task(title, total=total, numbers="")
             yield lambda step: bar.update(task, completed=step.steps, numbers=numbers(step))
         return
-    quarters = 0
-
-    def show(step: Progress) -> None:
-        nonlocal quarters
-        if QUARTERS * step.steps // total > quarters:
-            quarters = QUARTERS * step.steps // total
-            note(f"{title}: step {step.steps}/{total}  {numbers(step)}")
-
-    yield show
+    countdown = Countdown(total, note)
+    yield lambda step: countdown(step.steps, f"{title}: step {step.steps}/{total}  {numbers(step)}")
 
 
 def training_seconds(lines: Sequence[dict[str, Any]]) -> float:

@@ -10,14 +10,17 @@ from draftkit.config import Config, ModelConfig, SamplingConfig
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
+from draftkit.decoding.generation import Watch
 from draftkit.distillation.engines import OpenAISampler
 from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.samplers import (
     AnswerSettings,
+    BlockSampler,
     DecoderSampler,
     Sampler,
     SpeculativeSampler,
 )
+from draftkit.distillation.teacher import check_top_k
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target, load_outline
 
@@ -54,6 +57,8 @@ def target_sampler(
     max_new_tokens: int,
     batch_size: int,
     max_length: int | None = None,
+    top_k: int = 0,
+    watch: Watch | None = None,
 ) -> DecoderSampler:
     """The target, sampled as it is served; `max_length` of prompt and answer: its context."""
     settings = AnswerSettings(
@@ -64,7 +69,10 @@ def target_sampler(
         batch_size=batch_size,
         seed=seed,
     )
-    return DecoderSampler(model=target.adapter, name="target", settings=settings)
+    check_top_k(top_k, target.adapter.vocab_size)
+    return DecoderSampler(
+        model=target.adapter, name="target", settings=settings, top_k=top_k, watch=watch
+    )
 
 
 def engine_sampler(target: ModelConfig, config: Config, room: Room) -> OpenAISampler:
@@ -104,7 +112,7 @@ def source_sampler(config: Config, target: Target, draft: CausalAdapter, room: R
     settings = AnswerSettings(
         sampling=config.sampling,
         eos_token_ids=target.eos_token_ids,
-        max_new_tokens=config.decode.proposals if source.name == "block" else room.new,
+        max_new_tokens=config.proposals if source.name == "block" else room.new,
         max_length=room.total,
         batch_size=min(config.generate.batch_size, rows),
         seed=noise_seed(config.seed, "draft"),
@@ -113,7 +121,7 @@ def source_sampler(config: Config, target: Target, draft: CausalAdapter, room: R
         return SpeculativeSampler(
             target=target.adapter,
             draft=draft,
-            gamma=config.decode.proposals,
+            gamma=config.proposals,
             verification=config.decode.verification,
             settings=settings,
         )
@@ -121,5 +129,8 @@ def source_sampler(config: Config, target: Target, draft: CausalAdapter, room: R
         return MixtureSampler(
             target=target.adapter, draft=draft, fraction=source.fraction, settings=settings
         )
+    if source.name == "block" and draft.parallel is not None:
+        settings = replace(settings, max_new_tokens=draft.parallel.blocks)
+        return BlockSampler(draft=draft, settings=settings)
     compiled = config.optim.compiles
     return DecoderSampler(model=draft, name="draft", settings=settings, compiled=compiled)

@@ -2,8 +2,9 @@
 the texts are kept.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
@@ -30,7 +31,7 @@ from draftkit.distillation.batch_sources import (
     shuffled,
     some_rows,
 )
-from draftkit.distillation.teacher import stored_scores
+from draftkit.distillation.teacher import sampled_scores, stored_scores
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target
 from draftkit.workflow.sampling import source_sampler
@@ -52,6 +53,13 @@ class TrainingTexts:
     room: Room
     rollouts: Sequence[Record] | None = None
     scored: Sequence[Record] | None = None
+
+    @property
+    def token_ids(self) -> Iterable[Sequence[int]]:
+        """Every text that the draft may be fed."""
+        records = [*(self.rollouts or ()), *(self.scored or ())]
+        answers = ([*record.prompt_ids, *record.output_ids] for record in records)
+        return chain((example.token_ids for example in self.examples), answers)
 
 
 def reads_rollouts(config: Config) -> bool:
@@ -98,7 +106,8 @@ def make_source(
             f"hardware.shard_target: with source={source.name} the target decodes, which it cannot "
             "in parts: use another source, or hardware.shard_target=false"
         )
-    if config.decode.proposals == 0 and source.name in ("block", "replay"):
+    proposes = config.proposals > 0 or draft.parallel is not None
+    if not proposes and source.name in ("block", "replay"):
         raise ValueError(
             f"decode.gamma=0 proposes nothing, and source={source.name} learns from proposals: "
             "use 1 or more"
@@ -195,11 +204,22 @@ def texts_to_score(config: Config, texts: TrainingTexts) -> Sequence[Record]:
 
 
 def scored_by(
-    target: CausalAdapter, records: Sequence[Record], *, top_k: int, temperature: float
+    target: CausalAdapter,
+    records: Sequence[Record],
+    *,
+    top_k: int,
+    temperature: float,
+    watch: Callable[[int], None] = lambda done: None,
 ) -> list[Record]:
-    """`records` with the target's `top_k` most likely ids, for a loss at `temperature`."""
+    """`records` with the target's `top_k` most likely ids, for a loss at `temperature`.
+
+    Those that carry them need no pass of the target. `watch` hears how many are done.
+    """
     scored: list[Record] = []
     for first in range(0, len(records), SCORED_AT_ONCE):
         lot = records[first : first + SCORED_AT_ONCE]
-        scored += stored_scores(target, lot, k=top_k, loss_temperature=temperature)
+        scored += sampled_scores(lot, loss_temperature=temperature) or stored_scores(
+            target, lot, k=top_k, loss_temperature=temperature
+        )
+        watch(len(scored))
     return scored

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from draftkit.config import DataConfig
 from draftkit.data.corpora import Document, read_documents, split_documents, store_documents
+from pipelines.configuration import compose_config
 
 ROWS = [{"text": f"A story about number {number}."} for number in range(5)]
 
@@ -275,6 +276,19 @@ def test_the_split_does_not_depend_on_the_order_of_rows() -> None:
     assert {name: list(part) for name, part in turned.items()} == {
         name: list(part) for name, part in parts.items()
     }
+
+
+def test_the_questions_that_come_along_keep_their_own_test_split() -> None:
+    data = compose_config(["data=questions"]).data
+    documents = list(read_documents(data))
+    parts = split_documents(documents, data)
+    rows = pq.read_table(data.file).to_pylist()
+    own = {row["prompt"] for row in rows if row["split"] == "test"}
+    assert {document.row["prompt"] for document in parts["test"]} == own
+    assert {document.domain for document in documents} == {"questions"}
+    assert [len(parts[name]) for name in ("train", "validation", "test")] == [7034, 439, 1319]
+    few = split_documents([one for one in documents[:40]], data)  # none is kept for tests
+    assert [len(few[name]) for name in ("train", "validation", "test")] == [36, 2, 2]
 
 
 def test_stored_documents_come_back_as_they_were_read(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ class Bigram(nn.Module):
     weight_bytes = 8 * VOCAB * VOCAB
     signature = "bigram"
     has_encoder = False
+    parallel = None
 
     def __init__(self, seed, spread=1.0):
         super().__init__()

@@ -6,7 +6,7 @@ import torch
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, MixtureConfig, SamplingConfig
 from draftkit.distillation.batch import TokenSequence, collate
 from draftkit.distillation.losses import Objective, token_weights
-from draftkit.distillation.teacher import FullScores
+from draftkit.distillation.teacher import FullScores, Outcomes
 from draftkit.theory.divergences import DIVERGENCES
 from draftkit.theory.warping import SamplingParams, warp
 
@@ -171,12 +171,11 @@ def test_the_overlap_is_alpha_of_what_the_loss_compares(logits):
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_k=2)])
 def test_a_draft_of_some_ids_learns_the_target_of_these(logits, name, sampling):
     kept, ids = torch.tensor([0, 2, 3, 7, 10]), torch.tensor([0, 3, 7, 10, 2])
-    never = torch.ones(11, dtype=torch.bool).index_fill(0, kept, False)
+    outcomes = Outcomes.of(kept, 11)
     narrow = logits["draft_logits"][:, kept].requires_grad_()
-    wide = torch.full((5, 11), -torch.inf, dtype=torch.float64).index_copy(1, kept, narrow)
-    found = Objective(DivergenceConfig(name=name), sampling, 1.0, never=never).losses(
-        scores=FullScores(logits["target_logits"], None),
-        draft_logits=wide,
+    found = Objective(DivergenceConfig(name=name), sampling, 1.0, outcomes=outcomes).losses(
+        scores=FullScores(logits["target_logits"], None).among(outcomes),
+        draft_logits=narrow,
         token_ids=ids,
         rows=slice(None),
         step=0,

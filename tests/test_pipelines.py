@@ -4,6 +4,7 @@ import importlib.metadata
 import multiprocessing
 import operator
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -161,8 +162,39 @@ def test_prompt_lookup_stands_beside_the_drafter(finished):
     assert set(beside["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
     assert 1 <= beside["acceptance_length"]["mean"] <= judged["gamma"] + 1
     assert set(beside["speedup"]) == {"measured", "ci95", "end_to_end"}
-    assert judged["best_of"] in ("drafter", "before", "prompt_lookup", "none")
+    assert judged["best_of"] in ("drafter", "hybrid", "before", "prompt_lookup", "none")
     assert judged["proposer"] == "sampled"
+
+
+def test_every_way_is_timed_at_its_own_number_and_every_chunk_of_it_is_kept(finished, root, capsys):
+    judged = read_json(finished / "evaluate" / "summary.json")
+    kept = read_json(finished / "evaluate" / "timing.json")["1"]
+    assert set(judged["ways"]) == {"drafter", "hybrid", "prompt_lookup", "before"}
+    for name, way in judged["ways"].items():
+        chunks = kept["after" if name == "drafter" else name]
+        assert 1 <= way["gamma"] == chunks["gamma"] <= 12
+        seconds = sum(chunks["seconds"]) + sum(chunks["prefill_seconds"])
+        assert len(chunks["seconds"]) == way["speedup"]["end_to_end"]["chunks"] == 6
+        rate = way["tokens_per_second_end_to_end"]
+        assert rate == pytest.approx(sum(chunks["tokens"]) / seconds)
+        speedup = rate / way["plain_tokens_per_second_end_to_end"]
+        assert way["speedup"]["end_to_end"]["mean"] == pytest.approx(speedup)
+    assert judged["ways"]["drafter"]["gamma"] == judged["gamma"]
+    assert judged["ways"]["hybrid"]["gamma"] == judged["gamma"]
+    numbers = [str(number) for number in range(1, 13)]
+    for key in ("acceptance_length_by_k", "speedup_by_k"):
+        assert [*judged[key]] == [*judged["before"][key]] == numbers
+    assert judged["best_gamma_factor"] == max(1.0, *judged["speedup_by_k"].values())
+    distill.launch(smoke(root))
+    shown = capsys.readouterr().out
+    for name in ("drafter", "drafter + prompt lookup", "prompt lookup", "plain", "drafter before"):
+        assert re.search(rf"│ {re.escape(name)} +│", shown)
+
+
+def test_a_number_of_proposals_stays_that_number_for_every_way(finished, root):
+    options = ["evaluate.draft=given", "evaluate.calibration_turns=1", "decode.gamma=3"]
+    summary = evaluate.launch(smoke(root, "name=three", *options))
+    assert {way["gamma"] for way in summary["ways"].values()} == {summary["gamma"]} == {3}
 
 
 @pytest.mark.usefixtures("finished")
@@ -176,7 +208,8 @@ def test_the_drafter_is_judged_as_it_is_served(root, capsys, name):
     assert summary["acceptance_rate"]["n"] >= summary["alpha_decoding"]["n"] > 0
     shown = capsys.readouterr().out
     assert f"proposer {name}" in shown
-    assert "prompt lookup, tau" in shown
+    assert set(summary["ways"]) == {"prompt_lookup", "drafter" if name == "argmax" else name}
+    assert "all ways, end to end" in shown
     if name == "argmax":
         served, stated = summary["alpha_decoding"], summary["alpha_greedy_draft"]
         assert served["mean"] == pytest.approx(stated["mean"], abs=0.1)  # too few for intervals

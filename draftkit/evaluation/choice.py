@@ -15,7 +15,7 @@ import torch
 from draftkit.config import Config
 from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import served_mode
-from draftkit.decoding.ngrams import NgramMemory, PromptLookup
+from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.state import Group, RoundView, text_of
 from draftkit.evaluation.alpha import PromptTotals
@@ -54,16 +54,16 @@ def chosen_numbers(
     the training text keeps `Config.proposals`.
     """
     mode = served_mode(config.decode.proposer, config.decode.verification) or "alpha"
-    gammas, last = {}, [*scored][-1]
+    gammas = dict.fromkeys(ways, config.proposals)
     for name, make in ways.items():
-        guesser, draft = make(), name if name in scored else last
-        if isinstance(guesser, PromptLookup | NgramMemory):
-            free = costs[name] if name in costs else without_draft(costs[draft])
-            gained = by_gamma(guessed_lengths(guesser, texts), free)
+        guesser, draft = make(), name if name in scored else [*scored][-1]
+        if isinstance(guesser, PromptLookup):
+            taus = guessed_lengths(guesser, texts)
+            gained = by_gamma(taus, without_draft(costs[draft]))
         elif config.decode.has_drafter:
             gained = factors_of(taus_of(scored[draft], mode), math.nan, costs[draft])
         else:
-            gained = [0.0] * config.proposals + [1.0]
+            continue
         gammas[name] = 1 + largest(gained[1:])[0]
     return gammas
 

@@ -128,7 +128,7 @@ def gather(
     meters = meters_of(adapter, judged, prompts.calibration, setting)
     gammas = dict.fromkeys(ways, setting.gamma)
     if config.decode.gamma == "auto":
-        for one in {*meters.values()}:
+        for one in dict.fromkeys(meters.values()):
             one.turn(CHOOSING_TURNS)
         measured = {name: one.costs() for name, one in meters.items()}
         gammas = chosen_numbers(ways, measured, score(others), others, config)
@@ -141,7 +141,7 @@ def gather(
             )
     note(f"wall time on up to {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
     looks = ceil(min(FIRST_LOOK, len(rows)) / setting.batch_size)
-    calibrate = between([*{*meters.values()}], options.calibration_turns)
+    calibrate = between([*dict.fromkeys(meters.values())], options.calibration_turns)
 
     def costs() -> dict[str, Costs]:
         found = {name: one.costs(gammas[name]) for name, one in meters.items()}

@@ -120,13 +120,14 @@ def evaluation_table(summary: dict[str, Any]) -> Table:
     return table
 
 
-WAYS = {"prompt_lookup": "prompt lookup", "hybrid": "drafter + prompt lookup", "plain": "plain"}
+WAYS = {"prompt_lookup": "prompt lookup", "hybrid": "drafter + prompt lookup"}
 WAYS["before"] = "drafter before"
 
 
 def ways_table(summary: dict[str, Any]) -> Table:
     """Every way that was timed, at every temperature, the fastest first."""
-    table = Table(title="all ways, end to end", show_edge=False, pad_edge=False, min_width=72)
+    title = "all ways, end to end; *: the best of those that surely gain"
+    table = Table(title=title, show_edge=False, pad_edge=False, min_width=72)
     table.add_column("T", justify="right")
     table.add_column("", no_wrap=True)
     for name in ("tokens/s", "speed-up", "tau", "K"):
@@ -139,6 +140,7 @@ def ways_table(summary: dict[str, Any]) -> Table:
         rows = [(1.0, "plain", f"{plain:.1f}", "1", "1", "0")]
         for key, one in ways.items():
             name, whole = WAYS.get(key, key), one["speedup"]["end_to_end"]
+            name += " *" * (key == judged["best_of"])
             rate, tau = one["tokens_per_second_end_to_end"], one["acceptance_length"]["mean"]
             cells = f"{rate:.1f}", interval(whole, 2), f"{tau:.2f}", str(one["gamma"])
             rows.append((whole["mean"], name, *cells))

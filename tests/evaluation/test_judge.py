@@ -22,13 +22,16 @@ from draftkit.evaluation.judge import (
     Evidence,
     Prompts,
     check_lossless,
+    doubtful,
     float32_bytes,
+    meters_of,
     proposers_of,
     timed_rows,
+    ways_of,
 )
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import compare, count_rounds, summarise
-from draftkit.evaluation.walltime import Chunk, FullBatch, Timed
+from draftkit.evaluation.walltime import PLAIN, Chunk, FullBatch, Setting, Timed
 from draftkit.models.loading import load_target, save_model
 from draftkit.theory.speedup import Costs, best_gamma, factors
 from tests import tiny
@@ -354,3 +357,38 @@ def test_models_of_two_dtypes_decode_as_the_target_does(folder):
         assert lossless.passed
         assert lossless.compared == 8
         assert lossless.dtype == (torch.bfloat16 if mode == "served" else torch.float32)
+
+
+@pytest.mark.parametrize(("seconds", "repeats"), [(2.0, False), (2.3, True), (1.8, True)])
+def test_a_way_off_its_prediction_is_doubted_only_while_plain_decoding_is_steady(seconds, repeats):
+    """Six rounds of a prompt are predicted to take two seconds."""
+    full = FullBatch(seconds, 12, 6, 12)
+    one, plain = completion([2, 2, 2], 10, 6.0), completion([12], 0, 0.0)
+    way = Timed([Chunk(0.1, seconds, [one], full)] * 24, gamma=2)
+    costs = Costs(1 / 3, 0.2, 0.5, 0.1, {2: 0.5})  # a round of 2 x 0.2 + 0.5 + 0.1 steps
+
+    def timed(spread):
+        chunks = [
+            Chunk(0.1, 4 + spread * (-1) ** row, [plain], FullBatch(4.0, 12, 12, 12))
+            for row in range(24)
+        ]
+        return {PLAIN: Timed(chunks), "draft": way}
+
+    notes = []
+    assert doubtful(timed(0.1), {"draft": costs}, notes.append) == ["draft"] * repeats
+    assert len(notes) == repeats
+    assert doubtful(timed(1.0), {"draft": costs}, notes.append) == []
+
+
+def test_drafts_that_run_the_same_code_share_what_rounds_cost():
+    target = random_adapter(8, 1)
+    drafts = {"before": relative(target, 2), "after": relative(target, 3)}
+    prompts = Prompts([[1, 2, 3]], [[1, 2], [3, 4]])
+    config = replace(CONFIG, decode=DecodeConfig(gamma=2))
+    ways = ways_of(target, drafts, prompts, config)
+    assert set(ways) == {"before", "after", "prompt_lookup", "hybrid"}
+    setting = Setting(max_new_tokens=8, gamma=2, capacity=60)
+    judged = {name: ways[name] for name in drafts}
+    meters = meters_of(target, judged, prompts.calibration, setting)
+    assert meters["before"] is meters["after"]
+    assert len({*meters_of(target, ways, prompts.calibration, setting).values()}) == 3

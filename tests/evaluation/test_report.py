@@ -181,15 +181,16 @@ def test_all_ways_stand_in_one_table_the_fastest_first_at_every_temperature():
         "before": timed_way(0.61),
     }
     greedy = {**ways, "drafter": timed_way(1.7), "hybrid": timed_way(1.69)}
-    table = ways_table({"by_temperature": {"0.2": {"ways": ways}, "0": {"ways": greedy}}})
+    warm, cold = {"ways": ways, "best_of": "hybrid"}, {"ways": greedy, "best_of": "none"}
+    table = ways_table({"by_temperature": {"0.2": warm, "0": cold}})
     rows = shown_rows(table)
-    assert rows[0] == ["0.2", "drafter + prompt lookup", "81.0", "1.62 [1.57, 1.67]", "1.23", "3"]
-    names = ["drafter + prompt lookup", "prompt lookup", "drafter", "plain", "drafter before"]
+    assert rows[0] == ["0.2", "drafter + prompt lookup *", "81.0", "1.62 [1.57, 1.67]", "1.23", "3"]
+    names = ["drafter + prompt lookup *", "prompt lookup", "drafter", "plain", "drafter before"]
     assert [row[1] for row in rows[:5]] == names
     assert rows[3][2:] == ["50.0", "1", "1", "0"]
     assert rows[5][:2] == ["0", "drafter"]
     assert len(rows) == 10
-    note = "drafter + prompt lookup at T 0.2: repeated; 0.81 [0.76, 0.86] the first time"
+    note = "drafter + prompt lookup * at T 0.2: repeated; 0.81 [0.76, 0.86] the first time"
     assert note in " ".join(printed(table).split())
 
 

@@ -12,6 +12,8 @@ A file holds no sampling. Needs the `gguf` library.
 import importlib.metadata
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +162,15 @@ def _model(
         width = metadata.get(f"{metadata['general.architecture']}.attention.key_length")
         if width is not None and hasattr(config, "head_dim"):
             config.head_dim = width  # which transformers leaves at the family's
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(file.parent),
-            config=config,
-            gguf_file=file.name,
-            dtype=dtype,
-            output_loading_info=True,
-            **options,
-        )
+        with redirect_stderr(StringIO()):  # where transformers draws a bar that nothing turns off
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(file.parent),
+                config=config,
+                gguf_file=file.name,
+                dtype=dtype,
+                output_loading_info=True,
+                **options,
+            )
     except UNREADABLE as error:
         reason = first_line(error)
         raise ValueError(f"{where}: transformers does not read it ({reason}): {REMEDY}") from error

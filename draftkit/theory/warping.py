@@ -89,27 +89,59 @@ def _one_hot(logits: Tensor, *, inside: float, outside: float) -> Tensor:
     return torch.full_like(logits, outside).scatter_(-1, best, inside)
 
 
+def _edge(logits: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
+    """The least value [B, T, 1] above which less than `limit` of `weights` [B, T, V] lies.
+
+    Exact, by bisection over the floating-point numbers as the integers that order them: so many
+    passes as these have bits, whatever the values, where a sort of V takes ten times as long.
+    """
+    logits, weights = logits.detach(), weights.detach()
+    integers, bits = (torch.int32, 32) if logits.dtype == torch.float32 else (torch.int64, 64)
+    largest = torch.iinfo(integers).max
+
+    def turned(key: Tensor) -> Tensor:  # negative floats order backwards; its own inverse
+        return key ^ ((key >> (bits - 1)) & largest)
+
+    above = turned(logits.amax(-1, keepdim=True).view(integers))  # nothing lies above it
+    below = turned(torch.full_like(logits[..., :1], -torch.inf).view(integers))
+    for _ in range(bits):
+        middle = (below & above) + ((below ^ above) >> 1)  # their mean, without overflow
+        value = turned(middle).view(logits.dtype)
+        is_enough = (weights * (logits > value)).sum(-1, keepdim=True) < limit
+        above = torch.where(is_enough, middle, above)
+        below = torch.where(is_enough, below, middle + 1)
+    return turned(above).view(logits.dtype)
+
+
 def _truncated(logits: Tensor, params: SamplingParams) -> Tensor:
     """Logits with -inf outside the top k and outside the nucleus of mass top-p.
 
     Both cut at a value: that of the k-th logit, and that of the last one with less than top-p of
-    the mass above it.
+    the mass above it. Where no row keeps more than a few, or on CUDA, which sorts quickly, these
+    are sorted.
     """
-    count = min(params.largest_top_k or logits.shape[-1], logits.shape[-1])
-    largest = logits.topk(count).values  # [B, T, count] descending: where needed, the vocabulary
+    vocab_size = logits.shape[-1]
+    sorts = params.largest_top_k is not None or logits.is_cuda
+    count = min(params.largest_top_k or vocab_size, vocab_size)
+    largest = logits.topk(count).values if sorts else logits  # [B, T, count] descending
     if params.uses_top_k:
-        kept = torch.where(params.top_k > 0, params.top_k, count).clamp(max=count)
-        last = (kept - 1)[:, None, None].expand(*logits.shape[:-1], 1)
-        smallest = largest.gather(-1, last)  # [B, T, 1]
+        kept = torch.where(params.top_k > 0, params.top_k, count).clamp(max=count)[:, None, None]
+        if sorts:
+            smallest = largest.gather(-1, (kept - 1).expand(*logits.shape[:-1], 1))  # [B, T, 1]
+            largest = largest.masked_fill(largest < smallest, -torch.inf)
+        else:
+            smallest = _edge(logits, torch.ones_like(logits), kept)
         logits = logits.masked_fill(logits < smallest, -torch.inf)
-        largest = largest.masked_fill(largest < smallest, -torch.inf)
     if params.uses_top_p:
         top_p = params.top_p.to(logits.dtype)[:, None, None]
-        probs = (largest - logits.logsumexp(-1, keepdim=True)).exp()
-        mass_above = probs.cumsum(-1) - probs
-        outside = (mass_above >= top_p) & (top_p < 1)  # 1 keeps all, however the sum rounds
-        smallest = largest.masked_fill(outside, torch.inf).amin(-1, keepdim=True)
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
+        if sorts:
+            probs = (largest - logits.logsumexp(-1, keepdim=True)).exp()
+            outside = probs.cumsum(-1) - probs >= top_p
+            smallest = largest.masked_fill(outside, torch.inf).amin(-1, keepdim=True)
+        else:
+            smallest = _edge(logits, logits.softmax(-1), top_p)
+        # A top-p of 1 keeps all, however the sum rounds.
+        logits = logits.masked_fill((logits < smallest) & (top_p < 1), -torch.inf)
     return logits
 
 

@@ -17,6 +17,7 @@ Shapes: B rows, T positions, K proposed tokens, L stored tokens, V vocabulary.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -89,28 +90,35 @@ def _one_hot(logits: Tensor, *, inside: float, outside: float) -> Tensor:
     return torch.full_like(logits, outside).scatter_(-1, best, inside)
 
 
-def _edge(logits: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
-    """The least value [B, T, 1] above which less than `limit` of `weights` [B, T, V] lies.
+DIGIT = 11  # bits
 
-    Exact, by bisection over the floating-point numbers as the integers that order them: so many
-    passes as these have bits, whatever the values, where a sort of V takes ten times as long.
+
+def _edge(logits: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
+    """The least of `logits`, or -inf, above which less than `limit` of `weights` lies: [B, T, 1].
+
+    All but `limit` [B or 1, 1, 1] are [B, T, V]. Exact, in as many passes whatever the values: the
+    numbers, as the integers that order them, are looked through digit by digit, by the weight of
+    all that share one. A sort of a large V takes several times as long.
     """
     logits, weights = logits.detach(), weights.detach()
     integers, bits = (torch.int32, 32) if logits.dtype == torch.float32 else (torch.int64, 64)
-    largest = torch.iinfo(integers).max
-
-    def turned(key: Tensor) -> Tensor:  # negative floats order backwards; its own inverse
-        return key ^ ((key >> (bits - 1)) & largest)
-
-    above = turned(logits.amax(-1, keepdim=True).view(integers))  # nothing lies above it
-    below = turned(torch.full_like(logits[..., :1], -torch.inf).view(integers))
-    for _ in range(bits):
-        middle = (below & above) + ((below ^ above) >> 1)  # their mean, without overflow
-        value = turned(middle).view(logits.dtype)
-        is_enough = (weights * (logits > value)).sum(-1, keepdim=True) < limit
-        above = torch.where(is_enough, middle, above)
-        below = torch.where(is_enough, below, middle + 1)
-    return turned(above).view(logits.dtype)
+    key = logits.view(integers)
+    # Negative numbers order backwards.
+    key = torch.where(key < 0, key ^ torch.iinfo(integers).max, key).long()
+    shifts = range((bits - 1) // DIGIT * DIGIT, -1, -DIGIT)
+    above: Tensor | float = 0.0
+    for shift in shifts:
+        is_first = shift == shifts[0]
+        digit = (key >> shift) + (1 << DIGIT - 1) if is_first else (key >> shift) % (1 << DIGIT)
+        empty = logits.new_zeros(*logits.shape[:-1], 1 << DIGIT)
+        sums = empty.scatter_add(-1, digit, weights)
+        larger = F.pad(sums.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1)) + above
+        found = (larger >= limit).sum(-1, keepdim=True)  # the least digit with little above it
+        above = larger.gather(-1, found)
+        is_there = digit == found
+        logits, weights = logits.masked_fill(~is_there, torch.inf), weights * is_there
+    edge = logits.amin(-1, keepdim=True)
+    return edge.masked_fill(edge == torch.inf, -torch.inf)  # all together are less
 
 
 def _truncated(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -97,10 +97,11 @@ class Units:
         """Call `unit(resident, inputs)`; the next call may write over what it returns.
 
         Graphs belong to `owner` and go when it goes; without one, all that have the same unit and
-        key share a graph. `freeze` makes constants of the weights; `packs` lets graphs read copies of
-        them that are arranged for the processor, which must not change either. `written` are the tensors of `resident` that a second call would change again:
-        capturing needs some calls before the first that counts. A capture is of what one `holder`
-        has, until `forget`; parts of `inputs` that are frozen dataclasses must not change in place.
+        key share a graph. `freeze` makes constants of the weights; `packs` lets graphs read copies
+        of them that are arranged for the processor, which must not change either. `written` are the
+        tensors of `resident` that a second call would change again: capturing needs some calls
+        before the first that counts. A capture is of what one `holder` has, until `forget`; parts
+        of `inputs` that are frozen dataclasses must not change in place.
         """
         if not self.is_fixed:
             return unit(resident, inputs)

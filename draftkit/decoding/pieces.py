@@ -77,7 +77,7 @@ def by_layers(
 
 
 def _compiled(piece: GraphModule, examples: list[Any]) -> Callable[..., Any]:
-    """The code of a piece, made unless another piece does the same to tensors of the same shapes."""
+    """The code of a piece, made unless another does the same to tensors of the same shapes."""
     numbers = {node: f"%{i}" for i, node in enumerate(piece.graph.nodes)}
     does = [str((e.shape, e.stride(), e.dtype, e.storage_offset())) for e in examples]
     for node in piece.graph.nodes:

@@ -58,10 +58,11 @@ def by_layers(
     own.output(own.graph_copy(graph.graph, {}))
     graph = GraphModule(graph, own)
     places = _pack_linear(graph) if packs else []
-    parts = _parts(graph)
-    whole = split_module(graph, None, parts.__getitem__, keep_original_order=True)
+    parts, root = _parts(graph), torch.nn.Module()
+    whole = split_module(graph, root, parts.__getitem__, keep_original_order=True)
     values = {node.name: node.meta.get("example_value") for node in graph.graph.nodes}
-    for name, piece in list(whole.named_children()):
+    children: list[Any] = list(whole.named_children())
+    for name, piece in children:
         examples = [values[place.target] for place in piece.graph.find_nodes(op="placeholder")]
         called: Any = torch.nn.Module()
         called.forward = _compiled(piece, examples)

@@ -40,7 +40,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def target(*, constant: bool = True, dtype: torch.dtype = torch.bfloat16) -> CausalAdapter:
-    model = tiny.model(num_hidden_layers=LAYERS).to(dtype)
+    model: Any = tiny.model(num_hidden_layers=LAYERS)
+    model.to(dtype)
     made = CausalAdapter(model, vocab_size=tiny.VOCAB_SIZE)
     made.requires_grad_(not constant)
     return made

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from draftkit.decoding import round as units
 from draftkit.decoding.gamma import GammaPolicy
-from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units
+from draftkit.decoding.graphs import (
+    COMPILED_BUCKET,
+    FREEZE_BYTES,
+    PACK_BYTES,
+    Units,
+    can_pack,
+)
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.results import Launched, RoundResult, RoundSeconds, read, to_host
 from draftkit.decoding.round import Packed, RoundInputs
@@ -96,6 +102,7 @@ class Decoder:
             compiled=compiled, captured=captured, sizes=batch_sizes, device=target.device
         )
         self._copies = packed_copies(target) if compiled else 0
+        self._packs = compiled and not self._copies and is_packable(target)
         self._packed: set[Hashable] = set()  # keys of graphs with a copy of the weights
         self._proposers: dict[str | None, Proposer] = {}  # no None: plain rows look it up in vain
         self._made: set[str | None] = set()  # proposers whose caches have taken their shape
@@ -309,8 +316,7 @@ class Decoder:
             key=key,
             owner=self.target,
             freeze=key in self._packed,
-            # A packed float32 matrix takes 5 MB beyond itself, one in bfloat16 nothing.
-            pack=self.target.dtype == torch.bfloat16,
+            packs=self._packs,
             written=(self.state.length, self.state.done),
         )
 
@@ -353,3 +359,8 @@ def packed_copies(target: Adapter) -> int:
     Each holds them again, and those that it joins: as many as fit `FREEZE_BYTES`.
     """
     return FREEZE_BYTES // (2 * target.weight_bytes) if target.is_constant else 0
+
+
+def is_packable(target: Adapter) -> bool:
+    """Whether all graphs may share one packed copy of `target`'s weights, beside the plain ones."""
+    return target.is_constant and target.weight_bytes <= PACK_BYTES and can_pack(target.device)

@@ -18,7 +18,7 @@ import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +30,7 @@ Unit = Callable[[Any, Any], Any]
 BATCHES = (1, 4, 16, 64, 256)  # sizes for which code is compiled
 COMPILED_BUCKET = 256  # cache slots: few shapes, since a graph takes seconds to make
 FREEZE_BYTES = 64 << 20  # for packed copies of weights in the frozen graphs of a decoder
+PACK_BYTES = 4 << 30  # of weights that are held once more, packed, for all graphs together
 MOST_CAPTURED = 128  # captures of a decoder: each keeps what it reads and returns
 
 _clock = {"seconds": 0.0}
@@ -46,6 +47,11 @@ def batch_size(rows: int, slots: int, sizes: Sequence[int] | None = None) -> int
     """The one of `sizes` (default `BATCHES`) that `rows` of `slots` rows run in, else all slots."""
     sizes = BATCHES if sizes is None else sizes
     return min(slots, next((size for size in sizes if size >= rows), slots))
+
+
+def can_pack(device: torch.device) -> bool:
+    """Whether the libraries of `device` read weights of half precision faster when packed."""
+    return device.type == "cpu" and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class Units:
@@ -84,23 +90,24 @@ class Units:
         key: Hashable,
         owner: Any = None,
         freeze: bool = False,
-        pack: bool = True,
+        packs: bool = False,
         written: tuple[Tensor, ...] = (),
         holder: Hashable = None,
     ) -> Any:
         """Call `unit(resident, inputs)`; the next call may write over what it returns.
 
         Graphs belong to `owner` and go when it goes; without one, all that have the same unit and
-        key share a graph. `freeze` makes constants of the weights, `pack` arranges them for the
-        processor. `written` are the tensors of `resident` that a second call would change again:
-        capturing needs some calls before the first that counts. A capture is of what one `holder`
-        has, until `forget`; parts of `inputs` that are frozen dataclasses must not change in place.
+        key share a graph. `freeze` makes constants of the weights; `packs` lets graphs read copies
+        of them that are arranged for the processor, which must not change either. `written` are the
+        tensors of `resident` that a second call would change again: capturing needs some calls
+        before the first that counts. A capture is of what one `holder` has, until `forget`; parts
+        of `inputs` that are frozen dataclasses must not change in place.
         """
         if not self.is_fixed:
             return unit(resident, inputs)
         key = (unit, key)
         if not self._captures:
-            return _compiled(unit, key, owner, self.device, freeze, pack)(resident, inputs)
+            return _compiled(unit, key, owner, self.device, freeze, packs)(resident, inputs)
         captured = self._captured.pop((holder, key), None)
         if captured is None:
             function = _compiled(unit, key, owner, self.device) if self.compiled else unit
@@ -132,25 +139,34 @@ def _compiled(
     owner: Any,
     device: torch.device,
     freeze: bool = False,
-    pack: bool = True,
+    packs: bool = False,
 ) -> Unit:
     """The graph of `key`; its first call compiles it, under the clock."""
     graphs: MutableMapping[Hashable, Unit] = _shared
     if owner is not None:
         graphs = _by_owner.setdefault(owner, {})
-    key = (key, freeze)  # weights that were constant may be opened to training
+    key = (key, freeze, packs)  # weights that were constant may be opened to training
     if key in graphs:
         return graphs[key]
     import torch._inductor.config as inductor
 
+    on_cpu = device.type == "cpu"
     # On a CPU, calling kernels from C++ takes a fifth off a pass of a small model, and joining
-    # the projections that read the same states (frozen weights only) a tenth.
+    # the projections that read the same states (frozen weights only) a tenth. The calls themselves
+    # are not worth optimising: thirty layers of them took the C++ compiler minutes.
     settings = {
         "freezing": freeze,
         "cpp.enable_concat_linear": freeze,
-        "cpp.weight_prepack": pack,
-        "cpp_wrapper": device.type == "cpu",
+        "cpp_wrapper": on_cpu,
+        "cpp_wrapper_build_separate": on_cpu,
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        "size_asserts": not packs,  # packed weights have no strides
     }
+    backend: Any = "inductor"
+    if on_cpu and not freeze:
+        from draftkit.decoding.pieces import by_layers
+
+        backend = partial(by_layers, packs=packs)
 
     def isolated(resident: Any, inputs: Any) -> Any:
         return unit(resident, inputs)
@@ -160,6 +176,7 @@ def _compiled(
     isolated.__code__ = isolated.__code__.replace()
     graph = torch.compile(
         isolated,
+        backend=backend,
         fullgraph=True,
         dynamic=False,
         options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},

@@ -17,6 +17,7 @@ Shapes: B rows, T positions, K proposed tokens, L stored tokens, V vocabulary.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -89,27 +90,66 @@ def _one_hot(logits: Tensor, *, inside: float, outside: float) -> Tensor:
     return torch.full_like(logits, outside).scatter_(-1, best, inside)
 
 
+DIGIT = 11  # bits
+
+
+def _edge(logits: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
+    """The least of `logits`, or -inf, above which less than `limit` of `weights` lies: [B, T, 1].
+
+    All but `limit` [B or 1, 1, 1] are [B, T, V]. Exact, in as many passes whatever the values: the
+    numbers, as the integers that order them, are looked through digit by digit, by the weight of
+    all that share one. A sort of a large V takes several times as long.
+    """
+    logits, weights = logits.detach(), weights.detach()
+    integers, bits = (torch.int32, 32) if logits.dtype == torch.float32 else (torch.int64, 64)
+    key = logits.view(integers)
+    # Negative numbers order backwards.
+    key = torch.where(key < 0, key ^ torch.iinfo(integers).max, key).long()
+    shifts = range((bits - 1) // DIGIT * DIGIT, -1, -DIGIT)
+    above: Tensor | float = 0.0
+    for shift in shifts:
+        is_first = shift == shifts[0]
+        digit = (key >> shift) + (1 << DIGIT - 1) if is_first else (key >> shift) % (1 << DIGIT)
+        empty = logits.new_zeros(*logits.shape[:-1], 1 << DIGIT)
+        sums = empty.scatter_add(-1, digit, weights)
+        larger = F.pad(sums.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1)) + above
+        found = (larger >= limit).sum(-1, keepdim=True)  # the least digit with little above it
+        above = larger.gather(-1, found)
+        is_there = digit == found
+        logits, weights = logits.masked_fill(~is_there, torch.inf), weights * is_there
+    edge = logits.amin(-1, keepdim=True)
+    return edge.masked_fill(edge == torch.inf, -torch.inf)  # all together are less
+
+
 def _truncated(logits: Tensor, params: SamplingParams) -> Tensor:
     """Logits with -inf outside the top k and outside the nucleus of mass top-p.
 
     Both cut at a value: that of the k-th logit, and that of the last one with less than top-p of
-    the mass above it.
+    the mass above it. Where no row keeps more than a few, or on CUDA, which sorts quickly, these
+    are sorted.
     """
-    count = min(params.largest_top_k or logits.shape[-1], logits.shape[-1])
-    largest = logits.topk(count).values  # [B, T, count] descending: where needed, the vocabulary
+    vocab_size = logits.shape[-1]
+    sorts = params.largest_top_k is not None or logits.is_cuda
+    count = min(params.largest_top_k or vocab_size, vocab_size)
+    largest = logits.topk(count).values if sorts else logits  # [B, T, count] descending
     if params.uses_top_k:
-        kept = torch.where(params.top_k > 0, params.top_k, count).clamp(max=count)
-        last = (kept - 1)[:, None, None].expand(*logits.shape[:-1], 1)
-        smallest = largest.gather(-1, last)  # [B, T, 1]
+        kept = torch.where(params.top_k > 0, params.top_k, count).clamp(max=count)[:, None, None]
+        if sorts:
+            smallest = largest.gather(-1, (kept - 1).expand(*logits.shape[:-1], 1))  # [B, T, 1]
+            largest = largest.masked_fill(largest < smallest, -torch.inf)
+        else:
+            smallest = _edge(logits, torch.ones_like(logits), kept)
         logits = logits.masked_fill(logits < smallest, -torch.inf)
-        largest = largest.masked_fill(largest < smallest, -torch.inf)
     if params.uses_top_p:
         top_p = params.top_p.to(logits.dtype)[:, None, None]
-        probs = (largest - logits.logsumexp(-1, keepdim=True)).exp()
-        mass_above = probs.cumsum(-1) - probs
-        outside = (mass_above >= top_p) & (top_p < 1)  # 1 keeps all, however the sum rounds
-        smallest = largest.masked_fill(outside, torch.inf).amin(-1, keepdim=True)
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
+        if sorts:
+            probs = (largest - logits.logsumexp(-1, keepdim=True)).exp()
+            outside = probs.cumsum(-1) - probs >= top_p
+            smallest = largest.masked_fill(outside, torch.inf).amin(-1, keepdim=True)
+        else:
+            smallest = _edge(logits, logits.softmax(-1), top_p)
+        # A top-p of 1 keeps all, however the sum rounds.
+        logits = logits.masked_fill((logits < smallest) & (top_p < 1), -torch.inf)
     return logits
 
 

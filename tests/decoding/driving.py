@@ -152,7 +152,7 @@ def strict_compiler() -> Iterator[Strict]:
     backend, compiler = Strict(), torch.compile
 
     def compile_strictly(function: Any, **options: Any) -> Any:
-        return compiler(function, **options, backend=backend)
+        return compiler(function, **options | {"backend": backend})
 
     with fresh_graphs(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", compile_strictly)

@@ -137,6 +137,52 @@ def test_sorting_only_as_many_logits_as_rows_can_keep_changes_nothing() -> None:
     )
 
 
+def by_sorting(logits: Tensor, *, top_k: int, top_p: float) -> Tensor:
+    """Which logits [V] stay, by the definition: in order, each while top-p is not reached."""
+    order = logits.sort(descending=True).values
+    if top_k:
+        order = order[:top_k]
+    smallest = order[-1]
+    # The mass of the ids at least as likely as the last that counts.
+    probs = torch.where(logits >= smallest, logits, -torch.inf).softmax(-1)
+    above = torch.stack([probs[logits > value].sum() for value in order])
+    if top_p < 1:
+        smallest = order[above < top_p][-1]
+    return logits >= smallest
+
+
+ROWS = {
+    "random": lambda v, g: 4 * torch.randn(v, generator=g, dtype=torch.float64),
+    "tied": lambda v, g: torch.randn(v, generator=g, dtype=torch.float64).round(),
+    "all equal": lambda v, g: torch.full((v,), -3.5, dtype=torch.float64),
+    "one for all": lambda v, g: torch.zeros(v, dtype=torch.float64).index_fill_(
+        0, torch.randint(v, (1,), generator=g), 900.0
+    ),
+    "far from 0": lambda v, g: 1e5 + torch.randn(v, generator=g, dtype=torch.float64),
+    "about 0": lambda v, g: 1e-30 * torch.randn(v, generator=g, dtype=torch.float64),
+    "ids left out": lambda v, g: torch.where(
+        torch.arange(v) % 3 == 0, torch.randn(v, generator=g, dtype=torch.float64), -torch.inf
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ROWS)
+def test_cuts_that_are_bisected_are_those_of_a_sort(kind: str, dtype: torch.dtype) -> None:
+    """Every row of its own cut, among them cuts between ties, after one id and before the last."""
+    generator = torch.Generator().manual_seed(7)
+    cuts = [
+        {"top_k": top_k, "top_p": top_p}
+        for top_k, top_p in itertools.product((0, 1, 7, 33, 100), (1.0, 0.9999, 0.77, 0.31, 1e-9))
+    ]
+    rows = torch.stack([ROWS[kind](33, generator) for _ in cuts]).to(dtype)
+    params = params_of(cuts)
+    assert params.largest_top_k is None  # as rows with a top-k alone are sorted
+    stays = warped_logits(rows[:, None], params)[:, 0] > -torch.inf
+    for row, cut, mine in zip(rows, cuts, stays, strict=True):
+        assert mine.equal(by_sorting(row.double(), **cut) & (row > -torch.inf)), cut
+
+
 def test_rows_that_keep_all_have_no_bound_on_top_k() -> None:
     assert SamplingParams.uniform(2, top_k=7).largest_top_k == 7
     assert SamplingParams.uniform(1).largest_top_k is None

@@ -1,0 +1,105 @@
+"""Units in pieces: one code for all layers, one packed copy of weights for all graphs.
+
+The pieces run as they are here, but for one test: what is tested is how they are cut and joined.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from draftkit.config import SamplingConfig
+from draftkit.decoding import decoder as decoder_module
+from draftkit.decoding import graphs, pieces
+from draftkit.decoding.decoder import Decoder
+from draftkit.evaluation.costs import FirstToken
+from draftkit.models.adapter import CausalAdapter
+from tests import tiny
+from tests.decoding.driving import DRAFT, Answer, assert_same, drive, fresh_graphs, request
+
+LAYERS = 4
+NUCLEUS = SamplingConfig(temperature=0.7, top_p=0.9)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The pieces that were compiled; every layer is heavy, no target small."""
+    found: list[Any] = []
+
+    def as_it_is(piece: Any, examples: list[Any]) -> Any:
+        found.append(piece)
+        return piece.forward
+
+    monkeypatch.setattr(pieces, "compile_fx", as_it_is)
+    monkeypatch.setattr(pieces, "LAYER_BYTES", 0)
+    monkeypatch.setattr(pieces, "_code", {})
+    monkeypatch.setattr(decoder_module, "FREEZE_BYTES", 0)
+    with fresh_graphs():
+        yield found
+
+
+def target(*, constant: bool = True, dtype: torch.dtype = torch.bfloat16) -> CausalAdapter:
+    model: Any = tiny.model(num_hidden_layers=LAYERS)
+    model.to(dtype)
+    made = CausalAdapter(model, vocab_size=tiny.VOCAB_SIZE)
+    made.requires_grad_(not constant)
+    return made
+
+
+def played(target: CausalAdapter, sampling: SamplingConfig, *, compiled: bool) -> list[Answer]:
+    decoder = Decoder(target, slots=1, capacity=64, compiled=compiled)
+    decoder.attach(DRAFT, FirstToken(target.vocab_size))
+    return drive(decoder, [request([1, 2, 3], gamma=2, new=8, sampling=sampling)])
+
+
+def check(target: CausalAdapter, sampling: SamplingConfig = NUCLEUS) -> None:
+    expected = played(target, sampling, compiled=False)
+    assert_same(played(target, sampling, compiled=True), expected, atol=1e-5)
+
+
+def test_layers_share_code_and_another_temperature_shares_it_too(made: list[Any]) -> None:
+    model = target(dtype=torch.float32)
+    check(model)
+    # A proposal, what stands before the layers, a layer, what stands behind them.
+    assert len(made) == 4
+    check(model, SamplingConfig(temperature=0.0))
+    assert len(made) <= 4 + 3  # no layer anew
+
+
+def test_constant_half_weights_are_packed_once_for_all_graphs(
+    made: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "can_pack", lambda device: True)
+    model, real, packed = target(), torch.ops.mkldnn._reorder_linear_weight, []
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_reorder_linear_weight", lambda w: packed.append(w.shape) or real(w)
+    )
+    played(model, NUCLEUS, compiled=True)
+    # Joined: queries, keys and values; gate and up. Alone: output and down; and the head.
+    assert len(packed) == 4 * LAYERS + 1
+    played(model, SamplingConfig(temperature=0.0), compiled=True)
+    assert len(packed) == 4 * LAYERS + 1
+
+
+def test_weights_open_to_training_are_read_where_they_are(made: list[Any]) -> None:
+    model = target(constant=False)
+    first = played(model, NUCLEUS, compiled=True)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.3)
+    assert [a.text for a in played(model, NUCLEUS, compiled=True)] != [a.text for a in first]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_pieces_as_machine_code_give_what_eager_code_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "LAYER_BYTES", 0)
+    monkeypatch.setattr(decoder_module, "FREEZE_BYTES", 0)
+    with fresh_graphs():
+        for dtype in (torch.float32, torch.bfloat16):
+            model = target(dtype=dtype)
+            for sampling in (NUCLEUS, SamplingConfig(temperature=0.0)):
+                eager = played(model, sampling, compiled=False)
+                fast = played(model, sampling, compiled=True)
+                assert [answer.text for answer in fast] == [answer.text for answer in eager]

@@ -291,7 +291,7 @@ def verdict(
         return INCONCLUSIVE, (
             f"this run only shows that every part works: it timed {units} {what}, a verdict needs "
             f"{LEAST_UNITS}; time {(LEAST_UNITS - units) * batch_size} documents more "
-            "(evaluate.timing_prompts, evaluate.prompts, held-out text)"
+            "(evaluate.timing_prompts, timing_minutes, prompts, held-out text)"
         )
     if speedup.low > 1:
         unchecked = UNCHECKED * (lossless.passed is None)

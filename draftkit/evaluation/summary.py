@@ -30,7 +30,7 @@ from draftkit.theory.speedup import break_even_alpha, ceiling, largest, speedup_
 
 # How often one of the ways beside the judged one is named though none gains, by one look at the
 # timing; by all its looks 0.5 %.
-CHOICE = 0.003
+CHOICE = 0.002
 UNCHECKED = "; whether it is lossless was not checked"
 DEPLOY, DO_NOT_DEPLOY, INCONCLUSIVE = "deploy", "do_not_deploy", "inconclusive"
 
@@ -277,7 +277,7 @@ def verdict(
 ) -> tuple[str, str]:
     """Deploy or not, and why: the speed-up's interval against 1, exactness first.
 
-    That the interval lies above 1 is a one-sided t test on the log speed-up, at 1.9 % in one look
+    That the interval lies above 1 is a one-sided t test on the log speed-up, at 1.6 % in one look
     (`LOOK_TAIL`), which by all looks at the timing is 2.5 %. speedup: end
     to end, prefill and waiting included. rounds: without the prefill, of which alone `ceiling` and
     `break_even_alpha` speak. With fewer than `LEAST_UNITS` documents, or batches of `batch_size`,
@@ -291,7 +291,7 @@ def verdict(
         return INCONCLUSIVE, (
             f"this run only shows that every part works: it timed {units} {what}, a verdict needs "
             f"{LEAST_UNITS}; time {(LEAST_UNITS - units) * batch_size} documents more "
-            "(evaluate.timing_prompts, evaluate.prompts, held-out text)"
+            "(evaluate.timing_prompts, timing_minutes, prompts, held-out text)"
         )
     if speedup.low > 1:
         unchecked = UNCHECKED * (lossless.passed is None)

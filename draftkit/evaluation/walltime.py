@@ -29,7 +29,7 @@ FIRST_LOOK = 24  # prompts, behind which timing looks whether it has enough; the
 HALF_WIDTH = 0.05  # of the interval of the best speed-up, relative: enough
 # Outside of that interval on either side, of one look. Who stops where an interval happens to be
 # narrow stops where errors are estimated too small: with all looks it holds the truth in 95 of 100.
-LOOK_TAIL = 0.019
+LOOK_TAIL = 0.016
 
 PromptIds = Sequence[Sequence[int]]
 T = TypeVar("T")

@@ -309,14 +309,16 @@ class Decoder:
         key = (self.verification, sampled, self.top_k, self._shape_key(inputs))
         if len(self._packed) < self._copies:
             self._packed.add(key)
+        frozen = key in self._packed
         return self._units.run(
             units.verify_and_pack,
             self,
             inputs,
             key=key,
             owner=self.target,
-            freeze=key in self._packed,
-            packs=self._packs,
+            freeze=frozen,
+            # In a frozen graph a packed float32 matrix takes 5 MB beyond itself.
+            packs=self.target.dtype == torch.bfloat16 if frozen else self._packs,
             written=(self.state.length, self.state.done),
         )
 

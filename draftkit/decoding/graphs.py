@@ -98,7 +98,8 @@ class Units:
 
         Graphs belong to `owner` and go when it goes; without one, all that have the same unit and
         key share a graph. `freeze` makes constants of the weights; `packs` lets graphs read copies
-        of them that are arranged for the processor, which must not change either. `written` are the
+        of them that are arranged for the processor, which must not change either (without `freeze`
+        all graphs read one copy). `written` are the
         tensors of `resident` that a second call would change again: capturing needs some calls
         before the first that counts. A capture is of what one `holder` has, until `forget`; parts
         of `inputs` that are frozen dataclasses must not change in place.
@@ -157,6 +158,7 @@ def _compiled(
     settings = {
         "freezing": freeze,
         "cpp.enable_concat_linear": freeze,
+        "cpp.weight_prepack": packs,
         "cpp_wrapper": on_cpu,
         "cpp_wrapper_build_separate": on_cpu,
         "aot_inductor.compile_wrapper_opt_level": "O0",

@@ -52,6 +52,7 @@ _MINUTES = {
         "test_compiled_greedy_text_is_the_targets": 1.2,
         "test_greedy_text_is_the_targets_on_many_prompts": 1.9,
     },
+    "decoding/test_parallel": {"test_two_hundred_thousand_rows_have_the_targets_law": 3.0},
     "decoding/test_pieces": {"test_pieces_as_machine_code_give_what_eager_code_gives": 1.5},
     "decoding/test_memory": {
         "test_generations_by_graphs_leave_nothing_behind": 0.6,

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from draftkit.artifacts import read_json
 from draftkit.engines.counts import Answer, Counting, answer_of
 from draftkit.evaluation.cards import llamacpp_options, vllm_options
 
@@ -378,7 +379,9 @@ def vllm(launch: Launch) -> contextlib.AbstractContextManager[Session]:
         # Servers with and without the drafter share a GPU; eager code is ready at once.
         words += ["--gpu-memory-utilization", "0.25"] if launch.on_gpu else ["--enforce-eager"]
         if launch.drafts is not None:
-            options = vllm_options(str(launch.folder / "hf"), launch.gamma)
+            drafter = launch.folder / "hf"
+            parallel = "pard_token" in read_json(drafter / "config.json")
+            options = vllm_options(str(drafter), launch.gamma, parallel=parallel)
             if launch.drafts == "argmax":
                 del options["draft_sample_method"]  # its default
             words += ["--speculative-config", json.dumps(options)]

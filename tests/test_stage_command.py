@@ -88,7 +88,7 @@ def test_a_command_composes_runs_and_then_has_nothing_to_do(command: Command, to
         ("+experiment=quikstart", "did you mean quickstart"),
         ("optim.lerning_rate=1", "did you mean optim.learning_rate"),
         ("+optim.lerning_rate=1", "did you mean optim.learning_rate"),
-        ("decode.gamma=-1", "decode.gamma must lie in 0..32, got -1"),
+        ("decode.gamma=-1", "decode.gamma must lie in 0..32, or be auto, got -1"),
         ("sampling.temperature=-1", "sampling.temperature must be at least 0, got -1.0"),
         ("optim.max_steps=many", "optim.max_steps"),
         ("divergence=kl", "forward_kl"),
@@ -281,7 +281,7 @@ def test_python_m_from_another_folder_gives_exit_codes_and_help(
     refused = run("decode.gamma=-1")
     assert refused.returncode == 2
     assert refused.stdout == ""
-    assert one_line(refused.stderr) == "down: decode.gamma must lie in 0..32, got -1"
+    assert one_line(refused.stderr) == "down: decode.gamma must lie in 0..32, or be auto, got -1"
     shown = run("--help")
     assert shown.returncode == 0
     for part in ("draftkit down +experiment=NAME", "quickstart", "forward_kl", "-m"):

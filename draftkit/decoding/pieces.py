@@ -57,21 +57,21 @@ def by_layers(
     own = Graph()  # the caller still reads its own
     own.output(own.graph_copy(graph.graph, {}))
     graph = GraphModule(graph, own)
-    places = _pack_linear(graph) if packs else []
+    joined_inputs = _pack_linear(graph) if packs else []
     parts, root = _parts(graph), torch.nn.Module()
     whole = split_module(graph, root, parts.__getitem__, keep_original_order=True)
     values = {node.name: node.meta.get("example_value") for node in graph.graph.nodes}
     children: list[Any] = list(whole.named_children())
     for name, piece in children:
-        examples = [values[place.target] for place in piece.graph.find_nodes(op="placeholder")]
+        examples = [values[node.target] for node in piece.graph.find_nodes(op="placeholder")]
         called: Any = torch.nn.Module()
         called.forward = _compiled(piece, examples)
         setattr(whole, name, called)
     packed: list[Tensor] = []
 
     def run(*arguments: Any) -> Any:
-        if places and not packed:
-            packed.extend(_pack([arguments[i] for i in joined]) for joined in places)
+        if joined_inputs and not packed:
+            packed.extend(_pack([arguments[i] for i in joined]) for joined in joined_inputs)
         return whole.forward(*arguments, *packed)
 
     return run
@@ -119,8 +119,8 @@ def _parts(graph: GraphModule) -> dict[Node, int]:
 def _layer(node: Node) -> str:
     """The layer that an operation belongs to: the first numbered module around it, or none."""
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-        if found := re.match(r".*?\D\d+(?=\D*$|\D+\w*$)", path):
-            return found[0]
+        if layer := re.match(r".*?\D\d+(?=\D*$|\D+\w*$)", path):
+            return layer[0]
     return ""
 
 
@@ -129,18 +129,18 @@ def _pack_linear(graph: GraphModule) -> list[list[int]]:
 
     Returns of which inputs each is made. Products of the same states are joined.
     """
-    places = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    numbers = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     groups: dict[Node, list[Node]] = {}
     for node in graph.graph.find_nodes(op="call_function", target=torch._C._nn.linear):
         states, weight, *bias = node.args
-        is_half = weight in places and weight.meta["example_value"].dtype in HALVES
+        is_half = weight in numbers and weight.meta["example_value"].dtype in HALVES
         if is_half and not any(bias) and not node.kwargs:
             groups.setdefault(states, []).append(node)
-    last, made = [*places][-1], []
+    last, made = [*numbers][-1], []
     for states, nodes in groups.items():
         weights: list[Any] = [node.args[1] for node in nodes]
         values = [weight.meta["example_value"] for weight in weights]
-        made.append([places[weight] for weight in weights])
+        made.append([numbers[weight] for weight in weights])
         with graph.graph.inserting_after(last):
             last = graph.graph.placeholder(f"packed_{len(made)}")
         rows = [len(value) for value in values]

@@ -86,7 +86,7 @@ class Objective:
         """
         if self.outcomes is not None:
             draft_logits = self.outcomes.logits(draft_logits)
-            token_ids = self.outcomes.place[token_ids]
+            token_ids = self.outcomes.column[token_ids]
         total = draft_logits.new_zeros((), dtype=torch.float32)
         for name, weight in self.terms(step).items():
             warp, ids = self.warp(name), token_ids[rows]

@@ -32,12 +32,12 @@ class Outcomes:
     """
 
     kept_ids: Tensor  # [K], ascending
-    place: Tensor  # [V] of each id among the outcomes: K for one that is never proposed
+    column: Tensor  # [V] of each id among the outcomes: K for one that is never proposed
 
     @classmethod
     def of(cls, kept_ids: Tensor, vocab_size: int) -> "Outcomes":
-        place = torch.full((vocab_size,), len(kept_ids), device=kept_ids.device)
-        return cls(kept_ids, place.index_copy(0, kept_ids, torch.arange(len(kept_ids)).to(place)))
+        column = torch.full((vocab_size,), len(kept_ids), device=kept_ids.device)
+        return cls(kept_ids, column.index_copy(0, kept_ids, torch.arange(len(kept_ids)).to(column)))
 
     def logits(self, logits: Tensor) -> Tensor:
         """`logits` [m, V] of all ids, or [m, K] of these, as [m, K + 1]: -inf for all others."""
@@ -132,9 +132,9 @@ class TopKScores:
         return TopKScores(self.ids[tokens], self.log_probs[tokens], self.tail_mass[tokens])
 
     def among(self, outcomes: Outcomes) -> "TopKScores":
-        """Over `outcomes`, the stored ids by their places."""
-        places = outcomes.place[self.ids]
-        return replace(self, ids=places, never=places == len(outcomes.kept_ids))
+        """Over `outcomes`, the stored ids by their columns."""
+        columns = outcomes.column[self.ids]
+        return replace(self, ids=columns, never=columns == len(outcomes.kept_ids))
 
     def beside(self, draft_logits: Tensor, rows: slice, warp: Warp) -> tuple[Tensor, Tensor]:
         """Both over the stored ids and all others together.

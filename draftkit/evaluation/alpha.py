@@ -48,7 +48,7 @@ class PromptTotals:
     """Sums over the positions of each prompt [P], by mode, and the number of positions [P].
 
     shares: by mode, of each text, P(its token was an accepted proposal | the token) [T], of a draft
-    that proposes in one pass by the place in its round [T, K]; empty where texts were scored by
+    that proposes in one pass by the position in its round [T, K]; empty where texts were scored by
     stored scores. cut: which texts no end of text ended [P]. documents:
     what each prompt belongs to [P]; empty where each is a document of its own.
     """
@@ -145,21 +145,21 @@ def score_drafts(
                 draft_rows = _served(draft, chunk, *as_proposed)
             for one, target_probs, probs in zip(chunk, target_rows, draft_rows, strict=True):
                 tokens = torch.tensor(one.output_ids, device=target_probs.device)
-                found: dict[str, list[Tensor]] = {mode: [] for mode in modes}
-                places: Iterable[list[Tensor]] = [probs]
+                by_mode: dict[str, list[Tensor]] = {mode: [] for mode in modes}
+                positions: Iterable[list[Tensor]] = [probs]
                 if draft.parallel is not None:
-                    places = _chained(draft, one, *as_proposed, blocks=blocks)
-                for place, laws in enumerate(places):
+                    positions = _chained(draft, one, *as_proposed, blocks=blocks)
+                for position, laws in enumerate(positions):
                     for mode, acceptance in modes.items():
                         both = {
-                            "target_probs": target_probs[place:],
+                            "target_probs": target_probs[position:],
                             "draft_probs": laws[-1 if mode == UNCUT else 0],
                         }
-                        if place == 0:
+                        if position == 0:
                             totals[name][mode].append(float(acceptance(**both).double().sum()))
-                        share = SHARES.get(mode, sampled_share)(**both, tokens=tokens[place:])
-                        found[mode].append(share.double().cpu())
-                for mode, columns in found.items():
+                        share = SHARES.get(mode, sampled_share)(**both, tokens=tokens[position:])
+                        by_mode[mode].append(share.double().cpu())
+                for mode, columns in by_mode.items():
                     shares[name][mode].append(_side_by_side(columns, draft.parallel is not None))
     cut = torch.tensor([not {*one.output_ids[-1:]} & {*eos_token_ids} for one in contexts])
     return {
@@ -229,12 +229,12 @@ def _chained(
 
 
 def _side_by_side(columns: Sequence[Tensor], parallel: bool) -> Tensor:
-    """Shares [T, T - 1, ...] of the places of a round as [T, K], 0 where none is; [T] of one."""
+    """Shares [T, T - 1, ...] of the positions of a round as [T, K], 0 where none is; [T] of one."""
     if not parallel:
         return columns[0]
     whole = columns[0].new_zeros(len(columns[0]), len(columns))
-    for place, column in enumerate(columns):
-        whole[place:, place] = column
+    for position, column in enumerate(columns):
+        whole[position:, position] = column
     return whole
 
 
@@ -262,7 +262,7 @@ def score_stored(
 
     Counts what both surely give to the stored ids, so that alpha is never overstated; returned with
     it, by prompt [P]: the most that is missing, summed over positions (`alpha_bounds`). Shares are
-    of all tokens in the place of the one that came. Raises
+    of all tokens in the position of the one that came. Raises
     ValueError under a repetition penalty, of which stored scores know nothing.
     """
     device, totals, missing, shares = draft.device, [], [], []
@@ -287,14 +287,16 @@ def score_stored(
                 )
                 for least in (True, False)
             )
-            places = [[probs]] if draft.parallel is None else _chained(draft, context, sampling)
+            positions = [[probs]] if draft.parallel is None else _chained(draft, context, sampling)
             columns = []
-            for place, (law,) in enumerate(places):
+            for position, (law,) in enumerate(positions):
                 low, high = alpha_bounds(
-                    least=least[place:], most=most[place:], draft_probs=law.gather(-1, ids[place:])
+                    least=least[position:],
+                    most=most[position:],
+                    draft_probs=law.gather(-1, ids[position:]),
                 )
                 columns.append(low.double().cpu())
-                if place == 0:
+                if position == 0:
                     totals.append(float(low.double().sum()))
                     missing.append(float((high - low).double().sum()))
             shares.append(_side_by_side(columns, draft.parallel is not None))

@@ -170,8 +170,8 @@ class Meter:
             for part in ("propose", "verify")
         )
         units = {kind: unit for kind, unit in propose.items() if kind > 0}
-        found = Costs(**columns, verify_ratios=verify, draft_units=units)
-        return found if gamma is None else found.at(gamma)
+        medians = Costs(**columns, verify_ratios=verify, draft_units=units)
+        return medians if gamma is None else medians.at(gamma)
 
     def quartiles(self) -> dict[str, list[float]]:
         """The first and third quartile over turns of each cost."""

@@ -144,10 +144,10 @@ def gather(
     calibrate = between([*dict.fromkeys(meters.values())], options.calibration_turns)
 
     def costs() -> dict[str, Costs]:
-        found = {name: one.costs(gammas[name]) for name, one in meters.items()}
+        by_way = {name: one.costs(gammas[name]) for name, one in meters.items()}
         if LOOKUP in ways:
-            found[LOOKUP] = without_draft(next(iter(found.values())).at(gammas[LOOKUP]))
-        return found
+            by_way[LOOKUP] = without_draft(next(iter(by_way.values())).at(gammas[LOOKUP]))
+        return by_way
 
     timed = time_methods(
         adapter,
@@ -223,13 +223,13 @@ def doubtful(
     timed: Mapping[str, Timed], costs: Mapping[str, Costs], note: Callable[[str], None]
 ) -> list[str]:
     """The ways that took another time than predicted while plain decoding was steady."""
-    found = []
+    doubted = []
     for name, one in costs.items():
         error = prediction_error(timed[name], timed[PLAIN], one)
         if timed[PLAIN].is_steady and abs(error) > PREDICTION_TOLERANCE:
             note(f"{name}: {error:+.0%} off predicted though plain decoding is steady: once more")
-            found.append(name)
-    return found
+            doubted.append(name)
+    return doubted
 
 
 def prediction_error(timed: Timed, plain: Timed, costs: Costs) -> float:

@@ -22,7 +22,7 @@ from draftkit.theory.acceptance import (
     estimate,
     gain_p_value,
     log_ratio,
-    mean_by_place,
+    mean_by_position,
     speedup,
     unconditional_rates,
 )
@@ -72,8 +72,8 @@ def compare(
         if has_drafter:
             start = evidence["before"]
             ways["before"] = way(start.timed, start.plain, start.lossless)
-    found = {"best_of": best_of(ways, judged), "ways": ways}
-    return {**summary, **best_use(summary, ways), **found, **others}
+    named = {"best_of": best_of(ways, judged), "ways": ways}
+    return {**summary, **best_use(summary, ways), **named, **others}
 
 
 def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def by_number(
     return {
         "acceptance_length_by_k": lengths,
         "speedup_by_k": dict(zip(lengths, gained[1:], strict=True)),
-        "alpha_by_position": mean_by_place(scored.shares[mode], len(taus)).tolist(),
+        "alpha_by_position": mean_by_position(scored.shares[mode], len(taus)).tolist(),
         "alpha_given_chain": chain_acceptance(scored.shares[mode], len(taus)),
     }
 
@@ -157,7 +157,7 @@ def way(timed: Timed, plain: Timed, lossless: Losslessness | None = None) -> dic
     tokens_per_second: of the rounds; end_to_end: from request to last token.
     """
     beside = timed.plain or plain
-    found = {
+    numbers = {
         "gamma": timed.gamma,
         "acceptance_length": count_rounds(timed)["acceptance_length"],
         "tokens_per_second": timed.rounds.mean,
@@ -166,8 +166,8 @@ def way(timed: Timed, plain: Timed, lossless: Losslessness | None = None) -> dic
         "speedup": stated(timed, beside),
     }
     if lossless is not None:
-        found["lossless"] = lossless.as_dict()
-    return found | ({"repeated": way(timed.first, plain)} if timed.first else {})
+        numbers["lossless"] = lossless.as_dict()
+    return numbers | ({"repeated": way(timed.first, plain)} if timed.first else {})
 
 
 def speedups(timed: Timed, plain: Timed) -> tuple[Estimate, Estimate]:
@@ -223,14 +223,14 @@ def best_use(drafter: dict[str, Any], ways: Mapping[str, dict[str, Any]]) -> dic
     if mixed["ci95"] is None or drafter["lossless"]["passed"] is False:
         return alone
     low, high = mixed["ci95"]
-    said = f"as decode.proposer=hybrid {mixed['mean']:.2f} [{low:.2f}, {high:.2f}]"
+    as_hybrid = f"as decode.proposer=hybrid {mixed['mean']:.2f} [{low:.2f}, {high:.2f}]"
     faster = mixed["mean"] > drafter["speedup"]["end_to_end"]["mean"]
     if pays(ways, HYBRID, "drafter") and (faster or alone["verdict"] != DEPLOY):
         unchecked = UNCHECKED * (drafter["lossless"]["passed"] is None)
-        reason = f"end-to-end speedup {said} lies above 1{unchecked}"
+        reason = f"end-to-end speedup {as_hybrid} lies above 1{unchecked}"
         return {"use": HYBRID, "verdict": DEPLOY, "reason": reason}
     if alone["verdict"] == DO_NOT_DEPLOY and high >= 1:
-        reason = f"{alone['reason']}; but {said} does not"
+        reason = f"{alone['reason']}; but {as_hybrid} does not"
         return {"use": HYBRID, "verdict": INCONCLUSIVE, "reason": reason}
     return alone
 

@@ -346,8 +346,8 @@ def until_certain(
         look *= 2
         rates = {name: one.of(documents) for name, one in timed.items()}
         plain = rates.pop(PLAIN).answers
-        found = [speedup(one.answers, plain, tail=LOOK_TAIL) for one in rates.values()]
-        best = max(found, key=lambda one: one.mean)
+        speedups = [speedup(one.answers, plain, tail=LOOK_TAIL) for one in rates.values()]
+        best = max(speedups, key=lambda one: one.mean)
         return best.high - best.low <= 2 * HALF_WIDTH * best.mean
 
     return enough

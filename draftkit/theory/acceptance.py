@@ -108,7 +108,7 @@ def rounds_of_texts(
     """What rounds of `gamma` proposals are expected to emit, over their number, by text [P].
 
     shares: of each text, P(its token was an accepted proposal | the token) [T]; or [T, K] where it
-    depends on the place of the proposal in its round, as of a drafter that proposes in one pass
+    depends on the position of the proposal in its round, as of a drafter that proposes in one pass
     (what a round cannot reach is 0). last: where it is
     true [T] a draft that proposes this token proposes none behind it in that round. cut [P]: which
     texts end by a limit of their length, default all. The probability that token t is tested with
@@ -122,12 +122,12 @@ def rounds_of_texts(
     """
     lengths = torch.tensor([len(one) for one in shares])
     # [T, P, gamma], the last index is r - 1
-    accepted = pad_sequence([by_place(one, gamma).double().flip(-1) for one in shares])
+    accepted = pad_sequence([by_position(one, gamma).double().flip(-1) for one in shares])
     ending = accepted.new_zeros(accepted.shape[:2])
     if last is not None:
         ending = pad_sequence([*last]).double()
     onward = accepted.new_ones(gamma + 1)
-    for left, average in enumerate(mean_by_place(shares, gamma).flip(0), start=1):
+    for left, average in enumerate(mean_by_position(shares, gamma).flip(0), start=1):
         onward[left] = 1 + average * onward[left - 1]
     state = accepted.new_zeros(gamma + 1, len(shares))  # B(t, r), the first index is r
     state[gamma] = 1
@@ -144,8 +144,8 @@ def rounds_of_texts(
     return Rate(emitted, rounds)
 
 
-def by_place(shares: Tensor, gamma: int) -> Tensor:
-    """`shares` [T] or [T, K] of a text by the place of the proposal in its round: [T, gamma].
+def by_position(shares: Tensor, gamma: int) -> Tensor:
+    """`shares` [T] or [T, K] of a text by the position of the proposal in its round: [T, gamma].
 
     Proposals behind the K that were looked at count as refused.
     """
@@ -154,9 +154,9 @@ def by_place(shares: Tensor, gamma: int) -> Tensor:
     return pad(shares[:, :gamma], (0, max(0, gamma - shares.shape[1])))
 
 
-def mean_by_place(shares: Sequence[Tensor], gamma: int) -> Tensor:
-    """The mean share [gamma] of every place, over the tokens that can stand there."""
-    columns = torch.cat([by_place(one, gamma).double() for one in shares])
+def mean_by_position(shares: Sequence[Tensor], gamma: int) -> Tensor:
+    """The mean share [gamma] of every position, over the tokens that can stand there."""
+    columns = torch.cat([by_position(one, gamma).double() for one in shares])
     if shares[0].dim() == 1:
         return columns.mean(0)
     reached = torch.cat([torch.arange(len(one)) for one in shares])
@@ -171,7 +171,7 @@ def chain_acceptance(shares: Sequence[Tensor], count: int) -> list[float]:
     none is that long or none was accepted.
     """
     windows = []
-    for share in (by_place(one, count).double() for one in shares if len(one) >= count):
+    for share in (by_position(one, count).double() for one in shares if len(one) >= count):
         rounds = range(len(share) - count + 1)
         windows.append(torch.stack([share[i : i + count].diagonal() for i in rounds]))
     chains = torch.cat([*windows, torch.zeros(0, count).double()]).cumprod(1).sum(0)

@@ -91,6 +91,7 @@ def _one_hot(logits: Tensor, *, inside: float, outside: float) -> Tensor:
 
 
 DIGIT = 11  # bits
+LEAST_UNSORTED = 8192  # ids, below which a sort is as quick as three histograms
 
 
 def _edge(logits: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
@@ -113,9 +114,9 @@ def _edge(logits: Tensor, weights: Tensor, limit: Tensor) -> Tensor:
         empty = logits.new_zeros(*logits.shape[:-1], 1 << DIGIT)
         sums = empty.scatter_add(-1, digit, weights)
         larger = F.pad(sums.flip(-1).cumsum(-1).flip(-1)[..., 1:], (0, 1)) + above
-        found = (larger >= limit).sum(-1, keepdim=True)  # the least digit with little above it
-        above = larger.gather(-1, found)
-        is_there = digit == found
+        first = (larger >= limit).sum(-1, keepdim=True)  # the least digit with little above it
+        above = larger.gather(-1, first)
+        is_there = digit == first
         logits, weights = logits.masked_fill(~is_there, torch.inf), weights * is_there
     edge = logits.amin(-1, keepdim=True)
     return edge.masked_fill(edge == torch.inf, -torch.inf)  # all together are less
@@ -125,11 +126,11 @@ def _truncated(logits: Tensor, params: SamplingParams) -> Tensor:
     """Logits with -inf outside the top k and outside the nucleus of mass top-p.
 
     Both cut at a value: that of the k-th logit, and that of the last one with less than top-p of
-    the mass above it. Where no row keeps more than a few, or on CUDA, which sorts quickly, these
-    are sorted.
+    the mass above it. Where no row keeps more than a few, of a small vocabulary, or on CUDA, which
+    sorts quickly, these are sorted.
     """
     vocab_size = logits.shape[-1]
-    sorts = params.largest_top_k is not None or logits.is_cuda
+    sorts = params.largest_top_k is not None or logits.is_cuda or vocab_size < LEAST_UNSORTED
     count = min(params.largest_top_k or vocab_size, vocab_size)
     largest = logits.topk(count).values if sorts else logits  # [B, T, count] descending
     if params.uses_top_k:

@@ -29,7 +29,11 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
         "draft_probs.append(probs)",
         "draft_probs.append(logits[:, 0].softmax(-1))",
     ),
-    "proposals from the noise of the tests": (proposers, "purpose=DRAFT", "purpose=1"),
+    "proposals from the noise of the tests": (
+        proposers,
+        "purpose=DRAFT)  # [B, K]",
+        "purpose=1)",
+    ),
     "one uniform for all proposals": (proposers, "uniforms[:, i]", "uniforms[:, 0]"),
     "draft feeds the last token alone": (
         proposers,

@@ -265,7 +265,11 @@ def test_a_broken_composite_breaks_the_joint_law(make: Any, old: str, new: str) 
 
 
 def test_a_model_that_reads_other_tokens_than_are_proposed_is_noticed() -> None:
-    names = vars(mutate(composite, "decided(after(token, i), i", "decided(after(token * 0, i), i"))
+    names = vars(
+        mutate(
+            composite, "return Proposal(proposal.tokens,", "return Proposal(proposal.tokens ^ 1,"
+        )
+    )
     seen = Seen()
     broken = names["HybridProposer"](
         PromptLookup(min_ngram=2), WatchedModel(random_adapter(8, 1), seen)

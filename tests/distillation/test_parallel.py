@@ -16,13 +16,9 @@ from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, stored_s
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.parallel import (
-    LEAST_KEPT,
     Parallel,
     chains,
-    check_unused,
     declare,
-    depths,
-    free_id,
     kept_share,
 )
 from draftkit.theory.divergences import DIVERGENCES
@@ -31,7 +27,6 @@ from tests import tiny
 MASK, BLOCKS, CPU = 250, 3, torch.device("cpu")
 # The longest first, as micro-batches have them.
 TEXTS = [continued([3, 7, 9], [5, 2, 8, 1]), continued([1, 2], [9, 3, 5]), continued([4], [6, 6])]
-GENERATOR = torch.Generator()
 
 
 def draft_of(seed: int = 1, dtype: torch.dtype = torch.float64) -> CausalAdapter:
@@ -53,19 +48,6 @@ def learner(draft: CausalAdapter, teacher: object, **options: object) -> Trainer
 
 
 # Which chains
-
-
-def test_a_share_of_the_chains_goes_on_and_every_chain_is_whole() -> None:
-    predicting = torch.rand(40, 50, generator=GENERATOR.manual_seed(0)) < 0.7
-    depth = depths(predicting, 8, 0.7, GENERATOR.manual_seed(1))
-    count = int(predicting.sum())
-    assert bool(((depth > 0) == predicting).all())
-    for block in range(1, 8):
-        share = max(0.7**block, LEAST_KEPT)
-        assert int((depth > block).sum()) == round(share * count)
-    again, other = (depths(predicting, 8, 0.7, GENERATOR.manual_seed(seed)) for seed in (1, 2))
-    assert torch.equal(depth, again)
-    assert not torch.equal(depth, other)
 
 
 def test_chains_end_with_their_text_and_never_reach_another() -> None:
@@ -242,33 +224,3 @@ def test_a_block_teaches_the_chain_that_drew_it() -> None:
             p, q = law[2 + block].softmax(-1), own[2 + block].softmax(-1)
             total += 0.7**block * float((p - q).abs().sum() / 2)
     assert metrics.loss == pytest.approx(total / (1 + 0.7 + 0.49), rel=1e-6)
-
-
-# The id of the masks
-
-
-def test_a_padding_row_of_the_embeddings_is_taken_first() -> None:
-    tokenizer = tiny.byte_tokenizer()
-    assert free_id(tokenizer, len(tokenizer) + 4, [[1, 2]]) == len(tokenizer)
-    assert free_id(tokenizer, len(tokenizer) + 4, [[len(tokenizer)]]) == len(tokenizer) + 1
-
-
-def test_then_a_special_token_that_nothing_uses_then_a_part_of_a_letter() -> None:
-    tokenizer = tiny.byte_tokenizer()
-    parts = [i for i in range(len(tokenizer)) if tokenizer.decode([i]) == "\ufffd"]
-    assert free_id(tokenizer, len(tokenizer), [[max(parts)]]) == sorted(parts)[-2]
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>", "<|spare|>"]})
-    tokenizer.chat_template = "<|turn|>{{ messages }}"
-    assert tokenizer.decode(free_id(tokenizer, len(tokenizer), [])) == "<|spare|>"
-
-
-def test_without_an_id_to_spare_there_is_no_parallel_drafter() -> None:
-    tokenizer = tiny.byte_tokenizer()
-    with pytest.raises(ValueError, match=r"^draft\.kind=pard: every id .* use draft\.kind=plain$"):
-        free_id(tokenizer, len(tokenizer), [range(len(tokenizer))])
-
-
-def test_a_text_that_uses_the_masks_id_is_refused() -> None:
-    check_unused(Parallel(MASK, 3), [[1, 2]])
-    with pytest.raises(ValueError, match=rf"^draft\.path: id {MASK} .* text 1 of the training"):
-        check_unused(Parallel(MASK, 3), [[1, 2], [MASK]])

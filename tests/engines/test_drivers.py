@@ -161,6 +161,8 @@ def test_each_side_is_started_with_its_options(
     (tmp_path / "llamacpp").mkdir()
     for name in ("target-f32.gguf", "draft-f32.gguf"):
         (tmp_path / "llamacpp" / name).touch()
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"pard_token": 3}')
     for way in (None, "argmax", "sampled"):
         given = launch(tmp_path, drafts=way, threads=2, arguments=["--more", "1"])
         for start in (drivers.vllm, drivers.llamacpp):
@@ -171,6 +173,7 @@ def test_each_side_is_started_with_its_options(
     options = [json.loads(one[one.index("--speculative-config") + 1]) for one in vllm[1:]]
     assert [one.get("draft_sample_method") for one in options] == [None, "probabilistic"]
     assert {one["num_speculative_tokens"] for one in options} == {GAMMA}
+    assert {one["parallel_drafting"] for one in options} == {True}  # as the drafter's config says
     assert ["-md" in one for one in llamacpp] == [False, True, True]
     assert all(one[one.index("-fa") + 1] == "off" for one in llamacpp)
     assert [one.count("f32") for one in llamacpp] == [2, 4, 4]

@@ -101,7 +101,7 @@ def test_sizes_are_told_and_too_much_is_refused(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.skipif(not (wheels.ROOT / ".git").exists(), reason="git tells what travels")
 def test_the_checkout_is_small():
-    assert 1e6 < wheels.tree_bytes() < 22e6
+    assert 1e6 < wheels.tree_bytes() < 20e6
 
 
 def test_what_is_wanted_is_what_the_project_declares():

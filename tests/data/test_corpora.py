@@ -286,7 +286,7 @@ def test_the_questions_that_come_along_keep_their_own_test_split() -> None:
     own = {row["prompt"] for row in rows if row["split"] == "test"}
     assert {document.row["prompt"] for document in parts["test"]} == own
     assert {document.domain for document in documents} == {"questions"}
-    assert [len(parts[name]) for name in ("train", "validation", "test")] == [7034, 439, 1319]
+    assert [len(parts[name]) for name in ("train", "validation", "test")] == [1505, 95, 300]
     few = split_documents([one for one in documents[:40]], data)  # none is kept for tests
     assert [len(few[name]) for name in ("train", "validation", "test")] == [36, 2, 2]
 

@@ -24,7 +24,6 @@ from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import (
     COMPILED_BUCKET,
     FREEZE_BYTES,
-    PACK_BYTES,
     Units,
     can_pack,
 )
@@ -102,7 +101,7 @@ class Decoder:
             compiled=compiled, captured=captured, sizes=batch_sizes, device=target.device
         )
         self._copies = packed_copies(target) if compiled else 0
-        self._packs = compiled and not self._copies and is_packable(target)
+        self._packs = compiled and can_pack(target.device)
         self._packed: set[Hashable] = set()  # keys of graphs with a copy of the weights
         self._proposers: dict[str | None, Proposer] = {}  # no None: plain rows look it up in vain
         self._made: set[str | None] = set()  # proposers whose caches have taken their shape
@@ -298,6 +297,7 @@ class Decoder:
             (proposer, self),
             inputs,
             key=(proposer.signature, group.most, self._shape_key(inputs)),
+            packs=self._packs,
             holder=group.proposer_id,
         )
         return proposal, version
@@ -361,8 +361,3 @@ def packed_copies(target: Adapter) -> int:
     Each holds them again, and those that it joins: as many as fit `FREEZE_BYTES`.
     """
     return FREEZE_BYTES // (2 * target.weight_bytes) if target.is_constant else 0
-
-
-def is_packable(target: Adapter) -> bool:
-    """Whether all graphs may share one packed copy of `target`'s weights, beside the plain ones."""
-    return target.is_constant and target.weight_bytes <= PACK_BYTES and can_pack(target.device)

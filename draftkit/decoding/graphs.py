@@ -5,8 +5,8 @@ decoder with its caches, a proposer with its weights), and *inputs*, tensors tha
 round. Eagerly it is called as it is. Compiled, it becomes one graph for each `key`, and the key
 must hold everything but tensor contents that the unit depends on: nothing is checked when the
 graph runs (checking costs half a millisecond a pass on a CPU, as much as a draft step).
-Weights are read where they are in every call, so that copying new ones in place works, unless
-`freeze` packs them into the graph, which is for weights that never change.
+Copying new weights in place works, also where graphs read packed copies of them, unless `freeze`
+makes them part of the graph, which is for weights that never change.
 
 On CUDA a unit, compiled or as it is, is captured with all addresses that its kernels use, and
 replayed. What it read then must stay where it is for as long as the capture is used: whoever moves
@@ -30,7 +30,6 @@ Unit = Callable[[Any, Any], Any]
 BATCHES = (1, 4, 16, 64, 256)  # sizes for which code is compiled
 COMPILED_BUCKET = 256  # cache slots: few shapes, since a graph takes seconds to make
 FREEZE_BYTES = 64 << 20  # for packed copies of weights in the frozen graphs of a decoder
-PACK_BYTES = 4 << 30  # of weights that are held once more, packed, for all graphs together
 MOST_CAPTURED = 128  # captures of a decoder: each keeps what it reads and returns
 
 _clock = {"seconds": 0.0}
@@ -98,10 +97,9 @@ class Units:
 
         Graphs belong to `owner` and go when it goes; without one, all that have the same unit and
         key share a graph. `freeze` makes constants of the weights; `packs` lets graphs read copies
-        of them that are arranged for the processor, which must not change either (without `freeze`
-        all graphs read one copy). `written` are the
-        tensors of `resident` that a second call would change again: capturing needs some calls
-        before the first that counts. A capture is of what one `holder` has, until `forget`; parts
+        of them that are arranged for the processor. `written` are the tensors of `resident` that a
+        second call would change again: capturing needs some calls before the first that counts. A
+        capture is of what one `holder` has, until `forget`; parts
         of `inputs` that are frozen dataclasses must not change in place.
         """
         if not self.is_fixed:

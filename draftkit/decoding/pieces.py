@@ -6,8 +6,8 @@ one process share code: layers, and all of a pass that the sampling does not cha
 takes some 20 microseconds, so layers of less weight than `LAYER_BYTES` stay together.
 
 oneDNN reads a matrix of half precision at twice the rate where it has arranged it before, in one
-order for any few tokens. Weights that never change are arranged once for all graphs, and those that
-are applied to the same states joined.
+order for any few tokens. Weights are arranged once for all graphs, and again after they were
+written to; those that are applied to the same states are joined.
 """
 
 import re
@@ -26,10 +26,11 @@ from torch.fx.passes.split_module import split_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 LAYER_BYTES = 4 << 20
+PACK_BYTES = 4 << 30  # of the weights of a graph that are held once more, packed
 HALVES = (torch.bfloat16, torch.float16)
 
 _code: dict[str, Callable[..., Any]] = {}  # of pieces, by what they do
-_packed: Any = WeakTensorKeyDictionary()  # the first weight -> (those joined to it, all packed)
+_packed: Any = WeakTensorKeyDictionary()  # the first weight -> (what was joined to it, packed)
 
 
 @torch.library.custom_op("draftkit::packed_linear", mutates_args=())
@@ -53,7 +54,7 @@ def _(states: Any, weight: Any, bias: Any = None) -> Any:
 def by_layers(
     graph: GraphModule, inputs: Sequence[Any], *, packs: bool, options: Any = None
 ) -> Callable[..., Any]:
-    """A backend of `torch.compile`: `graph` compiled in pieces; `packs`: weights never change."""
+    """A backend of `torch.compile`: `graph` compiled in pieces, which read packed weights or not."""
     own = Graph()  # the caller still reads its own
     own.output(own.graph_copy(graph.graph, {}))
     graph = GraphModule(graph, own)
@@ -67,11 +68,15 @@ def by_layers(
         called: Any = torch.nn.Module()
         called.forward = _compiled(piece, examples)
         setattr(whole, name, called)
+    flat = [i for joined in joined_inputs for i in joined]
     packed: list[Tensor] = []
+    versions: list[int] = []
 
     def run(*arguments: Any) -> Any:
-        if joined_inputs and not packed:
-            packed.extend(_pack([arguments[i] for i in joined]) for joined in joined_inputs)
+        now = [_version(arguments[i]) for i in flat]
+        if now != versions:
+            packed[:] = [_pack([arguments[i] for i in joined]) for joined in joined_inputs]
+            versions[:] = now
         return whole.forward(*arguments, *packed)
 
     return run
@@ -127,7 +132,8 @@ def _layer(node: Node) -> str:
 def _pack_linear(graph: GraphModule) -> list[list[int]]:
     """Let products with weights of half precision read packed ones, which become further inputs.
 
-    Returns of which inputs each is made. Products of the same states are joined.
+    Returns of which inputs each is made. Products of the same states are joined. None are where
+    the weights are too large to be held twice.
     """
     numbers = {node: i for i, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     groups: dict[Node, list[Node]] = {}
@@ -136,6 +142,9 @@ def _pack_linear(graph: GraphModule) -> list[list[int]]:
         is_half = weight in numbers and weight.meta["example_value"].dtype in HALVES
         if is_half and not any(bias) and not node.kwargs:
             groups.setdefault(states, []).append(node)
+    read = {node.args[1] for nodes in groups.values() for node in nodes}
+    if sum(weight.meta["example_value"].nbytes for weight in read) > PACK_BYTES:
+        return []
     last, made = [*numbers][-1], []
     for states, nodes in groups.items():
         weights: list[Any] = [node.args[1] for node in nodes]
@@ -162,9 +171,15 @@ def _pack_linear(graph: GraphModule) -> list[list[int]]:
 
 def _pack(weights: list[Tensor]) -> Tensor:
     """`weights` one below the other, packed once for all graphs that join the same."""
+    state = [(id(weight), _version(weight)) for weight in weights]
     known = _packed.get(weights[0])
-    if known is None or [*map(id, weights)] != known[0]:
+    if known is None or known[0] != state:
         joined = torch.cat(weights) if len(weights) > 1 else weights[0]
-        known = [*map(id, weights)], torch.ops.mkldnn._reorder_linear_weight(joined.detach())
+        known = state, torch.ops.mkldnn._reorder_linear_weight(joined.detach())
         _packed[weights[0]] = known
     return known[1]
+
+
+def _version(weight: Tensor) -> int:
+    """How often `weight` was written to; one made for inference alone does not count."""
+    return -1 if weight.is_inference() else weight._version

@@ -11,8 +11,9 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import decoder as decoder_module
-from draftkit.decoding import graphs, pieces
+from draftkit.decoding import pieces
 from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation.costs import FirstToken
 from draftkit.models.adapter import CausalAdapter
 from tests import tiny
@@ -53,6 +54,10 @@ def played(target: CausalAdapter, sampling: SamplingConfig, *, compiled: bool) -
     return drive(decoder, [request([1, 2, 3], gamma=2, new=8, sampling=sampling)])
 
 
+def texts(target: CausalAdapter, *, compiled: bool = True) -> list[list[int]]:
+    return [answer.text for answer in played(target, NUCLEUS, compiled=compiled)]
+
+
 def check(target: CausalAdapter, sampling: SamplingConfig = NUCLEUS) -> None:
     expected = played(target, sampling, compiled=False)
     assert_same(played(target, sampling, compiled=True), expected, atol=1e-5)
@@ -67,10 +72,10 @@ def test_layers_share_code_and_another_temperature_shares_it_too(made: list[Any]
     assert len(made) <= 4 + 3  # no layer anew
 
 
-def test_constant_half_weights_are_packed_once_for_all_graphs(
+def test_half_weights_are_packed_once_for_all_graphs(
     made: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "can_pack", lambda device: True)
+    monkeypatch.setattr(decoder_module, "can_pack", lambda device: True)
     model, real, packed = target(), torch.ops.mkldnn._reorder_linear_weight, []
     monkeypatch.setattr(
         torch.ops.mkldnn, "_reorder_linear_weight", lambda w: packed.append(w.shape) or real(w)
@@ -82,13 +87,33 @@ def test_constant_half_weights_are_packed_once_for_all_graphs(
     assert len(packed) == 4 * LAYERS + 1
 
 
-def test_weights_open_to_training_are_read_where_they_are(made: list[Any]) -> None:
-    model = target(constant=False)
-    first = played(model, NUCLEUS, compiled=True)
+@pytest.mark.parametrize("constant", [True, False])
+def test_weights_that_are_written_to_are_packed_anew(made: list[Any], constant: bool) -> None:
+    model = target(constant=constant)
+    first = texts(model)
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1.3)
-    assert [a.text for a in played(model, NUCLEUS, compiled=True)] != [a.text for a in first]
+    assert texts(model) == texts(model, compiled=False) != first
+
+
+def test_a_drafter_that_is_swapped_proposes_as_its_new_weights_do(made: list[Any]) -> None:
+    model, draft, other = target(), target(), target()
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(1.3)
+
+    def proposed(proposer: DraftModelProposer, *, compiled: bool) -> list[Any]:
+        decoder = Decoder(model, slots=1, capacity=64, compiled=compiled)
+        decoder.attach(DRAFT, proposer)
+        (answer,) = drive(decoder, [request([1, 2, 3], gamma=2, new=8)])
+        return [fact[1] for fact in answer.facts]
+
+    proposer = DraftModelProposer(draft)
+    before = proposed(proposer, compiled=True)
+    proposer.swap({name: weight.clone() for name, weight in other.weights().items()}, "2")
+    after = proposed(proposer, compiled=True)
+    assert after == proposed(DraftModelProposer(other), compiled=False) != before
 
 
 @pytest.mark.soak

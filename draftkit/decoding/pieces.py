@@ -54,7 +54,7 @@ def _(states: Any, weight: Any, bias: Any = None) -> Any:
 def by_layers(
     graph: GraphModule, inputs: Sequence[Any], *, packs: bool, options: Any = None
 ) -> Callable[..., Any]:
-    """A backend of `torch.compile`: `graph` compiled in pieces, which read packed weights or not."""
+    """A backend of `torch.compile`: `graph` compiled in pieces, on packed weights or not."""
     own = Graph()  # the caller still reads its own
     own.output(own.graph_copy(graph.graph, {}))
     graph = GraphModule(graph, own)

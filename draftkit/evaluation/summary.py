@@ -13,7 +13,7 @@ from draftkit.evaluation.choice import HYBRID, LOOKUP, factors_of, taus_of
 from draftkit.evaluation.engines import engine_rows
 from draftkit.evaluation.judge import Evidence, prediction_error
 from draftkit.evaluation.lossless import Losslessness
-from draftkit.evaluation.walltime import LOOK_TAIL, Timed
+from draftkit.evaluation.walltime import Timed
 from draftkit.theory.acceptance import (
     LEAST_UNITS,
     Estimate,
@@ -172,7 +172,7 @@ def way(timed: Timed, plain: Timed, lossless: Losslessness | None = None) -> dic
 
 def speedups(timed: Timed, plain: Timed) -> tuple[Estimate, Estimate]:
     """Of the rounds, and from request to last token: tokens per second, paired."""
-    answers = speedup(timed.answers, plain.answers, tail=LOOK_TAIL)
+    answers = speedup(timed.answers, plain.answers, tail=timed.tail)
     return speedup(timed.rounds, plain.rounds), answers
 
 
@@ -277,11 +277,11 @@ def verdict(
 ) -> tuple[str, str]:
     """Deploy or not, and why: the speed-up's interval against 1, exactness first.
 
-    That the interval lies above 1 is a one-sided t test on the log speed-up, at 1.6 % in one look
-    (`LOOK_TAIL`), which by all looks at the timing is 2.5 %. speedup: end
-    to end, prefill and waiting included. rounds: without the prefill, of which alone `ceiling` and
-    `break_even_alpha` speak. With fewer than `LEAST_UNITS` documents, or batches of `batch_size`,
-    there is no interval, and nothing is decided.
+    That the interval lies above 1 is a one-sided t test on the log speed-up (`Timed.tail`), which
+    by all looks at the timing is one at 2.5 %. speedup: end to end, prefill and waiting included.
+    rounds: without the prefill, of which alone `ceiling` and `break_even_alpha` speak. With fewer
+    than `LEAST_UNITS` documents, or batches of `batch_size`, there is no interval, and nothing is
+    decided.
     """
     interval = f"end-to-end speedup {speedup.mean:.2f} [{speedup.low:.2f}, {speedup.high:.2f}]"
     if lossless.passed is False:

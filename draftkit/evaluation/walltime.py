@@ -29,7 +29,7 @@ FIRST_LOOK = 24  # prompts, behind which timing looks whether it has enough; the
 HALF_WIDTH = 0.05  # of the interval of the best speed-up, relative: enough
 # Outside of that interval on either side, of one look. Who stops where an interval happens to be
 # narrow stops where errors are estimated too small: with all looks it holds the truth in 95 of 100.
-LOOK_TAIL = 0.016
+LOOK_TAIL, ONLY_TAIL = 0.016, 0.025  # the other where fewer prompts are timed, at no look
 
 PromptIds = Sequence[Sequence[int]]
 T = TypeVar("T")
@@ -115,6 +115,11 @@ class Timed:
         each = sorted(chunk.seconds / max(chunk.tokens, 1) for chunk in self.chunks)
         few, many = each[len(each) // 4], each[(3 * len(each)) // 4]
         return len(each) >= LEAST_UNITS and many - few <= 0.1 * few
+
+    @property
+    def tail(self) -> float:
+        """What the interval of the speed-up leaves out on either side."""
+        return ONLY_TAIL if len(self.completions) < FIRST_LOOK else LOOK_TAIL
 
     @property
     def rounds(self) -> Rate:

@@ -82,12 +82,6 @@ def test_an_installation_lists_its_commands_and_names_its_version(draftkit: Draf
     assert draftkit("--version").stdout.startswith("draftkit 0.")
 
 
-def test_what_needs_a_clone_is_refused_in_an_installation(draftkit: Draftkit) -> None:
-    refused = draftkit("wheels")
-    assert refused.returncode == 2
-    assert refused.stderr == "wheels: it gathers for the tree of a clone: run it in one\n"
-
-
 @pytest.mark.soak
 def test_an_installation_plans_what_the_clone_plans_and_writes_nothing_into_itself(
     draftkit: Draftkit,

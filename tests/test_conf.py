@@ -180,7 +180,7 @@ def test_an_experiment_opens_with_purpose_command_time_and_result(path: Path) ->
     assert len(commands) == 1
     command, stage, name = commands[0]
     assert name == path.stem == read(path)["name"]
-    benchmarks = ("benchmarks.decoder", "benchmarks.training")
+    benchmarks = ("benchmarks.decoder", "benchmarks.training", "benchmarks.drift")
     assert stage in ("target", "distill", "evaluate", "serve", "online", *benchmarks)
     given = [word for word in overrides(path) if ".path=" in word]
     assert [word.split("=")[0] for word in command.split()[4:]] == [

@@ -42,7 +42,6 @@ from draftkit.config.measuring import (
 from draftkit.config.service import (
     DEFAULT_ROUTE,
     BufferConfig,
-    DriftConfig,
     GateConfig,
     OnlineConfig,
     ServeConfig,

@@ -1,8 +1,8 @@
 """`python -m pipelines.benchmarks.drift`: a drafter that knows one domain meets others.
 
-The experiment of Liu et al. (2310.07177, 5.3), simulated. The target knows all domains; they
-come in the order of `data.domains`. The static drafter is trained and distilled on the first one alone; an
-oracle is the static one distilled on the whole stream of a domain. In between stands the drafter
+The experiment of Liu et al. (2310.07177, 5.3), simulated. The target knows all domains; they come
+in the order of `data.domains`. The static drafter is trained and distilled on the first one alone;
+an oracle is the static one distilled on the whole stream of a domain. In between stands the drafter
 that is refitted online from what was served so far, with anchors of the first domain and without.
 The curve is taken on requests that nobody has seen; what was recovered after a tenth of a domain's
 stream, and what is left of the first domain, on held-out text of the test split.

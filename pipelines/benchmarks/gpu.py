@@ -31,6 +31,8 @@ from ..plan import MANIFEST, SUMMARY
 
 SECONDS = 530.0  # of all parts together
 LIMITS = {"tests": 160.0, "decoder": 280.0, "training": 150.0}  # of each, where so much is left
+# A drafter of one layer is compiled in seconds.
+OPTIONS = {"decoder": [], "training": ["decode.compile=true"]}
 EXPERIMENT, RESULTS, REPORT = "bench_gpu", "gpu.json", "tests.xml"
 HEADLINES = {
     "decoder": ("ratio_to_plain", "ratio_to_hf_plain", "ratio_to_hf_assisted", "prediction_error"),
@@ -44,7 +46,8 @@ def command_of(part: str, root: Path) -> list[str]:
         report = f"--junitxml={root / EXPERIMENT / REPORT}"
         return [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", report]
     given = [f"+experiment={EXPERIMENT}", f"name={EXPERIMENT}_{part}", f"root={root}"]
-    return [sys.executable, "-m", f"{__package__}.{part}", *given, "overwrite=true"]
+    given += [*OPTIONS[part], "overwrite=true"]
+    return [sys.executable, "-m", f"{__package__}.{part}", *given]
 
 
 def run_part(command: Sequence[str], seconds: float) -> dict[str, Any]:

@@ -252,8 +252,12 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
 
 
 def random_steps(config: Config) -> dict[str, dict[str, float]]:
-    """Our steps of each of `DRAFTERS` under `TARGET`: median completion tokens a second, memory."""
+    """Our steps of each of `DRAFTERS` under `TARGET`: median completion tokens a second, memory.
+
+    Eagerly: code of models so large takes longer to make than its steps.
+    """
     name, shape = TARGET
+    config = replace(config, decode=replace(config.decode, compile="false"))
     target = random_model(shape, config.hardware, vocab_size=VOCAB_SIZE, seed=config.seed)
     texts = random_texts(
         config.optim.per_device_train_batch_size,
@@ -297,6 +301,8 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     examples = read_splits(folder.input("texts")).train[: rows * STEPS]
     folder.note(f"{STEPS} steps of each trainer, in turns")
     rates = beside_trl(target, draft, [example.prompt_ids for example in examples], config)
+    pace = {"tokens_per_second": rates["tokens_per_second"]["draftkit"]}
+    folder.tracker.log("benchmark_training", 0, pace | {"ratio_to_trl": rates["ratio_to_trl"]})
     folder.note(f"the loss on {shape.tokens} tokens of {shape.vocab_size}, both ways")
     costs = chunked_costs(
         shape,

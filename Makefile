@@ -47,9 +47,9 @@ soak: $(DEV)
 soak-share: $(DEV)
 	$(BIN)/python -m tests.soak "$$(git rev-parse HEAD)"
 
-# Everything that needs a GPU, on one: nine minutes. Rehearsed on a CPU by `make test`.
+# Everything that needs a GPU, on one, in at most nine minutes: tests marked gpu, two benchmarks.
 gpu: $(DEV)
-	$(BIN)/python -m pipelines.benchmark +experiment=bench_gpu
+	$(BIN)/python -m pipelines.benchmarks.gpu
 
 # Other people's engines, an environment each, for `pytest -m engines`; what cannot be had is
 # skipped. TORCH: the wheel of torch's CPU build that vLLM needs, or its folder, where no index has it.

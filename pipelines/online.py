@@ -1,45 +1,29 @@
-"""`python -m pipelines.online`: refit the drafter from served traffic; or simulate that.
+"""`python -m pipelines.online`: refit the drafter from served traffic.
 
 `online.task`: `daemon` runs beside a server until it is told to stop (and, with
-`online.most_updates`, until those are done), `rollback` takes a version back, `drift` is the
-experiment with a stream that changes, `serve_and_refit` that with two real processes.
+`online.most_updates`, until those are done), `rollback` takes a version back, `serve_and_refit` is
+an experiment with a server and a daemon as two processes.
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from draftkit.artifacts import read_json
 from draftkit.config import DRAFTED_NAMES, Config
 
 from .command import run_command
-from .experiments.drift import drift
-from .experiments.drift_report import drift_table
 from .experiments.serve_and_refit import serve_and_refit
 from .generate import ROLLOUT_SETTINGS
 from .plan import Given, StageFolder, Step
-from .prepare import check_pair, pair_and_text, text_and_target
+from .prepare import check_pair, pair_and_text
 from .refitting import daemon, daemon_needs, rollback
 from .run import stage
 
 SERVICE = {"daemon": daemon, "rollback": rollback}  # go on for ever, or change what is there
-EXPERIMENTS = {"drift": drift, "serve_and_refit": serve_and_refit}  # are complete one day
 
 
 def needs(config: Config) -> dict[str, Given | Step]:
-    """Target, text and, where the task does not train its own, the starting draft and anchors."""
-    if config.online.task == "drift":
-        return text_and_target(config)
+    """The pair, its text and the anchors."""
     return {**pair_and_text(config), **daemon_needs(config)}
-
-
-def show(config: Config, folder: Path) -> None:
-    """Print what the task found."""
-    summary = read_json(folder / "summary.json")
-    if config.online.task == "drift":
-        Console(width=80).print(drift_table(summary))
 
 
 @stage(
@@ -65,10 +49,10 @@ def show(config: Config, folder: Path) -> None:
     needs=needs,
     check=check_pair,
     product=None,
-    after=show,
 )
 def online(config: Config, folder: StageFolder) -> dict[str, Any]:
-    return EXPERIMENTS[config.online.task](config, folder)
+    """The experiment, which is complete one day."""
+    return serve_and_refit(config, folder)
 
 
 def check_drafter(config: Config) -> None:

@@ -39,7 +39,6 @@ _FIRST = (
     "test_stage",
     "test_service_kill",
     "test_faults",
-    "test_gpu",
     "test_pipelines",
     "test_serve_and_refit",
     "test_online",

@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 
 from draftkit.config import (
-    BenchmarkConfig,
     BufferConfig,
     Config,
     DataConfig,
     DecodeConfig,
     DivergenceConfig,
-    DriftConfig,
     EvaluateConfig,
     ExportConfig,
     GateConfig,
     GenerateConfig,
-    GpuConfig,
     HardwareConfig,
     MixtureConfig,
     ModelConfig,
@@ -75,11 +72,6 @@ REFUSED: list[tuple[str, Make]] = [
     ("divergence.position_decay", lambda: DivergenceConfig(position_decay=1.1)),
     ("optim.rate_factors", lambda: OptimConfig(rate_factors=[1, 0])),
     ("optim.compile", lambda: OptimConfig(compile="yes")),
-    ("benchmark.subject", lambda: BenchmarkConfig(subject="training")),
-    ("benchmark.steps", lambda: BenchmarkConfig(steps=1)),
-    ("gpu.parts", lambda: GpuConfig(parts=["b", "b"])),
-    ("gpu.parts", lambda: GpuConfig(parts=[])),
-    ("gpu.seconds", lambda: GpuConfig(seconds=0.0)),
     ("source.name", lambda: SourceConfig(name="student")),
     ("source.fraction", lambda: SourceConfig(name="mix", fraction=0)),
     ("source.fraction", lambda: SourceConfig(name="mix", fraction=1)),
@@ -140,9 +132,6 @@ REFUSED: list[tuple[str, Make]] = [
     ("online.gate.fraction", lambda: GateConfig(fraction=0)),
     ("online.gate.records", lambda: GateConfig(records=1)),
     ("online.gate.canary_fraction", lambda: GateConfig(canary_fraction=1)),
-    ("online.drift.points", lambda: DriftConfig(points=1)),
-    ("online.drift.domains", lambda: DriftConfig(domains=["prose"])),
-    ("online.drift.domains", lambda: DriftConfig(domains=["prose", "cpp", "prose"])),
     ("online.traffic.requests", lambda: TrafficConfig(requests=0)),
     ("tracker.mode", lambda: TrackerConfig(mode="quiet")),
     ("name", lambda: Config(name="../elsewhere")),
@@ -263,7 +252,6 @@ def test_a_section_can_be_flattened_under_its_name() -> None:
 def test_a_proposer_goes_by_its_names_and_none_is_plain_decoding() -> None:
     assert DecodeConfig(proposer="draft").proposer == "sampled"
     assert DecodeConfig(proposer="none", gamma=4).gamma == 0
-    assert BenchmarkConfig(methods=["plain", "lookup"]).methods == ["plain", "prompt_lookup"]
     with pytest.raises(ValueError, match=r"^decode\.proposer must be one of sampled, .*'eagle'$"):
         DecodeConfig(proposer="eagle")
 

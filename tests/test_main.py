@@ -82,12 +82,6 @@ def test_an_installation_lists_its_commands_and_names_its_version(draftkit: Draf
     assert draftkit("--version").stdout.startswith("draftkit 0.")
 
 
-def test_what_needs_a_clone_is_refused_in_an_installation(draftkit: Draftkit) -> None:
-    refused = draftkit("wheels")
-    assert refused.returncode == 2
-    assert refused.stderr == "wheels: it gathers for the tree of a clone: run it in one\n"
-
-
 @pytest.mark.soak
 def test_an_installation_plans_what_the_clone_plans_and_writes_nothing_into_itself(
     draftkit: Draftkit,
@@ -114,12 +108,12 @@ def test_the_clone_has_the_same_command_in_any_folder(tmp_path: Path) -> None:
     """Beside a package of the same name, too."""
     (tmp_path / "pipelines").mkdir()
     (tmp_path / "pipelines" / "__init__.py").write_text("raise ImportError('another one')\n")
-    command = [sys.executable, "-S", "-m", "draftkit", "wheels", "--help"]
+    command = [sys.executable, "-S", "-m", "draftkit", "compare", "--help"]
     done = subprocess.run(
         command, cwd=tmp_path, env=isolated(ROOT), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: python -m pipelines.wheels ")
+    assert done.stdout.startswith("draftkit compare ")
     assert package_of(ROOT / "draftkit") == ("pipelines", ROOT / "pipelines")
 
 

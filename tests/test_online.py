@@ -1,11 +1,11 @@
-"""`python -m pipelines.online`: the drift experiment, and the daemon as a process."""
+"""`python -m pipelines.online`, the daemon as a process; and drift, which needs none."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ from draftkit.artifacts import read_json
 from draftkit.data.rollouts import Record, read_parts
 from draftkit.online.buffer import Entry
 from draftkit.tracking import read_metrics
+from pipelines.benchmarks import drift as drift_module
+from pipelines.benchmarks import drift_lab
+from pipelines.benchmarks.drift import EARLY, drift, early_enough, recovered
+from pipelines.benchmarks.drift_report import drift_table
 from pipelines.configuration import compose_config
-from pipelines.experiments import drift as drift_module
-from pipelines.experiments.drift import EARLY, early_enough, recovered
-from pipelines.experiments.drift_report import drift_table
 from pipelines.generate import generate
-from pipelines.online import check_drafter, online
+from pipelines.online import check_drafter
 from pipelines.refitting import daemon_folder, rollback
 from pipelines.service import registry_of
 from tests.launching import Forked
@@ -65,12 +66,6 @@ SMALL = [
     "online.gate.anchors=8",
     "tracker=none",
 ]
-STREAM = [
-    "online.drift.requests=120",
-    "online.drift.max_new_tokens=12",
-    "online.drift.points=4",
-    "online.drift.oracle_steps=12",
-]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +78,15 @@ def composed(root: Path, *overrides: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def drifted(root: Path) -> Path:
-    return online.ensure(composed(root, "+experiment=drift", *STREAM))
+def drifted(root: Path) -> Iterator[Path]:
+    """The experiment on a short stream, which stays short as long as this folder is looked at."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(drift_lab, "REQUESTS", 120)
+    patch.setattr(drift_lab, "MAX_NEW_TOKENS", 12)
+    patch.setattr(drift_module, "POINTS", 4)
+    patch.setattr(drift_module, "ORACLE_STEPS", 12)
+    yield drift.ensure(composed(root, "+experiment=drift"))
+    patch.undo()
 
 
 def test_the_summary_has_the_keys_that_others_read(drifted: Path) -> None:
@@ -131,7 +133,7 @@ def test_an_interrupted_run_goes_on_and_finds_the_same(drifted: Path, root: Path
     made = (drifted / "static" / "model.safetensors").stat().st_mtime_ns
     (drifted / "summary.json").unlink()
     (drifted / "curve.json").unlink()
-    online.ensure(composed(root, "+experiment=drift", *STREAM))
+    drift.ensure(composed(root, "+experiment=drift"))
     assert (drifted / "static" / "model.safetensors").stat().st_mtime_ns == made
     again = read_json(drifted / "curve.json")
     assert again["points"] == curve["points"]
@@ -140,6 +142,12 @@ def test_an_interrupted_run_goes_on_and_finds_the_same(drifted: Path, root: Path
         for found in (curve, again)
     ]
     assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("domains", ["[prose]", "[prose,cpp,prose]"])
+def test_domains_that_cannot_follow_each_other_are_refused(root: Path, domains: str) -> None:
+    with pytest.raises(ValueError, match=r"^data\.domains must name at least two, and none twice"):
+        drift.launch(composed(root, "+experiment=drift", f"data.domains={domains}"))
 
 
 def test_recovery_is_the_share_of_the_way_that_was_come() -> None:

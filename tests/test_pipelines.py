@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from draftkit.evaluation.engines import best_gamma_of
 from draftkit.models.files import CARD
 from draftkit.tracking import read_metrics
 from draftkit.workflow.pretraining import recipe
-from pipelines.benchmark import benchmark
+from pipelines.benchmarks import decoder, training
 from pipelines.configuration import compose_config
 from pipelines.distill import distill
 from pipelines.evaluate import evaluate
@@ -401,15 +402,17 @@ def test_several_temperatures_are_evaluated_in_one_go(finished, root):
 
 # The benchmark
 
-SMALL = ["benchmark.prompts=4", "benchmark.max_new_tokens=8"]
 HEADLINE = ("ratio_to_plain", "ratio_to_hf_assisted", "ratio_to_hf_plain")
 HEADLINE += ("plain_ratio_to_hf_plain", "acceptance_length", "prediction_error")
 
 
 @pytest.mark.usefixtures("finished")
-def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsys):
-    options = ["benchmark.batch_sizes=[1,2]", "benchmark.temperatures=[0,1]", *SMALL]
-    summary = benchmark.launch(smoke(root, *options))
+def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsys, monkeypatch):
+    grid = replace(decoder.PAIR["cpu"], temperatures=(0, 1), batch_sizes=(1, 2))
+    monkeypatch.setitem(decoder.PAIR, "cpu", grid)
+    monkeypatch.setattr(decoder, "PROMPTS", 4)
+    monkeypatch.setattr(decoder, "MAX_NEW_TOKENS", 8)
+    summary = decoder.benchmark.launch(smoke(root))
     assert summary == read_json(root / "smoke" / "benchmark" / "summary.json")
     assert all(summary[key] is not None for key in HEADLINE)
     assert set(summary["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
@@ -435,34 +438,22 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
     assert manifest["provenance"]["hardware"]["cores"] >= 1
 
 
-def test_models_of_random_weights_need_no_other_stage(tmp_path):
-    options = ["benchmark.weights=random", "decode.proposer=argmax", *SMALL]
-    options.append("benchmark.methods=[plain,speculative,lookup,hybrid,bigram,ngram]")
-    small = ["benchmark.batch_sizes=[1]", "benchmark.temperatures=[1]"]
-    summary = benchmark.launch(smoke(tmp_path, *options, *small))
-    assert [path.name for path in tmp_path.iterdir()] == ["smoke"]
-    assert [path.name for path in (tmp_path / "smoke").iterdir()] == ["benchmark"]
-    memory = summary["bandwidth"]
-    assert memory["weight_bytes"] > 4 * 512 * 64
-    assert memory["fraction"] == memory["plain_bytes_per_second"] / memory["copy_bytes_per_second"]
-    assert summary["points"][1]["prediction_error"] > -1
-    assert {summary[key] for key in HEADLINE} == {None}  # nothing was greedy
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for machines without CUDA")
-def test_a_benchmark_without_its_gpu_is_one_line_and_leaves_no_folder(tmp_path):
+@pytest.mark.parametrize("script", [decoder, training])
+def test_a_benchmark_without_its_gpu_is_one_line_and_leaves_no_folder(tmp_path, script):
     config = compose_config(["+experiment=bench_gpu", f"root={tmp_path}", "tracker=none"])
     with pytest.raises(ValueError, match="no CUDA device is visible") as error:
-        benchmark.launch(config)
+        script.benchmark.launch(config)
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("finished")
-def test_a_batch_that_needs_more_prompts_than_there_are_is_refused(root):
-    config = smoke(root, "name=crowd", "benchmark.batch_sizes=[100]", "evaluate.draft=given")
-    with pytest.raises(ValueError, match=r"^benchmark\.batch_sizes: 100 rows need 200 held-out"):
-        benchmark.launch(config)
+def test_a_batch_that_needs_more_prompts_than_there_are_is_refused(root, monkeypatch):
+    grid = replace(decoder.PAIR["cpu"], batch_sizes=(100,))
+    monkeypatch.setitem(decoder.PAIR, "cpu", grid)
+    with pytest.raises(ValueError, match=r"^evaluate\.prompts: 100 rows need 200 held-out"):
+        decoder.benchmark.launch(smoke(root, "name=crowd", "evaluate.draft=given"))
 
 
 # The same run again, interrupted or not

@@ -10,7 +10,6 @@ with the key as the user types it.
 """
 
 from draftkit.config.choices import (
-    BENCHMARK_METHOD_NAMES,
     CHECKED_NAMES,
     COUNTING_NAMES,
     DIVERGENCE_NAMES,
@@ -19,7 +18,6 @@ from draftkit.config.choices import (
     ENGINE_NAMES,
     EXPORT_NAMES,
     GGUF_KINDS,
-    GPU_PARTS,
     MIXTURE,
     OPTIMIZER_NAMES,
     PROPOSER_NAMES,
@@ -36,17 +34,14 @@ from draftkit.config.experiment import (
     flatten,
 )
 from draftkit.config.measuring import (
-    BenchmarkConfig,
     CheckConfig,
     DecodeConfig,
     DeviceConfig,
     EvaluateConfig,
-    GpuConfig,
 )
 from draftkit.config.service import (
     DEFAULT_ROUTE,
     BufferConfig,
-    DriftConfig,
     GateConfig,
     OnlineConfig,
     ServeConfig,

@@ -7,11 +7,9 @@ from typing import Any
 from draftkit.config.choices import DTYPE_NAMES, Section, positive, require, setting
 from draftkit.config.engines import EngineConfig, ExportConfig
 from draftkit.config.measuring import (
-    BenchmarkConfig,
     CheckConfig,
     DecodeConfig,
     EvaluateConfig,
-    GpuConfig,
 )
 from draftkit.config.service import OnlineConfig, ServeConfig
 from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, small_draft
@@ -62,8 +60,6 @@ class Config:
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
-    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
-    gpu: GpuConfig = field(default_factory=GpuConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)

@@ -3,10 +3,8 @@
 from dataclasses import dataclass, field
 
 from draftkit.config.choices import (
-    BENCHMARK_METHOD_NAMES,
     CHECKED_NAMES,
     DRAFTED_NAMES,
-    GPU_PARTS,
     PROPOSER_ALIASES,
     PROPOSER_NAMES,
     VERIFICATION_NAMES,
@@ -92,45 +90,6 @@ class EvaluateConfig(Section, key="evaluate"):
         if str(self.lossless).lower() == "false":
             self.lossless = "off"  # which YAML reads as a boolean
         super().__post_init__()
-
-
-@dataclass(kw_only=True)
-class BenchmarkConfig(Section, key="benchmark"):
-    """Which ways to decode are timed beside each other, and on how much."""
-
-    # distill: training steps beside TRL's, and the loss in chunks; gpu: all that needs a GPU
-    subject: str = setting("decoder", names=("decoder", "distill", "gpu"))
-    # random: models of the `pretrain` shapes instead, for speed alone
-    weights: str = setting("pair", names=("pair", "random"))
-    methods: list[str] = setting(
-        ("plain", "speculative", "adaptive", "hf_plain", "hf_assisted", "hf_lookup"),
-        names=BENCHMARK_METHOD_NAMES,
-        filled=True,
-        unique=True,
-    )
-    temperatures: list[float] = setting([0.0, 1.0], least=0, filled=True, unique=True)
-    batch_sizes: list[int] = setting([1, 4, 8, 16], above=0, filled=True, unique=True)
-    compiled_batch_sizes: list[int] = setting([1])  # the rest runs eagerly
-    # Of each setting; more where a batch size would make too few chunks of them.
-    prompts: int = positive(24)
-    max_new_tokens: int = positive(64)
-    warm_steps: int = positive(4)  # subject=distill: steps that do not count, and those that do
-    steps: int = setting(20, least=2)
-    loss_tokens: int = positive(2048)  # of the loss that is taken in chunks and whole
-    loss_vocab_size: int = positive(152_064)
-
-    def __post_init__(self) -> None:
-        self.methods = [PROPOSER_ALIASES.get(name, name) for name in self.methods]
-        super().__post_init__()
-
-
-@dataclass(kw_only=True)
-class GpuConfig(Section, key="gpu"):
-    """What of all that needs a GPU is measured (`benchmark.subject=gpu`), and in how long."""
-
-    parts: list[str] = setting(GPU_PARTS, names=GPU_PARTS, filled=True, unique=True)
-    rehearse: bool = False  # every part on a CPU, in tiny shapes: its numbers mean nothing
-    seconds: float = positive(520.0)  # for all parts together; the limit of each is a share of it
 
 
 @dataclass(kw_only=True)

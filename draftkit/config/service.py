@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from draftkit.config.choices import DOMAIN_NAMES, Section, positive, require, setting
+from draftkit.config.choices import Section, positive, require, setting
 
 DEFAULT_ROUTE = "default"
 LEAST_PROMPTS = 20  # different ones, below which no gate decides: intervals of fewer are too narrow
@@ -61,22 +61,6 @@ class GateConfig(Section, key="online.gate"):
 
 
 @dataclass(kw_only=True)
-class DriftConfig(Section, key="online.drift"):
-    """The simulated stream of `online.task=drift`: domains that follow each other."""
-
-    # The static drafter has learned of the first alone; of the others requests come, in this order.
-    domains: list[str] = setting(DOMAIN_NAMES, unique=True)
-    requests: int = positive(4000)  # of each domain
-    max_new_tokens: int = positive(64)
-    points: int = setting(20, least=2)  # of a domain's curve
-    oracle_steps: int = positive(600)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(len(self.domains) >= 2, "domains", "name at least two")
-
-
-@dataclass(kw_only=True)
 class TrafficConfig(Section, key="online.traffic"):
     """The load that `online.task=serve_and_refit` puts on its own server."""
 
@@ -91,7 +75,7 @@ class TrafficConfig(Section, key="online.traffic"):
 class OnlineConfig(Section, key="online"):
     """The refit loop. `optim` says how it steps, `divergence` what it minimises."""
 
-    task: str = setting("daemon", names=("daemon", "rollback", "drift", "serve_and_refit"))
+    task: str = setting("daemon", names=("daemon", "rollback", "serve_and_refit"))
     routes: list[str] = field(default_factory=lambda: [DEFAULT_ROUTE])  # each with its drafter
     route: str = DEFAULT_ROUTE  # task=rollback: of which
     version: str | None = None  # task=rollback: to which; null: the one before
@@ -115,7 +99,6 @@ class OnlineConfig(Section, key="online"):
     keep: int = positive(5)  # versions; ancestors of what is served stay too
     buffer: BufferConfig = field(default_factory=BufferConfig)
     gate: GateConfig = field(default_factory=GateConfig)
-    drift: DriftConfig = field(default_factory=DriftConfig)
     traffic: TrafficConfig = field(default_factory=TrafficConfig)
 
     def __post_init__(self) -> None:

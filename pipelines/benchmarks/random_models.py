@@ -1,7 +1,7 @@
 """Models of random weights and texts of random tokens, where only speed is of interest.
 
 Plain decoding reads every weight once a token, whatever it is: a shape is enough, and nothing has
-to be downloaded. Knows no methods.
+to be downloaded. An 8 B shape and two drafters for it are what a GPU is measured with.
 """
 
 import torch
@@ -13,6 +13,7 @@ from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device, resolve_dtype
 
 GROUP = 4  # query heads that share a key head, as in Llama 3
+VOCAB_SIZE = 128_256
 
 
 def shape(layers: int, hidden: int, inner: int, heads: int, positions: int) -> PretrainConfig:
@@ -26,7 +27,9 @@ def shape(layers: int, hidden: int, inner: int, heads: int, positions: int) -> P
     )
 
 
-TINY = shape(1, 32, 64, 4, 128)  # of rehearsals
+# Named by how many weights they have.
+TARGET = ("8B", shape(32, 4096, 14336, 32, 4096))
+DRAFTERS = {"1B": shape(16, 2048, 8192, 32, 4096), "0.15B": shape(6, 768, 3072, 12, 4096)}
 
 
 def random_texts(count: int, tokens: int, *, vocab_size: int, seed: int) -> list[list[int]]:
@@ -36,9 +39,14 @@ def random_texts(count: int, tokens: int, *, vocab_size: int, seed: int) -> list
 
 
 def random_model(
-    shape: PretrainConfig, hardware: HardwareConfig, *, vocab_size: int, seed: int
+    shape: PretrainConfig,
+    hardware: HardwareConfig,
+    *,
+    vocab_size: int,
+    seed: int,
+    trains: bool = False,
 ) -> CausalAdapter:
-    """A frozen Llama-type model of random weights, that ends no text.
+    """A Llama-type model of random weights, that ends no text; frozen unless it `trains`.
 
     Made where and in which precision `hardware` says. Embeddings are tied to the head, so
     that a step reads all of `weight_bytes`.
@@ -61,5 +69,5 @@ def random_model(
     with torch.random.fork_rng(devices=devices), device:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=resolve_dtype(hardware, device))
-    model = fit_to_device(model.eval().requires_grad_(False))
+    model = fit_to_device(model.eval().requires_grad_(trains))
     return CausalAdapter(model, vocab_size=vocab_size)

@@ -1,17 +1,19 @@
-"""`benchmark.subject=distill`: what a step of distillation costs, beside TRL's; and its loss.
+"""`python -m pipelines.benchmarks.training`: a step of distillation beside TRL's, and its loss.
 
 Both trainers run in one process, a step of one after a step of the other, from the same weights,
 on the same prompts, sampling from their own draft as it learns: what disturbs the machine disturbs
 both. Rates count completion tokens and everything a step does: sampling, scores of the target,
 loss, gradient, update. The first steps, in which code is compiled, do not count. The loss in chunks
-stands beside one that holds all logits, at a vocabulary of 152k.
+stands beside one that holds all logits, at a vocabulary of 152k. On CUDA our steps follow on models
+of random weights: drafters under a target of 8 B.
 """
 
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from draftkit.artifacts import read_json
 from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.data.prompts import read_splits
 from draftkit.distillation.batch import collate, continued
@@ -29,47 +32,31 @@ from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
 from draftkit.distillation.teacher import FullScores, TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter, Head
+from draftkit.models.devices import resolve_device
 from draftkit.models.loading import Target, load_draft, load_target
 
-from ..plan import StageFolder
-from .ceilings import seconds_of
-from .decoder import spread
+from ..plan import Given, StageFolder, Step
+from ..prepare import check_pair, pair_and_text
+from ..run import peak_memory_bytes, stage
+from .decoder_points import spread
+from .random_models import DRAFTERS, TARGET, VOCAB_SIZE, random_model, random_texts
+from .timing import seconds_of
 from .training_peers import LEARNING_RATE, answer_tokens, trl_steps
 
+WARM_STEPS, STEPS = 4, 20  # of both trainers: those that do not count, and those that do
 GRADIENT_REPEATS = 2  # of half a minute each, on two cores
+RANDOM_WARM_STEPS, RANDOM_STEPS = 2, 6
 
 
-def measure(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Time both trainers, then the loss both ways."""
-    options, rows = config.benchmark, config.optim.per_device_train_batch_size
-    target = load_target(folder.model(config, "target"), config.hardware)
-    draft = load_draft(folder.model(config, "draft"), target, dtype=torch.float32)
-    examples = read_splits(folder.input("texts")).train[: rows * options.steps]
-    folder.note(f"{options.steps} steps of each trainer, in turns")
-    rates = beside_trl(target, draft, [example.prompt_ids for example in examples], config)
-    shape = replace(Shape(), tokens=options.loss_tokens, vocab_size=options.loss_vocab_size)
-    folder.note(f"the loss on {shape.tokens} tokens of {shape.vocab_size}, both ways")
-    costs = chunked_costs(
-        shape,
-        divergence=config.divergence.name,
-        device=draft.device,
-        repeats=GRADIENT_REPEATS,
-        seed=config.seed,
-    )
-    return {
-        **rates,
-        **costs,
-        "loss_tokens": shape.tokens,
-        "loss_vocab_size": shape.vocab_size,
-        "batch_size": rows,
-        "max_new_tokens": answer_tokens(config),
-        "divergence": config.divergence.name,
-        "dtype": str(target.adapter.dtype).removeprefix("torch."),
-    }
+def needs(config: Config) -> Mapping[str, Given | Step]:
+    """The pair and its text. Raises ValueError for a device that is not there."""
+    resolve_device(config.hardware)
+    return pair_and_text(config)
 
 
-def show(summary: dict[str, Any]) -> None:
+def show(config: Config, folder: Path) -> None:
     """Print both rates and the costs of the loss."""
+    summary = read_json(folder / "summary.json")
     console = Console(width=80, highlight=False)
     console.print(
         f"On-policy {summary['divergence']}, {summary['batch_size']} rows, "
@@ -94,6 +81,11 @@ def show(summary: dict[str, Any]) -> None:
         f"{summary['chunked_time_ratio']:.2f}x its time; gradients differ by "
         f"{summary['chunked_gradient_error']:.1e}."
     )
+    for name, steps in summary["random"].items():
+        console.print(
+            f"Random weights, {name}: {steps['tokens_per_second']:.0f} completion tokens/s, peak "
+            f"memory {steps['peak_memory_bytes'] / 1e9:.1f} GB."
+        )
 
 
 # Whole steps
@@ -103,14 +95,17 @@ def beside_trl(
     target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
 ) -> dict[str, Any]:
     """Rates of both trainers, and the median of their ratios step by step with its quartiles."""
-    warm_steps, steps = config.benchmark.warm_steps, config.benchmark.steps
     theirs = copy.deepcopy(draft.model)
-    step = our_step(target, draft, prompts, config)
+    step = our_step(target.adapter, draft, prompts, config, target.eos_token_ids)
     ours: list[float] = []  # completion tokens a second
-    trl = trl_steps(target, theirs, prompts, config, lambda: ours.append(step(len(ours))))
+
+    def record() -> None:
+        ours.append(step(len(ours)))
+
+    trl = trl_steps(target, theirs, prompts, config, WARM_STEPS + STEPS, record)
     rates = {
-        "draftkit": ours[warm_steps:],
-        "trl": [step.tokens / step.seconds for step in trl[warm_steps:]],
+        "draftkit": ours[WARM_STEPS:],
+        "trl": [step.tokens / step.seconds for step in trl[WARM_STEPS:]],
     }
     ratios = [a / b for a, b in zip(rates["draftkit"], rates["trl"], strict=True)]
     return {
@@ -118,20 +113,24 @@ def beside_trl(
         "ratio_quartiles": spread(ratios)["quartiles"],
         "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
         "rate_quartiles": {name: spread(values)["quartiles"] for name, values in rates.items()},
-        "steps": steps,
+        "steps": STEPS,
     }
 
 
 def our_step(
-    target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
+    target: CausalAdapter,
+    draft: CausalAdapter,
+    prompts: Sequence[Sequence[int]],
+    config: Config,
+    eos_token_ids: Sequence[int] = (),
 ) -> Callable[[int], float]:
     """A function that takes the step of a number, and tells its completion tokens a second."""
-    dtype, size = target.adapter.dtype, config.optim.per_device_train_batch_size
+    dtype, size = target.dtype, config.optim.per_device_train_batch_size
     rate = config.optim.learning_rate or LEARNING_RATE
     optim = OptimConfig(learning_rate=rate, lr_scheduler_type="constant", warmup_steps=0)
     trainer = Trainer(
         draft,
-        TargetTeacher(target.adapter),
+        TargetTeacher(target),
         optim=optim,
         divergence=config.divergence,
         sampling=config.sampling,
@@ -143,7 +142,7 @@ def our_step(
         name="draft",
         settings=AnswerSettings(
             sampling=config.sampling,
-            eos_token_ids=target.eos_token_ids,
+            eos_token_ids=eos_token_ids,
             max_new_tokens=answer_tokens(config),
             max_length=max(map(len, prompts)) + answer_tokens(config),
             batch_size=size,
@@ -247,3 +246,83 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
         held += event.nbytes()
         most = max(most, held)
     return most
+
+
+# Models of random weights
+
+
+def random_steps(config: Config) -> dict[str, dict[str, float]]:
+    """Our steps of each of `DRAFTERS` under `TARGET`: median completion tokens a second, memory.
+
+    Eagerly: code of models so large takes longer to make than its steps.
+    """
+    name, shape = TARGET
+    config = replace(config, decode=replace(config.decode, compile="false"))
+    target = random_model(shape, config.hardware, vocab_size=VOCAB_SIZE, seed=config.seed)
+    texts = random_texts(
+        config.optim.per_device_train_batch_size,
+        config.data.prompt_tokens,
+        vocab_size=VOCAB_SIZE,
+        seed=config.seed,
+    )
+    precise, measured = replace(config.hardware, dtype="float32"), {}
+    for drafter, small in DRAFTERS.items():
+        draft = random_model(
+            small, precise, vocab_size=VOCAB_SIZE, seed=config.seed + 1, trains=True
+        )
+        if draft.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(draft.device)
+        step = our_step(target, draft, texts, config)
+        rates = [step(number) for number in range(RANDOM_WARM_STEPS + RANDOM_STEPS)]
+        measured[f"{name}, {drafter}"] = {
+            "tokens_per_second": statistics.median(rates[RANDOM_WARM_STEPS:]),
+            "peak_memory_bytes": peak_memory_bytes(),
+        }
+    return measured
+
+
+@stage(
+    name="benchmark",
+    sections=(
+        *("seed", "data", "sampling", "decode", "divergence"),
+        *("optim.learning_rate", "optim.per_device_train_batch_size"),
+    ),
+    version=2,
+    needs=needs,
+    check=check_pair,
+    product=None,
+    after=show,
+)
+def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Time both trainers, then the loss both ways, then on CUDA our steps on random models."""
+    rows, shape = config.optim.per_device_train_batch_size, Shape()
+    target = load_target(folder.model(config, "target"), config.hardware)
+    draft = load_draft(folder.model(config, "draft"), target, dtype=torch.float32)
+    examples = read_splits(folder.input("texts")).train[: rows * STEPS]
+    folder.note(f"{STEPS} steps of each trainer, in turns")
+    rates = beside_trl(target, draft, [example.prompt_ids for example in examples], config)
+    pace = {"tokens_per_second": rates["tokens_per_second"]["draftkit"]}
+    folder.tracker.log("benchmark_training", 0, pace | {"ratio_to_trl": rates["ratio_to_trl"]})
+    folder.note(f"the loss on {shape.tokens} tokens of {shape.vocab_size}, both ways")
+    costs = chunked_costs(
+        shape,
+        divergence=config.divergence.name,
+        device=draft.device,
+        repeats=GRADIENT_REPEATS,
+        seed=config.seed,
+    )
+    return {
+        **rates,
+        **costs,
+        "random": random_steps(config) if draft.device.type == "cuda" else {},
+        "loss_tokens": shape.tokens,
+        "loss_vocab_size": shape.vocab_size,
+        "batch_size": rows,
+        "max_new_tokens": answer_tokens(config),
+        "divergence": config.divergence.name,
+        "dtype": str(target.adapter.dtype).removeprefix("torch."),
+    }
+
+
+if __name__ == "__main__":
+    benchmark.main()

@@ -105,9 +105,10 @@ def trl_steps(
     draft: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     config: Config,
+    steps: int,
     between: Callable[[], None],
 ) -> list[PeerStep]:
-    """Train `draft` for all steps of `config.benchmark`.
+    """Train `draft` for `steps` steps.
 
     `between` is called after every step, and its time counts for nobody. Raises ValueError where
     TRL is not installed.
@@ -130,7 +131,7 @@ def trl_steps(
                 beta=BETAS[config.divergence.name],
                 per_device_train_batch_size=config.optim.per_device_train_batch_size,
                 max_completion_length=answer_tokens(config),
-                max_steps=config.benchmark.warm_steps + config.benchmark.steps,
+                max_steps=steps,
                 learning_rate=config.optim.learning_rate or LEARNING_RATE,
                 bf16=target.adapter.dtype == torch.bfloat16,
                 **PLAIN,

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from draftkit.config import (
-    BenchmarkConfig,
     Config,
     DataConfig,
     DecodeConfig,
@@ -14,6 +13,7 @@ from draftkit.config import (
 from draftkit.distillation import chunked
 from draftkit.models.loading import Target
 from draftkit.models.vocabulary import train_byte_bpe
+from pipelines.benchmarks import training
 from pipelines.benchmarks.training import Shape, beside_trl, chunked_costs, peak_bytes
 from tests import tiny
 
@@ -21,15 +21,16 @@ CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
-def test_both_trainers_are_timed_on_the_same_prompts_step_by_step():
+def test_both_trainers_are_timed_on_the_same_prompts_step_by_step(monkeypatch):
     pytest.importorskip("trl", minversion="1.16")  # older ones have no such trainer
+    monkeypatch.setattr(training, "WARM_STEPS", 1)
+    monkeypatch.setattr(training, "STEPS", 2)
     target, draft = tiny.pair()
     pair = Target(target, train_byte_bpe(["a b c"], 300), eos_token_ids=(0,))
     config = Config(
         divergence=DivergenceConfig(name="reverse_kl"),
         data=DataConfig(prompt_tokens=7, max_length=12),
         optim=OptimConfig(per_device_train_batch_size=2, learning_rate=1e-3),
-        benchmark=BenchmarkConfig(warm_steps=1, steps=2),
         decode=DecodeConfig(compile="false"),
     )
     before = draft.model.get_input_embeddings().weight.clone()

@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from draftkit.config import (
-    BenchmarkConfig,
     Config,
     DataConfig,
     DivergenceConfig,
@@ -37,9 +36,8 @@ def steps_of(target, draft, tokenizer, divergence, between=lambda: None):
         divergence=DivergenceConfig(name=divergence),
         data=DataConfig(prompt_tokens=9, max_length=16),
         optim=OptimConfig(per_device_train_batch_size=2, learning_rate=1e-3),
-        benchmark=BenchmarkConfig(warm_steps=1, steps=2),
     )
-    return trl_steps(Target(target, tokenizer, ()), draft.model, PROMPTS, config, between)
+    return trl_steps(Target(target, tokenizer, ()), draft.model, PROMPTS, config, 3, between)
 
 
 @pytest.mark.parametrize("divergence", BETAS)

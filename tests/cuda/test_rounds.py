@@ -29,7 +29,11 @@ EVERYTHING = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9, repetition_pena
 @on_devices
 @pytest.mark.parametrize("rows", [1, 17])
 def test_noise_is_the_same_bits_everywhere(device: torch.device, rows: int) -> None:
-    """T2 of the review: if this fails, nothing that is sampled on the card is worth timing."""
+    """If this fails, nothing that is sampled on the card is worth timing.
+
+    What is made of indices stays inside int32, which is what Inductor computes them in; Triton
+    refuses constants beyond it (pytorch#186057), torch 2.11 would wrap (pytorch#175966).
+    """
     generator = torch.Generator().manual_seed(rows)
     key = {
         name: torch.randint(-(2**62), 2**62, (rows,), generator=generator)
@@ -171,7 +175,7 @@ def test_proposers_of_every_kind_are_captured(device: torch.device, kind: str) -
 def test_weights_that_are_swapped_between_rounds_are_those_of_the_next(
     device: torch.device,
 ) -> None:
-    """T4: captures read them where they are, so the same kernels meet the new ones."""
+    """Captures read them where they are, so the same kernels meet the new ones."""
     target, draft = (one.to(device) for one in tiny.pair(**SMALL))
     model = tiny.related(target.model.cpu(), noise=0.5, seed=9)
     target.model.to(device)

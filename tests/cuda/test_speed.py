@@ -13,8 +13,8 @@ from draftkit.config import HardwareConfig, PretrainConfig
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.attention import grouped_attention, plain_attention, sdpa_attention_forward
-from pipelines.benchmarks.ceilings import copy_bandwidth
 from pipelines.benchmarks.random_models import random_model
+from pipelines.benchmarks.timing import copy_bandwidth
 from tests.cuda.card import Code, milliseconds, on_devices
 from tests.decoding.driving import DRAFT, fresh_graphs, request
 
@@ -35,7 +35,7 @@ def llama(device: torch.device, layers: int, **shape: int) -> Any:
 def test_seconds_until_code_is_ready_and_milliseconds_of_a_round(
     device: torch.device, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Captured or compiled (C3): four layers of 8 B beside a drafter of two small ones."""
+    """Captured or compiled: four layers of 8 B beside a drafter of two small ones."""
     target = llama(device, 4)
     draft = llama(device, 2, **(DRAFT_SHAPE if device.type == "cuda" else {}))
     codes = [Code(late=True), Code(captured=True, late=True)]
@@ -62,7 +62,7 @@ def test_seconds_until_code_is_ready_and_milliseconds_of_a_round(
 def test_ways_to_attend_to_keys_that_heads_share_agree(
     device: torch.device, rows: int, slots: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """T10: five queries of 32 heads on 8, in rows of a cache that holds more slots."""
+    """Five queries of 32 heads on 8, in rows of a cache that holds more slots."""
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     query = torch.randn(rows, 32, 5, 128, device=device, dtype=half)
@@ -95,7 +95,7 @@ def test_ways_to_attend_to_keys_that_heads_share_agree(
 
 @on_devices
 def test_a_model_of_eight_billion_weights_is_made_where_it_stays(device: torch.device) -> None:
-    """T11: in seconds, and in little more memory than its weights."""
+    """In seconds, and in little more memory than its weights."""
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats(device)

@@ -27,7 +27,7 @@ SAMPLINGS = {
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_no_round_waits_for_the_device(device: torch.device, sampling: str, captured: bool) -> None:
-    """T8: rounds of full groups with all that is read of them, top ids included."""
+    """Rounds of full groups with all that is read of them, top ids included."""
     target, draft = (one.to(device) for one in tiny.pair(**SMALL))
     decoder = Code(captured=captured, late=True).decoder(target, slots=3, capacity=128, top_k=4)
     decoder.attach(DRAFT, DraftModelProposer(draft))
@@ -62,7 +62,7 @@ def test_rows_join_and_leave_without_waiting(device: torch.device) -> None:
 
 @on_devices
 def test_captures_stand_copies_of_another_thread(device: torch.device) -> None:
-    """T5: a server reads new weights beside its rounds, whose keys are captured meanwhile."""
+    """A server reads new weights beside its rounds, whose keys are captured meanwhile."""
     target, draft = (one.to(device) for one in tiny.pair(**SMALL))
     weights = {name: weight.cpu() + 0 for name, weight in draft.weights().items()}
     stop, copies, errors = threading.Event(), [0], list[BaseException]()
@@ -92,7 +92,11 @@ def test_captures_stand_copies_of_another_thread(device: torch.device) -> None:
 
 @on_devices
 def test_decoders_leave_no_memory_behind(device: torch.device) -> None:
-    """T6: each takes its captures and their caches along."""
+    """Each takes its captures and their caches along.
+
+    Garbage is not collected during a capture: freeing a graph then invalidates it
+    (pytorch#161037, pytorch#195397).
+    """
     target, draft = (one.to(device) for one in tiny.pair(**SMALL))
 
     def generation() -> None:

@@ -31,6 +31,8 @@ from ..plan import StageFolder
 from .drift_stream import Service
 
 SAMPLED = 512  # answers of a file
+REQUESTS = 3000  # of each domain
+MAX_NEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,10 @@ class Lab:
 
     def texts(self, domain: str) -> Texts:
         """The answers to the prompts of `domain`, sampled where they are not there yet."""
-        drift, evaluate = self.config.online.drift, self.config.evaluate
+        evaluate = self.config.evaluate
         splits = read_splits(self.folder.input("texts"))
         return Texts(
-            self._answers(f"{domain}-train", of_domain(splits.train, domain)[: drift.requests]),
+            self._answers(f"{domain}-train", of_domain(splits.train, domain)[:REQUESTS]),
             self._answers(
                 f"{domain}-validation",
                 of_domain(splits.validation, domain)[: evaluate.validation_prompts],
@@ -72,7 +74,7 @@ class Lab:
             self.target,
             sampling=config.sampling,
             seed=config.seed,
-            max_new_tokens=config.online.drift.max_new_tokens,
+            max_new_tokens=MAX_NEW_TOKENS,
             batch_size=config.generate.batch_size,
             max_length=config.data.max_length,
         )
@@ -105,8 +107,8 @@ class Lab:
                 config,
                 self.folder.model(config, "target"),
                 tokenizer=self.target.tokenizer,
-                texts=of_domain(splits.train, config.online.drift.domains[0]),
-                held_out=of_domain(splits.validation, config.online.drift.domains[0]),
+                texts=of_domain(splits.train, config.data.domains[0]),
+                held_out=of_domain(splits.validation, config.data.domains[0]),
                 length=splits.room.total,
                 folder=self.folder.path,
                 tracker=self.folder.tracker,

@@ -1,6 +1,6 @@
 """What the drift experiment shows people: a table of 80 columns and the curve of the stream.
 
-Renders what `pipelines.experiments.drift` stores; computes nothing.
+Renders what `pipelines.benchmarks.drift` stores; computes nothing.
 """
 
 from collections.abc import Sequence

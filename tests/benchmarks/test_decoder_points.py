@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftkit.config import BENCHMARK_METHOD_NAMES, SamplingConfig
+from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.lossless import parting_margin
 from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed
 from draftkit.theory.speedup import Costs, speedup_from_length
-from pipelines.benchmarks import decoder as benchmark
-from pipelines.benchmarks.decoder import (
+from pipelines.benchmarks import decoder_points as benchmark
+from pipelines.benchmarks.decoder_points import (
     METHODS,
     Counted,
     Pair,
@@ -64,7 +64,7 @@ def by_method(points):
 @pytest.fixture(scope="module")
 def greedy(pair):
     """Every method on single greedy rows."""
-    return by_method(measure(pair, PROMPTS, SETTING, BENCHMARK_METHOD_NAMES))
+    return by_method(measure(pair, PROMPTS, SETTING, list(METHODS)))
 
 
 # A setting

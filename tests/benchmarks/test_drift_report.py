@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipelines.experiments.drift_report import COLOURS, drift_figure, drift_table, short
+from pipelines.benchmarks.drift_report import COLOURS, drift_figure, drift_table, short
 
 
 def estimate(mean: float, half: float = 0.01) -> dict[str, Any]:

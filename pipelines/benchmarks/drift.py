@@ -1,7 +1,8 @@
-"""The drift experiment: a drafter that knows one domain meets others (Liu et al. 2310.07177, 5.3).
+"""`python -m pipelines.benchmarks.drift`: a drafter that knows one domain meets others.
 
-The target knows all domains. The static drafter is trained and distilled on the first one alone; an
-oracle is the static one distilled on the whole stream of a domain. In between stands the drafter
+The experiment of Liu et al. (2310.07177, 5.3), simulated. The target knows all domains; they come
+in the order of `data.domains`. The static drafter is trained and distilled on the first one alone;
+an oracle is the static one distilled on the whole stream of a domain. In between stands the drafter
 that is refitted online from what was served so far, with anchors of the first domain and without.
 The curve is taken on requests that nobody has seen; what was recovered after a tenth of a domain's
 stream, and what is left of the first domain, on held-out text of the test split.
@@ -11,9 +12,12 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
+from pathlib import Path
 from typing import Any
 
-from draftkit.artifacts import write_json
+from rich.console import Console
+
+from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.models.adapter import Adapter
@@ -22,12 +26,17 @@ from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.refit import Anchors, Update
 from draftkit.theory.acceptance import Estimate, Rate, estimate
 
-from ..plan import StageFolder
+from ..generate import ROLLOUT_SETTINGS
+from ..plan import SUMMARY, StageFolder
+from ..run import stage
+from ..target import text_and_target
 from .drift_lab import Lab, Texts
-from .drift_report import drift_figure
+from .drift_report import drift_figure, drift_table
 from .drift_stream import Service, stream
 
 ONLINE, BARE = "online", "without_anchors"
+POINTS = 20  # of a domain's curve
+ORACLE_STEPS = 800
 SCORED = 24  # requests of a point of the curve
 EARLY = 0.1  # of a domain's stream: where recovery is read off
 ENOUGH = 0.7  # of the gap: recovered
@@ -59,7 +68,7 @@ def tested(
     lab: Lab, texts: Mapping[str, Texts], domain: str, drafts: Mapping[str, Adapter], share: float
 ) -> dict[str, Any]:
     """The drafters on held-out text: of `domain`, and of the first one, which they may forget."""
-    scored, first = lab.score(drafts, texts[domain].test), lab.config.online.drift.domains[0]
+    scored, first = lab.score(drafts, texts[domain].test), lab.config.data.domains[0]
     others = {name: draft for name, draft in drafts.items() if name != "oracle"}
     kept = lab.score(others, texts[first].test)
 
@@ -78,16 +87,16 @@ def tested(
 
 def run(lab: Lab) -> Log:
     """Make texts and drafters, let the stream pass, and test after a tenth and at each end."""
-    config, drift, log = lab.config, lab.config.online.drift, Log()
-    texts = {domain: lab.texts(domain) for domain in drift.domains}
-    known, *new = drift.domains
+    config, log = lab.config, Log()
+    texts = {domain: lab.texts(domain) for domain in config.data.domains}
+    known, *new = config.data.domains
     first = texts[known]
     static = lab.static(first)
     fixed = {
         domain: {
             "static": lab.draft(static),
             "oracle": lab.draft(
-                lab.distil(f"oracle-{domain}", static, texts[domain], drift.oracle_steps)
+                lab.distil(f"oracle-{domain}", static, texts[domain], ORACLE_STEPS)
             ),
         }
         for domain in new
@@ -121,7 +130,7 @@ def run(lab: Lab) -> Log:
         services,
         others=fixed.__getitem__,
         score=lab.score,
-        points=drift.points,
+        points=POINTS,
         scored=SCORED,
         step=config.online.min_records,
         tell=keep,
@@ -131,11 +140,11 @@ def run(lab: Lab) -> Log:
         alphas = (f"{name} {alpha['mean']:.3f}" for name, alpha in point["alpha"].items())
         lab.folder.note(f"{domain} {point['first']:>6}: {', '.join(alphas)}")
         passed[domain] = passed.get(domain, 0) + 1
-        if passed[domain] in (ceil(EARLY * drift.points), drift.points):
+        if passed[domain] in (ceil(EARLY * POINTS), POINTS):
             for service in services:
                 service.follow()
             drafts = {**fixed[domain], **{one.name: one.draft for one in services}}
-            log.tests.append(tested(lab, texts, domain, drafts, passed[domain] / drift.points))
+            log.tests.append(tested(lab, texts, domain, drafts, passed[domain] / POINTS))
     return log
 
 
@@ -156,6 +165,32 @@ def early_enough(log: Log, domain: str, name: str) -> float | None:
     return None
 
 
+def check(config: Config) -> None:
+    """Raise ValueError for domains that cannot follow each other."""
+    domains = config.data.domains
+    if len(domains) < 2 or len(set(domains)) < len(domains):
+        raise ValueError(f"data.domains must name at least two, and none twice, got {domains}")
+
+
+def show(config: Config, folder: Path) -> None:
+    """Print the table of a complete experiment."""
+    Console(width=80).print(drift_table(read_json(folder / SUMMARY)))
+
+
+@stage(
+    name="online",
+    sections=(
+        *("seed", "data", "sampling", "divergence", "optim", "decode", "online"),
+        *("draft.pretrain", "draft.shrink", "draft.lora", "draft.freeze_head"),
+        *ROLLOUT_SETTINGS,
+        *("evaluate.prompts", "evaluate.validation_prompts", "evaluate.batch_size"),
+    ),
+    version=3,
+    needs=text_and_target,
+    check=check,
+    product=None,
+    after=show,
+)
 def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Run the experiment in `folder`; figure and curve lie there, the table is in the summary."""
     target = load_target(folder.model(config, "target"), config.hardware)
@@ -163,7 +198,7 @@ def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
     write_json(folder.path / CURVE, {"points": log.points, "updates": log.updates})
     drift_figure(log.points, log.updates, folder.path / "drift.png")
     folder.tracker.figure("online/drift", folder.path / "drift.png")
-    _, *domains = config.online.drift.domains
+    _, *domains = config.data.domains
     mine = [update for update in log.updates if update["service"] == ONLINE]
     published = [update for update in mine if update["version"] is not None]
     earliest = [next(test for test in log.tests if test["domain"] == one) for one in domains]
@@ -183,3 +218,7 @@ def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
         "update_tokens": sum(update["tokens"] for update in mine),
         "tests": log.tests,
     }
+
+
+if __name__ == "__main__":
+    drift.main()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from draftkit.online.buffer import Entry
-from pipelines.experiments.drift_stream import Service, stream
+from pipelines.benchmarks.drift_stream import Service, stream
 from tests.online import making
 
 

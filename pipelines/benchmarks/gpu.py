@@ -1,0 +1,163 @@
+"""`python -m pipelines.benchmarks.gpu [PART ...]`: all that needs a GPU, in nine minutes on one.
+
+`tests` are those marked gpu, `decoder` and `training` the two benchmarks as `bench_gpu` has them.
+Each part is a process, killed with all that it started when its time is over; what it had logged by
+then stays. All numbers go to `outputs/bench_gpu/gpu.json`, and one table of them to the screen.
+Exit code 1 where a part did not come to a good end, 2 without a GPU.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from draftkit.artifacts import read_json, remove, write_json
+from draftkit.models.devices import resolve_device
+from draftkit.tracking import FILE_NAME, read_metrics
+
+from ..configuration import CONF_DIR, compose_config
+from ..plan import MANIFEST, SUMMARY
+
+SECONDS = 530.0  # of all parts together
+LIMITS = {"tests": 160.0, "decoder": 280.0, "training": 150.0}  # of each, where so much is left
+# A drafter of one layer is compiled in seconds.
+OPTIONS = {"decoder": [], "training": ["decode.compile=true"]}
+EXPERIMENT, RESULTS, REPORT = "bench_gpu", "gpu.json", "tests.xml"
+HEADLINES = {
+    "decoder": ("ratio_to_plain", "ratio_to_hf_plain", "ratio_to_hf_assisted", "prediction_error"),
+    "training": ("ratio_to_trl", "chunked_peak_fraction", "chunked_time_ratio"),
+}
+
+
+def command_of(part: str, root: Path) -> list[str]:
+    """The command of a part, whose folder lies below `root`."""
+    if part == "tests":
+        report = f"--junitxml={root / EXPERIMENT / REPORT}"
+        return [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", report]
+    given = [f"+experiment={EXPERIMENT}", f"name={EXPERIMENT}_{part}", f"root={root}"]
+    given += [*OPTIONS[part], "overwrite=true"]
+    return [sys.executable, "-m", f"{__package__}.{part}", *given]
+
+
+def run_part(command: Sequence[str], seconds: float) -> dict[str, Any]:
+    """Run a command for at most `seconds`: how it ended, and how long it took."""
+    started, status = time.monotonic(), "complete"
+    process = subprocess.Popen(command, cwd=CONF_DIR.parent, start_new_session=True)
+    try:
+        if code := process.wait(timeout=seconds):
+            status = f"failed with exit code {code}"
+    except subprocess.TimeoutExpired:
+        status = "out of time"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and whatever it has left behind
+        process.wait()
+    return {"status": status, "seconds": time.monotonic() - started}
+
+
+def numbers_of(part: str, root: Path) -> dict[str, Any]:
+    """What a part measured: counts of tests, or a summary; else the points logged by its end."""
+    if part == "tests":
+        report = root / EXPERIMENT / REPORT
+        if not report.is_file():
+            return {}
+        counts = ElementTree.parse(report).getroot()[0].attrib
+        return {key: int(counts[key]) for key in ("tests", "failures", "errors", "skipped")}
+    folder = root / f"{EXPERIMENT}_{part}" / "benchmark"
+    if (folder / SUMMARY).is_file():
+        return {
+            "summary": read_json(folder / SUMMARY),
+            "provenance": read_json(folder / MANIFEST)["provenance"],
+        }
+    metrics = folder / FILE_NAME
+    return {"unfinished": read_metrics(metrics) if metrics.is_file() else []}
+
+
+def measure(parts: Sequence[str], root: Path) -> dict[str, dict[str, Any]]:
+    """Run the parts, in order, as long as there is time; what is known is written at once."""
+    folder, started = root / EXPERIMENT, time.monotonic()
+    results: dict[str, dict[str, Any]] = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        stage = root / f"{EXPERIMENT}_{part}" / "benchmark"
+        for stale in (folder / REPORT, stage / SUMMARY, stage / FILE_NAME):
+            remove(stale)
+        seconds = min(LIMITS[part], SECONDS - (time.monotonic() - started))
+        print(f"gpu: {part}, at most {seconds:.0f} s", flush=True)
+        results[part] = run_part(command_of(part, root), seconds) | numbers_of(part, root)
+        write_json(folder / RESULTS, results)
+    return results
+
+
+def rows(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What the table shows: a name and what was measured."""
+    for part, result in results.items():
+        yield part, f"{result['status']} in {result['seconds']:.0f} s"
+        for word in ("tests", "failures", "errors", "skipped"):
+            if word in result:
+                yield f"  {word}", str(result[word])
+        for line in result.get("unfinished", []):
+            if "tokens_per_second" in line:
+                name = f"  {line['section']}, batch {line.get('batch_size', '-')}"
+                yield name, f"{line['tokens_per_second']:.0f} tokens/s"
+        summary = result.get("summary", {})
+        for key in HEADLINES.get(part, ()):
+            if summary.get(key) is not None:
+                yield f"  {key}", f"{summary[key]:.3f}"
+        for name, measured in summary.get("random", {}).items():
+            if part == "training":
+                memory = measured["peak_memory_bytes"] / 1e9
+                yield f"  {name}", f"{measured['tokens_per_second']:.0f} tokens/s, {memory:.1f} GB"
+                continue
+            yield f"  {name}", f"{measured['bandwidth']['fraction']:.0%} of a copy's rate"
+            for point in measured["points"]:
+                yield f"    {point['method']}, batch {point['batch_size']}", point_line(point)
+
+
+def point_line(point: dict[str, Any]) -> str:
+    """The rate of a point, its ratios, and what its costs give at a likely acceptance."""
+    line = f"{point['tokens_per_second']['median']:.0f} tokens/s"
+    for name, ratio in point["ratios"].items():
+        line += f", {ratio['median']:.2f}x {name}"
+    if "likely_speedup" in point:
+        line += f"; c {point['cost_ratio']:.2f}, {point['likely_speedup']:.2f}x at alpha 0.8"
+    return line
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the parts that are named, all by default, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="pipelines.benchmarks.gpu")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(LIMITS))
+    parts = parser.parse_args(arguments).parts or list(LIMITS)
+    try:
+        if unknown := sorted(set(parts) - set(LIMITS)):
+            raise ValueError(f"there is no part {unknown[0]}: {', '.join(LIMITS)}")
+        config = compose_config([f"+experiment={EXPERIMENT}"])
+        resolve_device(config.hardware)
+    except ValueError as error:
+        print(f"gpu: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    root = Path(config.root).resolve()
+    results = measure(parts, root)
+    table = Table("", "", box=box.SIMPLE_HEAD, show_edge=False, show_header=False)
+    for name, measured in rows(results):
+        table.add_row(name, measured)
+    Console(width=100, highlight=False).print(table)
+    print(f"gpu: {root / EXPERIMENT / RESULTS}")
+    if any(result["status"] != "complete" for result in results.values()):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

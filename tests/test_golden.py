@@ -1,0 +1,152 @@
+"""Golden numbers: what runs at a fixed seed gave, before the house was rebuilt, must stay.
+
+In float32, on one thread, under the pins of constraints.txt: losses within 1e-5 of themselves,
+tokens equal, keys of summaries present, refusals to the word. The numbers lie in golden.json; one
+that changes with a reason is written there by hand, and the reason into the commit.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import draftkit
+from draftkit.artifacts import read_json
+from draftkit.config import Config, DecodeConfig
+from pipelines.configuration import compose_config
+from pipelines.distill import distill
+from pipelines.train import train
+from tests.smoke import TEXT, made_in, numbers, smoke
+
+pytestmark = pytest.mark.usefixtures("short_bursts")
+GOLDEN: dict[str, Any] = read_json(Path(__file__).with_name("golden.json"))
+STEPS, ANSWERS = 20, 16
+PARD = ("draft.kind=pard", "draft.pard.tokens=4", "name=pard")
+EACH_STEP = (f"optim.max_steps={STEPS}", "optim.eval_steps=10", "optim.logging_steps=1")
+HERE = ("tracker=none", "hardware.dtype=float32", "hardware.device=cpu", "hardware.threads=1")
+
+
+def near(value: Any) -> Any:
+    return pytest.approx(value, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of outputs with the text of all runs: installed text is that of a machine."""
+    folder = tmp_path_factory.mktemp("outputs")
+    lines = [TEXT.format(i, i * 7, i * 13) for i in range(600)]
+    with (folder / "rows.jsonl").open("w") as file:
+        for i in range(0, len(lines), 5):
+            file.write(json.dumps({"text": " ".join(lines[i : i + 5])}) + "\n")
+    return folder
+
+
+def texts_of(root: Path) -> list[str]:
+    return ["data=local", f"data.path={root / 'rows.jsonl'}", "data.test_fraction=0.2"]
+
+
+def small(root: Path, *overrides: str) -> Config:
+    """The smallest experiment, on that text, every step logged."""
+    return smoke(root, *texts_of(root), *EACH_STEP, *HERE, *overrides)
+
+
+@pytest.fixture(scope="module")
+def finished(root: Path) -> Path:
+    """The folder of a finished smoke experiment."""
+    distill.launch(small(root))
+    return root / "smoke"
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in numbers(folder) if line["section"] == "train"]
+
+
+def alphas(folder: Path) -> list[float]:
+    return [line["alpha"] for line in numbers(folder) if line["section"] == "validation"]
+
+
+def answers(root: Path, draft: Path) -> list[list[int]]:
+    """Tokens that the target and the drafter in `draft` generate together, at temperature 1."""
+    pair = draftkit.load_pair(made_in(root)[0], draft, device="cpu", dtype="float32")
+    decoding = DecodeConfig(gamma=3, compile="false")
+    return [
+        draftkit.generate(
+            pair, TEXT.format(i, i, i)[: 20 + i], max_new_tokens=12, decode=decoding
+        ).ids
+        for i in range(ANSWERS)
+    ]
+
+
+def test_a_run_learns_as_it_did(finished: Path) -> None:
+    assert losses(finished / "train") == near(GOLDEN["smoke"]["losses"])
+    assert alphas(finished / "train") == near(GOLDEN["smoke"]["alphas"])
+    summary = read_json(finished / "distill" / "summary.json")
+    judged = [summary[f"alpha_{when}"]["mean"] for when in ("before", "after")]
+    assert judged == near(GOLDEN["smoke"]["judged"])
+
+
+def test_answers_are_the_same_tokens(finished: Path, root: Path) -> None:
+    assert answers(root, finished / "distill" / "draft") == GOLDEN["smoke"]["answers"]
+
+
+def test_quickstart_learns_as_it_did(root: Path) -> None:
+    """On the embedded target, with the drafter that is cut out of it."""
+    given = ["+experiment=quickstart", f"root={root}", *texts_of(root), *EACH_STEP]
+    given += [*HERE, "optim.per_device_train_batch_size=4", "draft.shrink.steps=4"]
+    given += ["evaluate.validation_prompts=6", "evaluate.prompts=6"]
+    given += ["evaluate.max_new_tokens=16", "data.max_length=64", "data.prompt_tokens=16"]
+    folder = train.ensure(compose_config(given))
+    assert losses(folder) == near(GOLDEN["quickstart"]["losses"])
+    assert alphas(folder) == near(GOLDEN["quickstart"]["alphas"])
+
+
+def test_a_parallel_drafter_learns_as_it_did(root: Path, finished: Path) -> None:
+    assert losses(train.ensure(small(root, *PARD))) == near(GOLDEN["pard"]["losses"])
+
+
+def key_paths(value: Any, depth: int = 2) -> list[str]:
+    """Keys of a mapping, and of those in it; lists and deeper mappings are values."""
+    if not isinstance(value, dict) or depth == 0:
+        return []
+    return [
+        path
+        for key, inner in value.items()
+        for path in (key, *(f"{key}.{below}" for below in key_paths(inner, depth - 1)))
+    ]
+
+
+def test_summaries_keep_their_keys(finished: Path, root: Path) -> None:
+    folders = [*finished.iterdir(), *(path for path in root.glob("shared/*/*"))]
+    files = [path / "summary.json" for path in folders if (path / "summary.json").exists()]
+    keys: dict[str, list[str]] = {}
+    for file in files:
+        keys[read_json(file.parent / "manifest.json")["stage"]] = key_paths(read_json(file))
+    missing = {
+        stage: sorted(set(names) - set(keys.get(stage, [])))
+        for stage, names in GOLDEN["keys"].items()
+    }
+    assert {stage: names for stage, names in missing.items() if names} == {}
+
+
+@pytest.mark.parametrize(("command", "overrides", "line"), GOLDEN["refusals"])
+def test_a_refusal_is_the_same_line(
+    command: str,
+    overrides: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With exit code 2, and no stage folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torn.jsonl").write_text('{"prompt": "half\n')
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setattr(sys, "argv", [command, "tracker=none", *overrides])
+    stage = getattr(importlib.import_module(f"pipelines.{command}"), command)
+    with pytest.raises(SystemExit) as end:
+        stage.main()
+    assert (end.value.code, capsys.readouterr().err) == (2, f"{line}\n")
+    assert not list(tmp_path.rglob("manifest.json"))

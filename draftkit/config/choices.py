@@ -25,8 +25,6 @@ BENCHMARK_METHOD_NAMES += ("hf_plain", "hf_assisted", "hf_lookup", "hf_static")
 CHECKED_NAMES = ("transformers", "vllm", "vllm_cpu", "sglang", "llamacpp", "onnx", "mlx")
 SAMPLING_FROM_NAMES = ("config", "model")  # the default first
 EXPORT_NAMES = ("hf", "vllm", "sglang", "llamacpp", "onnx")  # what a drafter is exported for
-ENGINE_NAMES = ("transformers", "vllm", "onnx", "llamacpp")  # whose counts can be read
-GGUF_KINDS = ("f32", "f16", "bf16", "q8_0")
 GPU_PARTS = ("a", "b", "c", "d", "e", "f")
 
 

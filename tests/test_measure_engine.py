@@ -226,7 +226,9 @@ def test_a_server_that_cannot_be_measured_is_refused_before_anything_is_made(
                 measure_engine.launch(smoke(tmp_path / "out", *words(pair, engine)))
             assert "\n" not in str(error.value)
         monkeypatch.setenv("OPENAI_API_KEY", "another")
-        with pytest.raises(ValueError, match=r"answers /props by status 401: no key$"):
+        with pytest.raises(
+            ValueError, match=r"has no /props of llama.cpp \(status 401\), and no /m"
+        ):
             measure_engine.launch(smoke(tmp_path / "out", *words(pair, plain)))
     with pytest.raises(ValueError, match=r"^engine\.url: name the server that runs"):
         measure_engine.launch(smoke(tmp_path / "out", "engine.url=null"))

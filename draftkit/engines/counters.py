@@ -62,7 +62,11 @@ class Server:
         counters = self.counters()
         self.engine = next((one for one, name in TOKENS.items() if name in counters), LLAMACPP)
         if self.engine == LLAMACPP:
-            self.ask("GET", "/props")
+            if not (props := self.ask("GET", "/props", optional=True)).is_success:
+                raise self.failure(
+                    f"has no /props of llama.cpp (status {props.status_code}), and no /metrics of "
+                    "vLLM or SGLang (--enable-metrics)"
+                )
         elif PASSES[self.engine] not in counters:
             raise self.failure("counts no speculative decoding: start it with the drafter")
         else:

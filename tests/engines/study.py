@@ -106,8 +106,12 @@ def predicted(
     return turns
 
 
-def counted(launches: dict[str, Launch], start: Callable[..., Any], prompts: Prompts,
-            temperatures: Sequence[float]) -> tuple[Turns, str]:  # fmt: skip
+def counted(
+    launches: dict[str, Launch],
+    start: Callable[..., Any],
+    prompts: Prompts,
+    temperatures: Sequence[float],
+) -> tuple[Turns, str]:
     """The engine's answers on each side, in turns, and its version.
 
     All sides run at once, so that machine and moment are the same for them; one answers at a time.

@@ -100,7 +100,7 @@ and the most. Such small models show what an engine spends beside them; of large
 nothing.
 
     make quickstart engines
-    python -m tests.engines.study outputs/engines draftkit/embedded outputs/quickstart/train \\
+    python -m tests.engines.study outputs/engines draftkit/embedded outputs/quickstart/train/draft \\
         --name embedded
 
 measures those that are installed; `python -m tests.engines.pairs FOLDER` makes the pairs `llama`

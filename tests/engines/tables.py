@@ -100,8 +100,8 @@ and the most. Such small models show what an engine spends beside them; of large
 nothing.
 
     make quickstart engines
-    python -m tests.engines.study outputs/engines draftkit/embedded outputs/quickstart/train/draft \\
-        --name embedded
+    python -m tests.engines.study outputs/engines draftkit/embedded \\
+        outputs/quickstart/train/draft --name embedded
 
 measures those that are installed; `python -m tests.engines.pairs FOLDER` makes the pairs `llama`
 and `qwen3` (four layers and one, heads of 32 and of 64, briefly trained). Each writes this page

@@ -1,8 +1,8 @@
 """`python -m pipelines.export`: the drafter as vLLM, SGLang, llama.cpp and others load it.
 
 Writes the trained drafter (`evaluate.draft=given`: `draft.path` itself) as a plain folder `hf`, and
-for each of `export.engines` a folder with what it loads and how it is started: exact options, the
-best gamma, and the acceptance to expect where the drafter has been evaluated.
+for each of `export.engines` how it is started: exact options, the best gamma, the acceptance to
+expect where the drafter has been evaluated, and the commands of the converter where one is needed.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,8 @@ from typing import Any
 from draftkit.artifacts import read_json, sha256_file, write_text
 from draftkit.config import Config, ModelConfig
 from draftkit.engines.folder import write_plain_folder
-from draftkit.engines.gguf import check_gguf, require_gguf, write_gguf
 from draftkit.engines.hub import upload
 from draftkit.engines.launch import LAUNCHES, Pair, best_gammas, expected, launched_gamma
-from draftkit.engines.onnx import check_python, write_onnx_pair
 from draftkit.evaluation.cards import model_card, plain_card
 from draftkit.models.files import CARD
 from draftkit.models.loading import check_kind, model_config, with_path
@@ -55,20 +53,6 @@ def at_batch(config: Config, size: int) -> Step:
     return step
 
 
-def check(config: Config) -> None:
-    """Raise ValueError for what cannot be exported, before anything is made for it."""
-    check_pair(config)
-    engines = config.export.engines
-    if "llamacpp" in engines:
-        require_gguf()
-        given = {"target": config.target, "draft": config.draft}
-        for key, model in given.items():
-            if model.path is not None and (key == "draft" or config.export.gguf_target):
-                check_gguf(model_config(model, key), key)
-    if "onnx" in engines:
-        check_python(config.export.onnx_python)
-
-
 def judgements(folder: StageFolder) -> list[dict[str, Any]]:
     """The summaries of the evaluations, the experiment's own first."""
     names = sorted(name for name in folder.needs if name.startswith(JUDGED))
@@ -79,31 +63,6 @@ def drafter_of(config: Config, folder: StageFolder) -> ModelConfig:
     """The drafter to export."""
     start = folder.model(config, "draft")
     return with_path(start, folder.input("trained")) if "trained" in folder.needs else start
-
-
-def write_files(config: Config, folder: StageFolder, pair: Pair, target: ModelConfig) -> Pair:
-    """Write what engines load beside the plain folder; `pair` with the names of these files."""
-    options, plain = config.export, with_path(config.draft, folder.path / PLAIN)
-    files: dict[str, str] = {}
-    if "llamacpp" in options.engines:
-        both = {"draft": plain, **({"target": target} if options.gguf_target else {})}
-        for key, model in both.items():
-            for kind in options.gguf_types:
-                name = f"{key}-{kind}.gguf"
-                files.setdefault(key, name)
-                write_gguf(model, folder.path / "llamacpp" / name, kind=kind, key=key)
-                folder.note(f"llamacpp/{name}")
-    if "onnx" in options.engines:
-        write_onnx_pair(
-            target,
-            folder.path / PLAIN,
-            folder.path / "onnx",
-            python=check_python(options.onnx_python),
-            precision=options.onnx_precision,
-            gamma=launched_gamma(pair, "onnx"),
-            sampling=config.sampling,
-        )
-    return replace(pair, files=files)
 
 
 def listed(path: Path) -> dict[str, dict[str, Any]]:
@@ -138,7 +97,7 @@ def _hint(numbers: Mapping[str, Any] | None) -> str:
 @stage(
     sections=("export", "sampling", "decode.gamma"),
     needs=needs,
-    check=check,
+    check=check_pair,
     after=show,
 )
 def export(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -154,6 +113,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
         gamma=max(1, config.proposals),
         judged=judged,
         parallel=parallel,
+        sampling=config.sampling,
     )
     gamma = launched_gamma(pair, PLAIN)
     notes = write_plain_folder(
@@ -163,7 +123,6 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
         gamma=gamma,
         dtype=config.export.dtype,
     )
-    pair = write_files(config, folder, pair, target)
     name = config.target.location if config.target.path else None
     card = plain_card(name, gamma, parallel=parallel)
     if judged:

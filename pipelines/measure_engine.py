@@ -1,328 +1,159 @@
-"""`python -m pipelines.measure_engine`: what an engine accepts of the drafter, by its own counters.
+"""`python -m pipelines.measure_engine engine.url=http://127.0.0.1:8000`: predicted and counted.
 
-Exports the pair, starts the engine on it (`engine=vllm`, `onnx`, `llamacpp` or `transformers`; or
-sends to a server that runs, `engine.url=...`), lets it answer held-out prompts with and without the
-drafter in turns, and holds its counts against our decoder's on the same prompts, at the same gamma.
-Sampling is by temperature alone. What was answered is kept turn by turn, so a kill costs one turn.
+Sends the held-out prompts of `evaluate` to a server of vLLM, SGLang or llama.cpp that runs with the
+drafter and has no other client, one at a time under the served sampling. Prints the tokens a pass
+that it counts beside those that the target's own answers predict at its gamma, and its tokens a
+second. Starts no engine. OPENAI_API_KEY is sent where it is set.
 """
 
-import gc
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import operator
+import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
-from draftkit.artifacts import machine, read_json, write_json
-from draftkit.config import Config, ExportConfig
-from draftkit.data.prompts import read_splits
-from draftkit.decoding.catalogue import PROPOSERS, Material
-from draftkit.engines.comparison import Cell, compared, greedy
-from draftkit.engines.counts import Answer, OurDecoder
-from draftkit.engines.drivers import DRIVERS, Launch, Session, environment_of
-from draftkit.engines.tables import measured_lines, measured_table
-from draftkit.evaluation.walltime import rotated
-from draftkit.models.devices import resolve_device
-from draftkit.models.loading import load_draft, load_target, with_path
+from draftkit.artifacts import read_json
+from draftkit.config import Config
+from draftkit.data.rollouts import Record
+from draftkit.engines.counters import LLAMACPP, SGLANG, Answer, Server
+from draftkit.evaluation.alpha import PromptTotals, score_drafts
+from draftkit.evaluation.engines import SETTINGS, Setting, drafted_as
+from draftkit.evaluation.report import interval, signed
+from draftkit.models.loading import load_draft, load_target
+from draftkit.theory.acceptance import Rate, chain_acceptance, estimate
 
-from .export import PLAIN, export
+from .evaluate import drafts_of, judged_inputs
+from .generate import contexts, read_contexts
 from .plan import SUMMARY, Given, StageFolder, Step
-from .prepare import models
 from .run import stage
-from .texts import context_of, texts
-from .train import train
+from .texts import answer_tokens
 
-EXPORTED, WITHOUT = "exported", "plain"
-ANSWERS = "answers"  # a folder: what each side answered in each turn
-LOG = "engine.log"
-REPEATS = 4  # of our decoder for a turn of the engine, so that chance is the engine's alone
-
-Turns = dict[str, list[dict[str, list[Answer]]]]  # by way to draft: a turn, by temperature
+CONTEXTS = "contexts"
 
 
-class Task(NamedTuple):
-    """What every side is to answer."""
-
-    prompts: list[list[int]]
-    limit: int  # tokens of an answer
-    length: int  # tokens of a text with the proposals beyond its end
+def needs(config: Config) -> dict[str, Given | Step]:
+    """The pair, the prompts, and the target's answers to them under the served sampling."""
+    return {**judged_inputs(config), CONTEXTS: contexts.step(config)}
 
 
-def within(config: Config) -> str:
-    """Each engine is a measurement of its own, beside the others of the experiment."""
-    plugin = f"-{config.engine.plugin}" if config.engine.plugin else ""
-    return f"engine={config.engine.name}{plugin}"
-
-
-def exported(config: Config) -> Step:
-    """The pair as the engine loads it, in the precision of the comparison."""
-    options, engine = config.engine, DRIVERS[config.engine.name]
-    python = engine.program_in(Path(options.environment)) if options.environment else None
-    written = ExportConfig(
-        engines=[PLAIN if options.url else engine.exports],
-        gguf_types=["bf16" if dtype_of(config) == "bfloat16" else "f32"],
-        onnx_precision="fp32",
-        onnx_python=str(python) if python and options.name == "onnx" else None,
-    )
-    job = ",".join(filter(None, (config.job, within(config))))
-    step = export.step(replace(config, export=written, job=job))
-    if "trained" in step.needs:  # of this experiment: another job would train its own
-        step.needs["trained"] = train.step(config)
-    return step
-
-
-def dtype_of(config: Config) -> str:
-    """Of weights and caches on every side."""
-    if config.engine.dtype != "auto":
-        return config.engine.dtype
-    return "bfloat16" if on_gpu(config) else "float32"
-
-
-def on_gpu(config: Config) -> bool:
-    return resolve_device(config.hardware).type == "cuda"
-
-
-def ways(config: Config) -> list[str]:
-    """How the engine drafts in this measurement."""
-    return config.engine.drafts or list(DRIVERS[config.engine.name].drafts)
-
-
-def needs(config: Config) -> Mapping[str, Given | Step]:
-    """The pair, the text, and the exported drafter."""
-    return {**models(config), "texts": texts.step(config), EXPORTED: exported(config)}
+def connected(config: Config) -> Server:
+    """The server. Raises ValueError where none is named, or it cannot be measured."""
+    if config.engine.url is None:
+        raise ValueError("engine.url: name the server that runs, as http://127.0.0.1:8000")
+    return Server(config.engine.url, key=os.environ.get("OPENAI_API_KEY", ""))
 
 
 def check(config: Config) -> None:
-    """Raise ValueError for what cannot be measured, before anything is made for it."""
-    name, options = config.engine.name, config.engine
-    wrong = [way for way in ways(config) if way not in DRIVERS[name].drafts]
-    if wrong:
-        able = ", ".join(DRIVERS[name].drafts)
-        raise ValueError(f"engine.drafts: {name} drafts {able}, not {', '.join(wrong)}")
-    if config.proposals == 0:
-        raise ValueError("decode.gamma=0 proposes nothing: use 1 or more")
-    if options.url is None:
-        environment_of(name, options.environment)
+    """Raise ValueError for a server that cannot be measured, before anything is made for it."""
+    connected(config).close()
 
 
-def task_of(config: Config, folder: StageFolder) -> Task:
-    """The held-out prompts and how far they are continued. Raises ValueError for fewer than 2."""
-    examples = read_splits(folder.input("texts")).test[: config.engine.prompts]
-    prompts = [list(example.prompt_ids) for example in examples]
-    if len(prompts) < 2:
-        raise ValueError("data: fewer than 2 held-out prompts: raise data.test_fraction")
-    longest, spare = max(map(len, prompts)), config.proposals + 2
-    limit = min(config.engine.max_new_tokens, context_of(config) - longest - spare)
-    if limit < 2:
-        raise ValueError(
-            "data.max_prompt_tokens: the models' context leaves no room for an answer behind the "
-            "longest prompt: lower it"
-        )
-    return Task(prompts, limit, longest + limit + spare)
+def scored(
+    config: Config, folder: StageFolder, texts: list[Record], server: Server
+) -> PromptTotals:
+    """The drafter on the target's answers, but for their first tokens, which no pass proposes.
 
-
-def kept(folder: StageFolder, name: str, make: Callable[[], dict[str, list[Answer]]]) -> Any:
-    """The answers of one side in one turn: those that are stored, or what `make` returns."""
-    file = folder.path / ANSWERS / f"{name}.json"
-    if not file.is_file():
-        made = make()
-        write_json(file, {key: [vars(one) for one in row] for key, row in made.items()})
-    return {key: [Answer(**one) for one in row] for key, row in read_json(file).items()}
-
-
-def predicted(config: Config, folder: StageFolder, task: Task) -> Turns:
-    """Our decoder on the same prompts, in every way in which the engine drafts.
-
-    Sampled texts many times, greedy ones once: these are always the same.
+    `cut` are those behind whose end the engine counts what it accepts.
     """
-    driver, hardware = DRIVERS[config.engine.name], config.hardware
-    turns = REPEATS * config.engine.turns
-    todo = [f"ours-{way}-{turn}" for way in ways(config) for turn in range(turns)]
-    answered: Turns = {way: [] for way in ways(config)}
-    dtype = getattr(torch, dtype_of(config))
-    if all((folder.path / ANSWERS / f"{name}.json").is_file() for name in todo):
-        side = None
-    else:
-        target = load_target(folder.model(config, "target"), hardware, dtype=dtype)
-        plain = with_path(config.draft, folder.input(EXPORTED) / PLAIN)
-        draft = load_draft(plain, target, dtype=dtype)
-        side = (target, draft)
-    for way in ways(config):
-        for turn in range(turns):
-
-            def answers(way: str = way, turn: int = turn) -> dict[str, list[Answer]]:
-                assert side is not None
-                target, draft = side
-                adapter = target.adapter
-                material = Material(lambda: draft, list, adapter.vocab_size, adapter.device)
-                decoder = OurDecoder(
-                    target=adapter,
-                    proposer=PROPOSERS[way](material),
-                    ends=target.eos_token_ids,
-                    gamma=config.proposals,
-                    counting=driver.counting,
-                    batch_size=config.evaluate.batch_size,
-                )
-                if turn == 0:
-                    folder.note(f"our decoder, {way} drafts, {turns} times")
-                temperatures = [t for t in config.engine.temperatures if t > 0 or turn == 0]
-                return at_each(temperatures, task, decoder.answers, seed=config.seed + turn)
-
-            answered[way].append(kept(folder, f"ours-{way}-{turn}", answers))
-    return answered
+    target = load_target(folder.model(config, "target"), config.hardware)
+    draft = load_draft([*drafts_of(config, folder).values()][-1], target)
+    totals = score_drafts(
+        target.adapter,
+        {"draft": draft},
+        texts,
+        sampling=config.sampling,
+        batch_size=config.evaluate.batch_size,
+        eos_token_ids=target.eos_token_ids,
+        blocks=server.gamma,
+    )["draft"]
+    assert totals.cut is not None
+    counts = ~totals.cut if server.engine == LLAMACPP else totals.cut | True
+    shares = {mode: [one[1:] for one in each] for mode, each in totals.shares.items()}
+    return replace(totals, shares=shares, cut=counts & (server.engine != SGLANG))
 
 
-def at_each(
-    temperatures: Sequence[float], task: Task, answer: Callable[..., list[Answer]], *, seed: int
-) -> dict[str, list[Answer]]:
-    """What `answer` makes of the prompts at each temperature."""
+def row(setting: Setting, totals: PromptTotals, answers: list[Answer], gamma: int) -> Any:
+    """What one way to draft predicts, and how the counts differ from it, paired by document."""
+    totals, mode = drafted_as(setting, totals)
+    counts = Rate.of((one.passes + one.accepted, one.passes) for one in answers)
+    rates = counts, totals.tokens_a_pass(mode, gamma)
+    both = (counts.counts > 0) & (rates[1].counts > 0)
+    documents = [one for one, kept in zip(totals.documents, both, strict=True) if kept]
+    counted, predicted = (Rate(r.totals[both], r.counts[both], documents) for r in rates)
+    difference = estimate(counted, predicted, compare=operator.sub)
+    chain = torch.tensor(chain_acceptance(totals.shares[mode], gamma)).nan_to_num()
     return {
-        f"{temperature:g}": answer(
-            task.prompts, temperature=temperature, limit=task.limit, seed=seed
-        )
-        for temperature in temperatures
+        "drafts": setting.name,
+        "predicted": estimate(predicted).as_dict(),
+        "predicted_by_position": chain.cumprod(0).tolist(),
+        "counted": estimate(counted).as_dict(),
+        "difference": difference.as_dict(),
+        "differs": difference.excludes(0),
     }
-
-
-def launch_of(config: Config, folder: StageFolder, task: Task, way: str) -> Launch:
-    """How the engine is started for one side."""
-    options, target = config.engine, folder.model(config, "target")
-    local = Path(target.location).is_dir()
-    environment = Path()
-    if options.url is None:
-        environment = environment_of(options.name, options.environment)
-    return Launch(
-        folder=folder.input(EXPORTED).absolute(),
-        target=str(Path(target.location).absolute()) if local else target.location,
-        revision=None if local else target.revision,
-        gamma=config.proposals,
-        length=task.length,
-        dtype=dtype_of(config),
-        environment=environment,
-        log=folder.path / LOG,
-        drafts=None if way == WITHOUT else way,
-        threads=config.hardware.threads,
-        arguments=options.arguments,
-        plugin=options.plugin,
-        on_gpu=on_gpu(config),
-        url=options.plain_url if way == WITHOUT else options.url,
-    )
-
-
-def counted(config: Config, folder: StageFolder, task: Task) -> tuple[Turns, str]:
-    """The engine's answers on each side, in turns, and its version.
-
-    All sides run at once, so that machine and moment are the same for them; one answers at a time.
-    """
-    options, driver = config.engine, DRIVERS[config.engine.name]
-    sides = [*ways(config)]
-    if options.url is None or options.plain_url is not None:
-        sides.insert(0, WITHOUT)
-    answered: Turns = {side: [] for side in sides}
-    about = folder.path / ANSWERS / "engine.json"
-    with ExitStack() as stack:
-        sessions: dict[str, Session] = {}
-
-        def session(side: str) -> Session:
-            if side not in sessions:
-                folder.note(
-                    f"starting {driver.title}, {side} {'' if side == WITHOUT else 'drafts'}"
-                )
-                launch = launch_of(config, folder, task, side)
-                sessions[side] = stack.enter_context(driver.start(launch))
-                short = min(task.limit, 2 * config.proposals + 2)
-                sessions[side].answers(task.prompts[:1], temperature=0, limit=short, seed=0)
-                write_json(about, {"version": sessions[side].version})
-            return sessions[side]
-
-        missing = [
-            side
-            for side in sides
-            for turn in range(options.turns)
-            if not (folder.path / ANSWERS / f"{side}-{turn}.json").is_file()
-        ]
-        for side in dict.fromkeys(missing):
-            session(side)
-        for turn in range(options.turns):
-            turned = {}
-            for side in rotated(sides, turn):
-
-                def answers(side: str = side, turn: int = turn) -> dict[str, list[Answer]]:
-                    folder.note(f"{driver.title}, {side}, turn {turn + 1} of {options.turns}")
-                    answer, temperatures = session(side).answers, options.temperatures
-                    return at_each(temperatures, task, answer, seed=config.seed + turn)
-
-                turned[side] = kept(folder, f"{side}-{turn}", answers)
-            for side in sides:
-                answered[side].append(turned[side])
-    return answered, read_json(about)["version"]
-
-
-def cells_of(config: Config, engine: Turns, ours: Turns, documents: list[str]) -> list[Cell]:
-    """Each way to draft at each temperature."""
-
-    def at(turns: list[dict[str, list[Answer]]], temperature: float) -> list[list[Answer]]:
-        key = f"{temperature:g}"
-        return [turn[key] for turn in turns if key in turn]
-
-    return [
-        Cell(
-            drafts=way,
-            temperature=temperature,
-            drafted=at(engine[way], temperature),
-            plain=at(engine.get(WITHOUT, []), temperature),
-            ours=at(ours[way], temperature),
-            documents=documents,
-        )
-        for way in ways(config)
-        for temperature in config.engine.temperatures
-    ]
 
 
 def show(config: Config, folder: Path) -> None:
     """Print the table of a complete measurement."""
     summary, console = read_json(folder / SUMMARY), Console(width=80, highlight=False)
-    console.print(measured_table(summary))
-    for line in measured_lines(summary):
-        console.print(line)
+    title = f"{summary['engine']} at gamma {summary['gamma']}, {summary['prompts']} prompts"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for name in ("", "tokens a pass", "accepted at least 1, 2, ..."):
+        table.add_column(name, no_wrap=True)
+
+    def shares(values: list[float] | None) -> str:
+        return " ".join(f"{one:.2f}" for one in values or []) or "not counted"
+
+    table.add_row("counted", interval(summary["counted"], 2), shares(summary["by_position"]))
+    for one in summary["rows"]:
+        numbers = interval(one["predicted"], 2), shares(one["predicted_by_position"])
+        table.add_row(f"predicted of {one['drafts']} drafts", *numbers)
+    console.print(table)
+    for one in summary["rows"]:
+        relation = "DIFFERS from" if one["differs"] else "agrees with"
+        by = signed(one["difference"])
+        console.print(f"counted {relation} what {one['drafts']} drafts predict: {by}")
+    console.print(f"{summary['tokens_per_second']:.1f} tokens a second, one request at a time")
 
 
 @stage(
-    sections=("seed", "data", "decode.gamma", "engine"),
+    sections=(
+        *("seed", "data", "sampling", "evaluate.draft", "evaluate.prompts"),
+        *("evaluate.max_new_tokens", "engine"),
+    ),
     needs=needs,
     check=check,
-    within=within,
     product=None,
     after=show,
 )
 def measure_engine(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Measure both sides, and compare."""
-    task, driver = task_of(config, folder), DRIVERS[config.engine.name]
-    (folder.path / ANSWERS).mkdir(exist_ok=True)
-    ours = predicted(config, folder, task)
-    gc.collect()  # models stand in reference cycles, and the engine needs the memory
-    torch.cuda.empty_cache()
-    engine, version = counted(config, folder, task)
-    held_out = read_splits(folder.input("texts")).test[: len(task.prompts)]
-    cells = cells_of(config, engine, ours, [example.document for example in held_out])
+    """Count on the server, predict at its gamma, and compare."""
+    texts, limit = read_contexts(folder.input(CONTEXTS), "test"), answer_tokens(config)
+    prompts = [record.prompt_ids for record in texts]
+    with closing(connected(config)) as server:
+        folder.note(f"{len(prompts)} prompts to {server.engine}, one at a time")
+        how: dict[str, Any] = {"sampling": config.sampling, "limit": limit, "seed": config.seed}
+        server.answers(prompts[:1], **how)  # what compiles does so now
+        answers = server.answers(prompts, **how)
+        if server.gamma == 0:
+            raise server.failure("drafts nothing: start it with the drafter")
+    totals = scored(config, folder, texts, server)
+    settings = [one for one in SETTINGS if one.engine == server.engine]
+    rows = [row(one, totals, answers, server.gamma) for one in settings]
+    passes = sum(one.passes for one in answers)
+    positions = [one.by_position for one in answers if one.by_position is not None]
     return {
-        "engine": config.engine.name,
-        "title": driver.title,
-        "version": version,
-        "plugin": config.engine.plugin,
-        "pair": config.target.path or "fresh",
-        "machine": machine(gpu=on_gpu(config)),
-        "threads": config.hardware.threads,
-        "dtype": dtype_of(config),
-        "gamma": config.proposals,
-        "prompts": len(task.prompts),
-        "max_new_tokens": task.limit,
-        "turns": config.engine.turns,
-        "greedy": greedy(cells),
-        "cells": compared(cells),
+        "engine": server.engine,
+        "gamma": server.gamma,
+        "prompts": len(prompts),
+        "counted": rows[0]["counted"],
+        "by_position": [sum(at) / passes for at in zip(*positions, strict=True)] or None,
+        "rows": rows,
+        "tokens_per_second": sum(a.tokens for a in answers) / sum(a.seconds for a in answers),
     }
 
 

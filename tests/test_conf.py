@@ -33,7 +33,7 @@ FILES = sorted(path.relative_to(CONF_DIR) for path in CONF_DIR.rglob("*.yaml"))
 CHOICES = [path for path in FILES if len(path.parts) == 2]
 EXPERIMENTS = [path for path in CHOICES if path.parts[0] == "experiment"]
 GROUPS = ["target", "draft", "data", "divergence", "source", "decode"]
-GROUPS += ["optim", "engine", "hardware", "check", "tracker"]
+GROUPS += ["optim", "hardware", "check", "tracker"]
 
 
 def selected(content: dict[str, Any]) -> dict[str, str]:
@@ -145,7 +145,6 @@ def test_a_group_offers_exactly_the_choices_of_the_code(
 def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
     from draftkit.decoding.catalogue import PROPOSERS
     from draftkit.distillation.optimizers import OPTIMIZERS
-    from draftkit.engines.gguf import KINDS
     from draftkit.engines.launch import LAUNCHES
     from draftkit.theory.divergences import DIVERGENCES
     from draftkit.theory.verification import VERIFIERS
@@ -155,7 +154,6 @@ def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
     assert tuple(PROPOSERS) == settings.PROPOSER_NAMES
     assert tuple(OPTIMIZERS) == settings.OPTIMIZER_NAMES
     assert tuple(LAUNCHES) == settings.EXPORT_NAMES
-    assert tuple(KINDS) == settings.GGUF_KINDS
 
 
 @pytest.mark.parametrize("name", settings.PROPOSER_NAMES)

@@ -446,8 +446,9 @@ def test_a_model_that_was_edited_in_place_is_another_one(config: Config) -> None
 
 def test_a_key_of_a_server_is_in_no_record(config: Config) -> None:
     arguments = ["--api-key", "S3CRET", "--api-key=S3CRET", "--max-tokens", "40"]
-    asked = stage(sections=("engine",), name="asked")(lambda config, folder: {})
-    asked.launch(replace(config, engine=replace(config.engine, arguments=arguments)))
+    lora = replace(config.draft.lora, target_modules=arguments)
+    asked = stage(sections=("draft",), name="asked")(lambda config, folder: {})
+    asked.launch(replace(config, draft=replace(config.draft, lora=lora)))
     records = {p.name: p.read_text() for p in asked.path(config).iterdir() if p.is_file()}
     assert "--max-tokens" in records["manifest.json"]
     assert "40" in records["config.yaml"]

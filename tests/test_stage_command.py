@@ -351,7 +351,7 @@ def test_a_distributed_launch_runs_all_ranks_and_the_first_one_writes(
 
 
 def test_a_key_on_the_command_line_is_in_no_record_of_hydra(command: Command) -> None:
-    words = ["optim.max_steps=2", "engine.arguments=[--api-key,S3CRET,--max-tokens,40]"]
+    words = ["optim.max_steps=2", "draft.lora.target_modules=[--api-key,S3CRET,--max-tokens,40]"]
     assert command("+experiment=smoke", *words)[0] == 0
     assert command("-m", "seed=1,2", *words)[0] == 0
     records = [path for path in Path("outputs/.hydra/down").rglob("*.yaml")]

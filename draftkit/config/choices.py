@@ -22,8 +22,6 @@ DOMAIN_NAMES = ("python", "prose", "cpp")
 CHECKED_NAMES = ("transformers", "vllm", "vllm_cpu", "sglang", "llamacpp", "onnx", "mlx")
 SAMPLING_FROM_NAMES = ("config", "model")  # the default first
 EXPORT_NAMES = ("hf", "vllm", "sglang", "llamacpp", "onnx")  # what a drafter is exported for
-ENGINE_NAMES = ("transformers", "vllm", "onnx", "llamacpp")  # whose counts can be read
-GGUF_KINDS = ("f32", "f16", "bf16", "q8_0")
 
 
 def require(condition: bool, key: str, rule: str, value: object) -> None:

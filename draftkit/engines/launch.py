@@ -9,8 +9,10 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from draftkit.config import SamplingConfig
 from draftkit.evaluation.cards import (
     llamacpp_options,
     sglang_options,
@@ -21,6 +23,7 @@ from draftkit.evaluation.engines import ARGMAX, best_gamma_of, launched_row
 from draftkit.evaluation.report import interval
 
 LOOPBACK = ["--host", "127.0.0.1"]
+GGUF_TYPE, ONNX_PRECISION = "q8_0", "fp32"  # of the converted models
 
 
 @dataclass(frozen=True)
@@ -28,16 +31,16 @@ class Pair:
     """A pair to launch: the target's folder or name, and what is known of it.
 
     gamma: proposals a round where nothing was judged. judged: the summaries of its evaluations, one
-    for each batch size, the experiment's own first. files: the GGUF of target and draft, by
-    `target` and `draft`. parallel: whether the drafter proposes all tokens in one pass.
+    for each batch size, the experiment's own first. parallel: whether the drafter proposes all
+    tokens in one pass. sampling: as is served.
     """
 
     target: str
     revision: str | None = None
     gamma: int = 1
     judged: Sequence[Mapping[str, Any]] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
     parallel: bool = False
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 
 def best_gammas(pair: Pair, engine: str) -> dict[int, int]:
@@ -115,6 +118,23 @@ def script(pair: Pair, engine: str, command: Sequence[str], *, name: str) -> str
     )
 
 
+def converter(by: str, commands: Sequence[Sequence[str]], *, name: str) -> str:
+    """A shell script that converts both models, run once; a word in quotes is left as it is."""
+    lines = [
+        " ".join(word if word.startswith('"') else shlex.quote(word) for word in ["python", *words])
+        for words in commands
+    ]
+    return (
+        f"#!/bin/sh\n# Converts both models by {by}: sh {name}/convert.sh\n"
+        'cd "$(dirname "$0")/.." || exit\nset -e\n' + "".join(f"{line}\n" for line in lines)
+    )
+
+
+def on_hub(pair: Pair) -> bool:
+    """Whether the target is named on the hub, and no folder or file of this machine."""
+    return not Path(pair.target).is_absolute()
+
+
 def revision_of(pair: Pair) -> list[str]:
     return ["--revision", pair.revision] if pair.revision else []
 
@@ -154,25 +174,70 @@ def sglang(pair: Pair) -> dict[str, str]:
 
 
 def llamacpp(pair: Pair) -> dict[str, str]:
-    """llama-server on both files; where the target has none here, TARGET names it."""
-    own = "target" in pair.files
-    target = f"llamacpp/{pair.files['target']}" if own else '"${TARGET:?the GGUF of the target}"'
-    command = ["llama-server", "-m", target, "-md", f"llamacpp/{pair.files['draft']}", *LOOPBACK]
+    """llama-server on both models as GGUF, and the commands that make these files."""
+    files = {key: f"llamacpp/{key}-{GGUF_TYPE}.gguf" for key in ("target", "draft")}
+    remote = ["--remote"] if on_hub(pair) else []
+    command = ["llama-server", "-m", files["target"], "-md", files["draft"], *LOOPBACK]
     command += llamacpp_options(launched_gamma(pair, "llamacpp"))
-    return {"launch.sh": script(pair, "llamacpp", command, name="llama.cpp")}
+    return {
+        "convert.sh": converter(
+            "llama.cpp's convert_hf_to_gguf.py, named by CONVERT",
+            [
+                ['"${CONVERT:?the path of convert_hf_to_gguf.py}"', *words]
+                for words in (
+                    ["./hf", "--outtype", GGUF_TYPE, "--outfile", files["draft"]],
+                    [pair.target, *remote, "--outtype", GGUF_TYPE, "--outfile", files["target"]],
+                )
+            ],
+            name="llamacpp",
+        ),
+        "launch.sh": script(pair, "llamacpp", command, name="llama.cpp"),
+    }
 
 
 def onnx(pair: Pair) -> dict[str, str]:
-    """A program beside genai_config.json, which prints the engine's own counts."""
+    """A program that joins both models and prints the engine's own counts, and its builder's
+    commands."""
+    source = ["-m" if on_hub(pair) else "-i", pair.target]
+    builder = ["-m", "onnxruntime_genai.models.builder"]
+    options = ["-p", ONNX_PRECISION, "-e", "cpu", "-c", "onnx/cache", "-o"]
+    commands = [
+        [*builder, *source, *options, "onnx/target"],
+        [*builder, "-i", "./hf", *options, "onnx/draft"],
+    ]
+    search = {
+        "do_sample": pair.sampling.temperature > 0,
+        "temperature": pair.sampling.temperature or 1.0,
+        "top_k": pair.sampling.top_k,
+        "top_p": pair.sampling.top_p,
+        "repetition_penalty": pair.sampling.repetition_penalty,
+    }
     code = f"""\
+import json
 from pathlib import Path
 
 import onnxruntime_genai as engine
 
-model = engine.Model(str(Path(__file__).parent))
+folder, search = Path(__file__).parent, {search}
+target, draft = (
+    json.loads((folder / name / "genai_config.json").read_text()) for name in ("target", "draft")
+)
+for name, part in (("target", target), ("draft", draft)):
+    decoder = part["model"]["decoder"]
+    decoder["filename"] = f"{{name}}/{{decoder['filename']}}"
+target["model"]["draft"] = draft["model"]["decoder"]
+length = min(part["model"]["context_length"] for part in (target, draft))
+target["model"]["context_length"] = length
+target["search"] |= {{"max_length": length}} | search
+target["speculative"] = {{"max_draft_tokens": {launched_gamma(pair, "onnx")}}}
+(folder / "genai_config.json").write_text(json.dumps(target, indent=2))
+for file in (folder / "target").glob("*token*"):
+    (folder / file.name).write_bytes(file.read_bytes())
+
+model = engine.Model(str(folder))
 tokenizer = engine.Tokenizer(model)
 params = engine.GeneratorParams(model)
-params.set_search_options(max_length=128, do_sample=True, temperature=1.0)
+params.set_search_options(max_length=128)
 params.set_speculative_options(max_draft_tokens={launched_gamma(pair, "onnx")}, min_adaptive_k=0)
 generator = engine.Generator(model, params)
 generator.append_tokens(tokenizer.encode("Once upon a time"))
@@ -181,7 +246,11 @@ while not generator.is_done():
 print(tokenizer.decode(generator.get_sequence(0)))
 print(generator.get_speculative_stats())
 """
-    return {"generate.py": remarks(pair, "onnx") + code}
+    name = "ONNX Runtime GenAI's builder (onnxruntime-genai, onnx and onnx-ir)"
+    return {
+        "convert.sh": converter(name, commands, name="onnx"),
+        "generate.py": remarks(pair, "onnx") + code,
+    }
 
 
 LAUNCHES: dict[str, Callable[[Pair], dict[str, str]]] = {

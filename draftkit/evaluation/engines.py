@@ -72,6 +72,13 @@ LAUNCHED = {
 }
 
 
+def drafted_as(setting: Setting, scored: PromptTotals) -> tuple[PromptTotals, str]:
+    """The scores of a drafter that proposes as `setting` does, and the mode in which it counts."""
+    uncut = not setting.cuts_draft and UNCUT in scored.totals
+    drafted = scored if setting.in_one_pass else scored.one_by_one
+    return drafted, UNCUT if uncut else setting.mode
+
+
 def engine_rows(
     scored: PromptTotals,
     *,
@@ -91,10 +98,8 @@ def engine_rows(
     for setting in (*([OWN[own]] if own else []), *SETTINGS):
         if setting.confidence and temperature == 0:
             continue
-        uncut = not setting.cuts_draft and UNCUT in scored.totals
-        mode = UNCUT if uncut else setting.mode
+        drafted, mode = drafted_as(setting, scored)
         proposals = setting.gamma or max(gamma, 1)
-        drafted = scored if setting.in_one_pass else scored.one_by_one
         length = drafted.tokens_a_pass(mode, proposals, confidence=setting.confidence)
         row: dict[str, Any] = {
             "engine": setting.engine,

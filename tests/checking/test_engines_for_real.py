@@ -18,10 +18,10 @@ from draftkit.artifacts import read_json, write_json
 from draftkit.checking.engines import ENGINES
 from draftkit.checking.rules import NOTE, WRONG
 from draftkit.config import SamplingConfig
-from draftkit.engines.onnx import joined
 from tests.checking.faults import FAULTS, plant, save_good
 from tests.checking.test_engines import seen
 from tests.engines import environments
+from tests.engines.onnx import joined
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from draftkit.engines.comparison import Cell, compared, greedy, holm, rate_of_turn, row, speed
-from draftkit.engines.counts import Answer, answer_of
+from tests.engines.comparison import Cell, compared, greedy, holm, rate_of_turn, row, speed
+from tests.engines.counts import Answer, answer_of
 
 GAMMA, PROMPTS, PASSES = 4, 40, 12
 

@@ -5,7 +5,7 @@ import torch
 
 from draftkit.decoding.generation import Completion, TraceRound
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.engines.counts import (
+from tests.engines.counts import (
     Answer,
     Counting,
     OurDecoder,

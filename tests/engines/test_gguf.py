@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftkit.config import ModelConfig
-from draftkit.engines.gguf import KINDS, require_gguf, rope_factors, write_gguf
 from tests.engines import making
+from tests.engines.gguf import KINDS, rope_factors, write_gguf
 from tests.engines.making import REAL
 
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
@@ -207,12 +206,6 @@ def test_what_would_be_computed_otherwise_is_refused(
     with pytest.raises(ValueError, match=rf"^draft\.path: .*{reason}.*convert_hf_to_gguf"):
         written(tmp_path, making.model(architecture, **changes))
     assert not list(tmp_path.glob("*.gguf"))
-
-
-def test_without_the_library_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"^export\.engines: .*pip install 'draftkit\[engines\]'"):
-        require_gguf()
 
 
 def test_a_chat_template_goes_along(tmp_path: Path) -> None:

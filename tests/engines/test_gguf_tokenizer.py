@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from draftkit.engines.gguf_tokenizer import Vocabulary, splitter_of, vocabulary_of
 from draftkit.models.gguf_files import LLAMA_3, QWEN
 from tests.engines import making
+from tests.engines.gguf_tokenizer import Vocabulary, splitter_of, vocabulary_of
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT_2 = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -4,11 +4,13 @@ import ast
 import json
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draftkit.config import SamplingConfig
 from draftkit.engines.launch import (
     LAUNCHES,
     Pair,
@@ -18,9 +20,8 @@ from draftkit.engines.launch import (
     ranges,
 )
 from draftkit.evaluation.engines import ARGMAX, LAUNCHED, MATCHED, SAMPLED, UNCUT
+from tests.engines.onnx import joined
 from tests.evaluation.test_report import estimate, summary
-
-FILES = {"target": "target-f32.gguf", "draft": "draft-f32.gguf"}
 
 
 def judged(batch_size: int = 1, best: int = 5, argmax: int = 2) -> dict[str, Any]:
@@ -42,9 +43,7 @@ def judged(batch_size: int = 1, best: int = 5, argmax: int = 2) -> dict[str, Any
 
 
 def pair(**options: Any) -> Pair:
-    return Pair(
-        **{"target": "some/target", "gamma": 3, "judged": [judged()], "files": FILES} | options
-    )
+    return Pair(**{"target": "some/target", "gamma": 3, "judged": [judged()]} | options)
 
 
 def called(folder: Path, engine: str, one: Pair, *words: str) -> list[str]:
@@ -150,20 +149,74 @@ def test_sglang_drafts_a_chain_with_a_model_of_its_own(tmp_path: Path) -> None:
     }
 
 
-def test_llama_cpp_gets_both_files_or_names_the_missing_one(tmp_path: Path) -> None:
+def test_llama_cpp_gets_both_files(tmp_path: Path) -> None:
     words = called(tmp_path, "llamacpp", pair())
     options = dict(zip(words[::2], words[1::2], strict=True))
-    assert options["-m"] == "llamacpp/target-f32.gguf"
-    assert options["-md"] == "llamacpp/draft-f32.gguf"
+    assert options["-m"] == "llamacpp/target-q8_0.gguf"
+    assert options["-md"] == "llamacpp/draft-q8_0.gguf"
     assert options["--spec-draft-n-max"] == "2"
-    with pytest.raises(subprocess.CalledProcessError) as failed:
-        called(tmp_path / "alone", "llamacpp", pair(files={"draft": "draft-f32.gguf"}))
-    assert "the GGUF of the target" in failed.value.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "llamacpp", "onnx"),
+    [("some/target", "some/target --remote", "-m some/target"), ("/a b", "/a b", "-i /a b")],
+)
+def test_converters_are_called_on_both_models(
+    tmp_path: Path, target: str, llamacpp: str, onnx: str
+) -> None:
+    """By the very words, of a target on the hub and of a folder."""
+    program = tmp_path / "bin" / "python"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nprintf "%s " "$@"; echo\n')
+    program.chmod(0o755)
+    converted = {}
+    for engine in ("llamacpp", "onnx"):
+        (tmp_path / engine).mkdir()
+        script = tmp_path / engine / "convert.sh"
+        script.write_text(LAUNCHES[engine](pair(target=target))["convert.sh"])
+        done = subprocess.run(
+            ["sh", str(script)],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PATH": f"{program.parent}:/usr/bin:/bin", "CONVERT": "convert.py"},
+        )
+        converted[engine] = [line.rstrip() for line in done.stdout.splitlines()]
+    assert converted["llamacpp"] == [
+        "convert.py ./hf --outtype q8_0 --outfile llamacpp/draft-q8_0.gguf",
+        f"convert.py {llamacpp} --outtype q8_0 --outfile llamacpp/target-q8_0.gguf",
+    ]
+    builder = "-m onnxruntime_genai.models.builder"
+    options = "-p fp32 -e cpu -c onnx/cache -o"
+    assert converted["onnx"] == [
+        f"{builder} {onnx} {options} onnx/target",
+        f"{builder} -i ./hf {options} onnx/draft",
+    ]
+
+
+def test_the_program_of_onnx_joins_both_models(tmp_path: Path) -> None:
+    """As `joined` does, which real engines have run; greedy sampling samples nothing."""
+    parts = {}
+    for name, length in (("target", 64), ("draft", 32)):
+        model = {"decoder": {"filename": f"{name}.onnx"}, "vocab_size": 9, "context_length": length}
+        parts[name] = {"model": model, "search": {"top_k": 50, "num_beams": 1}}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "genai_config.json").write_text(json.dumps(parts[name]))
+        (tmp_path / name / "tokenizer.json").write_text(name)
+    (tmp_path / "onnxruntime_genai.py").write_text("def Model(folder):\n    raise SystemExit\n")
+    sampling = SamplingConfig(temperature=0.0, top_k=7)
+    one = pair(sampling=sampling)
+    (tmp_path / "generate.py").write_text(LAUNCHES["onnx"](one)["generate.py"])
+    subprocess.run([sys.executable, str(tmp_path / "generate.py")], check=True)
+    made = json.loads((tmp_path / "genai_config.json").read_text())
+    gamma = launched_gamma(one, "onnx")
+    assert made == joined(parts["target"], parts["draft"], gamma=gamma, sampling=sampling)
+    assert (tmp_path / "tokenizer.json").read_text() == "target"
 
 
 @pytest.mark.parametrize("engine", ["hf", "onnx"])
 def test_programs_are_programs(engine: str) -> None:
-    (text,) = LAUNCHES[engine](pair()).values()
+    text = LAUNCHES[engine](pair())["generate.py"]
     names = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
     assert ("num_assistant_tokens" if engine == "hf" else "set_speculative_options") in names
 

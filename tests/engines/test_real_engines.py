@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftkit.config import Config, ModelConfig
+from draftkit.config import ModelConfig
 from draftkit.data.prompts import read_splits
-from draftkit.engines.drivers import DRIVERS, Launch, environment_of, llamacpp
-from draftkit.engines.gguf import write_gguf
 from draftkit.models.loading import load_tokenizer, save_model
 from pipelines.configuration import compose_config
-from pipelines.measure_engine import measure_engine
 from pipelines.texts import texts
 from tests import tiny
+from tests.engines.drivers import DRIVERS, Launch, environment_of, llamacpp
+from tests.engines.gguf import write_gguf
 from tests.engines.pairs import EMBEDDED, ROWS, SHAPES, text_rows, trained
+from tests.engines.study import measure
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -46,17 +46,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def installed(engine: str) -> None:
     """Skip the test, with the reason, where `engine` is not installed."""
     try:
-        environment_of(engine, None)
+        environment_of(engine)
     except ValueError as reason:
         pytest.skip(str(reason))
-
-
-def measuring(root: Path, pair: Path, *words: str) -> Config:
-    given = [f"{key}.path={pair / key}" for key in ("target", "draft")]
-    fixed = ["evaluate.draft=given", f"decode.gamma={GAMMA}", "tracker=none", "hardware.threads=2"]
-    size = [f"engine.prompts={PROMPTS}", f"engine.max_new_tokens={TOKENS}", "engine.turns=1"]
-    text = ["data.max_megabytes=2", "data.domains=[python]"]
-    return compose_config([f"root={root}", *given, *fixed, *size, *text, *words])
 
 
 @pytest.mark.parametrize("engine", DRIVERS)
@@ -65,8 +57,8 @@ def test_an_exported_pair_is_loaded_and_greedy_answers_stay_the_engines_own(
     tmp_path: Path, pairs: dict[str, Path], shape: str, engine: str
 ) -> None:
     installed(engine)
-    config = measuring(tmp_path, pairs[shape], f"engine={engine}", "engine.temperatures=[0.0]")
-    summary = measure_engine.launch(config)
+    sides = (pairs[shape] / "target", pairs[shape] / "draft")
+    summary = measure(engine, tmp_path, *sides, temperatures=[0.0], count=PROMPTS)
     assert [one["drafts"] for one in summary["greedy"]] == list(DRIVERS[engine].drafts)
     for one in summary["greedy"]:
         assert one == one | {"compared": PROMPTS, "same_as_plain": PROMPTS}
@@ -121,11 +113,9 @@ def test_log_probabilities_of_llama_cpp_are_those_of_the_folder(
     launch = Launch(
         folder=tmp_path,
         target=str(folder),
-        revision=None,
         gamma=GAMMA,
         length=512,
-        dtype="float32",
-        environment=environment_of("llamacpp", None),
+        environment=environment_of("llamacpp"),
         log=tmp_path / "log",
     )
     own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -4,8 +4,8 @@ from typing import Any
 
 from rich.console import Console
 
-from draftkit.engines.comparison import compared
-from draftkit.engines.tables import measured_lines, measured_table, page
+from tests.engines.comparison import compared
+from tests.engines.tables import measured_lines, measured_table, page
 from tests.engines.test_comparison import cell
 
 

@@ -22,12 +22,12 @@ from draftkit.data.corpora import read_documents
 from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.engines.comparison import holm, two_sided
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.engines import ARGMAX, SAMPLED
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import load_draft, load_target
 from draftkit.theory.acceptance import Estimate, Rate, estimate
+from tests.engines.comparison import holm, two_sided
 
 MODES = {"sampled": SAMPLED, "argmax": ARGMAX}  # what the drafter proposes
 TEMPERATURES, GAMMAS = (0.0, 1.0), (2, 5)

@@ -6,9 +6,9 @@ import pytest
 
 from draftkit.config import DataConfig
 from draftkit.config.text import EMBEDDED
-from draftkit.engines.comparison import holm, two_sided
 from pipelines.configuration import compose_config
 from pipelines.prepare import prepare
+from tests.engines.comparison import holm, two_sided
 from tests.evaluation.predictions import cells, load
 
 PROMPTS = 150

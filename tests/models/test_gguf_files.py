@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from draftkit.config import ModelConfig
-from draftkit.engines.gguf import write_gguf
-from draftkit.engines.gguf_tokenizer import vocabulary_of
 from draftkit.models import gguf_files
 from draftkit.models.gguf_files import LLAMA_3, SPLITTERS, TRIED, convert, file_named
 from draftkit.models.loading import load_model, load_tokenizer, save_model
 from pipelines.configuration import compose_config
 from tests import tiny
 from tests.engines import making
+from tests.engines.gguf import write_gguf
+from tests.engines.gguf_tokenizer import vocabulary_of
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 SMALL = {"vocab_size": making.REAL, "eos_token_id": 0, "hidden_size": 32, "num_hidden_layers": 1}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from draftkit.engines.drivers import WORKERS
-from draftkit.engines.workers import run_onnx
+from tests.engines.drivers import WORKERS
+from tests.engines.workers import run_onnx
 
 
 class Generator:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from draftkit.engines.drivers import WORKERS
-from draftkit.engines.workers import run_transformers
 from draftkit.models.loading import save_model
 from tests import tiny
+from tests.engines.drivers import WORKERS
+from tests.engines.workers import run_transformers
 
 LIMIT = 20
 
@@ -38,7 +38,7 @@ def test_passes_are_counted_and_greedy_answers_are_the_targets(
     answers = {}
     for side, folder in (("plain", ""), ("drafted", str(tmp_path / "draft"))):
         monkeypatch.setattr(AssistedCandidateGenerator, "update_candidate_strategy", own)
-        setting = {"target": str(tmp_path / "target"), "revision": None, "draft": folder}
+        setting = {"target": str(tmp_path / "target"), "draft": folder}
         monkeypatch.setattr(sys, "argv", ["", json.dumps(setting | {"dtype": "float32"})])
         monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(request | {"seed": 1}) + "\n"))
         run_transformers.main()

@@ -1,6 +1,6 @@
 """What people see of engines: the table that ends a measurement, and the page of all of them.
 
-Renders summaries of `measure_engine`; computes nothing.
+Renders measurements of `study`; computes nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,11 +99,13 @@ without it, from request to last token, one request at a time: the median of the
 and the most. Such small models show what an engine spends beside them; of larger ones it says
 nothing.
 
-    python -m pipelines.measure_engine +experiment=quickstart engine=vllm decode.gamma=4
+    make quickstart engines
+    python -m tests.engines.study outputs/engines draftkit/embedded \\
+        outputs/quickstart/train/draft --name embedded
 
-measures one on the embedded pair; `python -m tests.engines.pairs FOLDER` makes the pairs `llama`
-and `qwen3` (four layers and one, heads of 32 and of 64, briefly trained). `python -m
-pipelines.benchmarks.engines FOLDER ...` writes this page from the files beside it.
+measures those that are installed; `python -m tests.engines.pairs FOLDER` makes the pairs `llama`
+and `qwen3` (four layers and one, heads of 32 and of 64, briefly trained). Each writes this page
+from the files beside it.
 """
 
 

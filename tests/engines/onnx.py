@@ -20,19 +20,7 @@ from draftkit.config import ModelConfig, SamplingConfig
 from draftkit.engines.folder import tokenizer_files
 
 CONFIG = "genai_config.json"
-PYTHON = Path(".engines") / "onnx" / "bin" / "python"
 MOST = 16  # proposals a round
-
-
-def check_python(setting: str | None) -> Path:
-    """The interpreter that has onnxruntime-genai. Raises ValueError where there is none."""
-    python = PYTHON if setting is None else Path(setting)
-    if not python.is_file():
-        raise ValueError(
-            f"export.onnx_python: there is no {python}: name the python of an environment with "
-            "onnxruntime-genai, onnx and onnx-ir, or leave onnx out of export.engines"
-        )
-    return python.absolute()  # a link to an interpreter stands for its environment
 
 
 def write_onnx_pair(
@@ -72,7 +60,7 @@ def build(python: list[str], source: list[str], folder: Path, precision: str, ke
         last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
         raise ValueError(
             f"{key}.path: onnxruntime-genai cannot build it (status {done.returncode}, "
-            f"{' '.join(last)[:300]}): leave onnx out of export.engines"
+            f"{' '.join(last)[:300]})"
         )
 
 

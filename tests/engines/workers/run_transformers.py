@@ -1,6 +1,6 @@
 """Runs in an environment with transformers: `generate` with an assistant, counted pass by pass.
 
-Speaks as `draftkit.engines.drivers.Worker` does, and imports nothing of draftkit.
+Speaks as `tests.engines.drivers.Worker` does, and imports nothing of draftkit.
 """
 
 import json
@@ -30,19 +30,12 @@ def count_passes() -> None:
 def main() -> None:
     """Answer every line of the standard input by as many lines as it has prompts."""
     setting = json.loads(sys.argv[1])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     load = {"dtype": getattr(torch, setting["dtype"])}
-    if setting["revision"]:
-        target = AutoModelForCausalLM.from_pretrained(
-            setting["target"], revision=setting["revision"], **load
-        )
-    else:
-        target = AutoModelForCausalLM.from_pretrained(setting["target"], **load)
-    target.to(device)
+    target = AutoModelForCausalLM.from_pretrained(setting["target"], **load)
     # Nothing is padded; without an id for it every call warns.
     options: dict[str, Any] = {"pad_token_id": 0, "repetition_penalty": 1.0}
     if setting["draft"]:
-        draft = AutoModelForCausalLM.from_pretrained(setting["draft"], **load).to(device)
+        draft = AutoModelForCausalLM.from_pretrained(setting["draft"], **load)
         options["assistant_model"] = draft
     count_passes()
     print(json.dumps({"version": transformers.__version__}), flush=True)
@@ -58,7 +51,7 @@ def main() -> None:
             options |= {"temperature": None, "top_k": None, "top_p": None}
         for prompt in request["prompts"]:
             COUNTS.clear()
-            ids = torch.tensor([prompt], device=device)
+            ids = torch.tensor([prompt])
             started = time.perf_counter()
             made = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
             seconds = time.perf_counter() - started

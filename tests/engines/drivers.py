@@ -24,8 +24,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from draftkit.artifacts import read_json
-from draftkit.engines.counts import Answer, Counting, answer_of
 from draftkit.evaluation.cards import llamacpp_options, vllm_options
+from tests.engines.counts import Answer, Counting, answer_of
 
 HOST = "127.0.0.1"
 START_SECONDS = 600.0  # an engine may compile before it answers
@@ -39,24 +39,18 @@ class Launch:
     """What is started, and how.
 
     folder: of the exported pair. drafts: `sampled`, `argmax`, or None for no drafter. length: the
-    most tokens of a prompt with its answer. url: of a server that runs already, by which nothing is
-    started. log: where the engine's own lines go.
+    most tokens of a prompt with its answer. log: where the engine's own lines go.
     """
 
     folder: Path
     target: str
-    revision: str | None
     gamma: int
     length: int
-    dtype: str
     environment: Path
     log: Path
     drafts: str | None = None
     threads: int | None = None
-    arguments: Sequence[str] = ()
     plugin: str | None = None
-    on_gpu: bool = False
-    url: str | None = None
 
 
 class Session(Protocol):
@@ -75,14 +69,13 @@ class Session(Protocol):
 class Driver:
     """An engine: how it is called, drafts, counts and starts.
 
-    drafts: the ways to draft that it can be started with, its default first. exports: what is
-    exported for it beside the plain folder. program: what its environment must have.
+    drafts: the ways to draft that it can be started with, its default first. program: what its
+    environment must have.
     """
 
     title: str
     drafts: Sequence[str]
     counting: Counting
-    exports: str
     program: str
     start: Callable[[Launch], contextlib.AbstractContextManager[Session]]
 
@@ -90,15 +83,11 @@ class Driver:
         return environment / "bin" / self.program
 
 
-def environment_of(name: str, given: str | None) -> Path:
+def environment_of(name: str) -> Path:
     """The environment that has the engine. Raises ValueError where its program is not there."""
-    own = name == "transformers" and given is None
-    environment = Path(sys.prefix) if own else Path(given or Path(".engines") / name)
+    environment = Path(sys.prefix) if name == "transformers" else Path(".engines") / name
     if not DRIVERS[name].program_in(environment).exists():
-        raise ValueError(
-            f"engine.environment: there is no {DRIVERS[name].program_in(environment)}: "
-            f"`make engines` makes .engines/{name}, or name the environment that has it"
-        )
+        raise ValueError(f"there is no {DRIVERS[name].program_in(environment)}: `make engines`")
     return environment.absolute()
 
 
@@ -109,8 +98,7 @@ def environment_variables(launch: Launch) -> dict[str, str]:
     variables.pop("PYTHONPATH", None)
     if launch.threads is not None:
         variables["OMP_NUM_THREADS"] = str(launch.threads)
-    if not launch.on_gpu:
-        variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     return variables
 
 
@@ -198,9 +186,8 @@ def transformers(launch: Launch) -> contextlib.AbstractContextManager[Session]:
     """`generate` with the exported folder as the assistant, as its generation_config says."""
     setting = {
         "target": launch.target,
-        "revision": launch.revision,
         "draft": str(launch.folder / "hf") if launch.drafts else "",
-        "dtype": launch.dtype,
+        "dtype": "float32",
     }
     return worker(launch, "run_transformers.py", setting)
 
@@ -229,7 +216,7 @@ class Server(ABC):
 
     launch: Launch
     url: str
-    process: subprocess.Popen | None = None
+    process: subprocess.Popen
     client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=TIMEOUT))
     version: str = ""
 
@@ -252,13 +239,11 @@ class Server(ABC):
         """Until it answers. Raises ValueError where it ends before, or takes too long."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            if self.process is not None and self.process.poll() is not None:
+            if self.process.poll() is not None:
                 raise _failed(self.launch, f"it ended with status {self.process.returncode}")
             with contextlib.suppress(httpx.HTTPError):
                 if self.client.get(f"{self.url}/health").is_success:
                     return
-            if self.process is None:
-                break
             time.sleep(0.2)
         raise _failed(self.launch, f"{self.url} does not answer")
 
@@ -285,12 +270,7 @@ class Server(ABC):
 def serving(
     launch: Launch, make: type[Server], command: Callable[[int], list[str]]
 ) -> Iterator[Server]:
-    """The server at `launch.url`, or one that `command(port)` starts."""
-    if launch.url is not None:
-        with closing(make(launch, launch.url.rstrip("/").removesuffix("/v1"))) as server:
-            server.wait()
-            yield server
-        return
+    """The server that `command(port)` starts."""
     port = free_port()
     with (
         running(launch, command(port)) as process,
@@ -373,11 +353,8 @@ def vllm(launch: Launch) -> contextlib.AbstractContextManager[Session]:
             "vllm.entrypoints.openai.api_server",
         ]
         words += ["--model", launch.target]
-        words += ["--revision", launch.revision] if launch.revision else []
-        words += ["--host", HOST, "--port", str(port), "--dtype", launch.dtype]
+        words += ["--host", HOST, "--port", str(port), "--dtype", "float32", "--enforce-eager"]
         words += ["--max-model-len", str(launch.length), "--max-num-seqs", "1"]
-        # Servers with and without the drafter share a GPU; eager code is ready at once.
-        words += ["--gpu-memory-utilization", "0.25"] if launch.on_gpu else ["--enforce-eager"]
         if launch.drafts is not None:
             drafter = launch.folder / "hf"
             parallel = "pard_token" in read_json(drafter / "config.json")
@@ -385,7 +362,7 @@ def vllm(launch: Launch) -> contextlib.AbstractContextManager[Session]:
             if launch.drafts == "argmax":
                 del options["draft_sample_method"]  # its default
             words += ["--speculative-config", json.dumps(options)]
-        return [*words, *launch.arguments]
+        return words
 
     return serving(launch, VllmServer, command)
 
@@ -425,22 +402,22 @@ def _only(folder: Path, name: str) -> str:
 
 
 def llamacpp(launch: Launch) -> contextlib.AbstractContextManager[Session]:
-    """llama-server with the options that `export` writes; all in float32 where that is compared."""
+    """llama-server with the options that `export` writes; all in float32."""
     folder = launch.folder / "llamacpp"
 
     def command(port: int) -> list[str]:
         server, target = launch.environment / "bin" / "llama-server", _only(folder, "target")
         words = [str(server), "-m", target]
         words += ["--host", HOST, "--port", str(port), "-c", str(launch.length), "-np", "1"]
-        if launch.dtype == "float32":  # flash attention rounds to half precision
-            caches = ("-ctk", "-ctv", *(("-ctkd", "-ctvd") if launch.drafts else ()))
-            words += ["-fa", "off", *(word for key in caches for word in (key, "f32"))]
+        # Flash attention rounds to half precision.
+        caches = ("-ctk", "-ctv", *(("-ctkd", "-ctvd") if launch.drafts else ()))
+        words += ["-fa", "off", *(word for key in caches for word in (key, "f32"))]
         if launch.threads is not None:
             words += ["-t", str(launch.threads)]
         if launch.drafts is not None:
             words += ["-md", _only(folder, "draft")]
             words += llamacpp_options(launch.gamma)
-        return [*words, *launch.arguments]
+        return words
 
     return serving(launch, LlamaServer, command)
 
@@ -450,7 +427,6 @@ DRIVERS: dict[str, Driver] = {
         title="transformers",
         drafts=("sampled",),
         counting=Counting(first_alone=False, capped=True),
-        exports="hf",
         program="python",
         start=transformers,
     ),
@@ -458,7 +434,6 @@ DRIVERS: dict[str, Driver] = {
         title="vLLM",
         drafts=("argmax", "sampled"),
         counting=Counting(first_alone=True, capped=False),
-        exports="vllm",
         program="vllm",
         start=vllm,
     ),
@@ -466,7 +441,6 @@ DRIVERS: dict[str, Driver] = {
         title="ONNX Runtime GenAI",
         drafts=("sampled",),
         counting=Counting(first_alone=False, capped=True),
-        exports="onnx",
         program="python",
         start=onnx,
     ),
@@ -474,7 +448,6 @@ DRIVERS: dict[str, Driver] = {
         title="llama.cpp",
         drafts=("argmax",),
         counting=Counting(first_alone=True, capped=True),
-        exports="llamacpp",
         program="llama-server",
         start=llamacpp,
     ),

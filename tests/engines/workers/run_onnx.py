@@ -1,6 +1,6 @@
-"""Runs in an environment with onnxruntime-genai, on the pair that `draftkit.engines.onnx` wrote.
+"""Runs in an environment with onnxruntime-genai, on the pair that `tests.engines.onnx` wrote.
 
-Speaks as `draftkit.engines.drivers.Worker` does, and imports nothing of draftkit.
+Speaks as `tests.engines.drivers.Worker` does, and imports nothing of draftkit.
 """
 
 import importlib

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftkit.engines.counts import Answer, accepted_at, summed, tokens_a_pass
 from draftkit.theory.acceptance import Rate, estimate, gain_p_value
+from tests.engines.counts import Answer, accepted_at, summed, tokens_a_pass
 
 LEVEL = 0.05  # below which a difference is not chance
 

@@ -26,7 +26,7 @@ from draftkit.models.gguf_files import BYTES, CONTROL, DIGITS, GPT_2, SPLITTERS,
 
 NORMAL, UNKNOWN, UNUSED, BYTE = 1, 2, 5, 6  # other types of tokens
 SPACE = "▁"
-REMEDY = "no tokenizer of llama.cpp equals it: leave llamacpp out of export.engines"
+REMEDY = "no tokenizer of llama.cpp equals it"
 
 
 @dataclass(frozen=True)

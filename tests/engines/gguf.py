@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,9 +25,9 @@ from transformers import PreTrainedConfig
 from draftkit.artifacts import atomic_path
 from draftkit.config import ModelConfig
 from draftkit.engines.folder import FREE_ROPE, rope_types
-from draftkit.engines.gguf_tokenizer import Vocabulary, vocabulary_of
 from draftkit.models.adapter import context_of
 from draftkit.models.loading import declared_ends, load_model, load_tokenizer, model_config
+from tests.engines.gguf_tokenizer import Vocabulary, vocabulary_of
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 # By kind: the type of matrices in the file, and what the file is called as a whole.
@@ -37,18 +38,6 @@ KINDS = {
     "q8_0": ("Q8_0", "MOSTLY_Q8_0"),
 }
 TURNED = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")
-
-
-def require_gguf() -> Any:
-    """The `gguf` library. Raises ValueError with the way to it where it is not installed."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise ValueError(
-            "export.engines: llamacpp needs the gguf library: pip install 'draftkit[engines]', or "
-            "leave llamacpp out"
-        ) from error
-    return gguf
 
 
 def check_gguf(config: PreTrainedConfig, key: str) -> None:
@@ -67,16 +56,16 @@ def write_gguf(model: ModelConfig, path: Path, *, kind: str, key: str) -> None:
     """Write the folder of `model` to the file `path`, in one of `KINDS`.
 
     Raises ValueError naming `key` (`target` or `draft`) for a model or a tokenizer that llama.cpp
-    is not known to compute alike, and where the `gguf` library is missing.
+    is not known to compute alike.
     """
-    gguf, config = require_gguf(), model_config(model, key)
+    config = model_config(model, key)
     check_gguf(config, key)
     tokenizer = load_tokenizer(model, key)
     ends = declared_ends(model, tokenizer)
     vocabulary = vocabulary_of(tokenizer, rows=config.vocab_size, ends=ends)
     loaded = load_model(model, key, dtype="auto", device=torch.device("cpu"))
     tensors = dict(tensors_of(loaded.state_dict(), config))
-    kinds = {name: kind_of(gguf, tensor, kind) for name, tensor in tensors.items()}
+    kinds = {name: kind_of(tensor, kind) for name, tensor in tensors.items()}
     with atomic_path(path) as temporary:
         writer = gguf.GGUFWriter(temporary, config.model_type)
         writer.add_name(path.stem)
@@ -95,7 +84,7 @@ def write_gguf(model: ModelConfig, path: Path, *, kind: str, key: str) -> None:
         writer.close()
 
 
-def kind_of(gguf: Any, tensor: Tensor, kind: str) -> Any:
+def kind_of(tensor: Tensor, kind: str) -> Any:
     """How `tensor` is stored: vectors in float32, rows of broken blocks in half precision."""
     types = gguf.GGMLQuantizationType
     if tensor.dim() == 1:
@@ -108,7 +97,6 @@ def tensors_of(
     weights: dict[str, Tensor], config: PreTrainedConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """The `weights` of a folder by llama.cpp's names, in its order of rows; a tied head once."""
-    gguf = require_gguf()
     architecture = gguf.MODEL_ARCH[config.model_type.upper()]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     for name, weight in weights.items():
@@ -165,9 +153,7 @@ def write_shapes(writer: Any, config: PreTrainedConfig) -> None:
     writer.add_rope_dimension_count(size)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope.get("rope_type") == "linear":
-        from gguf import RopeScalingType
-
-        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope["factor"])
 
 

@@ -1,0 +1,182 @@
+"""What a server that runs counts of its own speculation: vLLM, SGLang and llama.cpp.
+
+A pass is one pass of the target over proposals, behind the one that reads the prompt and yields the
+first token; tokens a pass are 1 + accepted / passes. Read before and after each answer:
+
+    vLLM       GET /metrics    vllm:spec_decode_num_drafts, _accepted_tokens, and those by position
+    SGLang     GET /metrics    sglang:spec_verify_calls; what was accepted is what it delivered
+    llama.cpp  POST /completion: `timings` with draft_n and draft_n_accepted
+
+So a server may have no other client meanwhile. In a pass that reaches behind the end of an answer
+vLLM counts all that was accepted, SGLang nothing behind it; llama.cpp proposes nothing beyond the
+limit, and counts all behind an end of text.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from draftkit.artifacts import first_line
+from draftkit.config import SamplingConfig
+
+VLLM, SGLANG, LLAMACPP = "vLLM", "SGLang", "llama.cpp"  # as draftkit.evaluation.engines has them
+TOKENS = {VLLM: "vllm:generation_tokens_total", SGLANG: "sglang:generation_tokens_total"}
+PASSES = {VLLM: "vllm:spec_decode_num_drafts_total", SGLANG: "sglang:spec_verify_calls_total"}
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+COUNT_SECONDS = 20.0  # within which counters follow an answer
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer by its counts.
+
+    seconds: from the request to the last token. drafted: proposals, where passes are not counted.
+    by_position: how many passes accepted at least 1, 2, ... proposals; None where not counted.
+    limited: whether its length ended it.
+    """
+
+    tokens: int
+    seconds: float
+    passes: int
+    accepted: int
+    drafted: int = 0
+    by_position: list[int] | None = None
+    limited: bool = False
+
+
+class Server:
+    """The server of `engine.url`. Raises ValueError, one line, for what it does not do.
+
+    gamma: proposals a pass, as its answers show; 0 where they show none.
+    """
+
+    def __init__(self, url: str, *, key: str = "") -> None:
+        self.url, self.gamma = url.rstrip("/").removesuffix("/v1"), 0
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.client = httpx.Client(headers=headers, timeout=TIMEOUT)
+        counters = self.counters()
+        self.engine = next((one for one, name in TOKENS.items() if name in counters), LLAMACPP)
+        if self.engine == LLAMACPP:
+            if not (props := self.ask("GET", "/props", optional=True)).is_success:
+                raise self.failure(
+                    f"has no /props of llama.cpp (status {props.status_code}), and no /metrics of "
+                    "vLLM or SGLang (--enable-metrics)"
+                )
+        elif PASSES[self.engine] not in counters:
+            raise self.failure("counts no speculative decoding: start it with the drafter")
+        else:
+            self.model = self.ask("GET", "/v1/models").json()["data"][0]["id"]
+
+    def close(self) -> None:
+        self.client.close()
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], *, sampling: SamplingConfig, limit: int, seed: int
+    ) -> list[Answer]:
+        """Continue each prompt by at most `limit` tokens, one after the other."""
+        answer = self._timed if self.engine == LLAMACPP else self._counted
+        made = [
+            answer(
+                {
+                    **{"prompt": list(prompt), "seed": (seed * 1_000_003 + row) % 2**31},
+                    **{"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": 0.0},
+                },
+                sampling,
+                limit,
+            )
+            for row, prompt in enumerate(prompts)
+        ]
+        if sum(one.passes for one in made) == 0:
+            return made
+        if self.engine != LLAMACPP:
+            counters = self.counters()
+            positions = [name for name in counters if name.startswith(f"{ACCEPTED}_per_pos_total")]
+            self.gamma = len(positions) or int(counters.get("sglang:spec_num_steps", 0))
+            return made
+        # Each pass proposes as many, but the last ones of an answer that its length ends.
+        self.gamma = max(-(-one.drafted // one.passes) for one in made if one.passes)
+        return [
+            one if one.limited else replace(one, passes=one.drafted // self.gamma) for one in made
+        ]
+
+    def counters(self) -> dict[str, float]:
+        """Counters and gauges by name and position, summed over the engines behind the server."""
+        counters: dict[str, float] = {}
+        response = self.ask("GET", "/metrics", optional=True)
+        families = text_string_to_metric_families(response.text) if response.is_success else ()
+        for sample in (sample for family in families for sample in family.samples):
+            name = sample.name + sample.labels.get("position", "")
+            counters[name] = counters.get(name, 0.0) + sample.value
+        return counters
+
+    def _counted(self, request: Mapping[str, Any], sampling: SamplingConfig, limit: int) -> Answer:
+        """One answer of vLLM or SGLang, between two readings of the counters."""
+        request = {
+            **{**request, "model": self.model, "max_tokens": limit, "top_k": sampling.top_k or -1},
+            **{"repetition_penalty": sampling.repetition_penalty, "presence_penalty": 0.0},
+            "frequency_penalty": 0.0,
+        }
+        before, started = self.counters(), time.perf_counter()
+        usage = self.ask("POST", "/v1/completions", json=request).json()["usage"]
+        seconds, tokens = time.perf_counter() - started, int(usage["completion_tokens"])
+        gained: dict[str, int] = {}
+        while gained.get(TOKENS[self.engine], 0) < tokens:  # they follow a moment later
+            if time.perf_counter() > started + seconds + COUNT_SECONDS:
+                raise self.failure("does not count its answers in /metrics")
+            after = self.counters()
+            gained = {name: int(value - before.get(name, 0)) for name, value in after.items()}
+        if gained[TOKENS[self.engine]] > tokens:
+            raise self.failure("counts other clients' tokens too: measure it alone")
+        passes = gained[PASSES[self.engine]]
+        if self.engine == SGLANG:
+            accepted = max(0, tokens - 1 - passes)
+            return Answer(tokens=tokens, seconds=seconds, passes=passes, accepted=accepted)
+        names = sorted(name for name in gained if name.startswith(f"{ACCEPTED}_per_pos_total"))
+        return Answer(
+            tokens=tokens,
+            seconds=seconds,
+            passes=passes,
+            accepted=gained[f"{ACCEPTED}_total"],
+            by_position=[gained[f"{ACCEPTED}_per_pos_total{at}"] for at in range(len(names))],
+        )
+
+    def _timed(self, request: Mapping[str, Any], sampling: SamplingConfig, limit: int) -> Answer:
+        """One answer of llama-server. Each of its tokens that was no accepted proposal is of a pass
+        of its own, the first one of the prompt's; an end of text cuts what a pass accepted."""
+        request = {
+            **{**request, "n_predict": limit, "top_k": sampling.top_k, "cache_prompt": False},
+            **{"repeat_penalty": sampling.repetition_penalty, "repeat_last_n": -1},
+            **{"typical_p": 1.0, "samplers": ["penalties", "temperature", "top_k", "top_p"]},
+        }
+        started = time.perf_counter()
+        made = self.ask("POST", "/completion", json=request).json()
+        seconds, timings = time.perf_counter() - started, made["timings"]
+        tokens, accepted = int(timings["predicted_n"]), int(timings.get("draft_n_accepted", 0))
+        drafted = int(timings.get("draft_n", 0))
+        return Answer(
+            tokens=tokens,
+            seconds=seconds,
+            passes=max(0, tokens - 1 - accepted) if drafted else 0,
+            accepted=accepted,
+            drafted=drafted,
+            limited=made.get("stop_type") == "limit",
+        )
+
+    def ask(self, method: str, path: str, *, optional: bool = False, **body: Any) -> httpx.Response:
+        """A response; `optional`: of whatever status."""
+        try:
+            response = self.client.request(method, f"{self.url}{path}", **body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self.failure(f"does not answer ({first_line(error)})") from error
+        if not (response.is_success or optional):
+            text = " ".join(response.text.split())[:200]
+            raise self.failure(f"answers {path} by status {response.status_code}: {text}")
+        return response
+
+    def failure(self, reason: str) -> ValueError:
+        return ValueError(f"engine.url: {self.url} {reason}")

@@ -22,7 +22,6 @@ import torch
 
 from draftkit.config import COUNTING_NAMES, Config
 from draftkit.decoding.catalogue import PROPOSERS, Material
-from draftkit.decoding.proposers import Proposer
 from draftkit.models.loading import Target, load_draft, load_target, outline_of
 from draftkit.serving.api import make_app
 from draftkit.serving.connections import Server, listen, room_for
@@ -82,11 +81,6 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
         model.device,
     )
 
-    def make() -> Proposer:
-        proposer = PROPOSERS[decode.proposer](material)
-        proposer.version = "" if decode.has_drafter else decode.proposer
-        return proposer
-
     if not decode.has_drafter:
         name = decode.proposer
         print(f"serve: decode.proposer={name} has no drafter: no published version is followed")
@@ -95,8 +89,10 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
         registry = None
         if decode.has_drafter:
             registry = seeded_registry(config, name, draft, outline_of(target), checksums_of(made))
-        routes.append(Route(name, make, registry))
-    return Drafters(routes, config.online.gate, poll_seconds=config.serve.poll_seconds)
+        proposer = PROPOSERS[decode.proposer](material)
+        proposer.version = "" if decode.has_drafter else decode.proposer
+        routes.append(Route(name, proposer, registry))
+    return Drafters(routes, poll_seconds=config.serve.poll_seconds)
 
 
 def answered_at(address: Sequence[Any]) -> str:
@@ -120,7 +116,7 @@ def serve(config: Config, swept: str = "") -> None:
             settings.host, settings.port, stalled_seconds=settings.request_seconds
         )  # before the models are loaded, lest that was in vain
         stack.enter_context(closing(listening))
-        # Two would judge the same canaries, each by half of the traffic.
+        # Of two, each would overwrite how busy the other says it is, which the daemon goes by.
         stack.enter_context(locked(service_folder(config) / SERVER, wait=False))
         check_pair(config)
         made = products("serve", needs(config))

@@ -139,7 +139,6 @@ REFUSED: list[tuple[str, Make]] = [
     ("online.buffer.reservoir_fraction", lambda: BufferConfig(reservoir_fraction=1)),
     ("online.gate.fraction", lambda: GateConfig(fraction=0)),
     ("online.gate.records", lambda: GateConfig(records=1)),
-    ("online.gate.canary_fraction", lambda: GateConfig(canary_fraction=1)),
     ("online.drift.points", lambda: DriftConfig(points=1)),
     ("online.drift.domains", lambda: DriftConfig(domains=["prose"])),
     ("online.drift.domains", lambda: DriftConfig(domains=["prose", "cpp", "prose"])),

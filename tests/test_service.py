@@ -193,7 +193,7 @@ def test_published_versions_tell_what_they_were_made_with(config: Config) -> Non
     def write(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"")
 
-    later = registry.publish(write, metrics={}, canary=False)
+    later = registry.publish(write, metrics={})
     assert later.fingerprints == first.fingerprints
 
 

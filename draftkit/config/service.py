@@ -55,9 +55,6 @@ class GateConfig(Section, key="online.gate"):
     anchors: int = setting(64, least=0)  # held-out texts of `data`
     # Alpha (of a parallel drafter: tokens a pass) that they may lose since the first version.
     anchor_tolerance: float = setting(0.02, least=0)
-    # Of the rows get a new version first; 0: all at once.
-    canary_fraction: float = setting(0.1, least=0, below=1)
-    canary_tokens: int = positive(4000)  # tested positions after which a canary is judged
 
 
 @dataclass(kw_only=True)

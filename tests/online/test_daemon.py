@@ -40,6 +40,9 @@ class FakeRefit:
         self.collected: list[int] = []
         self.registry = SimpleNamespace(collect=self.collected.append)
 
+    def review(self) -> str | None:
+        return None
+
     def due(self) -> bool:
         return self.turns > 0
 

@@ -258,7 +258,7 @@ def check(folder: Path) -> None:
     names = {version.name for version in registry.versions()}
     assert {current.name, *current.ancestors} <= names
     assert set(f"v{number:06d}" for number in (1, 2)) <= names  # published before any kill
-    newest = registry.publish(weights(99.0), **TOLD, canary=False)
+    newest = registry.publish(weights(99.0), **TOLD)
     assert newest.name not in names
     assert registry.current() == newest
     assert newest.ancestors == (current.name, *current.ancestors)
@@ -267,10 +267,7 @@ def check(folder: Path) -> None:
 
 
 OPERATIONS: dict[str, Callable[[Registry], object]] = {
-    "publish": lambda registry: registry.publish(weights(3.0), **TOLD, canary=False),
-    "canary": lambda registry: registry.publish(weights(3.0), **TOLD, canary=True),
-    "promote": lambda registry: registry.promote("v000004"),
-    "withdraw": lambda registry: registry.withdraw("v000004", reason="worse"),
+    "publish": lambda registry: registry.publish(weights(3.0), **TOLD),
     "rollback": lambda registry: registry.rollback(reason="worse"),
     "collect": lambda registry: registry.collect(0),
 }
@@ -286,10 +283,10 @@ def test_a_kill_at_any_moment_leaves_a_registry_that_works(
     before, folder = tmp_path / "before", tmp_path / "registry"
     made = Registry(before)
     made.seed(weights(1.0))
-    made.publish(weights(2.0), **TOLD, canary=False)
-    made.publish(weights(3.0), **TOLD, canary=True)
-    made.withdraw("v000003", reason="")
-    made.publish(weights(4.0), **TOLD, canary=True)
+    made.publish(weights(2.0), **TOLD)
+    made.publish(weights(3.0), **TOLD)
+    made.rollback(reason="")
+    made.publish(weights(4.0), **TOLD)
     event, killed = 0, True
     while killed:
         event += stride
@@ -325,9 +322,9 @@ def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:
         weights(2.0)(folder)
         (folder / "large.bin").write_bytes(bytes(200_000))
 
-    before = registry.pointers()
+    before = registry.pointer()
     with small_disk(100_000), pytest.raises(OSError, match="large") as caught:
-        registry.publish(large, **TOLD, canary=False)
+        registry.publish(large, **TOLD)
     assert caught.value.errno == errno.EFBIG
-    assert (registry.pointers(), registry.versions()) == (before, [first])
-    assert registry.publish(large, **TOLD, canary=False) == registry.current()
+    assert (registry.pointer(), registry.versions()) == (before, [first])
+    assert registry.publish(large, **TOLD) == registry.current()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from draftkit.config import DecodeConfig, GateConfig, SamplingConfig, ServeConfig
+from draftkit.config import DecodeConfig, SamplingConfig, ServeConfig
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.online.registry import Registry
 from draftkit.serving.drafters import Drafters, Route
@@ -138,10 +138,10 @@ def under_load(part: Part, code: str) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory(dir=part.folder) as folder:
         registry = Registry(folder)
-        route = Route("default", lambda: DraftModelProposer(model(draft_shape, seed=1)), registry)
+        route = Route("default", DraftModelProposer(model(draft_shape, seed=1)), registry)
         engine = Engine(
             model(target_shape, seed=0),
-            Drafters([route], GateConfig(canary_fraction=0.0), poll_seconds=POLL_SECONDS),
+            Drafters([route], poll_seconds=POLL_SECONDS),
             decode=lambda ids: " ".join(map(str, ids)),
             serve=ServeConfig(
                 slots=counts["slots"],
@@ -153,7 +153,7 @@ def under_load(part: Part, code: str) -> dict[str, Any]:
             decoding=DecodeConfig(gamma=counts["gamma"], compile=code),
         )
         load = Load(engine, prompts, new_tokens)
-        publish = partial(registry.publish, newer.save_pretrained, metrics={}, canary=False)
+        publish = partial(registry.publish, newer.save_pretrained, metrics={})
         engine.start()
         try:
             return counts | measured(engine, load, publish, part.size(20.0, 0.3))

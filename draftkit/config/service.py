@@ -23,7 +23,7 @@ class ServeConfig(Section, key="serve"):
     max_body_bytes: int = positive(1_000_000)
     max_choices: int = positive(16)  # `n` of a request
     top_logprobs: int = setting(20, least=0)  # the most alternatives a request may ask for
-    connections: int = positive(2048)
+    connections: int = positive(512)  # at once; more are answered with 503
     request_seconds: float = positive(300.0)
     drain_seconds: float = positive(30.0)
     poll_seconds: float = positive(0.5)  # how often a new drafter version is looked for

@@ -136,7 +136,6 @@ REFUSED: list[tuple[str, Make]] = [
     ("online.backoff", lambda: OnlineConfig(backoff=0.5)),
     ("online.nice", lambda: OnlineConfig(nice=20)),
     ("online.buffer.fraction", lambda: BufferConfig(fraction=1.1)),
-    ("online.buffer.reservoir_fraction", lambda: BufferConfig(reservoir_fraction=1)),
     ("online.gate.fraction", lambda: GateConfig(fraction=0)),
     ("online.gate.records", lambda: GateConfig(records=1)),
     ("online.drift.points", lambda: DriftConfig(points=1)),

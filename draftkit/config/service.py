@@ -37,8 +37,6 @@ class BufferConfig(Section, key="online.buffer"):
     fraction: float = setting(1.0, least=0, most=1)  # of the requests; 0 records nothing
     top_k: int = setting(32, least=0)  # ids of the target stored for every token; 0: none
     max_megabytes: float = positive(256.0)
-    # Of that room, for a sample of all that is no longer recent.
-    reservoir_fraction: float = setting(0.5, least=0, below=1)
     retention_days: float = positive(30.0)
     queue: int = positive(1024)  # records that wait to be written; more are dropped
 
@@ -100,7 +98,7 @@ class OnlineConfig(Section, key="online"):
     steps: int = positive(20)  # of an update
     recent: int = positive(512)  # how many of the newest records count as recent
     recent_fraction: float = setting(0.5, least=0, most=1)  # of the rows of a step
-    # Of the rows of a step; the rest is of the reservoir.
+    # Of the rows of a step; the rest is of older traffic.
     anchor_fraction: float = setting(0.25, least=0, most=1)
     most_updates: int | None = positive(None)  # null: until told to stop
     worth: float = setting(0.005, least=0)  # alpha that an update must gain, lest the next wait

@@ -1,6 +1,6 @@
 """The refit of one route's drafter: what was served and what came before, k steps, the gate.
 
-An update takes rows of three kinds: recent traffic, a reservoir of older traffic, and anchors, text
+An update takes rows of three kinds: recent traffic, a sample of older traffic, and anchors, text
 of before the drift, against forgetting (Liu et al. 2310.07177 train on recent traffic alone). Its
 rows are a function of (seed, update, step) and of what lies in the buffer. Weights that the gate
 lets through become a version in the registry; others go on being trained, unless they have

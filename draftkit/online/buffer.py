@@ -33,7 +33,8 @@ UPKEEP_SECONDS = 600.0  # between two upkeeps of a buffer that grows slowly
 TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, route TEXT NOT NULL, place INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY AUTOINCREMENT, route TEXT NOT NULL,
+    number INTEGER NOT NULL, -- of its route, from 1 on
     version TEXT NOT NULL, seconds REAL NOT NULL, kept REAL NOT NULL, split REAL NOT NULL,
     size INTEGER NOT NULL, checksum BLOB NOT NULL, content BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS records_by_route ON records (route, id, split, size);
@@ -127,7 +128,7 @@ def too_much(connection: sqlite3.Connection, *, newest: float, older: float) -> 
     """
     gone = []
     for (route,) in connection.execute("SELECT DISTINCT route FROM records").fetchall():
-        query = "SELECT id, place, size FROM records WHERE route = ? ORDER BY id DESC"
+        query = "SELECT id, number, size FROM records WHERE route = ? ORDER BY id DESC"
         rows = connection.execute(query, (route,)).fetchall()
         totals = itertools.accumulate(size for *_, size in rows)
         old = [row for row, total in zip(rows, totals, strict=True) if total > newest]
@@ -135,9 +136,11 @@ def too_much(connection: sqlite3.Connection, *, newest: float, older: float) -> 
             continue
         came, k = old[0][1] - old[-1][1] + 1, 1  # with those that are gone since
         expected = came * sum(size for *_, size in old) / len(old)
-        while expected > k * older or sum(size for _, at, size in old if at % k == 0) > older:
+        while (
+            expected > k * older or sum(size for _, number, size in old if number % k == 0) > older
+        ):
             k *= 2
-        gone += [record_id for record_id, at, _ in old if at % k]
+        gone += [record_id for record_id, number, _ in old if number % k]
     return gone
 
 
@@ -205,8 +208,8 @@ class Buffer:
             rows.append((*columns, len(content), checksum(content, *columns), content))
         with self._database.writing() as connection:
             connection.executemany(
-                "INSERT INTO records (route, place, version, seconds, kept, split, size, checksum,"
-                " content) VALUES (?1, 1 + coalesce((SELECT place FROM records WHERE route = ?1"
+                "INSERT INTO records (route, number, version, seconds, kept, split, size, checksum,"
+                " content) VALUES (?1, 1 + coalesce((SELECT number FROM records WHERE route = ?1"
                 " ORDER BY id DESC LIMIT 1), 0), ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
                 rows,
             )

@@ -249,11 +249,11 @@ class Registry:
             self._point(version, "published", reason="as the current version")
             return version
 
-    def _require_in_force(self, name: str, told: str) -> None:
+    def _require_in_force(self, name: str, refusal: str) -> None:
         current = self.current()
         if current is None or current.name != name:
             now = "nothing" if current is None else current.name
-            raise NotInForce(f"{told} {now} is in force now")
+            raise NotInForce(f"{refusal} {now} is in force now")
 
     def rollback(
         self, to: str | None = None, *, reason: str, current: str | None = None

@@ -6,6 +6,7 @@ or hold connections open, are the proxy's in front (docs/online.md). Knows no ro
 """
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -44,6 +45,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def server_of(app: Any, settings: ServeConfig) -> uvicorn.Server:
     """A server of `app`, for `run`; set its `should_exit` to end it."""
+    logging.getLogger("uvicorn.access").disabled = True  # whatever handlers a host program has
     return uvicorn.Server(
         uvicorn.Config(
             app,

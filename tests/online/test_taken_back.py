@@ -99,11 +99,11 @@ def test_what_a_version_was_made_of_must_still_be_in_force(tmp_path: Path) -> No
 
 
 def less_sure(record):
-    """The record of a target that is half as sure, so that every draft is accepted less."""
+    """The record of a target that is far less sure, so that every draft is accepted less."""
     assert record.topk_log_probs is not None
-    halves = [[value - math.log(2) for value in row] for row in record.topk_log_probs]
-    tails = [1 - sum(map(math.exp, row)) for row in halves]
-    return dataclasses.replace(record, topk_log_probs=halves, tail_mass=tails)
+    lower = [[value - math.log(4) for value in row] for row in record.topk_log_probs]
+    tails = [1 - sum(map(math.exp, row)) for row in lower]
+    return dataclasses.replace(record, topk_log_probs=lower, tail_mass=tails)
 
 
 def published(shop: Shop, sureness: float) -> str:

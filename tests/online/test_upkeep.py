@@ -31,9 +31,9 @@ def file_bytes(buffer: Buffer) -> int:
 
 
 def table(sizes: list[int], route: str = "a") -> sqlite3.Connection:
-    """Records of these sizes, whose ids and places count from 1."""
+    """Records of these sizes, whose ids and numbers count from 1."""
     connection = sqlite3.connect(":memory:")
-    connection.execute("CREATE TABLE records (id, route, place, size)")
+    connection.execute("CREATE TABLE records (id, route, number, size)")
     for place, size in enumerate(sizes, 1):
         add(connection, place, place, size, route)
     return connection

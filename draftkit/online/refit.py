@@ -340,10 +340,11 @@ class Refit:
 
     # What serves
 
-    def _since(
+    def _measure(
         self, base: Version, stored: Sequence[Stored]
     ) -> tuple[PromptTotals, PromptTotals] | None:
-        """The version before `base`, and `base`, scored on those records that came after its gate.
+        """The version before `base`, and `base`, scored on those records that came after its gate;
+        what they say of its alpha and growth goes into the state.
 
         Those of the gate chose it, so what they say of it is too high. None where they are too few,
         or there is nothing to compare with.
@@ -358,7 +359,14 @@ class Refit:
             earlier = self.registry.read(self.registry.version(base.parent))
         except ValueError:
             return None  # deleted or damaged
-        return self.judge.score(earlier, fresh), self.judge.score(self.registry.read(base), fresh)
+        before = self.judge.score(earlier, fresh)
+        now = self.judge.score(self.registry.read(base), fresh)
+        lengths = [before.alpha.mean, now.alpha.mean]
+        if self.judge.draft.parallel is None:
+            lengths = [expected_tokens(alpha, self.gamma) for alpha in lengths]
+        self.state["growth"][base.name] = lengths[1] / lengths[0]
+        self.state["alphas"][base.name] = now.alpha.as_dict()
+        return before, now
 
     def review(self) -> str | None:
         """Take the version in force back where it is surely worse than the one before it.
@@ -379,7 +387,7 @@ class Refit:
             return None
         self._looks[base.name] = look
         stored = self._scorable(self.settings.gate.records, held_out=False, after=since)
-        if (scored := self._since(base, stored)) is None:
+        if (scored := self._measure(base, stored)) is None:
             return None
         before, now = scored
         reason = judge_served(now=now, before=before, look=look, measure=self.judge.measure)
@@ -387,14 +395,3 @@ class Refit:
             self.registry.rollback(base.parent, reason=reason, current=base.name)
             self.back_off()
         return reason
-
-    def _measure(self, base: Version, stored: Sequence[Stored]) -> None:
-        """Alpha and growth of the version in force, on held-out records after its gate."""
-        if (scored := self._since(base, stored)) is None:
-            return
-        alphas = [totals.alpha for totals in scored]
-        lengths = [alpha.mean for alpha in alphas]
-        if self.judge.draft.parallel is None:
-            lengths = [expected_tokens(alpha, self.gamma) for alpha in lengths]
-        self.state["growth"][base.name] = lengths[1] / lengths[0]
-        self.state["alphas"][base.name] = alphas[1].as_dict()

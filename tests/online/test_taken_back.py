@@ -145,6 +145,7 @@ def test_a_version_that_serves_worse_is_taken_back(tmp_path: Path, drifts: bool)
     assert shop.registry.events()[-1]["reason"] == reason
     assert happened(shop.registry)[-1] == ("rolled_back", "v000001")
     assert shop.refit.wanted == 2 * shop.settings.min_records
+    assert shop.refit.state["growth"]["v000002"] < 1  # what it has served has cost, not saved
     assert shop.refit.review() is None  # the starting drafter has none before it
     started = shop.refit._restore()[0].draft.weights()
     assert all(bool((started[name] == first[name]).all()) for name in first)

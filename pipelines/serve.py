@@ -4,13 +4,16 @@ Serves the newest published drafter of the experiment's service folder (at first
 draft), follows what `pipelines.online` publishes there, and records traffic for it. A folder that
 was made with another target or starting draft is refused; `overwrite=true` clears it. SIGTERM and
 Ctrl-C end it in order: no new requests, those under way are answered, exit code 0. A key in the
-environment variable DRAFTKIT_API_KEY closes it to everybody without.
+environment variable DRAFTKIT_API_KEY closes it to everybody without; it is needed for every address
+that is not loopback.
 """
 
 import gc
+import ipaddress
 import logging
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -22,14 +25,13 @@ import torch
 
 from draftkit.config import COUNTING_NAMES, Config
 from draftkit.decoding.catalogue import PROPOSERS, Material
-from draftkit.decoding.proposers import Proposer
 from draftkit.models.loading import Target, load_draft, load_target, outline_of
 from draftkit.serving.api import make_app
-from draftkit.serving.connections import Server, listen, room_for
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
 from draftkit.serving.intake import Intake
 from draftkit.serving.recorder import Recorder
+from draftkit.serving.server import listen, run, server_of
 from draftkit.serving.texts import Texts
 
 from .command import run_command
@@ -49,7 +51,6 @@ from .service import (
 from .texts import texts, training_texts
 
 KEY_VARIABLE = "DRAFTKIT_API_KEY"
-LOOPBACK = ("127.", "::1", "localhost")
 
 
 def api_key() -> str | None:
@@ -58,6 +59,16 @@ def api_key() -> str | None:
     if key is not None and not key.strip():
         raise ValueError(f"{KEY_VARIABLE} is empty: unset it, or give it a key")
     return None if key is None else key.strip()
+
+
+def require_key(listening: socket.socket, host: str) -> None:
+    """Raise ValueError where others than this machine could reach a server that has no key."""
+    address = listening.getsockname()[0].partition("%")[0]
+    if not ipaddress.ip_address(address).is_loopback:
+        raise ValueError(
+            f"serve.host={host} is open to other machines and there is no key: set {KEY_VARIABLE},"
+            " or serve.host=127.0.0.1 behind a proxy that asks for one"
+        )
 
 
 def needs(config: Config) -> dict[str, Given | Step]:
@@ -82,11 +93,6 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
         model.device,
     )
 
-    def make() -> Proposer:
-        proposer = PROPOSERS[decode.proposer](material)
-        proposer.version = "" if decode.has_drafter else decode.proposer
-        return proposer
-
     if not decode.has_drafter:
         name = decode.proposer
         print(f"serve: decode.proposer={name} has no drafter: no published version is followed")
@@ -95,8 +101,10 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
         registry = None
         if decode.has_drafter:
             registry = seeded_registry(config, name, draft, outline_of(target), checksums_of(made))
-        routes.append(Route(name, make, registry))
-    return Drafters(routes, config.online.gate, poll_seconds=config.serve.poll_seconds)
+        proposer = PROPOSERS[decode.proposer](material)
+        proposer.version = "" if decode.has_drafter else decode.proposer
+        routes.append(Route(name, proposer, registry))
+    return Drafters(routes, poll_seconds=config.serve.poll_seconds)
 
 
 def answered_at(address: Sequence[Any]) -> str:
@@ -116,11 +124,11 @@ def serve(config: Config, swept: str = "") -> None:
         torch.set_num_threads(config.hardware.threads)
     settings, key = config.serve, api_key()
     with ExitStack() as stack:
-        listening = listen(
-            settings.host, settings.port, stalled_seconds=settings.request_seconds
-        )  # before the models are loaded, lest that was in vain
-        stack.enter_context(closing(listening))
-        # Two would judge the same canaries, each by half of the traffic.
+        # Before the models are loaded, lest that was in vain.
+        listening = stack.enter_context(closing(listen(settings.host, settings.port)))
+        if key is None:
+            require_key(listening, settings.host)
+        # Of two, each would overwrite how busy the other says it is, which the daemon goes by.
         stack.enter_context(locked(service_folder(config) / SERVER, wait=False))
         check_pair(config)
         made = products("serve", needs(config))
@@ -150,23 +158,16 @@ def serve(config: Config, swept: str = "") -> None:
             routes=config.online.routes,
             model_name=settings.model_name or Path(str(target_config.path)).name,
         )
-        server = Server(
-            make_app(engine, intake, key=key),
-            connections=room_for(settings.connections),
-            drain_seconds=settings.drain_seconds,
-            drain=lambda: engine.drain(settings.drain_seconds),
-        )
+        server = server_of(make_app(engine, intake, key=key), settings)
         stack.callback(engine.stop)
         engine.start()
         gc.collect()
         gc.freeze()  # libraries and models: to look through them stops every thread for 0.2 s
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again at its end
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-        if key is None and not settings.host.startswith(LOOPBACK):
-            print(f"serve: {KEY_VARIABLE} is not set: whoever reaches {settings.host} may ask")
         address = answered_at(listening.getsockname())
         print(f"serve: {intake.model_name} answers at {address}/v1", flush=True)
-        server.run(sockets=[listening])
+        run(server, listening, drain=lambda: engine.drain(settings.drain_seconds))
 
 
 if __name__ == "__main__":

@@ -94,9 +94,6 @@ _MINUTES = {
         "test_slow_readers_cost_little_and_hold_nobody_up": 0.1,
         "test_ten_thousand_requests_leave_no_memory_behind": 2.1,
     },
-    "serving/test_canary": {
-        "test_an_equal_version_is_rarely_withdrawn_and_one_that_is_worse_nearly_always": 0.2,
-    },
     "serving/test_engine_law": {
         "test_served_text_has_the_targets_law_in_fifty_thousand_answers": 3.3,
     },

@@ -300,7 +300,7 @@ def test_a_version_is_taken_back_by_command(root: Path, capsys: pytest.CaptureFi
         save_file({"weight": zeros(2)}, folder / "model.safetensors")
 
     registry.seed(write)
-    registry.publish(write, metrics={}, canary=False)
+    registry.publish(write, metrics={})
     rollback(config)
     assert "v000001" in capsys.readouterr().out
     current = registry.current()

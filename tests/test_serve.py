@@ -16,7 +16,7 @@ from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.models.loading import load_target, save_model
 from draftkit.online.registry import Registry
-from draftkit.serving.connections import listen
+from draftkit.serving.server import listen
 from pipelines.configuration import compose_config
 from pipelines.folder import locked
 from pipelines.serve import KEY_VARIABLE, answered_at, api_key, serve
@@ -153,11 +153,24 @@ def test_a_server_without_a_drafter_answers_as_the_target_does(
 
 def test_a_port_in_use_ends_at_once(pair: list[str], tmp_path: Path) -> None:
     """With a ValueError, which `run_command` tells in one line; no model is loaded before it."""
-    with listen("127.0.0.1", 0, stalled_seconds=1) as taken:
+    with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         config = compose_config(overrides(pair, tmp_path, f"serve.port={port}"))
         with pytest.raises(ValueError, match=rf"serve\.port={port} \(Address already in use\)"):
             serve(config)
+    assert not (tmp_path / "served").exists()
+
+
+def test_without_a_key_other_machines_are_kept_out(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, before a model is loaded or a folder made."""
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    config = compose_config(overrides(pair, tmp_path, "serve.host=0.0.0.0"))
+    told = r"serve\.host=0\.0\.0\.0 is open to other machines.*set DRAFTKIT_API_KEY"
+    with pytest.raises(ValueError, match=told) as caught:
+        serve(config)
+    assert "\n" not in str(caught.value)
     assert not (tmp_path / "served").exists()
 
 

@@ -82,7 +82,7 @@ def _in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Server and daemon load all that they need, and end where they would begin to wait."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
-    monkeypatch.setattr("pipelines.serve.Server.run", lambda self, sockets: None)
+    monkeypatch.setattr("pipelines.serve.run", lambda *_, **__: None)
     monkeypatch.setattr("draftkit.online.daemon.Daemon.run", lambda self: None)
     yield
     for number, handler in zip(numbers, before, strict=True):
@@ -193,7 +193,7 @@ def test_published_versions_tell_what_they_were_made_with(config: Config) -> Non
     def write(folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(b"")
 
-    later = registry.publish(write, metrics={}, canary=False)
+    later = registry.publish(write, metrics={})
     assert later.fingerprints == first.fingerprints
 
 

@@ -23,7 +23,7 @@ class ServeConfig(Section, key="serve"):
     max_body_bytes: int = positive(1_000_000)
     max_choices: int = positive(16)  # `n` of a request
     top_logprobs: int = setting(20, least=0)  # the most alternatives a request may ask for
-    connections: int = positive(2048)
+    connections: int = positive(512)  # at once; more are answered with 503
     request_seconds: float = positive(300.0)
     drain_seconds: float = positive(30.0)
     poll_seconds: float = positive(0.5)  # how often a new drafter version is looked for
@@ -37,8 +37,6 @@ class BufferConfig(Section, key="online.buffer"):
     fraction: float = setting(1.0, least=0, most=1)  # of the requests; 0 records nothing
     top_k: int = setting(32, least=0)  # ids of the target stored for every token; 0: none
     max_megabytes: float = positive(256.0)
-    # Of that room, for a sample of all that is no longer recent.
-    reservoir_fraction: float = setting(0.5, least=0, below=1)
     retention_days: float = positive(30.0)
     queue: int = positive(1024)  # records that wait to be written; more are dropped
 
@@ -55,9 +53,6 @@ class GateConfig(Section, key="online.gate"):
     anchors: int = setting(64, least=0)  # held-out texts of `data`
     # Alpha (of a parallel drafter: tokens a pass) that they may lose since the first version.
     anchor_tolerance: float = setting(0.02, least=0)
-    # Of the rows get a new version first; 0: all at once.
-    canary_fraction: float = setting(0.1, least=0, below=1)
-    canary_tokens: int = positive(4000)  # tested positions after which a canary is judged
 
 
 @dataclass(kw_only=True)
@@ -87,7 +82,7 @@ class OnlineConfig(Section, key="online"):
     steps: int = positive(20)  # of an update
     recent: int = positive(512)  # how many of the newest records count as recent
     recent_fraction: float = setting(0.5, least=0, most=1)  # of the rows of a step
-    # Of the rows of a step; the rest is of the reservoir.
+    # Of the rows of a step; the rest is of older traffic.
     anchor_fraction: float = setting(0.25, least=0, most=1)
     most_updates: int | None = positive(None)  # null: until told to stop
     worth: float = setting(0.005, least=0)  # alpha that an update must gain, lest the next wait

@@ -4,20 +4,21 @@ It stores records and counts; it does not know who serves, who trains, or what a
 number of processes may open the same file, and several threads may use one `Buffer`.
 
 What `append` has stored survives the death of any process and a power cut. What is older than
-`retention_days` by the file's ledger of time (`ages`), or too much for `max_megabytes`, is deleted
-and overwritten by the next `maintain`. A damaged row is left out and counted; a damaged file is set
-aside for a day and a new one begun.
+`retention_days` by the clock, or too much for `max_megabytes`, is deleted and overwritten by the
+next `maintain`. A damaged row is left out and counted; a damaged file is set aside for a day and a
+new one begun.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import random
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, astuple, dataclass, fields
+from dataclasses import KW_ONLY, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ import numpy as np
 
 from draftkit.config.service import BufferConfig
 from draftkit.data.rollouts import Record, document_of, from_bytes, to_bytes
-from draftkit.online.ages import Ledger, Uptime, look, seconds_since, uptime
 from draftkit.online.database import Database
 from draftkit.online.fingerprints import require_same
 
@@ -33,9 +33,10 @@ UPKEEP_SECONDS = 600.0  # between two upkeeps of a buffer that grows slowly
 TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
-    id INTEGER PRIMARY KEY AUTOINCREMENT, route TEXT NOT NULL, version TEXT NOT NULL,
-    seconds REAL NOT NULL, kept REAL NOT NULL, split REAL NOT NULL, size INTEGER NOT NULL,
-    checksum BLOB NOT NULL, content BLOB NOT NULL);
+    id INTEGER PRIMARY KEY AUTOINCREMENT, route TEXT NOT NULL,
+    number INTEGER NOT NULL, -- of its route, from 1 on
+    version TEXT NOT NULL, seconds REAL NOT NULL, kept REAL NOT NULL, split REAL NOT NULL,
+    size INTEGER NOT NULL, checksum BLOB NOT NULL, content BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS records_by_route ON records (route, id, split, size);
 CREATE INDEX IF NOT EXISTS records_by_time ON records (kept);
 CREATE TABLE IF NOT EXISTS served (
@@ -44,23 +45,10 @@ CREATE TABLE IF NOT EXISTS served (
     tested INTEGER NOT NULL, acceptance REAL NOT NULL, seconds REAL NOT NULL,
     UNIQUE (route, version));
 """
-# Every route has an equal share of the room. Its newest records fill one part of the share; what no
-# longer fits there is aged, and of all aged ones a uniform sample fills the other part: those with
-# the lowest of the numbers that are drawn for their ids, as many as fit. Who is out has been beaten
-# by ones that are still there or have expired, so every aged record has the same chance, however
-# large it is and whenever it came.
-TOO_MUCH = """
-WITH newest AS (
-    SELECT id, route, size, sum(size) OVER (PARTITION BY route ORDER BY id DESC) AS total
-    FROM records),
-aged AS (
-    SELECT id, sum(size) OVER (PARTITION BY route ORDER BY draw(id)) AS total
-    FROM newest WHERE total > :newest)
-SELECT id FROM aged WHERE total > :aged
-"""
 _SPLIT_BITS = 53  # what a float holds exactly
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
 _FILLED = 0.98  # of the bound: how full pages are changes with what is deleted
+_OLDER = 0.5  # of a route's room, for the sample of what is no longer among the newest
 _DELETED = 64  # rows deleted in one transaction, so that no other writer waits for long
 _DAY = 86400.0  # also for how long a damaged file is kept, whose records may be due any moment
 _SIGN = {True: "<", False: ">="}  # of the split against the gate's fraction, by `held_out`
@@ -109,7 +97,7 @@ class Load:
 
     queued: int
     running: int
-    age_seconds: float  # infinite if it was before the last boot
+    age_seconds: float
 
 
 def split(record: Record) -> float:
@@ -122,15 +110,6 @@ def split(record: Record) -> float:
         content, person = known.encode(), b"conversation"
     else:
         content, person = np.asarray(known, "<i4").tobytes(), b"held out"
-    return _uniform(content, person)
-
-
-def draw(record_id: int) -> float:
-    """The number in [0, 1) that an id has for ever."""
-    return _uniform(record_id.to_bytes(8, "little"), b"reservoir")
-
-
-def _uniform(content: bytes, person: bytes) -> float:
     digest = hashlib.blake2b(content, digest_size=8, person=person).digest()
     return (int.from_bytes(digest, "little") >> (64 - _SPLIT_BITS)) / (1 << _SPLIT_BITS)
 
@@ -140,10 +119,29 @@ def checksum(content: bytes, *columns: Any) -> bytes:
     return hashlib.blake2b(repr(columns).encode() + content, digest_size=8).digest()
 
 
-def too_much(connection: sqlite3.Connection, *, newest: float, aged: float) -> list[int]:
-    """The ids that neither the `newest` nor the `aged` bytes of their route have room for."""
-    connection.create_function("draw", 1, draw, deterministic=True)
-    return [row[0] for row in connection.execute(TOO_MUCH, {"newest": newest, "aged": aged})]
+def too_much(connection: sqlite3.Connection, *, newest: float, older: float) -> list[int]:
+    """The ids of what has no room.
+
+    Of every route's records the newest fill `newest` bytes. Of those behind them every k-th stays:
+    k is the smallest power of two by which all that ever came there fit into `older` bytes, so that
+    what stays is spread evenly, however often this was asked.
+    """
+    gone = []
+    for (route,) in connection.execute("SELECT DISTINCT route FROM records").fetchall():
+        query = "SELECT id, number, size FROM records WHERE route = ? ORDER BY id DESC"
+        rows = connection.execute(query, (route,)).fetchall()
+        totals = itertools.accumulate(size for *_, size in rows)
+        old = [row for row, total in zip(rows, totals, strict=True) if total > newest]
+        if not old:
+            continue
+        came, k = old[0][1] - old[-1][1] + 1, 1  # with those that are gone since
+        expected = came * sum(size for *_, size in old) / len(old)
+        while (
+            expected > k * older or sum(size for _, number, size in old if number % k == 0) > older
+        ):
+            k *= 2
+        gone += [record_id for record_id, number, _ in old if number % k]
+    return gone
 
 
 @dataclass(eq=False)
@@ -163,19 +161,12 @@ class Buffer:
     gate_fraction: float = 0.2
     fingerprints: Mapping[str, str] | None = None
     clock: Callable[[], float] = time.time
-    uptime: Callable[[], Uptime] = uptime
 
     def __post_init__(self) -> None:
         self.damaged: set[int] = set()  # ids of rows that were not as they had been written
         self._room = self.settings.max_megabytes * 1e6
-        self._ledger: Ledger | None = None
-        self._grown, self._maintained = 0, self.uptime()  # bytes since the last upkeep, and when
+        self._grown, self._maintained = 0, self.clock()  # bytes since the last upkeep, and when
         self._database = Database(self.path, self._prepare)
-
-    @property
-    def set_aside(self) -> Path | None:
-        """Where a damaged file is whose place this one took when it was opened."""
-        return self._database.set_aside
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         for statement in TABLES.split(";"):
@@ -185,7 +176,6 @@ class Buffer:
         first = max(0, int(1000 * self.clock()))
         if not connection.execute("SELECT count(*) FROM sqlite_sequence").fetchone()[0]:
             connection.execute("INSERT INTO sqlite_sequence VALUES ('records', ?)", (first,))
-        self._look(connection)
         if self.fingerprints is None:
             return
         stored, wanted = self._fact(connection, "fingerprints"), dict(self.fingerprints)
@@ -194,14 +184,6 @@ class Buffer:
             self._set_fact(connection, "fingerprints", wanted)
         else:
             require_same(self.path, stored=stored or {}, wanted=wanted)
-
-    def _look(self, connection: sqlite3.Connection) -> Ledger:
-        """The time of the file's ledger, which is stored."""
-        stored = self._fact(connection, "ledger")
-        before = stored and Ledger(**stored | {"seen": Uptime(**stored["seen"])})
-        self._ledger = look(before, wall=self.clock(), up=self.uptime())
-        self._set_fact(connection, "ledger", asdict(self._ledger))
-        return self._ledger
 
     @staticmethod
     def _fact(connection: sqlite3.Connection, name: str) -> Any:
@@ -219,20 +201,21 @@ class Buffer:
         Raises OSError (ENOSPC: the disk is full) and stores none of them; ValueError for an id
         that does not fit 32 bits. Now and then `maintain` follows, by time and growth.
         """
-        now, rows = look(self._ledger, wall=self.clock(), up=self.uptime()).now, []
+        now, rows = self.clock(), []
         for entry in entries:
             content = to_bytes(entry.record)
             columns = (entry.route, entry.version, float(entry.seconds), now, split(entry.record))
             rows.append((*columns, len(content), checksum(content, *columns), content))
         with self._database.writing() as connection:
             connection.executemany(
-                "INSERT INTO records (route, version, seconds, kept, split, size, checksum,"
-                " content) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO records (route, number, version, seconds, kept, split, size, checksum,"
+                " content) VALUES (?1, 1 + coalesce((SELECT number FROM records WHERE route = ?1"
+                " ORDER BY id DESC LIMIT 1), 0), ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
                 rows,
             )
         self._grown += sum(row[5] for row in rows)
-        rested = seconds_since(self._maintained, self.uptime())
-        if self._grown > self._room / _GROWTH or rested is None or rested > UPKEEP_SECONDS:
+        rested = abs(now - self._maintained)
+        if self._grown > self._room / _GROWTH or rested > UPKEEP_SECONDS:
             try:
                 self.maintain()
             except OSError as error:  # the entries are stored all the same
@@ -258,7 +241,7 @@ class Buffer:
 
     def set_load(self, *, queued: int, running: int) -> None:
         """Tell others how busy the server is; not flushed to the disk, so cheap."""
-        load = {"queued": queued, "running": running, "uptime": asdict(self.uptime())}
+        load = {"queued": queued, "running": running, "seconds": self.clock()}
         with self._database.writing(flushed=False) as connection:
             self._set_fact(connection, "server", load)
 
@@ -268,8 +251,7 @@ class Buffer:
             load = self._fact(connection, "server")
         if load is None:
             return None
-        age = seconds_since(Uptime(**load.pop("uptime")), self.uptime())
-        return Load(**load, age_seconds=float("inf") if age is None else age)
+        return Load(age_seconds=abs(self.clock() - load.pop("seconds")), **load)
 
     def count(self, route: str, *, held_out: bool, after: int = 0) -> int:
         """How many records of a side of `route` have an id above `after`."""
@@ -352,21 +334,20 @@ class Buffer:
         Files that were set aside go after a day: how old their records are cannot be known.
         Call it now and then, with or without traffic. Raises OSError as `append`.
         """
-        self._grown, self._maintained = 0, self.uptime()
+        now = self.clock()
+        self._grown, self._maintained = 0, now
         keep_seconds = self.settings.retention_days * _DAY
-        with self._database.writing() as connection:
-            now = self._look(connection).now
         with self._database.reading() as connection:
             query = "SELECT id FROM records WHERE kept < ? ORDER BY kept"
             expired = connection.execute(query, (now - keep_seconds,)).fetchall()
         self._delete([row[0] for row in expired])
         with self._database.reading() as connection:
-            share, sampled = self._share(connection), self.settings.reservoir_fraction
-            ids = too_much(connection, newest=(1 - sampled) * share, aged=sampled * share)
+            share = self._share(connection)
+            ids = too_much(connection, newest=(1 - _OLDER) * share, older=_OLDER * share)
         self._delete(ids)
         if not self._database.shrink():
             _log.warning("%s: a reader is busy, the log is emptied later", self.path)
-        for aside in self.path.parent.glob(f"{self.path.name}.damaged-*"):
+        for aside in self.path.parent.glob(f"{self.path.name}.damaged*"):
             with contextlib.suppress(FileNotFoundError):  # others look after the file too
                 if now - aside.stat().st_mtime > min(_DAY, keep_seconds):
                     aside.unlink()

@@ -1,5 +1,7 @@
 """The refit loop of a service: look at the buffer, update where enough is new, wait, tell.
 
+A version that serves worse than the one before it is taken back first.
+
 It runs beside the server and knows nothing of it but what lies in the buffer: records, counts and
 how many requests wait. While more wait than `online.pause_queue` no step is taken. Either process
 may die at any moment: the server serves on, and the daemon goes on from its last update.
@@ -71,6 +73,8 @@ class Daemon:
             return False
         update = None
         try:
+            if (reason := refit.review()) is not None:
+                logger.warning("route %s: the version in force is taken back: %s", route, reason)
             if refit.due():
                 self.hold()
                 update = refit.update(self.hold)

@@ -2,7 +2,7 @@
 
 What a finished transaction wrote survives the death of any process and, where it was flushed, a
 power cut. A page of SQLite's write-ahead log that goes bad on the disk costs the transactions from
-it on. A file in which SQLite finds damage is renamed to `*.damaged-<n>` by whoever opens it while
+it on. A file in which SQLite finds damage is renamed to `*.damaged` by whoever opens it while
 nobody else has it open, and a new one begins.
 
 This module does not know what the tables hold.
@@ -11,7 +11,6 @@ This module does not know what the tables hold.
 import contextlib
 import errno
 import fcntl
-import itertools
 import logging
 import os
 import sqlite3
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-APPLICATION, FORMAT = 0x64666274, 2  # in the file's header; the format rises with the tables
+APPLICATION, FORMAT = 0x64666274, 3  # in the file's header; the format rises with the tables
 BUSY_SECONDS = 10.0  # how long a writer waits for another one
 _VACUUMED = 256  # pages given back in one transaction, so that no writer waits for long
 _PRAGMAS = (
@@ -92,19 +91,14 @@ def _is_whole(path: Path) -> bool:
             raise
 
 
-def _set_aside(path: Path) -> Path:
+def _set_aside(path: Path) -> None:
     """Rename the file and its log; a kill in between leaves a damaged file without its log."""
-    endings = ("-wal", "")
-    for number in itertools.count(1):
-        aside = f"{path}.damaged-{number}"
-        if not any(os.path.exists(aside + ending) for ending in endings):
-            break
-    for ending in endings:
+    for ending in ("-wal", ""):
         with contextlib.suppress(FileNotFoundError):
-            os.rename(f"{path}{ending}", aside + ending)
-            os.utime(aside + ending)  # since when it lies there
+            os.replace(f"{path}{ending}", f"{path}.damaged{ending}")
+            os.utime(f"{path}.damaged{ending}")  # since when it lies there
     Path(f"{path}-shm").unlink(missing_ok=True)
-    return Path(aside)
+    _log.warning("%s is damaged: it is now %s.damaged, a new one begins", path, path.name)
 
 
 class Database:
@@ -116,7 +110,6 @@ class Database:
         Raises ValueError for a file that is not ours or of another format, OSError else.
         """
         self.path = Path(path)
-        self.set_aside: Path | None = None  # where a damaged file is
         self._prepare = prepare
         self._threads = threading.RLock()
         self._connection: sqlite3.Connection | None = None
@@ -133,9 +126,7 @@ class Database:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self.path.exists() and not _is_whole(self.path):
-                    self.set_aside = _set_aside(self.path)
-                    name = self.set_aside.name
-                    _log.warning("%s is damaged: it is now %s, a new one begins", self.path, name)
+                    _set_aside(self.path)
             except BlockingIOError:  # others have it open, or one of them looks it over now
                 fcntl.flock(self._lock, fcntl.LOCK_SH)
             # Served text is its owner's: nobody else on the machine reads it. A file that is

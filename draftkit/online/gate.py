@@ -1,4 +1,4 @@
-"""May a refitted drafter be served? Two paired tests, and a sentence.
+"""May a refitted drafter be served, and may it stay? Paired tests, and a sentence.
 
 On held-out recent traffic, which no training saw, the new weights must beat those in force. Weights
 that are refused are trained on and judged again, so the tests against one version share a budget:
@@ -6,7 +6,9 @@ all of them together publish weights that gain nothing with a probability of at 
 `FALSE_PASSES`. On the anchors, held-out text of before, they must not have lost more than a
 tolerance since the first version: the 95 % interval of the change lies above -tolerance. So what is
 published is better for the traffic of today and has not forgotten the rest, however many small
-steps led there.
+steps led there. What serves is taken back where, on the records served since, it is surely worse
+than the version before it: both are scored on the same texts, so that a drift of the traffic is
+nobody's fault, and the looks at one version share a budget as its gates do.
 
 Scores are sums of sum_x min(p, q) (`evaluation.alpha`) by conversation, since texts of one are not
 independent, on the same positions for both, so that both tests are paired. Each text is scored
@@ -139,3 +141,23 @@ def judge(
     else:
         publish, text = True, f"{text}, p = {p_value:.2g}"
     return Verdict(publish, text, gain, change, p_value)
+
+
+def judge_served(
+    *, now: PromptTotals, before: PromptTotals, look: int, measure: str = "alpha"
+) -> str | None:
+    """Why the version that serves goes, if it is surely worse than the one before it.
+
+    now, before: on the records served since. look: the how-manieth (from 1) at this version; all of
+    them together take back one that is as good with a probability of at most `FALSE_PASSES`.
+    """
+    change = now.gain(before)
+    if not change.documents >= LEAST_PROMPTS:
+        return None
+    p_value, level = gain_p_value(before.rate(), now.rate()), level_of(look)
+    if not p_value <= level:
+        return None
+    return (
+        f"{measure} {signed(change.as_dict())} on the records served since, p = {p_value:.2g}, "
+        f"look {look} needs {level:.2g}"
+    )

@@ -1,10 +1,11 @@
 """The refit of one route's drafter: what was served and what came before, k steps, the gate.
 
-An update takes rows of three kinds: recent traffic, a reservoir of older traffic, and anchors, text
+An update takes rows of three kinds: recent traffic, a sample of older traffic, and anchors, text
 of before the drift, against forgetting (Liu et al. 2310.07177 train on recent traffic alone). Its
 rows are a function of (seed, update, step) and of what lies in the buffer. Weights that the gate
 lets through become a version in the registry; others go on being trained, unless they have
-forgotten too much: then training starts again from the version in force.
+forgotten too much: then training starts again from the version in force. A version that serves is
+looked at again on what is served since, and taken back where the one before it is surely better.
 
 The state (weights, moments, counters) is saved after each update; a kill in between costs the
 steps of one. This module knows no server, no clock to wait by and no configuration file.
@@ -28,9 +29,9 @@ from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.models.lora import merged_weights
 from draftkit.online.buffer import Buffer, Stored
-from draftkit.online.gate import Judge, Verdict, judge
+from draftkit.online.gate import Judge, Verdict, judge, judge_served
 from draftkit.online.registry import Registry, Version
-from draftkit.online.rows import chosen, kinds, row_of, texts_of, with_scores
+from draftkit.online.rows import drawn, texts_of, with_scores
 from draftkit.theory.acceptance import Estimate
 from draftkit.theory.speedup import expected_tokens
 
@@ -92,7 +93,7 @@ class Refit:
             "seconds": 0.0,  # that updates have taken
             "tokens": 0,  # that they have trained on
             "gates": {},  # version -> how often other weights were tested against it
-            "chosen": {},  # version -> the newest record of the gate that let it through
+            "chosen": {},  # version -> the newest record when it was published
             "growth": {},  # version -> its tau over that of the one before, both after its gate
             "alphas": {},  # version -> its alpha on held-out traffic after its gate
             "anchor_change": None,  # of the weights of the last update, since the first version
@@ -102,19 +103,18 @@ class Refit:
         self._trainer: Trainer | None = None
         self._first_on_anchors: PromptTotals | None = None
         self._drift_looked_at = 0  # new records at the last look for a drift
+        self._looks: dict[str, int] = {}  # at versions in force: the number of the last one
 
     # When
 
     def due(self) -> bool:
-        """Whether enough was recorded since the last update, and no canary is being judged."""
+        """Whether enough was recorded since the last update."""
         self._restore()
         news = self.new_records()
-        if news < self.settings.min_records or self.registry.candidate() is not None:
+        if news < self.settings.min_records:
             return False
-        known = self.buffer.conversations(
-            self.route, held_out=True, newest=self.settings.gate.records
-        )
-        if known < LEAST_PROMPTS:
+        most = self.settings.gate.records
+        if self.buffer.conversations(self.route, held_out=True, newest=most) < LEAST_PROMPTS:
             return False
         return news >= self.wanted or self.has_drifted()
 
@@ -183,14 +183,13 @@ class Refit:
             hold()
             losses.append(trainer.step(self._batch(pools, number, step)).loss)
         hold()
-        verdict, before, after, newest = self._test(trainer, base)
+        verdict, before, after = self._test(trainer, base)
         version = None
         if verdict.publish:
             version = self.registry.publish(
                 partial(self.save, trainer),
                 metrics=verdict.as_dict() | {"steps": trainer.steps, "tokens": trainer.tokens},
                 parent=base.name,
-                canary=self.settings.gate.canary_fraction > 0,
             )
         update = Update(
             number=number,
@@ -203,14 +202,14 @@ class Refit:
             verdict=verdict,
             version=None if version is None else version.name,
         )
-        self._note(update, base, last_id=last_id, newest=newest)
+        self._note(update, base, last_id=last_id)
         save_checkpoint(self._path, self._working(), self.state)
         return update
 
-    def _note(self, update: Update, base: Version, *, last_id: int, newest: int) -> None:
+    def _note(self, update: Update, base: Version, *, last_id: int) -> None:
         """Count `update` in the state, and let training begin anew where it has forgotten.
 
-        last_id: of the records that it has seen; newest: of those of its gate.
+        last_id: of the records that it has seen.
         """
         state, published = self.state, update.version is not None
         change = update.verdict.anchor_change
@@ -219,7 +218,7 @@ class Refit:
         state["gates"][base.name] = state["gates"].get(base.name, 0) + 1
         self._drift_looked_at = 0
         if update.version is not None:
-            state["chosen"][update.version] = newest
+            state["chosen"][update.version] = self.buffer.last_id(self.route)
         if change is not None:
             state["anchor_change"] = change.as_dict()
         state |= {
@@ -261,9 +260,9 @@ class Refit:
     def _restore(self) -> tuple[Trainer, Version]:
         """The trainer as the last update left it, or anew from the version in force.
 
-        Weights whose version was withdrawn or rolled back are not gone on with.
+        Weights whose version was rolled back are not gone on with.
         """
-        base = self.registry.candidate() or self.registry.current()
+        base = self.registry.current()
         if base is None:
             raise ValueError(f"{self.route}: no drafter is published; start the server, or seed it")
         if self._trainer is None:
@@ -303,21 +302,10 @@ class Refit:
 
     def _batch(self, pools: tuple[list[Record], list[Record]], number: int, step: int) -> Batch:
         """The rows of a step."""
-        settings, trainer = self.settings, self._working()
-        pool = (*pools, self.anchors.train)
-        counts = kinds(
-            trainer.optim.rows_of_a_process,
-            settings,
-            has_older=bool(pools[1]),
-            has_anchors=bool(self.anchors.train),
-        )
-        generator = torch.Generator()
+        trainer, generator = self._working(), torch.Generator()
         generator.manual_seed(((self.seed * 1_000_003 + number) * 100_003 + step) % 2**63)
-        rows = [
-            row_of(records[index], prompts=settings.prompts)
-            for records, count in zip(pool, counts, strict=True)
-            for index in chosen(len(records), count, generator)
-        ]
+        size = trainer.optim.rows_of_a_process
+        rows = drawn((*pools, self.anchors.train), size, self.settings, generator)
         return collate(rows, device=trainer.draft.device, sampler_version="served")
 
     # The gate
@@ -327,10 +315,8 @@ class Refit:
         stored = self.buffer.newest(self.route, count, held_out=held_out, after=after)
         return [one for one in stored if self.judge.can_score(one.record)]
 
-    def _test(self, trainer: Trainer, base: Version) -> tuple[Verdict, Estimate, Estimate, int]:
-        """The verdict on the weights as they are; alpha of the version in force, and theirs; the
-        newest record that it rests on.
-        """
+    def _test(self, trainer: Trainer, base: Version) -> tuple[Verdict, Estimate, Estimate]:
+        """The verdict on the weights as they are; alpha of the version in force, and theirs."""
         gate, weights = self.settings.gate, merged_weights(trainer.draft.model)
         stored = self._scorable(gate.records, held_out=True)
         traffic, _ = texts_of(stored)
@@ -350,29 +336,62 @@ class Refit:
             measure=self.judge.measure,
         )
         self._measure(base, stored)
-        return verdict, before.alpha, after.alpha, max(one.id for one in stored)
+        return verdict, before.alpha, after.alpha
 
-    def _measure(self, base: Version, stored: Sequence[Stored]) -> None:
-        """Alpha and growth of the version in force, on records that came after its own gate.
+    # What serves
 
-        Those of the gate chose it, so what they say of it is too high.
+    def _measure(
+        self, base: Version, stored: Sequence[Stored]
+    ) -> tuple[PromptTotals, PromptTotals] | None:
+        """The version before `base`, and `base`, scored on those records that came after its gate;
+        what they say of its alpha and growth goes into the state.
+
+        Those of the gate chose it, so what they say of it is too high. None where they are too few,
+        or there is nothing to compare with.
         """
         since = self.state["chosen"].get(base.name)
         if since is None or base.parent is None:
-            return
+            return None
         fresh, units = texts_of([one for one in stored if one.id > since])
         if len(set(units)) < LEAST_PROMPTS:
-            return
+            return None
         try:
             earlier = self.registry.read(self.registry.version(base.parent))
         except ValueError:
-            return  # deleted or damaged: there is nothing to compare with
-        alphas = [
-            self.judge.score(weights, fresh).alpha
-            for weights in (earlier, self.registry.read(base))
-        ]
-        lengths = [alpha.mean for alpha in alphas]
+            return None  # deleted or damaged
+        before = self.judge.score(earlier, fresh)
+        now = self.judge.score(self.registry.read(base), fresh)
+        lengths = [before.alpha.mean, now.alpha.mean]
         if self.judge.draft.parallel is None:
             lengths = [expected_tokens(alpha, self.gamma) for alpha in lengths]
         self.state["growth"][base.name] = lengths[1] / lengths[0]
-        self.state["alphas"][base.name] = alphas[1].as_dict()
+        self.state["alphas"][base.name] = now.alpha.as_dict()
+        return before, now
+
+    def review(self) -> str | None:
+        """Take the version in force back where it is surely worse than the one before it.
+
+        Returns the reason, if so. Both are scored on the newest records served since it was
+        published (of the training side: no update that made it saw them); the law of an answer is
+        the target's, whichever of them drafted. A look is due after `min_records` of them, and
+        whenever there are twice as many.
+        """
+        _, base = self._restore()
+        if base.parent is None:
+            return None
+        # One that a killed process or a person has published is looked at from now on.
+        since = self.state["chosen"].setdefault(base.name, self.buffer.last_id(self.route))
+        count = self.buffer.count(self.route, held_out=False, after=since)
+        look = (count // self.settings.min_records).bit_length()
+        if look <= self._looks.get(base.name, 0):
+            return None
+        self._looks[base.name] = look
+        stored = self._scorable(self.settings.gate.records, held_out=False, after=since)
+        if (scored := self._measure(base, stored)) is None:
+            return None
+        before, now = scored
+        reason = judge_served(now=now, before=before, look=look, measure=self.judge.measure)
+        if reason is not None:
+            self.registry.rollback(base.parent, reason=reason, current=base.name)
+            self.back_off()
+        return reason

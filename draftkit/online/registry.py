@@ -1,12 +1,12 @@
-"""Versioned drafters of one route: whole folders, and two pointers to what is served.
+"""Versioned drafters of one route: whole folders, and a pointer to the one that is served.
 
     <folder>/<route>/versions/v000001/    a plain drafter folder with its `version.json`
-    <folder>/<route>/current, candidate   JSON, replaced atomically
+    <folder>/<route>/current              JSON, replaced atomically
     <folder>/<route>/events.jsonl, lock
 
 It knows folders, checksums and names; not what a drafter computes, who trains it or who serves it.
 Changes take a lock between processes, readers take none. A process killed at any moment leaves
-the pointers on whole versions; what else it leaves, the next change clears away. A version that is
+the pointer on a whole version; what else it leaves, the next change clears away. A version that is
 gone or has other content is damaged; what merely cannot be read at the moment raises OSError.
 """
 
@@ -35,7 +35,7 @@ from draftkit.online.versions import (
     write_version,
 )
 
-CURRENT, CANDIDATE = "current", "candidate"
+CURRENT = "current"
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +66,7 @@ class Registry:
         self._versions = self.path / "versions"
         self._events = self.path / "events.jsonl"
         self._checked: dict[str, tuple[Any, bool]] = {}  # name: state of its files, whether whole
-        self._falls: set[tuple[str, str | None]] = set()  # from where, and to which version
+        self._falls: set[tuple[str, str]] = set()  # from where, and to which version
 
     # Reading
 
@@ -103,19 +103,19 @@ class Registry:
             self._checked[name] = (state, is_whole(version))
         return version if state is not None and self._checked[name][1] else None
 
-    def _pointer(self, kind: str) -> list[str]:
-        """The version that a pointer names, and its ancestors; nothing if it names none.
+    def _pointer(self) -> list[str]:
+        """The version that the pointer names, and its ancestors; nothing if it names none.
 
-        For a lost pointer to the current version the events tell where it was.
+        Of a lost pointer the events tell where it was.
         """
         try:
-            return _lineage(read_json(self.path / kind))
+            return _lineage(read_json(self.path / CURRENT))
         except FileNotFoundError:
             pass
         except (ValueError, TypeError, KeyError) as error:
-            _log.warning("%s is damaged: %s", self.path / kind, error)
-        moves = [event for event in self.events() if isinstance(event.get(kind), dict)]
-        return _lineage(moves[-1][kind]) if moves else []
+            _log.warning("%s is damaged: %s", self.path / CURRENT, error)
+        moves = [event for event in self.events() if isinstance(event.get(CURRENT), dict)]
+        return _lineage(moves[-1][CURRENT]) if moves else []
 
     def current(self) -> Version | None:
         """What is to be served; null before `seed`.
@@ -123,7 +123,7 @@ class Registry:
         If that version is deleted or damaged: its nearest whole ancestor, told by a warning and an
         event, once a process. Raises ValueError if none of them is whole.
         """
-        names = self._pointer(CURRENT)
+        names = self._pointer()
         for name in names:
             if (version := self._whole(name)) is not None:
                 if name != names[0]:
@@ -136,37 +136,26 @@ class Registry:
             )
         return None
 
-    def candidate(self) -> Version | None:
-        """What is to be served to a few; null if nothing, or if it is deleted or damaged."""
-        names = self._pointer(CANDIDATE)[:1]
-        if names == self._pointer(CURRENT)[:1]:  # a kill fell between the two writes of `promote`
-            return None
-        version = self._whole(names[0]) if names else None
-        if names and version is None:
-            self._fall(names[0], None)
-        return version
-
-    def _fall(self, name: str, to: str | None) -> None:
+    def _fall(self, name: str, to: str) -> None:
         if (name, to) not in self._falls:
             self._falls.add((name, to))
             reason = f"{name} is deleted or damaged"
-            _log.warning("%s: %s: %s is served instead", self.path, reason, to or "no candidate")
+            _log.warning("%s: %s: %s is served instead", self.path, reason, to)
             with contextlib.suppress(OSError):  # a full disk is no reason to serve nothing
                 self._note("fell_back", name, reason=reason, to=to)
 
-    def pointers(self) -> Hashable:
-        """Differs whenever a pointer was written since. Costs two `stat`."""
-        states: dict[str, Hashable] = {}
-        for kind in (CURRENT, CANDIDATE):
-            with contextlib.suppress(OSError):
-                state = os.stat(self.path / kind)
-                states[kind] = (state.st_ino, state.st_mtime_ns, state.st_size)
-        return tuple(states.items())
+    def pointer(self) -> Hashable:
+        """Differs whenever the pointer was written since. Costs a `stat`."""
+        try:
+            state = os.stat(self.path / CURRENT)
+        except OSError:
+            return None
+        return (state.st_ino, state.st_mtime_ns, state.st_size)
 
     def events(self) -> list[dict[str, Any]]:
         """What happened, oldest first: `time`, `event`, `name`, `reason` and more.
 
-        Events: published, promoted, withdrawn, rolled_back, fell_back, collected.
+        Events: published, rolled_back, fell_back, collected.
         """
         events = []
         with contextlib.suppress(FileNotFoundError):
@@ -197,21 +186,18 @@ class Registry:
             torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
             file.write((b"\n" if torn else b"") + line.encode())
 
-    def _point(self, kind: str, version: Version, event: str, **more: Any) -> None:
-        """Move a pointer, and tell. A kill in between loses the event, never the version."""
+    def _point(self, version: Version, event: str, **more: Any) -> None:
+        """Move the pointer, and tell. A kill in between loses the event, never the version."""
         pointer = {"name": version.name, "ancestors": list(version.ancestors)}
-        write_json(self.path / kind, pointer)
-        if kind == CURRENT:
-            remove(self.path / CANDIDATE)
-            more[CURRENT] = pointer
-        self._note(event, version.name, **more)
+        write_json(self.path / CURRENT, pointer)
+        self._note(event, version.name, **more, **{CURRENT: pointer})
 
     def _write(
         self, write: Callable[[Path], None], parent: Version | None, metrics: dict[str, Any]
     ) -> Version:
         """A new version of what `write` makes, under a name that was never used."""
         names = [str(event.get("name")) for event in self.events()]  # folders may be gone
-        names += [*self._names(), *self._pointer(CURRENT), *self._pointer(CANDIDATE)]
+        names += [*self._names(), *self._pointer()]
         return write_version(
             self._versions / f"v{1 + max(map(_number, names), default=0):06d}",
             write,
@@ -233,7 +219,7 @@ class Registry:
                 version = None
             if version is None:
                 version = self._write(write, None, {})
-                self._point(CURRENT, version, "published", reason="the starting drafter")
+                self._point(version, "published", reason="the starting drafter")
             elif self._fingerprints:
                 stored, wanted = version.fingerprints, self._fingerprints
                 require_same(version.path, stored=stored, wanted=wanted)
@@ -245,68 +231,47 @@ class Registry:
         *,
         metrics: dict[str, Any],
         parent: str | None = None,
-        canary: bool,
     ) -> Version:
         """Make a version of what `write` puts into the (empty) folder it is given.
 
-        It becomes the candidate with `canary`, else the current one; a candidate before it is one
-        no more. `parent` null: the current one. Whatever `write` raises passes through, and
-        nothing has changed then; ValueError if it leaves no safetensors file, or `parent` is not
-        there; NotInForce if `parent` is neither the current version nor the candidate.
+        It becomes the current one. `parent` null: the current one. Whatever `write` raises passes
+        through, and nothing has changed then; ValueError if it leaves no safetensors file, or
+        `parent` is not there; NotInForce if `parent` is not the current version.
         """
         with self._changing():
             before = self.current()
             if parent is not None:
-                in_force = [one.name for one in (before, self.candidate()) if one is not None]
                 before = self.version(parent)
-                if parent not in in_force:
-                    raise NotInForce(
-                        f"nothing is published: it was made of {parent}, and "
-                        f"{' and '.join(in_force) or 'nothing'} is in force now"
-                    )
+                self._require_in_force(
+                    parent, f"nothing is published: it was made of {parent}, and"
+                )
             version = self._write(write, before, metrics)
-            kind = CANDIDATE if canary else CURRENT
-            self._point(kind, version, "published", reason=f"as the {kind} version")
+            self._point(version, "published", reason="as the current version")
             return version
 
-    def _require_candidate(self, name: str) -> None:
-        names = self._pointer(CANDIDATE)
-        if name not in names[:1]:
-            known = f"that is {names[0]}" if names else "there is none"
-            raise ValueError(f"{name} is not the candidate of route {self.route}: {known}")
+    def _require_in_force(self, name: str, refusal: str) -> None:
+        current = self.current()
+        if current is None or current.name != name:
+            now = "nothing" if current is None else current.name
+            raise NotInForce(f"{refusal} {now} is in force now")
 
-    def promote(self, name: str) -> Version:
-        """Make the candidate `name` the current version.
-
-        Raises ValueError if it is not the candidate, or not whole.
-        """
-        with self._changing():
-            self._require_candidate(name)
-            version = self._whole(name)
-            if version is None:
-                raise ValueError(f"{name} is deleted or damaged: withdraw it")
-            self._point(CURRENT, version, "promoted", reason="the candidate proved itself")
-            return version
-
-    def withdraw(self, name: str, *, reason: str) -> None:
-        """Take the candidate back; its folder stays. ValueError if it is not the candidate."""
-        with self._changing():
-            self._require_candidate(name)
-            remove(self.path / CANDIDATE)
-            self._note("withdrawn", name, reason=reason)
-
-    def rollback(self, to: str | None = None, *, reason: str) -> Version:
+    def rollback(
+        self, to: str | None = None, *, reason: str, current: str | None = None
+    ) -> Version:
         """Make another version current: `to`, or the nearest whole ancestor of the current one.
 
-        A candidate is withdrawn with it. Raises ValueError if there is no such whole version.
+        Raises ValueError if there is no such whole version; NotInForce if `current` is given, and
+        another version is in force.
         """
         none_yet = ValueError(f"{self.path} has no version yet: start the server first")
         if not self.path.is_dir():  # of what is refused nothing is made
             raise none_yet
         with self._changing():
-            names = self._pointer(CURRENT)
+            names = self._pointer()
             if not names:
                 raise none_yet
+            if current is not None:
+                self._require_in_force(current, f"{current} is not taken back:")
             if to == names[0]:
                 raise ValueError(f"{to} is the current version already")
             wanted = names[1:] if to is None else [to]
@@ -315,17 +280,17 @@ class Registry:
                 whole = ", ".join(name for name in self._names() if self._whole(name) is not None)
                 missing = "no version before it" if to is None else f"no whole version {to}"
                 raise ValueError(f"{self.path}: there is {missing}; whole ones: {whole}")
-            self._point(CURRENT, version, "rolled_back", reason=reason, since=names[0])
+            self._point(version, "rolled_back", reason=reason, since=names[0])
             return version
 
     def collect(self, keep: int) -> list[str]:
         """Delete old versions; the names of those that went.
 
-        The last `keep` stay, the current one, the candidate, and all their ancestors.
+        The last `keep` stay, the current one, and all its ancestors.
         """
         with self._changing():
             names = self._names()
-            kept = {*self._pointer(CURRENT), *self._pointer(CANDIDATE)}
+            kept = set(self._pointer())
             kept.update(names[-keep:] if keep else ())
             gone = [name for name in names if name not in kept]
             for name in gone:

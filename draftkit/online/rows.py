@@ -47,6 +47,22 @@ def kinds(
     return size - anchors - older, older, anchors
 
 
+def drawn(
+    pools: tuple[Sequence[Record], Sequence[Record], Sequence[Record]],
+    size: int,
+    settings: OnlineConfig,
+    generator: torch.Generator,
+) -> list[TokenSequence]:
+    """`size` rows of recent, older and anchor records, each kind in its share."""
+    _, older, anchors = pools
+    counts = kinds(size, settings, has_older=bool(older), has_anchors=bool(anchors))
+    return [
+        row_of(records[index], prompts=settings.prompts)
+        for records, count in zip(pools, counts, strict=True)
+        for index in chosen(len(records), count, generator)
+    ]
+
+
 def texts_of(stored: Sequence[Stored]) -> tuple[list[Record], list[Hashable]]:
     """The records, and the conversation that each belongs to."""
     records = [one.record for one in stored]

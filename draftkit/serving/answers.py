@@ -34,16 +34,11 @@ class Answer:
         self.is_cancelled = False  # it ends at the next round
         self.records = False
         self.completion = Completion(list(job.prompt_ids))
-        self.versions: list[str] = []  # of drafters, each once
+        self.version = ""  # of the drafter that proposed last
         self.likeliest: list[Likeliest] = []  # of each round, where it is recorded
         self._stream = TextStream(decode, job.stops, job.prompt_ids if job.continues else ())
         self._held: list[TokenScore] = []
         self._sent = 0  # scores
-
-    @property
-    def version(self) -> str:
-        """Of the drafter that proposed last."""
-        return self.versions[-1] if self.versions else ""
 
     @property
     def drafter(self) -> DrafterKey:
@@ -54,8 +49,7 @@ class Answer:
 
         scores: of its tokens. The last piece has a finish reason.
         """
-        if version not in self.versions[-1:]:
-            self.versions.append(version)
+        self.version = version
         text = self._stream.push([score.token_id for score in scores])
         self._held += scores
         if (stop := self._stream.stop) is not None:

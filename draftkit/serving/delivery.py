@@ -3,14 +3,13 @@
 The engine calls a listener and must never wait, so pieces land in a list and the event loop is
 woken. Nothing is sent faster than it is read, and what is sent is made in parts between which
 others have their turn on the loop. What gathers while a reader waits for its client is bounded:
-past the bound the jobs are cancelled. What gathers while the loop has other things to do is no
-fault of the reader. Knows the shape of no answer (see `replies`) and no routes.
+past the bound the jobs are cancelled. Knows the shape of no answer (see `replies`) and no routes.
 """
 
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -24,7 +23,6 @@ from draftkit.serving.replies import CompletionReply
 from draftkit.serving.wire import ApiError, Json, bits, encode, in_utf8
 
 BACKLOG = 25_000  # token scores and alternatives of a job, some 100 bytes each, that may wait
-TURNS = 3  # of the loop, in which a reader goes on whose client has made room
 EVENT = 1000  # token scores and alternatives of one event, from which on the next one begins
 PART = 16_384  # characters of a whole answer that are made at once, in a few ms
 # Why an answer may end without being one: status, message, code.
@@ -60,8 +58,7 @@ class Answers:
         self._loop = asyncio.get_running_loop()
         self._waiting: list[tuple[int, Piece, float]] = []  # choice, piece, when it came
         self._backlog = 0
-        self._sending: Awaitable[None] | None = None  # what waits for the client
-        self._is_judged = self._too_slow = False
+        self._too_slow = False
         self._arrived = asyncio.Event()
         jobs = [choice.job for choice in reply.choices]
         self._open = len(jobs)
@@ -78,31 +75,11 @@ class Answers:
             return
         self._waiting.append((index, piece, at))
         self._backlog += _entries(piece)
-        is_over = self._backlog > BACKLOG * len(self.reply.choices)
-        if is_over and self._sending is not None and not self._is_judged:
-            self._is_judged = True
-            self._loop.call_soon(self._judge, self._sending, TURNS)
-        self._arrived.set()
-
-    def _judge(self, sending: Awaitable[None], turns: int) -> None:
-        """Give the reader up if it is still `sending` after so many turns of the loop."""
-        if sending is not self._sending:
-            self._is_judged = False
-        elif turns > 1:
-            self._loop.call_soon(self._judge, sending, turns - 1)
-        else:
+        if self._backlog > BACKLOG * len(self.reply.choices):
             self._too_slow = True
             self._waiting.clear()
             self.cancel()
-            self._arrived.set()
-
-    async def send(self, sending: Awaitable[None]) -> None:
-        """Wait for the client to take something: the only time in which a reader is slow."""
-        self._sending = sending
-        try:
-            await sending
-        finally:
-            self._sending = None
+        self._arrived.set()
 
     def cancel(self) -> None:
         """Free the rows of the jobs that have not ended."""
@@ -245,7 +222,7 @@ class Delivery(Response):
         await self._start(send)
         async for event in self._events():
             message = {"type": "http.response.body", "body": event, "more_body": True}
-            await self._answers.send(send(message))
+            await send(message)
             await asyncio.sleep(0)  # others have their turn
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 

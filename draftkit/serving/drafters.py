@@ -1,14 +1,12 @@
 """The drafters of every route: which version is in force, and how a new one comes into force.
 
-Each route has two proposers of the decoder: `current`, and `candidate` for a version that is tried
-on a few rows first. A watcher thread looks at the registry, reads and checks versions beside the
-rounds; the weights are copied in place by the thread that decodes, between two rounds, and read
-back. What is corrupt, foreign or of another shape is refused and told; serving goes on.
-Knows no requests and no HTTP.
+Each route has one proposer of the decoder. A watcher thread looks at the registry, reads and checks
+versions beside the rounds; the weights are copied in place by the thread that decodes, between two
+rounds, and read back. What is corrupt, foreign or of another shape is refused and told; serving
+goes on. Whether a version is any good is the daemon's to judge. Knows no requests and no HTTP.
 """
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -17,11 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from draftkit.config import GateConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import Proposer
 from draftkit.online.registry import Registry, Version
-from draftkit.serving.canary import AcceptanceLog, judge
 from draftkit.serving.weights import fitted, same
 
 START = "start"  # the version of weights that no registry has published
@@ -32,65 +28,33 @@ class _Stopped(Exception):
     """The watching ends while a version waits to be installed."""
 
 
-@dataclass
-class Role:
-    """One proposer of a route, and how the version whose weights it has is accepted."""
+class Route:
+    """One route's drafter, known to the decoder by the route's name.
 
-    proposer_id: str
-    proposer: Proposer
-    acceptance: AcceptanceLog = field(default_factory=AcceptanceLog)
+    One without a draft model has no weights to replace, and so no `registry` to follow.
+    """
+
+    def __init__(self, name: str, proposer: Proposer, registry: Registry | None = None) -> None:
+        proposer.version = proposer.version or START
+        assert registry is None or proposer.weights()
+        self.name = name
+        self.proposer = proposer
+        self.registry = registry
+        self.refused: set[str] = set()
+        self.seen: Hashable = None  # the pointer that has been followed
+        self.trouble = ""  # with the registry, as it was told
 
 
 @dataclass
 class Offer:
     """Weights that wait to be copied between two rounds."""
 
-    role: Role
+    route: Route
     version: str
     weights: dict[str, Tensor]
     previous: dict[str, Tensor]  # copies of what they replace
     done: threading.Event = field(default_factory=threading.Event)
     installed: bool = False
-
-
-class Route:
-    """One route's drafters. `make` makes a proposer with the starting weights.
-
-    One without a draft model has no weights to replace, and so no `registry` to follow.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], Proposer],
-        registry: Registry | None = None,
-    ) -> None:
-        def role(kind: str) -> Role:
-            proposer = make()
-            proposer.version = proposer.version or START
-            return Role(f"{name}/{kind}", proposer)
-
-        self.name = name
-        self.registry = registry
-        self.current = role("current")
-        assert registry is None or self.current.proposer.weights()
-        self.candidate = None if registry is None else role("candidate")
-        self.tries = False  # whether the candidate gets rows
-        self.rows = 0  # that have begun since it does
-        # What a version on trial has replaced, and how that was accepted.
-        self.before: tuple[str, AcceptanceLog] | None = None
-        self.refused: set[str] = set()
-        self.seen: Hashable = None  # the pointers that have been followed
-        self.trouble = ""  # with the registry, as it was told
-
-    @property
-    def roles(self) -> list[Role]:
-        """The current one, and the candidate if there can be one."""
-        return [role for role in (self.current, self.candidate) if role is not None]
-
-    def lacks(self, version: Version, role: Role) -> bool:
-        """Whether `version` is to be loaded for `role`."""
-        return version.name not in (role.proposer.version, *self.refused)
 
 
 class Drafters:
@@ -100,23 +64,13 @@ class Drafters:
     decodes; the others for any.
     """
 
-    def __init__(
-        self,
-        routes: Iterable[Route],
-        gate: GateConfig,
-        *,
-        poll_seconds: float = 0.5,
-        draw: Callable[[], float] = random.random,
-    ) -> None:
+    def __init__(self, routes: Iterable[Route], *, poll_seconds: float = 0.5) -> None:
         self.routes = {route.name: route for route in routes}
         self.swaps = self.refused = 0  # versions
         self.last_swap_seconds = 0.0  # for which the rounds waited
         self.wake: Callable[[], None] = lambda: None
-        self._gate = gate
         self._poll_seconds = poll_seconds
-        self._draw = draw
         self._offer: Offer | None = None
-        self._lock = threading.Lock()  # of versions in force and how they are accepted
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -124,21 +78,8 @@ class Drafters:
 
     def attach(self, decoder: Decoder) -> None:
         for route in self.routes.values():
-            for role in route.roles:
-                decoder.attach(role.proposer_id, role.proposer)
+            decoder.attach(route.name, route.proposer)
         self._decoder = decoder
-
-    def choose(self, name: str, *, seeded: bool) -> str:
-        """The proposer of a new row of the route `name`.
-
-        A seeded one gets the current version, so that it repeats.
-        """
-        route = self.routes[name]
-        route.rows += 1
-        may_try = route.tries and not seeded
-        if route.candidate is not None and may_try and self._draw() < self._gate.canary_fraction:
-            return route.candidate.proposer_id
-        return route.current.proposer_id
 
     @torch.no_grad()
     def install(self) -> None:
@@ -146,29 +87,19 @@ class Drafters:
         if (offer := self._offer) is None:
             return
         self._offer = None  # there is no other before this one is done
-        role, started = offer.role, time.perf_counter()
-        before = role.proposer.version
+        route, started = offer.route, time.perf_counter()
+        before = route.proposer.version
         try:
-            self._decoder.swap(role.proposer_id, offer.weights, offer.version)
-            offer.installed = same(role.proposer.weights(), offer.weights)
+            self._decoder.swap(route.name, offer.weights, offer.version)
+            offer.installed = same(route.proposer.weights(), offer.weights)
         except Exception:  # whatever it is, the rounds go on with what was in force
             log.exception("version %s could not be copied", offer.version)
-        if not offer.installed:
-            self._decoder.swap(role.proposer_id, offer.previous, before)
-        with self._lock:
-            if offer.installed:
-                self.swaps += 1
-                role.acceptance = AcceptanceLog()
-            self.last_swap_seconds = time.perf_counter() - started
+        if offer.installed:
+            self.swaps += 1
+        else:
+            self._decoder.swap(route.name, offer.previous, before)
+        self.last_swap_seconds = time.perf_counter() - started
         offer.done.set()
-
-    def observe(self, name: str, version: str, *, tested: int, acceptance: float) -> None:
-        """Take in a finished row that one version alone drafted for, without a seed."""
-        with self._lock:
-            for role in self.routes[name].roles:
-                if role.proposer.version == version:
-                    role.acceptance.add(tested, acceptance)
-                    return
 
     # For any thread
 
@@ -179,7 +110,7 @@ class Drafters:
 
     def versions(self) -> dict[str, str]:
         """The version in force on each route."""
-        return {name: route.current.proposer.version for name, route in self.routes.items()}
+        return {name: route.proposer.version for name, route in self.routes.items()}
 
     def start(self) -> None:
         """Follow the registries from now on; `install` must be called between rounds."""
@@ -196,12 +127,11 @@ class Drafters:
             self.poll()
 
     def poll(self) -> None:
-        """Follow every registry's pointers and judge what is on trial, once."""
+        """Follow every registry's pointer, once."""
         for route in self.routes.values():
-            if route.registry is not None and route.candidate is not None:
+            if route.registry is not None:
                 try:
-                    self._follow(route, route.registry, route.candidate)
-                    self._judge(route, route.registry, route.candidate)
+                    self._follow(route, route.registry)
                     route.trouble = ""
                 except _Stopped:
                     return
@@ -210,50 +140,25 @@ class Drafters:
                         log.exception("route %s: its registry cannot be followed", route.name)
                     route.trouble = str(error)
 
-    def _follow(self, route: Route, registry: Registry, candidate: Role) -> None:
-        pointers = registry.pointers()
-        if pointers == route.seen:
+    def _follow(self, route: Route, registry: Registry) -> None:
+        pointer = registry.pointer()
+        if pointer == route.seen:
             return
-        current, tried = registry.current(), registry.candidate()
-        if current is not None and route.lacks(current, route.current):
-            before = (route.current.proposer.version, route.current.acceptance)
-            if self._load(route, registry, route.current, current):
-                # On trial where no candidate came before it.
-                on_trial = self._gate.canary_fraction == 0 and before[0] in current.ancestors
-                route.before = before if on_trial else None
-        if tried is None or (current is not None and tried.name == current.name):
-            route.tries = False
-        else:
-            self._try(route, registry, candidate, tried)
-        route.seen = pointers
+        current = registry.current()
+        if current is not None and current.name not in (route.proposer.version, *route.refused):
+            self._load(route, registry, current)
+        route.seen = pointer
 
-    def _try(self, route: Route, registry: Registry, role: Role, version: Version) -> None:
-        """Let `version` have its share of the rows, or all of them where nothing is tried first."""
-        is_new = route.lacks(version, role)
-        if is_new:
-            route.tries = False
-            self._load(route, registry, role, version)
-        if version.name in route.refused:
-            registry.withdraw(version.name, reason="refused by the server: its weights do not fit")
-        elif self._gate.canary_fraction == 0:
-            registry.promote(version.name)
-        else:
-            if is_new:
-                with self._lock:  # both see the same traffic from now on
-                    route.current.acceptance = AcceptanceLog()
-                    route.rows = 0
-            route.tries = True
-
-    def _load(self, route: Route, registry: Registry, role: Role, version: Version) -> bool:
-        """Read, check and install `version`; False if it was refused."""
-        own = role.proposer.weights()
+    def _load(self, route: Route, registry: Registry, version: Version) -> None:
+        """Read, check and install `version`, or refuse it."""
+        own = route.proposer.weights()
         try:
             weights = fitted(own, registry.read(version))
         except ValueError as error:
             reason = str(error)
         else:
             previous = {name: tensor.clone() for name, tensor in own.items()}
-            offer = self._offer = Offer(role, version.name, weights, previous)
+            offer = self._offer = Offer(route, version.name, weights, previous)
             if self._thread is None:  # no other thread decodes
                 self.install()
             else:
@@ -262,36 +167,9 @@ class Drafters:
                 if self._stopping.is_set():
                     raise _Stopped
             if offer.installed:
-                return True
+                return
             reason = "its weights read back other than they were written"
         route.refused.add(version.name)
         self.refused += 1
-        names = (route.name, version.name, route.current.proposer.version)
+        names = (route.name, version.name, route.proposer.version)
         log.error("route %s: version %s is refused, %s goes on: %s", *names, reason)
-        return False
-
-    def _judge(self, route: Route, registry: Registry, candidate: Role) -> None:
-        """Promote or withdraw a candidate, take back a version on trial, or leave that open."""
-        before, rows = None, None
-        with self._lock:
-            if route.tries:
-                role, rows, old = candidate, route.rows, route.current.acceptance.copy()
-            elif route.before is not None:
-                role, (before, old) = route.current, route.before
-            else:
-                return
-            new = role.acceptance.copy()
-        judgement = judge(self._gate, new=new, old=old, rows=rows)
-        if judgement is None:
-            return
-        name = role.proposer.version
-        if before is None and judgement.stays:
-            registry.promote(name)
-        elif before is None:
-            registry.withdraw(name, reason=judgement.reason)
-        elif not judgement.stays:
-            registry.rollback(before, reason=judgement.reason)
-        route.tries, route.before = False, None
-        fate = "stays" if judgement.stays else "goes"
-        log.warning("route %s: version %s %s: %s", route.name, name, fate, judgement.reason)
-        self._follow(route, registry, candidate)

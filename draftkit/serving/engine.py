@@ -4,8 +4,8 @@ Between two rounds of the decoder new weights are installed, rows that were canc
 leave, and waiting jobs join in the order in which they came. Whoever submits hears of an answer by
 its listener, on the engine's thread. Knows no HTTP; text only through `decode`.
 
-A seeded job keeps `decode.gamma` and the current drafter, so that in float32 its answer does not
-depend on the rows beside it; all others propose as many tokens as pay at the moment.
+A seeded job keeps `decode.gamma`, so that in float32 its answer does not depend on the rows beside
+it; all others propose as many tokens as pay at the moment.
 """
 
 import logging
@@ -69,7 +69,7 @@ class Engine:
                 f"online.buffer.top_k must be 0 or at least serve.top_logprobs = "
                 f"{serve.top_logprobs}, got {recorded}: both come from one list of a round"
             )
-        proposers = [route.current.proposer for route in drafters.routes.values()]
+        proposers = [route.proposer for route in drafters.routes.values()]
         contexts = [model.max_positions for model in (target, *proposers)]
         self.max_length = min(serve.max_length, *contexts)
         self.decoder = Decoder(
@@ -83,7 +83,7 @@ class Engine:
             top_k=max(serve.top_logprobs, recorded),
         )
         drafters.attach(self.decoder)
-        self._rows = Rows(self.decoder, drafters, recorder, gamma=decoding.proposals, clock=clock)
+        self._rows = Rows(self.decoder, recorder, gamma=decoding.proposals, clock=clock)
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[Answer] = deque()
         self.draining = self._stopping = False
@@ -159,7 +159,7 @@ class Engine:
         """Load the current drafters, measure what rounds cost, and serve from then on."""
         self.drafters.poll()
         if self._serve.adapts and self._gamma > 0:
-            proposer_id = next(iter(self.drafters.routes.values())).current.proposer_id
+            proposer_id = next(iter(self.drafters.routes))
             self.decoder.gamma_policy = measured_policy(self.decoder, proposer_id, self._gamma)
         self._beat = self._clock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

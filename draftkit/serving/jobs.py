@@ -29,8 +29,8 @@ class Job:
     prompt_ids: Sequence[int]
     max_new_tokens: int
     sampling: SamplingConfig
-    # None: the engine draws one. Given: fixed gamma and drafter, so that in float32 the answer does
-    # not depend on the rows beside it.
+    # None: the engine draws one. Given: fixed gamma, so that in float32 the answer does not depend
+    # on the rows beside it.
     seed: int | None = None
     continues: bool = True  # the prompt's text; a chat's answer is a text of its own
     row: int = 0  # number of the choice: with the seed, the key of the noise

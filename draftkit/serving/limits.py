@@ -1,8 +1,7 @@
 """The door: the key or the host, the size, kind and pace of a body, the name of each request.
 
 A pure ASGI layer around the app, so that nothing behind it sees a request without the key or a
-body beyond the limit. An answer that does not wait for the end of its request's body closes the
-connection. It knows no route but `/health` and nothing of what is asked.
+body beyond the limit. It knows no route but `/health` and nothing of what is asked.
 """
 
 import asyncio
@@ -18,7 +17,6 @@ from draftkit.serving.wire import ApiError
 
 BODY_SECONDS = 30.0  # in which a body must have arrived
 OPEN_PATHS = ("/health",)  # answered without the key
-REFUSAL = "refusal"  # in a request's state: why the connection takes no more of its body
 
 
 class Limits:
@@ -53,22 +51,18 @@ class Limits:
             return await self._app(scope, receive, send)
         request, name = Request(scope, receive), secrets.token_hex(12)
         request.state.request_id = name
-        length = _header(request, "content-length")
-        is_unread = bool(_header(request, "transfer-encoding")) or length not in ("", "0")
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                own = [(b"x-request-id", f"req-{name}".encode())]
-                if is_unread:
-                    own.append((b"connection", b"close"))
-                message["headers"] = [*message.get("headers", []), *own]
+                own = (b"x-request-id", f"req-{name}".encode())
+                message["headers"] = [*message.get("headers", []), own]
             await send(message)
 
         try:
             self._check_key(request)
             if request.method == "POST":
                 self._check_kind(request)
-                receive, is_unread = _replay(await self._body(request), receive), False
+                receive = _replay(await self._body(request), receive)
         except ApiError as error:
             return await error.response(scope, receive, named)
         except ClientDisconnect:
@@ -133,8 +127,6 @@ class Limits:
                     body += part
                     if len(body) > self._max_body_bytes:
                         raise too_large
-                    if reason := getattr(request.state, REFUSAL, None):
-                        raise ApiError(reason, status=413, code="too_many_chunks")
         except TimeoutError:
             reason = f"the body did not arrive within {self._body_seconds:g} s"
             raise ApiError(reason, status=408, code="slow_body") from None

@@ -1,7 +1,7 @@
 """The answers that are being decoded: jobs join, rounds bring them on, and they end.
 
 One thread uses it, between whose calls nothing else touches the decoder. What a round brings goes
-to listeners, counts, the recorder and the drafters' record of acceptance. Knows no queue.
+to listeners, counts and the recorder. Knows no queue and no drafters.
 """
 
 import copy
@@ -15,7 +15,6 @@ from draftkit.decoding.generation import record
 from draftkit.decoding.results import RoundResult
 from draftkit.decoding.state import Request
 from draftkit.serving.answers import Answer, Likeliest, round_likeliest, round_scores
-from draftkit.serving.drafters import Drafters
 from draftkit.serving.jobs import Counters, Piece
 from draftkit.serving.recorder import Recorder
 
@@ -32,7 +31,6 @@ class Rows:
     def __init__(
         self,
         decoder: Decoder,
-        drafters: Drafters,
         recorder: Recorder | None,
         *,
         gamma: int,
@@ -42,7 +40,6 @@ class Rows:
         self.job_seconds = 1.0  # a running mean over answers, waiting included
         self.errors_in_a_row = 0  # rounds
         self.failed_at = 0.0  # the last of them, by the clock
-        self._drafters = drafters
         self._recorder = recorder
         self._gamma = gamma
         self._clock = clock
@@ -72,7 +69,7 @@ class Rows:
                 max_new_tokens=job.max_new_tokens,
                 sampling=job.sampling,
                 gamma=self._gamma,
-                proposer_id=self._drafters.choose(job.route, seeded=is_seeded),
+                proposer_id=job.route,
                 seed=answer.seed,
                 row=job.row,
                 adapts=not is_seeded,
@@ -164,17 +161,9 @@ class Rows:
     def finish(self, answer: Answer, piece: Piece) -> None:
         """Count, record and tell the end of an answer."""
         answer.ended = time.time()
-        completion, job = answer.completion, answer.job
         with self._counting:
             self._counters.drafters[answer.drafter].requests += 1
         self.job_seconds += 0.1 * (self._clock() - answer.started - self.job_seconds)
-        if job.seed is None and len(answer.versions) == 1:
-            self._drafters.observe(
-                job.route,
-                answer.version,
-                tested=completion.tested,
-                acceptance=completion.acceptance_total,
-            )
         is_whole = piece.finish_reason in ("stop", "length")
         if self._recorder is not None and answer.records and is_whole:
             self._recorder.offer(answer)

@@ -338,11 +338,6 @@ def speedup(fast: Rate, slow: Rate, *, tail: float = 0.025) -> Estimate:
     return replace(log, mean=math.exp(log.mean), low=math.exp(log.low), high=math.exp(log.high))
 
 
-def rate_error(rate: Rate) -> float:
-    """The standard error of a rate over documents; NaN for one."""
-    return _jackknife(rate, compare=rate_itself).error
-
-
 def gain_p_value(after: Rate, before: Rate, compare: Compare = operator.sub) -> float:
     """How likely a paired gain this large would be if there were none: one-sided, in [0, 1].
 

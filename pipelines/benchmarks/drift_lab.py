@@ -20,8 +20,9 @@ from draftkit.models.loading import Target, load_draft, save_draft, with_path
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.assembly import make_refit
 from draftkit.online.buffer import Buffer
-from draftkit.online.refit import Anchors, row_of
+from draftkit.online.refit import Anchors
 from draftkit.online.registry import Registry
+from draftkit.online.rows import row_of
 from draftkit.workflow.drafting import make_draft
 from draftkit.workflow.fitting import make_trainer
 from draftkit.workflow.progress import train_logged

@@ -34,7 +34,6 @@ ROUTES = ["online.routes=[default,code]", "online.traffic.domains=[prose,cpp]"]
 LOAD = ["online.traffic.requests=120", "online.traffic.max_new_tokens=12"]
 EAGER = [
     "online.gate.fraction=0.5",
-    "online.gate.canary_fraction=0",  # nobody serves when the daemon comes to publish
     "online.steps=30",
     "optim.learning_rate=1e-2",
 ]
@@ -128,7 +127,7 @@ def begun(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             def write(folder: Path) -> None:
                 (folder / "model.safetensors").write_bytes(weights)
 
-            registry.publish(write, metrics={}, canary=False)
+            registry.publish(write, metrics={})
             buffer = buffer_of(config)
             buffer.append([entry(0)])
             buffer.add_served([Served(route="default", version=version.name, requests=3)])

@@ -26,9 +26,9 @@ def weights(value: float) -> Callable[[Path], None]:
     return write
 
 
-def publish(registry: Registry, value: float, *, canary: bool = False, **more: str) -> Version:
+def publish(registry: Registry, value: float, **more: str) -> Version:
     """A version of that value."""
-    return registry.publish(weights(value), **TOLD, canary=canary, **more)
+    return registry.publish(weights(value), **TOLD, **more)
 
 
 def chain(registry: Registry, count: int) -> list[Version]:

@@ -35,7 +35,7 @@ SETTINGS = OnlineConfig(
     recent_fraction=0.5,
     anchor_fraction=0.25,
     buffer=BufferConfig(top_k=making.TOP_K),
-    gate=GateConfig(fraction=0.4, records=48, anchors=8, anchor_tolerance=1, canary_fraction=0),
+    gate=GateConfig(fraction=0.4, records=48, anchors=8, anchor_tolerance=1),
 )
 OPTIM = OptimConfig(
     learning_rate=0.1, lr_scheduler_type="constant", warmup_steps=0, per_device_train_batch_size=8

@@ -40,6 +40,9 @@ class FakeRefit:
         self.collected: list[int] = []
         self.registry = SimpleNamespace(collect=self.collected.append)
 
+    def review(self) -> str | None:
+        return None
+
     def due(self) -> bool:
         return self.turns > 0
 
@@ -121,6 +124,17 @@ def test_routes_take_turns_until_all_updates_are_done():
     assert told == ["a", "b", "a"]
     assert buffer.maintained == 3
     assert refits[0].collected == [5, 5]
+
+
+def test_what_serves_is_looked_at_before_each_update_and_the_reason_is_logged(caplog):
+    refit, reasons = FakeRefit(turns=2), ["alpha -0.1", None]
+    refit.review = lambda: reasons.pop(0)  # type: ignore[method-assign]
+    daemon, _, told, _ = make(refit)
+    daemon.run()
+    assert told == ["default"] * 2
+    (record,) = caplog.records
+    message = "route default: the version in force is taken back: alpha -0.1"
+    assert record.getMessage() == message
 
 
 def test_no_step_is_taken_while_the_server_is_busy():

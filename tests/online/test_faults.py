@@ -1,4 +1,4 @@
-"""`kill -9`, a full disk, a bad page, a wrong clock: what was acknowledged stays, nothing is mixed.
+"""`kill -9`, a full disk, a bad page: what was acknowledged stays, nothing is mixed.
 
 Processes are forked and killed for real: the buffer's at random times, the registry's at each
 touch of the disk in turn.
@@ -22,7 +22,7 @@ from draftkit.online.buffer import Buffer, Served
 from draftkit.online.registry import Registry
 from draftkit.online.versions import is_whole
 from tests.online.drafters import TOLD, weights
-from tests.online.traffic import DAY, Clocks, entries, entry, settings
+from tests.online.traffic import entries, entry, settings
 from tests.test_stage_kill import killed_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -88,7 +88,6 @@ def test_acknowledged_records_survive_every_kill(tmp_path: Path, rounds: int) ->
         told = killed_after(lambda tell, at=first: serve(path, at, tell), chance.uniform(0, 0.12))
         assert told == list(range(first, first + BATCH * len(told), BATCH))
         buffer = Buffer(path, settings(max_megabytes=1000))
-        assert buffer.set_aside is None
         found = kept(buffer)
         # All that was acknowledged; one append more may have been under way, and is whole.
         expected += range(first, first + BATCH * len(told))
@@ -125,7 +124,7 @@ def test_a_reader_goes_on_while_writers_are_killed_beside_it(tmp_path: Path, rou
         os.waitpid(child, 0)
     buffer = Buffer(path, settings(max_megabytes=1000))
     assert expected <= len(kept(buffer)) <= expected + rounds * BATCH
-    assert buffer.set_aside is None
+    assert not list(tmp_path.glob("*damaged*"))
     buffer.close()
 
 
@@ -192,7 +191,7 @@ def test_a_full_disk_refuses_the_append_and_harms_nothing(tmp_path: Path) -> Non
     buffer.close()
     buffer = Buffer(path, settings())
     assert kept(buffer) == list(range(count + 1))
-    assert buffer.set_aside is None
+    assert not list(tmp_path.glob("*damaged*"))
     buffer.close()
 
 
@@ -213,36 +212,8 @@ def test_a_write_that_fails_in_the_middle_harms_nothing(tmp_path: Path) -> None:
     for found in (path, tmp_path.with_name("copy") / path.name):  # closed well, and as by a kill
         again = Buffer(found, settings())
         assert kept(again) == list(range(count + 1))
-        assert again.set_aside is None
+        assert not list(found.parent.glob("*damaged*"))
         again.close()
-
-
-def test_a_clock_that_jumps_deletes_nothing_and_stops_no_deletion(tmp_path: Path) -> None:
-    clocks = Clocks()
-
-    def opened() -> Buffer:
-        week = settings(retention_days=7)
-        return Buffer(tmp_path / "b.sqlite", week, clock=clocks.clock, uptime=clocks.uptime)
-
-    buffer = opened()
-    buffer.append(entries(range(10)))
-    for years in (20, -20, -30, 30):  # out and back, twice; maintained and restarted in between
-        clocks.wall += 365 * DAY * years
-        clocks.pass_time(0.4 * DAY)
-        buffer.maintain()
-        buffer.append([entry(100 + years)])
-        buffer.close()
-        buffer = opened()
-        assert kept(buffer)[-1] == 100 + max(20, years)
-        assert set(range(10)) <= set(kept(buffer))
-    clocks.wall -= 365 * DAY * 9  # and now it stays wrong, behind
-    clocks.pass_time(5.5 * DAY)
-    buffer.maintain()
-    assert kept(buffer) == [70, 80, 120, 130]  # the first ten are 7.1 days old
-    clocks.pass_time(1.5 * DAY)
-    buffer.maintain()
-    assert kept(buffer) == [130]
-    buffer.close()
 
 
 def check(folder: Path) -> None:
@@ -258,7 +229,7 @@ def check(folder: Path) -> None:
     names = {version.name for version in registry.versions()}
     assert {current.name, *current.ancestors} <= names
     assert set(f"v{number:06d}" for number in (1, 2)) <= names  # published before any kill
-    newest = registry.publish(weights(99.0), **TOLD, canary=False)
+    newest = registry.publish(weights(99.0), **TOLD)
     assert newest.name not in names
     assert registry.current() == newest
     assert newest.ancestors == (current.name, *current.ancestors)
@@ -267,10 +238,7 @@ def check(folder: Path) -> None:
 
 
 OPERATIONS: dict[str, Callable[[Registry], object]] = {
-    "publish": lambda registry: registry.publish(weights(3.0), **TOLD, canary=False),
-    "canary": lambda registry: registry.publish(weights(3.0), **TOLD, canary=True),
-    "promote": lambda registry: registry.promote("v000004"),
-    "withdraw": lambda registry: registry.withdraw("v000004", reason="worse"),
+    "publish": lambda registry: registry.publish(weights(3.0), **TOLD),
     "rollback": lambda registry: registry.rollback(reason="worse"),
     "collect": lambda registry: registry.collect(0),
 }
@@ -286,10 +254,10 @@ def test_a_kill_at_any_moment_leaves_a_registry_that_works(
     before, folder = tmp_path / "before", tmp_path / "registry"
     made = Registry(before)
     made.seed(weights(1.0))
-    made.publish(weights(2.0), **TOLD, canary=False)
-    made.publish(weights(3.0), **TOLD, canary=True)
-    made.withdraw("v000003", reason="")
-    made.publish(weights(4.0), **TOLD, canary=True)
+    made.publish(weights(2.0), **TOLD)
+    made.publish(weights(3.0), **TOLD)
+    made.rollback(reason="")
+    made.publish(weights(4.0), **TOLD)
     event, killed = 0, True
     while killed:
         event += stride
@@ -325,9 +293,9 @@ def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:
         weights(2.0)(folder)
         (folder / "large.bin").write_bytes(bytes(200_000))
 
-    before = registry.pointers()
+    before = registry.pointer()
     with small_disk(100_000), pytest.raises(OSError, match="large") as caught:
-        registry.publish(large, **TOLD, canary=False)
+        registry.publish(large, **TOLD)
     assert caught.value.errno == errno.EFBIG
-    assert (registry.pointers(), registry.versions()) == (before, [first])
-    assert registry.publish(large, **TOLD, canary=False) == registry.current()
+    assert (registry.pointer(), registry.versions()) == (before, [first])
+    assert registry.publish(large, **TOLD) == registry.current()

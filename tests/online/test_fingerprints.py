@@ -70,11 +70,7 @@ def test_a_used_buffer_that_tells_nothing_is_refused(tmp_path: Path, left: str) 
 
 def test_every_version_keeps_them_and_a_seed_under_others_is_refused(tmp_path: Path) -> None:
     registry = Registry(tmp_path, fingerprints=MINE)
-    made = [
-        registry.seed(weights(0)),
-        registry.publish(weights(1), **TOLD, canary=False),
-        registry.publish(weights(2), **TOLD, canary=True),
-    ]
+    made = [registry.seed(weights(0)), registry.publish(weights(1), **TOLD)]
     assert [version.fingerprints for version in registry.versions()] == [MINE] * len(made)
     other = Registry(tmp_path, fingerprints={**MINE, "target": "x"})
     with pytest.raises(ValueError, match="v000002 was made with another target"):

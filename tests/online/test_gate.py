@@ -8,7 +8,7 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.evaluation.alpha import score_contexts
-from draftkit.online.gate import FALSE_PASSES, Judge, judge, level_of
+from draftkit.online.gate import FALSE_PASSES, Judge, judge, judge_served, level_of
 from draftkit.theory.acceptance import Rate, gain_p_value
 from tests import tiny
 from tests.online import making
@@ -47,6 +47,28 @@ def test_no_gain_and_a_loss_are_not(gain):
     verdict = asked(noisy(0.6 + gain, seed=3), noisy(0.6, seed=3, spread=0.049))
     assert not verdict.publish
     assert "no sure gain" in verdict.reason
+
+
+def served(now, before, look=1):
+    return judge_served(now=making.totals(now), before=making.totals(before), look=look)
+
+
+def test_what_serves_goes_where_it_is_surely_worse_and_stays_else():
+    reason = served(noisy(0.55, seed=1), noisy(0.6, seed=2))
+    assert reason is not None
+    assert "on the records served since, p = " in reason
+    for change in (0.0, 0.05):
+        assert served(noisy(0.6 + change, seed=3, spread=0.049), noisy(0.6, seed=3)) is None
+    assert served(noisy(0.6, seed=3), noisy(0.6, seed=3)) is None
+    assert served(noisy(0.55, seed=1)[:19], noisy(0.6, seed=2)[:19]) is None
+
+
+def test_each_look_at_what_serves_asks_for_more():
+    now, before = making.totals(noisy(0.585, seed=1)), making.totals(noisy(0.6, seed=2))
+    p_value = gain_p_value(before.rate(), now.rate())
+    for look in (1, 2, 4, 9):
+        goes = judge_served(now=now, before=before, look=look) is not None
+        assert goes == (p_value <= level_of(look))
 
 
 def test_a_gain_that_costs_the_anchors_is_not():

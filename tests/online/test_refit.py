@@ -6,15 +6,13 @@ from collections import Counter
 import pytest
 import torch
 
-from draftkit.models.loading import save_model
 from draftkit.online import refit as refit_module
 from draftkit.online.refit import Anchors
 from draftkit.online.registry import Registry
 from draftkit.theory.speedup import expected_tokens
 from pipelines.refitting import summary_of
-from tests import tiny
 from tests.online import making
-from tests.online.shop import SETTINGS, Shop, entries, make_trainer, start
+from tests.online.shop import SETTINGS, Shop, entries, make_trainer
 
 
 @pytest.fixture(scope="module")
@@ -112,18 +110,6 @@ def test_each_gate_of_a_version_asks_for_more(shop, records, monkeypatch):
     shop.refit.update()
     assert asked == [1, 2, 3, 1]
     assert shop.refit.state["gates"] == {"v000001": 1, "v000002": 1}
-
-
-def test_no_update_begins_while_a_canary_is_judged(shop):
-    draft = start()
-    shop.registry.publish(
-        lambda path: save_model(draft.model, tiny.byte_tokenizer(), path),
-        metrics={},
-        canary=True,
-    )
-    assert not shop.refit.due()
-    shop.registry.withdraw("v000002", reason="test")
-    assert shop.refit.due()
 
 
 def test_prompts_of_the_gate_are_never_trained_on(shop, monkeypatch):

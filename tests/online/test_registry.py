@@ -1,4 +1,4 @@
-"""Versions stay as published; pointers move as told; garbage goes and nothing else."""
+"""Versions stay as published; the pointer moves as told; garbage goes and nothing else."""
 
 import threading
 from pathlib import Path
@@ -16,7 +16,7 @@ def registry(tmp_path: Path) -> Registry:
 
 
 def test_nothing_is_served_before_the_seed_and_nothing_is_written(registry: Registry) -> None:
-    assert (registry.current(), registry.candidate(), registry.versions()) == (None, None, [])
+    assert (registry.current(), registry.versions()) == (None, [])
     assert registry.events() == []
     assert not registry.path.exists()
 
@@ -51,40 +51,9 @@ def test_a_version_says_what_it_is_and_never_changes(registry: Registry) -> None
     }
 
 
-def test_a_canary_is_no_current_version_until_it_is_promoted(registry: Registry) -> None:
-    registry.seed(weights(0))
-    second = publish(registry, 1, canary=True)
-    assert (name_of(registry.current()), registry.candidate()) == ("v000001", second)
-    assert registry.promote("v000002") == second
-    assert (registry.current(), registry.candidate()) == (second, None)
-    publish(registry, 2, canary=True)
-    registry.withdraw("v000003", reason="no better")
-    assert (registry.current(), registry.candidate()) == (second, None)
-    assert registry.version("v000003").parent == "v000002"
-    assert happened(registry)[1:] == [
-        ("published", "v000002"),
-        ("promoted", "v000002"),
-        ("published", "v000003"),
-        ("withdrawn", "v000003"),
-    ]
-    assert registry.events()[-1]["reason"] == "no better"
-
-
-def test_only_the_candidate_is_promoted_or_withdrawn(registry: Registry) -> None:
-    chain(registry, 2)
-    for name, found in (("v000001", "there is none"), ("../x", "there is none")):
-        with pytest.raises(ValueError, match=f"is not the candidate of route default: {found}"):
-            registry.promote(name)
-    publish(registry, 2, canary=True)
-    with pytest.raises(ValueError, match=r"v000001 is not the candidate.*that is v000003"):
-        registry.withdraw("v000001", reason="")
-
-
 def test_rollback_goes_to_the_version_before_or_to_a_named_one(registry: Registry) -> None:
     chain(registry, 3)
-    publish(registry, 9, canary=True)
     assert registry.rollback(reason="it fell").name == "v000002"
-    assert registry.candidate() is None  # it was made of what is served no more
     assert registry.events()[-1] | {"time": 0} == {
         "time": 0,
         "event": "rolled_back",
@@ -93,7 +62,7 @@ def test_rollback_goes_to_the_version_before_or_to_a_named_one(registry: Registr
         "since": "v000003",
         "current": {"name": "v000002", "ancestors": ["v000001"]},
     }
-    assert publish(registry, 4).ancestors == ("v000002", "v000001")  # now v000005
+    assert publish(registry, 4).ancestors == ("v000002", "v000001")  # now v000004
     assert registry.rollback("v000003", reason="after all").ancestors == ("v000002", "v000001")
     assert registry.rollback(reason="").name == "v000002"
     assert registry.rollback(reason="").name == "v000001"
@@ -114,19 +83,19 @@ def test_there_is_nothing_to_roll_back_before_the_seed(registry: Registry) -> No
 
 def test_what_fails_while_it_is_written_changes_nothing(registry: Registry) -> None:
     chain(registry, 2)
-    before, pointers = registry.versions(), registry.pointers()
+    before, pointer = registry.versions(), registry.pointer()
 
     def broken(folder: Path) -> None:
         weights(3)(folder)
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        registry.publish(broken, **TOLD, canary=False)
+        registry.publish(broken, **TOLD)
     with pytest.raises(ValueError, match=r"no \.safetensors file was written"):
-        registry.publish(lambda folder: None, **TOLD, canary=False)
+        registry.publish(lambda folder: None, **TOLD)
     with pytest.raises(ValueError, match="has no version v000077"):
         publish(registry, 1, parent="v000077")
-    assert (registry.versions(), registry.pointers()) == (before, pointers)
+    assert (registry.versions(), registry.pointer()) == (before, pointer)
     assert sorted(path.name for path in (registry.path / "versions").iterdir()) == [
         "v000001",
         "v000002",
@@ -134,28 +103,20 @@ def test_what_fails_while_it_is_written_changes_nothing(registry: Registry) -> N
     assert publish(registry, 3).name == "v000003"
 
 
-def test_pointers_differ_after_every_change_and_only_then(registry: Registry) -> None:
-    seen = [registry.pointers()]
+def test_the_pointer_differs_after_every_change_and_only_then(registry: Registry) -> None:
+    seen = [registry.pointer()]
 
     def changed() -> None:
-        assert registry.pointers() not in seen
-        seen.append(registry.pointers())
+        assert registry.pointer() not in seen
+        seen.append(registry.pointer())
 
     registry.seed(weights(0))
     changed()
     registry.seed(weights(0))
     registry.current()
-    assert registry.pointers() == seen[-1]
+    assert registry.pointer() == seen[-1]
     publish(registry, 1)
     changed()
-    publish(registry, 2, canary=True)
-    changed()
-    registry.promote("v000003")
-    changed()
-    publish(registry, 3, canary=True)
-    changed()
-    registry.withdraw("v000004", reason="")
-    assert registry.pointers() != seen[-1]
     registry.rollback(reason="")
     changed()
 
@@ -164,8 +125,8 @@ def test_names_are_never_used_twice(registry: Registry) -> None:
     registry.seed(weights(0))
     for number in (2, 3, 4):
         name = f"v{number:06d}"
-        assert publish(registry, 1, canary=True).name == name
-        registry.withdraw(name, reason="")
+        assert publish(registry, 1).name == name
+        registry.rollback(reason="")
         assert registry.collect(0) == [name]
     assert [version.name for version in registry.versions()] == ["v000001"]
 
@@ -174,19 +135,19 @@ def test_garbage_is_what_is_neither_recent_nor_an_ancestor(registry: Registry) -
     chain(registry, 3)
     registry.rollback("v000001", reason="")  # 2 and 3 are of a branch that is left
     for number in range(4, 8):
-        publish(registry, number, canary=True)
-        registry.withdraw(f"v{number:06d}", reason="")
+        publish(registry, number)
+        registry.rollback(reason="")
     publish(registry, 8)  # of 1
-    publish(registry, 9, canary=True)
-    publish(registry, 10, canary=True)  # 9 is no candidate any more
+    publish(registry, 9)
+    registry.rollback(reason="")
+    publish(registry, 10)  # of 8
     (registry.path / "versions" / ".v000004.tmp-1").mkdir()
     assert registry.collect(4) == ["v000002", "v000003", "v000004", "v000005", "v000006"]
     assert registry.collect(1) == ["v000007", "v000009"]
     assert registry.collect(0) == []
     left = sorted(path.name for path in (registry.path / "versions").iterdir())
     assert left == ["v000001", "v000008", "v000010"]
-    assert name_of(registry.current()) == "v000008"
-    assert name_of(registry.candidate()) == "v000010"
+    assert name_of(registry.current()) == "v000010"
     assert happened(registry)[-1] == ("collected", "v000009")
 
 
@@ -225,7 +186,7 @@ def test_writers_wait_for_each_other(registry: Registry) -> None:
 
     def work() -> None:
         for _ in range(3):
-            Registry(registry.path.parent).publish(slow, **TOLD, canary=False)
+            Registry(registry.path.parent).publish(slow, **TOLD)
 
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:

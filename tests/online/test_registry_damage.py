@@ -68,19 +68,6 @@ def test_a_damaged_current_version_is_replaced_by_its_nearest_whole_ancestor(
     assert writer.rollback(reason="").name == "v000002"
 
 
-def test_a_damaged_candidate_is_none(registry: Registry, caplog: pytest.LogCaptureFixture) -> None:
-    registry.seed(weights(0))
-    version = publish(registry, 1, canary=True)
-    damage(version.path / "model-1.safetensors", "flip")
-    with caplog.at_level(logging.WARNING):
-        assert registry.candidate() is None
-    assert "no candidate is served instead" in caplog.text
-    with pytest.raises(ValueError, match="v000002 is deleted or damaged: withdraw it"):
-        registry.promote("v000002")
-    registry.withdraw("v000002", reason="damaged")
-    assert publish(registry, 2, canary=True) == registry.candidate()
-
-
 def test_where_nothing_is_whole_the_start_begins_again(registry: Registry) -> None:
     for version in chain(registry, 2):
         damage(version.path / "model-1.safetensors", "flip")
@@ -95,13 +82,10 @@ def test_where_nothing_is_whole_the_start_begins_again(registry: Registry) -> No
 def test_a_lost_pointer_is_known_from_the_events(registry: Registry, content: str | None) -> None:
     chain(registry, 3)
     registry.rollback(reason="")
-    publish(registry, 8, canary=True)
-    for kind in ("current", "candidate"):
-        (registry.path / kind).unlink()
-        if content is not None:
-            (registry.path / kind).write_text(content)
+    (registry.path / "current").unlink()
+    if content is not None:
+        (registry.path / "current").write_text(content)
     assert name_of(registry.current()) == "v000002"
-    assert registry.candidate() is None
     assert registry.seed(weights(1)).name == "v000002"
 
 
@@ -153,16 +137,6 @@ def test_checksums_are_computed_once_while_files_are_unchanged(
         registry.current()
 
 
-def test_a_kill_within_a_promotion_leaves_no_candidate(registry: Registry) -> None:
-    """The pointer to the current version is written first, the candidate's goes then."""
-    registry.seed(weights(0))
-    second = publish(registry, 1, canary=True)
-    candidate = (registry.path / "candidate").read_bytes()
-    registry.promote("v000002")
-    (registry.path / "candidate").write_bytes(candidate)
-    assert (registry.current(), registry.candidate()) == (second, None)
-
-
 def test_a_name_that_only_a_pointer_remembers_is_not_used_again(registry: Registry) -> None:
     first, second = chain(registry, 2)
     shutil.rmtree(second.path)
@@ -182,9 +156,8 @@ def test_files_of_others_among_the_versions_hinder_nothing(registry: Registry) -
     (folder / ".trash" / "kept").mkdir(parents=True)
     (folder / ".v000009.tmp-1" / "half").mkdir(parents=True)  # of a writer that was killed
     assert publish(registry, 1).name == "v000002"
-    publish(registry, 2, canary=True)
-    registry.withdraw("v000003", reason="")
     assert registry.rollback(reason="").name == "v000001"
+    assert publish(registry, 2).name == "v000003"
     assert registry.collect(1) == ["v000002"]
     assert [version.name for version in registry.versions()] == ["v000001", "v000003"]
     assert [stray.read_text() for stray in strays] == ["of somebody else"] * len(strays)

@@ -6,7 +6,6 @@ from typing import Any
 
 from draftkit.config.service import BufferConfig
 from draftkit.data.rollouts import Record
-from draftkit.online.ages import Uptime
 from draftkit.online.buffer import Entry
 
 MARK = 0x5EED0000  # ids of answers begin here
@@ -55,26 +54,15 @@ def settings(**changes: Any) -> BufferConfig:
     return BufferConfig(**{"max_megabytes": 16.0} | changes)
 
 
-class Clocks:
-    """A wall clock and an uptime that move when told."""
+class Clock:
+    """A wall clock that moves when told."""
 
     def __init__(self) -> None:
-        self.wall, self.boot, self.seconds = 1e9, "first", 1000.0
+        self.seconds = 1e9
+
+    def __call__(self) -> float:
+        return self.seconds
 
     def pass_time(self, seconds: float) -> None:
-        """Time passes while the machine is up."""
-        self.wall += seconds
+        """Let it go on."""
         self.seconds += seconds
-
-    def reboot(self, off_seconds: float) -> None:
-        """The machine is off for a while."""
-        self.wall += off_seconds
-        self.boot, self.seconds = self.boot + "'", 1.0
-
-    def clock(self) -> float:
-        """The wall clock."""
-        return self.wall
-
-    def uptime(self) -> Uptime:
-        """The uptime."""
-        return Uptime(boot=self.boot, seconds=self.seconds)

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from draftkit.config import SamplingConfig, ServeConfig
 from draftkit.decoding.streaming import TextStream
 from draftkit.serving.api import make_app
-from draftkit.serving.connections import Server, listen
 from draftkit.serving.intake import Intake
 from draftkit.serving.jobs import (
     Counters,
@@ -29,6 +28,7 @@ from draftkit.serving.jobs import (
     Speculation,
     TokenScore,
 )
+from draftkit.serving.server import listen, run, server_of
 from draftkit.serving.texts import Texts
 from tests.tiny import VOCAB_SIZE, byte_tokenizer
 
@@ -200,12 +200,12 @@ def serving(
         model_name=NAME,
     )
     app = make_app(engine, intake, key=key)
-    socket = listen("127.0.0.1", 0, stalled_seconds=settings.request_seconds)
+    socket = listen("127.0.0.1", 0)
     if send_buffer is not None:
         socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)
     address = "{}:{}".format(*socket.getsockname())
-    server = Server(app, connections=settings.connections, drain_seconds=1, drain=drain)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
+    server = server_of(app, replace(settings, drain_seconds=1.0))
+    thread = threading.Thread(target=run, args=(server, socket), kwargs={"drain": drain})
     thread.start()
     try:
         assert wait_for(lambda: server.started)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftkit.config import BufferConfig, DecodeConfig, GateConfig, SamplingConfig, ServeConfig
+from draftkit.config import BufferConfig, DecodeConfig, SamplingConfig, ServeConfig
 from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Entry, Served
@@ -107,11 +107,9 @@ class Shelf:
     weights: dict[str, dict[str, Tensor] | None] = field(default_factory=dict)
     known: dict[str, Version] = field(default_factory=dict)
     now: str | None = None
-    tried: str | None = None
-    told: list[tuple[str, ...]] = field(default_factory=list)
     changes: int = 0
 
-    def publish(self, weights: dict[str, Tensor] | None, *, canary: bool = False) -> str:
+    def publish(self, weights: dict[str, Tensor] | None) -> str:
         name = f"v{len(self.known) + 1:06d}"
         parent = self.known[self.now] if self.now is not None else None
         self.known[name] = Version(
@@ -123,18 +121,12 @@ class Shelf:
             metrics={},
         )
         self.weights[name] = weights
-        if canary:
-            self.tried = name
-        else:
-            self.now = name
+        self.now = name
         self.changes += 1
         return name
 
     def current(self) -> Version | None:
         return None if self.now is None else self.known[self.now]
-
-    def candidate(self) -> Version | None:
-        return None if self.tried is None else self.known[self.tried]
 
     def read(self, version: Version) -> dict[str, Tensor]:
         found = self.weights[version.name]
@@ -142,28 +134,8 @@ class Shelf:
             raise ValueError(f"{version.path}: differs from its checksum")
         return found
 
-    def pointers(self) -> int:
+    def pointer(self) -> int:
         return self.changes
-
-    def promote(self, name: str) -> Version:
-        assert name == self.tried
-        self.now, self.tried = name, None
-        self.told.append(("promote", name))
-        self.changes += 1
-        return self.known[name]
-
-    def withdraw(self, name: str, *, reason: str) -> None:
-        assert name == self.tried
-        self.tried = None
-        self.told.append(("withdraw", name, reason))
-        self.changes += 1
-
-    def rollback(self, to: str | None = None, *, reason: str) -> Version:
-        assert to is not None
-        self.told.append(("rollback", to, reason))
-        self.now = to
-        self.changes += 1
-        return self.known[to]
 
 
 class Weights:
@@ -221,7 +193,7 @@ def route_of(name: str, make: Make, registry: Any = None, *, proposer: str = "sa
     """A route whose drafters are made by `make`."""
     cpu = torch.device("cpu")
     material = Material(make, lambda: [[1, 2, 3]], tiny.VOCAB_SIZE, cpu)
-    return Route(name, lambda: PROPOSERS[proposer](material), registry)
+    return Route(name, PROPOSERS[proposer](material), registry)
 
 
 @contextmanager
@@ -230,7 +202,6 @@ def serving(
     make: Make,
     *,
     registries: dict[str, Any] | None = None,
-    gate: GateConfig | None = None,
     disk: Any = None,
     buffer: BufferConfig | None = None,
     eos: Sequence[int] = (),
@@ -247,7 +218,6 @@ def serving(
     routes = registries or {"default": None}
     drafters = Drafters(
         [route_of(name, make, registry, proposer=proposer) for name, registry in routes.items()],
-        gate or GateConfig(),
         poll_seconds=0.01,
     )
     recorder = None if disk is None else Recorder(disk, buffer or BufferConfig(top_k=6))

@@ -41,7 +41,7 @@ def answered(
     made = Answer(one, lambda _: None, decode=bytes_text, seed=number, now=0.0)
     made.completion.output_ids += output_ids
     made.completion.steps = [TraceRound([7, 8], 1, 9, 2)]
-    made.versions, made.ended = ["v1"], 100.0
+    made.version, made.ended = "v1", 100.0
     return made
 
 

@@ -10,7 +10,7 @@ from draftkit.config import BufferConfig
 from draftkit.online.buffer import Buffer
 from draftkit.serving.jobs import Counters
 from draftkit.serving.recorder import Recorder
-from tests.online.traffic import DAY, Clocks, entries
+from tests.online.traffic import DAY, Clock, entries
 from tests.serving.running import until
 
 
@@ -18,8 +18,8 @@ def held(buffer: Buffer) -> int:
     return sum(buffer.count("default", held_out=side) for side in (True, False))
 
 
-def opened(path: Path, clocks: Clocks) -> Buffer:
-    return Buffer(path, BufferConfig(retention_days=1), clock=clocks.clock, uptime=clocks.uptime)
+def opened(path: Path, clock: Clock) -> Buffer:
+    return Buffer(path, BufferConfig(retention_days=1), clock=clock)
 
 
 def idle(buffer: Buffer, *, fraction: float = 0.0, **options: Any) -> Recorder:
@@ -32,14 +32,14 @@ def idle(buffer: Buffer, *, fraction: float = 0.0, **options: Any) -> Recorder:
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_a_server_that_starts_deletes_what_is_due(tmp_path: Path, fraction: float) -> None:
-    clocks = Clocks()
-    buffer = opened(tmp_path / "b.sqlite", clocks)
+    clock = Clock()
+    buffer = opened(tmp_path / "b.sqlite", clock)
     buffer.append(entries(range(5)))
-    clocks.pass_time(0.6 * DAY)
+    clock.pass_time(0.6 * DAY)
     buffer.append(entries(range(5, 8)))
     buffer.close()
-    clocks.pass_time(0.6 * DAY)
-    buffer = opened(tmp_path / "b.sqlite", clocks)
+    clock.pass_time(0.6 * DAY)
+    buffer = opened(tmp_path / "b.sqlite", clock)
     assert held(buffer) == 8
     recorder = idle(buffer, fraction=fraction)
     until(lambda: buffer.load() is not None)  # its first look at everything is over
@@ -49,13 +49,13 @@ def test_a_server_that_starts_deletes_what_is_due(tmp_path: Path, fraction: floa
 
 
 def test_an_idle_server_deletes_what_becomes_due(tmp_path: Path) -> None:
-    clocks = Clocks()
-    buffer = opened(tmp_path / "b.sqlite", clocks)
+    clock = Clock()
+    buffer = opened(tmp_path / "b.sqlite", clock)
     buffer.append(entries(range(5)))
-    recorder = idle(buffer, clock=lambda: time.monotonic() + clocks.seconds)
+    recorder = idle(buffer, clock=lambda: time.monotonic() + clock.seconds)
     until(lambda: buffer.load() is not None)
     assert held(buffer) == 5
-    clocks.pass_time(1.5 * DAY)
+    clock.pass_time(1.5 * DAY)
     until(lambda: (load := buffer.load()) is not None and load.age_seconds < DAY)
     recorder.stop()
     assert held(buffer) == 0

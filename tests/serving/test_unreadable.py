@@ -10,7 +10,6 @@ import pytest
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftkit.config import GateConfig
 from draftkit.models.adapter import Adapter
 from draftkit.online import versions as versions_module
 from draftkit.online.registry import Registry
@@ -44,8 +43,7 @@ def registry(tmp_path: Path) -> Registry:
 
 def following(registry: Registry) -> Drafters:
     """Drafters that follow `registry` whenever `poll` is called, by the version in force."""
-    gate = GateConfig(canary_fraction=0.5)
-    drafters = Drafters([route_of("default", make, Registry(registry.path.parent))], gate)
+    drafters = Drafters([route_of("default", make, Registry(registry.path.parent))])
     drafters.attach(Weights())  # type: ignore[arg-type]
     drafters.poll()
     assert drafters.versions() == {"default": "v000001"}
@@ -69,12 +67,10 @@ class Failing:
             raise OSError(self.number, os.strerror(self.number), str(path))
 
 
-@pytest.mark.parametrize("canary", [False, True])
 @pytest.mark.parametrize("whole", [False, True], ids=["its checksum", "its weights"])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
 def test_a_read_error_that_passes_delays_a_version_and_nothing_else(
     registry: Registry,
-    canary: bool,
     whole: bool,
     number: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -82,7 +78,7 @@ def test_a_read_error_that_passes_delays_a_version_and_nothing_else(
 ) -> None:
     drafters = following(registry)
     route = drafters.routes["default"]
-    second = registry.publish(write(NEXT), metrics={}, canary=canary)
+    second = registry.publish(write(NEXT), metrics={})
     if whole:  # its files were looked over before
         assert route.registry is not None
         route.registry._whole(second.name)
@@ -90,14 +86,10 @@ def test_a_read_error_that_passes_delays_a_version_and_nothing_else(
     for _ in range(3):
         drafters.poll()
         assert drafters.versions() == {"default": "v000001"}
-        assert not route.tries
     assert failing.left == 0
     drafters.poll()
-    role = route.candidate if canary else route.current
-    assert role is not None
-    assert role.proposer.version == second.name
-    assert route.tries == canary
-    assert same(role.proposer.draft.weights(), NEXT)
+    assert route.proposer.version == second.name
+    assert same(route.proposer.weights(), NEXT)
     assert drafters.refused == 0
     assert [event["event"] for event in registry.events()] == ["published"] * 2
     assert caplog.text.count("cannot be followed") == 1
@@ -108,7 +100,7 @@ def test_damage_is_refused_once_and_for_good(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafters = following(registry)
-    second = registry.publish(write(NEXT), metrics={}, canary=True)
+    second = registry.publish(write(NEXT), metrics={})
     own = drafters.routes["default"].registry
     assert own is not None
     own._whole(second.name)  # and then the disk fails
@@ -122,14 +114,13 @@ def test_damage_is_refused_once_and_for_good(
     for _ in range(3):
         drafters.poll()
     assert drafters.refused == 1
-    assert registry.candidate() is None
     assert drafters.versions() == {"default": "v000001"}
 
 
 def test_a_start_does_not_begin_anew_for_a_read_error(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second = registry.publish(write(NEXT), metrics={}, canary=False)
+    second = registry.publish(write(NEXT), metrics={})
     Failing(monkeypatch, errno.EACCES, times=1)
     with pytest.raises(PermissionError):
         Registry(registry.path.parent).seed(write(WEIGHTS))

@@ -20,7 +20,6 @@ from draftkit.theory.acceptance import (
     greedy_draft_acceptance,
     greedy_draft_share,
     log_ratio,
-    rate_error,
     rounds_of_texts,
     sampled_acceptance,
     sampled_share,
@@ -208,7 +207,6 @@ def test_the_interval_is_that_of_the_formulas_by_hand() -> None:
     width = stats.t.isf(0.025, (share**2).sum() / (share**3).sum()) * error
     found = estimate(Rate(totals, counts))
     assert [found.low, found.high] == pytest.approx([rate - width, rate + width], rel=1e-9)
-    assert rate_error(Rate(totals, counts)) == pytest.approx(error)
 
 
 def test_rows_of_a_document_are_one_observation() -> None:

@@ -1,0 +1,89 @@
+"""How many connections, readers that take nothing, and the end of a server."""
+
+import contextlib
+import json
+import socket
+import threading
+
+import pytest
+
+from draftkit.config import ServeConfig
+from draftkit.serving import delivery
+from draftkit.serving.server import listen
+from tests.serving.fakes import FakeEngine, ask, completion, serving, wait_for
+
+
+def opened(address: str) -> socket.socket:
+    host, port = address.split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def test_a_reader_that_takes_nothing_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "BACKLOG", 1000)
+    engine = FakeEngine(endless=True, per_round=20, round_seconds=0.01)
+    with serving(engine, send_buffer=10_000) as address:
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = address.split(":")
+        made.connect((host, int(port)))
+        body = json.dumps(completion(stream=True, logprobs=5)).encode()
+        made.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        assert wait_for(lambda: engine.cancelled == {0}, 30)
+        assert wait_for(lambda: not engine.running)
+        assert ask(address, "/health").status == 200
+        made.close()
+
+
+def test_a_request_is_given_up_though_the_engine_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("draftkit.serving.api.GRACE_SECONDS", 0.0)
+    engine = FakeEngine(round_seconds=2)
+    with serving(engine, ServeConfig(request_seconds=0.2)) as address:
+        refused = ask(address, "/v1/completions", completion())
+        assert (refused.status, refused.error["code"]) == (408, "timeout")
+        assert engine.cancelled == {0}
+
+
+def test_too_many_connections_are_told_so() -> None:
+    with serving(FakeEngine(), ServeConfig(connections=5)) as address:
+        with contextlib.ExitStack() as stack:
+            for _ in range(5):
+                stack.enter_context(opened(address))
+            assert wait_for(lambda: ask(address, "/health").status == 503)
+        assert wait_for(lambda: ask(address, "/health").status == 200)
+
+
+def test_the_end_waits_for_answers_and_takes_no_more() -> None:
+    engine = FakeEngine(round_seconds=0.05)
+    replies = []
+    with serving(engine, drain=engine.drain) as address:
+        body = completion(max_tokens=20)
+        thread = threading.Thread(
+            target=lambda: replies.append(ask(address, "/v1/completions", body))
+        )
+        thread.start()
+        assert wait_for(lambda: engine.running)
+    thread.join()
+    assert engine.draining
+    assert replies[0].status == 200
+    assert replies[0].json["usage"]["completion_tokens"] == 20
+    with pytest.raises(ConnectionRefusedError):
+        opened(address)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"cannot listen on .* serve.port={port} \(.*in use"):
+            listen("127.0.0.1", port)
+
+
+def test_an_address_that_is_none_is_named() -> None:
+    with pytest.raises(ValueError, match=r"serve\.host=300\.0\.0\.1"):
+        listen("300.0.0.1", 0)

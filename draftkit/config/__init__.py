@@ -11,7 +11,6 @@ with the key as the user types it.
 
 from draftkit.config.choices import (
     BENCHMARK_METHOD_NAMES,
-    CHECKED_NAMES,
     COUNTING_NAMES,
     DIVERGENCE_NAMES,
     DOMAIN_NAMES,
@@ -37,9 +36,7 @@ from draftkit.config.experiment import (
 )
 from draftkit.config.measuring import (
     BenchmarkConfig,
-    CheckConfig,
     DecodeConfig,
-    DeviceConfig,
     EvaluateConfig,
     GpuConfig,
 )

@@ -22,7 +22,6 @@ DOMAIN_NAMES = ("python", "prose", "cpp")
 BENCHMARK_METHOD_NAMES = ("plain", "speculative", "adaptive", "eager_plain", "eager_speculative")
 BENCHMARK_METHOD_NAMES += tuple(name for name in PROPOSER_NAMES if name != "none")
 BENCHMARK_METHOD_NAMES += ("hf_plain", "hf_assisted", "hf_lookup", "hf_static")
-CHECKED_NAMES = ("transformers", "vllm", "vllm_cpu", "sglang", "llamacpp", "onnx", "mlx")
 SAMPLING_FROM_NAMES = ("config", "model")  # the default first
 EXPORT_NAMES = ("hf", "vllm", "sglang", "llamacpp", "onnx")  # what a drafter is exported for
 ENGINE_NAMES = ("transformers", "vllm", "onnx", "llamacpp")  # whose counts can be read

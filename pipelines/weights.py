@@ -25,6 +25,8 @@ TRAINED = 16  # bytes of a weight that learns: itself, its gradient, two moments
 WITH_MODELS = ("target", "prepare", "generate", "contexts", "scores", "train", "evaluate")
 SMALLER_TARGET = "target.dtype=bfloat16 halves the target's, or give a smaller one"
 SMALLER_DRAFT = "give a smaller drafter, or draft.lora.rank=16, which trains a small part of it"
+REMEDIES = {"target": "give target.pretrain a smaller shape"}
+REMEDIES |= {"prepare": "give a smaller drafter, or draft.shrink.layers", "train": SMALLER_DRAFT}
 
 
 @dataclass(frozen=True)
@@ -120,16 +122,16 @@ def refuse_too_large(steps: Iterable[Step]) -> None:
 
     A target that is split over processes is not looked at.
     """
-    looked_at = [step for step in steps if not step.config.hardware.shard_target]
+    with_models = (step for step in steps if step.name in WITH_MODELS)
+    looked_at = [step for step in with_models if not step.config.hardware.shard_target]
     if not looked_at or int(os.environ.get("RANK", "0")) > 0:
         return
     free = free_bytes(resolve_device(looked_at[0].config.hardware))
     for name, needed in _bytes_of(looked_at, here=True).items():
         if needed > free:
-            remedy = SMALLER_DRAFT if name in ("prepare", "train") else SMALLER_TARGET
             raise ValueError(
                 f"{name} takes {gigabytes(needed)} of memory for weights, gradients and moments "
-                f"alone, and {gigabytes(free)} are free: {remedy}"
+                f"alone, and {gigabytes(free)} are free: {REMEDIES.get(name, SMALLER_TARGET)}"
             )
 
 

@@ -196,7 +196,9 @@ def test_what_is_judged_as_it_is_trains_nothing() -> None:
 
 def test_commands_refuse_what_cannot_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "free_bytes", lambda device: 1000)
-    with pytest.raises(ValueError, match=r"^target takes .* alone, and .* are free: target\.dtype"):
+    with pytest.raises(
+        ValueError, match=r"^target takes .* alone, and .* are free: give target\.pretrain"
+    ):
         distill.ensure(smoke(tmp_path))
     assert made(smoke(tmp_path)) == set()
     texts.ensure(smoke(tmp_path))  # which needs no model

@@ -35,6 +35,7 @@ from .configuration import (
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+DRY = ("distill", "evaluate", "generate", "export", "check")  # what takes `limit`
 OVERRIDE = re.compile(r"[^-].*=|~")  # a word that is neither an option nor its value
 
 Launch = Callable[[Config, str], Any]
@@ -106,7 +107,10 @@ def run_command(name: str, launch: Launch) -> None:
         def checked() -> None:
             hide_secrets()
             check_own_files()
-            launch(to_config(composed), swept_label(fixed))
+            config = to_config(composed)
+            if config.limit is not None and name not in DRY:
+                raise ValueError(f"limit: there is a dry run of {', '.join(DRY)}, none of {name}")
+            launch(config, swept_label(fixed))
 
         _guard(name, checked, raw=raw)
 

@@ -189,6 +189,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     config, served = replace(config, evaluate=options), config.sampling.temperature
     prompts = prompts_in(folder, folder.input(f"contexts at {served:g}"))
     target = load_target(folder.model(config, "target"), config.hardware)
+    folder.mark("loaded")
     models = drafts_of(config, folder)
     lossless = check_lossless(target, models, prompts, config, folder.note)
     gc.collect()  # models stand in reference cycles: one copy of each draft at a time
@@ -211,6 +212,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
             config=config,
             note=folder.note,
         )
+        folder.mark("timed")
         if not by_temperature:
             write_traces(folder.path, evidence[main], target)
         computes = machine(gpu=target.adapter.device.type == "cuda")

@@ -94,6 +94,7 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
             top_k=config.generate.top_k if "likeliest" in folder.needs else 0,
             watch=watch,
         )
+    folder.mark("loaded")
     prompts = splits.train
 
     def answer(rows: range) -> list[Record]:
@@ -134,6 +135,7 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     if (new := answer_tokens(config)) < options.max_new_tokens:
         folder.note(f"{new} tokens an answer, all that the models' context leaves after a prompt")
     target = load_target(folder.model(config, "target"), config.hardware)
+    folder.mark("loaded")
     summary, before = {}, 0
     parts = (
         (VALIDATION, splits.validation[: options.validation_prompts]),
@@ -204,6 +206,7 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
         top_k=config.generate.top_k,
         temperature=config.training_temperature,
     )
+    folder.mark("loaded")
     held_out = read_contexts(folder.input("contexts"), "validation")
     write_records(folder.path / "validation.parquet", score(held_out))
     tail, tokens, done = 0.0, 0, 0

@@ -15,13 +15,14 @@ from typing import Any
 from draftkit.artifacts import fingerprint, read_json, redacted, remembered
 from draftkit.config import Config, ModelConfig, flatten
 from draftkit.distillation.ranks import processes
+from draftkit.evaluation.walltime import now
 from draftkit.models.files import files_of_model, model_sha256
 from draftkit.tracking import Tracker
 
 MANIFEST, SUMMARY = "manifest.json", "summary.json"
 VERSION = "draftkit's version of the stage"
 MEMORY = Path("shared") / "checksums.json"  # below the root: remembered checksums
-NEVER_COUNT = ("name", "root", "job", "overwrite", "plan", "runs", "hardware", "check", "tracker")
+NEVER_COUNT = ("name", "root", "job", "overwrite", "plan", "limit", "runs", "hardware", "tracker")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class StageFolder:
     """What a stage is given: its folder, its tracker, and what it needs by name, made by now.
 
     `resumed`: an interrupted run began there. `is_main` is false on the other processes of a
-    distributed launch: they read and never write.
+    distributed launch: they read and never write. marks: moments by a clock that stands still while
+    code compiles.
     """
 
     path: Path
@@ -38,9 +40,15 @@ class StageFolder:
     is_main: bool = True
     stage: str = ""
     needs: "Mapping[str, Given | Step]" = field(default_factory=dict)
+    marks: list[tuple[str, float]] = field(default_factory=list)
+
+    def mark(self, moment: str) -> None:
+        """Record when the stage came so far: what the dry run tells its parts apart by."""
+        self.marks.append((moment, now()))
 
     def note(self, text: str) -> None:
-        """Print one line to the person who started the stage."""
+        """Print one line to the person who started the stage; a mark too."""
+        self.mark(text)
         if self.is_main:
             print(f"{self.stage}: {text}" if self.stage else text, flush=True)
 

@@ -28,7 +28,6 @@ from draftkit.tracking import Tracker
 
 from .command import disk_is_full, run_command
 from .folder import CONFIG, claim, discard_if_empty, locked, product_digest
-from .limits import refuse_too_large
 from .plan import (
     MANIFEST,
     SUMMARY,
@@ -43,6 +42,7 @@ from .plan import (
     refuse_other_processes,
     table,
 )
+from .weights import on_a_card, refuse_too_large
 
 POLL_SECONDS = 1.0
 
@@ -85,10 +85,12 @@ def counted(goals: Iterable[Step], to_do: Iterable[Step] = ()) -> str:
 
 
 def show_plan(name: str, goals: Iterable[Given | Step], redo: str = "") -> None:
-    """Print what a command would do."""
+    """Print what a command would do, and what weights take on a card that may not be here."""
     steps = [goal for goal in goals if isinstance(goal, Step)]
     to_do = pending(steps, redo)
     _print(f"{name}: {counted(steps, to_do)}\n{table(steps, to_do)}")
+    if line := on_a_card(to_do):
+        _print(line)
 
 
 def make_all(name: str, goals: Sequence[Step], *, redo: str = "", mine: str = "") -> bool:
@@ -262,6 +264,11 @@ class Stage(Recipe):
         redo = self.name if config.overwrite else ""
         if config.plan:
             show_plan(self.name, [step], redo)
+            return {}
+        if config.limit is not None:
+            from .dry import dry_run  # which runs the stages that are defined by this module
+
+            dry_run(self.name, [step], config.limit)
             return {}
         if not make_all(self.name, [step], redo=redo, mine=self.name):
             _print(

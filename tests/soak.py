@@ -140,10 +140,11 @@ _MINUTES = {
         "test_a_process_never_holds_more_than_its_part_and_a_layer": 0.4,
     },
     "test_check": {
-        "test_every_step_is_probed_and_none_is_run": 0.4,
+        "test_every_stage_runs_below_a_folder_of_its_own_and_nothing_stays": 0.4,
     },
     "test_check_limits": {
         "test_what_is_refused_fails_and_what_is_allowed_runs": 4,
+        "test_the_dry_run_says_what_the_run_then_takes": 6,
     },
     "test_main": {
         "test_an_installation_plans_what_the_clone_plans_and_writes_nothing_into_itself": 0.4,

@@ -1,4 +1,4 @@
-"""Under a real limit of memory `check` refuses what then fails, and allows what then runs."""
+"""The dry run holds: under a real limit of memory, and beside what the run then takes."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from draftkit.artifacts import read_json
 from draftkit.models.memory import CGROUP
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
@@ -69,12 +70,36 @@ def test_what_is_refused_fails_and_what_is_allowed_runs(
     assert code == 0, shown
     needed = float(re.search(r"fits: ([\d.]+) GB of", shown)[1]) * 1e9
     assert needed > 1.2e9
-    # The libraries take 0.45 GB of each process, and under `check` there are two.
-    for most, fits in ((0.45e9 + 0.6 * needed, False), (0.9e9 + 1.25 * needed, True)):
+    # The libraries take 0.45 GB of each process, and of a dry run there are three.
+    for most, fits in ((0.7 * needed, False), (0.9e9 + 1.25 * needed, True)):
         code, shown = run("check", tmp_path, group=group(int(most)))
         assert code == (0 if fits else 2), shown
         if not fits:
-            assert re.search(r"^check: train does not fit: .*check=off begins anyway$", shown, re.M)
-        off = [] if fits else ["check=off"]
-        code, shown = run("distill", tmp_path / str(fits), *off, group=group(int(most)))
+            assert re.search(r"^check: train does not fit: .*$", shown, re.M)
+        code, shown = run("distill", tmp_path / str(fits), group=group(int(most)))
         assert (code == 0) == fits, shown
+
+
+def seconds_of(text: str) -> float:
+    """Of `1 min 5 s` and `4.5 s`."""
+    minutes, rest = re.search(r"(?:(\d+) min )?([\d.]+) s", text).groups()
+    return 60 * int(minutes or 0) + float(rest)
+
+
+def test_the_dry_run_says_what_the_run_then_takes(tmp_path: Path) -> None:
+    given = ["+experiment=quickstart", f"root={tmp_path}", "tracker=none", "hardware.threads=1"]
+
+    def launched(*options: str) -> str:
+        command = [sys.executable, "-m", "pipelines.distill", *given, *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    shown = launched("limit=3")
+    launched()
+    for stage in ("train", "evaluate"):
+        line = re.search(rf"  {stage} +to do +([\d.]+) GB +(.*) s  ", shown)
+        summary = read_json(tmp_path / "quickstart" / stage / "summary.json")
+        assert 1 / 1.5 < seconds_of(f"{line[2]} s") / summary["seconds"] < 1.5
+        if "peak_memory_bytes" in summary:
+            assert float(line[1]) == pytest.approx(summary["peak_memory_bytes"] / 1e9, rel=0.2)

@@ -33,7 +33,7 @@ FILES = sorted(path.relative_to(CONF_DIR) for path in CONF_DIR.rglob("*.yaml"))
 CHOICES = [path for path in FILES if len(path.parts) == 2]
 EXPERIMENTS = [path for path in CHOICES if path.parts[0] == "experiment"]
 GROUPS = ["target", "draft", "data", "divergence", "source", "decode"]
-GROUPS += ["optim", "hardware", "check", "tracker"]
+GROUPS += ["optim", "hardware", "tracker"]
 
 
 def selected(content: dict[str, Any]) -> dict[str, str]:

@@ -10,7 +10,6 @@ with the key as the user types it.
 """
 
 from draftkit.config.choices import (
-    CHECKED_NAMES,
     COUNTING_NAMES,
     DIVERGENCE_NAMES,
     DOMAIN_NAMES,
@@ -32,9 +31,7 @@ from draftkit.config.experiment import (
     flatten,
 )
 from draftkit.config.measuring import (
-    CheckConfig,
     DecodeConfig,
-    DeviceConfig,
     EvaluateConfig,
 )
 from draftkit.config.service import (

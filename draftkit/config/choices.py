@@ -19,7 +19,6 @@ PROPOSER_ALIASES = {"draft": "sampled", "lookup": "prompt_lookup"}
 OPTIMIZER_NAMES = ("adamw", "muon")
 DTYPE_NAMES = ("float32", "bfloat16")
 DOMAIN_NAMES = ("python", "prose", "cpp")
-CHECKED_NAMES = ("transformers", "vllm", "vllm_cpu", "sglang", "llamacpp", "onnx", "mlx")
 SAMPLING_FROM_NAMES = ("config", "model")  # the default first
 EXPORT_NAMES = ("hf", "vllm", "sglang", "llamacpp", "onnx")  # what a drafter is exported for
 

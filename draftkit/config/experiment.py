@@ -7,7 +7,6 @@ from typing import Any
 from draftkit.config.choices import DTYPE_NAMES, Section, positive, require, setting
 from draftkit.config.engines import EngineConfig, ExportConfig
 from draftkit.config.measuring import (
-    CheckConfig,
     DecodeConfig,
     EvaluateConfig,
 )
@@ -48,6 +47,9 @@ class Config:
     seed: int = 0
     overwrite: bool = False
     plan: bool = False  # print what would be done, and stop
+    limit: int | None = (
+        None  # run so many batches of each stage, say what the whole takes, and stop
+    )
     job: str | None = None  # the job of a sweep, set by the command
     runs: list[str] = field(default_factory=list)
     target: ModelConfig = field(default_factory=ModelConfig)
@@ -65,7 +67,6 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    check: CheckConfig = field(default_factory=CheckConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
@@ -75,6 +76,7 @@ class Config:
         require(plain, "name", "be a plain folder name", self.name)
         require(self.job is None or "/" not in self.job, "job", "be left to sweeps", self.job)
         require(0 <= self.seed <= MOST_SEED, "seed", f"lie in 0..{MOST_SEED}", self.seed)
+        require(self.limit is None or self.limit > 0, "limit", "be positive", self.limit)
         self.data.require(
             self.data.name == "installed" or self.data.path is not None,
             "path",

@@ -1,15 +1,13 @@
 """How the pair decodes, and what is measured of it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from draftkit.config.choices import (
-    CHECKED_NAMES,
     DRAFTED_NAMES,
     PROPOSER_ALIASES,
     PROPOSER_NAMES,
     VERIFICATION_NAMES,
     Section,
-    check_rules,
     positive,
     setting,
 )
@@ -93,32 +91,3 @@ class EvaluateConfig(Section, key="evaluate"):
 
 
 @dataclass(kw_only=True)
-class DeviceConfig:
-    """A device by its data sheet, for what is computed from shapes alone; null: none is meant."""
-
-    memory: float | None = positive(None)  # GB
-    bandwidth: float | None = positive(None)  # GB a second
-    flops: float | None = positive(None)  # 10^12 a second, dense, in 16 bits
-
-
-@dataclass(kw_only=True)
-class CheckConfig(Section, key="check"):
-    """What is looked at before a command begins; `check=off` begins in any case."""
-
-    before: bool = True  # refuse what cannot fit into the memory of this machine
-    # Those that the pair is to be served by: what one of them refuses is refused. null: all are
-    # looked at, and nothing is.
-    engines: list[str] | None = setting(None, names=CHECKED_NAMES, filled=True, unique=True)
-    tensor_parallel: int = positive(1)  # devices of an engine that share the weights of a model
-    # For another machine than this one: nothing is measured, all is computed.
-    device: DeviceConfig = field(default_factory=DeviceConfig)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_rules(self.device, "check.device")
-        given = [value is not None for value in vars(self.device).values()]
-        self.require(
-            all(given) or not any(given),
-            "device",
-            "have memory (GB), bandwidth (GB/s) and flops (TFLOP/s)",
-        )

@@ -128,6 +128,7 @@ def gather(
     meters = meters_of(adapter, judged, prompts.calibration, setting)
     gammas = dict.fromkeys(ways, setting.gamma)
     if config.decode.gamma == "auto":
+        note("choosing the number of proposals")
         for one in dict.fromkeys(meters.values()):
             one.turn(CHOOSING_TURNS)
         measured = {name: one.costs() for name, one in meters.items()}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from draftkit.artifacts import read_json, write_json
-from draftkit.checking.rules import GOOD, NOTE, WRONG, Finding, findings
+from draftkit.models.compatibility import GOOD, NOTE, WRONG, Finding, findings
 from pipelines.configuration import compose_config
 from tests.pairs import paths, save_pairs
 

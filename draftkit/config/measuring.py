@@ -88,6 +88,3 @@ class EvaluateConfig(Section, key="evaluate"):
         if str(self.lossless).lower() == "false":
             self.lossless = "off"  # which YAML reads as a boolean
         super().__post_init__()
-
-
-@dataclass(kw_only=True)

@@ -32,6 +32,8 @@ from .weights import gigabytes, refuse_too_large
 
 FOLDER = ".dry"
 METHOD = "forkserver"  # of starting processes: they share the imports of the first
+# Not the command, which each process imports under another name and would warn to have already.
+PRELOADED = ["draftkit.evaluation.judge", "draftkit.workflow.fitting", "draftkit.workflow.library"]
 LOOKED_AT = 1 << 15  # rows among which the longest are sought
 REMEDIES = {
     "generate": "lower generate.batch_size or data.max_completion_tokens",
@@ -98,7 +100,7 @@ class Rehearsals:
         job = Job(step.name, step.config, self.limit, self.dry[step.folder], texts, own, longest)
         context: Any = multiprocessing.get_context(METHOD)
         if METHOD == "forkserver":
-            context.set_forkserver_preload([main.__module__])
+            context.set_forkserver_preload(PRELOADED)
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=main, args=(job, sender))
         process.start()

@@ -93,7 +93,7 @@ def row(setting: Setting, totals: PromptTotals, answers: list[Answer], gamma: in
         "predicted_by_position": chain.cumprod(0).tolist(),
         "counted": estimate(counted).as_dict(),
         "difference": difference.as_dict(),
-        "differs": difference.excludes(0),
+        "differs": None if difference.ci95 is None else difference.excludes(0),
     }
 
 
@@ -114,7 +114,7 @@ def show(config: Config, folder: Path) -> None:
         table.add_row(f"predicted of {one['drafts']} drafts", *numbers)
     console.print(table)
     for one in summary["rows"]:
-        relation = "DIFFERS from" if one["differs"] else "agrees with"
+        relation = {None: "beside", True: "DIFFERS from", False: "agrees with"}[one["differs"]]
         by = signed(one["difference"])
         console.print(f"counted {relation} what {one['drafts']} drafts predict: {by}")
     console.print(f"{summary['tokens_per_second']:.1f} tokens a second, one request at a time")

@@ -87,8 +87,7 @@ def row(cell: Cell) -> dict[str, Any]:
     ]
     if len({document for _, document in rows}) < 2:
         raise ValueError(
-            "engine.prompts: fewer than 2 documents in whose answers proposals were tested: use "
-            "more prompts"
+            "fewer than 2 documents in whose answers proposals were tested: use more prompts"
         )
     counted, ours = ([pair[side] for pair, _ in rows] for side in (0, 1))
     documents = [document for _, document in rows]

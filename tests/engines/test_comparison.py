@@ -116,5 +116,5 @@ def test_prompts_without_a_pass_on_either_side_are_left_out() -> None:
     short = Cell(**{**vars(one), "drafted": [[nothing, *one.drafted[0][1:]]]})
     assert row(short)["counted"]["prompts"] == PROMPTS - 1
     empty = Cell(**{**vars(one), "drafted": [[nothing] * PROMPTS]})
-    with pytest.raises(ValueError, match=r"^engine\.prompts: fewer than 2"):
+    with pytest.raises(ValueError, match=r"^fewer than 2"):
         row(empty)

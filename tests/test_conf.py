@@ -99,8 +99,10 @@ def test_every_value_of_a_file_arrives_in_the_config(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_every_command_that_is_told_can_be_run(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    for command in set(re.findall(r"(?m)(?:python -m pipelines\.|^ +draftkit )([a-z]\w+)", text)):
-        code = (ROOT / "pipelines" / f"{command}.py").read_text(encoding="utf-8")
+    for command in set(
+        re.findall(r"(?m)(?:python -m pipelines\.|^ +draftkit )([a-z]\w+(?:\.[a-z]\w+)?)", text)
+    ):
+        code = (ROOT / "pipelines" / f"{command.replace('.', '/')}.py").read_text(encoding="utf-8")
         assert '\nif __name__ == "__main__":\n' in code, command
 
 

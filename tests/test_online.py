@@ -147,7 +147,7 @@ def test_an_interrupted_run_goes_on_and_finds_the_same(drifted: Path, root: Path
 @pytest.mark.parametrize("domains", ["[prose]", "[prose,cpp,prose]"])
 def test_domains_that_cannot_follow_each_other_are_refused(root: Path, domains: str) -> None:
     with pytest.raises(ValueError, match=r"^data\.domains must name at least two, and none twice"):
-        drift.launch(composed(root, "+experiment=drift", f"data.domains={domains}"))
+        drift.launch(composed(root, "+experiment=drift", "name=other", f"data.domains={domains}"))
 
 
 def test_recovery_is_the_share_of_the_way_that_was_come() -> None:

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from pipelines.benchmarks.decoder import METHODS
+from pipelines.benchmarks.decoder_points import METHODS
 from pipelines.benchmarks.decoder_report import LABELS, LEGEND, benchmark_tables
 
 

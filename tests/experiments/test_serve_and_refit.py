@@ -34,6 +34,7 @@ ROUTES = ["online.routes=[default,code]", "online.traffic.domains=[prose,cpp]"]
 LOAD = ["online.traffic.requests=120", "online.traffic.max_new_tokens=12"]
 EAGER = [
     "online.gate.fraction=0.5",
+    "online.min_records=16",  # of some 60 about half are trained on
     "online.steps=30",
     "optim.learning_rate=1e-2",
 ]

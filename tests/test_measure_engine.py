@@ -39,7 +39,7 @@ class Engine:
         self.positions, self.lag, self.others = [0] * GAMMA, 0, 0
         self.requests: list[dict[str, Any]] = []
         self.target = load_target(
-            ModelConfig(path=str(pair / "target")), HardwareConfig(device="cpu")
+            ModelConfig(path=str(pair / "target")), HardwareConfig(device="cpu", dtype="float32")
         )
         draft = load_draft(ModelConfig(path=str(pair / "draft")), self.target)
         self.decoder = OurDecoder(
@@ -171,7 +171,12 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def words(pair: Path, engine: Engine, *more: str) -> list[str]:
     paths = [f"{key}.path={pair / key}" for key in ("target", "draft")]
     size = ["evaluate.prompts=24", "evaluate.max_new_tokens=24", "hardware.threads=1"]
-    size += ["data=local", f"data.path={pair.parent / 'rows.jsonl'}", "data.test_fraction=0.4"]
+    size += [
+        "hardware.dtype=float32",
+        "data=local",
+        f"data.path={pair.parent / 'rows.jsonl'}",
+        "data.test_fraction=0.4",
+    ]
     return [*paths, "evaluate.draft=given", *size, f"engine.url={engine.url}", *more]
 
 

@@ -98,8 +98,11 @@ class Server:
             positions = [name for name in counters if name.startswith(f"{ACCEPTED}_per_pos_total")]
             self.gamma = len(positions) or int(counters.get("sglang:spec_num_steps", 0))
             return made
-        # Each pass proposes as many, but the last ones of an answer that its length ends.
-        self.gamma = max(-(-one.drafted // one.passes) for one in made if one.passes)
+        # Passes propose alike, but for fewer right before the limit; where a text ended, fewer
+        # passes are seen than there were.
+        ratios = [(one.limited, -(-one.drafted // one.passes)) for one in made if one.passes]
+        limited = [ratio for whole, ratio in ratios if whole]
+        self.gamma = max(limited) if limited else min(ratio for _, ratio in ratios)
         return [
             one if one.limited else replace(one, passes=one.drafted // self.gamma) for one in made
         ]

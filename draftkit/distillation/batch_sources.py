@@ -153,9 +153,9 @@ class RolloutFiles:
 
     With `refresh_steps` R those of steps kR .. kR + R - 1 are sampled at step kR, with its weights,
     so none is older than R - 1 steps. A run that goes on inside such a block reads its texts from
-    `step-<kR>.parquet`; one that goes on at its start samples them again, which gives the same. A
-    file is deleted once no checkpoint can lead back into its block: at any time at most
-    save_steps / R + 2 of them exist.
+    `step-<kR>.parquet`; one that goes on at its start samples them again, which gives the same, so
+    that with R = 1 there is none. A file is deleted once no checkpoint can lead back into its
+    block: at any time at most save_steps / R + 2 of them exist.
 
     `optim` says how many steps there are, and after how many at most a checkpoint is written. Of
     several processes that train together each has files of its own, told apart by `suffix`.
@@ -240,7 +240,8 @@ class SampledSource(Source):
             rows = self._rows(block)
             prompts = {row: prompt for row in rows if (prompt := self._prompt_of(row)) is not None}
             records = self._sampler.sample([*prompts.values()], rows=[*prompts], version=version)
-            self._files.write(step, records)
+            if self._files.refresh_steps > 1:  # else nothing goes on inside of it
+                self._files.write(step, records)
         elif version != self.version:
             records = self._files.read(step)
         else:

@@ -323,6 +323,11 @@ def test_cuts_use_every_rollout_and_depend_on_seed_and_row_alone():
 # Replay
 
 
+def test_texts_of_a_step_that_nothing_goes_on_inside_of_are_in_no_file(tmp_path):
+    replay_source(Bigram(0), tmp_path).batch(0)
+    assert not kept(tmp_path)
+
+
 def test_a_replayed_text_carries_what_was_refused(tmp_path, monkeypatch):
     seen = []
     collate = batch_sources.collate
@@ -331,8 +336,8 @@ def test_a_replayed_text_carries_what_was_refused(tmp_path, monkeypatch):
         "collate",
         lambda rows, **options: seen.extend(rows) or collate(rows, **options),
     )
-    batch = replay_source(Bigram(0), tmp_path).batch(0)
-    records = kept(tmp_path)["step-00000000.parquet"]
+    batch = replay_source(Bigram(0), tmp_path, refresh_steps=2).batch(0)
+    records = kept(tmp_path)["step-00000000.parquet"][: len(seen)]
     assert {r.sampler for r in records} == {"speculative"}
     assert any(any(r.rejected) for r in records)
     for record, text in zip(records, seen, strict=True):

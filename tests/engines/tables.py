@@ -99,9 +99,10 @@ without it, from request to last token, one request at a time: the median of the
 and the most. Such small models show what an engine spends beside them; of larger ones it says
 nothing.
 
-    make quickstart engines
+    make engines
+    python -m pipelines.distill +experiment=quickstart draft.kind=plain decode.gamma=1 name=plain
     python -m tests.engines.study outputs/engines draftkit/embedded \\
-        outputs/quickstart/train/draft --name embedded
+        outputs/plain/train/draft --name embedded
 
 measures those that are installed; `python -m tests.engines.pairs FOLDER` makes the pairs `llama`
 and `qwen3` (four layers and one, heads of 32 and of 64, briefly trained). Each writes this page

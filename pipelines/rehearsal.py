@@ -75,7 +75,7 @@ class Job:
 def lengthened(record: Record, prompt: Sequence[int], new: int) -> Record:
     """`record` behind `prompt`, its answer (and what is stored for its tokens) of `new` tokens."""
     names = [n for n in ("output_ids", *OPTIONAL) if getattr(record, n) is not None]
-    values = {name: list(islice(cycle(getattr(record, name)), new)) for name in names}
+    values: Any = {name: list(islice(cycle(getattr(record, name)), new)) for name in names}
     return replace(record, prompt_ids=list(prompt), **values)
 
 

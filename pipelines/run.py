@@ -23,7 +23,8 @@ import yaml
 from draftkit.artifacts import provenance, redacted, write_json, write_text
 from draftkit.config import Config
 from draftkit.distillation.ranks import agree, leave_group, processes
-from draftkit.models.memory import give_back_freed_memory, keep_freed_memory
+from draftkit.models.devices import resolve_device
+from draftkit.models.memory import give_back_freed_memory, keep_freed_memory, reset_peak
 from draftkit.tracking import Tracker
 
 from .command import disk_is_full, run_command
@@ -210,10 +211,15 @@ def _run_in(step: Step, stored: dict[str, Any] | None) -> None:
         step.stage.discard(path)
 
 
-def _compute(step: Step, tracker: Tracker, **options: bool) -> dict[str, Any]:
+def _compute(
+    step: Step, tracker: Tracker, *, resumed: bool, is_main: bool = True
+) -> dict[str, Any]:
     """The stage's own function, seeded; random state outside stays as it was."""
     keep_freed_memory()
-    folder = StageFolder(step.folder, tracker, stage=step.name, needs=step.needs, **options)
+    reset_peak(resolve_device(step.config.hardware))
+    folder = StageFolder(
+        step.folder, tracker, stage=step.name, needs=step.needs, resumed=resumed, is_main=is_main
+    )
     started = time.perf_counter()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

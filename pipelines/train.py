@@ -15,6 +15,8 @@ from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.loop import discard_state
 from draftkit.evaluation.report import training_figure
+from draftkit.models.devices import resolve_device
+from draftkit.models.memory import peak_bytes
 from draftkit.tracking import FILE_NAME, read_metrics
 from draftkit.workflow.fitting import Job, fit, load_teaching_target, with_warmup
 from draftkit.workflow.progress import training_seconds
@@ -23,7 +25,7 @@ from draftkit.workflow.sources import TrainingTexts, reads_rollouts
 from .generate import ROLLOUT_SETTINGS, contexts, generate, read_contexts, scores
 from .plan import Given, StageFolder, Step
 from .prepare import check_pair, pair_and_text
-from .run import peak_memory_bytes, stage
+from .run import stage
 
 DRAFT, FIGURE = "draft", "training.png"
 
@@ -114,7 +116,7 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
         "tokens": outcome.tokens,
         "best_step": outcome.best_step,
         "tokens_per_second": mean_pace(lines),
-        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_memory_bytes": peak_bytes(resolve_device(config.hardware)),
         "divergence": config.divergence.name,
         "source": config.source.name,
         **shares_cut(splits.counts),

@@ -100,6 +100,7 @@ def test_a_command_with_a_limit_says_what_it_takes_of_what_is_yet_to_do(
 def test_other_commands_have_no_dry_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # which the command sets for its own process
     monkeypatch.setattr("sys.argv", ["serve", "+experiment=smoke", "limit=3"])
     with pytest.raises(SystemExit, match="2"):
         run_command("serve", lambda config, job: pytest.fail("it ran"))

@@ -94,8 +94,8 @@ def test_answers_are_the_same_tokens(finished: Path, root: Path) -> None:
 
 def test_quickstart_learns_as_it_did(root: Path) -> None:
     """On the embedded target, with the drafter that is cut out of it."""
-    given = ["+experiment=quickstart", f"root={root}", *texts_of(root), *EACH_STEP]
-    given += [*HERE, "optim.per_device_train_batch_size=4", "draft.shrink.steps=4"]
+    given = ["+experiment=quickstart", "draft.kind=plain", f"root={root}", *texts_of(root)]
+    given += [*EACH_STEP, *HERE, "optim.per_device_train_batch_size=4", "draft.shrink.steps=4"]
     given += ["evaluate.validation_prompts=6", "evaluate.prompts=6"]
     given += ["evaluate.max_new_tokens=16", "data.max_length=64", "data.prompt_tokens=16"]
     folder = train.ensure(compose_config(given))

@@ -142,7 +142,7 @@ def _pack_linear(graph: GraphModule) -> list[list[int]]:
         is_half = weight in numbers and weight.meta["example_value"].dtype in HALVES
         if is_half and not any(bias) and not node.kwargs:
             groups.setdefault(states, []).append(node)
-    read = {node.args[1] for nodes in groups.values() for node in nodes}
+    read: set[Any] = {node.args[1] for nodes in groups.values() for node in nodes}
     if sum(weight.meta["example_value"].nbytes for weight in read) > PACK_BYTES:
         return []
     last, made = [*numbers][-1], []

@@ -87,7 +87,9 @@ def seconds_of(text: str) -> float:
 
 
 def test_the_dry_run_says_what_the_run_then_takes(tmp_path: Path) -> None:
+    """Of a plain drafter: the masks of a parallel one are drawn, and leave gaps in the heap."""
     given = ["+experiment=quickstart", f"root={tmp_path}", "tracker=none", "hardware.threads=1"]
+    given += ["draft.kind=plain", "decode.gamma=1"]
 
     def launched(*options: str) -> str:
         command = [sys.executable, "-m", "pipelines.distill", *given, *options]

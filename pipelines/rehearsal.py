@@ -100,7 +100,9 @@ def few_steps(config: Config, limit: int) -> int:
 def shortened(job: Job, *, longest: bool) -> Config:
     """The configuration with few steps and rows; batches are as large as ever."""
     config, limit, options = job.config, job.limit, job.config.evaluate
-    steps = limit if longest else few_steps(config, limit)
+    # What is freed is given back at logged steps: memory is at its peak right before one.
+    logged = config.optim.logging_steps if longest else 1
+    steps = max(limit, logged) if longest else few_steps(config, limit)
     chunks = 1 if longest else 2 * limit
     served = config.sampling.temperature
     judged = replace(
@@ -122,7 +124,7 @@ def shortened(job: Job, *, longest: bool) -> Config:
         max_steps=steps,
         eval_steps=steps,
         save_steps=max(1, steps - 1),
-        logging_steps=1,
+        logging_steps=logged,
         warmup_steps=min(config.optim.warmup_steps, steps),
         rate_factors=[],
         compile=str(compiled).lower(),

@@ -1,4 +1,4 @@
-"""Distil, judge and use a draft model for speculative decoding; see `draftkit.workflow.library`.
+"""Distil, judge and use a draft model for speculative decoding; see `draftkit.api`.
 
 The names below are loaded when they are first used: `import draftkit.theory` loads torch alone.
 """
@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draftkit.workflow.fitting import Fitted
-    from draftkit.workflow.library import (
+    from draftkit.api import (
         Evaluation,
         Generated,
         Pair,
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
         generate,
         load_pair,
     )
+    from draftkit.distillation.fit import Fitted
 
 __all__ = [
     "Evaluation",
@@ -32,5 +32,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module("draftkit.workflow.library"), name)
+        return getattr(import_module("draftkit.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

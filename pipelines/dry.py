@@ -17,11 +17,11 @@ from draftkit.artifacts import remove
 from draftkit.data.corpora import SPLITS
 from draftkit.data.prompts import ABOUT, SCHEMA, Example, read_splits
 from draftkit.data.store import write_rows
+from draftkit.distillation.progress import duration
 from draftkit.distillation.ranks import processes
+from draftkit.distillation.sources import SCORED_AT_ONCE
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import free_bytes
-from draftkit.workflow.progress import duration
-from draftkit.workflow.sources import SCORED_AT_ONCE
 
 from .folder import LOCK, locked
 from .plan import SUMMARY, Given, Step, ordered, pending
@@ -33,7 +33,7 @@ from .weights import gigabytes, refuse_too_large
 FOLDER = ".dry"
 METHOD = "forkserver"  # of starting processes: they share the imports of the first
 # Not the command, which each process imports under another name and would warn to have already.
-PRELOADED = ["draftkit.evaluation.judge", "draftkit.workflow.fitting", "draftkit.workflow.library"]
+PRELOADED = ["draftkit.evaluation.judge", "draftkit.distillation.fit", "draftkit.api"]
 LOOKED_AT = 1 << 15  # rows among which the longest are sought
 REMEDIES = {
     "generate": "lower generate.batch_size or data.max_completion_tokens",

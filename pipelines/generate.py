@@ -24,10 +24,9 @@ from draftkit.data.rollouts import (
     write_records,
 )
 from draftkit.distillation.engines import RETOKENISED
+from draftkit.distillation.progress import Countdown
 from draftkit.distillation.samplers import Sampler
-from draftkit.models.loading import load_target
-from draftkit.workflow.progress import Countdown
-from draftkit.workflow.sampling import (
+from draftkit.distillation.sampling import (
     ROLLOUTS,
     TEST,
     VALIDATION,
@@ -36,7 +35,8 @@ from draftkit.workflow.sampling import (
     noise_seed,
     target_sampler,
 )
-from draftkit.workflow.sources import TrainingTexts, scored_by, texts_to_score
+from draftkit.distillation.sources import TrainingTexts, scored_by, texts_to_score
+from draftkit.models.loading import load_target
 
 from .plan import Given, StageFolder, Step
 from .run import stage

@@ -10,11 +10,11 @@ from typing import Any
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
+from draftkit.distillation.drafting import make_draft
+from draftkit.distillation.sources import reads_rollouts
 from draftkit.models.loading import load_tokenizer
 from draftkit.models.shrink import check_vocabulary, chosen_layers
 from draftkit.models.vocabulary import check_same_tokenizer
-from draftkit.workflow.drafting import make_draft
-from draftkit.workflow.sources import reads_rollouts
 
 from .checksums import given_model, given_text
 from .generate import generate

@@ -14,11 +14,11 @@ import torch
 from draftkit.artifacts import provenance, write_json
 from draftkit.config import Config
 from draftkit.data.rollouts import read_parts
+from draftkit.distillation.fit import load_teaching_target
 from draftkit.models.loading import Outline, outline_of
 from draftkit.online.assembly import make_refit
 from draftkit.online.daemon import Daemon
 from draftkit.online.refit import Anchors, Refit, Update
-from draftkit.workflow.fitting import load_teaching_target
 
 from .folder import SUMMARY, locked
 from .generate import contexts, generate, read_contexts, scores

@@ -27,12 +27,12 @@ from draftkit.config import Config, OptimConfig, has_compiler
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import OPTIONAL, Record, read_records, write_records
 from draftkit.decoding.graphs import compile_seconds
+from draftkit.distillation.fit import TRIAL_SHARE
+from draftkit.distillation.pretraining import WORTH_COMPILING
 from draftkit.evaluation.walltime import FIRST_LOOK, now
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import KEPT_BYTES, keep_freed_memory, peak_bytes, reset_peak
 from draftkit.tracking import FILE_NAME, Tracker, read_metrics
-from draftkit.workflow.fitting import TRIAL_SHARE
-from draftkit.workflow.pretraining import WORTH_COMPILING
 
 from .command import user_line
 from .distill import distill

@@ -9,13 +9,13 @@ from typing import Any
 from draftkit.artifacts import provenance, write_text
 from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import read_splits
+from draftkit.distillation.pretraining import pretrain, recipe
+from draftkit.distillation.progress import training_seconds
 from draftkit.evaluation.cards import target_card
 from draftkit.evaluation.compression import score_texts
 from draftkit.models.files import CARD
 from draftkit.models.loading import load_target
 from draftkit.tracking import FILE_NAME, read_metrics
-from draftkit.workflow.pretraining import pretrain, recipe
-from draftkit.workflow.progress import training_seconds
 
 from .checksums import given_model, versions_read
 from .plan import Given, StageFolder, Step

@@ -13,14 +13,14 @@ from draftkit.config import Config
 from draftkit.data.lengths import shares_cut
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
+from draftkit.distillation.fit import Job, fit, load_teaching_target, with_warmup
 from draftkit.distillation.loop import discard_state
+from draftkit.distillation.progress import training_seconds
+from draftkit.distillation.sources import TrainingTexts, reads_rollouts
 from draftkit.evaluation.report import training_figure
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import peak_bytes
 from draftkit.tracking import FILE_NAME, read_metrics
-from draftkit.workflow.fitting import Job, fit, load_teaching_target, with_warmup
-from draftkit.workflow.progress import training_seconds
-from draftkit.workflow.sources import TrainingTexts, reads_rollouts
 
 from .generate import ROLLOUT_SETTINGS, contexts, generate, read_contexts, scores
 from .plan import Given, StageFolder, Step

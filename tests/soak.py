@@ -149,7 +149,7 @@ _MINUTES = {
     "test_main": {
         "test_an_installation_plans_what_the_clone_plans_and_writes_nothing_into_itself": 0.4,
     },
-    "workflow/test_library": {
+    "test_api": {
         "test_checking_identity_holds_one_copy_of_the_target": 0.4,
         "test_distilling_holds_one_copy_of_the_target": 0.4,
     },

@@ -179,7 +179,8 @@ def is_tested_at_its_mirror(path: Path) -> bool:
     """Whether the folder of `tests` that mirrors the module's names the module."""
     folder = ROOT / "tests" / path.relative_to(ROOT / "draftkit").parent
     package = ".".join(path.relative_to(ROOT).parent.parts)
-    if f"from {package}.{path.stem} import" in (path.parent / "__init__.py").read_text():
+    face = (path.parent / "__init__.py").read_text()
+    if path.parent.name != "draftkit" and f"from {package}.{path.stem} import" in face:
         folder = folder.parent  # seen through the face of its package, and tested so
         package, path = ".".join(package.split(".")[:-1]), path.parent
     used = re.compile(rf"{package}\.{path.stem}\b|from {package} import .*\b{path.stem}\b")

@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 
 from draftkit.config import Config
 from draftkit.data.rollouts import Record
+from draftkit.distillation.progress import duration
 from draftkit.models import memory
-from draftkit.workflow.progress import duration
 from pipelines import dry, rehearsal, weights
 from pipelines.check import check, goal_of
 from pipelines.command import run_command

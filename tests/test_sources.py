@@ -77,7 +77,7 @@ def test_a_run_stopped_inside_a_block_ends_like_an_uninterrupted_one(
 ) -> None:
     options = ["source=mix", "source.refresh_steps=4"]
     whole = train.ensure(smoke(root, "name=whole", *options))
-    monkeypatch.setattr("draftkit.workflow.progress.train", stopping_at(3))
+    monkeypatch.setattr("draftkit.distillation.progress.train", stopping_at(3))
     with pytest.raises(KeyboardInterrupt):
         train.ensure(smoke(root, "name=cut", *options))
     monkeypatch.undo()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from draftkit.config import Config, ModelConfig, OptimConfig
 from draftkit.decoding.catalogue import served_mode
+from draftkit.distillation.fit import make_trainer
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.loading import Outline, Target, load_draft, save_draft, with_path
 from draftkit.models.remembered import RememberedAdapter
@@ -12,7 +13,6 @@ from draftkit.online.buffer import Buffer
 from draftkit.online.gate import Judge
 from draftkit.online.refit import Anchors, Refit
 from draftkit.online.registry import Registry
-from draftkit.workflow.fitting import make_trainer
 
 
 def make_refit(

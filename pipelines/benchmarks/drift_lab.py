@@ -14,6 +14,10 @@ from draftkit.config import Config
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, write_parts
 from draftkit.distillation.batch_sources import Source, shuffled
+from draftkit.distillation.drafting import make_draft
+from draftkit.distillation.fit import make_trainer
+from draftkit.distillation.progress import train_logged
+from draftkit.distillation.sampling import answered, target_sampler
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.loading import Target, load_draft, save_draft, with_path
@@ -23,10 +27,6 @@ from draftkit.online.buffer import Buffer
 from draftkit.online.refit import Anchors
 from draftkit.online.registry import Registry
 from draftkit.online.rows import row_of
-from draftkit.workflow.drafting import make_draft
-from draftkit.workflow.fitting import make_trainer
-from draftkit.workflow.progress import train_logged
-from draftkit.workflow.sampling import answered, target_sampler
 
 from ..plan import StageFolder
 from .drift_stream import Service

@@ -13,13 +13,13 @@ from draftkit.distillation import losses
 from draftkit.distillation import trainer as training
 from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.batch_sources import Source, shuffled
+from draftkit.distillation.fit import checkpoint_activations
 from draftkit.distillation.loop import train
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.lora import with_lora
 from draftkit.theory.divergences import DIVERGENCES, Divergence
-from draftkit.workflow.fitting import checkpoint_activations
 from tests import tiny
 from tests.distillation.bigram import CPU
 

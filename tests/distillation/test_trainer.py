@@ -7,13 +7,13 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.distillation.fit import checkpoint_activations
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer, learning_rate_for, schedule
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.cache import SlotCache
 from draftkit.theory.acceptance import greedy_draft_acceptance
 from draftkit.theory.divergences import forward_kl
-from draftkit.workflow.fitting import checkpoint_activations
 from tests import tiny
 from tests.distillation.bigram import CPU, VOCAB, Bigram, batch_of, trainer
 

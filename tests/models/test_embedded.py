@@ -14,9 +14,9 @@ from draftkit.config import DataConfig, HardwareConfig, ModelConfig, SamplingCon
 from draftkit.config.text import EMBEDDED
 from draftkit.data.corpora import Document, read_documents, split_documents
 from draftkit.data.prompts import RowReader
+from draftkit.distillation.sampling import target_sampler
 from draftkit.evaluation.compression import TextScore, score_texts
 from draftkit.models.loading import Target, load_target
-from draftkit.workflow.sampling import target_sampler
 
 FOLDER = Path(draftkit.__file__).parent / "embedded"
 MODEL = ModelConfig(path=EMBEDDED)

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from draftkit.config import Config, HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.config.text import ShrinkConfig
 from draftkit.data.prompts import Example
+from draftkit.distillation.drafting import make_draft
 from draftkit.models.loading import load_model, new_llama, save_model
 from draftkit.tracking import Tracker, read_metrics
-from draftkit.workflow.drafting import make_draft
 from tests import tiny
 
 SHAPE = PretrainConfig(

@@ -15,11 +15,11 @@ from draftkit.config import (
 )
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
+from draftkit.distillation.fit import Job
+from draftkit.distillation.sampling import target_sampler
+from draftkit.distillation.sources import TrainingTexts
 from draftkit.models.loading import load_target
 from draftkit.tracking import Tracker
-from draftkit.workflow.fitting import Job
-from draftkit.workflow.sampling import target_sampler
-from draftkit.workflow.sources import TrainingTexts
 from tests import tiny
 
 OPTIM = OptimConfig(

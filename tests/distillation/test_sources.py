@@ -11,10 +11,10 @@ from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
+from draftkit.distillation.sources import TrainingTexts, scored_by, texts_to_score
 from draftkit.distillation.teacher import sampled_scores, stored_scores
-from draftkit.workflow.sources import TrainingTexts, scored_by, texts_to_score
 from tests import tiny
-from tests.workflow.making import CONFIG
+from tests.distillation.jobs import CONFIG
 
 TEXT = Example([5, 6, 7, 8], [False, False, True, True], "a.txt", "prose")
 

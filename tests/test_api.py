@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import draftkit
-import draftkit.workflow.library
+import draftkit.api
 from draftkit.config import DataConfig, EvaluateConfig, OptimConfig, SamplingConfig
 from draftkit.models.loading import save_model
 from draftkit.theory.divergences import forward_kl
@@ -262,7 +262,7 @@ def test_a_loss_that_cannot_be_told_from_others_gets_no_folder(pair, tmp_path):
 
 def test_a_chat_trains_or_chooses_the_weights_and_never_both(pair, monkeypatch):
     jobs: list[Any] = []
-    monkeypatch.setattr(draftkit.workflow.library, "fit", jobs.append)
+    monkeypatch.setattr(draftkit.api, "fit", jobs.append)
     roles = ("user", "assistant") * 3
     chats = [[{"role": role, "content": f"{number}"} for role in roles] for number in range(8)]
     draftkit.distill(pair, chats, max_length=64)
@@ -327,7 +327,7 @@ def test_the_target_continues_held_out_prompts_once_for_all_drafts(pair, folder,
     def absent(*_, **__):
         raise AssertionError("sampled again")
 
-    monkeypatch.setattr("draftkit.workflow.library.target_sampler", absent)
+    monkeypatch.setattr("draftkit.api.target_sampler", absent)
     same = draftkit.evaluate(pair.with_draft(folder / "DRAFT"), held_out)
     assert same.alpha == before.alpha
     assert same.gain(before).mean == 0

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from draftkit.distillation.batch import TokenSequence, collate
-from draftkit.workflow.progress import SHOWN, Countdown, progress, row_text
+from draftkit.distillation.progress import SHOWN, Countdown, progress, row_text
 from tests import tiny
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import pytest
 from draftkit.config import DataConfig, HardwareConfig, ModelConfig
 from draftkit.data.lengths import Room
 from draftkit.models.loading import load_target, save_model
-from draftkit.workflow.prompts import examples_of, fit_examples
+from draftkit.prompts import examples_of, fit_examples
 from tests import tiny
 from tests.templates import CHAT, chat
 

@@ -10,22 +10,22 @@ import pytest
 from draftkit.artifacts import read_json
 from draftkit.config import Config, DivergenceConfig, ModelConfig
 from draftkit.config.text import ShrinkConfig
-from draftkit.distillation.loop import Outcome
-from draftkit.models.loading import load_draft, save_model
-from draftkit.models.sharding import layers_of
-from draftkit.theory.acceptance import Estimate
-from draftkit.tracking import Tracker, read_metrics
-from draftkit.workflow import fitting
-from draftkit.workflow.fitting import (
+from draftkit.distillation import fit as fitting
+from draftkit.distillation.fit import (
     Fitted,
     choose_rate,
     fit,
     load_teaching_target,
     with_warmup,
 )
+from draftkit.distillation.loop import Outcome
+from draftkit.models.loading import load_draft, save_model
+from draftkit.models.sharding import layers_of
+from draftkit.theory.acceptance import Estimate
+from draftkit.tracking import Tracker, read_metrics
 from tests import tiny
+from tests.distillation.jobs import CONFIG, config_of, make_job
 from tests.launching import fork_ranks
-from tests.workflow.making import CONFIG, config_of, make_job
 
 
 @pytest.fixture(scope="module")

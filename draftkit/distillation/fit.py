@@ -20,7 +20,9 @@ from draftkit.config import Config, HardwareConfig, ModelConfig, OptimConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.batch_sources import Shard
 from draftkit.distillation.loop import Outcome, discard_state
+from draftkit.distillation.progress import train_logged
 from draftkit.distillation.ranks import agree, join_group
+from draftkit.distillation.sources import TrainingTexts, make_source
 from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, Teacher
 from draftkit.distillation.trainer import Trainer, learning_rate_for
 from draftkit.evaluation.alpha import estimates, score_contexts, score_stored
@@ -42,8 +44,6 @@ from draftkit.models.remembered import RememberedAdapter
 from draftkit.models.sharding import load_sharded_target
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
-from draftkit.workflow.progress import train_logged
-from draftkit.workflow.sources import TrainingTexts, make_source
 
 TRAIN = "train"  # what metrics of the run itself are called
 TRIALS = "rates"  # folder of the runs that choose a rate

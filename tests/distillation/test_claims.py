@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftkit.workflow.claims import source_of
+from draftkit.distillation.claims import source_of
 
 
 def made(factor: Any, change: Callable[[Any], Any] = abs) -> Callable[..., Any]:

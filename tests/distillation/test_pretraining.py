@@ -11,11 +11,11 @@ from torch import Tensor
 
 from draftkit.config import Config, HardwareConfig, ModelConfig, PretrainConfig
 from draftkit.data.prompts import Example
+from draftkit.distillation.pretraining import full_rows, pretrain
 from draftkit.distillation.ranks import agree
 from draftkit.models.loading import load_target
 from draftkit.models.shrink import KEPT_IDS, read_kept_ids
 from draftkit.tracking import Tracker, read_metrics
-from draftkit.workflow.pretraining import full_rows, pretrain
 from tests import tiny
 from tests.launching import fork_ranks
 

@@ -31,10 +31,10 @@ from draftkit.distillation.batch_sources import (
     shuffled,
     some_rows,
 )
+from draftkit.distillation.sampling import source_sampler
 from draftkit.distillation.teacher import sampled_scores, stored_scores
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target
-from draftkit.workflow.sampling import source_sampler
 
 ROLLOUTS = "rollouts"
 SCORED_AT_ONCE = 16  # texts that the target reads for its scores

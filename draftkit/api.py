@@ -32,19 +32,9 @@ from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.data.store import rank_in_group
 from draftkit.decoding.generation import decode, make_requests
-from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
-from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather, proposers_of
-from draftkit.evaluation.summary import compare
-from draftkit.models.adapter import CausalAdapter
-from draftkit.models.loading import Target, load_draft, load_target
-from draftkit.models.served import served_sampling
-from draftkit.theory.acceptance import Estimate
-from draftkit.theory.divergences import Divergence
-from draftkit.tracking import Tracker
-from draftkit.workflow.claims import claim
-from draftkit.workflow.fitting import Fitted, Job, fit
-from draftkit.workflow.prompts import Prompt, examples_of, fit_examples, held_out_of
-from draftkit.workflow.sampling import (
+from draftkit.distillation.claims import claim
+from draftkit.distillation.fit import Fitted, Job, fit
+from draftkit.distillation.sampling import (
     ROLLOUTS,
     TEST,
     VALIDATION,
@@ -52,7 +42,17 @@ from draftkit.workflow.sampling import (
     noise_seed,
     target_sampler,
 )
-from draftkit.workflow.sources import TrainingTexts, reads_rollouts
+from draftkit.distillation.sources import TrainingTexts, reads_rollouts
+from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
+from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather, proposers_of
+from draftkit.evaluation.summary import compare
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import Target, load_draft, load_target
+from draftkit.models.served import served_sampling
+from draftkit.prompts import Prompt, examples_of, fit_examples, held_out_of
+from draftkit.theory.acceptance import Estimate
+from draftkit.theory.divergences import Divergence
+from draftkit.tracking import Tracker
 
 Note = Callable[[str], None]  # what hears how a job goes on: `print`, or nothing
 CALIBRATING = 4  # every so many-th prompt calibrates costs, and times nothing

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
+from draftkit.distillation.pretraining import pretrain
 from draftkit.models.loading import end_of_text_ids, load_model, save_model
 from draftkit.models.shrink import (
     check_vocabulary,
@@ -22,7 +23,6 @@ from draftkit.models.shrink import (
 )
 from draftkit.models.vocabulary import real_vocab_size
 from draftkit.tracking import Tracker
-from draftkit.workflow.pretraining import pretrain
 
 DRAFT = "draft"
 UNCOUNTED = 10  # every so many-th answer tells the share of answers instead

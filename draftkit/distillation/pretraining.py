@@ -24,13 +24,13 @@ from draftkit.data.store import Mapped
 from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.batch_sources import Source, shuffled
 from draftkit.distillation.optimizers import OPTIMIZERS
+from draftkit.distillation.progress import train_logged
 from draftkit.distillation.ranks import alone
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import new_llama, save_model
 from draftkit.tracking import Tracker
-from draftkit.workflow.progress import train_logged
 
 WARMUP, DECAY = 20, 0.1  # one step in so many; weight decay
 OPTIMIZER_TEXTS = {"adamw": "AdamW", "muon": "Muon, with AdamW for embeddings and vectors,"}

@@ -29,7 +29,6 @@ MARKED = "soak and not gpu and not engines"
 TIMED = (
     "tests/serving/test_api_soak.py",
     "tests/serving/test_engine_load.py",
-    "tests/serving/test_large_answers.py",
 )
 # About how many minutes each test takes of one of two slow cores, all its cases together.
 # Most were reckoned from the processor time of one case.
@@ -106,9 +105,6 @@ _MINUTES = {
     },
     "serving/test_hostile": {
         "test_many_bodies_by_the_openapi_description": 2.1,
-    },
-    "serving/test_large_answers": {
-        "test_a_large_answer_holds_neither_the_loop_nor_another_stream": 0.7,
     },
     "test_chats": {
         "test_ids_are_those_of_the_template_from_the_data_to_the_server": 0.4,

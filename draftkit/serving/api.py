@@ -4,7 +4,6 @@ Every error is told in OpenAI's form with one line of reason. This module decode
 no tokenizer's inside: requests become jobs in `intake`, and pieces become answers in `delivery`.
 """
 
-import asyncio
 import math
 import time
 
@@ -13,14 +12,20 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from draftkit.serving.delivery import Answers, Delivery
+from draftkit.serving.delivery import Delivery
 from draftkit.serving.engine import Engine
 from draftkit.serving.intake import Intake, no_model
 from draftkit.serving.jobs import Draining, QueueFull
 from draftkit.serving.limits import Limits
 from draftkit.serving.metrics import CONTENT_TYPE, Metrics
-from draftkit.serving.protocol import SHOWN, ChatRequest, CompletionRequest, explain
-from draftkit.serving.wire import ApiError, json_response
+from draftkit.serving.protocol import (
+    SHOWN,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    explain,
+    json_response,
+)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GRACE_SECONDS = 10.0  # beyond a request's deadline; then the engine is awaited no longer
@@ -46,13 +51,12 @@ def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
 
 def _add_generation(app: FastAPI, engine: Engine, intake: Intake, metrics: Metrics) -> None:
     seconds = intake.settings.request_seconds + GRACE_SECONDS
-    turn = asyncio.Lock()  # to make a part of a whole answer
 
     async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
         began = time.monotonic()
         reply = await intake.prepare(body, request.headers, request.state.request_id)
         try:
-            answers = Answers(engine, reply, metrics, began=began)
+            delivery = Delivery(engine, reply, metrics, began=began, seconds=seconds)
         except QueueFull as full:
             retry = {"retry-after": str(max(1, math.ceil(full.retry_after)))}
             raise ApiError(str(full), status=429, code="queue_full", headers=retry) from full
@@ -60,9 +64,7 @@ def _add_generation(app: FastAPI, engine: Engine, intake: Intake, metrics: Metri
             reason = "the server is stopping and takes no more requests"
             retry = {"retry-after": "5"}
             raise ApiError(reason, status=503, code="draining", headers=retry) from draining
-        except ValueError as error:
-            raise ApiError(" ".join(str(error).split())) from error
-        return Delivery(answers, turn=turn, seconds=seconds)
+        return delivery.stream() if reply.streams else await delivery.whole(request)
 
     @app.post(COMPLETIONS)
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -1,35 +1,34 @@
 """From the engine's thread to a client: answers as they arrive, whole or as server-sent events.
 
-The engine calls a listener and must never wait, so pieces land in a list and the event loop is
-woken. Nothing is sent faster than it is read, and what is sent is made in parts between which
-others have their turn on the loop. What gathers while a reader waits for its client is bounded:
-past the bound the jobs are cancelled. Knows the shape of no answer (see `replies`) and no routes.
+The engine calls a listener and must never wait, so pieces go through the event loop into a queue.
+Nothing is sent faster than it is read, and what waits for a reader is bounded: past the bound the
+jobs are cancelled. Knows the shape of no answer (see `replies`) and no routes.
 """
 
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from draftkit.serving.engine import Engine
-from draftkit.serving.jobs import Piece, TokenScore
+from draftkit.serving.jobs import Piece
 from draftkit.serving.metrics import Metrics
+from draftkit.serving.protocol import ApiError, encode
 from draftkit.serving.replies import CompletionReply
-from draftkit.serving.wire import ApiError, Json, bits, encode, in_utf8
 
-BACKLOG = 25_000  # token scores and alternatives of a job, some 100 bytes each, that may wait
-EVENT = 1000  # token scores and alternatives of one event, from which on the next one begins
-PART = 16_384  # characters of a whole answer that are made at once, in a few ms
+BACKLOG = 512  # pieces of each choice of a stream, one a round, that may wait for its reader
 # Why an answer may end without being one: status, message, code.
 FAILURES = {
     "timeout": (408, "the answer took longer than serve.request_seconds", "timeout"),
     "cancelled": (503, "the server stops before the answer is complete", "cancelled"),
     "error": (500, "the answer failed; other answers go on", "internal_error"),
+    "slow_reader": (408, "the stream was read too slowly", "slow_reader"),
 }
 
 
@@ -40,28 +39,33 @@ def failure(reason: str) -> ApiError:
     return ApiError(message, status=status, code=code, headers={"x-should-retry": "false"})
 
 
-class Answers:
-    """The answers to one request as they arrive. Belongs to the running loop."""
+class Delivery:
+    """The answers to one request on their way to a client. Belongs to the running loop."""
 
     def __init__(
-        self, engine: Engine, reply: CompletionReply, metrics: Metrics, *, began: float
+        self,
+        engine: Engine,
+        reply: CompletionReply,
+        metrics: Metrics,
+        *,
+        began: float,
+        seconds: float,
     ) -> None:
         """Submit the jobs; raises what `engine.submit` raises.
 
-        `began`: when the request came, by time.monotonic().
+        `began`: when the request came, by time.monotonic(). `seconds`: after which an answer is
+        given up that does not come, and one whose reader does not take it.
         """
-        self.reply = reply
-        self._engine = engine
-        self._metrics = metrics
-        self._began = began
+        self._reply, self._engine, self._metrics = reply, engine, metrics
+        self._began, self._seconds = began, seconds
         self._last: dict[int, float] = {}  # time of each choice's last tokens
         self._loop = asyncio.get_running_loop()
-        self._waiting: list[tuple[int, Piece, float]] = []  # choice, piece, when it came
-        self._backlog = 0
-        self._too_slow = False
-        self._arrived = asyncio.Event()
         jobs = [choice.job for choice in reply.choices]
-        self._open = len(jobs)
+        self._open = len(jobs)  # not delivered yet
+        # What has come, by the number of its choice. A whole answer is taken in at once.
+        most = BACKLOG * len(jobs) if reply.streams else 0
+        self._arrived: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue(most)
+        self._is_slow = False
         listeners = [functools.partial(self._listen, index) for index in range(len(jobs))]
         self._submitted = engine.submit(jobs, listeners)
 
@@ -71,41 +75,16 @@ class Answers:
             self._loop.call_soon_threadsafe(self._take, index, piece, time.monotonic())
 
     def _take(self, index: int, piece: Piece, at: float) -> None:
-        if self._too_slow:
+        self._measure(index, piece, at)
+        if self._is_slow:
             return
-        self._waiting.append((index, piece, at))
-        self._backlog += _entries(piece)
-        if self._backlog > BACKLOG * len(self.reply.choices):
-            self._too_slow = True
-            self._waiting.clear()
+        if self._arrived.full():
+            self._is_slow = True
             self.cancel()
-        self._arrived.set()
-
-    def cancel(self) -> None:
-        """Free the rows of the jobs that have not ended."""
-        if self._open:
-            self._engine.cancel(self._submitted)
-
-    async def arrivals(self) -> AsyncIterator[dict[int, list[Piece]]]:
-        """All that has come since the last time, by choice, until every job has ended.
-
-        Raises ApiError where the reader fell behind, or an answer will not be completed.
-        """
-        while self._open:
-            await self._arrived.wait()
-            self._arrived.clear()
-            if self._too_slow:
-                raise ApiError("the stream was read too slowly", status=408, code="slow_reader")
-            arrived, self._waiting, self._backlog = self._waiting, [], 0
-            by_choice: dict[int, list[Piece]] = {}
-            for index, piece, at in arrived:
-                self._measure(index, piece, at)
-                self.reply.push(index, piece)
-                self._open -= piece.finish_reason is not None
-                if piece.finish_reason in FAILURES:
-                    raise failure(piece.finish_reason)
-                by_choice.setdefault(index, []).append(piece)
-            yield by_choice
+            while not self._arrived.empty():  # nothing is held for who does not read
+                self._arrived.get_nowait()
+            piece = Piece("", (), "slow_reader")
+        self._arrived.put_nowait((index, piece))
 
     def _measure(self, index: int, piece: Piece, at: float) -> None:
         if count := len(piece.scores):
@@ -120,157 +99,85 @@ class Answers:
             self._metrics.ended(piece.finish_reason)
             self._metrics.whole.observe(at - self._began)
 
-    async def whole(self) -> None:
-        """Wait for the whole of every answer. Raises ApiError where there will be none."""
-        async for _ in self.arrivals():
-            pass
+    def cancel(self) -> None:
+        """Free the rows of the jobs that have not ended."""
+        if self._open:
+            self._engine.cancel(self._submitted)
 
-    async def close(self) -> None:
-        """Free the rows of what has not ended, and one choice after the other: that takes time."""
-        self.cancel()
-        for choice in self.reply.choices:
-            if choice.scores:
-                choice.scores.clear()
-                await asyncio.sleep(0)
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """What comes, with the number of its choice, until every job has ended.
 
-
-def _entries(piece: Piece) -> int:
-    return sum(1 + len(score.top) for score in piece.scores)
-
-
-def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The pieces of a choice in as few as make events of bounded size."""
-    texts: list[str] = []
-    scores: list[TokenScore] = []
-    entries = 0
-    for piece in pieces:
-        texts.append(piece.text)
-        scores += piece.scores
-        entries += _entries(piece)
-        if entries >= EVENT or piece.finish_reason is not None:
-            yield Piece("".join(texts), tuple(scores), piece.finish_reason, piece.speculation)
-            texts, scores, entries = [], [], 0
-    if texts:
-        yield Piece("".join(texts), tuple(scores))
-
-
-async def unless_left(work: Coroutine[Any, Any, None], receive: Receive, *, seconds: float) -> bool:
-    """Whether `work` came to its end; it is stopped as soon as the client disconnects.
-
-    The body must have been received before. Raises what `work` raises, and TimeoutError.
-    """
-
-    async def disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(disconnect())]
-    try:
-        first = asyncio.FIRST_COMPLETED
-        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=first)
-        if not done:
-            raise TimeoutError
-        if tasks[0] in done:
-            tasks[0].result()
-        return tasks[0] in done
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class Delivery(Response):
-    """Answers on their way to a client, as events or in one JSON value that is never held whole."""
-
-    def __init__(self, answers: Answers, *, turn: asyncio.Lock, seconds: float) -> None:
-        """`turn`: to make a part, of all whole answers.
-
-        `seconds`: after which an answer is given up that does not come, and one whose reader does
-        not take it.
+        Raises ApiError where the reader fell behind, or an answer will not be completed.
         """
-        self._streams = answers.reply.streams
-        self.media_type = "text/event-stream" if self._streams else "application/json"
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(headers=headers if self._streams else None)
-        del self.headers["content-length"]
-        self._answers, self._turn, self._seconds = answers, turn, seconds
-        self._has_begun = False  # to send
+        while self._open:
+            index, piece = await self._arrived.get()
+            if piece.finish_reason in FAILURES:
+                raise failure(piece.finish_reason)
+            self._open -= piece.finish_reason is not None
+            self._reply.push(index, piece)
+            yield index, piece
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all of it; stop where the client leaves or sleeps.
+    async def whole(self, request: Request) -> Response:
+        """All answers in one JSON value. Raises ApiError where one will not be completed.
 
-        Raises ApiError, before anything is sent, where there will be no whole answer.
+        A client that disconnects meanwhile frees its rows.
         """
-        until = functools.partial(unless_left, receive=receive, seconds=self._seconds)
+
+        async def watch() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            self.cancel()
+
+        watching = asyncio.create_task(watch())
         try:
-            if self._streams:
-                await until(self._send_events(send))
-            elif await until(self._answers.whole()):
-                await until(self._send_parts(send))
+            async with asyncio.timeout(self._seconds):
+                async for _ in self.pieces():
+                    pass
         except TimeoutError:
-            if not self._has_begun:
-                raise failure("timeout") from None
+            raise failure("timeout") from None
         finally:
-            await self._answers.close()
+            watching.cancel()
+            self.cancel()
+        # A long answer takes a while: not on the event loop.
+        content = await asyncio.to_thread(lambda: encode(self._reply.response()))
+        return Response(content, media_type="application/json")
 
-    async def _start(self, send: Send) -> None:
-        self._has_begun = True
-        start = {"type": "http.response.start", "status": self.status_code}
-        await send(start | {"headers": self.raw_headers})
-
-    async def _send_events(self, send: Send) -> None:
-        await self._start(send)
-        async for event in self._events():
-            message = {"type": "http.response.body", "body": event, "more_body": True}
-            await send(message)
-            await asyncio.sleep(0)  # others have their turn
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+    def stream(self) -> Response:
+        """The answers as events, sent as they come."""
+        return _Events(self._events(), self.cancel, self._seconds)
 
     async def _events(self) -> AsyncIterator[bytes]:
-        reply = self._answers.reply
-        for index, choice in enumerate(reply.choices):
-            if (opening := reply.opening(index)) is not None:
-                yield _event(opening)
-            if choice.echo:
-                yield _event(reply.piece(index, Piece(choice.echo, ())))
+        for opening in self._reply.opening():
+            yield _event(opening)
         try:
-            async for arrived in self._answers.arrivals():
-                for index, pieces in arrived.items():
-                    for piece in joined(pieces):
-                        yield _event(reply.piece(index, piece))
+            async for index, piece in self.pieces():
+                yield _event(self._reply.piece(index, piece))
+            for closing in self._reply.closing():
+                yield _event(closing)
         except ApiError as error:
             yield _event(error.body)
-            return
-        if reply.includes_usage:
-            yield _event(reply.closing())
-
-    async def _send_parts(self, send: Send) -> None:
-        made, is_first, more = bits(self._answers.reply.response()), True, True
-        while more:
-            async with self._turn:
-                began = time.thread_time()
-                part = _part(made)
-                more = len(part) >= PART
-                body = in_utf8(part)
-                if more:  # as long again for others: rounds need the interpreter too
-                    await asyncio.sleep(time.thread_time() - began)
-            if is_first:
-                if not more:
-                    self.headers["content-length"] = str(len(body))
-                await self._start(send)
-                is_first = False
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+        yield b"data: [DONE]\n\n"
 
 
-def _part(made: Iterator[str]) -> str:
-    """The next of `made`: little more than PART characters, fewer at the end."""
-    gathered: list[str] = []
-    size = 0
-    while size < PART and (bit := next(made, None)) is not None:
-        gathered.append(bit)
-        size += len(bit)
-    return "".join(gathered)
+class _Events(StreamingResponse):
+    """A stream that ends with its client, or after `seconds`, and then calls `cancel`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[bytes], cancel: Callable[[], None], seconds: float
+    ) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._cancel, self._seconds = cancel, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(TimeoutError):  # the server closes what has not come to its end
+                async with asyncio.timeout(self._seconds):
+                    await super().__call__(scope, receive, send)
+        finally:
+            self._cancel()
 
 
-def _event(content: Json) -> bytes:
+def _event(content: Any) -> bytes:
     return b"data: " + encode(content) + b"\n\n"

@@ -17,10 +17,9 @@ from starlette.datastructures import Headers
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
 from draftkit.decoding.streaming import final_text
 from draftkit.serving.jobs import Job
-from draftkit.serving.protocol import SHOWN, ChatRequest, CompletionRequest
+from draftkit.serving.protocol import SHOWN, ApiError, ChatRequest, CompletionRequest
 from draftkit.serving.replies import ChatReply, Choice, CompletionReply
 from draftkit.serving.texts import Offsets, Texts
-from draftkit.serving.wire import ApiError
 
 ROUTE_HEADER = "x-draftkit-route"
 RECORD_HEADER = "x-draftkit-record"

@@ -3,26 +3,73 @@
 A description of a field is its rule, and the message about a value that breaks it: "temperature
 must be 0 (greedy) or lie in [0.001, 10], got -1". What OpenAI defines and this server does not
 do is accepted at its neutral value only; an unknown parameter is refused, since a misspelt one
-would be ignored in silence. This module knows no engine, no tokenizer and no HTTP.
+would be ignored in silence. Errors have OpenAI's form with one line of reason. This module knows no
+engine, no tokenizer and no routes.
 """
 
 import difflib
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from draftkit.config import SamplingConfig
-from draftkit.serving.wire import ApiError
 
+Json = dict[str, Any]
 LARGEST_SEED = 2**63 - 1
 MOST_STOPS = 16
 COMPLETION_TOKENS = 16  # where a completion names no bound, as OpenAI's
 MOST_PROMPTS = 4096  # no longer list is looked through
 _PARTS = ("role", "content", "type", "text")  # of a message, that an error may lie in
 SHOWN = 60  # characters of a wrong value that an error message repeats
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+def encode(value: object) -> bytes:
+    """JSON as it is sent, half of a character as an escape. Raises ValueError for NaN, infinity."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+def json_response(
+    content: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(encode(content), status, headers, "application/json")
+
+
+class ApiError(HTTPException):
+    """Why a request is not answered: the status, OpenAI's code, and the parameter to blame."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.code, self.param = code, param
+
+    def __str__(self) -> str:
+        return self.detail
+
+    @property
+    def body(self) -> Json:
+        other = "invalid_request_error" if self.status_code < 500 else "server_error"
+        kind = _KINDS.get(self.status_code, other)
+        error = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def response(self) -> Response:
+        return json_response(self.body, self.status_code, self.headers)
 
 
 def _known_temperature(value: object) -> object:

@@ -1,7 +1,6 @@
 """What a client is told, in OpenAI's words: whole answers, chunks of a stream, usage.
 
-JSON values made from the pieces of the engine; nothing here waits, sends or decides. Lists with an
-entry a token are iterators, so that a long answer is made while it is encoded.
+JSON values made from the pieces of the engine; nothing here waits, sends or decides.
 """
 
 import time
@@ -9,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftkit.serving.jobs import Job, Piece, Speculation, TokenScore
+from draftkit.serving.protocol import Json
 from draftkit.serving.texts import Offsets, Texts
-from draftkit.serving.wire import Json
 
 LEAST_LOG_PROB = -9999.0  # JSON knows no infinity; OpenAI's word for it
 
@@ -76,7 +75,7 @@ class CompletionReply:
         choice.speculation = piece.speculation or choice.speculation
 
     def response(self) -> Json:
-        """The whole reply, for `bits`."""
+        """The whole reply."""
         parts = []
         for index, choice in enumerate(self.choices):
             text = self.message(choice.echo + "".join(choice.text))
@@ -85,21 +84,22 @@ class CompletionReply:
         head = self._head(self.whole, parts)
         return {**head, "usage": self._usage(), "speculative": speculative(speculations)}
 
+    def opening(self) -> list[Json]:
+        """The chunks before the first text: what is echoed."""
+        echoes = [(index, choice.echo) for index, choice in enumerate(self.choices) if choice.echo]
+        return [self.piece(index, Piece(echo, ())) for index, echo in echoes]
+
     def piece(self, index: int, piece: Piece) -> Json:
-        """A chunk of a stream, for `bits`; the last one of a choice tells of its speculation."""
+        """A chunk of a stream; the last one of a choice tells of its speculation."""
         part = self._part(index, self.delta(piece.text), piece.scores, piece.finish_reason)
         chunk = self._head(self.chunk, [part])
         if piece.speculation is not None:
             chunk["speculative"] = speculative([piece.speculation])
         return chunk
 
-    def opening(self, index: int) -> Json | None:
-        """The chunk before the first text, if there is one."""
-        return None
-
-    def closing(self) -> Json:
-        """The chunk that tells the usage."""
-        return self._head(self.chunk, []) | {"usage": self._usage()}
+    def closing(self) -> list[Json]:
+        """The chunk that tells the usage, where it is wanted."""
+        return [self._head(self.chunk, []) | {"usage": self._usage()}] * self.includes_usage
 
     def _head(self, kind: str, parts: list[Json]) -> Json:
         name = f"{self.prefix}-{self.name}"
@@ -133,10 +133,10 @@ class CompletionReply:
         """
         shown = self.texts.shown
         return {
-            "tokens": (shown(score.token_id).readable for score in scores),
-            "token_logprobs": (max(LEAST_LOG_PROB, score.log_prob) for score in scores),
-            "top_logprobs": (self._alternatives(score) for score in scores),
-            "text_offset": (offsets.push(score.token_id) for score in scores),
+            "tokens": [shown(score.token_id).readable for score in scores],
+            "token_logprobs": [max(LEAST_LOG_PROB, score.log_prob) for score in scores],
+            "top_logprobs": [self._alternatives(score) for score in scores],
+            "text_offset": [offsets.push(score.token_id) for score in scores],
         }
 
     def _alternatives(self, score: TokenScore) -> dict[str, float]:
@@ -154,10 +154,11 @@ class ChatReply(CompletionReply):
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def opening(self, index: int) -> Json:
+    def opening(self) -> list[Json]:
         delta = {"delta": {"role": "assistant", "content": ""}}
         ends = {"logprobs": None, "finish_reason": None}
-        return self._head(self.chunk, [{"index": index, **delta, **ends}])
+        parts = [{"index": index, **delta, **ends} for index in range(len(self.choices))]
+        return [self._head(self.chunk, [part]) for part in parts]
 
     def message(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -167,11 +168,11 @@ class ChatReply(CompletionReply):
 
     def scored(self, scores: Sequence[TokenScore], offsets: Offsets) -> Json:
         """One list with an entry a token."""
-        content = (
+        content = [
             self._entry(score.token_id, score.log_prob)
             | {"top_logprobs": [self._entry(*pair) for pair in score.top]}
             for score in scores
-        )
+        ]
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, log_prob: float) -> Json:

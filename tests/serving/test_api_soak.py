@@ -110,7 +110,7 @@ def test_a_thousand_idle_connections_do_not_stop_service() -> None:
 
 @pytest.mark.soak
 def test_slow_readers_cost_little_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "BACKLOG", 5000)
+    monkeypatch.setattr(delivery, "BACKLOG", 50)
     engine = FakeEngine(endless=True, per_round=20, round_seconds=0.1)
     with serving(engine, send_buffer=10_000) as address, contextlib.ExitStack() as stack:
         before = resident()

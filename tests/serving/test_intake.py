@@ -14,11 +14,10 @@ from draftkit.decoding.generation import TraceRound
 from draftkit.online.buffer import Buffer
 from draftkit.serving.answers import Answer
 from draftkit.serving.intake import Intake, conversation_of
-from draftkit.serving.protocol import ChatRequest, CompletionRequest
+from draftkit.serving.protocol import ApiError, ChatRequest, CompletionRequest
 from draftkit.serving.recorder import entry
 from draftkit.serving.replies import CompletionReply
 from draftkit.serving.texts import Texts
-from draftkit.serving.wire import ApiError
 from tests.serving.fakes import chat, chat_tokenizer, completion
 from tests.tiny import VOCAB_SIZE
 
@@ -147,7 +146,7 @@ def test_one_no_among_several_suffices() -> None:
 def test_other_models_and_empty_prompts() -> None:
     with pytest.raises(ApiError, match="there is no model 'tinier'") as caught:
         complete(intake(), model="tinier")
-    assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+    assert (caught.value.status_code, caught.value.code) == (404, "model_not_found")
     with pytest.raises(ApiError, match="prompt must not be empty"):
         complete(intake(), prompt="")
 

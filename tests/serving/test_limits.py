@@ -1,16 +1,13 @@
-"""The door: nothing without the key, no body that is too large, too slow or no JSON."""
+"""The door: nothing without the key, no body that is too large or no JSON."""
 
-import asyncio
 import http.client
 import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from draftkit.config import ServeConfig
 from draftkit.serving import limits
-from draftkit.serving.limits import Limits
 from tests.serving.fakes import FakeEngine, ask, chat, completion, serving
 
 PATHS = [
@@ -169,9 +166,7 @@ def test_without_a_key_the_names_of_others_are_no_way_in(
     [
         {"content-type": "text/plain"},
         {"content-type": "application/x-www-form-urlencoded"},
-        {"content-type": "application/json; charset=latin-1"},
         {"content-type": ""},
-        {"content-encoding": "gzip"},
     ],
 )
 def test_another_kind_of_body(address: str, headers: dict[str, str]) -> None:
@@ -181,29 +176,6 @@ def test_another_kind_of_body(address: str, headers: dict[str, str]) -> None:
 def test_utf8_may_be_named(address: str) -> None:
     for kind in ("application/json; charset=UTF-8", 'APPLICATION/JSON;charset="utf-8"'):
         assert ask(address, "/v1/completions", completion(), {"content-type": kind}).status == 200
-
-
-def test_a_body_that_does_not_come() -> None:
-    async def app(*_: Any) -> None:
-        raise AssertionError("it was let in")
-
-    async def receive() -> Any:
-        if not received:
-            received.append(True)
-            return {"type": "http.request", "body": b"{", "more_body": True}
-        return await asyncio.sleep(60)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    received: list[bool] = []
-    sent: list[Any] = []
-    door = Limits(app, key=None, max_body_bytes=100, body_seconds=0.05)
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"9")]
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
-    asyncio.run(door(scope, receive, send))
-    assert sent[0]["status"] == 408
-    assert b"slow_body" in sent[1]["body"]
 
 
 def test_every_answer_has_a_name_of_its_own(address: str) -> None:

@@ -7,12 +7,12 @@ from pydantic import ValidationError
 
 from draftkit.config import SamplingConfig
 from draftkit.serving.protocol import (
+    ApiError,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     explain,
 )
-from draftkit.serving.wire import ApiError
 
 NAN, INFINITY = float("nan"), float("inf")
 SERVED = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.1)

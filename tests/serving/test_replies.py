@@ -2,15 +2,14 @@
 
 import json
 import math
-from collections.abc import Iterator
 
 import pytest
 
 from draftkit.config import SamplingConfig
 from draftkit.serving.jobs import Job, Piece, Speculation, TokenScore
+from draftkit.serving.protocol import Json, encode
 from draftkit.serving.replies import ChatReply, Choice, CompletionReply, speculative
 from draftkit.serving.texts import Offsets, Texts
-from draftkit.serving.wire import Json, bits, encode
 from tests.serving.fakes import TOKENIZER, chat_tokenizer
 from tests.tiny import VOCAB_SIZE
 
@@ -50,23 +49,6 @@ def test_json_is_utf8_and_has_no_nan() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         encode({"a": math.nan})
     assert json.loads(encode({"a": "\ud800"})) == {"a": "\ud800"}
-
-
-def test_json_in_bits_is_what_the_library_writes() -> None:
-    plain = {"a": [1, -2.5, None, True, "ü\n\u2028"], "b": {"c": [], "d": {}}, "e": [[{"f": "g"}]]}
-    whole = json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
-    assert "".join(bits(plain)) == whole
-    made: list[int] = []
-
-    def entries() -> Iterator[Json]:
-        for number in range(3):
-            made.append(number)
-            yield {"entry": [number]}
-
-    lazy = bits({"first": iter([]), "then": entries()})
-    assert next(bit for bit in lazy if "entry" in bit) == '{"entry":[0]}'
-    assert made == [0]  # no entry is made before it is wanted
-    assert "".join(lazy) == ',{"entry":[1]},{"entry":[2]}]}'
 
 
 def test_speculation_is_summed_over_choices() -> None:

@@ -19,7 +19,7 @@ def opened(address: str) -> socket.socket:
 
 
 def test_a_reader_that_takes_nothing_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "BACKLOG", 1000)
+    monkeypatch.setattr(delivery, "BACKLOG", 10)
     engine = FakeEngine(endless=True, per_round=20, round_seconds=0.01)
     with serving(engine, send_buffer=10_000) as address:
         made = socket.socket()

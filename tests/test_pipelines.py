@@ -8,7 +8,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -409,8 +408,7 @@ HEADLINE += ("plain_ratio_to_hf_plain", "acceptance_length", "prediction_error")
 
 @pytest.mark.usefixtures("finished")
 def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsys, monkeypatch):
-    grid = replace(decoder.PAIR["cpu"], temperatures=(0, 1), batch_sizes=(1, 2))
-    monkeypatch.setitem(decoder.PAIR, "cpu", grid)
+    monkeypatch.setitem(decoder.BATCH_SIZES, "cpu", (1, 2))
     monkeypatch.setattr(decoder, "PROMPTS", 4)
     monkeypatch.setattr(decoder, "MAX_NEW_TOKENS", 8)
     summary = decoder.benchmark.launch(smoke(root))
@@ -451,8 +449,7 @@ def test_a_benchmark_without_its_gpu_is_one_line_and_leaves_no_folder(tmp_path, 
 
 @pytest.mark.usefixtures("finished")
 def test_a_batch_that_needs_more_prompts_than_there_are_is_refused(root, monkeypatch):
-    grid = replace(decoder.PAIR["cpu"], batch_sizes=(100,))
-    monkeypatch.setitem(decoder.PAIR, "cpu", grid)
+    monkeypatch.setitem(decoder.BATCH_SIZES, "cpu", (100,))
     with pytest.raises(ValueError, match=r"^evaluate\.prompts: 100 rows need 200 held-out"):
         decoder.benchmark.launch(smoke(root, "name=crowd", "evaluate.draft=given"))
 

@@ -2,7 +2,6 @@
 
 On the very modules that our decoder runs, so weights and precision are the same. A peer's time
 holds all that a caller waits for: tensors from token ids, prefill, rounds, ids back on the host.
-This module times and counts; it compares nothing.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,35 +14,34 @@ from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from draftkit.decoding.generation import Completion
+from draftkit.engines.folder import assistant_options
 from draftkit.evaluation.walltime import Chunk, Method, PromptIds, Setting, now, synchronised_clock
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.attention import NAME
+
+PAD = 0  # masked in front of a prompt, cut behind an answer: any id will do
 
 
 def hugging_face(
     target: CausalAdapter,
     setting: Setting,
     *,
-    pad_token_id: int,
     assistant: CausalAdapter | None = None,
     lookup: bool = False,
-    static: bool = False,
 ) -> Method:
     """`generate` of the target's model: plain, with an `assistant`, or with prompt `lookup`.
 
     Both speculate with `setting.gamma` tokens a round, always. They refuse batches, with a
-    ValueError of Hugging Face's. `static` keeps the cache at one size, for which Hugging Face
-    compiles the model on a GPU.
+    ValueError of Hugging Face's.
     """
     transformers_logging.set_verbosity_error()  # it warns of calls that it makes itself
-    options, more = generation_config(setting, pad_token_id), {}
+    options, more = generation_config(setting), {}
     if assistant is not None:
-        fix_gamma(assistant, setting.gamma)
+        # Hugging Face reads these from the assistant's own configuration.
+        assistant.model.generation_config.update(**assistant_options(setting.gamma))
         more["assistant_model"] = assistant.model
     if lookup:
         options.prompt_lookup_num_tokens = setting.gamma
-    if static:
-        options.cache_implementation = "static"
     model: Any = target.model
     clock = synchronised_clock(target.device)
     devices = [target.device] if target.device.type == "cuda" else []
@@ -52,7 +50,7 @@ def hugging_face(
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(setting.seed + first)
             started = clock()
-            tokens, mask = padded_left(prompts, pad_token_id, target.device)
+            tokens, mask = padded_left(prompts, target.device)
             with stock_attention(model), stock_attention(assistant and assistant.model):
                 output = model.generate(
                     input_ids=tokens, attention_mask=mask, generation_config=options, **more
@@ -78,38 +76,24 @@ def stock_attention(model: Any) -> Iterator[None]:
             model.set_attn_implementation(NAME)
 
 
-def fix_gamma(assistant: CausalAdapter, gamma: int) -> None:
-    """Let `assistant` propose `gamma` tokens in every round.
-
-    Hugging Face reads this from the assistant's own generation config, where its defaults are 20
-    tokens and an end at the first one that is not likely enough.
-    """
-    options: Any = assistant.model.generation_config
-    options.num_assistant_tokens = gamma
-    options.num_assistant_tokens_schedule = "constant"
-    options.assistant_confidence_threshold = 0.0
-
-
-def generation_config(setting: Setting, pad_token_id: int) -> GenerationConfig:
+def generation_config(setting: Setting) -> GenerationConfig:
     """The sampling of `setting` in Hugging Face's words."""
     sampling = setting.sampling
     drawn = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p")}
     return GenerationConfig(
         max_new_tokens=setting.max_new_tokens,
         eos_token_id=list(setting.eos_token_ids) or None,
-        pad_token_id=pad_token_id,
+        pad_token_id=PAD,
         repetition_penalty=sampling.repetition_penalty,
         do_sample=sampling.temperature > 0,
         **(drawn if sampling.temperature > 0 else {}),
     )
 
 
-def padded_left(
-    prompts: PromptIds, pad_token_id: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def padded_left(prompts: PromptIds, device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids [B, T] with padding on the left, and the mask [B, T] that says where text is."""
     longest = max(map(len, prompts))
-    tokens = [[pad_token_id] * (longest - len(p)) + list(p) for p in prompts]
+    tokens = [[PAD] * (longest - len(p)) + list(p) for p in prompts]
     mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
     return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
 

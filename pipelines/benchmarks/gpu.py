@@ -1,9 +1,9 @@
 """`python -m pipelines.benchmarks.gpu [PART ...]`: all that needs a GPU, in nine minutes on one.
 
 `tests` are those marked gpu, `decoder` and `training` the two benchmarks as `bench_gpu` has them.
-Each part is a process, killed with all that it started when its time is over; what it had logged by
-then stays. All numbers go to `outputs/bench_gpu/gpu.json`, and one table of them to the screen.
-Exit code 1 where a part did not come to a good end, 2 without a GPU.
+Each part is a process, killed with all that it started when its time is over. All numbers go to
+`outputs/bench_gpu/gpu.json`, and one table of them to the screen. Exit code 1 where a part did not
+come to a good end, 2 without a GPU.
 """
 
 import argparse
@@ -12,42 +12,45 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from draftkit.artifacts import read_json, remove, write_json
 from draftkit.models.devices import resolve_device
-from draftkit.tracking import FILE_NAME, read_metrics
 
 from ..configuration import CONF_DIR, compose_config
 from ..plan import MANIFEST, SUMMARY
 
 SECONDS = 530.0  # of all parts together
 LIMITS = {"tests": 160.0, "decoder": 280.0, "training": 150.0}  # of each, where so much is left
-# A drafter of one layer is compiled in seconds.
-OPTIONS = {"decoder": [], "training": ["decode.compile=true"]}
 EXPERIMENT, RESULTS, REPORT = "bench_gpu", "gpu.json", "tests.xml"
-HEADLINES = {
-    "decoder": ("ratio_to_plain", "ratio_to_hf_plain", "ratio_to_hf_assisted", "prediction_error"),
-    "training": ("ratio_to_trl", "chunked_peak_fraction", "chunked_time_ratio"),
-}
+COUNTS = ("tests", "failures", "errors", "skipped")
+HEADLINES = (
+    *("ratio_to_plain", "ratio_to_hf_plain", "ratio_to_hf_assisted", "prediction_error"),
+    *("ratio_to_trl", "chunked_peak_fraction", "chunked_time_ratio"),
+)
+
+
+def folder_of(part: str, root: Path) -> Path:
+    """Where a part leaves its numbers."""
+    return root / EXPERIMENT if part == "tests" else root / f"{EXPERIMENT}_{part}" / "benchmark"
 
 
 def command_of(part: str, root: Path) -> list[str]:
     """The command of a part, whose folder lies below `root`."""
     if part == "tests":
-        report = f"--junitxml={root / EXPERIMENT / REPORT}"
+        report = f"--junitxml={folder_of(part, root) / REPORT}"
         return [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", report]
     given = [f"+experiment={EXPERIMENT}", f"name={EXPERIMENT}_{part}", f"root={root}"]
-    given += [*OPTIONS[part], "overwrite=true"]
-    return [sys.executable, "-m", f"{__package__}.{part}", *given]
+    if part == "training":
+        given.append("decode.compile=true")  # a drafter of one layer is compiled in seconds
+    return [sys.executable, "-m", f"{__package__}.{part}", *given, "overwrite=true"]
 
 
 def run_part(command: Sequence[str], seconds: float) -> dict[str, Any]:
@@ -67,52 +70,38 @@ def run_part(command: Sequence[str], seconds: float) -> dict[str, Any]:
 
 
 def numbers_of(part: str, root: Path) -> dict[str, Any]:
-    """What a part measured: counts of tests, or a summary; else the points logged by its end."""
-    if part == "tests":
-        report = root / EXPERIMENT / REPORT
-        if not report.is_file():
-            return {}
-        counts = ElementTree.parse(report).getroot()[0].attrib
-        return {key: int(counts[key]) for key in ("tests", "failures", "errors", "skipped")}
-    folder = root / f"{EXPERIMENT}_{part}" / "benchmark"
-    if (folder / SUMMARY).is_file():
-        return {
-            "summary": read_json(folder / SUMMARY),
-            "provenance": read_json(folder / MANIFEST)["provenance"],
-        }
-    metrics = folder / FILE_NAME
-    return {"unfinished": read_metrics(metrics) if metrics.is_file() else []}
+    """What a part measured: counts of tests, or a summary; nothing where it did not end."""
+    folder = folder_of(part, root)
+    if (folder / REPORT).is_file():
+        counts = ElementTree.parse(folder / REPORT).getroot()[0].attrib
+        return {key: int(counts[key]) for key in COUNTS}
+    if not (folder / SUMMARY).is_file():
+        return {}
+    provenance = read_json(folder / MANIFEST)["provenance"]
+    return {"summary": read_json(folder / SUMMARY), "provenance": provenance}
 
 
 def measure(parts: Sequence[str], root: Path) -> dict[str, dict[str, Any]]:
     """Run the parts, in order, as long as there is time; what is known is written at once."""
-    folder, started = root / EXPERIMENT, time.monotonic()
-    results: dict[str, dict[str, Any]] = {}
-    folder.mkdir(parents=True, exist_ok=True)
+    started, results = time.monotonic(), {}
+    (root / EXPERIMENT).mkdir(parents=True, exist_ok=True)
     for part in parts:
-        stage = root / f"{EXPERIMENT}_{part}" / "benchmark"
-        for stale in (folder / REPORT, stage / SUMMARY, stage / FILE_NAME):
-            remove(stale)
+        for stale in (REPORT, SUMMARY):
+            remove(folder_of(part, root) / stale)
         seconds = min(LIMITS[part], SECONDS - (time.monotonic() - started))
         print(f"gpu: {part}, at most {seconds:.0f} s", flush=True)
         results[part] = run_part(command_of(part, root), seconds) | numbers_of(part, root)
-        write_json(folder / RESULTS, results)
+        write_json(root / EXPERIMENT / RESULTS, results)
     return results
 
 
-def rows(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """What the table shows: a name and what was measured."""
     for part, result in results.items():
         yield part, f"{result['status']} in {result['seconds']:.0f} s"
-        for word in ("tests", "failures", "errors", "skipped"):
-            if word in result:
-                yield f"  {word}", str(result[word])
-        for line in result.get("unfinished", []):
-            if "tokens_per_second" in line:
-                name = f"  {line['section']}, batch {line.get('batch_size', '-')}"
-                yield name, f"{line['tokens_per_second']:.0f} tokens/s"
+        yield from ((f"  {key}", str(result[key])) for key in COUNTS if key in result)
         summary = result.get("summary", {})
-        for key in HEADLINES.get(part, ()):
+        for key in HEADLINES:
             if summary.get(key) is not None:
                 yield f"  {key}", f"{summary[key]:.3f}"
         for name, measured in summary.get("random", {}).items():
@@ -120,12 +109,12 @@ def rows(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
                 memory = measured["peak_memory_bytes"] / 1e9
                 yield f"  {name}", f"{measured['tokens_per_second']:.0f} tokens/s, {memory:.1f} GB"
                 continue
-            yield f"  {name}", f"{measured['bandwidth']['fraction']:.0%} of a copy's rate"
+            yield f"  {name}", f"{measured['fraction_of_copy']:.0%} of a copy's rate"
             for point in measured["points"]:
                 yield f"    {point['method']}, batch {point['batch_size']}", point_line(point)
 
 
-def point_line(point: dict[str, Any]) -> str:
+def point_line(point: Mapping[str, Any]) -> str:
     """The rate of a point, its ratios, and what its costs give at a likely acceptance."""
     line = f"{point['tokens_per_second']['median']:.0f} tokens/s"
     for name, ratio in point["ratios"].items():
@@ -150,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from None
     root = Path(config.root).resolve()
     results = measure(parts, root)
-    table = Table("", "", box=box.SIMPLE_HEAD, show_edge=False, show_header=False)
+    table = Table.grid(padding=(0, 2))
     for name, measured in rows(results):
         table.add_row(name, measured)
     Console(width=100, highlight=False).print(table)

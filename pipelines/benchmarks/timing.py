@@ -7,36 +7,32 @@ from collections.abc import Callable
 import torch
 
 COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}  # beyond every cache
-COPIES = {"cpu": 1, "cuda": 10}  # between two looks at the clock, which wait for the device
-TURNS = 5
-Clock = Callable[[], float]  # seconds
+COPIES, TURNS = 10, 5
 
 
-def seconds_of(
-    function: Callable[[], object],
-    device: torch.device,
-    repeats: int = 1,
-    clock: Clock = time.perf_counter,
-) -> float:
-    """Seconds of one call of `function`, to its end on the device: the mean of `repeats`."""
+def seconds_of(function: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call of `function`, to its end on the device."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     wait()
-    started = clock()
-    for _ in range(repeats):
-        function()
+    started = time.perf_counter()
+    function()
     wait()
-    return (clock() - started) / repeats
+    return time.perf_counter() - started
 
 
-def copy_bandwidth(device: torch.device, clock: Clock = time.perf_counter) -> float:
+def copy_bandwidth(device: torch.device) -> float:
     """Bytes a second, read and written together, of copying a large tensor on `device`: median."""
     source = torch.ones(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    target.copy_(source)
-    copies = COPIES[device.type]
-    turns = [seconds_of(lambda: target.copy_(source), device, copies, clock) for _ in range(TURNS)]
-    return 2 * source.nbytes / statistics.median(turns)
+
+    def copies() -> None:
+        for _ in range(COPIES):
+            target.copy_(source)
+
+    copies()
+    turns = [seconds_of(copies, device) for _ in range(TURNS)]
+    return 2 * COPIES * source.nbytes / statistics.median(turns)

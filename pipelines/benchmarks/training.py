@@ -12,7 +12,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,56 +39,20 @@ from ..plan import Given, StageFolder, Step
 from ..prepare import check_pair, pair_and_text
 from ..run import peak_memory_bytes, stage
 from .decoder_points import spread
-from .random_models import DRAFTERS, TARGET, VOCAB_SIZE, random_model, random_texts
+from .random_models import DRAFTERS, TARGET, random_model, random_texts
 from .timing import seconds_of
 from .training_peers import LEARNING_RATE, answer_tokens, trl_steps
 
 WARM_STEPS, STEPS = 4, 20  # of both trainers: those that do not count, and those that do
-GRADIENT_REPEATS = 2  # of half a minute each, on two cores
 RANDOM_WARM_STEPS, RANDOM_STEPS = 2, 6
+LOSS_TOKENS, LOSS_VOCAB_SIZE = 2048, 152_064
+LOSS_REPEATS = 2  # of half a minute each, on two cores
 
 
 def needs(config: Config) -> Mapping[str, Given | Step]:
     """The pair and its text. Raises ValueError for a device that is not there."""
     resolve_device(config.hardware)
     return pair_and_text(config)
-
-
-def show(config: Config, folder: Path) -> None:
-    """Print both rates and the costs of the loss."""
-    summary = read_json(folder / "summary.json")
-    console = Console(width=80, highlight=False)
-    console.print(
-        f"On-policy {summary['divergence']}, {summary['batch_size']} rows, "
-        f"{summary['max_new_tokens']} new tokens, {summary['dtype']}: {summary['steps']} steps in "
-        "turns."
-    )
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("")
-    table.add_column("completion tokens/s", justify="right")
-    for name, rate in summary["tokens_per_second"].items():
-        low, high = summary["rate_quartiles"][name]
-        table.add_row(name, f"{rate:.0f} [{low:.0f}, {high:.0f}]")
-    console.print(table)
-    low, high = summary["ratio_quartiles"]
-    console.print(
-        f"{summary['ratio_to_trl']:.2f}x [{low:.2f}, {high:.2f}] the tokens per second of TRL: "
-        "median of paired steps, with quartiles."
-    )
-    console.print(
-        f"Loss of {summary['loss_tokens']} tokens, vocabulary {summary['loss_vocab_size']}, in "
-        f"chunks: {summary['chunked_peak_fraction']:.0%} of the plain loss's memory, "
-        f"{summary['chunked_time_ratio']:.2f}x its time; gradients differ by "
-        f"{summary['chunked_gradient_error']:.1e}."
-    )
-    for name, steps in summary["random"].items():
-        console.print(
-            f"Random weights, {name}: {steps['tokens_per_second']:.0f} completion tokens/s, peak "
-            f"memory {steps['peak_memory_bytes'] / 1e9:.1f} GB."
-        )
-
-
-# Whole steps
 
 
 def beside_trl(
@@ -127,11 +91,10 @@ def our_step(
     """A function that takes the step of a number, and tells its completion tokens a second."""
     dtype, size = target.dtype, config.optim.per_device_train_batch_size
     rate = config.optim.learning_rate or LEARNING_RATE
-    optim = OptimConfig(learning_rate=rate, lr_scheduler_type="constant", warmup_steps=0)
     trainer = Trainer(
         draft,
         TargetTeacher(target),
-        optim=optim,
+        optim=OptimConfig(learning_rate=rate, lr_scheduler_type="constant", warmup_steps=0),
         divergence=config.divergence,
         sampling=config.sampling,
         autocast=dtype if dtype != torch.float32 else None,
@@ -164,41 +127,33 @@ def our_step(
     return step
 
 
-# The loss in pieces
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Tokens of a loss, and the models whose heads it sees."""
-
-    tokens: int = 2048
-    vocab_size: int = 152_064
-    target_width: int = 1024
-    draft_width: int = 512
-
-
 def chunked_costs(
-    shape: Shape, *, divergence: str, device: torch.device, repeats: int, seed: int
+    *,
+    divergence: str,
+    device: torch.device,
+    seed: int,
+    tokens: int = LOSS_TOKENS,
+    vocab_size: int = LOSS_VOCAB_SIZE,
+    target_width: int = 1024,
+    draft_width: int = 512,
 ) -> dict[str, float]:
-    """Peak memory, time and gradients of the loss in chunks, as shares of those of the plain loss.
+    """Memory, time and gradients of the loss in chunks, as shares of those of the plain loss.
 
-    Memory and tokens a second of both, too, forward and backward. Float32, random states and heads.
-    Memory is what the allocator gave out beyond the inputs.
+    Forward and backward, float32, random states and heads. Memory is the most that the allocator
+    gave out beyond the inputs; the gradient's error is relative.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def random(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator).to(device)
 
-    states, target_states = (
-        random(shape.tokens, shape.draft_width),
-        random(shape.tokens, shape.target_width),
-    )
-    weight = (0.05 * random(shape.vocab_size, shape.draft_width)).requires_grad_()
-    target_head = Head(0.05 * random(shape.vocab_size, shape.target_width), None)
-    scores, leaves = FullScores(target_states, target_head), (states.requires_grad_(), weight)
+    states = random(tokens, draft_width).requires_grad_()
+    weight = (0.05 * random(vocab_size, draft_width)).requires_grad_()
+    head, leaves = Head(weight, None), (states, weight)
+    target_head = Head(0.05 * random(vocab_size, target_width), None)
+    scores = FullScores(random(tokens, target_width), target_head)
     objective = Objective(DivergenceConfig(name=divergence), SamplingConfig(), 1.0)
-    ids = torch.zeros(shape.tokens, dtype=torch.long, device=device)
+    ids = torch.zeros(tokens, dtype=torch.long, device=device)
 
     def loss_of(logits: Tensor, rows: slice) -> Tensor:
         return objective.losses(
@@ -206,26 +161,17 @@ def chunked_costs(
         ).sum()
 
     def plain() -> tuple[Tensor, ...]:
-        value = loss_of(Head(weight, None)(states), slice(0, shape.tokens))
-        return torch.autograd.grad(value, leaves)
+        return torch.autograd.grad(loss_of(head(states), slice(0, tokens)), leaves)
 
     def in_chunks() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(
-            chunked_sum(loss_of, states=states, head=Head(weight, None)), leaves
-        )
+        return torch.autograd.grad(chunked_sum(loss_of, states=states, head=head), leaves)
 
     errors = [float((a - b).norm() / b.norm()) for a, b in zip(in_chunks(), plain(), strict=True)]
-    turns = [(seconds_of(in_chunks, device), seconds_of(plain, device)) for _ in range(repeats)]
-    peak, plain_peak = peak_bytes(in_chunks, device), peak_bytes(plain, device)
-    own, other = (statistics.median(column) for column in zip(*turns, strict=True))
+    turns = [seconds_of(in_chunks, device) / seconds_of(plain, device) for _ in range(LOSS_REPEATS)]
     return {
-        "chunked_peak_fraction": peak / plain_peak,
-        "chunked_time_ratio": statistics.median(a / b for a, b in turns),
+        "chunked_peak_fraction": peak_bytes(in_chunks, device) / peak_bytes(plain, device),
+        "chunked_time_ratio": statistics.median(turns),
         "chunked_gradient_error": max(errors),
-        "chunked_peak_bytes": peak,
-        "plain_peak_bytes": plain_peak,
-        "chunked_tokens_per_second": shape.tokens / own,
-        "plain_tokens_per_second": shape.tokens / other,
     }
 
 
@@ -248,9 +194,6 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
     return most
 
 
-# Models of random weights
-
-
 def random_steps(config: Config) -> dict[str, dict[str, float]]:
     """Our steps of each of `DRAFTERS` under `TARGET`: median completion tokens a second, memory.
 
@@ -258,18 +201,16 @@ def random_steps(config: Config) -> dict[str, dict[str, float]]:
     """
     name, shape = TARGET
     config = replace(config, decode=replace(config.decode, compile="false"))
-    target = random_model(shape, config.hardware, vocab_size=VOCAB_SIZE, seed=config.seed)
+    target = random_model(shape, config.hardware, seed=config.seed)
     texts = random_texts(
         config.optim.per_device_train_batch_size,
         config.data.prompt_tokens,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=shape.vocab_size,
         seed=config.seed,
     )
     precise, measured = replace(config.hardware, dtype="float32"), {}
     for drafter, small in DRAFTERS.items():
-        draft = random_model(
-            small, precise, vocab_size=VOCAB_SIZE, seed=config.seed + 1, trains=True
-        )
+        draft = random_model(small, precise, seed=config.seed + 1, trains=True)
         if draft.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(draft.device)
         step = our_step(target, draft, texts, config)
@@ -279,6 +220,40 @@ def random_steps(config: Config) -> dict[str, dict[str, float]]:
             "peak_memory_bytes": peak_memory_bytes(),
         }
     return measured
+
+
+def show(config: Config, folder: Path) -> None:
+    """Print both rates and the costs of the loss."""
+    summary = read_json(folder / "summary.json")
+    console = Console(width=80, highlight=False)
+    console.print(
+        f"On-policy {summary['divergence']}, {summary['batch_size']} rows, "
+        f"{summary['max_new_tokens']} new tokens, {summary['dtype']}: {summary['steps']} steps in "
+        "turns."
+    )
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("")
+    table.add_column("completion tokens/s", justify="right")
+    for name, rate in summary["tokens_per_second"].items():
+        low, high = summary["rate_quartiles"][name]
+        table.add_row(name, f"{rate:.0f} [{low:.0f}, {high:.0f}]")
+    console.print(table)
+    low, high = summary["ratio_quartiles"]
+    console.print(
+        f"{summary['ratio_to_trl']:.2f}x [{low:.2f}, {high:.2f}] the tokens per second of TRL: "
+        "median of paired steps, with quartiles."
+    )
+    console.print(
+        f"Loss of {LOSS_TOKENS} tokens, vocabulary {LOSS_VOCAB_SIZE}, in chunks: "
+        f"{summary['chunked_peak_fraction']:.0%} of the plain loss's memory, "
+        f"{summary['chunked_time_ratio']:.2f}x its time; gradients differ by "
+        f"{summary['chunked_gradient_error']:.1e}."
+    )
+    for name, steps in summary["random"].items():
+        console.print(
+            f"Random weights, {name}: {steps['tokens_per_second']:.0f} completion tokens/s, peak "
+            f"memory {steps['peak_memory_bytes'] / 1e9:.1f} GB."
+        )
 
 
 @stage(
@@ -295,7 +270,7 @@ def random_steps(config: Config) -> dict[str, dict[str, float]]:
 )
 def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Time both trainers, then the loss both ways, then on CUDA our steps on random models."""
-    rows, shape = config.optim.per_device_train_batch_size, Shape()
+    rows = config.optim.per_device_train_batch_size
     target = load_target(folder.model(config, "target"), config.hardware)
     draft = load_draft(folder.model(config, "draft"), target, dtype=torch.float32)
     examples = read_splits(folder.input("texts")).train[: rows * STEPS]
@@ -303,23 +278,15 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     rates = beside_trl(target, draft, [example.prompt_ids for example in examples], config)
     pace = {"tokens_per_second": rates["tokens_per_second"]["draftkit"]}
     folder.tracker.log("benchmark_training", 0, pace | {"ratio_to_trl": rates["ratio_to_trl"]})
-    folder.note(f"the loss on {shape.tokens} tokens of {shape.vocab_size}, both ways")
-    costs = chunked_costs(
-        shape,
-        divergence=config.divergence.name,
-        device=draft.device,
-        repeats=GRADIENT_REPEATS,
-        seed=config.seed,
-    )
+    folder.note(f"the loss on {LOSS_TOKENS} tokens of {LOSS_VOCAB_SIZE}, both ways")
+    divergence = config.divergence.name
     return {
         **rates,
-        **costs,
+        **chunked_costs(divergence=divergence, device=draft.device, seed=config.seed),
         "random": random_steps(config) if draft.device.type == "cuda" else {},
-        "loss_tokens": shape.tokens,
-        "loss_vocab_size": shape.vocab_size,
         "batch_size": rows,
         "max_new_tokens": answer_tokens(config),
-        "divergence": config.divergence.name,
+        "divergence": divergence,
         "dtype": str(target.adapter.dtype).removeprefix("torch."),
     }
 

@@ -8,11 +8,9 @@ import torch
 from draftkit.config import SamplingConfig
 from draftkit.evaluation import walltime
 from draftkit.evaluation.walltime import Setting, decoding
-from pipelines.benchmarks.decoder_peers import answer, generation_config, hugging_face, padded_left
+from pipelines.benchmarks.decoder_peers import PAD, answer, generation_config, hugging_face
 from tests import tiny
 
-PAD = tiny.VOCAB_SIZE - 1
-CPU = torch.device("cpu")
 SETTING = Setting(
     sampling=SamplingConfig(temperature=0.0),
     max_new_tokens=12,
@@ -39,11 +37,9 @@ def outputs(method, prompts, first=0):
 def test_plain_assisted_and_lookup_answer_as_our_decoder_does(pair):
     target, draft = pair
     ours = decoding(target, None, SETTING)
-    for options in ({}, {"static": True}):
-        plain = hugging_face(target, SETTING, pad_token_id=PAD, **options)
-        assert outputs(plain, PROMPTS) == outputs(ours, PROMPTS)
+    assert outputs(hugging_face(target, SETTING), PROMPTS) == outputs(ours, PROMPTS)
     for options in ({"assistant": draft}, {"lookup": True}):
-        peer = hugging_face(target, SETTING, pad_token_id=PAD, **options)
+        peer = hugging_face(target, SETTING, **options)
         for prompt in PROMPTS:
             assert outputs(peer, [prompt]) == outputs(ours, [prompt])
 
@@ -54,7 +50,7 @@ def test_answers_end_with_their_first_end_of_text_in_a_batch_too(pair):
     ends = (free[0][4], free[1][7])
     setting = replace(SETTING, eos_token_ids=ends)
     ours = decoding(target, None, setting)(PROMPTS, 0).completions
-    theirs = hugging_face(target, setting, pad_token_id=PAD)(PROMPTS, 0).completions
+    theirs = hugging_face(target, setting)(PROMPTS, 0).completions
     assert [c.output_ids for c in theirs] == [c.output_ids for c in ours]
     assert [c.ended for c in theirs] == [c.ended for c in ours]
     assert min(len(c.output_ids) for c in theirs) < 12
@@ -65,12 +61,6 @@ def test_cutting_keeps_the_end_of_text_and_nothing_after_it():
     assert answer([1], [5, 9, 5, 9], (9,)).ended
     whole = answer([1], [5, 6], (9,))
     assert (whole.output_ids, whole.ended, whole.prompt_ids) == ([5, 6], False, [1])
-
-
-def test_padding_is_on_the_left_and_masked():
-    tokens, mask = padded_left([[1, 2, 3], [4]], 7, CPU)
-    assert tokens.tolist() == [[1, 2, 3], [7, 7, 4]]
-    assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
 def test_the_assistant_proposes_gamma_tokens_a_round(pair, monkeypatch):
@@ -85,39 +75,33 @@ def test_the_assistant_proposes_gamma_tokens_a_round(pair, monkeypatch):
 
         monkeypatch.setattr(adapter.model, "forward", counted)
     long = replace(SETTING, max_new_tokens=60)
-    hugging_face(target, long, pad_token_id=PAD, assistant=draft)(PROMPTS[:1], 0)
+    hugging_face(target, long, assistant=draft)(PROMPTS[:1], 0)
     # the last rounds are cut by the length limit
     assert 3 * passes["target"] - 6 <= passes["draft"] <= 3 * passes["target"]
     assert passes["target"] < 60
 
 
-def test_hugging_face_refuses_to_assist_a_batch(pair):
-    target, draft = pair
-    with pytest.raises(ValueError, match="batch"):
-        hugging_face(target, SETTING, pad_token_id=PAD, assistant=draft)(PROMPTS, 0)
-
-
 def test_sampled_answers_repeat_by_seed_and_leave_the_random_state_alone(pair):
     target, _ = pair
     sampled = replace(SETTING, sampling=SamplingConfig(temperature=1.0))
-    peer = hugging_face(target, sampled, pad_token_id=PAD)
+    peer = hugging_face(target, sampled)
     state = torch.get_rng_state()
     first = outputs(peer, PROMPTS)
     assert torch.equal(torch.get_rng_state(), state)
     assert outputs(peer, PROMPTS) == first
     assert outputs(peer, PROMPTS, first=3) != first
-    other = hugging_face(target, replace(sampled, seed=1), pad_token_id=PAD)
+    other = hugging_face(target, replace(sampled, seed=1))
     assert outputs(other, PROMPTS) != first
 
 
 def test_the_served_sampling_reaches_hugging_face():
     sampling = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.2)
-    made = generation_config(replace(SETTING, sampling=sampling, eos_token_ids=(3, 4)), PAD)
+    made = generation_config(replace(SETTING, sampling=sampling, eos_token_ids=(3, 4)))
     assert (made.do_sample, made.temperature, made.top_k, made.top_p) == (True, 0.7, 5, 0.9)
     assert made.repetition_penalty == 1.2
     assert (made.eos_token_id, made.pad_token_id, made.max_new_tokens) == ([3, 4], PAD, 12)
-    assert generation_config(SETTING, PAD).do_sample is False
-    assert generation_config(SETTING, PAD).eos_token_id is None
+    assert generation_config(SETTING).do_sample is False
+    assert generation_config(SETTING).eos_token_id is None
 
 
 def test_all_that_a_caller_waits_for_is_in_the_time(pair, monkeypatch):
@@ -125,5 +109,5 @@ def test_all_that_a_caller_waits_for_is_in_the_time(pair, monkeypatch):
     ticks = iter([10.0, 17.0])
     monkeypatch.setattr("pipelines.benchmarks.decoder_peers.now", lambda: next(ticks))
     monkeypatch.setattr(walltime, "now", lambda: next(ticks))
-    chunk = hugging_face(target, SETTING, pad_token_id=PAD)(PROMPTS, 0)
+    chunk = hugging_face(target, SETTING)(PROMPTS, 0)
     assert (chunk.prefill_seconds, chunk.seconds) == (0.0, 7.0)

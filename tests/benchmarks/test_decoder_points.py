@@ -15,9 +15,6 @@ from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed
 from draftkit.theory.speedup import Costs, speedup_from_length
 from pipelines.benchmarks import decoder_points as benchmark
 from pipelines.benchmarks.decoder_points import (
-    METHODS,
-    Counted,
-    Pair,
     applicable,
     greedy_agreement,
     headline,
@@ -45,10 +42,12 @@ SETTING = Setting(
 )
 
 
+METHODS = ("plain", "speculative", "adaptive", "hf_plain", "hf_assisted", "hf_lookup")
+
+
 @pytest.fixture(scope="module")
 def pair():
-    target, draft = tiny.pair()
-    return Pair(target, draft, eos_token_ids=(), pad_token_id=tiny.VOCAB_SIZE - 1)
+    return tiny.pair()
 
 
 @pytest.fixture(autouse=True)
@@ -63,24 +62,17 @@ def by_method(points):
 
 @pytest.fixture(scope="module")
 def greedy(pair):
-    """Every method on single greedy rows."""
-    return by_method(measure(pair, PROMPTS, SETTING, list(METHODS)))
+    """Every method of single greedy rows."""
+    return by_method(measure(*pair, PROMPTS, SETTING, applicable(METHODS, 1)))
 
 
 # A setting
 
 
-def test_every_method_answers_every_prompt_at_full_length(greedy):
-    assert set(greedy) == set(METHODS) - {"adaptive"}
-    for point in greedy.values():
-        assert (point["prompts"], point["chunks"], point["tokens"]) == (6, 6, 6 * 12)
-        assert point["seconds"] > 0
-        low, high = point["tokens_per_second"]["quartiles"]
-        assert 0 < low <= point["tokens_per_second"]["median"] <= high
-
-
 def test_greedy_answers_are_those_of_hugging_face(greedy):
-    for name in ("plain", "speculative", "eager_speculative"):
+    for point in greedy.values():
+        assert (point["prompts"], point["chunks"]) == (6, 6)
+    for name in ("plain", "speculative"):
         found = greedy[name]["beside_hf"]
         assert found["compared"] == 6
         assert found["identical"] + found["near_ties"] == 6
@@ -159,40 +151,17 @@ def test_the_headline_is_null_where_greedy_single_rows_were_not_measured(greedy)
 def test_a_sampled_crowd_adapts_its_gamma_and_leaves_lonely_peers_out(pair, monkeypatch):
     monkeypatch.setattr(benchmark, "CROWD", 3)
     setting = replace(SETTING, sampling=SamplingConfig(), batch_size=3)
-    costs = {}
-    names = ("plain", "speculative", "adaptive", "hf_plain", "hf_assisted", "hf_lookup")
-    found = by_method(measure(pair, PROMPTS, setting, names, costs=costs))
+    found = by_method(measure(*pair, PROMPTS, setting, applicable(METHODS, 3)))
     assert set(found) == {"plain", "speculative", "adaptive", "hf_plain"}
-    assert list(costs) == [3]
     assert all("beside_hf" not in point for point in found.values())
-    gammas = found["adaptive"]["gammas"]
-    assert set(gammas) <= {"0", "1", "2", "3"}
-    assert sum(gammas.values()) >= 2 * 12 / 4
     assert found["plain"]["chunks"] == 2
     assert 1 <= found["speculative"]["full_length"] <= 4
 
 
-def test_nothing_is_calibrated_where_nothing_speculates(pair, monkeypatch):
-    monkeypatch.setattr(benchmark, "meter", lambda *arguments: pytest.fail("did"))
-    found = by_method(measure(pair, PROMPTS, SETTING, ("plain", "hf_plain")))
-    assert "acceptance_length" not in found["plain"]
-
-
 def test_methods_fit_the_batch():
-    every = list(METHODS)
-    assert applicable(every, SETTING) == [name for name in every if name != "adaptive"]
-    crowd = applicable(every, replace(SETTING, batch_size=8))
-    assert crowd == [name for name in every if name not in ("hf_assisted", "hf_lookup")]
-    few = applicable(every, replace(SETTING, batch_size=4))
-    assert "adaptive" not in few
-    assert "hf_assisted" not in few
-
-
-def test_choices_of_gamma_are_counted():
-    free = Costs(1.0, 0.0, 1.0, 0.0, {0: 1.0, 4: 1.0})  # where drafts cost nothing, many pay
-    policy = Counted({1: free})
-    assert [policy.choose(batch=1, most=most) for most in (4, 4, 1)] == [4, 4, 1]
-    assert dict(policy.chosen) == {4: 2, 1: 1}
+    peers = {"hf_assisted", "hf_lookup"}
+    for size, missing in ((1, {"adaptive"}), (4, {"adaptive", *peers}), (8, peers)):
+        assert set(METHODS) - set(applicable(METHODS, size)) == missing
 
 
 # Medians and intervals
@@ -207,11 +176,6 @@ def test_the_interval_of_a_median_covers_by_enumeration(n):
     assert covered >= 0.95
     narrower = sum(math.comb(n, b) for b in range(n + 1) if low + 1 < b <= high - 1) / 2**n
     assert narrower < 0.95
-
-
-def test_few_values_give_their_range():
-    assert median_interval([3.0]) == [3.0, 3.0]
-    assert median_interval([3.0, 1.0, 2.0]) == [1.0, 3.0]
 
 
 def test_ratios_are_paired_by_chunk_and_hold_the_prefill():
@@ -237,27 +201,27 @@ def ranked(target, prompt):
 
 def test_the_margin_is_how_far_the_worse_token_lies_below_the_best(pair):
     prompt = PROMPTS.test[0]
-    logits, tokens = ranked(pair.target, prompt)
+    logits, tokens = ranked(pair[0], prompt)
     best, third = int(tokens[0]), int(tokens[2])
     first, second = Completion(prompt, [best, 5]), Completion(prompt, [third, 5])
     expected = float(logits[0] - logits[2])
-    assert parting_margin(pair.target, first, second) == pytest.approx(expected)
-    assert parting_margin(pair.target, second, first) == pytest.approx(expected)
+    assert parting_margin(pair[0], first, second) == pytest.approx(expected)
+    assert parting_margin(pair[0], second, first) == pytest.approx(expected)
     longer = Completion(prompt, [best, 5, 6])
-    assert parting_margin(pair.target, first, longer) == math.inf
+    assert parting_margin(pair[0], first, longer) == math.inf
 
 
 def test_only_differences_by_more_than_a_tie_count_as_different(pair, monkeypatch):
     prompt = PROMPTS.test[0]
-    logits, tokens = ranked(pair.target, prompt)
+    logits, tokens = ranked(pair[0], prompt)
     ours = [Completion(prompt, [int(tokens[0])]), Completion(prompt, [int(tokens[0])])]
     theirs = [ours[0], Completion(prompt, [int(tokens[1])])]
     gap = float(logits[0] - logits[1])
     for tolerance, different in ((gap / 2, 1), (gap * 2, 0)):
         monkeypatch.setitem(benchmark.TIE_MARGINS, torch.float32, tolerance)
-        found = greedy_agreement(pair.target, ours, theirs)
+        found = greedy_agreement(pair[0], ours, theirs)
         assert (found["compared"], found["identical"]) == (2, 1)
         assert (found["near_ties"], found["different"]) == (1 - different, different)
         assert found["largest_margin"] == pytest.approx(gap)
     monkeypatch.setattr(benchmark, "parting_margin", lambda *_: float("nan"))
-    assert greedy_agreement(pair.target, ours, theirs)["different"] == 1  # of logits with NaN
+    assert greedy_agreement(pair[0], ours, theirs)["different"] == 1  # of logits with NaN

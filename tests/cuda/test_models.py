@@ -11,7 +11,7 @@ from draftkit.decoding.generation import finish
 from draftkit.models.adapter import CausalAdapter, Packing
 from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device
-from pipelines.benchmarks.training import Shape, chunked_costs
+from pipelines.benchmarks.training import chunked_costs
 from tests import tiny
 from tests.cuda.card import on_devices
 from tests.decoding.driving import request
@@ -75,8 +75,9 @@ def test_a_loss_in_chunks_is_the_whole_loss_in_a_quarter_of_its_memory(
     device: torch.device,
 ) -> None:
     on_cuda = device.type == "cuda"
-    shape = Shape() if on_cuda else Shape(700, 512, target_width=16, draft_width=16)
-    found = chunked_costs(shape, divergence="forward_kl", device=device, repeats=3, seed=0)
+    small = {"tokens": 700, "vocab_size": 512, "target_width": 16, "draft_width": 16}
+    sizes = {} if on_cuda else small
+    found = chunked_costs(divergence="forward_kl", device=device, seed=0, **sizes)
     assert found["chunked_gradient_error"] < 1e-3
     assert found["chunked_time_ratio"] > 0
     if on_cuda:

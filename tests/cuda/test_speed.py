@@ -9,26 +9,28 @@ from typing import Any
 import pytest
 import torch
 
-from draftkit.config import HardwareConfig, PretrainConfig
+from draftkit.config import HardwareConfig
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.models.adapter import CausalAdapter
 from draftkit.models.attention import grouped_attention, plain_attention, sdpa_attention_forward
-from pipelines.benchmarks.random_models import random_model
+from pipelines.benchmarks.random_models import random_model, shape
 from pipelines.benchmarks.timing import copy_bandwidth
 from tests.cuda.card import Code, milliseconds, on_devices
 from tests.decoding.driving import DRAFT, fresh_graphs, request
 
-EIGHT_BILLION = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
-DRAFT_SHAPE = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
-SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+EIGHT_BILLION, DRAFT_SHAPE, SMALL = (4096, 14336, 32), (768, 3072, 12), (32, 32, 4)
 
 
-def llama(device: torch.device, layers: int, **shape: int) -> Any:
-    on_cuda = device.type == "cuda"
-    shape = (EIGHT_BILLION if on_cuda else SMALL) | shape
-    pretrain = PretrainConfig(num_hidden_layers=layers, max_position_embeddings=4096, **shape)
-    hardware = HardwareConfig(device=device.type, dtype="bfloat16" if on_cuda else "float32")
-    return random_model(pretrain, hardware, vocab_size=128_256 if on_cuda else 256, seed=0)
+def llama(
+    device: torch.device, layers: int, sizes: tuple[int, int, int] = EIGHT_BILLION
+) -> CausalAdapter:
+    """A random model of `sizes` (hidden, inner, heads) on a card, of small ones on the CPU."""
+    if device.type == "cuda":
+        hardware = HardwareConfig(device="cuda", dtype="bfloat16")
+        return random_model(shape(layers, *sizes), hardware, seed=0)
+    hardware = HardwareConfig(device="cpu", dtype="float32")
+    return random_model(shape(layers, *SMALL, vocab_size=256), hardware, seed=0)
 
 
 @on_devices
@@ -37,7 +39,7 @@ def test_seconds_until_code_is_ready_and_milliseconds_of_a_round(
 ) -> None:
     """Captured or compiled: four layers of 8 B beside a drafter of two small ones."""
     target = llama(device, 4)
-    draft = llama(device, 2, **(DRAFT_SHAPE if device.type == "cuda" else {}))
+    draft = llama(device, 2, DRAFT_SHAPE)
     codes = [Code(late=True), Code(captured=True, late=True)]
     codes += [Code(compiled=True, late=True)] if device.type == "cuda" else []
     lines = []

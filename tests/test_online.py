@@ -17,7 +17,7 @@ from draftkit.data.rollouts import Record, read_parts
 from draftkit.online.buffer import Entry
 from draftkit.tracking import read_metrics
 from pipelines.benchmarks import drift as drift_module
-from pipelines.benchmarks import drift_lab
+from pipelines.benchmarks import drift_parts
 from pipelines.benchmarks.drift import EARLY, drift, early_enough, recovered
 from pipelines.benchmarks.drift_report import drift_table
 from pipelines.configuration import compose_config
@@ -81,8 +81,8 @@ def composed(root: Path, *overrides: str) -> Any:
 def drifted(root: Path) -> Iterator[Path]:
     """The experiment on a short stream, which stays short as long as this folder is looked at."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(drift_lab, "REQUESTS", 120)
-    patch.setattr(drift_lab, "MAX_NEW_TOKENS", 12)
+    patch.setattr(drift_parts, "REQUESTS", 120)
+    patch.setattr(drift_parts, "MAX_NEW_TOKENS", 12)
     patch.setattr(drift_module, "POINTS", 4)
     patch.setattr(drift_module, "ORACLE_STEPS", 12)
     yield drift.ensure(composed(root, "+experiment=drift"))
@@ -113,6 +113,9 @@ def test_the_curve_covers_the_stream_and_its_updates_are_dated(drifted: Path) ->
     updates = [update for update in curve["updates"] if update["service"] == "online"]
     assert updates
     assert all(update["seconds"] > 0 for update in updates)
+    for point in curve["points"]:  # scored before its requests are recorded
+        taken = [u["version"] for u in updates if u["version"] and u["request"] <= point["first"]]
+        assert point["versions"]["online"] == ["v000001", *taken][-1]
     assert (drifted / "drift.png").stat().st_size > 10_000
 
 
@@ -172,16 +175,10 @@ def test_the_first_share_with_enough_is_of_unseen_requests() -> None:
             "alpha": {name: {"mean": mean} for name, mean in alphas.items()},
         }
 
-    held_out = {
-        f"alpha_{name}": {"mean": mean} for name, mean in (("static", 0.5), ("oracle", 0.6))
-    }
-    log = drift_module.Log(
-        points=[point(40, 0.5), point(50, 0.56), point(60, 0.58)],
-        tests=[{"domain": "cpp"}, {"domain": "prose", **held_out}],
-    )
-    assert early_enough(log, "prose", "online") == pytest.approx(20 / 30)
-    log.points.pop()
-    assert early_enough(log, "prose", "online") is None
+    points = [point(40, 0.5), point(50, 0.56), point(60, 0.58)]
+    assert early_enough(points, gap=0.1) == pytest.approx(20 / 30)
+    assert early_enough(points[:2], gap=0.1) is None
+    assert early_enough(points, gap=-0.1) is None
 
 
 # The daemon

@@ -1,16 +1,16 @@
-"""What the drift experiment is made of: texts by domain, drafters, services.
+"""What the drift experiment is made of: the target's texts by domain, drafters, services.
 
 Everything that takes long is kept in the stage folder, so that a kill costs a part.
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from draftkit.artifacts import remove
-from draftkit.config import Config
+from draftkit.config import DEFAULT_ROUTE, Config
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, write_parts
 from draftkit.distillation.batch_sources import Source, shuffled
@@ -23,17 +23,44 @@ from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.loading import Target, load_draft, save_draft, with_path
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.assembly import make_refit
-from draftkit.online.buffer import Buffer
-from draftkit.online.refit import Anchors
+from draftkit.online.buffer import Buffer, Entry
+from draftkit.online.refit import Anchors, Refit, Update
 from draftkit.online.registry import Registry
 from draftkit.online.rows import row_of
 
 from ..plan import StageFolder
-from .drift_stream import Service
 
 SAMPLED = 512  # answers of a file
 REQUESTS = 3000  # of each domain
 MAX_NEW_TOKENS = 64
+
+
+class Service:
+    """A drafter that is refitted from what it serves. `draft` holds the version in force."""
+
+    def __init__(self, draft: CausalAdapter, buffer: Buffer, refit: Refit) -> None:
+        self.draft, self.version = draft, ""
+        self._buffer, self._refit = buffer, refit
+        self._recorded = 0
+        self._follow()
+
+    def record(self, records: Sequence[Record]) -> Iterator[Update]:
+        """Put what was served into the buffer; yield the updates that follow, each in force."""
+        served = {"route": DEFAULT_ROUTE, "version": self.version}
+        times = enumerate(records, self._recorded + 1)  # a second a request
+        self._buffer.append([Entry(record=r, seconds=float(s), **served) for s, r in times])
+        self._recorded += len(records)
+        while self._refit.due():
+            update = self._refit.update()
+            self._follow()
+            yield update
+
+    def _follow(self) -> None:
+        """Take the version in force, as a server does."""
+        version = self._refit.registry.current()
+        if version is not None and version.name != self.version:
+            self.draft.load_weights(self._refit.registry.read(version))
+            self.version = version.name
 
 
 @dataclass(frozen=True)
@@ -45,26 +72,24 @@ class Texts:
     test: list[Record]
 
 
-@dataclass(frozen=True)
-class Lab:
-    """What the whole experiment shares."""
+class Experiment:
+    """The target, and what is made of it in the stage folder, once."""
 
-    config: Config
-    folder: StageFolder
-    target: Target
-    reader: RememberedAdapter  # the target, which reads each text once
+    def __init__(self, config: Config, folder: StageFolder, target: Target) -> None:
+        self.config, self.folder, self.target = config, folder, target
+        self.reader = RememberedAdapter(target.adapter)  # which reads each text once
+        self.splits = read_splits(folder.input("texts"))
 
     def texts(self, domain: str) -> Texts:
         """The answers to the prompts of `domain`, sampled where they are not there yet."""
-        evaluate = self.config.evaluate
-        splits = read_splits(self.folder.input("texts"))
+        splits, counts = self.splits, self.config.evaluate
         return Texts(
             self._answers(f"{domain}-train", of_domain(splits.train, domain)[:REQUESTS]),
             self._answers(
                 f"{domain}-validation",
-                of_domain(splits.validation, domain)[: evaluate.validation_prompts],
+                of_domain(splits.validation, domain)[: counts.validation_prompts],
             ),
-            self._answers(f"{domain}-test", of_domain(splits.test, domain)[: evaluate.prompts]),
+            self._answers(f"{domain}-test", of_domain(splits.test, domain)[: counts.prompts]),
         )
 
     def _answers(self, name: str, examples: Sequence[Example]) -> list[Record]:
@@ -101,9 +126,8 @@ class Lab:
 
     def static(self, texts: Texts) -> Path:
         """The drafter of the first domain: trained on its text, then distilled."""
-        config, path = self.config, self.folder.path / "draft"
+        config, path, splits = self.config, self.folder.path / "draft", self.splits
         if not path.exists():
-            splits = read_splits(self.folder.input("texts"))
             make_draft(
                 config,
                 self.folder.model(config, "target"),
@@ -160,16 +184,13 @@ class Lab:
         config, folder = self.config, self.folder.path / name
         remove(folder)  # of an interrupted run: a stream is gone through whole
         folder.mkdir()
-        buffer = Buffer(
-            folder / "buffer.sqlite",
-            config.online.buffer,
-            gate_fraction=config.online.gate.fraction,
-        )
+        fraction = config.online.gate.fraction
+        buffer = Buffer(folder / "buffer.sqlite", config.online.buffer, gate_fraction=fraction)
         registry = Registry(folder / "drafters")
         registry.seed(partial(shutil.copytree, static, dirs_exist_ok=True))
         refit = make_refit(
             config,
-            route="default",
+            route=DEFAULT_ROUTE,
             start=config.draft,
             target=self.target,
             buffer=buffer,
@@ -178,7 +199,7 @@ class Lab:
             folder=folder,
             reader=self.reader,
         )
-        return Service(name, self.draft(static), buffer, refit)
+        return Service(self.draft(static), buffer, refit)
 
 
 def of_domain(examples: Sequence[Example], domain: str) -> list[Example]:

@@ -1,34 +1,192 @@
-"""The law of a round of any proposer under any rule, measured from outside.
+"""The law of a round of the decoder, measured from outside, to the last digit.
 
-As `enumeration`, with less to assume: a proposer may draw as many numbers as it likes, to any end,
-and a test may have any number of thresholds. The cells of a round are found in two steps: first
-those of the proposer's noise, then, for each different proposal, those of the tests and of the
-next token. A uniform is bisected inside each cell of those before it.
+`Rows` are those of a decoder whose prompts are fed, as tensors: any of them, any number of times,
+on which the decoder's own units play a round with noise that the test decides. `measured` finds by
+bisection where each uniform of a round changes what happens, and returns every cell between those
+places with its probability and outcome: first the cells of the proposer's noise, then, for each
+different proposal, those of the tests and of the next token. Nothing is taken from the decoder's
+formulas, so a changed threshold anywhere, in proposer, warping, verification, cache or commitment,
+changes what is measured. A proposer may draw as many numbers as it likes, and a test may have any
+number of thresholds.
 
 Shapes: N rows, R cells so far, E settings of later uniforms, K proposals, P places (uniforms), M
 cells, V vocabulary.
 """
 
+import copy
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from draftkit.decoding.proposers import Proposal
+from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.proposers import Proposal, Proposer
+from draftkit.decoding.round import RoundInputs
+from draftkit.decoding.state import DecodeState
 from draftkit.theory.noise import ACCEPT, DRAFT, NEXT
-from draftkit.theory.verification import VERIFIERS, Verifier
-from tests.decoding.checks import PROMPT, VOCAB_SIZE, Measured, Setting
-from tests.decoding.enumeration import Cells, Outcome
-from tests.decoding.stand import Made, Stand
-from tests.params import params_of, select
+from tests.params import select
 from tests.theory.laws import LARGEST, LawBroken
 
-Told = Callable[[Tensor, Tensor], Tensor]  # (row [N], uniforms [N, P]) to what happens, a number
+Result = Callable[[Tensor, Tensor], Tensor]  # (row [N], uniforms [N, P]) to what happens, a number
 PIECES = 4  # in which a change is looked for
 BISECTIONS = 40  # places are known to 2^-42
+EDGE = 1e-11  # how near to the edge of a cell a point is tried
+
+
+class Outcome(NamedTuple):
+    """What a round did to N rows; -1 stands for proposals and tokens that do not count."""
+
+    draft_tokens: Tensor  # [N, K]
+    accepted: Tensor  # [N]: one less than the tokens emitted
+    committed: Tensor  # [N]
+    text: Tensor  # [N, K + 1] committed tokens
+    done: Tensor  # [N] bool
+    last: Tensor  # [N] the last token emitted
+
+    def differs(self, other: "Outcome") -> Tensor:
+        """[N] bool: where anything differs."""
+        pairs = zip(self, other, strict=True)
+        flags = [(a != b).reshape(len(a), -1).any(-1) for a, b in pairs if a.numel()]
+        return torch.stack(flags).any(0)
+
+    def number(self, vocab_size: int) -> Tensor:
+        """[N]: one for each commitment, accepted ends of text told from those that were drawn."""
+        width = self.text.shape[1]
+        digits = ((self.text + 1) * (vocab_size + 1) ** torch.arange(width)).sum(1)
+        return (digits * (width + 1) + self.accepted) * vocab_size + self.last
+
+    def at(self, index: Tensor) -> "Outcome":
+        return Outcome(*(part[index] for part in self))
+
+
+class Rows:
+    """All rows of a `decoder` that are ready and run together; `take` makes others of them.
+
+    A row's next round is played by the units that the decoder itself runs.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        (group,) = decoder._groups()
+        self.units: Any = decoder._verify.__globals__["units"]  # a mutant has its own
+        self.decoder = decoder
+        self.proposer = decoder._proposers.get(group.proposer_id)
+        self.inputs = RoundInputs(group, visible=decoder.capacity)
+        self.draws = self._draws()
+
+    def _draws(self) -> int:
+        """How many numbers the proposer draws in a round."""
+        counts = [0]
+
+        def listening(*, count: int, purpose: int, **_: Any) -> Tensor:
+            counts.append(count * (purpose == DRAFT))
+            return torch.zeros(1, count, dtype=torch.float64)
+
+        one = self.take(torch.tensor([0]))
+        one.decoder.noise = listening
+        one.propose()
+        return max(counts)
+
+    def __len__(self) -> int:
+        return len(self.inputs.group.index)
+
+    @property
+    def gamma(self) -> int:
+        return self.inputs.group.gamma
+
+    @property
+    def state(self) -> DecodeState:
+        return self.decoder.state
+
+    def take(self, index: Tensor) -> "Rows":
+        """Rows of which the n-th is in the state of row index[n]."""
+        taken, decoder, group = copy.copy(self), copy.copy(self.decoder), self.inputs.group
+        at = group.index[index]
+        tensors = {k: v[at] for k, v in vars(self.state).items() if isinstance(v, Tensor)}
+        decoder.state = DecodeState(**tensors | {"row": torch.arange(len(at))})
+        decoder.cache = _gathered(decoder.cache, at)
+        taken.decoder = decoder
+        taken.proposer = self.proposer and _with_caches(self.proposer, at)
+        every, active = torch.arange(len(at)), torch.ones(len(at), dtype=torch.bool)
+        group = replace(group, members={}, index=every, rows=every, active=active)
+        group = replace(group, params=select(group.params, index))
+        taken.inputs = self.inputs._replace(group=group)
+        return taken
+
+    def propose(self) -> Proposal:
+        """The proposals of the next round."""
+        if self.proposer is None:
+            return self.units.no_proposal(self.inputs)
+        return self.units.propose((self.proposer, self.decoder), self.inputs)
+
+    def play(self) -> tuple[Proposal, Any]:
+        """The next round: its proposals and the outcome as the unit reports it."""
+        proposal = self.propose()
+        return proposal, self.units.verify(self.decoder, self.inputs._replace(proposal=proposal))
+
+    def force(self, uniforms: Tensor) -> "Rows":
+        """Let the next round draw these numbers [N, P], each purpose once."""
+        values = dict(
+            zip((DRAFT, ACCEPT, NEXT), uniforms.split([self.draws, self.gamma, 1], 1), strict=True)
+        )
+
+        def forced(*, count: int, purpose: int, **_: Any) -> Tensor:
+            if purpose not in values:
+                raise LawBroken(f"noise of purpose {purpose} serves twice in one round")
+            numbers = values.pop(purpose)
+            if numbers.shape[1] != count:
+                raise LawBroken(f"{count} numbers of purpose {purpose} in a round that has others")
+            return numbers
+
+        self.decoder.noise = forced
+        return self
+
+    def proposals(self, row: Tensor, draft: Tensor) -> tuple[Tensor, Proposal]:
+        """What rows propose by their numbers [N, draws], told apart by a number [N]."""
+        rest = draft.new_zeros(len(draft), self.gamma + 1)
+        proposal = self.take(row).force(torch.cat([draft, rest], dim=1)).propose()
+        beyond = torch.arange(self.gamma) >= proposal.lengths[:, None]
+        tokens = proposal.tokens.masked_fill(beyond, 0)
+        digits = (tokens * self.decoder.target.vocab_size ** torch.arange(self.gamma)).sum(1)
+        return digits * (self.gamma + 1) + proposal.lengths, proposal
+
+    def outcomes(self, row: Tensor, uniforms: Tensor) -> Outcome:
+        """What a round of rows does by its numbers [N, draws + K + 1]."""
+        return self.take(row).force(uniforms).outcome()
+
+    def outcome(self) -> Outcome:
+        """What the next round does; the rows are those after it."""
+        proposal, done = self.play()
+        emitted, committed = done.report[:, 0], done.report[:, 1]
+        place = torch.arange(done.tokens.shape[1])
+        beyond = place[: self.gamma] >= proposal.lengths[:, None]
+        return Outcome(
+            draft_tokens=proposal.tokens.masked_fill(beyond, -1),
+            accepted=emitted - 1,
+            committed=committed,
+            text=done.tokens.masked_fill(place >= committed[:, None], -1),
+            done=done.report[:, 3].bool(),
+            last=done.tokens.gather(1, emitted[:, None] - 1)[:, 0],
+        )
+
+
+def _gathered(cache: Any, index: Tensor) -> Any:
+    twin = type(cache)(len(index), cache.capacity)
+    twin._keys = [keys[index] for keys in cache._keys]
+    twin._values = [values[index] for values in cache._values]
+    return twin
+
+
+def _with_caches(proposer: Proposer, index: Tensor) -> Proposer:
+    """`proposer`, or one made of others, with the caches of those rows."""
+    twin: Any = copy.copy(proposer)
+    if "model" in vars(proposer):
+        twin.model = _with_caches(twin.model, index)
+    elif twin.has_cache:
+        twin._cache = _gathered(twin._cache, index)
+    return twin
 
 
 @dataclass(frozen=True)
@@ -43,18 +201,24 @@ class Boxes:
     def mass(self) -> Tensor:
         return (self.high - self.low).prod(-1)
 
+    def point(self, fraction: Tensor, inset: float = 0.0) -> Tensor:
+        """That way [M, P] from the low to the high end of each box, less `inset` at either."""
+        margin = ((self.high - self.low) / 2).clamp(max=inset)
+        low, high = self.low + margin, self.high - margin
+        return (low + (high - low) * fraction).clamp(max=LARGEST)
+
     @property
     def middle(self) -> Tensor:
-        return ((self.low + self.high) / 2).clamp(max=LARGEST)
+        return self.point(torch.full_like(self.low, 0.5))
 
-    def inside(self, generator: torch.Generator) -> Tensor:
-        """A random point of each box."""
+    def somewhere(self, generator: torch.Generator, *, at_edges: bool) -> Tensor:
+        """A point of each box: any, or one of those next to its corners."""
         fraction = torch.rand(self.low.shape, generator=generator, dtype=torch.float64)
-        return (self.low + (self.high - self.low) * fraction).clamp(max=LARGEST)
+        return self.point(fraction.round(), EDGE) if at_edges else self.point(fraction)
 
 
-def boxes(outcome: Told, states: int, places: int) -> Boxes:
-    """The boxes of `outcome(state [N], uniforms [N, P]) -> [N]`, sought one uniform at a time.
+def boxes(result: Result, states: int, places: int) -> Boxes:
+    """The boxes of `result(state [N], uniforms [N, P]) -> [N]`, sought one uniform at a time.
 
     A uniform is bisected in every cell of those before it, for all extremes of those behind it.
     """
@@ -65,10 +229,10 @@ def boxes(outcome: Told, states: int, places: int) -> Boxes:
         before = found.middle[:, None].expand(-1, len(behind), -1)
         points = torch.cat([before, behind.expand(len(before), -1, -1)], dim=-1)
 
-        def told(cell: Tensor, uniforms: Tensor, state: Tensor = found.state) -> Tensor:
-            return outcome(state[cell], uniforms)
+        def of_cells(cell: Tensor, uniforms: Tensor, state: Tensor = found.state) -> Tensor:
+            return result(state[cell], uniforms)
 
-        cell, low, high = _intervals(*_changes(told, points, place), len(points))
+        cell, low, high = _intervals(*_changes(of_cells, points, place), len(points))
         found = Boxes(
             found.state[cell],
             torch.cat([found.low[cell], low[:, None]], dim=1),
@@ -77,8 +241,8 @@ def boxes(outcome: Told, states: int, places: int) -> Boxes:
     return found
 
 
-def _changes(told: Told, points: Tensor, place: int) -> tuple[Tensor, Tensor]:
-    """Where the uniform at `place` changes the outcome for any of `points` [R, E, P], by row.
+def _changes(result: Result, points: Tensor, place: int) -> tuple[Tensor, Tensor]:
+    """Where the uniform at `place` changes the result for any of `points` [R, E, P], by row.
 
     Halves every piece whose ends differ, so it misses what changes and changes back inside one of
     PIECES; `_check_inside` is there to see that.
@@ -88,7 +252,7 @@ def _changes(told: Told, points: Tensor, place: int) -> tuple[Tensor, Tensor]:
 
     def at(index: Tensor, value: Tensor) -> Tensor:
         uniforms = torch.where(column, value[:, None], others[index])
-        return told(index // points.shape[1], uniforms)
+        return result(index // points.shape[1], uniforms)
 
     cuts = torch.linspace(0, 1, PIECES + 1, dtype=torch.float64).clamp(max=LARGEST)
     every = torch.arange(len(others)).repeat_interleave(PIECES + 1)
@@ -119,109 +283,52 @@ def _intervals(row: Tensor, place: Tensor, rows: int) -> tuple[Tensor, Tensor, T
     return row[:-1][real], place[:-1][real], place[1:][real]
 
 
-class Field:
-    """All texts of a setting under all its samplings, ready for rounds."""
+@dataclass(frozen=True)
+class Cells:
+    """What one round does in every cell of its uniforms, from every row; by row.
 
-    def __init__(self, make: Made, setting: Setting, verifier: Verifier | None) -> None:
-        self.setting = setting
-        self.proposer = make(setting.draft())
-        self.verifier = verifier or VERIFIERS[setting.verification]
-        texts = [[*PROMPT, *text] for text in setting.prefixes] * len(setting.samplings)
-        self.length = torch.tensor([len(text) for text in texts])
-        self.texts = torch.tensor([t + [0] * (max(self.length) - len(t)) for t in texts])
-        self.params = params_of([vars(s) for s in setting.samplings for _ in setting.prefixes])
-        self.draws = self._draws()
+    boxes: the whole uniforms of one proposal of that outcome; mass: of all of them.
+    """
 
-    def stand(self, state: Tensor, values: dict[int, Tensor]) -> Stand:
-        """Rows in `state` [N], whose noise will be `values` by purpose, [N, count] each."""
+    boxes: Boxes
+    mass: Tensor  # [M]
+    outcome: Outcome
 
-        def forced(*, count: int, purpose: int, **_: Any) -> Tensor:
-            return values[purpose][:, :count]
-
-        return Stand(
-            self.proposer,
-            self.setting.target,
-            self.texts[state],
-            self.length[state],
-            params=select(self.params, state),
-            gamma=self.setting.gamma,
-            limit=len(PROMPT) + self.setting.tokens,
-            verifier=self.verifier,
-            noise_function=forced,
-            eos=self.setting.eos,
-        )
-
-    def _draws(self) -> int:
-        """How many numbers the proposer draws in a round."""
-        counts = [0]
-
-        def listening(*, count: int, **_: Any) -> Tensor:
-            counts.append(count)
-            return torch.zeros(1, count, dtype=torch.float64)
-
-        stand = self.stand(torch.tensor([0]), {})
-        stand.noise = listening
-        stand.propose()
-        return max(counts)
-
-    def proposals(self, state: Tensor, draft: Tensor) -> tuple[Tensor, Proposal]:
-        """What is proposed, told apart by a number [N], with garbage blanked."""
-        stand = self.stand(state, {DRAFT: draft})
-        proposal = stand.propose()
-        gamma = self.setting.gamma
-        beyond = torch.arange(gamma) >= proposal.lengths[:, None]
-        tokens = proposal.tokens.masked_fill(beyond, 0)
-        digits = (tokens * VOCAB_SIZE ** torch.arange(gamma)).sum(1)
-        return digits * (gamma + 1) + proposal.lengths, proposal._replace(tokens=tokens)
-
-    def outcomes(self, state: Tensor, uniforms: Tensor) -> tuple[Tensor, Outcome]:
-        """What a round does, told apart by a number [N]; uniforms of proposer, tests, next."""
-        parts = uniforms.split([self.draws, self.setting.gamma, 1], dim=1)
-        stand = self.stand(state, dict(zip((DRAFT, ACCEPT, NEXT), parts, strict=True)))
-        proposal, done = stand.play()
-        emitted, committed = done.report[:, 0], done.report[:, 1]
-        place = torch.arange(done.tokens.shape[1])
-        text = done.tokens.masked_fill(place >= committed[:, None], -1)
-        outcome = Outcome(
-            draft_tokens=proposal.tokens,
-            accepted=emitted - 1,
-            committed=committed,
-            text=text,
-            done=done.report[:, 3].bool(),
-            last=done.tokens.gather(1, emitted[:, None] - 1)[:, 0],
-        )
-        digits = ((text + 1) * (VOCAB_SIZE + 1) ** place).sum(1)
-        return (digits * (len(place) + 1) + emitted) * VOCAB_SIZE + outcome.last, outcome
+    @property
+    def state(self) -> Tensor:
+        """The row [M] that each cell is of."""
+        return self.boxes.state
 
 
-def measured(make: Made, setting: Setting, *, verifier: Verifier | None = None) -> Measured:
-    """Measure a round from every text of the setting, for `check_joint_law` and its like.
+def measure(rows: Rows) -> Cells:
+    """Every cell of the next round of `rows`.
 
     Raises LawBroken where a cell has more than one outcome.
     """
-    field = Field(make, setting, verifier)
-    states = len(field.length)
-    first = boxes(lambda s, u: field.proposals(s, u)[0], states, field.draws)
-    number, proposal = field.proposals(first.state, first.middle)
+    size = rows.decoder.target.vocab_size
+    first = boxes(lambda row, u: rows.proposals(row, u)[0], len(rows), rows.draws)
+    number, proposal = rows.proposals(first.state, first.middle)
     different, kind = torch.stack([first.state, number]).unique(dim=1, return_inverse=True)
     example = torch.zeros(different.shape[1], dtype=torch.long)
-    example = example.scatter(0, kind, torch.arange(len(kind)))
+    example = example.scatter(0, kind, torch.arange(len(kind)))  # a box of each proposal
     _check_same_law(proposal, example[kind])
-    draft = first.middle[example]
+    state, draft = first.state[example], first.middle[example]
 
-    def with_draft(which: Tensor, uniforms: Tensor) -> tuple[Tensor, Outcome]:
-        full = torch.cat([draft[which], uniforms], dim=1)
-        return field.outcomes(first.state[example][which], full)
+    def by_tests(which: Tensor, uniforms: Tensor) -> Tensor:
+        whole = torch.cat([draft[which], uniforms], dim=1)
+        return rows.outcomes(state[which], whole).number(size)
 
-    places = setting.gamma + 1
-    second = boxes(lambda w, u: with_draft(w, u)[0], len(example), places)
-    number, outcome = with_draft(second.state, second.middle)
-    of_kind = torch.zeros(len(example), dtype=torch.float64).index_add(0, kind, first.mass)
-    _check_inside(field, first, kind, second, number)
-    state = first.state[example][second.state]
-    mass = second.mass * of_kind[second.state]
-    cells = Cells(state, mass, second.low, second.high, outcome)
-    return Measured(setting, None, cells)  # pyrefly: ignore[bad-argument-type]
+    second = boxes(by_tests, len(example), rows.gamma + 1)
+    mass = torch.zeros(len(example), dtype=torch.float64).index_add(0, kind, first.mass)
+    mass, which = second.mass * mass[second.state], example[second.state]
+    whole = Boxes(
+        state[second.state],
+        torch.cat([first.low[which], second.low], dim=1),
+        torch.cat([first.high[which], second.high], dim=1),
+    )
+    outcome = rows.outcomes(whole.state, whole.middle)
+    _check_inside(rows, first, kind, second, outcome)
+    return Cells(whole, mass, outcome)
 
 
 def _check_same_law(proposal: Proposal, example: Tensor) -> None:
@@ -233,15 +340,15 @@ def _check_same_law(proposal: Proposal, example: Tensor) -> None:
             raise LawBroken("q depends on more than the text and the proposals before")
 
 
-def _check_inside(field: Field, first: Boxes, kind: Tensor, second: Boxes, number: Tensor) -> None:
+def _check_inside(rows: Rows, first: Boxes, kind: Tensor, second: Boxes, outcome: Outcome) -> None:
     """Any noise of a proposal, with any of the tests, does what was measured of the proposal."""
     generator = torch.Generator().manual_seed(0)
-    for _ in range(4):
+    for at_edges in (False, False, True, True):
         order = torch.randperm(len(second.state), generator=generator)
         some = torch.zeros(len(kind), dtype=torch.long)  # a random cell of each kind
         some = some.scatter(0, second.state[order], order)[kind]
-        uniforms = torch.cat([first.inside(generator), second.inside(generator)[some]], dim=1)
+        draft, tests = (one.somewhere(generator, at_edges=at_edges) for one in (first, second))
+        uniforms = torch.cat([draft, tests[some]], dim=1)
         real = (first.mass > 1e-9) & (second.mass[some] > 1e-9)
-        found, _ = field.outcomes(first.state, uniforms)
-        if (real & (found != number[some])).any():
+        if (real & rows.outcomes(first.state, uniforms).differs(outcome.at(some))).any():
             raise LawBroken("the outcome of a round depends on more than its uniforms in turn")

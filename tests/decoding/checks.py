@@ -27,13 +27,15 @@ from draftkit.decoding.proposers import DraftModelProposer, Proposer
 from draftkit.decoding.state import NoiseFunction, Request
 from draftkit.theory import noise
 from draftkit.theory.verification import Verifier
-from tests.decoding.enumeration import EDGE, Bench, Cells, Forced, fork, measure
+from tests.decoding.boxes import Cells, Rows, measure
 from tests.tabular import TabularAdapter, random_adapter, relative
 from tests.theory.laws import START, LawBroken, check_sample, pair_laws, sequences
 
 VOCAB_SIZE = 3
 PROMPT = (1, 0)
 TOLERANCE = 1e-10
+CHUNK = 20_000  # rows that are decoded at once
+Made = Callable[[TabularAdapter], Proposer]
 Text = tuple[int, ...]
 Mass = defaultdict[Text, float]  # probability by text
 
@@ -43,7 +45,7 @@ class Parts:
     """What a decoder is built of; mutants replace one of them."""
 
     decoder: type[Decoder] = Decoder
-    proposer: Callable[[TabularAdapter], Proposer] = DraftModelProposer
+    proposer: Made = DraftModelProposer
     verifier: Verifier | None = None
     noise: NoiseFunction = noise.uniform
 
@@ -99,7 +101,6 @@ def build(
     *,
     target: TabularAdapter,
     draft: TabularAdapter,
-    noise_function: NoiseFunction,
     verification: str = "speculative",
     eos: Sequence[int] = (),
 ) -> Decoder:
@@ -110,7 +111,7 @@ def build(
         capacity=max(map(tokens_needed, requests)),
         eos_token_ids=eos,
         verification=verification,
-        noise_function=noise_function,
+        noise_function=parts.noise,
     )
     if parts.verifier is not None:
         decoder.verifier = parts.verifier
@@ -162,7 +163,7 @@ class Measured:
     """The rounds of a setting from every text under every sampling, freshly fed."""
 
     setting: Setting
-    decoder: Decoder
+    rows: Rows
     cells: Cells
 
     def number(self, text: Text, which: int = 0) -> int:
@@ -170,20 +171,24 @@ class Measured:
         return which * len(self.setting.prefixes) + self.setting.prefixes.index(text)
 
 
-def measured(parts: Parts, setting: Setting) -> Measured:
-    """Measure a round of the decoder from every text of the setting."""
+def rows_of(parts: Parts, setting: Setting, requests: Sequence[Request]) -> Rows:
+    """Rows of a decoder of the setting, ready for their first round."""
     decoder = build(
         parts,
-        [setting.request(t, n) for n in range(len(setting.samplings)) for t in setting.prefixes],
+        requests,
         target=setting.target,
         draft=setting.draft(),
-        noise_function=Forced(),
         verification=setting.verification,
         eos=setting.eos,
     )
-    states = torch.arange(len(setting.prefixes) * len(setting.samplings))
-    cells = measure(decoder, states, gamma=setting.gamma, vocab_size=VOCAB_SIZE)
-    return Measured(setting, decoder, cells)
+    return Rows(decoder)
+
+
+def measured(parts: Parts, setting: Setting) -> Measured:
+    """Measure a round of the decoder from every text of the setting."""
+    every = [setting.request(t, n) for n in range(len(setting.samplings)) for t in setting.prefixes]
+    rows = rows_of(parts, setting, every)
+    return Measured(setting, rows, measure(rows))
 
 
 def round_law(cells: Cells, state: int) -> Mass:
@@ -253,16 +258,16 @@ def check_text_alone(result: Measured, *, levels: int = 3, most: int = 60_000) -
 
     From the bare prompt all outcomes of a round are played, from each of the states so reached
     all outcomes of the next, and so on (a random part of them where they are more than `most`),
-    with noise as close to the edges of each cell as EDGE: the outcomes must be those that were
-    measured from the same text, freshly fed.
+    with noise next to the corners of each cell: the outcomes must be those that were measured from
+    the same text, freshly fed.
     """
     generator = torch.Generator().manual_seed(1)
-    cells = result.cells
-    samplings = range(len(result.setting.samplings))
+    cells, rows = result.cells, result.rows
     per_state = torch.bincount(cells.state)
     first = per_state.cumsum(0) - per_state
-    decoder = result.decoder
-    row = number = torch.tensor([result.number((), which) for which in samplings])
+    row = number = torch.tensor(
+        [result.number((), which) for which in range(len(result.setting.samplings))]
+    )
     tried = 0
     for _ in range(levels):
         count = per_state[number]
@@ -271,38 +276,47 @@ def check_text_alone(result: Measured, *, levels: int = 3, most: int = 60_000) -
         if len(parent) > most:
             pick = torch.randperm(len(parent), generator=generator)[:most]
             parent, cell = parent[pick], cell[pick]
-        bench = Bench(decoder, row[parent])
-        fraction = torch.randint(2, cells.low[cell].shape, generator=generator).double()
-        outcome = cells.play(bench, cell, fraction, inset=EDGE)
-        odd = outcome.differs(cells.outcome.at(cell))
+        corners = cells.boxes.somewhere(generator, at_edges=True)
+        rows = rows.take(row[parent]).force(corners[cell])
+        odd = rows.outcome().differs(cells.outcome.at(cell))
         if (odd & (cells.mass[cell] > 1e-9)).any():
             raise LawBroken("a round depends on more than the text before it")
         tried += len(parent)
-        decoder = bench.decoder
-        row, number = _new_states(decoder, result)
+        row, number = _new_states(rows, number[parent], result)
         if not len(row):
             break
     return tried
 
 
-def _going_on(decoder: Decoder) -> list[int]:
-    """The slots of `decoder` whose requests are not done."""
-    return sorted(n for n, slot in decoder.state.slots.items() if not slot.is_finished)
+def _texts_of(rows: Rows) -> dict[Text, tuple[int, Text]]:
+    """Of rows that go on, one for each that differs in what was written, proposals included.
+
+    By that: the row, and its text behind the prompt.
+    """
+    state = rows.state
+    going_on = (~state.done).nonzero()[:, 0].tolist()
+    written, lengths = state.tokens.tolist(), state.length.tolist()
+    return {
+        tuple(written[row]): (row, tuple(written[row][len(PROMPT) : lengths[row]]))
+        for row in reversed(going_on)
+    }
 
 
-def _new_states(decoder: Decoder, result: Measured, most: int = 1500) -> tuple[Tensor, Tensor]:
-    """Rows of `decoder` that go on and differ in text or proposals, and the rows of their texts."""
-    state, samplings = decoder.state, result.setting.samplings
-    rows: dict[tuple[int, Text], int] = {}  # number and everything written, proposals included
-    for row in _going_on(decoder):
-        written = state.tokens[row].tolist()
-        text = tuple(written[len(PROMPT) : state.slots[row].length])
-        number = result.number(text, samplings.index(state.slots[row].request.sampling))
-        rows.setdefault((number, tuple(written)), row)
-    kept = list(rows.items())
+def _new_states(
+    rows: Rows, before: Tensor, result: Measured, most: int = 1500
+) -> tuple[Tensor, Tensor]:
+    """Rows that go on and differ in text or proposals, and the rows of their texts.
+
+    before: those [N] of the texts that they went on from, under the same sampling.
+    """
+    texts, found = len(result.setting.prefixes), dict[tuple[int, Text], tuple[int, int]]()
+    for which in range(len(result.setting.samplings)):
+        mine = (before // texts == which).nonzero()[:, 0]
+        for written, (row, text) in _texts_of(rows.take(mine)).items():
+            found[which, written] = int(mine[row]), result.number(text, which)
+    kept = [*found.values()]
     kept = kept[:: max(1, -(-len(kept) // most))]
-    numbers = torch.tensor([number for (number, _), _ in kept], dtype=torch.long)
-    return torch.tensor([row for _, row in kept], dtype=torch.long), numbers
+    return torch.tensor([k[0] for k in kept]).long(), torch.tensor([k[1] for k in kept]).long()
 
 
 def check_swapped(parts: Parts, setting: Setting) -> tuple[Cells, dict[int, Text]]:
@@ -311,30 +325,16 @@ def check_swapped(parts: Parts, setting: Setting) -> tuple[Cells, dict[int, Text
     Every state that the first round can leave is continued by a measured round of the new draft,
     and then by the target. Returns the cells of that round and the texts of its states.
     """
-    decoder = build(
-        parts,
-        [setting.request(())],
-        target=setting.target,
-        draft=setting.draft(),
-        noise_function=Forced(),
-        verification=setting.verification,
-        eos=setting.eos,
-    )
-    before = measure(decoder, torch.tensor([0]), gamma=setting.gamma, vocab_size=VOCAB_SIZE)
-    bench = Bench(decoder, before.state)
-    before.play(bench, torch.arange(bench.rows), torch.full_like(before.low, 0.5))
-    left = bench.decoder.state
-    differing = {  # in text or proposals
-        tuple(left.tokens[row].tolist()): row for row in _going_on(bench.decoder)
-    }
-    rows = torch.tensor(sorted(differing.values()))
-    bench.decoder.swap(DRAFT_ID, setting.draft(seed=200).state_dict(), "new")
-    after = measure(bench.decoder, rows, gamma=setting.gamma, vocab_size=VOCAB_SIZE)
+    rows = rows_of(parts, setting, [setting.request(())])
+    before = measure(rows)
+    left = rows.take(before.state).force(before.boxes.middle)
+    left.outcome()
+    kept = [*_texts_of(left).values()]
+    rows = left.take(torch.tensor([row for row, _ in kept]))
+    assert rows.proposer is not None
+    rows.proposer.swap(setting.draft(seed=200).state_dict(), "new")
+    after, texts = measure(rows), {row: text for row, (_, text) in enumerate(kept)}
     own = TextLaw(setting.target, setting.samplings[0], setting.tokens)
-    texts = {
-        row: tuple(left.tokens[row, len(PROMPT) : left.slots[row].length].tolist())
-        for row in rows.tolist()
-    }
     for row, text in texts.items():
         whole = [t for t in setting.whole if t[: len(text)] == text]
         law: Mass = defaultdict(float)
@@ -377,12 +377,15 @@ def check_sampled(
         [request],
         target=target,
         draft=draft,
-        noise_function=parts.noise,
         verification=verification,
     )
-    decoder = fork(one, torch.zeros(rows, dtype=torch.long))
-    while decoder.round():
-        pass
+    sample = []
+    for row in torch.arange(rows).split(CHUNK):
+        some = Rows(one).take(torch.zeros_like(row))
+        some.state.row = row
+        while not some.state.done.all():
+            some.play()
+        sample.append(some.state.tokens[:, len(START) : len(START) + tokens])
     size = target.vocab_size
     law = served(target, sequences(size, 2), sampling).view(size, size, size)
-    check_sample(decoder.state.tokens[:, 2 : 2 + tokens], pair_laws(law, tokens))
+    check_sample(torch.cat(sample), pair_laws(law, tokens))

@@ -8,6 +8,7 @@ host that entered them, and holds each later call to all that machine code takes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,12 @@ from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import graphs
+from draftkit.decoding import round as units
 from draftkit.decoding.decoder import Decoder, RoundResult
-from draftkit.decoding.state import Request
+from draftkit.decoding.round import RoundInputs
+from draftkit.decoding.state import DecodeState, Request, RoundView, make_group
+from draftkit.models.cache import visible_slots
+from draftkit.theory import noise
 
 DRAFT = "draft"
 SMALL: dict[str, Any] = {  # of a tiny model
@@ -40,6 +45,34 @@ def request(prompt: Sequence[int], *, new: int = 10, gamma: int = 2, **others: A
     settings: dict[str, Any] = {"sampling": SamplingConfig()}
     settings["proposer_id"] = DRAFT if gamma else None
     return Request(prompt_ids=prompt, max_new_tokens=new, gamma=gamma, **settings | others)
+
+
+def view_of(
+    texts: Sequence[Sequence[int]],
+    samplings: Sequence[SamplingConfig],
+    gamma: int,
+    *,
+    vocab_size: int = 8,
+    capacity: int = 32,
+) -> RoundView:
+    """What a decoder would show of rows with those texts, under seed 11."""
+    state = DecodeState.empty(len(texts), capacity, torch.device("cpu"))
+    for slot, (text, sampling) in enumerate(zip(texts, samplings, strict=True)):
+        request = Request(
+            prompt_ids=text,
+            max_new_tokens=8,
+            sampling=sampling,
+            gamma=gamma,
+            proposer_id="draft",
+            seed=11,
+            row=slot,
+        )
+        state.admit(slot, request)
+    group = make_group(state, list(range(len(texts))), gamma, "draft")
+    visible = visible_slots(max(map(len, texts)) + gamma, capacity)
+    target: Any = SimpleNamespace(vocab_size=vocab_size)
+    bench: Any = SimpleNamespace(state=state, target=target, noise=noise.uniform)
+    return units.round_view(bench, RoundInputs(group, visible))
 
 
 @dataclass

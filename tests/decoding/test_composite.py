@@ -13,7 +13,7 @@ from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView
 from tests.decoding.checks import served
-from tests.decoding.stand import view_of
+from tests.decoding.driving import view_of
 from tests.tabular import TabularAdapter, random_adapter
 
 PLAIN = SamplingConfig()

@@ -1,8 +1,8 @@
 """The decoder has the target's law: by enumeration to 1e-10, and by chi-square with real noise.
 
-The decoder is a black box here: `enumeration.measure` finds every breakpoint of every uniform by
-bisection. `test_mutants.py` shows what these checks reject. Other proposers than draft models are
-measured by `boxes.measured`; their mutants are in `test_ngrams` and `test_composite_rounds`.
+The decoder is a black box here: `boxes.measure` finds every breakpoint of every uniform by
+bisection, whoever proposes. `test_mutants.py` shows what these checks reject, and `test_ngrams` and
+`test_composite_rounds` what they reject of other proposers.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from draftkit.decoding.proposers import DraftModelProposer, Proposer
 from draftkit.decoding.state import Request
 from draftkit.theory import noise
 from draftkit.theory.verification import Verification
-from tests.decoding import boxes, mutants, stand
+from tests.decoding import mutants
 from tests.decoding.checks import (
-    LawBroken,
+    Made,
     Parts,
     Setting,
     TextLaw,
@@ -34,10 +34,10 @@ from tests.decoding.checks import (
     check_text_alone,
     measured,
 )
-from tests.decoding.stand import Made
 from tests.tabular import TabularAdapter, random_adapter, relative
 from tests.theory import checks as theory_checks
 from tests.theory import mutants as theory_mutants
+from tests.theory.laws import LawBroken
 
 PLAIN = SamplingConfig()
 CUT = SamplingConfig(temperature=0.7, top_k=2)
@@ -68,6 +68,13 @@ def check_everything(setting: Setting) -> int:
     check_joint_law(result)
     check_proposal_law(result)
     return check_text_alone(result)
+
+
+def check_law(make: Made, setting: Setting) -> None:
+    """What enumeration can say of any proposer."""
+    result = measured(Parts(proposer=make), setting)
+    check_joint_law(result)
+    assert check_text_alone(result) > 0
 
 
 @rules
@@ -120,9 +127,7 @@ def test_ragged_and_one_hot_proposals_keep_the_joint_law(
     proposer: Made, samplings: tuple[SamplingConfig, ...], rule: str
 ) -> None:
     setting = Setting(gamma=2, tokens=3, verification=rule, samplings=samplings)
-    result = measured(Parts(proposer=proposer), setting)
-    check_joint_law(result)
-    check_text_alone(result)
+    check_law(proposer, setting)
 
 
 @pytest.mark.parametrize(("sampling", "rule"), [(PLAIN, "speculative"), (ALL, "block")])
@@ -212,8 +217,7 @@ other_rules = pytest.mark.parametrize("rule", ["block", "match"])
 
 @proposers
 def test_the_joint_law_is_the_targets_whoever_proposes(make: Made) -> None:
-    setting = Setting(gamma=2, tokens=3, samplings=(PLAIN, ALL))
-    check_joint_law(boxes.measured(make, setting))
+    check_law(make, Setting(gamma=2, tokens=3, samplings=(PLAIN, ALL)))
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
@@ -226,7 +230,8 @@ def test_a_broken_rule_is_seen_whoever_proposes(name: str) -> None:
             return Verification(arguments["lengths"], arguments["target_probs"][:, 0].argmax(-1))
         return mutant.VERIFIERS["speculative"](**arguments)
 
-    result = boxes.measured(named(name), Setting(gamma=2, tokens=3), verifier=broken)
+    parts = Parts(proposer=named(name), verifier=broken)
+    result = measured(parts, Setting(gamma=2, tokens=3))
     with pytest.raises(LawBroken):
         check_joint_law(result)
 
@@ -237,13 +242,13 @@ def test_a_broken_rule_is_seen_whoever_proposes(name: str) -> None:
 )
 def test_the_joint_law_is_the_targets_under_other_rules(name: str, rule: str) -> None:
     setting = Setting(gamma=2, tokens=3, verification=rule, samplings=(PLAIN, ALL))
-    check_joint_law(boxes.measured(ALL_PROPOSERS[name], setting))
+    check_law(ALL_PROPOSERS[name], setting)
 
 
 @proposers
 def test_the_joint_law_of_greedy_rows_is_the_targets_whoever_proposes(make: Made) -> None:
-    setting = Setting(gamma=3, samplings=(GREEDY, replace(PENALTY, temperature=0.0)), eos=(2,))
-    check_joint_law(boxes.measured(make, setting))
+    greedy = (GREEDY, replace(PENALTY, temperature=0.0))
+    check_law(make, Setting(gamma=3, samplings=greedy, eos=(2,)))
 
 
 @pytest.mark.soak
@@ -253,8 +258,7 @@ def test_the_joint_law_of_greedy_rows_is_the_targets_whoever_proposes(make: Made
 def test_the_joint_law_is_the_targets_everywhere_whoever_proposes(
     make: Made, rule: str, gamma: int
 ) -> None:
-    setting = Setting(gamma=gamma, verification=rule, samplings=EVERY, eos=(2,))
-    check_joint_law(boxes.measured(make, setting))
+    check_law(make, Setting(gamma=gamma, verification=rule, samplings=EVERY, eos=(2,)))
 
 
 # Real noise
@@ -297,13 +301,14 @@ def test_two_hundred_thousand_rows_have_the_targets_law(
 @proposers
 def test_decoded_rows_have_the_targets_law_whoever_proposes(make: Made) -> None:
     tables = theory_checks.adversarial_tables()
-    stand.run(make, tables, rows=ROWS // 2, sampling=SAMPLED["cut"])
+    check_sampled(Parts(proposer=make), tables, rows=ROWS // 2, sampling=SAMPLED["cut"])
 
 
 @pytest.mark.soak
 @proposers
 def test_two_hundred_thousand_rows_have_the_targets_law_whoever_proposes(make: Made) -> None:
-    stand.run(make, theory_checks.adversarial_tables(), rows=200_000, tokens=16, gamma=4)
+    tables = theory_checks.adversarial_tables()
+    check_sampled(Parts(proposer=make), tables, rows=200_000, tokens=16, gamma=4)
 
 
 @pytest.mark.soak
@@ -312,20 +317,20 @@ def test_two_hundred_thousand_rows_have_the_targets_law_whoever_proposes(make: M
 def test_two_hundred_thousand_rows_have_the_targets_law_under_other_rules(
     name: str, rule: str
 ) -> None:
-    tables, make = theory_checks.adversarial_tables(), ALL_PROPOSERS[name]
-    stand.run(make, tables, rows=200_000, verification=rule, tokens=16, gamma=4)
+    tables, parts = theory_checks.adversarial_tables(), Parts(proposer=ALL_PROPOSERS[name])
+    check_sampled(parts, tables, rows=200_000, verification=rule, tokens=16, gamma=4)
 
 
-def test_no_number_is_drawn_twice() -> None:
-    """Every draw of every round has a key of its own: row, committed length, purpose."""
+@pytest.mark.parametrize("name", ["sampled", "staged on bigram"])
+def test_no_number_is_drawn_twice(name: str) -> None:
+    """Every draw of every round has a key of its own, also where its text comes again later."""
     keys: list[tuple[int, ...]] = []
 
-    def listening(**key: torch.Tensor | int) -> torch.Tensor:
-        columns = (key["seed"], key["row"], key["length"])
-        rows = torch.stack([torch.as_tensor(column) for column in columns], dim=1)
+    def listening(**key: Any) -> torch.Tensor:
         assert key.get("first", 0) == 0
-        keys.extend((*row, int(key["purpose"])) for row in rows.tolist())
-        return noise.uniform(**key)  # pyrefly: ignore[bad-argument-type]
+        rows = torch.stack([key["seed"], key["row"], key["length"]], dim=1).tolist()
+        keys.extend((*row, key["purpose"]) for row in rows)
+        return noise.uniform(**key)
 
     target = random_adapter(8, 1)
     requests = [
@@ -340,9 +345,8 @@ def test_no_number_is_drawn_twice() -> None:
         )
         for row in range(4)
     ]
-    decoder = build(
-        Parts(), requests, target=target, draft=relative(target, 2), noise_function=listening
-    )
+    parts = Parts(noise=listening, proposer=ALL_PROPOSERS[name])
+    decoder = build(parts, requests, target=target, draft=relative(target, 2))
     rounds = 0
     while decoder.round():
         rounds += 1

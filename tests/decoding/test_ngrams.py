@@ -15,9 +15,8 @@ from draftkit.decoding import ngrams
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.theory.noise import DRAFT, sample
-from tests.decoding.boxes import measured
-from tests.decoding.checks import LawBroken, Setting, check_joint_law, served
-from tests.decoding.stand import view_of
+from tests.decoding.checks import LawBroken, Parts, Setting, check_joint_law, measured, served
+from tests.decoding.driving import view_of
 from tests.tabular import TabularAdapter
 from tests.theory import mutants as theory_mutants
 from tests.theory.mutants import mutate
@@ -259,7 +258,7 @@ def test_a_full_memory_goes_on_guessing_and_costs_no_exactness() -> None:
     memory = NgramMemory(max_ngram=3, max_bytes=3 * 8 * 2)  # two places an order
     memory.learn(some_texts(10, 3, 20, seed=8))
     setting = Setting(gamma=2, tokens=3)
-    result = measured(lambda _: memory, setting)
+    result = measured(Parts(proposer=lambda _: memory), setting)
     check_joint_law(result)
     assert (result.cells.outcome.accepted * result.cells.mass).sum() > 1
 
@@ -269,11 +268,8 @@ def test_a_fresh_token_from_the_target_after_a_mismatch_is_rejected() -> None:
     memory = NgramMemory(max_ngram=2)
     memory.learn(some_texts(4, 3, 10, seed=9))
     broken = theory_mutants.verification_mutant("correction drawn afresh from the target")
-    result = measured(
-        lambda _: memory,
-        Setting(gamma=1, tokens=2),
-        verifier=broken.VERIFIERS["speculative"],
-    )
+    parts = Parts(proposer=lambda _: memory, verifier=broken.VERIFIERS["speculative"])
+    result = measured(parts, Setting(gamma=1, tokens=2))
     with pytest.raises(LawBroken, match="joint law"):
         check_joint_law(result)
 

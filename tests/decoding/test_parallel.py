@@ -19,7 +19,7 @@ from draftkit.decoding import proposers
 from draftkit.decoding.composite import HybridProposer
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import GammaPolicy
-from draftkit.decoding.generation import DRAFT_ID, decode, finish, make_requests
+from draftkit.decoding.generation import DRAFT_ID, finish, make_requests
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import ParallelProposer, Proposal, Proposer
 from draftkit.models import parallel
@@ -27,7 +27,6 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.models.parallel import Parallel, declare
 from draftkit.theory import noise
 from tests import tiny
-from tests.decoding import boxes, stand
 from tests.decoding.checks import (
     PROMPT,
     TOLERANCE,
@@ -36,11 +35,13 @@ from tests.decoding.checks import (
     Parts,
     Setting,
     check_joint_law,
+    check_sampled,
     check_text_alone,
     measured,
     served,
 )
-from tests.tabular import TabularAdapter, with_masks
+from tests.decoding.driving import DRAFT, assert_same, drive, request, strict_compiler
+from tests.tabular import TabularAdapter, random_adapter, relative, with_masks
 from tests.theory import checks as theory_checks
 from tests.theory.laws import LawBroken, sequences
 from tests.theory.mutants import mutate
@@ -94,13 +95,15 @@ def test_every_proposal_has_the_law_of_the_text_before_its_round() -> None:
 
 
 def test_the_joint_law_is_the_targets_beside_a_guesser() -> None:
-    check_joint_law(boxes.measured(hybrid, Setting(gamma=2, tokens=3, samplings=(PLAIN, ALL))))
+    setting = Setting(gamma=2, tokens=3, samplings=(PLAIN, ALL))
+    check_joint_law(measured(Parts(proposer=hybrid), setting))
 
 
 @pytest.mark.parametrize("make", [made, hybrid])
 def test_decoded_rows_have_the_targets_law(make: Callable[[TabularAdapter], Proposer]) -> None:
     sampling = SamplingConfig(temperature=0.8, top_k=6, top_p=0.9)
-    stand.run(make, theory_checks.adversarial_tables(), rows=10_000, sampling=sampling, gamma=3)
+    tables = theory_checks.adversarial_tables()
+    check_sampled(Parts(proposer=make), tables, rows=10_000, sampling=sampling)
 
 
 @pytest.mark.soak
@@ -108,7 +111,8 @@ def test_decoded_rows_have_the_targets_law(make: Callable[[TabularAdapter], Prop
 def test_two_hundred_thousand_rows_have_the_targets_law(
     make: Callable[[TabularAdapter], Proposer],
 ) -> None:
-    stand.run(make, theory_checks.adversarial_tables(), rows=200_000, tokens=16, gamma=4)
+    tables = theory_checks.adversarial_tables()
+    check_sampled(Parts(proposer=make), tables, rows=200_000, tokens=16, gamma=4)
 
 
 # Training and decoding see the same
@@ -288,18 +292,11 @@ def test_enumeration_sees(name: str) -> None:
 
 
 def test_compiled_rounds_are_eager_ones() -> None:
-    draft = model_of("llama", torch.float32)
-    requests = [*make_requests(PROMPTS, max_new_tokens=12, sampling=PLAIN, gamma=3, seed=2)]
-    eager, compiled = (
-        decode(
-            tiny.adapter("llama", seed=4),
-            requests,
-            eos_token_ids=(),
-            batch_size=2,
-            proposer=ParallelProposer(draft),
-            compiled=compiled,
-        )
-        for compiled in (False, True)
-    )
-    assert [one.output_ids for one in eager] == [one.output_ids for one in compiled]
-    assert [one.accept_counts for one in eager] == [one.accept_counts for one in compiled]
+    target, found = random_adapter(8, 1), []
+    requests = [request(prompt, gamma=3, row=row) for row, prompt in enumerate(([5, 2, 7], [3]))]
+    with strict_compiler():
+        for compiled in (False, True):
+            decoder = Decoder(target, slots=2, capacity=32, compiled=compiled)
+            decoder.attach(DRAFT, made(relative(target, 2)))
+            found.append(drive(decoder, requests))
+    assert_same(found[1], found[0], atol=1e-10)

@@ -16,7 +16,7 @@ from draftkit.models.cache import SlotCache
 from draftkit.theory.noise import DRAFT, sample, uniform
 from tests import tiny
 from tests.decoding.checks import served
-from tests.decoding.stand import view_of
+from tests.decoding.driving import view_of
 from tests.tabular import TabularAdapter, random_adapter
 
 SAMPLINGS = [

@@ -92,9 +92,9 @@ def lengthen(
 
 
 def few_steps(config: Config, limit: int) -> int:
-    """Steps of training: two to warm up, then whole periods of what is sampled, and a save."""
+    """Steps of training: whole periods of what is sampled, a save, and one step more."""
     period = config.source.refresh_steps if config.source.name not in ("fixed", "target") else 1
-    return 2 + period * ceil(2 * limit / period)
+    return 1 + period * ceil((2 * limit + 1) / period)
 
 
 def shortened(job: Job, *, longest: bool) -> Config:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from draftkit.data.rollouts import Record, read_parts, read_records
+from draftkit.data.rollouts import read_parts
 from draftkit.models.loading import load_target
 from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
@@ -38,51 +38,40 @@ def _local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def kept(folder: Path) -> list[Record]:
-    paths = sorted((folder / "rollouts").glob("*.parquet"))
-    return [record for path in paths for record in read_records(path)]
-
-
 CASES = [
-    ("mix", [], {"draft"}),
-    ("mix", ["source.other=fixed", "source.fraction=0.8"], {"draft"}),
-    ("mix", ["source.granularity=token"], {"mix"}),
-    ("block", ["decode.gamma=3", "divergence.position_decay=0.8"], {"draft"}),
-    ("replay", ["decode.gamma=3", "divergence.tokens=rejected"], {"speculative"}),
-    ("draft", ["optim.group_by_length=true"], {"draft"}),
+    ("mix", []),
+    ("mix", ["source.other=fixed", "source.fraction=0.8"]),
+    ("mix", ["source.granularity=token"]),
+    ("block", ["decode.gamma=3", "divergence.position_decay=0.8"]),
+    ("replay", ["decode.gamma=3", "divergence.tokens=rejected"]),
+    ("draft", ["optim.group_by_length=true"]),
 ]
 
 
-@pytest.mark.parametrize(("source", "options", "samplers"), CASES)
-def test_every_source_trains_and_keeps_what_the_draft_had_a_part_in(
-    root: Path, source: str, options: list[str], samplers: set[str]
+@pytest.mark.parametrize(("source", "options"), CASES)
+def test_every_source_trains_and_writes_no_texts(
+    root: Path, source: str, options: list[str]
 ) -> None:
     name = "-".join([source, *(option.split("=")[1] for option in options)])
     config = smoke(root, f"source={source}", "source.refresh_steps=3", f"name={name}", *options)
     folder = train.ensure(config)
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    records = kept(folder)
-    assert {record.sampler for record in records} == samplers
-    assert {record.sampler_version for record in records} <= {"step 0", "step 3"}
-    assert (folder / "rollouts" / "step-00000003.parquet").exists()
-    if source == "block":
-        assert {len(record.output_ids) for record in records} <= {1, 2, 3}
-    if source == "replay":
-        assert any(flag for record in records for flag in record.rejected or [])
+    assert not [*folder.rglob("*.parquet")]
 
 
 def test_a_run_stopped_inside_a_block_ends_like_an_uninterrupted_one(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["source=mix", "source.refresh_steps=4"]
+    options = ["source=mix", "source.refresh_steps=2", "optim.save_steps=1"]
     whole = train.ensure(smoke(root, "name=whole", *options))
     monkeypatch.setattr("draftkit.distillation.progress.train", stopping_at(3))
     with pytest.raises(KeyboardInterrupt):
         train.ensure(smoke(root, "name=cut", *options))
     monkeypatch.undo()
     cut = train.ensure(smoke(root, "name=cut", *options))
-    assert kept(cut) == kept(whole)
+    lines = [line for line in read_metrics(cut / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # it went on at step 2
     first, second = (load_file(path / "draft" / "model.safetensors") for path in (whole, cut))
     assert all(torch.equal(first[key], second[key]) for key in first)
 

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config, HardwareConfig, ModelConfig, OptimConfig
 from draftkit.data.rollouts import Record
-from draftkit.distillation.batch_sources import Shard
 from draftkit.distillation.loop import Outcome, discard_state
 from draftkit.distillation.progress import train_logged
 from draftkit.distillation.ranks import agree, join_group
@@ -268,9 +267,15 @@ def fit_once(job: Job, optim: OptimConfig, folder: Path, name: str) -> Fitted:
         config, job.start, job.target, optim, loss=job.loss, texts=job.texts.token_ids
     )
     ranks = trainer.accelerator
-    shard = Shard(ranks.process_index, ranks.num_processes)
     target = None if isinstance(job.target, Outline) else job.target
-    source = make_source(config, target, trainer.draft, job.texts, folder, shard)
+    source = make_source(
+        replace(config, optim=optim),
+        target,
+        trainer.draft,
+        job.texts,
+        rank=ranks.process_index,
+        ranks=ranks.num_processes,
+    )
     section = "validation" if name == TRAIN else f"{name}_validation"
     try:
         outcome = train_logged(

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draftkit.distillation.batch import Batch
-from draftkit.distillation.batch_sources import Source
 from draftkit.distillation.checkpoint import (
     load_checkpoint,
     load_weights,
@@ -23,6 +22,7 @@ from draftkit.distillation.checkpoint import (
     save_weights,
 )
 from draftkit.distillation.ranks import agree
+from draftkit.distillation.sources import Source
 from draftkit.distillation.trainer import StepMetrics, Trainer
 from draftkit.models.memory import give_back_freed_memory
 
@@ -74,6 +74,8 @@ def train(
     weights count as the best. `show` is given the very first batch.
     """
     optim = trainer.optim
+    # Only where texts are sampled anew: a resumed run samples them with the same weights.
+    saved_every = source.refresh_steps * math.ceil(optim.save_steps / source.refresh_steps)
     best, stored = Best(), set[int]()  # steps whose weights the checkpoint names
     if (folder / CHECKPOINT).exists():
         best = Best(**load_checkpoint(folder / CHECKPOINT, trainer))
@@ -95,7 +97,7 @@ def train(
             give_back_freed_memory()
         if evaluate is not None and due(trainer.steps, optim.eval_steps, optim.max_steps):
             best = keep_if_best(trainer, folder, best, evaluate(trainer.steps))
-        if due(trainer.steps, optim.save_steps, optim.max_steps):
+        if due(trainer.steps, saved_every, optim.max_steps):
             save_checkpoint(folder / CHECKPOINT, trainer, vars(best))
             stored = {best.best_step}
         if trainer.accelerator.is_main_process:

@@ -22,10 +22,10 @@ from draftkit.config import (
 from draftkit.data.prompts import Example
 from draftkit.data.store import Mapped
 from draftkit.distillation.batch import TokenSequence
-from draftkit.distillation.batch_sources import Source, shuffled
 from draftkit.distillation.optimizers import OPTIMIZERS
 from draftkit.distillation.progress import train_logged
 from draftkit.distillation.ranks import alone
+from draftkit.distillation.sources import Source, shuffled
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.devices import resolve_device, resolve_dtype

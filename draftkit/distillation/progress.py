@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draftkit.decoding.trace import visible
 from draftkit.distillation.batch import Batch
-from draftkit.distillation.batch_sources import Source
 from draftkit.distillation.loop import Outcome, Progress, train
+from draftkit.distillation.sources import Source
 from draftkit.distillation.trainer import Trainer
 from draftkit.tracking import Tracker
 

@@ -1,12 +1,25 @@
-"""From `source` to the sequences of a training run: who samples, after which prompts, and where
-the texts are kept.
+"""Whose sequences the draft learns on: the data's, the target's, its own, or of both.
+
+A source answers `batch(step)` and is a function of the step alone and, where the draft has a part
+in the text, of its weights at the step that sampled it; so a resumed run sees what an
+uninterrupted one sees. Rows are numbered through all steps: row r is place r % batch_size of step
+r // batch_size, and what it becomes is a function of (seed, r).
+
+`fixed`, `target`: stored texts. `draft`: the draft's own. `mix`: of either, row by row (GKD
+2306.13649) or token by token (OSD 2310.07177, see `mixing`). `block`: a piece of the target's text
+and a round of drafted tokens, as a server sees them. `replay`: texts of speculative decoding with
+what was refused in them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
-from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from draftkit.config import Config
 from draftkit.data.lengths import Room
@@ -14,29 +27,24 @@ from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.data.store import Mapped, Picked
 from draftkit.distillation.batch import (
+    Batch,
     TokenSequence,
     block_of_record,
+    collate,
     sequence_of_example,
     sequence_of_record,
     with_stored_scores,
 )
-from draftkit.distillation.batch_sources import (
-    WHOLE,
-    Grouping,
-    RolloutFiles,
-    SampledSource,
-    Shard,
-    Source,
-    cut_texts,
-    shuffled,
-    some_rows,
-)
+from draftkit.distillation.samplers import Sampler
 from draftkit.distillation.sampling import source_sampler
 from draftkit.distillation.teacher import sampled_scores, stored_scores
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target
+from draftkit.theory.noise import ACCEPT, uniform
 
-ROLLOUTS = "rollouts"
+Item = TypeVar("Item")
+
+GROUPED = 32  # batches among which items of like length are brought together
 SCORED_AT_ONCE = 16  # texts that the target reads for its scores
 
 
@@ -70,37 +78,136 @@ def reads_rollouts(config: Config) -> bool:
     return source.name == "block" or (source.name == "target" and config.generate.top_k == 0)
 
 
+class Samples:
+    """Texts of rows in which the draft has a part: constants for the gradient.
+
+    `prompt_of(row)` is what `sampler` continues, and `read` makes a text of the answer; where it is
+    None, the row is `other_of(row)`.
+    """
+
+    def __init__(
+        self,
+        prompt_of: Callable[[int], Sequence[int] | None],
+        sampler: Sampler,
+        *,
+        read: Callable[[Record], TokenSequence] = sequence_of_record,
+        other_of: Callable[[int], TokenSequence] | None = None,
+    ) -> None:
+        self._prompt_of = prompt_of
+        self._sampler = sampler
+        self._read = read
+        self._other_of = other_of
+        self._records: dict[int, Record] = {}  # by row
+
+    def renew(self, rows: Iterable[int], version: str) -> None:
+        """Sample the texts of `rows` with the weights of the moment, called `version`."""
+        prompts = {row: prompt for row in rows if (prompt := self._prompt_of(row)) is not None}
+        records = self._sampler.sample([*prompts.values()], rows=[*prompts], version=version)
+        self._records = {record.row: record for record in records}
+
+    def text_of(self, row: int) -> TokenSequence:
+        """The text of one of those rows."""
+        if self._other_of is not None and row not in self._records:
+            return self._other_of(row)
+        return self._read(self._records[row])
+
+
+@dataclass
+class Source:
+    """Batches by step: row r of all steps is `text_of(r)`.
+
+    `batch_size` rows make a step; of several processes that train together each has every
+    `ranks`-th of them. `renew(rows, version)` samples the rows of `refresh_steps` steps with the
+    weights at the first of them, which `version` names: so none is older than `refresh_steps` - 1
+    steps. A run goes on only at such a first step, where it samples the same again.
+    """
+
+    text_of: Callable[[int], TokenSequence]
+    _: KW_ONLY
+    batch_size: int
+    device: torch.device
+    version: str = ""
+    packed_length: int | None = None
+    rank: int = 0
+    ranks: int = 1
+    renew: Callable[[Iterable[int], str], None] | None = None
+    refresh_steps: int = 1
+    max_steps: int = 0  # of the run, where it samples
+
+    def batch(self, step: int) -> Batch:
+        """The batch of `step`, always the same for the same step and weights."""
+        first = step - step % self.refresh_steps
+        if self.renew is not None:
+            if step == first:
+                self.version = f"step {step}"
+                end = max(step + 1, min(step + self.refresh_steps, self.max_steps))
+                self.renew(self._rows(step, end), self.version)
+            assert self.version == f"step {first}"
+        return collate(
+            [self.text_of(row) for row in self._rows(step, step + 1)],
+            device=self.device,
+            sampler_version=self.version,
+            packed_length=self.packed_length,
+        )
+
+    def _rows(self, first: int, end: int) -> range:
+        """What this process has of the steps from `first` to before `end`."""
+        size = self.batch_size
+        return range(first * size, end * size)[self.rank :: self.ranks]
+
+
 def make_source(
     config: Config,
     target: Target | None,
     draft: CausalAdapter,
     texts: TrainingTexts,
-    folder: Path,
-    shard: Shard = WHOLE,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Source:
-    """The sequences that `source` names; what the draft has a part in is kept in `folder`.
-
-    Texts that do not change need no target.
-    """
+    """The sequences that `source` names. Texts that do not change need no target."""
     source, seed = config.source, config.seed
-    batch_size = config.optim.rows_of_a_process * shard.count
-    packed_length = texts.room.total if config.data.packing else None
+    shape: dict[str, Any] = {
+        "batch_size": config.optim.rows_of_a_process * ranks,
+        "device": draft.device,
+        "packed_length": texts.room.total if config.data.packing else None,
+        "rank": rank,
+        "ranks": ranks,
+    }
 
-    def grouping(lengths: Iterable[int]) -> Grouping | None:
-        return Grouping([*lengths], batch_size) if config.optim.group_by_length else None
+    def in_turn(items: Sequence[Item], length_of: Callable[[Item], int]) -> Callable[[int], Item]:
+        lengths = [*map(length_of, items)] if config.optim.group_by_length else None
+        return shuffled(items, seed, lengths=lengths, batch_size=shape["batch_size"])
 
     if source.name in ("fixed", "target"):
-        sequences = stored_sequences(texts, source.name)
-        lengths = (len(text.token_ids) for text in sequences)
-        return Source(
-            shuffled(sequences, seed, grouping(lengths)),
-            version="target" if source.name == "target" else "",
-            batch_size=batch_size,
-            device=draft.device,
-            packed_length=packed_length,
-            shard=shard,
-        )
+        texts_of_rows = in_turn(stored_sequences(texts, source.name), lambda t: len(t.token_ids))
+        version = "target" if source.name == "target" else ""
+        return Source(texts_of_rows, version=version, **shape)
     assert target is not None, source.name
+    check_sampled(config, draft)
+    read, other_of, prompt_of = sequence_of_record, None, None
+    if source.name == "block":
+        assert texts.rollouts is not None
+        prompt_of, read = cut_texts(texts.rollouts, seed), block_of_record
+    else:
+        prompt_of = in_turn(Mapped(attrgetter("prompt_ids"), texts.examples), len)
+        if source.name == "mix" and not source.mixes_tokens:
+            other_of = shuffled(stored_sequences(texts, source.other, "source.other"), seed)
+            prompt_of = some_rows(prompt_of, fraction=source.fraction, seed=seed)
+    sampler = source_sampler(config, target, draft, texts.room)
+    samples = Samples(prompt_of, sampler, read=read, other_of=other_of)
+    return Source(
+        samples.text_of,
+        renew=samples.renew,
+        refresh_steps=source.refresh_steps,
+        max_steps=config.optim.max_steps,
+        **shape,
+    )
+
+
+def check_sampled(config: Config, draft: CausalAdapter) -> None:
+    """Raise ValueError for a source that cannot sample under these settings."""
+    source = config.source
     if config.hardware.shard_target and (source.name == "replay" or source.mixes_tokens):
         raise ValueError(
             f"hardware.shard_target: with source={source.name} the target decodes, which it cannot "
@@ -112,32 +219,84 @@ def make_source(
             f"decode.gamma=0 proposes nothing, and source={source.name} learns from proposals: "
             "use 1 or more"
         )
-    read, text_of = sequence_of_record, None
-    if source.name == "block":
-        assert texts.rollouts is not None
-        prompt_of, read = cut_texts(texts.rollouts, seed), block_of_record
-    else:
-        prompts = Mapped(attrgetter("prompt_ids"), texts.examples)
-        prompt_of = shuffled(prompts, seed, grouping(map(len, prompts)))
-        if source.name == "mix" and not source.mixes_tokens:
-            text_of = shuffled(stored_sequences(texts, source.other, "source.other"), seed)
-            prompt_of = some_rows(prompt_of, fraction=source.fraction, seed=seed)
-    return SampledSource(
-        prompt_of,
-        source_sampler(config, target, draft, texts.room),
-        RolloutFiles(
-            folder=folder / ROLLOUTS,
-            refresh_steps=source.refresh_steps,
-            optim=config.optim,
-            suffix="" if shard.count == 1 else f"-{shard.index}",
-        ),
-        read=read,
-        text_of=text_of,
-        batch_size=batch_size,
-        device=draft.device,
-        packed_length=packed_length,
-        shard=shard,
-    )
+
+
+# Which item a row gets
+
+
+def shuffled(
+    items: Sequence[Item],
+    seed: int,
+    *,
+    lengths: Sequence[int] | None = None,
+    batch_size: int = 1,
+) -> Callable[[int], Item]:
+    """A function from row to item: endless epochs over `items`, each in an order of its own.
+
+    With `lengths`, of each item, the items of a batch are of like length.
+    """
+
+    @lru_cache(maxsize=1)
+    def order_of(epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+        order = torch.randperm(len(items), generator=generator)
+        if lengths is None:
+            return order
+        begun = epoch * len(items) % batch_size
+        return grouped(order, torch.tensor(lengths), batch_size, begun, generator)
+
+    def item_of(row: int) -> Item:
+        epoch, position = divmod(row, len(items))
+        return items[int(order_of(epoch)[position])]
+
+    return item_of
+
+
+def grouped(
+    order: Tensor, lengths: Tensor, size: int, begun: int, generator: torch.Generator
+) -> Tensor:
+    """`order` with items of like length brought together, `size` at a time; the batches shuffled.
+
+    `GROUPED` batches at a time are sorted, so that the items of a batch change from epoch to
+    epoch. `begun` items of the first batch come from before: what fills it up, and a last batch
+    that is not whole, stay as they are.
+    """
+    head = order[: -begun % size]
+    whole = (len(order) - len(head)) // size * size
+    body, tail = order[len(head) :].split([whole, len(order) - len(head) - whole])
+    parts = (part[lengths[part].argsort(stable=True)] for part in body.split(GROUPED * size))
+    batches = torch.cat([torch.empty(0, dtype=torch.long), *parts]).view(-1, size)
+    batches = batches[torch.randperm(len(batches), generator=generator)]
+    return torch.cat([head, batches.flatten(), tail])
+
+
+def row_uniform(seed: int, row: int) -> float:
+    """A number in [0, 1) of a row, independent of all the noise that samples its tokens."""
+    # No text has length 0, so no round ever has this key.
+    key = [torch.tensor([number]) for number in (seed, row, 0)]
+    return float(uniform(seed=key[0], row=key[1], length=key[2], count=1, purpose=ACCEPT))
+
+
+def some_rows(
+    prompt_of: Callable[[int], Sequence[int]], *, fraction: float, seed: int
+) -> Callable[[int], Sequence[int] | None]:
+    """`prompt_of` for a share `fraction` of the rows, None for the others."""
+    return lambda row: prompt_of(row) if row_uniform(seed, row) < fraction else None
+
+
+def cut_texts(records: Sequence[Record], seed: int) -> Callable[[int], Sequence[int]]:
+    """Prompts that are rollouts up to a position, uniform over the positions of their outputs."""
+    record_of = shuffled(records, seed)
+
+    def prompt_of(row: int) -> Sequence[int]:
+        record = record_of(row)
+        kept = int(row_uniform(seed, row) * len(record.output_ids))
+        return [*record.prompt_ids, *record.output_ids[:kept]]
+
+    return prompt_of
+
+
+# Texts that are stored
 
 
 def completed(examples: Sequence[Example], key: str = "source") -> Sequence[Example]:

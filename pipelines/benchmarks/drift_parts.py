@@ -13,11 +13,11 @@ from draftkit.artifacts import remove
 from draftkit.config import DEFAULT_ROUTE, Config
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, write_parts
-from draftkit.distillation.batch_sources import Source, shuffled
 from draftkit.distillation.drafting import make_draft
 from draftkit.distillation.fit import make_trainer
 from draftkit.distillation.progress import train_logged
 from draftkit.distillation.sampling import answered, target_sampler
+from draftkit.distillation.sources import Source, shuffled
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.loading import Target, load_draft, save_draft, with_path

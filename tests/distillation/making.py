@@ -1,17 +1,10 @@
 """Sources of every kind over bigrams, as a pipeline would make them."""
 
-from draftkit.config import OptimConfig, SamplingConfig
+from draftkit.config import SamplingConfig
 from draftkit.distillation.batch import TokenSequence, block_of_record
-from draftkit.distillation.batch_sources import (
-    RolloutFiles,
-    SampledSource,
-    Source,
-    cut_texts,
-    shuffled,
-    some_rows,
-)
 from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, SpeculativeSampler
+from draftkit.distillation.sources import Samples, Source, cut_texts, shuffled, some_rows
 from tests.distillation.bigram import CPU, VOCAB, Bigram
 
 PROMPTS = [[1 + i % (VOCAB - 1), 1 + (3 * i) % (VOCAB - 1)] for i in range(7)]
@@ -40,37 +33,32 @@ def rollouts():
     return sampler.sample(PROMPTS, rows=range(len(PROMPTS)), version="t")
 
 
-def files(folder, refresh_steps=1, optim=None):
-    optim = optim or OptimConfig(max_steps=12, save_steps=4)
-    return RolloutFiles(folder=folder / "rollouts", refresh_steps=refresh_steps, optim=optim)
-
-
-def text_source(draft, folder, **options):
+def text_source(draft, **options):
     return Source(shuffled(TEXTS, SEED), batch_size=BATCH, device=CPU)
 
 
-def draft_source(draft, folder, **options):
+def draft_source(draft, **options):
     sampler = DecoderSampler(model=draft, name="draft", settings=settings())
-    return sampled(shuffled(PROMPTS, SEED), sampler, folder, **options)
+    return sampled(shuffled(PROMPTS, SEED), sampler, **options)
 
 
-def mix_source(draft, folder, *, fraction=0.5, **options):
+def mix_source(draft, *, fraction=0.5, **options):
     sampler = DecoderSampler(model=draft, name="draft", settings=settings())
     chosen = some_rows(shuffled(PROMPTS, SEED), fraction=fraction, seed=SEED)
-    return sampled(chosen, sampler, folder, text_of=shuffled(TEXTS, SEED), **options)
+    return sampled(chosen, sampler, other_of=shuffled(TEXTS, SEED), **options)
 
 
-def token_mix_source(draft, folder, **options):
+def token_mix_source(draft, **options):
     sampler = MixtureSampler(target=target(), draft=draft, fraction=0.5, settings=settings())
-    return sampled(shuffled(PROMPTS, SEED), sampler, folder, **options)
+    return sampled(shuffled(PROMPTS, SEED), sampler, **options)
 
 
-def block_source(draft, folder, **options):
+def block_source(draft, **options):
     sampler = DecoderSampler(model=draft, name="draft", settings=settings(new=GAMMA))
-    return sampled(cut_texts(rollouts(), SEED), sampler, folder, read=block_of_record, **options)
+    return sampled(cut_texts(rollouts(), SEED), sampler, read=block_of_record, **options)
 
 
-def replay_source(draft, folder, **options):
+def replay_source(draft, **options):
     sampler = SpeculativeSampler(
         target=target(),
         draft=draft,
@@ -78,12 +66,24 @@ def replay_source(draft, folder, **options):
         verification="speculative",
         settings=settings(),
     )
-    return sampled(shuffled(PROMPTS, SEED), sampler, folder, **options)
+    return sampled(shuffled(PROMPTS, SEED), sampler, **options)
 
 
-def sampled(prompt_of, sampler, folder, *, refresh_steps=1, optim=None, **options):
-    kept = files(folder, refresh_steps, optim)
-    return SampledSource(prompt_of, sampler, kept, batch_size=BATCH, device=CPU, **options)
+def sampled(prompt_of, sampler, *, refresh_steps=1, max_steps=12, **options):
+    samples = Samples(prompt_of, sampler, **options)
+    return Source(
+        samples.text_of,
+        batch_size=BATCH,
+        device=CPU,
+        renew=samples.renew,
+        refresh_steps=refresh_steps,
+        max_steps=max_steps,
+    )
+
+
+def records(source):
+    """What was sampled for the block of steps in hand."""
+    return [*source.renew.__self__._records.values()]
 
 
 SAMPLED = {

@@ -7,9 +7,9 @@ import torch.distributed
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.distillation.batch import TokenSequence, collate
-from draftkit.distillation.batch_sources import Shard, Source, shuffled
 from draftkit.distillation.loop import train
 from draftkit.distillation.ranks import agree, leave_group
+from draftkit.distillation.sources import Source, shuffled
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from tests import tiny
@@ -126,7 +126,8 @@ def losses(divergence, dtype, *, accumulation):
         shuffled(texts(), 1),
         batch_size=trainer.optim.rows_of_a_process * ranks.num_processes,
         device=torch.device("cpu"),
-        shard=Shard(ranks.process_index, ranks.num_processes),
+        rank=ranks.process_index,
+        ranks=ranks.num_processes,
     )
     found = [trainer.step(source.batch(step), measure=True) for step in range(STEPS)]
     weights = float(sum(weight.detach().abs().sum() for _, weight in trainer.trained()))

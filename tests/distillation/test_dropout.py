@@ -12,9 +12,9 @@ from draftkit.config.text import LoraConfig
 from draftkit.distillation import losses
 from draftkit.distillation import trainer as training
 from draftkit.distillation.batch import TokenSequence
-from draftkit.distillation.batch_sources import Source, shuffled
 from draftkit.distillation.fit import checkpoint_activations
 from draftkit.distillation.loop import train
+from draftkit.distillation.sources import Source, shuffled
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter

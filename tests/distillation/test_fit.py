@@ -168,7 +168,7 @@ def test_where_all_trials_diverge_it_is_one_line(pair, tmp_path, monkeypatch):
 
 
 def test_trouble_beside_training_is_no_verdict_on_a_rate(pair, tmp_path, monkeypatch):
-    def refuse(*arguments):
+    def refuse(*arguments, **options):
         raise ValueError("data.path rows.jsonl: no such file")
 
     monkeypatch.setattr(fitting, "make_source", refuse)

@@ -21,7 +21,7 @@ def run(folder, make_source, kill_at=None, evaluate=None, **optim):
             raise Killed
         losses.append((progress.steps, progress.metrics.loss))
 
-    train(learner, make_source(learner.draft, folder), folder, evaluate=evaluate, log=log)
+    train(learner, make_source(learner.draft), folder, evaluate=evaluate, log=log)
     return learner, losses
 
 
@@ -68,7 +68,7 @@ def test_the_weights_with_the_best_validation_alpha_are_kept(tmp_path, alphas, b
 
     outcome = train(
         learner,
-        text_source(learner.draft, tmp_path),
+        text_source(learner.draft),
         tmp_path,
         evaluate=evaluate,
         log=lambda _: None,
@@ -100,7 +100,7 @@ def test_weights_whose_alpha_is_not_a_number_never_count_as_better(
         seen[step] = learner.draft.table.detach().clone()
         return alphas[step // 6]
 
-    source = text_source(learner.draft, tmp_path)
+    source = text_source(learner.draft)
     outcome = train(learner, source, tmp_path, evaluate=evaluate, log=lambda _: None)
     assert (outcome.best_step, outcome.best_alpha) == (best, best_alpha)
     assert torch.equal(learner.draft.table, seen[best])
@@ -115,7 +115,7 @@ def test_a_kill_after_the_best_keeps_it(tmp_path):
     learner = trainer(save_steps=4, eval_steps=6)
     outcome = train(
         learner,
-        text_source(learner.draft, tmp_path),
+        text_source(learner.draft),
         tmp_path,
         evaluate=evaluate,
         log=lambda _: None,
@@ -137,7 +137,7 @@ def test_better_weights_wait_for_a_checkpoint_that_names_them(tmp_path):
             if progress.steps == kill_at:
                 raise Killed
 
-        train(learner, text_source(learner.draft, tmp_path), tmp_path, evaluate=evaluate, log=log)
+        train(learner, text_source(learner.draft), tmp_path, evaluate=evaluate, log=log)
 
     files = []
     with pytest.raises(Killed):

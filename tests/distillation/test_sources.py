@@ -1,80 +1,363 @@
-"""Which texts the target scores, and that what is stored are its own most likely ids."""
+"""What a step sees: which rows, whose text, which tokens carry loss; the same after any kill."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from draftkit.config import SamplingConfig, SourceConfig
-from draftkit.data.lengths import Room
-from draftkit.data.prompts import Example
-from draftkit.data.rollouts import Record
-from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
-from draftkit.distillation.sources import TrainingTexts, scored_by, texts_to_score
-from draftkit.distillation.teacher import sampled_scores, stored_scores
-from tests import tiny
-from tests.distillation.jobs import CONFIG
+from draftkit.config.experiment import MOST_SEED
+from draftkit.distillation.batch import TokenSequence, block_of_record, sequence_of_record
+from draftkit.distillation.loop import train
+from draftkit.distillation.sources import (
+    cut_texts,
+    row_uniform,
+    shuffled,
+    some_rows,
+)
+from tests.distillation.bigram import VOCAB, Bigram, trainer
+from tests.distillation.making import (
+    BATCH,
+    GAMMA,
+    LENGTH,
+    PROMPTS,
+    SAMPLED,
+    TEXTS,
+    block_source,
+    draft_source,
+    mix_source,
+    records,
+    replay_source,
+    rollouts,
+    text_source,
+)
 
-TEXT = Example([5, 6, 7, 8], [False, False, True, True], "a.txt", "prose")
+STEPS, SAVE = 8, 3
+SOURCES = {"text": text_source, **SAMPLED}
 
 
-def test_texts_of_the_data_are_scored_as_if_they_had_been_sampled() -> None:
-    config = replace(CONFIG, source=SourceConfig(name="fixed"))
-    (record,) = texts_to_score(config, TrainingTexts([TEXT], Room(9, 9)))
-    assert (record.prompt_ids, record.output_ids) == ([5, 6], [7, 8])
-    assert (record.document, record.domain, record.row) == ("a.txt", "prose", 0)
+class Killed(Exception):
+    """The process ended here."""
 
 
-def test_texts_that_change_as_the_draft_learns_have_no_scores() -> None:
-    config = replace(CONFIG, source=SourceConfig(name="draft"))
-    with pytest.raises(ValueError, match=r"^generate\.top_k: source=draft .*generate\.top_k=0$"):
-        texts_to_score(config, TrainingTexts([TEXT], Room(9, 9)))
+def run(folder, make_source, *, refresh_steps=1, kill_at=None):
+    """Train for STEPS steps, or until the step `kill_at` has been taken but not logged."""
+    learner = trainer(save_steps=SAVE, eval_steps=6, max_steps=STEPS)
+    source = make_source(learner.draft, refresh_steps=refresh_steps, max_steps=STEPS)
+    seen = []
+
+    def log(progress):
+        if progress.steps == kill_at:
+            raise Killed
+        seen.append((progress.steps, progress.metrics.loss))
+
+    train(learner, source, folder, evaluate=None, log=log)
+    return learner, seen
 
 
-def test_the_ids_of_every_token_are_the_targets_likeliest_there() -> None:
-    target = tiny.adapter()
-    config = replace(CONFIG, source=SourceConfig(name="fixed"))
-    texts = [replace(TEXT, token_ids=[5, 6, 7 + n, 8]) for n in range(20)]  # more than one batch
-    records = texts_to_score(config, TrainingTexts(texts, Room(9, 9)))
-    scored = scored_by(target, records, top_k=3, temperature=1.0)
-    assert [record.output_ids for record in scored] == [[7 + n, 8] for n in range(20)]
+# The same again, interrupted or not
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Runs that nothing interrupts, each made once."""
+    made = {}
+
+    def uninterrupted(name, refresh_steps):
+        key = (name, refresh_steps)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            made[key] = run(folder, SOURCES[name], refresh_steps=refresh_steps)
+        return made[key]
+
+    return uninterrupted
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    ("refresh_steps", "kill_at", "back"),
+    # Checkpoints are due every 3 steps, and come where a block of steps begins.
+    [(1, 5, 3), (2, 4, 0), (2, 8, 4), (3, 5, 3), (5, 5, 0), (5, 8, 5)],
+)
+def test_a_killed_run_sees_the_texts_of_an_uninterrupted_one(
+    tmp_path, whole, name, refresh_steps, kill_at, back
+):
+    expected, losses = whole(name, refresh_steps)
+    with pytest.raises(Killed):
+        run(tmp_path, SOURCES[name], refresh_steps=refresh_steps, kill_at=kill_at)
+    resumed, later = run(tmp_path, SOURCES[name], refresh_steps=refresh_steps)
+    assert later == losses[-len(later) :]
+    assert len(later) == STEPS - (back if name != "text" else SAVE * ((kill_at - 1) // SAVE))
+    assert torch.equal(resumed.draft.table, expected.draft.table)
+    assert resumed.tokens == expected.tokens
+
+
+def test_kills_again_and_again_in_one_block_change_nothing(tmp_path, whole):
+    expected, _ = whole("draft", 5)
+    for kill_at in (4, 5, 7, 8):
+        with pytest.raises(Killed):
+            run(tmp_path, draft_source, refresh_steps=5, kill_at=kill_at)
+    resumed, _ = run(tmp_path, draft_source, refresh_steps=5)
+    assert torch.equal(resumed.draft.table, expected.draft.table)
+
+
+def test_texts_of_newer_weights_inside_a_block_would_be_noticed(whole):
+    """The check above has power."""
+    assert not torch.equal(whole("draft", 5)[0].draft.table, whole("draft", 1)[0].draft.table)
+
+
+# Whose weights
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_texts_come_from_the_weights_at_the_start_of_their_block(name):
+    draft = Bigram(0)
+    source = SAMPLED[name](draft, refresh_steps=3)
+    first = [source.batch(step) for step in range(3)]
     with torch.no_grad():
-        logits = target.model(torch.tensor([texts[18].token_ids])).logits[0, 1:3]
-    assert scored[18].topk_ids == logits.topk(3).indices.tolist()
+        draft.table.fill_(-30.0)
+        draft.table[:, 3] = 30.0
+    for step in (1, 2):  # whatever the weights are now
+        assert torch.equal(source.batch(step).input_ids, first[step].input_ids)
+    assert [batch.sampler_version for batch in first] == ["step 0"] * 3
+    changed = source.batch(3)
+    assert changed.sampler_version == "step 3"
+    drafted = [token for one in records(source) for token in one.proposals or one.output_ids]
+    assert drafted.count(3) > 0.3 * len(drafted)
+    if name in ("draft", "block"):
+        assert set(drafted) == {3}
 
 
-def sampled(target: Any, temperature: float, top_k: int = 4) -> list[Record]:
-    settings = AnswerSettings(
-        sampling=SamplingConfig(temperature=temperature, top_p=0.9),
-        eos_token_ids=[1],
-        max_new_tokens=9,
-        max_length=99,
-        batch_size=3,
-        seed=2,
+@pytest.mark.parametrize("refresh_steps", [1, 2, 5])
+def test_no_text_is_older_than_refresh_steps_less_one(refresh_steps):
+    draft = Bigram(0)
+    source = draft_source(draft, refresh_steps=refresh_steps)
+    ages = []
+    for step in range(11):
+        batch = source.batch(step)
+        sampled_at = int(batch.sampler_version.removeprefix("step "))
+        ages.append(step - sampled_at)
+        with torch.no_grad():  # weights that tell in which step they were used
+            draft.table.fill_(-30.0)
+            draft.table[:, 1 + (step + 1) % (VOCAB - 1)] = 30.0
+        if sampled_at > 0:
+            assert set(batch.token_ids.tolist()) == {1 + sampled_at % (VOCAB - 1)}
+    assert max(ages) == refresh_steps - 1
+    assert min(ages) == 0
+
+
+def test_a_step_sampled_again_follows_the_weights_of_the_moment():
+    draft = Bigram(0)
+    source = draft_source(draft)
+    first = source.batch(0)
+    assert torch.equal(first.input_ids, source.batch(0).input_ids)
+    with torch.no_grad():
+        draft.table.fill_(-30.0)
+        draft.table[:, 3] = 30.0
+    assert source.batch(0).token_ids.unique().tolist() == [3]
+
+
+def test_batches_differ_from_step_to_step_for_the_same_prompt():
+    source = draft_source(Bigram(0), refresh_steps=2)
+    rows = {tuple(source.batch(step).input_ids.flatten().tolist()) for step in range(7)}
+    assert len(rows) == 7
+
+
+def test_an_answer_ends_with_its_first_end_of_text():
+    batch = draft_source(Bigram(0, spread=0.1)).batch(0)
+    for ids, mask in zip(batch.input_ids, batch.loss_mask, strict=True):
+        generated = ids[mask].tolist()
+        assert 0 not in generated[:-1]
+
+
+def test_records_say_who_sampled_it_when_and_for_which_row():
+    source = draft_source(Bigram(0), refresh_steps=2)
+    batches = [source.batch(2), source.batch(3)]
+    sampled = records(source)
+    assert {(r.sampler, r.sampler_version) for r in sampled} == {("draft", "step 2")}
+    assert [r.row for r in sampled] == list(range(2 * BATCH, 4 * BATCH))
+    for place, record in enumerate(sampled):
+        row = batches[place // BATCH].input_ids[place % BATCH].tolist()
+        text = record.prompt_ids + record.output_ids
+        assert row[: len(text)] == text
+
+
+# Mix
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.9])
+def test_a_share_of_the_rows_is_the_drafts(fraction):
+    """Within 4 standard errors of `fraction`; a share that is 0.1 off would be 6 away."""
+    count = 1000
+    error = (fraction * (1 - fraction) / count) ** 0.5
+
+    def share(wanted):
+        chosen = some_rows(shuffled(PROMPTS, 0), fraction=wanted, seed=3)
+        return sum(chosen(row) is not None for row in range(count)) / count
+
+    assert abs(share(fraction) - fraction) < 4 * error
+    for mutant in (fraction - 0.1, 1 - fraction if fraction != 0.5 else 0.6):
+        assert abs(share(mutant) - fraction) > 4 * error
+
+
+def test_choices_of_rows_are_independent_of_each_other_and_of_the_seed():
+    choices = torch.tensor([row_uniform(1, row) < 0.5 for row in range(1000)]).double()
+    others = torch.tensor([row_uniform(2, row) < 0.5 for row in range(1000)]).double()
+    for one, other in ((choices[1:], choices[:-1]), (choices, others), (choices[3:], choices[:-3])):
+        both = float((one * other).mean())
+        assert abs(both - 0.25) < 4 * (0.25 * 0.75 / 1000) ** 0.5
+
+
+def test_a_mixed_batch_holds_samples_of_the_draft_and_texts_of_others():
+    draft = Bigram(0)
+    with torch.no_grad():  # the draft says 3 for ever, the other texts end in 1, 4
+        draft.table.fill_(-30.0)
+        draft.table[:, 3] = 30.0
+    source = mix_source(draft, fraction=0.4, refresh_steps=2)
+    drafted = 0
+    for step in range(12):
+        batch = source.batch(step)
+        for place in range(BATCH):
+            row = step * BATCH + place
+            generated = batch.input_ids[place][batch.loss_mask[place]].tolist()
+            is_drafted = row_uniform(1, row) < 0.4
+            assert generated == ([3] * (LENGTH - 2) if is_drafted else [1, 4])
+            drafted += is_drafted
+    assert 0 < drafted < 12 * BATCH
+    assert all(row_uniform(1, record.row) < 0.4 for record in records(source))
+
+
+def test_the_other_texts_of_a_mix_are_all_met():
+    source = mix_source(Bigram(0), fraction=0.1)
+    met = set()
+    for step in range(30):
+        batch = source.batch(step)
+        met |= {tuple(row[:4].tolist()) for row in batch.input_ids}
+    assert {tuple(text.token_ids) for text in TEXTS} <= met
+
+
+# Block
+
+
+def test_a_block_is_a_piece_of_the_targets_text_and_at_most_gamma_drafted_tokens():
+    source = block_source(Bigram(0), refresh_steps=50)
+    source.batch(0)
+    batch = source.batch(1)
+    assert set(batch.generated(batch.block_offset).tolist()) <= set(range(GAMMA))
+    whole = [r.prompt_ids + r.output_ids for r in rollouts()]
+    prompts = [r.prompt_ids for r in rollouts()]
+    assert len(records(source)) == 12 * BATCH  # the run ends before the block does
+    for record in records(source):
+        assert any(text[: len(record.prompt_ids)] == record.prompt_ids for text in whole)
+        assert any(record.prompt_ids[: len(prompt)] == prompt for prompt in prompts)
+        assert 1 <= len(record.output_ids) <= GAMMA
+        room = LENGTH - len(record.prompt_ids)
+        ended = record.output_ids[-1] == 0
+        assert ended or len(record.output_ids) == min(GAMMA, room)
+
+
+def test_loss_is_on_the_drafted_tokens_alone_and_each_knows_its_place():
+    record = replace(rollouts()[0], prompt_ids=[5, 6, 7, 1], output_ids=[2, 3, 4])
+    text = block_of_record(record)
+    assert text.token_ids == [5, 6, 7, 1, 2, 3, 4]
+    assert text.generated == [False] * 4 + [True] * 3
+    assert text.block_offset == [0] * 4 + [0, 1, 2]
+    assert text.rejected is None
+
+
+def test_cuts_are_uniform_over_the_positions_of_an_output():
+    """Chi-square against uniform, and a mutant that never cuts at the start fails it."""
+    record = rollouts()[0]
+    record = replace(record, output_ids=[1, 2, 3, 4, 5])
+
+    def statistic(first):
+        prompt_of = cut_texts([record], seed=2)
+        counts = torch.zeros(5)
+        for row in range(1000):
+            place = len(prompt_of(row)) - len(record.prompt_ids)
+            counts[max(first, place)] += 1
+        return float(((counts - 200) ** 2 / 200).sum())
+
+    assert statistic(0) < 18.5  # 0.999 of chi-square with 4 degrees of freedom
+    assert statistic(1) > 50
+
+
+def test_cuts_use_every_rollout_and_depend_on_seed_and_row_alone():
+    records = rollouts()
+    first = [cut_texts(records, seed=2)(row) for row in range(30)]
+    assert [cut_texts(records, seed=2)(row) for row in reversed(range(30))] == first[::-1]
+    assert [cut_texts(records, seed=3)(row) for row in range(30)] != first
+
+
+# Replay
+
+
+def test_a_replayed_text_carries_what_was_refused():
+    source = replay_source(Bigram(0), refresh_steps=2)
+    batch = source.batch(0)
+    first = records(source)[:BATCH]
+    assert {r.sampler for r in first} == {"speculative"}
+    assert any(any(r.rejected) for r in first)
+    for row, record in enumerate(first):
+        text, prompt = source.text_of(row), len(record.prompt_ids)
+        assert text.rejected == [False] * prompt + record.rejected
+        assert text.generated == [False] * prompt + [True] * len(record.output_ids)
+    assert batch.generated(batch.rejected).tolist() == [f for r in first for f in r.rejected]
+
+
+def test_a_plain_rollout_says_nothing_of_refusals():
+    record = rollouts()[0]
+    text = sequence_of_record(record)
+    assert text == TokenSequence(
+        record.prompt_ids + record.output_ids,
+        [False] * len(record.prompt_ids) + [True] * len(record.output_ids),
     )
-    sampler = DecoderSampler(model=target, name="target", settings=settings, top_k=top_k)
-    return sampler.sample(tiny.prompts([3, 9, 1, 14]), rows=[*range(4)], version="")
 
 
-@pytest.mark.parametrize(("served", "loss"), [(0.6, 0.6), (0.6, 1.0), (0.0, 1.0), (1.0, 1.0)])
-def test_scores_of_rollouts_are_those_of_a_second_pass(served: float, loss: float) -> None:
-    target = tiny.adapter()
-    records = sampled(target, served)
-    kept = scored_by(target, records, top_k=4, temperature=loss)
-    again = stored_scores(target, records, k=4, loss_temperature=loss)
-    assert [record.topk_ids for record in kept] == [record.topk_ids for record in again]
-    for name in ("topk_log_probs", "tail_mass", "loss_tail_mass"):
-        for ours, theirs in zip(kept, again, strict=True):
-            own, fresh = (torch.tensor(getattr(one, name)) for one in (ours, theirs))
-            torch.testing.assert_close(own, fresh, atol=1e-5, rtol=1e-5)
-    assert max(max(record.loss_tail_mass or []) for record in kept) > 0.01
+# Order
 
 
-def test_a_loss_at_a_third_temperature_takes_a_second_pass() -> None:
-    target = tiny.adapter()
-    records = sampled(target, 0.6)
-    assert sampled_scores(records, loss_temperature=0.8) is None
-    assert sampled_scores(sampled(target, 0.6, top_k=0), loss_temperature=0.6) is None
-    kept = scored_by(target, records, top_k=4, temperature=0.8)
-    assert kept == stored_scores(target, records, k=4, loss_temperature=0.8)
+def items(count, rows, lengths=None):
+    """The items, of `count`, at these rows, in batches of 16."""
+    item_of = shuffled(range(count), 0, lengths=lengths, batch_size=16)
+    return [item_of(row) for row in rows]
+
+
+def test_every_epoch_holds_every_item_once_in_its_own_order():
+    epochs = [items(10, range(10 * epoch, 10 * epoch + 10)) for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert items(10, range(17, 22)) == (epochs[1] + epochs[2])[7:12]
+
+
+LENGTHS = [(7 * item) % 64 for item in range(1000)]
+
+
+def spread(batches):
+    """Tokens of padding, a batch at a time."""
+    return sum(max(LENGTHS[i] for i in b) * len(b) - sum(LENGTHS[i] for i in b) for b in batches)
+
+
+def test_items_of_like_length_share_a_step_in_every_epoch():
+    order, plain = (items(1000, range(3000), lengths) for lengths in (LENGTHS, None))
+    for epoch in range(3):
+        assert sorted(order[1000 * epoch : 1000 * (epoch + 1)]) == list(range(1000))
+    steps = range(0, 2992, 16)  # of all epochs: the second does not begin with a step
+    together, apart = ([one[step : step + 16] for step in steps] for one in (order, plain))
+    assert spread(together) < 0.1 * spread(apart)
+    assert {frozenset(batch) for batch in together[:62]} != {
+        frozenset(batch) for batch in together[63:125]
+    }
+    lengths = [LENGTHS[batch[0]] for batch in together[:62]]
+    assert lengths != sorted(lengths)  # the batches themselves come in any order
+
+
+def test_grouped_items_are_addressed_like_others():
+    row = items(1000, range(1500, 1600), LENGTHS)
+    assert items(1000, range(1550, 1560), LENGTHS) == row[50:60]
+    assert sorted(items(5, range(10, 15), LENGTHS[:5])) == [0, 1, 2, 3, 4]
+
+
+def test_the_largest_seed_that_is_taken_still_orders_every_epoch():
+    order = shuffled(range(5), MOST_SEED)
+    epoch = 10**9
+    assert sorted(order(5 * epoch + place) for place in range(5)) == [0, 1, 2, 3, 4]

@@ -16,7 +16,7 @@ from draftkit.artifacts import machine, read_json, write_json, write_text
 from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import document_of
-from draftkit.decoding.trace import continuations, html, terminal
+from draftkit.decoding.trace import answers, as_page, as_text, rounds
 from draftkit.evaluation.choice import HYBRID, LOOKUP
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather
 from draftkit.evaluation.report import (
@@ -41,7 +41,7 @@ from .run import stage
 from .texts import answer_tokens, shares_of, training_texts
 from .train import train
 
-TRACES = 3
+TRACES, WIDTH = 3, 80  # cells of a line
 SAMPLES = {True: "samples.ansi", False: "samples.txt"}  # as read: with colours, with marks
 FIGURE = "speedup.png"
 PROMPTS = "prompts.json"  # scores of every prompt, so that runs can be paired
@@ -155,11 +155,13 @@ def write_traces(folder: Path, main: Evidence, target: Target) -> None:
     def decode(ids: list[int]) -> str:
         return str(target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    write_text(folder / "trace.html", html(traces, decode, title="Speculative decoding"))
-    texts = [terminal(trace, decode, width=80, colour=False) for trace in traces]
+    shown = [rounds(trace, decode, width=WIDTH) for trace in traces]
+    write_text(folder / "trace.html", as_page(shown, width=WIDTH))
+    texts = [as_text(one, width=WIDTH, colour=False) for one in shown]
     write_text(folder / "trace.txt", "\n\n".join(texts) + "\n")
     for colour, name in SAMPLES.items():
-        write_text(folder / name, continuations(traces, decode, width=80, colour=colour))
+        read = answers(traces, decode, width=WIDTH, marks=not colour)
+        write_text(folder / name, as_text(read, width=WIDTH, colour=colour))
 
 
 def show(config: Config, folder: Path) -> None:

@@ -6,14 +6,13 @@ or a decoration of its own, so that colours may be missing. Knows no models; tex
 `decode`, any function from ids to text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from io import StringIO
 from itertools import groupby
-from pathlib import Path
 from typing import NamedTuple
 
-from jinja2 import Environment
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -33,17 +32,15 @@ class Look(NamedTuple):
     """How a kind of token is shown."""
 
     marks: tuple[str, str]
-    style: str  # in a terminal
-    element: str  # in a page
-    css_class: str
+    style: str
 
 
 KINDS = {
-    "accepted": Look(("", ""), "green", "span", "a"),
-    "rejected": Look(("[-", "-]"), "red strike", "del", "r"),
-    "correction": Look(("{+", "+}"), "bold bright_blue", "ins", "n"),
-    "bonus": Look(("{+", "+}"), "bold bright_blue", "ins", "n"),
-    "unused": Look(("(~", "~)"), "dim", "span", "u"),
+    "accepted": Look(("", ""), "green"),
+    "rejected": Look(("[-", "-]"), "red strike"),
+    "correction": Look(("{+", "+}"), "bold bright_blue"),
+    "bonus": Look(("{+", "+}"), "bold bright_blue"),
+    "unused": Look(("(~", "~)"), "dim"),
 }
 LEGEND = {
     "accepted": "accepted",
@@ -151,56 +148,6 @@ def figures(trace: Completion) -> dict[str, str]:
     }
 
 
-# Terminal
-
-
-def terminal(trace: Completion, decode: Decode, *, width: int, colour: bool) -> str:
-    """Return the trace as lines of at most `width` cells, with ANSI colours if `colour`."""
-    legend = [Part(kind, [], text) for kind, text in LEGEND.items()]
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", style="dim")
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    for number, (step, shown) in enumerate(steps(trace, decode), start=1):
-        table.add_row(str(number), f"{step.accepted}/{len(step.proposed)}", marked(shown))
-    prompt, cut = visible(decode(trace.prompt_ids[-width:])), len(trace.prompt_ids) > width
-    while cell_len(PROMPT + prompt) + cut > width and prompt:
-        prompt, cut = prompt[1:], True
-    head = ", ".join(f"{label} {value}" for label, value in figures(trace).items())
-    key = Text("  ").join(marked([part]) for part in legend)
-    opening = Text(PROMPT + "…" * cut + prompt, style="dim")
-    return _rendered([Text(head), key, opening, table], width=width, colour=colour)
-
-
-def _rendered(blocks: Sequence[Text | Table], *, width: int, colour: bool) -> str:
-    system = "standard" if colour else None
-    console = Console(width=width, color_system=system, no_color=False, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(*blocks, sep="\n", overflow="fold")
-    return "".join(f"{line.rstrip()}\n" for line in capture.get().split("\n")[:-1])
-
-
-def continuations(traces: Sequence[Completion], decode: Decode, *, width: int, colour: bool) -> str:
-    """Return prompts and answers as they read, in lines of at most `width` cells.
-
-    ANSI colours show whose token is whose if `colour`, else marks.
-    """
-
-    def part(kind: str, text: str) -> Text:
-        look = KINDS[kind]
-        return Text(text if colour else text.join(look.marks), look.style)
-
-    legend = [Text("prompt", "dim"), *(part(kind, LEGEND[kind]) for kind in ENTERED)]
-    blocks = [Text("  ").join(legend)]
-    for trace in traces:
-        text = Text().append(readable(decode(trace.prompt_ids)), "dim")
-        for _, same in groupby(answer(trace, decode), key=lambda part: KINDS[part.kind]):
-            shown = list(same)
-            text.append(part(shown[0].kind, readable("".join(one.text for one in shown))))
-        blocks += [Text(width * "─", style="dim"), text]
-    return _rendered(blocks, width=width, colour=colour)
-
-
 def marked(shown: Sequence[Part]) -> Text:
     """Join parts to one text; neighbours of one kind share their marks."""
     text = Text()
@@ -214,30 +161,53 @@ def marked(shown: Sequence[Part]) -> Text:
     return text
 
 
-# Page
+def rounds(trace: Completion, decode: Decode, *, width: int) -> Group:
+    """Counts, legend, prompt and every round of a generation, in lines of at most `width` cells."""
+    legend = [Part(kind, [], text) for kind, text in LEGEND.items()]
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", style="dim")
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
+    for number, (step, shown) in enumerate(steps(trace, decode), start=1):
+        table.add_row(str(number), f"{step.accepted}/{len(step.proposed)}", marked(shown))
+    prompt, cut = visible(decode(trace.prompt_ids[-width:])), len(trace.prompt_ids) > width
+    while cell_len(PROMPT + prompt) + cut > width and prompt:
+        prompt, cut = prompt[1:], True
+    head = ", ".join(f"{label} {value}" for label, value in figures(trace).items())
+    key = Text("  ").join(marked([part]) for part in legend)
+    return Group(Text(head), key, Text(PROMPT + "…" * cut + prompt, style="dim"), table)
 
 
-def html(traces: Sequence[Completion], decode: Decode, *, title: str) -> str:
-    """Return one page that needs nothing else: a legend, and rounds and counts of every trace."""
-    source = Path(__file__).with_name("trace.html.j2").read_text(encoding="utf-8")
-    page = Environment(autoescape=True, trim_blocks=True).from_string(source)
-    cards = [
-        {
-            "counts": figures(trace),
-            "prompt": readable(decode(trace.prompt_ids)),
-            "answer": answer(trace, decode),
-            "rounds": steps(trace, decode),
-        }
-        for trace in traces
-    ]
-    names = {"title": title, "kinds": KINDS, "legend": LEGEND, "cards": cards}
-    return page.render(**names, visible=visible, pips=pips)
+def answers(traces: Sequence[Completion], decode: Decode, *, width: int, marks: bool) -> Group:
+    """Prompts and answers as they read; `marks` tell whose token is whose, else styles alone."""
+
+    def part(kind: str, text: str) -> Text:
+        look = KINDS[kind]
+        return Text(text.join(look.marks) if marks else text, look.style)
+
+    legend = [Text("prompt", "dim"), *(part(kind, LEGEND[kind]) for kind in ENTERED)]
+    blocks = [Text("  ").join(legend)]
+    for trace in traces:
+        text = Text().append(readable(decode(trace.prompt_ids)), "dim")
+        for _, same in groupby(answer(trace, decode), key=lambda part: KINDS[part.kind]):
+            shown = list(same)
+            text.append(part(shown[0].kind, readable("".join(one.text for one in shown))))
+        blocks += [Text(width * "─", style="dim"), text]
+    return Group(*blocks)
 
 
-def pips(step: TraceRound) -> list[str]:
-    """The bar of a round: a full square an accepted proposal, a red frame the rejected one."""
-    rejected = step.accepted if step.next_token is not None else len(step.proposed)
-    return [
-        "a" if n < step.accepted else "r" if n == rejected else "u"
-        for n in range(len(step.proposed))
-    ]
+def as_text(block: RenderableType, *, width: int, colour: bool) -> str:
+    """`block` in lines of at most `width` cells, with ANSI colours if `colour`."""
+    system = "standard" if colour else None
+    console = Console(width=width, color_system=system, no_color=False, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(block, overflow="fold")
+    return "".join(f"{line.rstrip()}\n" for line in capture.get().split("\n")[:-1])
+
+
+def as_page(blocks: Iterable[RenderableType], *, width: int) -> str:
+    """`blocks` below each other on a page of HTML that needs nothing else."""
+    console = Console(width=width, record=True, file=StringIO(), legacy_windows=False)
+    for block in blocks:
+        console.print(block, "", overflow="fold")
+    return console.export_html(inline_styles=True)

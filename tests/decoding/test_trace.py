@@ -3,8 +3,8 @@
 Token ids below 256 are bytes, those above are words; END has no text.
 """
 
+import html
 import re
-from html.parser import HTMLParser
 from itertools import product
 
 import pytest
@@ -13,16 +13,16 @@ from rich.cells import cell_len
 from draftkit.decoding.generation import Completion, TraceRound, trace_round
 from draftkit.decoding.streaming import CONTEXT, REPLACEMENT
 from draftkit.decoding.trace import (
-    KINDS,
     Part,
     answer,
-    continuations,
+    answers,
+    as_page,
+    as_text,
     figures,
-    html,
     parts,
     pieces,
+    rounds,
     steps,
-    terminal,
 )
 
 WORDS = [
@@ -53,6 +53,14 @@ def ids_of(text: str) -> list[int]:
 
 def trace_of(prompt: list[int], steps: list[TraceRound]) -> Completion:
     return Completion(prompt, steps=steps)
+
+
+def terminal(trace: Completion, *, width: int = 80, colour: bool = False) -> str:
+    return as_text(rounds(trace, decode, width=width), width=width, colour=colour)
+
+
+def continuations(traces: list[Completion], *, colour: bool) -> str:
+    return as_text(answers(traces, decode, width=40, marks=not colour), width=40, colour=colour)
 
 
 FIRST = TraceRound([CAT, SAT, IN, MAT], 2, ON, 3)
@@ -210,7 +218,7 @@ def test_text_before_a_token_is_decoded_only_so_far() -> None:
 
 
 def test_every_kind_is_marked_without_colour() -> None:
-    assert terminal(TRACE, decode, width=80, colour=False) == (
+    assert terminal(TRACE) == (
         "tokens 6, target passes 2, acceptance length 3.00, accepted 4 of 6\n"
         "accepted  [-rejected-]  {+the target's own token+}  (~not used~)\n"
         "prompt  I the\n"
@@ -220,8 +228,8 @@ def test_every_kind_is_marked_without_colour() -> None:
 
 
 def test_colour_adds_only_colour() -> None:
-    plain = terminal(TRACE, decode, width=80, colour=False)
-    coloured = terminal(TRACE, decode, width=80, colour=True)
+    plain = terminal(TRACE)
+    coloured = terminal(TRACE, colour=True)
     bare = re.sub(r"\x1b\[[\d;]*m", "", coloured)
     assert [line.rstrip() for line in bare.splitlines()] == plain.splitlines()
     for text, codes in ((" cat sat", "32"), (" in", "9;31"), (" on", "1;94"), ("(~", "2")):
@@ -237,7 +245,7 @@ def test_no_line_is_wider_than_asked_for(width: int, colour: bool) -> None:
     joined = TraceRound(ids_of("\u200d👧"), 7, ON, 8)
     trace = trace_of([THE, WIDE] * 80, [step, joined] * 6)
     text, whole = (
-        re.sub(r"\x1b\[[\d;]*m", "", terminal(trace, decode, width=cells, colour=colour))
+        re.sub(r"\x1b\[[\d;]*m", "", terminal(trace, width=cells, colour=colour))
         for cells in (width, 100_000)
     )
     assert max(map(cell_len, text.splitlines())) in (width - 1, width)
@@ -248,30 +256,30 @@ def test_no_line_is_wider_than_asked_for(width: int, colour: bool) -> None:
 
 def test_a_prompt_is_cut_at_its_beginning_and_says_so() -> None:
     for prompt in ([MAT] * 79 + [CAT], [CAT] + [END] * 80 + [CAT]):
-        line = terminal(trace_of(prompt, []), decode, width=80, colour=False).splitlines()[2]
+        line = terminal(trace_of(prompt, [])).splitlines()[2]
         assert re.fullmatch("prompt  ….* cat", line)
 
 
 def test_control_characters_of_a_text_never_reach_the_terminal() -> None:
     trace = trace_of([THE, EVIL], [TraceRound([EVIL, CAT], 1, EVIL, 2)])
-    text = terminal(trace, decode, width=80, colour=False)
+    text = terminal(trace)
     assert all(character.isprintable() or character == "\n" for character in text)
     assert f" a␛[2Jb␍{REPLACEMENT}[- cat-]" in text
-    assert "\x1b[2J" not in terminal(trace, decode, width=80, colour=True)
+    assert "\x1b[2J" not in terminal(trace, colour=True)
 
 
 def test_a_joiner_at_the_beginning_of_a_part_joins_no_mark() -> None:
     accent = ids_of("\u0301")
     trace = trace_of([THE], [TraceRound([CAT, *accent], 3, IN, 4), TraceRound(accent, 2, IN, 3)])
-    text = terminal(trace, decode, width=80, colour=False)
+    text = terminal(trace)
     assert " cat\u0301{+ in+}" in text
     assert "2/2  ◌\u0301{+ in+}" in text
     joined = trace_of([THE], [TraceRound(ids_of("\u200d👧"), 7, IN, 8)])
-    assert "7/7  ◌👧{+ in+}" in terminal(joined, decode, width=80, colour=False)
+    assert "7/7  ◌👧{+ in+}" in terminal(joined)
 
 
 def test_a_trace_without_rounds_has_its_head_and_prompt() -> None:
-    text = terminal(trace_of([THE], []), decode, width=80, colour=False)
+    text = terminal(trace_of([THE], []))
     assert text.startswith("tokens 0, target passes 0, acceptance length 0.00, accepted 0 of 0\n")
     assert text.endswith("prompt   the\n")
 
@@ -279,81 +287,15 @@ def test_a_trace_without_rounds_has_its_head_and_prompt() -> None:
 # Page
 
 
-class Page(HTMLParser):
-    """The elements of a page with their attributes and the text directly inside."""
-
-    VOID = ("meta", "!doctype")
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
-        self._open: list[int] = []
-        self.feed(page)
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in self.VOID:
-            self._open.append(len(self.elements))
-        self.elements.append((tag, dict(attrs), []))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.elements[self._open.pop()][0] == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._open:
-            self.elements[self._open[-1]][2].append(data)
-
-    def texts(self, tag: str, css_class: str | None = None) -> list[str]:
-        return [
-            "".join(data)
-            for name, attributes, data in self.elements
-            if name == tag and css_class in (None, attributes.get("class"))
-        ]
-
-
-def test_a_page_holds_every_round_with_its_ids_and_bars() -> None:
-    page = Page(html([TRACE], decode, title="One & only"))
-    assert page.texts("title") == page.texts("h1") == ["One & only"]
-    assert page.texts("dd") == ["6", "2", "3.00", "4 of 6"]
-    assert page.texts("td", "count") == ["1", "2/4", "2", "2/2"]
-    assert [a["class"] for tag, a, _ in page.elements if tag == "i"] == list("aaruaa")
-    hints = [a["title"] for _, a, _ in page.elements if "title" in a]
-    committed = [f"accepted, id {CAT}", f"accepted, id {SAT}", f"correction, id {ON}"]
-    assert hints[:3] == committed  # the answer
-    assert hints[6:11] == [*committed[:2], f"rejected, id {IN}", committed[2], f"unused, id {MAT}"]
-    assert page.texts("del") == ["rejected", " in"]
-    assert page.texts("p", "text prompt") == ["I the"]
-
-
-def test_a_page_breaks_the_lines_of_the_answer_and_not_those_of_its_rounds() -> None:
-    own = Page(html([TRACE], decode, title="")).texts("ins")
-    assert own == ["the target's own token", " on", ".↵\n", " on", ".↵"]
-
-
-def test_an_end_of_text_inside_the_proposals_rejects_none() -> None:
-    trace = trace_of([THE], [TraceRound([CAT, END, SAT], 2, None, 2)])
-    page = Page(html([trace], decode, title=""))
-    assert [a["class"] for tag, a, _ in page.elements if tag == "i"] == list("aau")
-    assert page.texts("del") == ["rejected"]
-
-
-def test_a_page_needs_nothing_from_outside_and_no_script() -> None:
-    page = html([TRACE, TRACE], decode, title="t")
-    assert not re.search(r"<script|<link|<img|@import|url\(|https?:|\bsrc=|\bhref=", page)
-    assert "prefers-color-scheme: dark" in page
-    classes = {look.css_class for look in KINDS.values()}
-    assert all(f".text .{name}," in page for name in classes)
-    assert Page(page).texts("h2") == ["Generation 1 of 2", "Generation 2 of 2"]
-
-
-def test_text_of_a_model_is_escaped_and_its_controls_are_signs() -> None:
+def test_a_page_shows_every_trace_as_a_terminal_does_and_needs_nothing_from_outside() -> None:
     trace = trace_of([TAG, STOP, EVIL], [TraceRound([TAG], 1, EVIL, 2)])
-    text = html([trace], decode, title='<b>"')
-    assert not re.search(r"<b>|\x1b|\u202e", text)
-    page = Page(text)
-    assert page.texts("h1") == ['<b>"']
-    assert page.texts("p", "text prompt") == [f" <b>&.\n a␛[2Jb␍{REPLACEMENT}"]
-    assert page.texts("ins")[-1] == f" a␛[2Jb␍{REPLACEMENT}"
+    page = as_page([rounds(one, decode, width=80) for one in (TRACE, trace)], width=80)
+    assert not re.search(r"<script|<link|<img|@import|url\(|https?:|\bsrc=|\bhref=", page)
+    assert not re.search(r"<b>|\x1b|\u202e", page)  # the text of a model is escaped
+    bare = html.unescape(re.sub("<[^>]*>", "", page[page.index("<pre") :]))
+    assert terminal(TRACE).rstrip() in bare
+    assert terminal(trace).rstrip() in bare
+    assert "line-through" in page
 
 
 # As it reads
@@ -362,7 +304,7 @@ def test_text_of_a_model_is_escaped_and_its_controls_are_signs() -> None:
 def test_continuations_read_as_text_and_tell_whose_token_is_whose() -> None:
     code = trace_of(ids_of("def f(x):\n    return"), [TraceRound(ids_of(" x+1"), 2, ord("*"), 3)])
     rule = 40 * "─"
-    assert continuations([TRACE, code], decode, width=40, colour=False).splitlines() == [
+    assert continuations([TRACE, code], colour=False).splitlines() == [
         "prompt  accepted  {+the target's own",
         "token+}",
         rule,
@@ -372,13 +314,13 @@ def test_continuations_read_as_text_and_tell_whose_token_is_whose() -> None:
         "def f(x):",
         "    return x{+*+}",
     ]
-    coloured = continuations([code], decode, width=40, colour=True)
+    coloured = continuations([code], colour=True)
     assert "\x1b[32m x\x1b[0m\x1b[1;94m*\x1b[0m" in coloured
     assert "{+" not in coloured
 
 
 def test_a_continuation_sends_nothing_to_the_terminal_that_controls_it() -> None:
     evil = trace_of([EVIL], [TraceRound([EVIL], 1, EVIL, 2)])
-    shown = continuations([evil], decode, width=40, colour=False)
+    shown = continuations([evil], colour=False)
     assert "\x1b" not in shown
     assert "\u202e" not in shown

@@ -104,7 +104,7 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
         proposer = PROPOSERS[decode.proposer](material)
         proposer.version = "" if decode.has_drafter else decode.proposer
         routes.append(Route(name, proposer, registry))
-    return Drafters(routes, poll_seconds=config.serve.poll_seconds)
+    return Drafters(routes)
 
 
 def answered_at(address: Sequence[Any]) -> str:

@@ -100,7 +100,6 @@ _MINUTES = {
         "test_a_swap_holds_the_rounds_for_less_than_one_of_them": 0.4,
         "test_many_clients_are_served_at_twice_the_rate_of_one_and_fairly": 1.5,
         "test_recording_costs_at_most_three_hundredths_of_the_processor": 1.0,
-        "test_what_recording_adds_is_at_most_three_hundredths_of_the_work": 0.5,
         "test_who_joins_last_first_is_not_fair": 0.1,
     },
     "serving/test_hostile": {

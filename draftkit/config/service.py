@@ -21,12 +21,9 @@ class ServeConfig(Section, key="serve"):
     max_length: int = positive(2048)  # tokens of prompt and answer; at most the models' context
     queue: int = positive(64)  # requests that may wait for a slot; more are answered with 429
     max_body_bytes: int = positive(1_000_000)
-    max_choices: int = positive(16)  # `n` of a request
     top_logprobs: int = setting(20, least=0)  # the most alternatives a request may ask for
-    connections: int = positive(512)  # at once; more are answered with 503
     request_seconds: float = positive(300.0)
     drain_seconds: float = positive(30.0)
-    poll_seconds: float = positive(0.5)  # how often a new drafter version is looked for
     adapts: bool = True  # gamma by load and acceptance; requests with a seed keep decode.gamma
 
 
@@ -38,7 +35,6 @@ class BufferConfig(Section, key="online.buffer"):
     top_k: int = setting(32, least=0)  # ids of the target stored for every token; 0: none
     max_megabytes: float = positive(256.0)
     retention_days: float = positive(30.0)
-    queue: int = positive(1024)  # records that wait to be written; more are dropped
 
 
 @dataclass(kw_only=True)

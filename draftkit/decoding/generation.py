@@ -97,7 +97,7 @@ def record(completions: dict[int, Completion], result: RoundResult) -> list[int]
     for row, slot in enumerate(result.slots):
         completion = completions[slot]
         emitted, committed, n = result.emitted[row], result.committed[row], result.lengths[row]
-        tested = min(emitted, n)
+        tested = result.tested[row]
         completion.output_ids += tokens[row][:committed]
         for name, part in parts.items():
             getattr(completion, name).extend(part[row][:committed])

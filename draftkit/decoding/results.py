@@ -56,6 +56,11 @@ class RoundResult:
     tail_mass: Tensor | None = None
 
     @property
+    def tested(self) -> list[int]:
+        """Proposals of each row that were put to the test."""
+        return [min(emitted, n) for emitted, n in zip(self.emitted, self.lengths, strict=True)]
+
+    @property
     def full_tests(self) -> list[int]:
         """Accepted proposals of the rows whose `gamma` proposals were all open to acceptance."""
         rows = zip(self.emitted, self.ended, self.lengths, strict=True)

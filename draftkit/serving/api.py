@@ -4,7 +4,6 @@ Every error is told in OpenAI's form with one line of reason. This module decode
 no tokenizer's inside: requests become jobs in `intake`, and pieces become answers in `delivery`.
 """
 
-import math
 import time
 
 from fastapi import FastAPI, Request
@@ -58,7 +57,7 @@ def _add_generation(app: FastAPI, engine: Engine, intake: Intake, metrics: Metri
         try:
             delivery = Delivery(engine, reply, metrics, began=began, seconds=seconds)
         except QueueFull as full:
-            retry = {"retry-after": str(max(1, math.ceil(full.retry_after)))}
+            retry = {"retry-after": "1"}
             raise ApiError(str(full), status=429, code="queue_full", headers=retry) from full
         except Draining as draining:
             reason = "the server is stopping and takes no more requests"

@@ -9,8 +9,9 @@ goes on. Whether a version is any good is the daemon's to judge. Knows no reques
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,14 +19,10 @@ from torch import Tensor
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import Proposer
 from draftkit.online.registry import Registry, Version
-from draftkit.serving.weights import fitted, same
 
+POLL_SECONDS = 0.5  # how often a new version is looked for
 START = "start"  # the version of weights that no registry has published
 log = logging.getLogger(__name__)
-
-
-class _Stopped(Exception):
-    """The watching ends while a version waits to be installed."""
 
 
 class Route:
@@ -53,8 +50,6 @@ class Offer:
     version: str
     weights: dict[str, Tensor]
     previous: dict[str, Tensor]  # copies of what they replace
-    done: threading.Event = field(default_factory=threading.Event)
-    installed: bool = False
 
 
 class Drafters:
@@ -64,7 +59,7 @@ class Drafters:
     decodes; the others for any.
     """
 
-    def __init__(self, routes: Iterable[Route], *, poll_seconds: float = 0.5) -> None:
+    def __init__(self, routes: Iterable[Route], *, poll_seconds: float = POLL_SECONDS) -> None:
         self.routes = {route.name: route for route in routes}
         self.swaps = self.refused = 0  # versions
         self.last_swap_seconds = 0.0  # for which the rounds waited
@@ -86,20 +81,21 @@ class Drafters:
         """Copy the weights that wait, if any; rows in flight go on and stay exact."""
         if (offer := self._offer) is None:
             return
-        self._offer = None  # there is no other before this one is done
-        route, started = offer.route, time.perf_counter()
+        route, started, reason = offer.route, time.perf_counter(), ""
         before = route.proposer.version
         try:
             self._decoder.swap(route.name, offer.weights, offer.version)
-            offer.installed = same(route.proposer.weights(), offer.weights)
-        except Exception:  # whatever it is, the rounds go on with what was in force
-            log.exception("version %s could not be copied", offer.version)
-        if offer.installed:
-            self.swaps += 1
-        else:
+            if not same(route.proposer.weights(), offer.weights):
+                reason = "its weights read back other than they were written"
+        except Exception as error:  # whatever it is, the rounds go on with what was in force
+            reason = f"it could not be copied: {error}"
+        if reason:
             self._decoder.swap(route.name, offer.previous, before)
+            self._refuse(route, offer.version, reason)
+        else:
+            self.swaps += 1
         self.last_swap_seconds = time.perf_counter() - started
-        offer.done.set()
+        self._offer = None  # only now is another one made
 
     # For any thread
 
@@ -127,14 +123,12 @@ class Drafters:
             self.poll()
 
     def poll(self) -> None:
-        """Follow every registry's pointer, once."""
+        """Follow every registry's pointer, once, unless a version waits to be installed."""
         for route in self.routes.values():
-            if route.registry is not None:
+            if route.registry is not None and self._offer is None:
                 try:
                     self._follow(route, route.registry)
                     route.trouble = ""
-                except _Stopped:
-                    return
                 except Exception as error:  # a registry out of reach is tried again, and told once
                     if str(error) != route.trouble:
                         log.exception("route %s: its registry cannot be followed", route.name)
@@ -150,26 +144,71 @@ class Drafters:
         route.seen = pointer
 
     def _load(self, route: Route, registry: Registry, version: Version) -> None:
-        """Read, check and install `version`, or refuse it."""
+        """Read and check `version`; what fits waits for `install`, the rest is refused."""
         own = route.proposer.weights()
         try:
             weights = fitted(own, registry.read(version))
         except ValueError as error:
-            reason = str(error)
+            return self._refuse(route, version.name, str(error))
+        previous = {name: tensor.clone() for name, tensor in own.items()}
+        self._offer = Offer(route, version.name, weights, previous)
+        if self._thread is None:  # no other thread decodes
+            self.install()
         else:
-            previous = {name: tensor.clone() for name, tensor in own.items()}
-            offer = self._offer = Offer(route, version.name, weights, previous)
-            if self._thread is None:  # no other thread decodes
-                self.install()
-            else:
-                self.wake()
-            while not offer.done.wait(0.1):
-                if self._stopping.is_set():
-                    raise _Stopped
-            if offer.installed:
-                return
-            reason = "its weights read back other than they were written"
-        route.refused.add(version.name)
+            self.wake()
+
+    def _refuse(self, route: Route, version: str, reason: str) -> None:
+        route.refused.add(version)
         self.refused += 1
-        names = (route.name, version.name, route.proposer.version)
+        names = (route.name, version, route.proposer.version)
         log.error("route %s: version %s is refused, %s goes on: %s", *names, reason)
+
+
+def fitted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`given` as it can be copied into `own`: whole, on its device and in its precision.
+
+    Files hold tied tensors once; here each name has its tensor. Copies to a device run beside what
+    else it does, and have arrived when this returns. Raises ValueError naming the first
+    tensor that is unknown, missing, of another shape or kind, or not finite.
+    """
+    if unknown := sorted(given.keys() - own.keys()):
+        raise ValueError(f"the drafter has no {unknown[0]}")
+    by_storage = {_storage(own[name]): tensor for name, tensor in given.items()}
+    wanted = {}
+    for name, tensor in own.items():
+        new = given.get(name, by_storage.get(_storage(tensor)))
+        if new is None:
+            raise ValueError(f"{name} is missing")
+        if new.shape != tensor.shape:
+            raise ValueError(f"{name} is {list(new.shape)}, the drafter's {list(tensor.shape)}")
+        if new.is_floating_point() != tensor.is_floating_point():
+            raise ValueError(f"{name} holds {new.dtype}, the drafter's {tensor.dtype}")
+        wanted[name] = new
+    device = next(iter(own.values())).device
+    with torch.cuda.stream(_side_stream(device) if device.type == "cuda" else None):
+        copies = {name: new.to(own[name].device, own[name].dtype) for name, new in wanted.items()}
+        # Read at once: to look at a number on a device is to wait for it.
+        finite = torch.stack([torch.isfinite(new).all() for new in copies.values()]).tolist()
+    for name, is_finite in zip(copies, finite, strict=True):
+        if not is_finite:
+            raise ValueError(f"{name} holds numbers that are not finite")
+    return copies
+
+
+def same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
+    """Whether every tensor of `own` holds exactly what is `given`."""
+    if not any(tensor.is_cuda for tensor in own.values()):
+        return all(torch.equal(tensor, given[name]) for name, tensor in own.items())
+    equal = [(tensor == given[name]).all() for name, tensor in own.items()]
+    return bool(torch.stack(equal).all())
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """For work that rounds on `device` do not wait for."""
+    return torch.cuda.Stream(device)
+
+
+def _storage(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Where a tensor lies: tied ones share it."""
+    return tensor.data_ptr(), tuple(tensor.shape)

@@ -30,7 +30,6 @@ from draftkit.serving.rows import Rows
 IDLE_SECONDS = 1.0  # after which an engine without jobs shows that it lives
 STALLED_SECONDS = 120.0  # a round of compiled code may have to be compiled first
 MOST_ERRORS = 3  # rounds in a row that may fail
-REST_SECONDS = 10.0  # after so many, until the next job may show whether rounds succeed again
 LEAVING_SECONDS = 5.0  # for answers that are cancelled at the end
 ERROR_SECONDS = 0.1  # until the next try
 SEEDS = 1 << 63
@@ -95,24 +94,19 @@ class Engine:
     def submit(self, jobs: Sequence[Job], listeners: Sequence[Listener]) -> list[Answer]:
         """Queue `jobs`, all or none; return what `cancel` takes. Pieces may come before that.
 
-        Raises QueueFull; Draining; ValueError for a job that can never be served.
+        Raises QueueFull and Draining. A job that can never be decoded ends as "error": whoever
+        takes requests refuses it before.
         """
-        for job in jobs:
-            self._check(job)
-        room = self._serve.queue + self.slots
-        if len(jobs) > room:
-            raise ValueError(f"{len(jobs)} answers at once, the server has room for {room}")
-        now, answers = self._clock(), []
+        answers = []
         for job, listener in zip(jobs, listeners, strict=True):
             seed = secrets.randbelow(SEEDS) if job.seed is None else job.seed % SEEDS
-            answers.append(Answer(job, listener, decode=self._decode, seed=seed, now=now))
+            answers.append(Answer(job, listener, decode=self._decode, seed=seed))
         with self._changed:
             if self.draining:
                 raise Draining("the server is about to stop")
             busy = len(self._waiting) + len(self._rows)
-            if busy + len(jobs) > room:
-                turns = 1 + len(self._waiting) / self.slots
-                raise QueueFull(min(60.0, max(1.0, turns * self._rows.job_seconds)))
+            if busy + len(jobs) > self._serve.queue + self.slots:
+                raise QueueFull("the queue is full")
             self._waiting.extend(answers)
             self._changed.notify()
         return answers
@@ -143,15 +137,10 @@ class Engine:
         return self.drafters.versions()
 
     def healthy(self) -> bool:
-        """Whether the thread lives, makes progress, and not every round fails.
-
-        A while after the last failure it is healthy on trial: where nobody sends jobs to a server
-        that is not, no round could ever show that it is. The next failure ends that at once.
-        """
+        """Whether the thread lives, makes progress, and not every round fails."""
         alive = self._thread is not None and self._thread.is_alive()
         moves = self._clock() - self._beat < STALLED_SECONDS
-        rested = self._clock() - self._rows.failed_at >= REST_SECONDS
-        return alive and moves and (rested or self._rows.errors_in_a_row < MOST_ERRORS)
+        return alive and moves and self._rows.errors_in_a_row < MOST_ERRORS
 
     # Life
 
@@ -200,23 +189,6 @@ class Engine:
     def _is_idle(self) -> bool:
         return not self._waiting and not len(self._rows)
 
-    def _check(self, job: Job) -> None:
-        prompt, new = len(job.prompt_ids), job.max_new_tokens
-        if prompt < 1 or new < 1:
-            raise ValueError("a prompt and an answer hold at least one token each")
-        if prompt + new > self.max_length:
-            raise ValueError(
-                f"{prompt} prompt tokens and {new} new ones exceed the {self.max_length} "
-                "that the server has room for"
-            )
-        size = self.decoder.target.vocab_size
-        if not all(0 <= token < size for token in job.prompt_ids):
-            raise ValueError(f"a prompt holds ids outside the vocabulary of {size}")
-        if job.route not in self.drafters.routes:
-            raise ValueError(f"there is no route {job.route!r}")
-        if job.top_logprobs > self._serve.top_logprobs:
-            raise ValueError(f"at most {self._serve.top_logprobs} alternatives a token")
-
     # The thread
 
     def _run(self) -> None:
@@ -228,7 +200,7 @@ class Engine:
                     self._step()
                 except Exception:  # not of a round: those end their own rows
                     log.exception("the engine met an error between two rounds")
-                    self._rows.count_error()
+                    self._rows.errors_in_a_row += 1
                     self._end(lambda _: "error")
                     with self._changed:
                         self._changed.wait(ERROR_SECONDS)

@@ -118,12 +118,9 @@ class Intake:
             raise no_model(body.model)
         body.check()
         top = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
-        for param, value, most in (
-            (top, body.alternatives or 0, settings.top_logprobs),
-            ("n", body.choices, settings.max_choices),
-        ):
-            if value > most:
-                raise ApiError(f"{param} must be at most {most}, got {value}", param=param)
+        if (wanted := body.alternatives or 0) > settings.top_logprobs:
+            most = f"must be at most {settings.top_logprobs} (serve.top_logprobs)"
+            raise ApiError(f"{top} {most}, got {wanted}", param=top)
         prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
         room = settings.queue + settings.slots
         if prompts * body.choices > room:

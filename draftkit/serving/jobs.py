@@ -11,11 +11,7 @@ from draftkit.config import DEFAULT_ROUTE, SamplingConfig
 
 
 class QueueFull(Exception):
-    """No room for the jobs; `retry_after` seconds are a guess at when there will be."""
-
-    def __init__(self, retry_after: float) -> None:
-        super().__init__(f"the queue is full; try again in {retry_after:.0f} s")
-        self.retry_after = retry_after
+    """No room for the jobs at the moment."""
 
 
 class Draining(Exception):

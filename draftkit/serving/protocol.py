@@ -23,6 +23,7 @@ from draftkit.config import SamplingConfig
 Json = dict[str, Any]
 LARGEST_SEED = 2**63 - 1
 MOST_STOPS = 16
+MOST_CHOICES = 16  # of a prompt
 COMPLETION_TOKENS = 16  # where a completion names no bound, as OpenAI's
 MOST_PROMPTS = 4096  # no longer list is looked through
 _PARTS = ("role", "content", "type", "text")  # of a message, that an error may lie in
@@ -136,7 +137,9 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     model: Text = Field(description="be the name of a model that /v1/models lists")
-    n: int | None = Field(None, ge=1, description="be an integer of at least 1")
+    n: int | None = Field(
+        None, ge=1, le=MOST_CHOICES, description=f"be an integer from 1 to {MOST_CHOICES}"
+    )
     temperature: Temperature | None = Field(None, description="be 0 (greedy) or lie in [0.001, 10]")
     top_p: float | None = Field(None, ge=1e-6, le=1, description="lie in [0.000001, 1]")
     top_k: int | None = Field(

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-import numpy as np
-
 from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.samplers import verdicts
@@ -25,6 +23,7 @@ from draftkit.online.buffer import UPKEEP_SECONDS, Buffer, Entry, Served
 from draftkit.serving.answers import Answer
 from draftkit.serving.jobs import Counters, DrafterCounters, DrafterKey, Job
 
+QUEUE = 1024  # records that wait to be written; more are dropped
 BATCH = 64  # records of a transaction, at most
 GATHER_SECONDS = 0.25  # for which a batch is gathered, as each costs a flush to the disk
 TELL_SECONDS = 1.0  # between two tellings of counts and load
@@ -49,7 +48,7 @@ class Recorder:
         self._fraction = settings.fraction
         self._draw = draw
         self._clock = clock
-        self._queue: queue.Queue[Answer] = queue.Queue(settings.queue)
+        self._queue: queue.Queue[Answer] = queue.Queue(QUEUE)
         self._written: dict[DrafterKey, DrafterCounters] = {}
         self._failing = False
         self._stopping = threading.Event()
@@ -108,19 +107,10 @@ class Recorder:
         return [self._queue.get_nowait() for _ in range(min(BATCH, self._queue.qsize()))]
 
     def _write(self, batch: Sequence[Answer]) -> None:
-        """Store them together; one that makes no record is lost alone."""
-        if not batch:
-            return
-        try:
-            is_written = self._try(lambda: self._store.append(list(map(entry, batch))), OSError)
-        except Exception as error:
-            if len(batch) > 1:
-                for one in batch:
-                    self._write([one])
-                return
-            log.error("an answer cannot be recorded: %s", error)
-            is_written = False
-        if not is_written:
+        def append() -> None:
+            self._store.append([entry(answer, with_scores=self.top_k > 0) for answer in batch])
+
+        if batch and not self._try(append):
             self._lost += len(batch)
 
     def _write_counts(self) -> None:
@@ -135,11 +125,11 @@ class Recorder:
             self._written = drafters
         self._try(lambda: self._store.set_load(queued=counters.queued, running=counters.running))
 
-    def _try(self, write: Callable[[], None], expected: type[Exception] = Exception) -> bool:
+    def _try(self, write: Callable[[], None]) -> bool:
         """Whether `write` could; told once until it can again."""
         try:
             write()
-        except expected as error:  # serving goes on, whatever the disk says
+        except Exception as error:  # serving goes on, whatever the disk says
             if not self._failing:
                 log.error("the traffic buffer cannot be written, records are lost: %s", error)
             self._failing = True
@@ -150,17 +140,13 @@ class Recorder:
         return True
 
 
-def entry(answer: Answer) -> Entry:
-    """What the buffer keeps of a finished answer."""
+def entry(answer: Answer, *, with_scores: bool) -> Entry:
+    """What the buffer keeps of a finished answer, with the target's likeliest ids if asked."""
     job, completion = answer.job, answer.completion
     count = len(completion.output_ids)
     proposals, rejected = verdicts(completion.steps)  # those of a stop string's end are cut off
-    scores: dict[str, Any] = {}
-    if answer.likeliest:
-        parts = zip(*answer.likeliest, strict=True)
-        names = ("topk_ids", "topk_log_probs", "tail_mass")
-        joined = (np.concatenate(part)[:count].tolist() for part in parts)
-        scores = dict(zip(names, joined, strict=True))
+    names = ("topk_ids", "topk_log_probs", "tail_mass") if with_scores else ()
+    scores: dict[str, Any] = {name: getattr(completion, name)[:count] for name in names}
     record = Record(
         prompt_ids=list(job.prompt_ids),
         output_ids=completion.output_ids,
@@ -174,8 +160,7 @@ def entry(answer: Answer) -> Entry:
         rejected=rejected[:count],
         **scores,
     )
-    assert answer.ended is not None
-    return Entry(record=record, route=job.route, version=answer.version, seconds=answer.ended)
+    return Entry(record=record, route=job.route, version=answer.version, seconds=time.time())
 
 
 def served(route: str, version: str, now: DrafterCounters, before: DrafterCounters) -> Served:

@@ -1,7 +1,7 @@
 """The answers that are being decoded: jobs join, rounds bring them on, and they end.
 
-One thread uses it, between whose calls nothing else touches the decoder. What a round brings goes
-to listeners, counts and the recorder. Knows no queue and no drafters.
+One thread uses it, between whose calls nothing else touches the decoder. What a round brings
+goes to listeners, counts and the recorder. Knows no queue and no drafters.
 """
 
 import copy
@@ -14,7 +14,7 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import record
 from draftkit.decoding.results import RoundResult
 from draftkit.decoding.state import Request
-from draftkit.serving.answers import Answer, Likeliest, round_likeliest, round_scores
+from draftkit.serving.answers import Answer
 from draftkit.serving.jobs import Counters, Piece
 from draftkit.serving.recorder import Recorder
 
@@ -37,9 +37,7 @@ class Rows:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decoder = decoder
-        self.job_seconds = 1.0  # a running mean over answers, waiting included
         self.errors_in_a_row = 0  # rounds
-        self.failed_at = 0.0  # the last of them, by the clock
         self._recorder = recorder
         self._gamma = gamma
         self._clock = clock
@@ -61,7 +59,7 @@ class Rows:
 
     def join(self, answer: Answer) -> None:
         """Give `answer` a slot, of which one must be free; it ends as "error" if that fails."""
-        job, is_seeded = answer.job, answer.job.seed is not None
+        job = answer.job
         answer.records = self._recorder is not None and self._recorder.takes(job)
         try:
             request = Request(
@@ -72,7 +70,7 @@ class Rows:
                 proposer_id=job.route,
                 seed=answer.seed,
                 row=job.row,
-                adapts=not is_seeded,
+                adapts=job.seed is None,
             )
             (slot,) = self.decoder.join([request])
         except Exception:
@@ -87,7 +85,7 @@ class Rows:
         """End the answers that have a reason, before their time."""
         ending = [(s, a, reason) for s, a in self._running.items() if (reason := reason_of(a))]
         for _, answer, reason in ending:
-            if answer.ended is None:
+            if not answer.has_ended:
                 self.finish(answer, answer.end(reason))
         self._leave([slot for slot, _, _ in ending])
 
@@ -104,13 +102,8 @@ class Rows:
         except Exception:
             log.exception("%d answers end by an error", len(self))
             self._counters.errors += 1
-            self.count_error()
+            self.errors_in_a_row += 1
             self.end(lambda _: "error")
-
-    def count_error(self) -> None:
-        """One more without a round that succeeded in between."""
-        self.errors_in_a_row += 1
-        self.failed_at = self._clock()
 
     def _leave(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -120,20 +113,12 @@ class Rows:
     def _take(self, result: RoundResult, seconds: float) -> None:
         """Bring a group's round to its answers; `seconds` is each row's share of the time."""
         answers = [self._running[slot] for slot in result.slots]
-        completions = [answer.completion for answer in answers]
-        before = [(c.tested, c.acceptance_total) for c in completions]
-        record(dict(zip(result.slots, completions, strict=True)), result)
-        scores = round_scores(result, [answer.job.top_logprobs for answer in answers])
-        likeliest: list[Likeliest] = []
-        top_k = 0 if self._recorder is None else self._recorder.top_k
-        if top_k > 0 and any(answer.records for answer in answers):
-            likeliest = round_likeliest(result)
-        version, ended = result.proposer_version, []
+        record({slot: self._running[slot].completion for slot in result.slots}, result)
+        log_probs, ended = result.target_log_probs.tolist(), []
         for row, (slot, answer) in enumerate(zip(result.slots, answers, strict=True)):
-            if answer.records and likeliest:
-                answer.likeliest.append(likeliest[row])
-            piece = answer.take(scores[row], version=version, done=result.done[row])
-            self._count_round(answer, result.lengths[row], before[row], seconds)
+            scores, version = log_probs[row][: result.committed[row]], result.proposer_version
+            piece = answer.take(scores, version=version, done=result.done[row])
+            self._count_round(answer, result, row, seconds)
             if piece is not None and piece.finish_reason is None and not self._tell(answer, piece):
                 piece = answer.end("cancelled")
             if piece is not None and piece.finish_reason is not None:
@@ -141,12 +126,9 @@ class Rows:
                 self.finish(answer, piece)
         self._leave(ended)
 
-    def _count_round(
-        self, answer: Answer, drafted: int, before: tuple[int, float], seconds: float
-    ) -> None:
-        """`before`: tested positions and their acceptance before the round."""
-        completion, (tested, acceptance) = answer.completion, before
-        accepted = completion.steps[-1].accepted
+    def _count_round(self, answer: Answer, result: RoundResult, row: int, seconds: float) -> None:
+        drafted, tested = result.lengths[row], result.tested[row]
+        accepted = answer.completion.steps[-1].accepted
         with self._counting:
             counts = self._counters.drafters[answer.drafter]
             counts.rounds += 1
@@ -154,16 +136,15 @@ class Rows:
             counts.drafted += drafted
             counts.accepted += accepted
             counts.accepted_per_position.update({i: int(i < accepted) for i in range(drafted)})
-            counts.tested += completion.tested - tested
-            counts.acceptance += completion.acceptance_total - acceptance
+            counts.tested += tested
+            counts.acceptance += sum(result.acceptance[row, :tested].tolist())
             counts.seconds += seconds
 
     def finish(self, answer: Answer, piece: Piece) -> None:
         """Count, record and tell the end of an answer."""
-        answer.ended = time.time()
+        answer.has_ended = True
         with self._counting:
             self._counters.drafters[answer.drafter].requests += 1
-        self.job_seconds += 0.1 * (self._clock() - answer.started - self.job_seconds)
         is_whole = piece.finish_reason in ("stop", "length")
         if self._recorder is not None and answer.records and is_whole:
             self._recorder.offer(answer)

@@ -1,6 +1,6 @@
 """uvicorn as draftkit runs it: its own limits, and an end that lets begun answers end.
 
-A connection between two requests has `KEEP_ALIVE_SECONDS`, more than `serve.connections` are
+A connection between two requests has `KEEP_ALIVE_SECONDS`, more than `CONNECTIONS` are
 answered with 503, and nothing is logged of requests. Clients that send headers or bodies in drops,
 or hold connections open, are the proxy's in front (docs/online.md). Knows no routes and no engine.
 """
@@ -17,6 +17,7 @@ import uvicorn
 from draftkit.config import ServeConfig
 
 KEEP_ALIVE_SECONDS = 30
+CONNECTIONS = 512  # at once; more are answered with 503
 CLOSING_SECONDS = 5  # for the last answers to be sent, after the engine has drained
 LOOK_SECONDS = 0.1  # between two looks whether the server was told to stop
 
@@ -57,7 +58,7 @@ def server_of(app: Any, settings: ServeConfig) -> uvicorn.Server:
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(settings.drain_seconds) + CLOSING_SECONDS,
-            limit_concurrency=settings.connections,
+            limit_concurrency=CONNECTIONS,
         )
     )
 

@@ -9,7 +9,7 @@ import torch
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion, finish, record
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.serving.weights import fitted, same
+from draftkit.serving.drafters import fitted, same
 from tests import tiny
 from tests.cuda.card import Code, no_waiting, on_devices, used_bytes
 from tests.decoding.driving import DRAFT, SMALL, request

@@ -85,7 +85,7 @@ class FakeEngine:
         if self.draining:
             raise Draining
         if len(self.running) + len(jobs) > self.room:
-            raise QueueFull(2.5)
+            raise QueueFull("the queue is full")
         ids = list(range(len(self.jobs), len(self.jobs) + len(jobs)))
         self.jobs += jobs
         self.running.update(ids)

@@ -1,12 +1,7 @@
 """What may be told of an answer when: text that is final, scores that no stop string takes back."""
 
-from dataclasses import replace
-
-import torch
-
-from draftkit.decoding.results import RoundResult
-from draftkit.serving.answers import Answer, round_likeliest, round_scores
-from draftkit.serving.jobs import Piece, TokenScore
+from draftkit.serving.answers import Answer
+from draftkit.serving.jobs import Piece
 from tests.serving.running import job
 
 
@@ -15,12 +10,12 @@ def pairs(ids: list[int]) -> str:
 
 
 def answer(*stops: str) -> Answer:
-    return Answer(job([1], stops=stops), lambda _: None, decode=pairs, seed=0, now=0.0)
+    return Answer(job([1], stops=stops), lambda _: None, decode=pairs, seed=0)
 
 
 def take(made: Answer, ids: list[int], *, done: bool = False, version: str = "v1") -> Piece | None:
     made.completion.output_ids += ids
-    return made.take([TokenScore(n, -1.0) for n in ids], version=version, done=done)
+    return made.take([-1.0] * len(ids), version=version, done=done)
 
 
 def ids(piece: Piece | None) -> list[int]:
@@ -85,53 +80,13 @@ def test_the_version_is_that_of_the_last_round() -> None:
     assert speculation.version == made.version == "v2"
 
 
-def result() -> RoundResult:
-    """Two rows of three candidates, of which 3 and 1 count."""
-    numbers = torch.arange(6.0).view(2, 3)
-    ids = torch.arange(24).view(2, 3, 4)
-    return RoundResult(
-        slots=[4, 7],
-        tokens=torch.arange(6).view(2, 3),
-        committed=[3, 1],
-        emitted=[3, 1],
-        ended=[False, False],
-        done=[False, False],
-        gamma=2,
-        lengths=[2, 2],
-        draft_tokens=torch.zeros(2, 2),
-        acceptance=torch.zeros(2, 2),
-        target_log_probs=-numbers,
-        log_sum_exp=numbers,
-        served_log_sum_exp=numbers,
-        proposer_version="v1",
-        topk_ids=ids,
-        topk_log_probs=-ids.float(),
-        tail_mass=numbers / 10,
-    )
-
-
-def test_each_row_has_its_committed_tokens_and_as_many_alternatives_as_it_wants() -> None:
-    first, second = round_scores(result(), [2, 0])
-    assert [(score.token_id, score.log_prob) for score in first] == [(0, 0.0), (1, -1.0), (2, -2.0)]
-    assert [score.top for score in first] == [
-        ((0, 0.0), (1, -1.0)),
-        ((4, -4.0), (5, -5.0)),
-        ((8, -8.0), (9, -9.0)),
-    ]
-    assert [(score.token_id, score.top) for score in second] == [(3, ())]
-    _, second = round_scores(result(), [0, 3])
-    assert [score.top for score in second] == [((12, -12.0), (13, -13.0), (14, -14.0))]
-
-
-def test_alternatives_need_ids_of_the_round() -> None:
-    bare = replace(result(), topk_ids=None, topk_log_probs=None, tail_mass=None)
-    assert [len(scores) for scores in round_scores(bare, [0, 0])] == [3, 1]
-
-
-def test_records_get_copies_of_their_own_rows() -> None:
-    found = result()
-    first, second = round_likeliest(found)
-    assert first[0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert second[1].tolist() == [[-12.0, -13.0, -14.0, -15.0]]
-    assert second[2].tolist() == [torch.tensor(0.3).item()]
-    assert first[0].base is None
+def test_each_score_has_as_many_alternatives_as_the_job_wants() -> None:
+    made = Answer(job([1], top_logprobs=2), lambda _: None, decode=pairs, seed=0)
+    made.completion.topk_ids += [[12, 5, 6], [34, 7, 8]]
+    made.completion.topk_log_probs += [[-1.0, -2.0, -3.0], [-1.0, -4.0, -5.0]]
+    tops = []
+    for token in (12, 34):
+        piece = take(made, [token])
+        assert piece is not None
+        tops += [score.top for score in piece.scores]
+    assert tops == [((12, -1.0), (5, -2.0)), ((34, -1.0), (7, -4.0))]

@@ -249,5 +249,5 @@ def test_a_full_queue_refuses_and_recovers() -> None:
             go.set()
             assert {first.result().status, second.result().status} == {200}
         assert (refused.status, refused.error["code"]) == (429, "queue_full")
-        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert int(refused.headers["retry-after"]) >= 1
         assert ask(address, "/v1/completions", completion()).status == 200

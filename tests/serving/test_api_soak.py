@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from draftkit.config import ServeConfig
-from draftkit.serving import delivery
+from draftkit.serving import delivery, server
 from tests import tiny
 from tests.serving import running
 from tests.serving.fakes import FakeEngine, ask, chat, completion, serving, wait_for
@@ -87,15 +87,15 @@ def test_ten_thousand_requests_leave_no_memory_behind() -> None:
 
 
 @pytest.mark.soak
-def test_a_thousand_idle_connections_do_not_stop_service() -> None:
+def test_a_thousand_idle_connections_do_not_stop_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """Client and server are one process here: each connection takes two files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * IDLE + 256
     if hard not in (resource.RLIM_INFINITY, max(hard, wanted)):
         pytest.skip("this system allows too few open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    settings = ServeConfig(connections=2 * IDLE)
-    with serving(FakeEngine(), settings) as address, contextlib.ExitStack() as stack:
+    monkeypatch.setattr(server, "CONNECTIONS", 2 * IDLE)
+    with serving(FakeEngine()) as address, contextlib.ExitStack() as stack:
         before = resident()
         for number in range(IDLE):
             connection = stack.enter_context(opened(address))

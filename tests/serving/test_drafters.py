@@ -13,9 +13,8 @@ from torch import Tensor
 from draftkit.config import DRAFTED_NAMES
 from draftkit.models.adapter import Adapter
 from draftkit.online.registry import Registry
-from draftkit.serving.drafters import START, Drafters
+from draftkit.serving.drafters import START, Drafters, same
 from draftkit.serving.engine import Engine
-from draftkit.serving.weights import same
 from tests import tiny
 from tests.serving.running import (
     GREEDY,
@@ -233,16 +232,6 @@ def test_without_a_registry_there_is_one_drafter() -> None:
     drafters.poll()
     assert len(made) == 1
     assert drafters.versions() == {"default": START}
-
-
-def test_stopping_does_not_wait_for_an_installation(caplog: pytest.LogCaptureFixture) -> None:
-    shelf = Shelf()
-    shelf.publish(EXACT)
-    drafters = Drafters([route_of("default", draft, shelf)], poll_seconds=0.01)
-    drafters.start()  # nobody installs
-    until(lambda: drafters.waits)
-    drafters.stop()
-    assert not caplog.records
 
 
 def test_a_version_of_the_real_registry_comes_into_force(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from draftkit.serving.answers import Answer
-from draftkit.serving.jobs import Job, Listener, TokenScore
+from draftkit.serving.jobs import Job, Listener
 from tests.serving.fakes import FakeEngine, ask, chat, completion, events, serving
 
 WORDS = ["▁Once", "▁upon", "▁a", "▁time", "▁there", "▁was", "▁"]
@@ -50,11 +50,10 @@ class Saying(FakeEngine):
         return list(range(len(jobs)))
 
     def _say(self, job: Job, listener: Listener) -> None:
-        answer = Answer(job, listener, decode=decode, seed=0, now=0.0)
+        answer = Answer(job, listener, decode=decode, seed=0)
         for number, token in enumerate(SAID_IDS, start=1):
             answer.completion.output_ids.append(token)
-            score = TokenScore(token, -1.0)
-            piece = answer.take([score], version="v", done=number == len(SAID_IDS))
+            piece = answer.take([-1.0], version="v", done=number == len(SAID_IDS))
             if piece is not None:
                 listener(piece)
             if answer._stream.stop is not None:

@@ -110,12 +110,10 @@ def test_a_chat_may_fill_what_its_prompt_leaves() -> None:
 
 
 def test_numbers_are_bounded_by_the_settings() -> None:
-    small = intake(max_choices=3, top_logprobs=2, queue=4, slots=1)
-    with pytest.raises(ApiError, match="n must be at most 3, got 4"):
-        complete(small, n=4)
-    with pytest.raises(ApiError, match="logprobs must be at most 2, got 3"):
+    small = intake(top_logprobs=2, queue=4, slots=1)
+    with pytest.raises(ApiError, match=r"^logprobs must be at most 2 .*, got 3"):
         complete(small, logprobs=3)
-    with pytest.raises(ApiError, match="top_logprobs must be at most 2, got 3"):
+    with pytest.raises(ApiError, match=r"top_logprobs must be at most 2 .*, got 3"):
         converse(small, logprobs=True, top_logprobs=3)
     with pytest.raises(ApiError, match="2 prompts with n=3 are more answers"):
         complete(small, prompt=["a", "b"], n=3)
@@ -166,11 +164,10 @@ def test_all_turns_of_a_conversation_are_on_one_side_of_the_held_out_split(tmp_p
             turns = [{"role": "user", "content": f"q{number}"}]
             for answer in ("a", "b"):
                 (choice,) = converse(found, messages=turns, max_tokens=1).choices
-                finished = Answer(choice.job, print, decode=TEXTS.decode, seed=0, now=0.0)
+                finished = Answer(choice.job, print, decode=TEXTS.decode, seed=0)
                 finished.completion.output_ids += [7, 9]
                 finished.completion.steps += [TraceRound([7, 8], 1, 9, 2)]
-                finished.ended = 0.0
-                buffer.append([entry(finished)])
+                buffer.append([entry(finished, with_scores=False)])
                 turns += [{"role": "assistant", "content": answer}]
                 turns += [{"role": "user", "content": "?"}]
         sides = [

@@ -61,7 +61,7 @@ def test_any_other_prompt_is_refused(prompt: Any) -> None:
         *(("top_p", value) for value in (0, 1.1, -0.5, NAN, [])),
         *(("top_k", value) for value in (-2, 1.5, 2**40)),
         *(("repetition_penalty", value) for value in (0, -1, 1e9)),
-        *(("n", value) for value in (0, -1, 1.5, "2", True)),
+        *(("n", value) for value in (0, -1, 17, 1.5, "2", True)),
         *(("max_tokens", value) for value in (0, -5, 1e3, NAN)),
         *(("seed", value) for value in (2**63, -(2**63) - 1, 0.5)),
         *(("stop", value) for value in ("", [""], ["a"] * 17, "a" * 257, 7, "\ud800")),

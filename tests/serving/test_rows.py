@@ -34,7 +34,7 @@ class Stand:
 
     def join(self, one: Job) -> tuple[Client, Answer]:
         client = Client(one)
-        answer = Answer(one, client, decode=self.decode, seed=1, now=0.0)
+        answer = Answer(one, client, decode=self.decode, seed=1)
         self.rows.join(answer)
         return client, answer
 
@@ -153,7 +153,7 @@ def test_a_listener_that_failed_is_not_called_again(caplog: pytest.LogCaptureFix
         raise OSError("gone")
 
     one = job(PROMPT, 50)
-    stand.rows.join(Answer(one, broken, decode=bytes_text, seed=1, now=0.0))
+    stand.rows.join(Answer(one, broken, decode=bytes_text, seed=1))
     stand.rows.round()
     assert len(stand.rows) == 0
     assert calls == [1]

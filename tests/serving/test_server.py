@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from draftkit.config import ServeConfig
-from draftkit.serving import delivery
+from draftkit.serving import delivery, server
 from draftkit.serving.server import listen
 from tests.serving.fakes import FakeEngine, ask, completion, serving, wait_for
 
@@ -50,8 +50,9 @@ def test_a_request_is_given_up_though_the_engine_says_nothing(
         assert engine.cancelled == {0}
 
 
-def test_too_many_connections_are_told_so() -> None:
-    with serving(FakeEngine(), ServeConfig(connections=5)) as address:
+def test_too_many_connections_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "CONNECTIONS", 5)
+    with serving(FakeEngine()) as address:
         with contextlib.ExitStack() as stack:
             for _ in range(5):
                 stack.enter_context(opened(address))

@@ -13,8 +13,7 @@ from torch import Tensor
 from draftkit.models.adapter import Adapter
 from draftkit.online import versions as versions_module
 from draftkit.online.registry import Registry
-from draftkit.serving.drafters import Drafters
-from draftkit.serving.weights import same
+from draftkit.serving.drafters import Drafters, same
 from tests import tiny
 from tests.serving.running import Weights, route_of
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftkit.serving.weights import fitted, same
+from draftkit.serving.drafters import fitted, same
 
 
 def own() -> dict[str, torch.Tensor]:

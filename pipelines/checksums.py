@@ -5,25 +5,18 @@ A local file or folder is read once: its checksum is remembered by path, inode, 
 else looks at it, so that no stage knows of such files.
 """
 
-import importlib.metadata
-import sys
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from draftkit.artifacts import fingerprint, remembered, sha256_file
 from draftkit.config import DataConfig, ModelConfig
-from draftkit.data.installed import OPTIONAL, PACKAGES
 from draftkit.models.files import commit_of, files_of_model, model_sha256
 from draftkit.models.gguf_files import VERSION, convert, file_named
 from draftkit.models.loading import check_folder
 
 from .folder import locked
 from .plan import MEMORY, Given
-
-# Where a package is called otherwise than what is imported.
-DISTRIBUTIONS = {"hydra": "hydra-core", "PIL": "pillow"}
 
 
 def given_model(model: ModelConfig, key: str, root: str) -> Given:
@@ -59,26 +52,15 @@ def unpacked(model: ModelConfig, key: str, root: str) -> tuple[ModelConfig, str]
 
 
 def given_text(data: DataConfig, root: str) -> Given:
-    """What `data` names: a file's content, or the versions of the packages that are read.
+    """What `data` names: a file by its content, a data set by its name.
 
     Raises ValueError for a missing file.
     """
-    if data.name == "local":
-        path = data.file
-        if not path.is_file():
-            raise ValueError(f"data.path {path}: no such file")
-        return Given(remembered(path, Path(root) / MEMORY, sha256_file, [path]), str(path))
     if data.name == "hub":
         return Given(fingerprint([data.path, data.subset, data.split]), str(data.path))
-    return Given(fingerprint([sys.version, sorted(versions_read().items())]))
-
-
-def versions_read() -> dict[str, str | None]:
-    """The versions of the packages that `installed` text is read of; None for a missing one."""
-    # Not of all distributions in sight: compiling, for one, brings more of them into sight.
-    names = [DISTRIBUTIONS.get(package, package) for package in (*PACKAGES, *OPTIONAL)]
-    versions: dict[str, str | None] = dict.fromkeys(names)
-    for name in names:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions
+    path = data.file
+    if not path.is_file():
+        raise ValueError(f"data.path {path}: no such file")
+    if data.is_packaged:  # small, and a plan is to leave no trace
+        return Given(sha256_file(path), str(path))
+    return Given(remembered(path, Path(root) / MEMORY, sha256_file, [path]), str(path))

@@ -17,7 +17,7 @@ from draftkit.models.files import CARD
 from draftkit.models.loading import load_target
 from draftkit.tracking import FILE_NAME, read_metrics
 
-from .checksums import given_model, versions_read
+from .checksums import given_model
 from .plan import Given, StageFolder, Step
 from .run import stage
 from .texts import texts, tokenizer_of
@@ -63,9 +63,8 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
         "bits_per_byte": {domain: score.bits_per_byte for domain, score in scores.items()},
         "argmax_probability": {domain: s.argmax_probability for domain, s in scores.items()},
     }
-    read = versions_read() if config.data.name == "installed" else {}
     how = recipe(config.target.pretrain)
-    card = target_card(config, summary, training, recipe=how, versions=read, origin=provenance())
+    card = target_card(config, summary, training, recipe=how, origin=provenance())
     write_text(folder.path / "target" / CARD, card)
     return summary
 

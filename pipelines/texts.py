@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftkit.artifacts import atomic_path, fingerprint, remove
 from draftkit.config import Config
+from draftkit.config.text import CORPUS
 from draftkit.data.corpora import Document, split_documents, store_documents
 from draftkit.data.lengths import (
     Lengths,
@@ -65,7 +66,7 @@ def lengths_of(config: Config) -> Lengths:
 def answer_tokens(config: Config) -> int:
     """`evaluate.max_new_tokens`, or what the context leaves behind the longest prompt."""
     longest = config.data.prompt_tokens
-    if config.data.name != "installed":
+    if config.data.path != CORPUS:  # which has no chats and no prompts
         longest = max(longest, lengths_of(config).prompt)
     return min(config.evaluate.max_new_tokens, context_of(config) - longest)
 

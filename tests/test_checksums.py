@@ -1,6 +1,5 @@
 """A checksum changes with what it stands for, and with nothing else."""
 
-import importlib.metadata
 import os
 import subprocess
 import sys
@@ -12,41 +11,10 @@ import torch
 
 import pipelines.checksums
 from draftkit.config import DataConfig, ModelConfig
-from draftkit.data.installed import OPTIONAL, PACKAGES
 from draftkit.models.loading import save_model
 from draftkit.models.shrink import write_kept_ids
-from pipelines.checksums import DISTRIBUTIONS, given_model, given_text
+from pipelines.checksums import given_model, given_text
 from tests import tiny
-
-
-def test_installed_text_is_that_of_the_packages_that_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = given_text(DataConfig(), "").address
-    other = tmp_path / "other-1.0.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert "other" in [d.name for d in importlib.metadata.distributions()]
-    assert given_text(DataConfig(), "").address == before
-
-
-@pytest.mark.parametrize("package", [*PACKAGES, *OPTIONAL])
-def test_another_version_of_a_package_is_another_text(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before, version = given_text(DataConfig(), "").address, importlib.metadata.version
-    name = DISTRIBUTIONS.get(package, package)
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda asked: "0" if asked == name else version(asked)
-    )
-    assert given_text(DataConfig(), "").address != before
-
-
-def test_another_python_is_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = given_text(DataConfig(), "").address
-    monkeypatch.setattr(sys, "version", "4.0")
-    assert given_text(DataConfig(), "").address != before
 
 
 def test_a_file_is_its_content(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def advised(tmp_path: Path) -> list[str]:
     shutil.copytree(ROOT / "draftkit" / "embedded", tmp_path / "target")
     advice = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
     (tmp_path / "target" / "generation_config.json").write_text(json.dumps(advice))
-    return [f"target.path={tmp_path / 'target'}", "data=installed", f"root={tmp_path}"]
+    return [f"target.path={tmp_path / 'target'}", "data=corpus", f"root={tmp_path}"]
 
 
 def test_the_sampling_of_the_target_is_all_that_stages_see_and_it_is_printed_once(
@@ -309,7 +309,7 @@ def test_defaults_are_for_chats_of_real_models_and_the_toys_set_their_own() -> N
     for name in ("quickstart", "distillspec", "bench_decoder", "serve", "serve_and_refit"):
         toy = compose_config([f"+experiment={name}"])
         assert (toy.data.max_length, toy.evaluate.max_new_tokens) == (128, 64), name
-    for name, length in {"drift": 128, "bench_distill": 128, "embedded_target": 256}.items():
+    for name, length in {"drift": 128, "bench_distill": 128}.items():
         assert compose_config([f"+experiment={name}"]).data.max_length == length
 
 

@@ -35,7 +35,7 @@ def near(value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of outputs with the text of all runs: installed text is that of a machine."""
+    """A folder of outputs with the text of all runs: golden numbers are of no corpus."""
     folder = tmp_path_factory.mktemp("outputs")
     lines = [TEXT.format(i, i * 7, i * 13) for i in range(600)]
     with (folder / "rows.jsonl").open("w") as file:
@@ -45,7 +45,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts_of(root: Path) -> list[str]:
-    return ["data=local", f"data.path={root / 'rows.jsonl'}", "data.test_fraction=0.2"]
+    return [
+        "data=local",
+        f"data.path={root / 'rows.jsonl'}",
+        "data.max_rows=null",
+        "data.test_fraction=0.2",
+    ]
 
 
 def small(root: Path, *overrides: str) -> Config:

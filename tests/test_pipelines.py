@@ -1,6 +1,5 @@
 """The commands on tiny models: the chain, interruption by `kill -9`, repetition, bad input."""
 
-import importlib.metadata
 import multiprocessing
 import operator
 import os
@@ -107,6 +106,7 @@ def test_an_export_launches_the_judged_drafter_and_says_what_to_expect(finished,
     judged = read_json(finished / "evaluate" / "summary.json")
     summary = export.launch(smoke(root))
     assert summary["gamma"] == max(1, judged["best_gamma"])
+    assert summary["gamma_by_batch_size"] == {"1": judged["best_gamma"]}
     argmax = max(1, judged["best_gamma_by_mode"]["alpha_greedy_draft"])
     assert summary["engines"]["sglang"]["gamma"] == argmax
     rows = {(row["engine"], row["setting"]): row for row in judged["engines"]}
@@ -131,7 +131,6 @@ def test_a_target_that_was_trained_carries_a_card_of_its_recipe_and_scores(finis
     assert recipe(smoke(root).target.pretrain) in card
     for domain, bits in summary["bits_per_byte"].items():
         assert f"| {domain} | {bits:.2f} | {summary['argmax_probability'][domain]:.2f} |" in card
-    assert f"torch {importlib.metadata.version('torch')}" in card
 
 
 def test_the_evaluation_holds_every_key_that_others_rely_on(finished):
@@ -315,7 +314,7 @@ def test_every_source_trains(root, source):
 
 @pytest.mark.parametrize("source", ["fixed", "target"])
 def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monkeypatch):
-    config = smoke(tmp_path, f"source={source}", "generate.top_k=40", "data.max_megabytes=0.1")
+    config = smoke(tmp_path, f"source={source}", "generate.top_k=40", "data.max_rows=40")
     scores.ensure(config)
     carried = [r.topk_ids for path in tmp_path.glob("shared/generate/*") for r in read_parts(path)]
     assert carried == [r.topk_ids for r in read_parts(scores.path(config))][: len(carried)]

@@ -78,7 +78,7 @@ class Config:
         require(0 <= self.seed <= MOST_SEED, "seed", f"lie in 0..{MOST_SEED}", self.seed)
         require(self.limit is None or self.limit > 0, "limit", "be positive", self.limit)
         self.data.require(
-            self.data.name == "installed" or self.data.path is not None,
+            self.data.path is not None,
             "path",
             f"name a file or data set when data={self.data.name}",
         )

@@ -21,6 +21,7 @@ RENDERING |= {"max_length", "messages", "padding", "return_assistant_tokens_mask
 RENDERING |= {"return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs"}
 RENDERING |= {"truncation"}
 EMBEDDED = "draftkit/embedded"  # a small target that comes with the package, and its folder there
+CORPUS = "draftkit/corpus"  # texts of three domains that come with it
 QUESTIONS = "draftkit/questions"  # chats that come with it
 GGUF, PACKAGE = ".gguf", "package:"  # what paths of such a file end and begin with
 
@@ -162,17 +163,17 @@ def small_draft() -> ModelConfig:
 class DataConfig(Section, key="data"):
     """Where text comes from and how a row becomes prompt and completion.
 
-    `local`: `path` is a JSONL, Parquet or text file, or `draftkit/questions`. `hub`: `path` is a
-    dataset name.
+    `local`: `path` is a JSONL, Parquet or text file, or one that comes with the package:
+    `draftkit/corpus`, `draftkit/questions`. `hub`: `path` is a dataset name.
     """
 
-    name: str = setting("installed", names=("installed", "local", "hub"))
-    path: str | None = None
+    name: str = setting("local", names=("local", "hub"))
+    path: str | None = CORPUS
     subset: str | None = None
     split: str = "train"
+    # Of `draftkit/corpus`.
     domains: list[str] = setting(DOMAIN_NAMES, names=DOMAIN_NAMES, filled=True)
-    max_megabytes: float = positive(8.0)  # of `installed` text, shared equally by its domains
-    max_rows: int | None = positive(None)  # of a file or hub data set
+    max_rows: int | None = positive(None)
     vocab_size: int = setting(4096, least=300)  # of the tokenizer that `texts` trains
     prompt_column: str | None = None
     completion_column: str | None = None
@@ -194,7 +195,7 @@ class DataConfig(Section, key="data"):
     # cut: chats lose their oldest turns, other prompts their left; drop: longer rows are left out
     overlong: str = setting("cut", names=("cut", "drop"))
     packing: bool = False  # train on rows of several texts, which do not see each other
-    # Of the documents; of `installed` text, whose packages and paths decide the split, of the room.
+    # Of the documents; texts that come with the package have a split of their own.
     validation_fraction: float = setting(0.05, above=0, below=0.5)
     test_fraction: float = setting(0.05, above=0, below=0.5)
 
@@ -208,9 +209,14 @@ class DataConfig(Section, key="data"):
     @property
     def file(self) -> Path:
         """The file that `path` names where `name` is `local`."""
-        if self.path == QUESTIONS:
-            return Path(__file__).parents[1] / "data" / "questions.parquet"
+        if self.is_packaged:
+            return Path(__file__).parents[1] / "data" / f"{Path(str(self.path)).name}.parquet"
         return Path(str(self.path))
+
+    @property
+    def is_packaged(self) -> bool:
+        """Whether the text comes with the package."""
+        return self.name == "local" and self.path in (CORPUS, QUESTIONS)
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Documents: text that every installation has, a file, or a hub data set; and their split.
+"""Documents: text that comes with the package, a file, or a hub data set; and their split.
 
 A row of a file or data set takes one of three forms: `messages` (+ `tools`), `prompt`
 (+ `completion`), or `text`. The split goes by document, in the order of a hash, so that no text is
@@ -23,15 +23,12 @@ import pyarrow.parquet as pq
 
 from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
-from draftkit.config.text import QUESTIONS
-from draftkit.data.installed import installed_texts, part_of
 from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
 from draftkit.hub import hub_has
 
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
-SCHEMA = pa.schema([(name, pa.large_string()) for name in ("id", "domain", "row")])
+SCHEMA = pa.schema([(name, pa.large_string()) for name in ("id", "domain", "row", "split")])
 SPLITS = ("train", "validation", "test")
-HELD_OUT = "test "  # before the ids of documents that their source keeps for tests
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -39,12 +36,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 class Document:
     """One text: `row` holds `messages`, or `prompt` (and `completion`), or `text`.
 
-    Rows of one question are one document: they have the same `id`.
+    Rows of one question are one document: they have the same `id`. split: the one that the source
+    has it in; empty where it has none.
     """
 
     id: str
     domain: str
     row: dict[str, Any]
+    split: str = ""
 
 
 def read_documents(data: DataConfig) -> Iterator[Document]:
@@ -52,23 +51,16 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
 
     Raises ValueError, one line that names `data.path`, for whatever cannot be used.
     """
-    if data.name == "installed":
-        texts = installed_texts(
-            data.domains,
-            megabytes=data.max_megabytes,
-            validation_fraction=data.validation_fraction,
-            test_fraction=data.test_fraction,
-        )
-        for domain, name, text in texts:
-            yield Document(f"{domain}:{name}", domain, {"text": text})
-        return
     rows = _hub_rows(data) if data.name == "hub" else _file_rows(data.file)
+    if data.is_packaged:
+        rows = (row for row in rows if row[1].get("domain", data.domains[0]) in data.domains)
     domain = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     empty = True
     for origin, row in islice(rows, data.max_rows):
         document = as_document(row_form(row, data, f"{setting(data)}, {origin}"), domain)
-        if data.path == QUESTIONS and row["split"] == "test":
-            document = replace(document, id=HELD_OUT + document.id)
+        if data.is_packaged:
+            domain_of = row.get("domain", domain)
+            document = replace(document, domain=domain_of, split=row["split"])
         yield document
         empty = False
     if empty:
@@ -92,14 +84,12 @@ def store_documents(data: DataConfig, path: Path) -> Sequence[Document]:
     return Stored(path, _stored_document)
 
 
-def _stored_document(id: str, domain: str, row: str) -> Document:
-    return Document(id, domain, json.loads(row))
+def _stored_document(id: str, domain: str, row: str, split: str) -> Document:
+    return Document(id, domain, json.loads(row), split)
 
 
 def setting(data: DataConfig) -> str:
     """The setting to name when there is too little text."""
-    if data.name == "installed":
-        return f"data.max_megabytes {data.max_megabytes}"
     return f"data.path {data.path}"
 
 
@@ -109,22 +99,18 @@ def split_documents(
     """Part documents into `train`, `validation` and `test`, none of them empty, in hash order.
 
     The shares are `data.validation_fraction` and `data.test_fraction` of the distinct documents;
-    what a source keeps for tests is the test split then, and the names of installed files decide it
-    themselves (`installed.part_of`). Raises ValueError if there are fewer than 3. Of a document a
-    hash is kept in memory.
+    what a source holds out itself is that split instead. Raises ValueError if there are fewer than
+    3. Of a document a hash is kept in memory.
     """
-    domains, keys, kept = [], bytearray(), []  # a document's
+    domains, keys, given = [], bytearray(), []  # a document's
     for document in documents:
         domains.append(document.domain)
-        kept.append(document.id.startswith(HELD_OUT))
+        given.append(document.split)
         keys += hash_order(f"split {document.id}")
     key = np.frombuffer(keys, ORDER)
     distinct, number = np.unique(key, return_inverse=True)  # numbers in hash order
-    if data.name == "installed":
-        part = np.asarray([part_of(document.id.partition(":")[2]) for document in documents])
-    else:
-        held_out = np.unique(number[np.asarray(kept, bool)])
-        part = _parts_by_rank(np.asarray(domains), number, len(distinct), data, held_out)
+    of_source = {name: np.unique(number[np.asarray(given, str) == name]) for name in SPLITS}
+    part = _parts_by_rank(np.asarray(domains), number, len(distinct), data, of_source)
     if len(distinct) < 3 or any(name not in part for name in SPLITS):
         raise ValueError(
             f"{setting(data)} gives {len(distinct)} different documents, and train, validation and "
@@ -137,20 +123,27 @@ def split_documents(
 
 
 def _parts_by_rank(
-    domains: np.ndarray, number: np.ndarray, count: int, data: DataConfig, held_out: np.ndarray
+    domains: np.ndarray,
+    number: np.ndarray,
+    count: int,
+    data: DataConfig,
+    of_source: dict[str, np.ndarray],
 ) -> np.ndarray:
     """The split of each document, by the rank of its `number`, below `count`, in its domain.
 
-    held_out: numbers of those that are the test split, where there are any.
+    of_source: numbers of those that the source holds out, by split; where it has some, no others.
     """
     rank = np.full(count, -1.0)  # a domain's lie evenly in (0, 1): each split gets its share
     for domain in np.unique(domains):  # sorted
         mine = np.unique(number[domains == domain])
         new = mine[rank[mine] < 0]
         rank[new] = (np.arange(len(new)) + 0.5) / max(1, len(new))
-    rank[held_out] = -1.0
-    tests = len(held_out) or max(1, math.floor(count * data.test_fraction))
-    last = tests + max(1, math.floor(count * data.validation_fraction))
+    rank[of_source["validation"]], rank[of_source["test"]] = -0.5, -1.0
+    sizes = {"test": data.test_fraction, "validation": data.validation_fraction}
+    tests, validations = (
+        len(of_source[name]) or max(1, math.floor(count * share)) for name, share in sizes.items()
+    )
+    last = tests + validations
     part = np.full(count, "train", dtype="<U10")
     by_rank = np.argsort(rank, kind="stable")
     part[by_rank[:last]] = "validation"

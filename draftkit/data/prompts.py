@@ -235,8 +235,8 @@ class RowReader:
         self.counts: Counter[str] = Counter()
         self.prompt_tokens: Counter[int] = Counter()
         self._tokenizer, self._data, self._lengths = tokenizer, data, lengths
-        # Source code names special tokens; in installed text these are words, not control.
-        self._literal = data.name == "installed" or not data.special_tokens_in_text
+        # Source code names special tokens; in the package's texts these are words, not control.
+        self._literal = data.is_packaged or not data.special_tokens_in_text
         self._format: ChatFormat = chat_format(tokenizer, data, fixed_date=True)
         if data.chat_template == "always" and not self._format.has_template:
             raise ValueError(
@@ -249,16 +249,17 @@ class RowReader:
     def named(self, documents: Sequence[Document]) -> Sequence[Document]:
         """`documents`, those of `text` rows renamed by their prompts: who begins alike is one.
 
-        Installed files keep their names, which decide their split.
+        Those that have a split of their own keep their names.
         """
-        if self._data.name == "installed":
-            return documents
         names: list[str] = []
         for start in range(0, len(documents), DOCUMENTS):
             lot = list(documents[start : start + DOCUMENTS])
-            texts = [one.row["text"] for one in lot if "text" in one.row]
-            prompts = iter(self._prompts_of(texts))
-            names += [name_of(next(prompts)) if "text" in one.row else one.id for one in lot]
+            texts = ["" if one.split else one.row.get("text", "") for one in lot]
+            prompts = iter(self._prompts_of([*filter(None, texts)]))
+            names += [
+                name_of(next(prompts)) if text else one.id
+                for one, text in zip(lot, texts, strict=True)
+            ]
 
         def renamed(index: int) -> Document:
             return replace(documents[index], id=names[index])

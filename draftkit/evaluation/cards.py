@@ -204,17 +204,15 @@ def target_card(
     lines: Sequence[dict[str, Any]],
     *,
     recipe: str,
-    versions: Mapping[str, str | None],
     origin: dict[str, Any],
 ) -> str:
     """The README of a target that was trained here: recipe, text, scores, curve.
 
-    `lines` of its training's metrics; `recipe`: how its steps were taken; `versions` of the
-    packages that its text was read of; `origin` as `provenance` gives it.
+    `lines` of its training's metrics; `recipe`: how its steps were taken; `origin` as `provenance`
+    gives it.
     """
     shape, data, hardware = config.target.pretrain, config.data, origin["hardware"]
     machine = ", ".join([*hardware["gpu"], processor(hardware)])
-    read = [f"{name} {version}" for name, version in sorted(versions.items()) if version]
     scores = (
         f"| {domain} | {bits:.2f} | {summary['argmax_probability'][domain]:.2f} |\n"
         for domain, bits in sorted(summary["bits_per_byte"].items())
@@ -236,10 +234,8 @@ def target_card(
         f"- {summary['steps']:,} steps of {shape.per_device_train_batch_size} rows, "
         f"{summary['tokens'] / 1e6:.1f} million tokens in {summary['hours']:.2f} hours on "
         f"{machine}. {recipe}; seed {config.seed}.\n"
-        f"- Text: data={data.name}, domains {', '.join(data.domains)}, up to "
-        f"{data.max_megabytes:g} MB; sha256 of its tokens {summary['text_sha256']}.\n"
-        + (f"- Read of Python {origin['python']} and {', '.join(read)}.\n" if read else "")
-        + "\nOn held-out text, windows read alone:\n\n"
+        f"- Text: {data.path}; sha256 of its tokens {summary['text_sha256']}.\n"
+        "\nOn held-out text, windows read alone:\n\n"
         "| domain | bits a byte | mean probability of the most likely token |\n|---|---|---|\n"
         + "".join(scores)
         + "\n| million tokens | training loss, nats a token |\n|---|---|\n"

@@ -1,6 +1,8 @@
 """Documents from every kind of source, what is refused, and splits that leak nothing."""
 
+import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from draftkit.config import DataConfig
 from draftkit.data.corpora import Document, read_documents, split_documents, store_documents
+from draftkit.data.store import hash_order
 from pipelines.configuration import compose_config
 
 ROWS = [{"text": f"A story about number {number}."} for number in range(5)]
@@ -289,6 +292,42 @@ def test_the_questions_that_come_along_keep_their_own_test_split() -> None:
     assert [len(parts[name]) for name in ("train", "validation", "test")] == [1505, 95, 300]
     few = split_documents([one for one in documents[:40]], data)  # none is kept for tests
     assert [len(few[name]) for name in ("train", "validation", "test")] == [36, 2, 2]
+
+
+HELD_OUT = ("accelerate/", "rich/", "hydra/", "omegaconf/", "asyncio/", "email/")
+HELD_OUT += ("torch/include/c10/", "torch/include/pybind11/", "pyarrow/include/arrow/compute/")
+
+
+def test_the_corpus_holds_out_packages_that_the_embedded_target_never_saw() -> None:
+    """The target's own recipe held out the same ones, and the same files for validation."""
+    rows = pq.read_table(DataConfig().file).to_pylist()
+    assert all((row["split"] == "test") == row["name"].startswith(HELD_OUT) for row in rows)
+    by_hash = [row for row in rows if row["split"] != "test"]
+    for row in by_hash:
+        late = hash_order(f"part {row['name']}") < b"\x0d"
+        assert late == (row["split"] == "validation"), row["name"]
+    parts = split_documents([*read_documents(DataConfig())], DataConfig())
+    assert {name: len(part) for name, part in parts.items()} == Counter(r["split"] for r in rows)
+
+
+def test_each_source_of_the_corpus_stands_in_its_card_with_a_licence() -> None:
+    folder = DataConfig().file.parent
+    rows = re.findall(
+        r"^\| ([\w-]+)\b.* \| (\d+) \| \S+ \|$", (folder / "corpus.md").read_text(), re.M
+    )
+    counts = Counter(pq.read_table(DataConfig().file)["source"].to_pylist())
+    assert {source: int(count) for source, count in rows} == counts
+    licences = (folder / "corpus_licences.txt").read_text().lower()
+    assert not [source for source in counts if source.lower() not in licences]
+
+
+def test_the_first_rows_of_the_corpus_are_of_all_domains_and_splits() -> None:
+    some = [*read_documents(DataConfig(max_rows=60))]
+    assert {(one.domain, one.split) for one in some} == set(
+        itertools.product(("python", "prose", "cpp"), ("train", "validation", "test"))
+    )
+    (domain,) = {one.domain for one in read_documents(DataConfig(domains=["cpp"], max_rows=9))}
+    assert domain == "cpp"
 
 
 def test_stored_documents_come_back_as_they_were_read(tmp_path: Path) -> None:

@@ -218,13 +218,13 @@ def test_an_end_that_the_tokenizer_writes_itself_is_not_doubled() -> None:
     assert example.token_ids[-1] == 1
 
 
-def test_special_tokens_in_installed_source_are_words_and_in_a_file_they_are_control(
+def test_special_tokens_in_the_corpus_are_words_and_in_a_file_they_are_control(
     tokenizer: Fast,
 ) -> None:
     row = {"text": f"eos = '<|im_end|>'  # {WORDS}"}
     document = Document("python:a.py", "python", row)
-    installed = DataConfig(prompt_tokens=8)
-    ((literal,),) = RowReader(tokenizer, installed).read([document])
+    corpus = DataConfig(prompt_tokens=8)
+    ((literal,),) = RowReader(tokenizer, corpus).read([document])
     (control,) = examples_of(row, tokenizer)
     assert literal.token_ids.count(1) == 1  # the end of the text
     assert control.token_ids.count(1) == 2

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from draftkit.config import ModelConfig
-from draftkit.data.installed import installed_texts
+from draftkit.config import DataConfig, ModelConfig
+from draftkit.data.corpora import read_documents
 from draftkit.models.loading import load_tokenizer, save_model
 
 EMBEDDED = Path(__file__).parents[2] / "draftkit" / "embedded"
@@ -23,14 +23,14 @@ STEPS = 250
 
 
 def text_rows(count: int) -> torch.Tensor:
-    """Token ids [count, LENGTH] of Python files of the installation."""
+    """Token ids [count, LENGTH] of the Python files of the corpus."""
     tokenizer = load_tokenizer(ModelConfig(path=str(EMBEDDED)), "target")
     ids: list[int] = []
-    for _, _, text in installed_texts(["python"], megabytes=4):
-        ids += tokenizer(text)["input_ids"]
+    for document in read_documents(DataConfig(domains=["python"])):
+        ids += tokenizer(document.row["text"])["input_ids"]
         if len(ids) >= count * LENGTH:
             return torch.tensor(ids[: count * LENGTH]).view(count, LENGTH)
-    raise AssertionError("an installation has more text than that")
+    raise AssertionError("the corpus has more text than that")
 
 
 def trained(architecture: str, layers: int, rows: torch.Tensor, seed: int) -> PreTrainedModel:

@@ -45,9 +45,9 @@ Prompts = list[list[int]]
 
 
 def held_out(root: Path, target: Path, draft: Path, count: int) -> tuple[Prompts, list[str]]:
-    """Prompts of the installed text, and the document of each."""
+    """Prompts of the corpus, and the document of each."""
     given = [f"{key}.path={path}" for key, path in (("target", target), ("draft", draft))]
-    text = ["data.max_megabytes=2", "data.domains=[python]", "tracker=none"]
+    text = ["data.max_rows=200", "data.domains=[python]", "tracker=none"]
     examples = read_splits(texts.ensure(compose_config([f"root={root}", *given, *text]))).test
     return [list(one.prompt_ids) for one in examples[:count]], [
         one.document for one in examples[:count]

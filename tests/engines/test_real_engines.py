@@ -69,7 +69,7 @@ def test_an_exported_pair_is_loaded_and_greedy_answers_stay_the_engines_own(
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> list[list[int]]:
-    text = ["data.max_megabytes=2", "data.domains=[python]"]
+    text = ["data.max_rows=200", "data.domains=[python]"]
     config = compose_config([f"root={tmp_path}", "tracker=none", *text])
     examples = read_splits(texts.ensure(config)).test[:PROMPTS]
     return [list(one.prompt_ids) for one in examples]

@@ -2,7 +2,7 @@
 
     python -m tests.evaluation.predictions TARGET DRAFT FILE.jsonl [TARGET DRAFT FILE.jsonl ...]
 
-FILE.jsonl holds `text`; `installed` takes the source code and prose of this installation.
+FILE.jsonl holds `text`; `draftkit/corpus` takes the text that comes with the package.
 
 The prediction needs texts that the target sampled and both models' scores of them, no decoding.
 It is held against the decoder on the same prompts with other noise, in both modes of ours, at
@@ -147,7 +147,7 @@ def main(*words: str) -> None:
     rows: list[Cell] = []
     for target, draft, file in zip(words[::3], words[1::3], words[2::3], strict=True):
         name = f"{draft.rstrip('/').rpartition('/')[2]} -> {target.rstrip('/').rpartition('/')[2]}"
-        data = DataConfig() if file == "installed" else DataConfig(name="local", path=file)
+        data = DataConfig(path=file)
         rows += cells(name, load(target, draft, data))
     sys.stdout.write(f"{table(rows)}\n{PROMPTS} prompts, {NEW_TOKENS} tokens each, float32\n")
 

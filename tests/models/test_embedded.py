@@ -57,7 +57,7 @@ def scores(target: Target, documents: list[Document], windows: int) -> dict[str,
 
 
 def test_it_has_learned_its_text(target: Target) -> None:
-    documents = held_out(DataConfig(max_megabytes=2, test_fraction=0.2))
+    documents = held_out(DataConfig())
     for domain, score in scores(target, documents, windows=6).items():
         assert score.bits_per_byte < 2, domain
         assert score.argmax_probability > 0.35, domain
@@ -110,7 +110,7 @@ def test_statements_parse_and_halves_of_them_do_not() -> None:
 
 @pytest.mark.soak
 def test_at_least_half_of_sampled_statements_parse(target: Target) -> None:
-    data = DataConfig(domains=["python"], max_megabytes=4, test_fraction=0.4)
+    data = DataConfig(domains=["python"])
     places = list(openings(held_out(data)))[:STATEMENTS]
     assert len(places) == STATEMENTS
     prompts = [target.tokenizer(code).input_ids[-PROMPT_TOKENS:] for code, _ in places]

@@ -25,7 +25,7 @@ from draftkit.evaluation.report import result_lines, ways_table
 from draftkit.models.files import CARD
 from draftkit.models.served import FILE as GENERATION_CONFIG
 
-from .evaluate import FIGURE, SAMPLES, evaluate
+from .evaluate import SAMPLES, evaluate
 from .plan import MANIFEST, SUMMARY, Given, StageFolder, Step
 from .prepare import pair_and_text
 from .run import stage
@@ -46,7 +46,6 @@ def show(config: Config, folder: Path) -> None:
     summary = read_json(judged / SUMMARY)
     Console(width=80).print(result_lines(summary), ways_table(summary), sep="\n")
     print(f"The drafter, as save_pretrained writes it: {folder / DRAFT}")
-    print(f"Speed-up over gamma: {folder / FIGURE}")
     print("All numbers: the same command with `evaluate` in place of `distill`")
 
 
@@ -71,7 +70,6 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
         proposing = assistant_options(max(best_gamma_of(judged, "hf"), 1))
         known = read_json(temporary / GENERATION_CONFIG)
         write_json(temporary / GENERATION_CONFIG, known | proposing)
-    shutil.copyfile(folder.input("evaluate") / FIGURE, folder.path / FIGURE)
     folder.tracker.artifact(f"{config.name}-draft", "model", folder.path / DRAFT, summary)
     return summary
 

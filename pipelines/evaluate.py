@@ -23,7 +23,6 @@ from draftkit.evaluation.report import (
     engine_table,
     evaluation_table,
     numbers_table,
-    speedup_figure,
     ways_table,
 )
 from draftkit.evaluation.summary import compare
@@ -43,7 +42,6 @@ from .train import train
 
 TRACES, WIDTH = 3, 80  # cells of a line
 SAMPLES = {True: "samples.ansi", False: "samples.txt"}  # as read: with colours, with marks
-FIGURE = "speedup.png"
 PROMPTS = "prompts.json"  # scores of every prompt, so that runs can be paired
 TIMING = "timing.json"  # seconds and tokens of every chunk, by way
 
@@ -128,13 +126,10 @@ def track(tracker: Tracker, temperature: float, summary: dict[str, Any], main: E
 
 
 def chunks_of(evidence: dict[str, Evidence]) -> dict[str, Any]:
-    """Every chunk of every way, in the order of the clock; a way that was repeated stands twice."""
+    """Every chunk of every way, in the order of the clock."""
     (*_, main) = evidence.values()
     ways = {PLAIN: main.plain, LOOKUP: main.lookup, HYBRID: main.hybrid}
     ways |= {name: one.timed for name, one in evidence.items()}
-    for name, one in [*ways.items()]:
-        if one and one.first:
-            ways |= {f"{name}, first time": one.first, f"{PLAIN}, beside {name}": one.plain}
     return {
         name: {
             "gamma": one.gamma,
@@ -226,8 +221,6 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     write_json(folder.path / PROMPTS, by_prompt)
     write_json(folder.path / TIMING, by_chunk)
     first = next(iter(by_temperature.values()))
-    speedup_figure(first, folder.path / FIGURE)
-    folder.tracker.figure("eval/speedup", folder.path / FIGURE)
     if (kept := getattr(drafts[main], "kept_ids", None)) is not None:
         first["kept_ids"] = len(kept)
     kind, shares = kind_of(drafts[main].parallel), shares_of(folder.input("texts"))

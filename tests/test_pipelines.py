@@ -91,8 +91,7 @@ def test_one_command_runs_every_stage_and_answers_the_question(finished, root, c
     assert summary["steps"] == smoke(root).optim.max_steps
     assert summary["peak_memory_bytes"] > 1e7
     assert not list((finished / "train").glob("*.safetensors"))  # what a resumed run would need
-    for figure in ("distill/speedup.png", "train/training.png"):
-        assert (finished / figure).stat().st_size > 1000
+    assert (finished / "train/training.png").stat().st_size > 1000
     distill.launch(smoke(root))
     shown = capsys.readouterr().out
     assert "nothing to do" in shown

@@ -80,15 +80,9 @@ class PromptTotals:
         }
         return replace(self, shares=first)
 
-    def tokens_a_pass(self, mode: str, gamma: int, *, confidence: float = 0.0) -> Rate:
-        """tau of decoding with `gamma` proposals a round in this mode, as a rate over prompts.
-
-        With `confidence` the draft proposes nothing behind a token that it gave less probability.
-        """
-        last = None
-        if confidence:
-            last = [one < confidence for one in self.shares["alpha_exact_match"]]
-        rounds = rounds_of_texts(self.shares[mode], gamma, cut=self.cut, last=last)
+    def tokens_a_pass(self, mode: str, gamma: int) -> Rate:
+        """tau of decoding with `gamma` proposals a round in this mode, as a rate over prompts."""
+        rounds = rounds_of_texts(self.shares[mode], gamma, cut=self.cut)
         return rounds._replace(documents=self.documents)
 
     @property

@@ -10,17 +10,12 @@ job, which also makes the code and the buffers that the first jobs need.
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
-import torch
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.generation import Completion, record
-from draftkit.decoding.proposers import Proposal, Proposer
+from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.results import RoundSeconds
-from draftkit.decoding.state import RoundView
 from draftkit.evaluation import walltime
 from draftkit.evaluation.walltime import (
     PromptIds,
@@ -34,7 +29,6 @@ from draftkit.evaluation.walltime import (
 from draftkit.models.adapter import Adapter
 from draftkit.theory.speedup import Costs
 
-OVERHEAD_GAMMA = 2
 WARM_TURNS = 1
 CALIBRATION_TURNS = 12
 BURST = 16  # rounds of a kind in a row
@@ -43,22 +37,6 @@ BURST = 16  # rounds of a kind in a row
 SETTLING = 8
 SERVER_TURNS, SERVER_BURST, SERVER_SETTLING = 3, 4, 1  # few: they delay the start of a server
 SERVER_PROMPT_TOKENS = 8
-
-
-class FirstToken(Proposer):
-    """Always proposes token 0 with uniform q; verification costs the same for any proposal."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def propose(self, view: RoundView, gamma: int) -> Proposal:
-        """Propose token 0, `gamma` times a row."""
-        tokens = view.length.new_zeros(len(view.length), gamma)
-        flat = None
-        if not view.group.greedy:  # as a draft: where all rows are greedy its q is one-hot
-            shape = (*tokens.shape, self.vocab_size)
-            flat = torch.full(shape, 1 / self.vocab_size, device=tokens.device)
-        return Proposal(tokens, flat, lengths=torch.full_like(view.length, gamma))
 
 
 class Flow:
@@ -134,16 +112,15 @@ class Flow:
 
 
 class Meter:
-    """Measures c, v and o by the flows of gamma 0, of `gamma`, and of other gammas.
+    """Measures c, v and o of rounds of `gamma` proposals, and c and v of rounds of others.
 
-    All are ratios to the plain steps of the same turn, c and v at `gamma` and at every other; the
-    flow "rest", or that of `gamma`, gives o. Medians over turns.
+    All are ratios to the plain steps, those of gamma 0, of the same turn; medians over turns.
     """
 
-    def __init__(self, flows: Mapping[Any, Flow], gamma: int) -> None:
+    def __init__(self, flows: Mapping[int, Flow], gamma: int) -> None:
         self._flows = flows
         self._gamma = gamma
-        self._turns: dict[Any, list[RoundSeconds]] = {kind: [] for kind in flows}
+        self._turns: dict[int, list[RoundSeconds]] = {kind: [] for kind in flows}
         self._taken = 0
 
     def turn(self, count: int = 1) -> None:
@@ -163,36 +140,23 @@ class Meter:
 
     def costs(self, gamma: int | None = None) -> Costs:
         """The medians of what has been measured so far, at least one turn; c and v at `gamma`."""
-        kinds = [kind for kind in self._flows if isinstance(kind, int)]
-        columns = {name: statistics.median(column) for name, column in self._columns().items()}
         propose, verify = (
-            {kind: statistics.median(self._ratios(kind, part)) for kind in kinds}
+            {kind: self._ratio(kind, part) for kind in self._flows}
             for part in ("propose", "verify")
         )
-        units = {kind: unit for kind, unit in propose.items() if kind > 0}
-        medians = Costs(**columns, verify_ratios=verify, draft_units=units)
+        medians = Costs(
+            plain_seconds=statistics.median(map(sum, self._turns[0])),
+            cost_ratio=propose[self._gamma] / self._gamma,
+            verify_ratio=verify[self._gamma],
+            overhead_ratio=self._ratio(self._gamma, "rest"),
+            verify_ratios=verify,
+            draft_units={kind: unit for kind, unit in propose.items() if kind > 0},
+        )
         return medians if gamma is None else medians.at(gamma)
 
-    def quartiles(self) -> dict[str, list[float]]:
-        """The first and third quartile over turns of each cost."""
-        columns = self._columns().items()
-        return {name: np.quantile(column, (0.25, 0.75)).tolist() for name, column in columns}
-
-    def _columns(self) -> dict[str, list[float]]:
-        """Each cost by turn."""
-        propose = self._ratios(self._gamma, "propose")
-        return {
-            "plain_seconds": [sum(step) for step in self._turns[0]],
-            "cost_ratio": [ratio / self._gamma for ratio in propose],
-            "verify_ratio": self._ratios(self._gamma, "verify"),
-            "overhead_ratio": self._ratios(
-                "rest" if "rest" in self._flows else self._gamma, "rest"
-            ),
-        }
-
-    def _ratios(self, kind: int | str, part: str) -> list[float]:
+    def _ratio(self, kind: int, part: str) -> float:
         turns = zip(self._turns[kind], self._turns[0], strict=True)
-        return [getattr(seconds, part) / sum(step) for seconds, step in turns]
+        return statistics.median(getattr(seconds, part) / sum(step) for seconds, step in turns)
 
 
 def meter(
@@ -206,20 +170,15 @@ def meter(
     """A meter of the proposer that `make` makes, on `prompts` that must not be the timed ones.
 
     c and v are measured at `setting.gamma` and at the other `gammas`, which `setting.capacity` must
-    hold too. For o a constant guess stands in for the proposer, at gamma 2 and without compiled
-    code, since o is what the host does between the units; but as timed on CUDA, where the device is
-    at work meanwhile.
+    hold too.
     """
-    gamma, guess = max(setting.gamma, 1), FirstToken(target.vocab_size)
+    gamma = max(setting.gamma, 1)
 
-    def flow(proposer: Proposer | None, gamma: int, setting: Setting = setting) -> Flow:
-        return Flow(make_decoder(target, proposer, setting), prompts, setting, gamma)
+    def flow(gamma: int) -> Flow:
+        decoder = make_decoder(target, make() if gamma else None, setting)
+        return Flow(decoder, prompts, setting, gamma)
 
-    flows: dict[Any, Flow] = {0: flow(None, 0)}
-    flows |= {one: flow(make(), one) for one in dict.fromkeys((gamma, *gammas))}
-    on_cuda = target.device.type == "cuda"
-    of_rest = setting if on_cuda else replace(setting, compiled=False, captured=False)
-    return Meter(flows | {"rest": flow(guess, OVERHEAD_GAMMA, of_rest)}, gamma)
+    return Meter({one: flow(one) for one in dict.fromkeys((0, gamma, *gammas))}, gamma)
 
 
 def between(meters: Sequence[Meter], turns: int = CALIBRATION_TURNS) -> Callable[[int, int], None]:

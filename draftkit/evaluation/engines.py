@@ -23,19 +23,16 @@ class Setting:
     """One way to run an engine with a drafter.
 
     `probabilistic` is vLLM's draft_sample_method, `threshold` assistant_confidence_threshold.
-    gamma: None where the user names it. confidence: the probability below which the drafter stops.
-    cuts_draft: whether top-k and top-p cut the draft's distribution as they cut the target's.
-    note: what the numbers leave out.
+    gamma: None where the user names it. cuts_draft: whether top-k and top-p cut the draft's
+    distribution as they cut the target's.
     """
 
     engine: str
     name: str
     mode: str
     gamma: int | None = None
-    confidence: float = 0.0
     cuts_draft: bool = True
     in_one_pass: bool = False  # whether a parallel drafter proposes as it was trained to
-    note: str = ""
 
 
 # The row of draftkit's own decoder, by the mode that is served.
@@ -43,21 +40,13 @@ OWN = {
     mode: Setting("draftkit", name, mode, in_one_pass=True)
     for mode, name in ((SAMPLED, "sampled"), (ARGMAX, "argmax"), (MATCHED, "equal tokens"))
 }
-# Of each engine its default first, then the best that it offers.
+# Of each engine its default first, then the best that it offers. By default transformers stops
+# below a confidence that it moves after every pass, which texts cannot tell.
 SETTINGS = (
     Setting("vLLM", "argmax", ARGMAX, in_one_pass=True),
     Setting("vLLM", "probabilistic", SAMPLED, cuts_draft=False, in_one_pass=True),
     Setting("SGLang", "argmax", ARGMAX, gamma=3),
     Setting("llama.cpp", "argmax", ARGMAX, gamma=3),
-    Setting(
-        "transformers",
-        "stops below 0.4",
-        SAMPLED,
-        gamma=20,
-        confidence=0.4,
-        # `update_candidate_strategy` fits it to what was accepted, by scikit-learn's ROC curve.
-        note="where scikit-learn is installed, transformers moves that threshold after every pass",
-    ),
     Setting("transformers", "threshold 0", SAMPLED),
     Setting("ONNX Runtime", "sampled", SAMPLED, gamma=4),
     Setting("mlx-lm", "equal tokens", MATCHED, gamma=3),
@@ -84,23 +73,19 @@ def engine_rows(
     *,
     own: str | None = SAMPLED,
     gamma: int,
-    temperature: float,
     best_gammas: Mapping[str, int] | None = None,
 ) -> list[dict[str, Any]]:
     """Acceptance and tokens a pass of each setting, as the summary holds them.
 
     own: the mode that draftkit's decoder is served in; without one it has no row. gamma: where the
     engine leaves it to its user. best_gammas: by mode; with them a row also says the tokens a pass
-    of so many proposals, of one at least, as a launch file sets them. At temperature 0 a drafter
-    that stops by its confidence is left out: greedy proposals do not tell how likely they were.
+    of so many proposals, of one at least, as a launch file sets them.
     """
     rows = []
     for setting in (*([OWN[own]] if own else []), *SETTINGS):
-        if setting.confidence and temperature == 0:
-            continue
         drafted, mode = drafted_as(setting, scored)
         proposals = setting.gamma or max(gamma, 1)
-        length = drafted.tokens_a_pass(mode, proposals, confidence=setting.confidence)
+        length = drafted.tokens_a_pass(mode, proposals)
         row: dict[str, Any] = {
             "engine": setting.engine,
             "setting": setting.name,
@@ -109,11 +94,9 @@ def engine_rows(
             "acceptance": estimate(scored.rate(mode)).as_dict(),
             "acceptance_length": estimate(length).as_dict(),
         }
-        if setting.note:
-            row["note"] = setting.note
         if best_gammas is not None:
             best = max(best_gammas[mode], 1)
-            length = drafted.tokens_a_pass(mode, best, confidence=setting.confidence)
+            length = drafted.tokens_a_pass(mode, best)
             row["at_best_gamma"] = {"gamma": best, "acceptance_length": estimate(length).as_dict()}
         rows.append(row)
     return rows

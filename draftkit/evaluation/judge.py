@@ -19,7 +19,7 @@ from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
-from draftkit.evaluation.choice import HYBRID, LOOKUP, chosen_numbers, without_draft
+from draftkit.evaluation.choice import HYBRID, LOOKUP, chosen_numbers
 from draftkit.evaluation.costs import Meter, between, meter
 from draftkit.evaluation.lossless import NOT_CHECKED, Losslessness, greedy_identity
 from draftkit.evaluation.walltime import (
@@ -36,13 +36,12 @@ from draftkit.evaluation.walltime import (
 )
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, model_config
-from draftkit.models.memory import cache_bytes, free_bytes, in_float32, weight_count
+from draftkit.models.memory import free_bytes, in_float32, weight_count
 from draftkit.theory.speedup import Costs, speedup_from_length
 
 PREDICTION_TOLERANCE = 0.1
 CHOOSING_TURNS = 3  # of calibration, by which numbers of proposals are chosen
-LOGITS = 4  # copies of a round's, of both models and as distributions
-RESERVE = 1.1
+RESERVE = 1.25  # for caches and logits beside the weights
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,6 @@ def gather(
     proposals are chosen.
     """
     options, adapter = config.evaluate, target.adapter
-    rows = timed_rows(prompts, options)
-    documents = [prompts.documents[row] for row in rows] if prompts.documents else []
-    timed_prompts = [prompts.test[row] for row in rows]
-    decoded = [*timed_prompts, *prompts.calibration]
-    setting = timing(decoded, sampling, target.eos_token_ids, config)
 
     def score(contexts: Sequence[Record]) -> dict[str, PromptTotals]:
         how = {"sampling": sampling, "eos_token_ids": target.eos_token_ids}
@@ -122,46 +116,37 @@ def gather(
 
     note(f"alpha on {len(contexts)} contexts at temperature {sampling.temperature:g}")
     scored = score(contexts)
+    rows = timed_rows(prompts, options)
+    timed_prompts = [prompts.test[row] for row in rows]
+    setting = timing([*timed_prompts, *prompts.calibration], sampling, target.eos_token_ids, config)
     compiling = -compile_seconds()
     ways = ways_of(adapter, drafts, prompts, config)
     judged = {name: make for name, make in ways.items() if name in drafts}
     meters = meters_of(adapter, judged, prompts.calibration, setting)
+    different = [*dict.fromkeys(meters.values())]
     gammas = dict.fromkeys(ways, setting.gamma)
     if config.decode.gamma == "auto":
         note("choosing the number of proposals")
-        for one in dict.fromkeys(meters.values()):
+        for one in different:
             one.turn(CHOOSING_TURNS)
         measured = {name: one.costs() for name, one in meters.items()}
         gammas = chosen_numbers(ways, measured, score(others), others, config)
     note(", ".join(f"{name} {gamma}" for name, gamma in gammas.items()) + " proposals a round")
-    for name, draft in drafts.items():
-        if draft.parallel is not None and gammas.get(name, 0) > draft.parallel.blocks:
-            note(
-                f"{name} was trained for {draft.parallel.blocks} proposals a pass: the last of "
-                f"{gammas[name]} were never taught (draft.pard.tokens)"
-            )
+    note_untaught(drafts, gammas, note)
     note(f"wall time on up to {len(rows)} prompts, {options.timing_minutes:g} minutes at most")
     looks = ceil(min(FIRST_LOOK, len(rows)) / setting.batch_size)
-    calibrate = between([*dict.fromkeys(meters.values())], options.calibration_turns)
-
-    def costs() -> dict[str, Costs]:
-        by_way = {name: one.costs(gammas[name]) for name, one in meters.items()}
-        if LOOKUP in ways:
-            by_way[LOOKUP] = without_draft(next(iter(by_way.values())).at(gammas[LOOKUP]))
-        return by_way
-
+    calibrate = between(different, options.calibration_turns)
     timed = time_methods(
         adapter,
         {name: make() for name, make in ways.items()},  # each decoder has its own cache
         timed_prompts,
         prompts.calibration,
         setting,
-        lambda chunk, _: calibrate(chunk, looks) if chunk < looks else None,
         gammas=gammas,
-        limit=lambda: until_certain(60 * options.timing_minutes, documents, note),
-        doubtful=lambda timed: doubtful(timed, costs(), note),
+        before=lambda chunk, _: calibrate(chunk, looks) if chunk < looks else None,
+        enough=until_certain(60 * options.timing_minutes, note),
+        documents=[prompts.documents[row] for row in rows] if prompts.documents else [],
     )
-    timed = {name: one.of(documents) for name, one in timed.items()}
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")
@@ -172,13 +157,25 @@ def gather(
             scored=scored[name],
             timed=timed[key],
             plain=timed[PLAIN],
-            costs=costs()[key],
+            costs=meters[key].costs(gammas[key]),
             lossless=lossless[key],
             lookup=timed[LOOKUP if LOOKUP in ways else key],
             compile_seconds=compiling,
             hybrid=timed.get(HYBRID) if name == last else None,
         )
     return evidence
+
+
+def note_untaught(
+    drafts: Mapping[str, Adapter], gammas: Mapping[str, int], note: Callable[[str], None]
+) -> None:
+    """Say which parallel drafts propose more than they were trained for."""
+    for name, draft in drafts.items():
+        if draft.parallel is not None and gammas.get(name, 0) > draft.parallel.blocks:
+            note(
+                f"{name} was trained for {draft.parallel.blocks} proposals a pass: the last of "
+                f"{gammas[name]} were never taught (draft.pard.tokens)"
+            )
 
 
 def ways_of(
@@ -218,19 +215,6 @@ def meters_of(
         for kind, make in kinds.items()
     }
     return {name: meters[make().signature] for name, make in ways.items()}
-
-
-def doubtful(
-    timed: Mapping[str, Timed], costs: Mapping[str, Costs], note: Callable[[str], None]
-) -> list[str]:
-    """The ways that took another time than predicted while plain decoding was steady."""
-    doubted = []
-    for name, one in costs.items():
-        error = prediction_error(timed[name], timed[PLAIN], one)
-        if timed[PLAIN].is_steady and abs(error) > PREDICTION_TOLERANCE:
-            note(f"{name}: {error:+.0%} off predicted though plain decoding is steady: once more")
-            doubted.append(name)
-    return doubted
 
 
 def prediction_error(timed: Timed, plain: Timed, costs: Costs) -> float:
@@ -288,7 +272,7 @@ def check_lossless(
         return dict.fromkeys(drafts, NOT_CHECKED)
     served, why = options.lossless == "served", ""
     if options.lossless == "auto" and target.adapter.dtype != torch.float32:
-        needed = float32_bytes(target, drafts, texts, config)
+        needed = float32_bytes(target, drafts)
         free = free_bytes(target.adapter.device)
         served = needed > free
         why = f", as float32 takes {needed / 1e9:.1f} GB more and {free / 1e9:.1f} GB are free"
@@ -311,26 +295,8 @@ def check_lossless(
         )
 
 
-def float32_bytes(
-    target: Target, drafts: Mapping[str, ModelConfig], texts: PromptIds, config: Config
-) -> int:
-    """What checking in float32 takes beyond the target as it is, from shapes alone.
-
-    Weights, caches of target and draft, and the logits of a round, with a reserve of a tenth.
-    """
-    options, gamma = config.evaluate, max(config.proposals, 1)
-    rows, wide = min(options.batch_size, len(texts)), torch.float32
-    slots = row_capacity(texts, max_new_tokens=options.max_new_tokens, gamma=gamma)
-    weights = [*target.adapter.model.parameters()]
-    grown = sum(weight.numel() for weight in weights) * wide.itemsize
-    if target.adapter.device.type != "cpu":  # where weights read of a file take no memory of ours
-        given_back = sum(weight.nbytes for weight in weights)
-        grown -= given_back - max(weight.nbytes for weight in weights)  # there are two of the last
-    configs = [model_config(draft, "draft") for draft in drafts.values()]
-    loaded = sum(map(weight_count, configs)) * wide.itemsize
-    caches = sum(
-        cache_bytes(one, rows=rows, slots=slots, dtype=wide)
-        for one in (target.adapter.model.config, *configs)
-    )
-    logits = LOGITS * rows * (gamma + 1) * target.adapter.vocab_size * wide.itemsize
-    return int(RESERVE * (grown + loaded + caches + logits))
+def float32_bytes(target: Target, drafts: Mapping[str, ModelConfig]) -> int:
+    """What the weights of a check in float32 take beyond the target as it is, with a reserve."""
+    grown = sum(weight.numel() for weight in target.adapter.model.parameters())
+    loaded = sum(weight_count(model_config(draft, "draft")) for draft in drafts.values())
+    return int(RESERVE * (grown + loaded) * torch.float32.itemsize)

@@ -132,7 +132,6 @@ def ways_table(summary: dict[str, Any]) -> Table:
     table.add_column("", no_wrap=True)
     for name in ("tokens/s", "speed-up", "tau", "K"):
         table.add_column(name, justify="right", no_wrap=True)
-    notes = []
     for temperature, judged in summary["by_temperature"].items():
         ways = judged["ways"]
         best = max(ways, key=lambda name: ways[name]["speedup"]["end_to_end"]["mean"])
@@ -144,14 +143,10 @@ def ways_table(summary: dict[str, Any]) -> Table:
             rate, tau = one["tokens_per_second_end_to_end"], one["acceptance_length"]["mean"]
             cells = f"{rate:.1f}", interval(whole, 2), f"{tau:.2f}", str(one["gamma"])
             rows.append((whole["mean"], name, *cells))
-            if "repeated" in one:
-                first = interval(one["repeated"]["speedup"]["end_to_end"], 2)
-                notes.append(f"{name} at T {temperature}: repeated; {first} the first time")
         for number, (_, *cells) in enumerate(sorted(rows, reverse=True)):
             table.add_row(
                 "" if number else temperature, *cells, end_section=number == len(rows) - 1
             )
-    table.caption = "\n".join(notes)
     return table
 
 
@@ -178,9 +173,7 @@ def numbers_table(summary: dict[str, Any]) -> Table:
 def engine_table(summary: dict[str, Any]) -> Table:
     """What each engine would accept of the judged drafter."""
     title = f"in your engine, its default first (computed; temperature {summary['temperature']:g})"
-    notes = [f"{row['setting']}: {row['note']}" for row in summary["engines"] if "note" in row]
-    notes += filter(None, [kept_ids_text(summary)])
-    table = Table(title=title, caption="\n".join(notes), show_edge=False, pad_edge=False)
+    table = Table(title=title, caption=kept_ids_text(summary), show_edge=False, pad_edge=False)
     for name in ("engine", "how it drafts"):
         table.add_column(name, no_wrap=True)
     for name in ("gamma", "accepts", "tokens a pass"):
@@ -250,36 +243,6 @@ def drafts_in(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if "before" not in summary:
         return {"draft": summary}
     return {"before": summary["before"], "after": summary}
-
-
-def speedup_figure(summary: dict[str, Any], path: Path) -> None:
-    """Draw the speed-up of the rounds over gamma, predicted and measured, as PNG."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, draft in drafts_in(summary).items():
-        speedup, colour = draft["speedup"], PALE if name == "before" else DARK
-        axes.plot(speedup["predicted_by_gamma"], color=colour, label=f"{name}, predicted")
-        mean = speedup["measured"]
-        low, high = speedup["ci95"] or (mean, mean)
-        axes.errorbar(
-            draft["gamma"],
-            mean,
-            yerr=[[mean - low], [high - mean]],
-            color=colour,
-            marker="o",
-            capsize=3,
-            linestyle="none",
-            label=f"{name}, measured, 95 % interval",
-        )
-    axes.axhline(1, color="#888888", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="gamma: proposals a round", ylabel="tokens/s, in units of plain decoding")
-    axes.set_title("speed-up of the rounds")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
 
 
 def training_figure(lines: Sequence[dict[str, Any]], path: Path) -> None:

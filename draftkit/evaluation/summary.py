@@ -51,7 +51,6 @@ def compare(
             scored,
             own=served_mode(config.decode.proposer, config.decode.verification),
             gamma=evidence[main].timed.gamma,
-            temperature=sampling.temperature,
             best_gammas=summary["best_gamma_by_mode"],
         )
     one, judged = evidence[main], "drafter" if has_drafter else config.decode.proposer
@@ -79,7 +78,7 @@ def compare(
 def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> dict[str, Any]:
     """The `evaluate` keys of one draft under one sampling."""
     timed, costs = evidence.timed, evidence.costs
-    gamma, plain = timed.gamma, timed.plain or evidence.plain
+    gamma, plain = timed.gamma, evidence.plain
     acceptance, counted = estimates(evidence.scored), count_rounds(timed)
     rounds, answers = speedups(timed, plain)
     predicted = speedup_from_length(timed.full_length, gamma, **costs.ratios)
@@ -152,22 +151,19 @@ def by_number(
 
 
 def way(timed: Timed, plain: Timed, lossless: Losslessness | None = None) -> dict[str, Any]:
-    """One of the `ways`: what its proposals gain. `repeated`: what it showed the first time.
+    """One of the `ways`: what its proposals gain.
 
     tokens_per_second: of the rounds; end_to_end: from request to last token.
     """
-    beside = timed.plain or plain
     numbers = {
         "gamma": timed.gamma,
         "acceptance_length": count_rounds(timed)["acceptance_length"],
         "tokens_per_second": timed.rounds.mean,
         "tokens_per_second_end_to_end": timed.answers.mean,
-        "plain_tokens_per_second_end_to_end": beside.answers.mean,
-        "speedup": stated(timed, beside),
+        "plain_tokens_per_second_end_to_end": plain.answers.mean,
+        "speedup": stated(timed, plain),
     }
-    if lossless is not None:
-        numbers["lossless"] = lossless.as_dict()
-    return numbers | ({"repeated": way(timed.first, plain)} if timed.first else {})
+    return numbers if lossless is None else numbers | {"lossless": lossless.as_dict()}
 
 
 def speedups(timed: Timed, plain: Timed) -> tuple[Estimate, Estimate]:
@@ -247,7 +243,7 @@ def count_rounds(timed: Timed) -> dict[str, Any]:
     done = timed.completions
 
     def stated(*pairs: tuple[float, float]) -> dict[str, Any] | None:
-        rate = Rate.of(pairs, timed.documents)
+        rate = timed.of_prompts(pairs)
         return estimate(rate).as_dict() if rate.counts.sum() > 0 else None
 
     histogram = torch.tensor([c.accept_counts for c in done], dtype=torch.float64).sum(0)
@@ -263,7 +259,7 @@ def count_rounds(timed: Timed) -> dict[str, Any]:
 def tokens_a_pass(timed: Timed) -> Rate:
     """tau by prompt: tokens, with the correction or the bonus, over passes of the target."""
     pairs = ((c.accepted + c.rounds, c.rounds) for c in timed.completions)
-    return Rate.of(pairs, timed.documents)
+    return timed.of_prompts(pairs)
 
 
 def verdict(

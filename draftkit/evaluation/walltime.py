@@ -6,6 +6,7 @@ apart from the rounds. Compiling takes no time here: the clock stands still, and
 `graphs.compile_seconds` tells for how long. What a round consists of: `costs`.
 """
 
+import math
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from draftkit.decoding.generation import DRAFT_ID, Completion, make_requests, re
 from draftkit.decoding.graphs import batch_size, compile_seconds
 from draftkit.decoding.proposers import Proposer
 from draftkit.models.adapter import Adapter
-from draftkit.theory.acceptance import LEAST_UNITS, Rate, speedup
+from draftkit.theory.acceptance import Rate, speedup
 
 PLAIN = "plain"
 CALIBRATED_GAMMAS = (1, 4, 8, 12)  # at which `costs` are measured beside the one in use
@@ -83,17 +84,14 @@ Method = Callable[[PromptIds, int], Chunk]  # prompts, and the number of the fir
 class Timed:
     """All chunks of prompts by one method. Its rates are tokens per second, by chunk.
 
-    documents: what each prompt belongs to; empty where each is a document of its own. What is one
-    observation of time is a document where rows are decoded alone, else a batch. gamma: proposals a
-    round. first, plain: where it was timed twice, the first time, and the plain decoding that the
-    second one took turns with.
+    documents: what each prompt belongs to, those that were not timed included; empty where each is
+    a document of its own. What is one observation of time is a document where rows are decoded
+    alone, else a batch. gamma: proposals a round.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     documents: Sequence[Hashable] = ()
     gamma: int = 0
-    first: "Timed | None" = None
-    plain: "Timed | None" = None
 
     @property
     def completions(self) -> list[Completion]:
@@ -103,18 +101,9 @@ class Timed:
     def prefill_seconds(self) -> float:
         return sum(chunk.prefill_seconds for chunk in self.chunks)
 
-    def of(self, documents: Sequence[Hashable]) -> "Timed":
-        """The same, of prompts that belong to `documents`, of which the first were timed."""
-        parts = {"first": self.first, "plain": self.plain}
-        parts = {name: one and one.of(documents) for name, one in parts.items()}
-        return replace(self, documents=documents[: len(self.completions)], **parts)
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether half of the chunks took within a tenth as long for a token as one another."""
-        each = sorted(chunk.seconds / max(chunk.tokens, 1) for chunk in self.chunks)
-        few, many = each[len(each) // 4], each[(3 * len(each)) // 4]
-        return len(each) >= LEAST_UNITS and many - few <= 0.1 * few
+    def of_prompts(self, pairs: Iterable[tuple[float, float]]) -> Rate:
+        """Sums and counts of every prompt as a rate, whose errors are those of documents."""
+        return Rate.of(pairs, self.documents[: len(self.completions)])
 
     @property
     def tail(self) -> float:
@@ -153,7 +142,7 @@ class Timed:
 
     @property
     def _units(self) -> Sequence[Hashable]:
-        return () if self.batched else self.documents
+        return () if self.batched else self.documents[: len(self.chunks)]
 
     @property
     def _full(self) -> list[FullBatch]:
@@ -312,12 +301,14 @@ def take_turns(
     setting: Setting,
     before: Callable[[int, int], None] = lambda chunk, chunks: None,
     enough: Callable[[Mapping[str, Timed]], bool] = lambda timed: False,
+    documents: Sequence[Hashable] = (),
 ) -> dict[str, Timed]:
     """Time every method on each chunk of `prompts`, in rotating order, until it is `enough`.
 
     `before` gets the number of every chunk that comes, and of all: what it does is not timed.
+    documents: what each prompt belongs to.
     """
-    timed = {name: Timed() for name in methods}
+    timed = {name: Timed(documents=documents) for name in methods}
     starts = range(0, len(prompts), setting.batch_size)
     for turn, first in enumerate(starts):
         before(turn, len(starts))
@@ -330,28 +321,28 @@ def take_turns(
 
 
 def until_certain(
-    seconds: float, documents: Sequence[Hashable], note: Callable[[str], None]
+    seconds: float, note: Callable[[str], None]
 ) -> Callable[[Mapping[str, Timed]], bool]:
     """Whether timing has seen enough prompts, asked behind each chunk.
 
     It looks at 24 prompts, at twice as many and so on. Enough is a half-width of `HALF_WIDTH` of
     the fastest way's interval end to end (`LOOK_TAIL`): the width and never the speed-up itself.
-    So is the limit of `seconds`, which is said.
+    So is the limit of `seconds` since it was asked first, which is said.
     """
-    started, look = now(), FIRST_LOOK
+    started, look = math.inf, FIRST_LOOK
 
     def enough(timed: Mapping[str, Timed]) -> bool:
-        nonlocal look
-        count = len(timed[PLAIN].completions)
+        nonlocal started, look
+        started, count = min(started, now()), len(timed[PLAIN].completions)
         if now() - started > seconds:
             note(f"timed {count} prompts in {seconds / 60:g} minutes (evaluate.timing_minutes)")
             return True
         if count < look:
             return False
         look *= 2
-        rates = {name: one.of(documents) for name, one in timed.items()}
-        plain = rates.pop(PLAIN).answers
-        speedups = [speedup(one.answers, plain, tail=LOOK_TAIL) for one in rates.values()]
+        answers = {name: one.answers for name, one in timed.items()}
+        plain = answers.pop(PLAIN)
+        speedups = [speedup(one, plain, tail=LOOK_TAIL) for one in answers.values()]
         best = max(speedups, key=lambda one: one.mean)
         return best.high - best.low <= 2 * HALF_WIDTH * best.mean
 
@@ -370,28 +361,18 @@ def time_methods(
     prompts: PromptIds,
     warmup: PromptIds,
     setting: Setting,
-    before: Callable[[int, int], None] = lambda chunk, chunks: None,
     *,
     gammas: Mapping[str, int] | None = None,
-    limit: Callable[[], Callable[[Mapping[str, Timed]], bool]] = lambda: lambda timed: False,
-    doubtful: Callable[[Mapping[str, Timed]], Iterable[str]] = lambda timed: (),
+    **turns: Any,
 ) -> dict[str, Timed]:
     """Time plain decoding and every proposer on `prompts`, in turns, warmed up on `warmup`.
 
-    gammas: of each proposer, where it is not `setting.gamma`. limit: makes an `enough`, as
-    `take_turns` takes it. The ways that are `doubtful` then are timed once more, each in turns with
-    plain decoding.
+    gammas: of each proposer, where it is not `setting.gamma`. turns: as `take_turns` takes them.
     """
-    gammas = dict.fromkeys(proposers, setting.gamma) | dict(gammas or {})
+    gammas = {PLAIN: 0, **dict.fromkeys(proposers, setting.gamma), **(gammas or {})}
     methods = {PLAIN: decoding(target, None, setting)}
     for name, one in proposers.items():
         methods[name] = decoding(target, one, replace(setting, gamma=gammas[name]))
     warm_up(methods, warmup, setting, drafted=list(proposers))
-    timed = take_turns(methods, prompts, setting, before, limit())
-    timed = {name: replace(one, gamma=gammas.get(name, 0)) for name, one in timed.items()}
-    again = prompts[: len(timed[PLAIN].completions)]
-    for name in doubtful(timed):
-        pair = take_turns({PLAIN: methods[PLAIN], name: methods[name]}, again, setting)
-        first = timed[name]
-        timed[name] = replace(first, chunks=pair[name].chunks, first=first, plain=pair[PLAIN])
-    return timed
+    timed = take_turns(methods, prompts, setting, **turns)
+    return {name: replace(one, gamma=gammas[name]) for name, one in timed.items()}

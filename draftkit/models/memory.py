@@ -9,7 +9,6 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -32,14 +31,6 @@ def weight_count(config: PreTrainedConfig) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return sum(weight.numel() for weight in model.parameters())
-
-
-def cache_bytes(config: PreTrainedConfig, *, rows: int, slots: int, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of all layers, for `rows` texts of up to `slots` tokens."""
-    text: Any = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * width * rows * slots * dtype.itemsize
 
 
 @contextmanager

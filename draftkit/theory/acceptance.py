@@ -98,21 +98,13 @@ def _of(tokens: Tensor, probs: Tensor) -> Tensor:
     return probs.gather(-1, tokens[..., None])[..., 0]
 
 
-def rounds_of_texts(
-    shares: Sequence[Tensor],
-    gamma: int,
-    *,
-    cut: Tensor | None = None,
-    last: Sequence[Tensor] | None = None,
-) -> "Rate":
+def rounds_of_texts(shares: Sequence[Tensor], gamma: int, *, cut: Tensor | None = None) -> "Rate":
     """What rounds of `gamma` proposals are expected to emit, over their number, by text [P].
 
     shares: of each text, P(its token was an accepted proposal | the token) [T]; or [T, K] where it
     depends on the position of the proposal in its round, as of a drafter that proposes in one pass
-    (what a round cannot reach is 0). last: where it is
-    true [T] a draft that proposes this token proposes none behind it in that round. cut [P]: which
-    texts end by a limit of their length, default all. The probability that token t is tested with
-    r proposals of its round left,
+    (what a round cannot reach is 0). cut [P]: which texts end by a limit of their length, default
+    all. The probability that token t is tested with r proposals of its round left,
 
         B(t + 1, r - 1) = share(t, gamma - r) B(t, r) for r > 0
         B(t + 1, gamma) = B(t, 0) + sum over r > 0 of (1 - share(t, gamma - r)) B(t, r)
@@ -123,9 +115,6 @@ def rounds_of_texts(
     lengths = torch.tensor([len(one) for one in shares])
     # [T, P, gamma], the last index is r - 1
     accepted = pad_sequence([by_position(one, gamma).double().flip(-1) for one in shares])
-    ending = accepted.new_zeros(accepted.shape[:2])
-    if last is not None:
-        ending = pad_sequence([*last]).double()
     onward = accepted.new_ones(gamma + 1)
     for left, average in enumerate(mean_by_position(shares, gamma).flip(0), start=1):
         onward[left] = 1 + average * onward[left - 1]
@@ -133,12 +122,10 @@ def rounds_of_texts(
     state[gamma] = 1
     rounds, emitted = accepted.new_zeros(len(shares)), lengths.double()
     ends = lengths if cut is None else torch.where(cut, lengths, 0)
-    for t, (share, stops) in enumerate(zip(accepted, ending, strict=True)):
+    for t, share in enumerate(accepted):
         rounds = rounds + torch.where(lengths > t, state[gamma], 0.0)
         kept = share.T * state[1:]  # [gamma, P]
         begun = (state[1:] - kept).sum(0) + state[0]
-        kept[0] = kept[0] + stops * kept[1:].sum(0)
-        kept[1:] *= 1 - stops
         emitted = emitted + torch.where(ends == t + 1, onward[:-1] @ kept, 0.0)
         state = torch.cat([kept, begun[None]])
     return Rate(emitted, rounds)

@@ -13,14 +13,22 @@ from draftkit.config import SamplingConfig
 from draftkit.decoding import decoder as decoder_module
 from draftkit.decoding import pieces
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.evaluation.costs import FirstToken
+from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
+from draftkit.decoding.state import RoundView
 from draftkit.models.adapter import CausalAdapter
 from tests import tiny
 from tests.decoding.driving import DRAFT, Answer, assert_same, drive, fresh_graphs, request
 
 LAYERS = 4
 NUCLEUS = SamplingConfig(temperature=0.7, top_p=0.9)
+
+
+class Zeros(Proposer):
+    """Token 0, again and again."""
+
+    def propose(self, view: RoundView, gamma: int) -> Proposal:
+        tokens = view.length.new_zeros(len(view.length), gamma)
+        return Proposal(tokens, None, lengths=torch.full_like(view.length, gamma))
 
 
 @pytest.fixture
@@ -50,7 +58,7 @@ def target(*, constant: bool = True, dtype: torch.dtype = torch.bfloat16) -> Cau
 
 def played(target: CausalAdapter, sampling: SamplingConfig, *, compiled: bool) -> list[Answer]:
     decoder = Decoder(target, slots=1, capacity=64, compiled=compiled)
-    decoder.attach(DRAFT, FirstToken(target.vocab_size))
+    decoder.attach(DRAFT, Zeros())
     return drive(decoder, [request([1, 2, 3], gamma=2, new=8, sampling=sampling)])
 
 

@@ -162,13 +162,13 @@ def tau(rate: Tensor, gamma: int) -> Tensor:
 
 def stopped(evidence: dict[str, Evidence], names: list[Hashable]) -> dict[str, Evidence]:
     """The evidence as far as it is timed: up to the look at which it is enough."""
-    enough = until_certain(float("inf"), names, lambda line: None)
+    enough = until_certain(float("inf"), lambda line: None)
     judged = evidence["after"]
     timed = {PLAIN: judged.plain, "lookup": judged.lookup, "hybrid": judged.hybrid}
     timed |= {name: one.timed for name, one in evidence.items()}
 
     def begun(one: Timed, count: int) -> Timed:
-        return replace(one, chunks=one.chunks[:count], documents=names[:count])
+        return replace(one, chunks=one.chunks[:count], documents=names)
 
     for count in (24, 48, 96, 192):
         if count >= len(names) or enough({n: begun(one, count) for n, one in timed.items()}):

@@ -1,6 +1,5 @@
 """Costs: what is measured, on which rounds, and how ratios are formed."""
 
-import statistics
 from dataclasses import replace
 from functools import partial
 
@@ -11,10 +10,10 @@ from draftkit.config import SamplingConfig
 from draftkit.decoding.graphs import Units
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation import costs, walltime
-from draftkit.evaluation.costs import FirstToken, Flow, between, meter
+from draftkit.evaluation.costs import Flow, between, meter
 from draftkit.evaluation.walltime import Setting, make_decoder, time_methods
 from draftkit.theory.speedup import speedup_from_length
-from tests.evaluation.scripted import VOCAB, Clock, Slow
+from tests.evaluation.scripted import Clock, Slow
 
 SETTING = Setting(
     sampling=SamplingConfig(),
@@ -63,7 +62,6 @@ def test_calibration_finds_the_ratios_that_the_models_cost(clock, temperature, m
     assert measured.overhead_ratio == pytest.approx(0, abs=1e-12)
     assert found.costs(5).cost_ratio == pytest.approx(0.2)
     assert found.costs(5).verify_ratio == pytest.approx(1.25)
-    assert found.quartiles()["cost_ratio"] == pytest.approx([0.2, 0.2])
 
 
 def test_what_the_host_does_around_the_units_is_the_overhead(clock, monkeypatch):
@@ -170,8 +168,6 @@ def test_a_disturbance_that_lasts_cancels_in_the_ratios(clock):
     assert rising[0] > 1.1
     assert found.costs().verify_ratio == pytest.approx(1.0, rel=0.01)
     assert found.costs().cost_ratio == pytest.approx(0.1, rel=0.01)
-    low, high = found.quartiles()["plain_seconds"]
-    assert low < found.costs().plain_seconds < high
 
 
 def test_single_slow_rounds_do_not_move_a_median(clock):
@@ -197,10 +193,10 @@ def test_kinds_of_rounds_take_turns_and_the_first_are_left_out(clock, monkeypatc
     monkeypatch.setattr(Flow, "burst", recorded)
     monkeypatch.setattr(costs, "CALIBRATION_TURNS", 4)
     calibrate(Slow(0, clock, lambda n: 1.0), Slow(1, clock, lambda n: 1.0), SETTING, gammas=(8,))
-    turns = [order[i : i + 4] for i in range(0, len(order), 4)]
+    turns = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert len(turns) == costs.WARM_TURNS + 4
-    assert all(sorted(turn) == [0, 2, 3, 8] for turn in turns)
-    assert len({turn[0] for turn in turns}) == 4
+    assert all(sorted(turn) == [0, 3, 8] for turn in turns)
+    assert len({turn[0] for turn in turns}) == 3
 
 
 def test_a_burst_is_measured_once_it_has_settled(clock):
@@ -240,30 +236,6 @@ def test_batches_are_full_and_begin_anew_as_soon_as_a_row_ends(clock):
         assert not any(slot.is_finished for slot in slots)
         begun |= {slot.request.row for slot in slots}
     assert len(begun) > 2 * 60 / SETTING.max_new_tokens  # some ended before the length limit
-
-
-def test_a_stand_in_for_the_draft_calls_no_draft(clock):
-    target = Slow(0, clock, lambda tokens: float(tokens))
-    flow = flow_of(target, FirstToken(VOCAB), 5)
-    seconds = [flow.round() for _ in range(20)]
-    assert {s.propose for s in seconds} == {0.0}
-    assert statistics.median(s.verify for s in seconds) == 6.0
-
-
-def test_the_constant_guess_is_a_lawful_proposal():
-    from types import SimpleNamespace
-    from typing import Any
-
-    def view(greedy) -> Any:
-        group = SimpleNamespace(greedy=greedy)
-        return SimpleNamespace(length=torch.tensor([4, 7]), group=group)
-
-    proposal = FirstToken(VOCAB).propose(view(False), 3)
-    assert proposal.tokens.tolist() == [[0, 0, 0], [0, 0, 0]]
-    assert proposal.lengths.tolist() == [3, 3]
-    assert proposal.draft_probs is not None
-    assert torch.allclose(proposal.draft_probs.sum(-1), torch.ones(2, 3))
-    assert FirstToken(VOCAB).propose(view(True), 3).draft_probs is None
 
 
 def test_more_proposals_than_a_row_holds_are_refused(clock):

@@ -22,7 +22,6 @@ from draftkit.evaluation.judge import (
     Evidence,
     Prompts,
     check_lossless,
-    doubtful,
     float32_bytes,
     meters_of,
     proposers_of,
@@ -31,7 +30,7 @@ from draftkit.evaluation.judge import (
 )
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import compare, count_rounds, summarise
-from draftkit.evaluation.walltime import PLAIN, Chunk, FullBatch, Setting, Timed
+from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed
 from draftkit.models.loading import load_target, save_model
 from draftkit.theory.speedup import Costs, best_gamma, factors
 from tests import tiny
@@ -336,13 +335,8 @@ def test_what_the_check_in_float32_takes_is_known_from_shapes(folder):
     hardware = HardwareConfig(device="cpu", dtype="bfloat16")
     target = load_target(ModelConfig(path=str(folder / "target")), hardware)
     drafts = {"draft": ModelConfig(path=str(folder / "draft"))}
-    config = Config(evaluate=EvaluateConfig(batch_size=1, max_new_tokens=1))
     count = sum(weight.numel() for weight in target.adapter.model.parameters())
-    needed = float32_bytes(target, drafts, [[1]], config)
-    assert 8 * count < needed < 1.2 * 8 * count  # target and drafter
-    more = replace(config, evaluate=EvaluateConfig(batch_size=8, max_new_tokens=1))
-    cache = 2 * 2 * 2 * 16 * 4  # keys and values of two layers, two heads of 16, a token
-    assert float32_bytes(target, drafts, [[1]] * 8, more) > needed + 7 * 2 * cache
+    assert 8 * count < float32_bytes(target, drafts) < 1.3 * 8 * count  # target and drafter
 
 
 def test_models_of_two_dtypes_decode_as_the_target_does(folder):
@@ -357,27 +351,6 @@ def test_models_of_two_dtypes_decode_as_the_target_does(folder):
         assert lossless.passed
         assert lossless.compared == 8
         assert lossless.dtype == (torch.bfloat16 if mode == "served" else torch.float32)
-
-
-@pytest.mark.parametrize(("seconds", "repeats"), [(2.0, False), (2.3, True), (1.8, True)])
-def test_a_way_off_its_prediction_is_doubted_only_while_plain_decoding_is_steady(seconds, repeats):
-    """Six rounds of a prompt are predicted to take two seconds."""
-    full = FullBatch(seconds, 12, 6, 12)
-    one, plain = completion([2, 2, 2], 10, 6.0), completion([12], 0, 0.0)
-    way = Timed([Chunk(0.1, seconds, [one], full)] * 24, gamma=2)
-    costs = Costs(1 / 3, 0.2, 0.5, 0.1, {2: 0.5})  # a round of 2 x 0.2 + 0.5 + 0.1 steps
-
-    def timed(spread):
-        chunks = [
-            Chunk(0.1, 4 + spread * (-1) ** row, [plain], FullBatch(4.0, 12, 12, 12))
-            for row in range(24)
-        ]
-        return {PLAIN: Timed(chunks), "draft": way}
-
-    notes = []
-    assert doubtful(timed(0.1), {"draft": costs}, notes.append) == ["draft"] * repeats
-    assert len(notes) == repeats
-    assert doubtful(timed(1.0), {"draft": costs}, notes.append) == []
 
 
 def test_drafts_that_run_the_same_code_share_what_rounds_cost():

@@ -4,7 +4,6 @@ import io
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from draftkit.config import SamplingConfig
@@ -15,7 +14,6 @@ from draftkit.evaluation.report import (
     evaluation_table,
     numbers_table,
     result_lines,
-    speedup_figure,
     training_figure,
     ways_table,
 )
@@ -56,14 +54,13 @@ def summary(alpha):
             | {
                 "acceptance": estimate(alpha),
                 "acceptance_length": estimate(13.456),
-                **({"note": one.note} if one.note else {}),
             }
             for one in (OWN["alpha"], *SETTINGS)
         ],
     }
 
 
-def timed_way(mean, gamma=4, **more):
+def timed_way(mean, gamma=4):
     """What evaluation says of a way that was timed."""
     whole = {"mean": mean, "ci95": [mean - 0.05, mean + 0.05], "chunks": 24}
     rates = {"tokens_per_second": 62.0, "tokens_per_second_end_to_end": 50.0 * mean}
@@ -73,7 +70,6 @@ def timed_way(mean, gamma=4, **more):
         "acceptance_length": estimate(1.234),
         "speedup": {"measured": mean, "ci95": [mean, mean], "end_to_end": whole},
         **rates,
-        **more,
     }
 
 
@@ -124,7 +120,7 @@ def test_six_lines_say_what_changed(pair):
     ]
 
 
-def test_without_intervals_the_table_says_why_and_stands(pair, tmp_path):
+def test_without_intervals_the_table_says_why_and_stands(pair):
     def bare(number):
         return number | {"ci95": None, "documents": 6}
 
@@ -139,7 +135,6 @@ def test_without_intervals_the_table_says_why_and_stands(pair, tmp_path):
     (alpha,) = (line for line in text.splitlines() if line.startswith("alpha = "))
     assert [part.strip() for part in alpha.split("│")][1:] == ["0.654", "0.789"]
     assert "0.789" in printed(result_lines(pair))
-    speedup_figure(pair, tmp_path / "speedup.png")
 
 
 def test_a_gap_between_theory_and_clock_is_pointed_out(pair):
@@ -156,7 +151,6 @@ def test_each_engine_is_named_once_above_its_settings_in_eighty_columns():
     assert max(map(len, lines)) <= 80
     assert "…" not in text
     assert text.count(" │ ") == 4 * (1 + len(SETTINGS))
-    assert "stops below 0.4: where scikit-learn is installed" in text
     assert text.count("vLLM") == text.count("\ntransformers") == 1
     assert " ".join(lines[3].split()) == ("draftkit │ sampled │ 20 │ 0.600 │ 13.46 [13.44, 13.47]")
 
@@ -177,21 +171,18 @@ def test_all_ways_stand_in_one_table_the_fastest_first_at_every_temperature():
     ways = {
         "prompt_lookup": timed_way(1.44, 7),
         "drafter": timed_way(1.08, 1),
-        "hybrid": timed_way(1.62, 3, repeated=timed_way(0.81)),
+        "hybrid": timed_way(1.62, 3),
         "before": timed_way(0.61),
     }
     greedy = {**ways, "drafter": timed_way(1.7), "hybrid": timed_way(1.69)}
     warm, cold = {"ways": ways, "best_of": "hybrid"}, {"ways": greedy, "best_of": "none"}
-    table = ways_table({"by_temperature": {"0.2": warm, "0": cold}})
-    rows = shown_rows(table)
+    rows = shown_rows(ways_table({"by_temperature": {"0.2": warm, "0": cold}}))
     assert rows[0] == ["0.2", "drafter + prompt lookup *", "81.0", "1.62 [1.57, 1.67]", "1.23", "3"]
     names = ["drafter + prompt lookup *", "prompt lookup", "drafter", "plain", "drafter before"]
     assert [row[1] for row in rows[:5]] == names
     assert rows[3][2:] == ["50.0", "1", "1", "0"]
     assert rows[5][:2] == ["0", "drafter"]
     assert len(rows) == 10
-    note = "drafter + prompt lookup * at T 0.2: repeated; 0.81 [0.76, 0.86] the first time"
-    assert note in " ".join(printed(table).split())
 
 
 def test_the_numbers_of_proposals_stand_side_by_side_with_the_best_marked():
@@ -239,24 +230,6 @@ def test_a_rate_without_proposals_is_a_dash(pair):
     pair["acceptance_rate"] = None
     (line,) = (x for x in printed(evaluation_table(pair)).splitlines() if "accepted /" in x)
     assert line.split()[-1] == "-"
-
-
-def test_the_figure_of_speedups_holds_prediction_and_measurement_of_each_draft(
-    pair, tmp_path, monkeypatch
-):
-    shown, save = [], Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *a, **k: (shown.append(figure), save(figure, *a, **k))
-    )
-    for judged in (pair, summary(0.6)):
-        speedup_figure(judged, tmp_path / "speedup.png")
-    assert (tmp_path / "speedup.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    labels = [figure.axes[0].get_legend_handles_labels()[1] for figure in shown]
-    kinds = ("predicted", "measured, 95 % interval")
-    assert sorted(labels[0]) == sorted(f"{n}, {k}" for n in ("before", "after") for k in kinds)
-    assert sorted(labels[1]) == sorted(f"draft, {kind}" for kind in kinds)
-    (curve, *_) = shown[1].axes[0].get_lines()
-    assert curve.get_ydata().tolist() == summary(0.6)["speedup"]["predicted_by_gamma"]
 
 
 def test_the_training_figure_is_a_png(tmp_path):

@@ -240,7 +240,7 @@ def sampled_chunks(count, seconds, spread=0.0):
 @pytest.mark.parametrize(("spread", "looked"), [(0.01, 24), (0.2, 96), (0.45, 384)])
 def test_timing_ends_at_the_first_look_at_which_the_best_interval_is_narrow(clock, spread, looked):
     """Of the fastest way; another, which varies more, is not waited for."""
-    enough = until_certain(60.0, (), lambda line: None)
+    enough = until_certain(60.0, lambda line: None)
     for count in range(1, 400):
         timed = {
             PLAIN: Timed(sampled_chunks(count, 2.0)),
@@ -254,7 +254,7 @@ def test_timing_ends_at_the_first_look_at_which_the_best_interval_is_narrow(cloc
 
 def test_timing_ends_after_its_minutes_which_is_said(clock):
     notes = []
-    enough = until_certain(120.0, (), notes.append)
+    enough = until_certain(120.0, notes.append)
     timed = {PLAIN: Timed(sampled_chunks(3, 2.0)), "fast": Timed(sampled_chunks(3, 1.0))}
     assert not enough(timed)
     clock.now += 121
@@ -262,42 +262,12 @@ def test_timing_ends_after_its_minutes_which_is_said(clock):
     assert notes == ["timed 3 prompts in 2 minutes (evaluate.timing_minutes)"]
 
 
-def test_a_doubtful_way_is_timed_once_more_beside_plain_decoding_and_both_times_are_kept(clock):
-    target, draft = Slow(0, clock, lambda n: 10.0), Slow(1, clock, lambda n: 1.0)
-    proposers = {name: DraftModelProposer(draft) for name in ("one", "two")}
-    seen = []
-
-    def doubtful(timed):
-        seen.append({name: one.gamma for name, one in timed.items()})
-        clock.now += 5.0
-        return ["two"]
-
-    timed = time_methods(
-        *(target, proposers, PROMPTS, PROMPTS, SETTING), gammas={"two": 5}, doubtful=doubtful
-    )
-    assert seen == [{PLAIN: 0, "one": 3, "two": 5}]
-    assert timed["one"].first is timed["one"].plain is None
-    twice = timed["two"]
-    assert twice.gamma == 5
-    assert twice.first.chunks == twice.chunks  # the clock is exact
-    assert twice.first.chunks is not twice.chunks
-    assert len(twice.plain.chunks) == len(timed[PLAIN].chunks) == 2
-    documents = ["a", "b", "c", "d"]
-    assert twice.of(documents).plain.documents == documents
-
-
 def test_only_as_many_prompts_are_timed_as_it_takes(clock):
     target = Slow(0, clock, lambda n: 10.0)
-    looks = []
-
-    def limit():
-        return lambda timed: looks.append(len(timed[PLAIN].chunks)) or looks[-1] == 1
-
-    timed = time_methods(target, {}, PROMPTS, PROMPTS, SETTING, limit=limit)
+    timed = time_methods(
+        *(target, {}, PROMPTS, PROMPTS, SETTING),
+        enough=lambda timed: len(timed[PLAIN].chunks) == 1,
+        documents=["a", "b", "c", "d"],
+    )
     assert [c.prompt_ids for c in timed[PLAIN].completions] == PROMPTS[:2]
-
-
-def test_plain_decoding_is_steady_where_half_of_its_chunks_are_alike():
-    assert Timed(sampled_chunks(24, 1.0, 0.04)).is_steady
-    assert not Timed(sampled_chunks(24, 1.0, 0.06)).is_steady
-    assert not Timed(sampled_chunks(8, 1.0)).is_steady  # too few to say
+    assert timed[PLAIN].of_prompts([(1, 1)] * 2).documents == ["a", "b"]

@@ -8,22 +8,17 @@ import pytest
 import torch
 
 from draftkit.models import memory
-from draftkit.models.memory import cache_bytes, free_bytes, weight_count
+from draftkit.models.memory import free_bytes, weight_count
 from tests import tiny
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox", "qwen3", "gemma2"])
-def test_weights_and_caches_are_counted_as_they_come_to_be(architecture: str) -> None:
+def test_weights_are_counted_as_they_come_to_be(architecture: str) -> None:
     model = tiny.model(architecture, tie_word_embeddings=True)
     count = sum(weight.numel() for weight in model.parameters())
     assert weight_count(model.config) == count
-    with torch.no_grad():
-        outputs = model(torch.ones(3, 5, dtype=torch.long), use_cache=True)
-    cache = outputs["cache" if "cache" in outputs else "past_key_values"]
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert cache_bytes(model.config, rows=3, slots=5, dtype=torch.float32) == held
 
 
 def test_a_limit_of_the_process_bounds_what_is_free() -> None:

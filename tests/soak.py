@@ -47,10 +47,6 @@ _MINUTES = {
         "test_machine_code_of_every_kind": 6.4,
         "test_weights_opened_to_training_are_read_anew_by_machine_code_and_go_with_the_target": 0.2,
     },
-    "decoding/test_identity": {
-        "test_compiled_greedy_text_is_the_targets": 1.2,
-        "test_greedy_text_is_the_targets_on_many_prompts": 1.9,
-    },
     "decoding/test_parallel": {"test_two_hundred_thousand_rows_have_the_targets_law": 3.0},
     "decoding/test_pieces": {"test_pieces_as_machine_code_give_what_eager_code_gives": 1.5},
     "decoding/test_memory": {
@@ -124,9 +120,6 @@ _MINUTES = {
     "theory/test_verification": {
         "test_the_joint_law_holds_over_many_random_tables": 2.7,
         "test_the_p_values_of_repetitions_are_uniform": 4.7,
-    },
-    "decoding/test_keys": {
-        "test_whatever_code_depends_on_makes_new_code": 1.2,
     },
     "models/test_kept_ids": {
         "test_compiled_rounds_are_the_eager_ones_before_and_after_new_weights": 0.2,

@@ -6,7 +6,7 @@ What a key must hold is `test_keys.py`'s business.
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from draftkit.theory.warping import SamplingParams
 from tests import tiny
 from tests.decoding.driving import (
     DRAFT,
+    SAMPLINGS,
     SMALL,
     Answer,
     Strict,
@@ -182,6 +183,7 @@ def test_parts_of_frozen_dataclasses_that_are_the_same_objects_are_not_copied_ag
 
 # Machine code
 
+TEMPERATURES = tuple(SamplingConfig(temperature=t) for t in (0.7, 1.2, 0.4))
 # Each has everything, lest the code change as rows leave.
 MIXED = [
     SamplingConfig(temperature=0.7, top_k=20, top_p=0.9, repetition_penalty=1.2),
@@ -198,7 +200,7 @@ class Machine:
     draft: CausalAdapter
     gamma: int = 2
     verification: str = "speculative"
-    greedy: bool = False
+    samplings: Sequence[SamplingConfig] = TEMPERATURES
 
     def play(
         self, *, compiled: bool = False, late: bool = False, seed: int = 0, eos: int = 200
@@ -215,14 +217,13 @@ class Machine:
         )
         decoder.attach(DRAFT, DraftModelProposer(self.draft))
         prompts = tiny.prompts([1, 14, 6, 9, 3, 11], seed=seed)
-        samplings = [SamplingConfig(temperature=0.0)] if self.greedy else MIXED
         requests = [
             request(
                 prompt,
                 gamma=self.gamma,
                 new=12 + row,
                 row=row,
-                sampling=samplings[row % len(samplings)],
+                sampling=self.samplings[row % len(self.samplings)],
             )
             for row, prompt in enumerate(prompts)
         ]
@@ -300,11 +301,12 @@ def test_machine_code_reads_new_weights_of_the_draft(real: Machine) -> None:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {"architecture": "qwen3", "gamma": 0},
+    "everything": {"gamma": 2, "samplings": MIXED},
+    "plain": {"architecture": "qwen3", "gamma": 0, "samplings": MIXED},
     "one proposal, block": {"architecture": "gpt2", "gamma": 1, "verification": "block"},
-    "windows": {"architecture": "mistral", "gamma": 4},
+    "windows": {"architecture": "mistral", "gamma": 4, "samplings": MIXED},
     "match": {"architecture": "gemma", "gamma": 2, "verification": "match"},
-    "greedy": {"architecture": "gpt_neox", "gamma": 4, "greedy": True},
+    "greedy": {"architecture": "gpt_neox", "gamma": 4, "samplings": SAMPLINGS[2:3]},
     "windows and caps": {"architecture": "gemma2", "gamma": 3, "verification": "block"},
     "open weights": {"architecture": "qwen2", "gamma": 4, "constant": False},
 }

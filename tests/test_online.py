@@ -200,7 +200,6 @@ def fill(config: Any, records: list[Record]) -> None:
             ),
             route="default",
             version="v000001",
-            seconds=float(turn),
         )
         for turn in range(6)
         for record in records

@@ -1,15 +1,14 @@
 """The traffic buffer: what was served, in one SQLite file that the server writes and others read.
 
-It stores records and counts; it does not know who serves, who trains, or what a drafter is. Any
-number of processes may open the same file, and several threads may use one `Buffer`.
+It stores records and counts; it does not know who serves, who trains, or what a drafter is. One
+process writes it, any number may read it, and several threads may use one `Buffer`.
 
 What `append` has stored survives the death of any process and a power cut. What is older than
 `retention_days` by the clock, or too much for `max_megabytes`, is deleted and overwritten by the
-next `maintain`. A damaged row is left out and counted; a damaged file is set aside for a day and a
-new one begun.
+next `maintain`. A damaged row is left out; a damaged file is set aside for a day and a new one
+begun.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -29,14 +28,13 @@ from draftkit.data.rollouts import Record, document_of, from_bytes, to_bytes
 from draftkit.online.database import Database
 from draftkit.online.fingerprints import require_same
 
-UPKEEP_SECONDS = 600.0  # between two upkeeps of a buffer that grows slowly
 TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
     id INTEGER PRIMARY KEY AUTOINCREMENT, route TEXT NOT NULL,
     number INTEGER NOT NULL, -- of its route, from 1 on
-    version TEXT NOT NULL, seconds REAL NOT NULL, kept REAL NOT NULL, split REAL NOT NULL,
-    size INTEGER NOT NULL, checksum BLOB NOT NULL, content BLOB NOT NULL);
+    version TEXT NOT NULL, kept REAL NOT NULL, split REAL NOT NULL, -- kept: since, unix time
+    size INTEGER NOT NULL, content BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS records_by_route ON records (route, id, split, size);
 CREATE INDEX IF NOT EXISTS records_by_time ON records (kept);
 CREATE TABLE IF NOT EXISTS served (
@@ -49,9 +47,12 @@ _SPLIT_BITS = 53  # what a float holds exactly
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
 _FILLED = 0.98  # of the bound: how full pages are changes with what is deleted
 _OLDER = 0.5  # of a route's room, for the sample of what is no longer among the newest
-_DELETED = 64  # rows deleted in one transaction, so that no other writer waits for long
 _DAY = 86400.0  # also for how long a damaged file is kept, whose records may be due any moment
-_SIGN = {True: "<", False: ">="}  # of the split against the gate's fraction, by `held_out`
+# The records of one side of a route; `held_out` by the split against the gate's fraction.
+_SIDE = {
+    held_out: f"FROM records INDEXED BY records_by_route WHERE route = ? AND split {sign} ?"
+    for held_out, sign in ((True, "<"), (False, ">="))
+}
 _log = logging.getLogger(__name__)
 
 
@@ -62,7 +63,6 @@ class Entry:
     record: Record
     route: str
     version: str  # of the drafter that proposed
-    seconds: float  # unix time of the answer; never relied on: ids order the records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +114,6 @@ def split(record: Record) -> float:
     return (int.from_bytes(digest, "little") >> (64 - _SPLIT_BITS)) / (1 << _SPLIT_BITS)
 
 
-def checksum(content: bytes, *columns: Any) -> bytes:
-    """8 bytes that stand for `content` and what is stored beside it."""
-    return hashlib.blake2b(repr(columns).encode() + content, digest_size=8).digest()
-
-
 def too_much(connection: sqlite3.Connection, *, newest: float, older: float) -> list[int]:
     """The ids of what has no room.
 
@@ -163,9 +158,8 @@ class Buffer:
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self.damaged: set[int] = set()  # ids of rows that were not as they had been written
         self._room = self.settings.max_megabytes * 1e6
-        self._grown, self._maintained = 0, self.clock()  # bytes since the last upkeep, and when
+        self._grown = 0  # bytes since the last upkeep
         self._database = Database(self.path, self._prepare)
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
@@ -198,24 +192,23 @@ class Buffer:
     def append(self, entries: Sequence[Entry]) -> None:
         """Store `entries` in one transaction that is on the disk when this returns.
 
-        Raises OSError (ENOSPC: the disk is full) and stores none of them; ValueError for an id
-        that does not fit 32 bits. Now and then `maintain` follows, by time and growth.
+        Raises OSError (a full disk) and stores none of them; ValueError for an id that does not
+        fit 32 bits. Where the buffer has grown enough, `maintain` follows.
         """
         now, rows = self.clock(), []
         for entry in entries:
             content = to_bytes(entry.record)
-            columns = (entry.route, entry.version, float(entry.seconds), now, split(entry.record))
-            rows.append((*columns, len(content), checksum(content, *columns), content))
+            columns = (entry.route, entry.version, now, split(entry.record))
+            rows.append((*columns, len(content), content))
         with self._database.writing() as connection:
             connection.executemany(
-                "INSERT INTO records (route, number, version, seconds, kept, split, size, checksum,"
-                " content) VALUES (?1, 1 + coalesce((SELECT number FROM records WHERE route = ?1"
-                " ORDER BY id DESC LIMIT 1), 0), ?2, ?3, ?4, ?5, ?6, ?7, ?8)",
+                "INSERT INTO records (route, number, version, kept, split, size, content) VALUES"
+                " (?1, 1 + coalesce((SELECT number FROM records WHERE route = ?1 ORDER BY id DESC"
+                " LIMIT 1), 0), ?2, ?3, ?4, ?5, ?6)",
                 rows,
             )
-        self._grown += sum(row[5] for row in rows)
-        rested = abs(now - self._maintained)
-        if self._grown > self._room / _GROWTH or rested > UPKEEP_SECONDS:
+        self._grown += sum(len(row[-1]) for row in rows)
+        if self._grown > self._room / _GROWTH:
             try:
                 self.maintain()
             except OSError as error:  # the entries are stored all the same
@@ -240,9 +233,9 @@ class Buffer:
         return [Served(**dict(zip(COUNTS, row, strict=True))) for row in rows]
 
     def set_load(self, *, queued: int, running: int) -> None:
-        """Tell others how busy the server is; not flushed to the disk, so cheap."""
+        """Tell others how busy the server is."""
         load = {"queued": queued, "running": running, "seconds": self.clock()}
-        with self._database.writing(flushed=False) as connection:
+        with self._database.writing() as connection:
             self._set_fact(connection, "server", load)
 
     def load(self) -> Load | None:
@@ -255,19 +248,17 @@ class Buffer:
 
     def count(self, route: str, *, held_out: bool, after: int = 0) -> int:
         """How many records of a side of `route` have an id above `after`."""
+        query = f"SELECT count(*) {_SIDE[held_out]} AND id > ?"
         with self._database.reading() as connection:
-            return len(self._ids(connection, route, held_out=held_out, after=after))
+            values = (route, self.gate_fraction, after)
+            return connection.execute(query, values).fetchone()[0]
 
     def conversations(self, route: str, *, held_out: bool, newest: int) -> int:
         """How many conversations the `newest` records of a side of `route` belong to."""
-        query = (
-            "SELECT count(DISTINCT split) FROM (SELECT split FROM records INDEXED BY"
-            f" records_by_route WHERE route = ? AND split {_SIGN[held_out]} ?"
-            " ORDER BY id DESC LIMIT ?)"
-        )
+        side = f"SELECT split {_SIDE[held_out]} ORDER BY id DESC LIMIT ?"
+        query, values = f"SELECT count(DISTINCT split) FROM ({side})", (self.gate_fraction, newest)
         with self._database.reading() as connection:
-            values = (route, self.gate_fraction, newest)
-            return connection.execute(query, values).fetchone()[0]
+            return connection.execute(query, (route, *values)).fetchone()[0]
 
     def last_id(self, route: str) -> int:
         """The highest id stored for `route`, 0 if there is none."""
@@ -279,34 +270,21 @@ class Buffer:
         self, connection: sqlite3.Connection, route: str, *, held_out: bool, after: int = 0
     ) -> list[int]:
         """Of one side of a route, the newest first."""
-        query = (
-            "SELECT id FROM records INDEXED BY records_by_route"
-            f" WHERE route = ? AND id > ? AND split {_SIGN[held_out]} ? ORDER BY id DESC"
-        )
-        return [row[0] for row in connection.execute(query, (route, after, self.gate_fraction))]
+        query = f"SELECT id {_SIDE[held_out]} AND id > ? ORDER BY id DESC"
+        return [row[0] for row in connection.execute(query, (route, self.gate_fraction, after))]
 
     def _read(self, connection: sqlite3.Connection, ids: Sequence[int]) -> list[Stored]:
         """The records of `ids`, in their order, without damaged ones."""
         stored = []
         for record_id in ids:
-            *columns, expected, content = connection.execute(
-                "SELECT route, version, seconds, kept, split, checksum, content FROM records"
-                " WHERE id = ?",
-                (record_id,),
-            ).fetchone()
+            query = "SELECT route, version, content FROM records WHERE id = ?"
+            route, version, content = connection.execute(query, (record_id,)).fetchone()
             try:
-                if expected != checksum(content, *columns):
-                    raise ValueError("its checksum differs")
                 record = from_bytes(content)
             except ValueError as error:
-                if record_id not in self.damaged:
-                    _log.warning("%s: record %d: %s", self.path, record_id, error)
-                self.damaged.add(record_id)
+                _log.warning("%s: record %d: %s", self.path, record_id, error)
                 continue
-            route, version, seconds, *_ = columns
-            stored.append(
-                Stored(id=record_id, record=record, route=route, version=version, seconds=seconds)
-            )
+            stored.append(Stored(id=record_id, record=record, route=route, version=version))
         return stored
 
     def newest(self, route: str, count: int, *, held_out: bool, after: int = 0) -> list[Stored]:
@@ -334,29 +312,19 @@ class Buffer:
         Files that were set aside go after a day: how old their records are cannot be known.
         Call it now and then, with or without traffic. Raises OSError as `append`.
         """
-        now = self.clock()
-        self._grown, self._maintained = 0, now
+        now, self._grown = self.clock(), 0
         keep_seconds = self.settings.retention_days * _DAY
-        with self._database.reading() as connection:
-            query = "SELECT id FROM records WHERE kept < ? ORDER BY kept"
-            expired = connection.execute(query, (now - keep_seconds,)).fetchall()
-        self._delete([row[0] for row in expired])
-        with self._database.reading() as connection:
+        with self._database.writing() as connection:
+            connection.execute("DELETE FROM records WHERE kept < ?", (now - keep_seconds,))
             share = self._share(connection)
             ids = too_much(connection, newest=(1 - _OLDER) * share, older=_OLDER * share)
-        self._delete(ids)
+            gone = [(record_id,) for record_id in ids]
+            connection.executemany("DELETE FROM records WHERE id = ?", gone)
         if not self._database.shrink():
             _log.warning("%s: a reader is busy, the log is emptied later", self.path)
         for aside in self.path.parent.glob(f"{self.path.name}.damaged*"):
-            with contextlib.suppress(FileNotFoundError):  # others look after the file too
-                if now - aside.stat().st_mtime > min(_DAY, keep_seconds):
-                    aside.unlink()
-
-    def _delete(self, ids: Sequence[int]) -> None:
-        for start in range(0, len(ids), _DELETED):
-            with self._database.writing() as connection:
-                chosen = [(record_id,) for record_id in ids[start : start + _DELETED]]
-                connection.executemany("DELETE FROM records WHERE id = ?", chosen)
+            if now - aside.stat().st_mtime > min(_DAY, keep_seconds):
+                aside.unlink()
 
     def _share(self, connection: sqlite3.Connection) -> float:
         """Bytes of content that a route has room for, by how full the file's pages are now."""

@@ -95,16 +95,12 @@ class Daemon:
     def _finish(self, refit: Refit, update: Update) -> None:
         """What follows an update, which stands whatever becomes of that."""
         self.updates += 1
-        for step in (
-            lambda: self._weigh(refit, update),
-            lambda: self.log(refit, update),
-            lambda: refit.registry.collect(self.settings.keep),
-            self.buffer.maintain,
-        ):
-            try:
-                step()
-            except Exception:
-                logger.exception("route %s: an error after an update, which stands", refit.route)
+        try:
+            self._weigh(refit, update)
+            self.log(refit, update)
+            refit.registry.collect(self.settings.keep)
+        except Exception:
+            logger.exception("route %s: an error after an update, which stands", refit.route)
 
     def _weigh(self, refit: Refit, update: Update) -> None:
         """Let the next update of `refit` wait where all have cost more than they have saved."""

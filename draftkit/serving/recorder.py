@@ -19,7 +19,7 @@ from typing import Any
 from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.samplers import verdicts
-from draftkit.online.buffer import UPKEEP_SECONDS, Buffer, Entry, Served
+from draftkit.online.buffer import Buffer, Entry, Served
 from draftkit.serving.answers import Answer
 from draftkit.serving.jobs import Counters, DrafterCounters, DrafterKey, Job
 
@@ -27,6 +27,7 @@ QUEUE = 1024  # records that wait to be written; more are dropped
 BATCH = 64  # records of a transaction, at most
 GATHER_SECONDS = 0.25  # for which a batch is gathered, as each costs a flush to the disk
 TELL_SECONDS = 1.0  # between two tellings of counts and load
+UPKEEP_SECONDS = 600.0  # between two upkeeps of the buffer
 CLOSE_SECONDS = 10.0  # for what is still in the queue at the end
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def entry(answer: Answer, *, with_scores: bool) -> Entry:
         rejected=rejected[:count],
         **scores,
     )
-    return Entry(record=record, route=job.route, version=answer.version, seconds=time.time())
+    return Entry(record=record, route=job.route, version=answer.version)
 
 
 def served(route: str, version: str, now: DrafterCounters, before: DrafterCounters) -> Served:

@@ -41,15 +41,12 @@ class Service:
     def __init__(self, draft: CausalAdapter, buffer: Buffer, refit: Refit) -> None:
         self.draft, self.version = draft, ""
         self._buffer, self._refit = buffer, refit
-        self._recorded = 0
         self._follow()
 
     def record(self, records: Sequence[Record]) -> Iterator[Update]:
         """Put what was served into the buffer; yield the updates that follow, each in force."""
         served = {"route": DEFAULT_ROUTE, "version": self.version}
-        times = enumerate(records, self._recorded + 1)  # a second a request
-        self._buffer.append([Entry(record=r, seconds=float(s), **served) for s, r in times])
-        self._recorded += len(records)
+        self._buffer.append([Entry(record=record, **served) for record in records])
         while self._refit.due():
             update = self._refit.update()
             self._follow()

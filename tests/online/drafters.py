@@ -39,8 +39,3 @@ def chain(registry: Registry, count: int) -> list[Version]:
 def name_of(version: Version | None) -> str | None:
     """Its name, if there is one."""
     return None if version is None else version.name
-
-
-def happened(registry: Registry) -> list[tuple[str, str]]:
-    """Events and names, the oldest first."""
-    return [(event["event"], event["name"]) for event in registry.events()]

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from draftkit.online.registry import Registry
+from draftkit.artifacts import read_json
+from draftkit.online.registry import NotInForce, Registry
 from draftkit.online.versions import is_whole, read_version
-from tests.online.drafters import TOLD, chain, happened, name_of, publish, weights
+from tests.online.drafters import TOLD, chain, name_of, publish, weights
 
 
 @pytest.fixture
@@ -17,7 +18,6 @@ def registry(tmp_path: Path) -> Registry:
 
 def test_nothing_is_served_before_the_seed_and_nothing_is_written(registry: Registry) -> None:
     assert (registry.current(), registry.versions()) == (None, [])
-    assert registry.events() == []
     assert not registry.path.exists()
 
 
@@ -26,7 +26,6 @@ def test_the_starting_drafter_is_published_once(registry: Registry) -> None:
     assert (first.name, first.parent, first.ancestors) == ("v000001", None, ())
     assert registry.seed(weights(2)) == first == registry.current()
     assert registry.read(first)["layer2"].tolist() == [[1.0, 1.0]] * 3
-    assert happened(registry) == [("published", "v000001")]
 
 
 def test_a_version_says_what_it_is_and_never_changes(registry: Registry) -> None:
@@ -54,13 +53,11 @@ def test_a_version_says_what_it_is_and_never_changes(registry: Registry) -> None
 def test_rollback_goes_to_the_version_before_or_to_a_named_one(registry: Registry) -> None:
     chain(registry, 3)
     assert registry.rollback(reason="it fell").name == "v000002"
-    assert registry.events()[-1] | {"time": 0} == {
-        "time": 0,
-        "event": "rolled_back",
+    assert read_json(registry.path / "current") == {
         "name": "v000002",
+        "ancestors": ["v000001"],
+        "last": 3,
         "reason": "it fell",
-        "since": "v000003",
-        "current": {"name": "v000002", "ancestors": ["v000001"]},
     }
     assert publish(registry, 4).ancestors == ("v000002", "v000001")  # now v000004
     assert registry.rollback("v000003", reason="after all").ancestors == ("v000002", "v000001")
@@ -93,7 +90,7 @@ def test_what_fails_while_it_is_written_changes_nothing(registry: Registry) -> N
         registry.publish(broken, **TOLD)
     with pytest.raises(ValueError, match=r"no \.safetensors file was written"):
         registry.publish(lambda folder: None, **TOLD)
-    with pytest.raises(ValueError, match="has no version v000077"):
+    with pytest.raises(NotInForce, match="made of v000077, and v000002 is in force now"):
         publish(registry, 1, parent="v000077")
     assert (registry.versions(), registry.pointer()) == (before, pointer)
     assert sorted(path.name for path in (registry.path / "versions").iterdir()) == [
@@ -148,16 +145,12 @@ def test_garbage_is_what_is_neither_recent_nor_an_ancestor(registry: Registry) -
     left = sorted(path.name for path in (registry.path / "versions").iterdir())
     assert left == ["v000001", "v000008", "v000010"]
     assert name_of(registry.current()) == "v000010"
-    assert happened(registry)[-1] == ("collected", "v000009")
 
 
-def test_routes_are_apart_and_their_names_are_checked(tmp_path: Path) -> None:
+def test_routes_are_apart_and_names_of_versions_are_checked(tmp_path: Path) -> None:
     one, other = Registry(tmp_path, "sql"), Registry(tmp_path, "code")
     one.seed(weights(1))
     assert other.current() is None
-    for wrong in ("..", "a/b", "", "A", "a" * 33, "a\n", "a.b"):
-        with pytest.raises(ValueError, match="must be of a-z"):
-            Registry(tmp_path, wrong)
     for wrong in ("..", "v1", "current", "v000001/", "V000001", "v000001\n"):
         with pytest.raises(ValueError, match="is no version"):
             one.version(wrong)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from draftkit.artifacts import read_json
 from draftkit.config import OnlineConfig
 from draftkit.models.loading import save_model
 from draftkit.online.daemon import Daemon
 from draftkit.online.registry import NotInForce, Registry
 from tests import tiny
 from tests.online import making
-from tests.online.drafters import chain, happened, name_of, publish
+from tests.online.drafters import chain, name_of, publish
 from tests.online.shop import Shop, entries, start
 
 
@@ -89,11 +90,11 @@ def test_what_a_version_was_made_of_must_still_be_in_force(tmp_path: Path) -> No
     registry = Registry(tmp_path)
     chain(registry, 3)
     registry.rollback(reason="it fell")
-    events = happened(registry)
+    pointer = registry.pointer()
     for gone in ("v000003", "v000001"):
         with pytest.raises(ValueError, match=f"made of {gone}, and v000002 is in force now"):
             publish(registry, 9, parent=gone)
-    assert happened(registry) == events
+    assert registry.pointer() == pointer
     assert name_of(registry.current()) == "v000002"
     assert publish(registry, 4, parent="v000002").ancestors == ("v000002", "v000001")
 
@@ -142,8 +143,7 @@ def test_a_version_that_serves_worse_is_taken_back(tmp_path: Path, drifts: bool)
     reason = shop.refit.review()
     assert reason is not None
     assert name_of(shop.registry.current()) == "v000001"
-    assert shop.registry.events()[-1]["reason"] == reason
-    assert happened(shop.registry)[-1] == ("rolled_back", "v000001")
+    assert read_json(shop.registry.path / "current")["reason"] == reason
     assert shop.refit.wanted == 2 * shop.settings.min_records
     assert shop.refit.state["growth"]["v000002"] < 1  # what it has served has cost, not saved
     assert shop.refit.review() is None  # the starting drafter has none before it

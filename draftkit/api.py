@@ -32,8 +32,9 @@ from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.data.store import rank_in_group
 from draftkit.decoding.generation import decode, make_requests
+from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.claims import claim
-from draftkit.distillation.fit import Fitted, Job, fit
+from draftkit.distillation.fit import Fitted, Fitting
 from draftkit.distillation.sampling import (
     ROLLOUTS,
     TEST,
@@ -209,18 +210,19 @@ def distill(
             note(f"sampling {count} answers of the target")
             again = [examples[row % len(examples)] for row in range(count)]
             rollouts = _answers(pair.target, again, config, room, ROLLOUTS)
-        job = Job(
+        target, learns_on = pair.target, TrainingTexts(examples, room, rollouts)
+        draft = load_learner(config.draft, target)  # what is served may be rounded
+        trainer = make_trainer(config, draft, target, loss=loss, texts=learns_on.token_ids)
+        return Fitting(
             config=config,
-            target=pair.target,
-            start=config.draft,
-            texts=TrainingTexts(examples, room, rollouts),
+            trainer=trainer,
+            target=target,
+            texts=learns_on,
             validation=_contexts(pair, held_out, config, VALIDATION),
             folder=work,
             tracker=Tracker(work),
             note=note,
-            loss=loss,
-        )
-        return fit(job)
+        ).run()
 
 
 def _section(kind: type[Any], given: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
-from draftkit.distillation.drafting import make_draft
+from draftkit.distillation.pretrain import make_draft
 from draftkit.distillation.sources import reads_rollouts
 from draftkit.models.loading import load_tokenizer
 from draftkit.models.shrink import check_vocabulary, chosen_layers
@@ -55,11 +55,8 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
         make_draft(
             config,
             folder.model(config, "target"),
-            tokenizer=tokenizer,
-            texts=splits.train,
-            held_out=splits.validation,
-            length=splits.room.total,
-            folder=folder.path,
+            splits,
+            folder.path,
             tracker=folder.tracker,
             note=folder.note,
             answers=read_parts(folder.input("rollouts")) if "rollouts" in folder.needs else (),

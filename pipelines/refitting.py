@@ -14,7 +14,7 @@ import torch
 from draftkit.artifacts import provenance, write_json
 from draftkit.config import Config
 from draftkit.data.rollouts import read_parts
-from draftkit.distillation.fit import load_teaching_target
+from draftkit.distillation.assembly import load_teaching_target
 from draftkit.models.loading import Outline, outline_of
 from draftkit.online.assembly import make_refit
 from draftkit.online.daemon import Daemon

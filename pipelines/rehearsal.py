@@ -28,7 +28,7 @@ from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import OPTIONAL, Record, read_records, write_records
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.distillation.fit import TRIAL_SHARE
-from draftkit.distillation.pretraining import WORTH_COMPILING
+from draftkit.distillation.pretrain import WORTH_COMPILING
 from draftkit.evaluation.walltime import FIRST_LOOK, now
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import KEPT_BYTES, keep_freed_memory, peak_bytes, reset_peak

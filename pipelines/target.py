@@ -9,8 +9,8 @@ from typing import Any
 from draftkit.artifacts import provenance, write_text
 from draftkit.config import Config, ModelConfig
 from draftkit.data.prompts import read_splits
-from draftkit.distillation.pretraining import pretrain, recipe
-from draftkit.distillation.progress import training_seconds
+from draftkit.distillation.pretrain import full_rows, new_model, pretrain, recipe
+from draftkit.distillation.progress import reporting, training_seconds
 from draftkit.evaluation.cards import target_card
 from draftkit.evaluation.compression import score_texts
 from draftkit.models.files import CARD
@@ -36,15 +36,15 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
     splits = read_splits(folder.input("texts"))
     tokenizer = tokenizer_of(config, folder.input("texts"))
     if not (folder.path / "target").exists():
+        shape = config.target.pretrain
         pretrain(
-            "target",
-            config,
+            new_model(config, shape, tokenizer),
+            full_rows(splits.train, splits.room.total),
+            folder.path / "target",
             tokenizer=tokenizer,
-            texts=splits.train,
-            length=splits.room.total,
-            folder=folder.path,
-            tracker=folder.tracker,
-            note=folder.note,
+            shape=shape,
+            config=config,
+            log=reporting("prepare_target", shape.max_steps, folder.tracker, folder.note),
         )
     trained = load_target(ModelConfig(path=str(folder.path / "target")), config.hardware)
     scores = score_texts(trained.adapter, tokenizer, splits.test[:SCORED], batch_size=16)

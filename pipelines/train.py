@@ -13,7 +13,8 @@ from draftkit.config import Config
 from draftkit.data.lengths import shares_cut
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
-from draftkit.distillation.fit import Job, fit, load_teaching_target, with_warmup
+from draftkit.distillation.assembly import load_learner, load_teaching_target, make_trainer
+from draftkit.distillation.fit import Fitting, with_warmup
 from draftkit.distillation.loop import discard_state
 from draftkit.distillation.progress import training_seconds
 from draftkit.distillation.sources import TrainingTexts, reads_rollouts
@@ -84,25 +85,27 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
         folder.note(f"the loss is taken at temperature {temperature:g}, served is {served:g}")
     scored = folder.input("scores") if "scores" in folder.needs else None
     rollouts = folder.input("rollouts") if "rollouts" in folder.needs else None
-    target, splits = folder.model(config, "target"), read_splits(folder.input("texts"))
-    fitted = fit(
-        Job(
-            config=config,
-            target=load_teaching_target(target, config.hardware, stored=scored is not None),
-            start=folder.model(config, "draft"),
-            texts=TrainingTexts(
-                splits.train,
-                splits.room,
-                read_parts(rollouts) if rollouts else None,
-                read_parts(scored) if scored else None,
-            ),
-            validation=read_contexts(scored or folder.input("contexts"), "validation"),
-            folder=folder.path,
-            tracker=folder.tracker,
-            note=folder.note,
-            is_main=folder.is_main,
-        )
+    splits = read_splits(folder.input("texts"))
+    target = load_teaching_target(
+        folder.model(config, "target"), config.hardware, stored=scored is not None
     )
+    draft = load_learner(folder.model(config, "draft"), target)
+    texts = TrainingTexts(
+        splits.train,
+        splits.room,
+        read_parts(rollouts) if rollouts else None,
+        read_parts(scored) if scored else None,
+    )
+    fitted = Fitting(
+        config=config,
+        trainer=make_trainer(config, draft, target, texts=texts.token_ids),
+        target=target,
+        texts=texts,
+        validation=read_contexts(scored or folder.input("contexts"), "validation"),
+        folder=folder.path,
+        tracker=folder.tracker,
+        note=folder.note,
+    ).run()
     if folder.is_main:
         fitted.save(folder.path / DRAFT)
         training_figure(read_metrics(folder.path / FILE_NAME), folder.path / FIGURE)

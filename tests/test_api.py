@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,14 +263,19 @@ def test_a_loss_that_cannot_be_told_from_others_gets_no_folder(pair, tmp_path):
 
 def test_a_chat_trains_or_chooses_the_weights_and_never_both(pair, monkeypatch):
     jobs: list[Any] = []
-    monkeypatch.setattr(draftkit.api, "fit", jobs.append)
+
+    def fitting(**given: Any) -> Any:
+        jobs.append(given)
+        return SimpleNamespace(run=lambda: None)
+
+    monkeypatch.setattr(draftkit.api, "Fitting", fitting)
     roles = ("user", "assistant") * 3
     chats = [[{"role": role, "content": f"{number}"} for role in roles] for number in range(8)]
     draftkit.distill(pair, chats, max_length=64)
     (job,) = jobs
     opening = len(pair.target.tokenizer("user:0").input_ids)
-    training = {tuple(example.token_ids[:opening]) for example in job.texts.examples}
-    held_out = {tuple(record.prompt_ids[:opening]) for record in job.validation}
+    training = {tuple(example.token_ids[:opening]) for example in job["texts"].examples}
+    held_out = {tuple(record.prompt_ids[:opening]) for record in job["validation"]}
     assert len(training) > 1
     assert held_out
     assert not training & held_out

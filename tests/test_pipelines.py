@@ -18,7 +18,7 @@ from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
-from draftkit.distillation.pretraining import recipe
+from draftkit.distillation.pretrain import recipe
 from draftkit.evaluation.engines import best_gamma_of
 from draftkit.models.files import CARD
 from draftkit.tracking import read_metrics
@@ -322,7 +322,7 @@ def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monk
     def absent(*_, **__):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr("draftkit.distillation.fit.load_target", absent)
+    monkeypatch.setattr("draftkit.distillation.assembly.load_target", absent)
     folder = train.ensure(config)
     lines = [line for line in numbers(folder) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]

@@ -65,7 +65,7 @@ def test_a_run_stopped_inside_a_block_ends_like_an_uninterrupted_one(
 ) -> None:
     options = ["source=mix", "source.refresh_steps=2", "optim.save_steps=1"]
     whole = train.ensure(smoke(root, "name=whole", *options))
-    monkeypatch.setattr("draftkit.distillation.progress.train", stopping_at(3))
+    monkeypatch.setattr("draftkit.distillation.fit.train", stopping_at(3))
     with pytest.raises(KeyboardInterrupt):
         train.ensure(smoke(root, "name=cut", *options))
     monkeypatch.undo()
@@ -81,9 +81,9 @@ def stopping_at(step: int) -> Any:
     from draftkit.distillation.loop import train
 
     def interrupted(*arguments: Any, log: Any, **options: Any) -> Any:
-        def stop(progress: Any) -> None:
-            log(progress)
-            if progress.steps == step:
+        def stop(at: int, metrics: Any) -> None:
+            log(at, metrics)
+            if at == step:
                 raise KeyboardInterrupt
 
         return train(*arguments, log=stop, **options)

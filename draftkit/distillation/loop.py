@@ -10,7 +10,7 @@ written); beside it lie the best weights, 4 bytes each, and better ones that it 
 
 import math
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,20 +23,10 @@ from draftkit.distillation.checkpoint import (
 )
 from draftkit.distillation.ranks import agree
 from draftkit.distillation.sources import Source
-from draftkit.distillation.trainer import StepMetrics, Trainer
+from draftkit.distillation.trainer import Trainer
 from draftkit.models.memory import give_back_freed_memory
 
 CHECKPOINT, BEST = "checkpoint.safetensors", "best-*.safetensors"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a logged step shows: its metrics and the pace since the last one."""
-
-    steps: int
-    tokens: int
-    metrics: StepMetrics
-    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -64,14 +54,15 @@ def train(
     source: Source,
     folder: Path,
     *,
-    evaluate: Callable[[int], float] | None,
-    log: Callable[[Progress], None],
-    show: Callable[[Batch], None] = lambda batch: None,
+    log: Callable[[int, Mapping[str, float]], None],
+    evaluate: Callable[[int], float] | None = None,
+    show: Callable[[Batch], None] | None = None,
 ) -> Outcome:
     """Train to `optim.max_steps`, resuming from `folder`, and leave the best weights in the draft.
 
-    `evaluate(step)` returns the validation alpha of the draft as it is; without it the last
-    weights count as the best. `show` is given the very first batch.
+    `log(step, metrics)` hears what a step did, the tokens up to it, and the pace since the last
+    one that was logged. `evaluate(step)` returns the validation alpha of the draft as it is;
+    without it the last weights count as the best. `show` is given the very first batch.
     """
     optim = trainer.optim
     # Only where texts are sampled anew: a resumed run samples them with the same weights.
@@ -86,13 +77,14 @@ def train(
     while trainer.steps < optim.max_steps:
         logged = due(trainer.steps + 1, optim.logging_steps, optim.max_steps)
         batch = source.batch(trainer.steps)
-        if trainer.steps == 0:
+        if trainer.steps == 0 and show is not None:
             show(batch)
         metrics = trainer.step(batch, measure=logged)
         if logged:
             now = time.perf_counter()
             pace = (trainer.tokens - counted) / (now - clock)
-            log(Progress(trainer.steps, trainer.tokens, metrics, pace))
+            totals = {"total_tokens": trainer.tokens, "tokens_per_second": pace}
+            log(trainer.steps, metrics.known() | totals)
             clock, counted = time.perf_counter(), trainer.tokens
             give_back_freed_memory()
         if evaluate is not None and due(trainer.steps, optim.eval_steps, optim.max_steps):

@@ -187,11 +187,6 @@ def model_config(model: ModelConfig, key: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(model.location, **_source(model))
 
 
-def width_of(draft: ModelConfig) -> int:
-    """The hidden size of a draft whose weights are not loaded for it."""
-    return model_config(draft, "draft").get_text_config().hidden_size
-
-
 def longest_text(model: ModelConfig, key: str) -> int:
     """The context, in tokens, of a model whose weights are not loaded for it.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from draftkit.config import Config, ModelConfig, OptimConfig
 from draftkit.decoding.catalogue import served_mode
-from draftkit.distillation.fit import make_trainer
+from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.loading import Outline, Target, load_draft, save_draft, with_path
 from draftkit.models.remembered import RememberedAdapter
@@ -41,7 +41,8 @@ def make_refit(
     knows = reader or (target.adapter if isinstance(target, Target) else None)
 
     def trainer_of(path: Path) -> Trainer:
-        return make_trainer(config, with_path(start, path), target, optim, reader=reader)
+        draft = load_learner(with_path(start, path), target)
+        return make_trainer(config, draft, target, optim=optim, reader=reader)
 
     return Refit(
         route=route,

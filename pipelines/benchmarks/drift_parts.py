@@ -13,9 +13,10 @@ from draftkit.artifacts import remove
 from draftkit.config import DEFAULT_ROUTE, Config
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, write_parts
-from draftkit.distillation.drafting import make_draft
-from draftkit.distillation.fit import make_trainer
-from draftkit.distillation.progress import train_logged
+from draftkit.distillation.assembly import load_learner, make_trainer
+from draftkit.distillation.loop import train
+from draftkit.distillation.pretrain import make_draft
+from draftkit.distillation.progress import reporting
 from draftkit.distillation.sampling import answered, target_sampler
 from draftkit.distillation.sources import Source, shuffled
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
@@ -125,14 +126,16 @@ class Experiment:
         """The drafter of the first domain: trained on its text, then distilled."""
         config, path, splits = self.config, self.folder.path / "draft", self.splits
         if not path.exists():
+            first = config.data.domains[0]
             make_draft(
                 config,
                 self.folder.model(config, "target"),
-                tokenizer=self.target.tokenizer,
-                texts=of_domain(splits.train, config.data.domains[0]),
-                held_out=of_domain(splits.validation, config.data.domains[0]),
-                length=splits.room.total,
-                folder=self.folder.path,
+                replace(
+                    splits,
+                    train=of_domain(splits.train, first),
+                    validation=of_domain(splits.validation, first),
+                ),
+                self.folder.path,
                 tracker=self.folder.tracker,
                 note=self.folder.note,
             )
@@ -145,9 +148,8 @@ class Experiment:
             return path
         every = max(1, steps // 4)
         optim = replace(config.optim, max_steps=steps, eval_steps=every, save_steps=every)
-        trainer = make_trainer(
-            config, with_path(config.draft, start), self.target, optim, reader=self.reader
-        )
+        draft = load_learner(with_path(config.draft, start), self.target)
+        trainer = make_trainer(config, draft, self.target, optim=optim, reader=self.reader)
         rows = [row_of(record, prompts=config.online.prompts) for record in texts.train]
         source = Source(
             shuffled(rows, config.seed),
@@ -162,16 +164,8 @@ class Experiment:
 
         work = folder.path / f"{name}-training"
         work.mkdir(exist_ok=True)
-        train_logged(
-            trainer,
-            source,
-            work,
-            title=f"distilling {name}",
-            section=name,
-            tracker=folder.tracker,
-            note=folder.note,
-            evaluate=evaluate,
-        )
+        log = reporting(name, steps, folder.tracker, folder.note)
+        train(trainer, source, work, log=log, evaluate=evaluate)
         save_draft(trainer.draft, self.target.tokenizer, path)
         remove(work)
         return path

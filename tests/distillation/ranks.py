@@ -83,7 +83,7 @@ def best(folder):
     source = Source(shuffled(texts(), 1), batch_size=4, device=torch.device("cpu"))
     alphas = ({0: 0.5, 2: 0.7, 4: 0.6}, {0: 0.5, 2: 0.6, 4: 0.7})[trainer.accelerator.process_index]
     try:
-        outcome = train(trainer, source, folder, evaluate=alphas.get, log=lambda _: None)
+        outcome = train(trainer, source, folder, evaluate=alphas.get, log=lambda *_: None)
     except OSError as error:
         return type(error).__name__
     weights = float(sum(weight.detach().abs().sum() for _, weight in trainer.trained()))

@@ -11,8 +11,8 @@ from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
 from draftkit.config.text import LoraConfig
 from draftkit.distillation import losses
 from draftkit.distillation import trainer as training
+from draftkit.distillation.assembly import checkpoint_activations
 from draftkit.distillation.batch import TokenSequence
-from draftkit.distillation.fit import checkpoint_activations
 from draftkit.distillation.loop import train
 from draftkit.distillation.sources import Source, shuffled
 from draftkit.distillation.teacher import TargetTeacher
@@ -89,8 +89,8 @@ def run(folder: Path, name: str, *, kill_at: int = 0, **options: int) -> dict[st
     """The weights at the end of a run in `folder`, which goes on where it was killed."""
     trainer = trainer_of(name, **options)
 
-    def log(progress):
-        if progress.steps == kill_at:
+    def log(step, metrics):
+        if step == kill_at:
             raise Killed
 
     source = Source(shuffled(TEXTS, 1), batch_size=4, device=CPU)

@@ -10,21 +10,17 @@ import pytest
 from draftkit.artifacts import read_json
 from draftkit.config import Config, DivergenceConfig, ModelConfig
 from draftkit.config.text import ShrinkConfig
-from draftkit.distillation import fit as fitting
-from draftkit.distillation.fit import (
-    Fitted,
-    choose_rate,
-    fit,
-    load_teaching_target,
-    with_warmup,
-)
+from draftkit.distillation import fit
+from draftkit.distillation.assembly import load_teaching_target
+from draftkit.distillation.fit import TRAIN, TRIAL_SHARE, Fitting, with_warmup
 from draftkit.distillation.loop import Outcome
-from draftkit.models.loading import load_draft, save_model
+from draftkit.distillation.trainer import TrainingFailed
+from draftkit.models.loading import load_draft, load_target, save_model
 from draftkit.models.sharding import layers_of
 from draftkit.theory.acceptance import Estimate
 from draftkit.tracking import Tracker, read_metrics
 from tests import tiny
-from tests.distillation.jobs import CONFIG, config_of, make_job
+from tests.distillation.fittings import CONFIG, config_of, make_fitting
 from tests.launching import fork_ranks
 
 
@@ -37,15 +33,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ended(alpha: float | None) -> Fitted:
+def ended(alpha: float | None) -> Outcome:
     """What a run returns that ended with `alpha`."""
-    outcome = Outcome(0, None, alpha, steps=1, tokens=0)
-    return Fitted(None, None, outcome)  # type: ignore[arg-type]
+    return Outcome(0, None, alpha, steps=1, tokens=0)
 
 
 def test_the_best_rate_of_the_trials_trains(pair, tmp_path):
-    job = make_job(pair, tmp_path, config_of(rate_factors=[1e-3, 1, 1e3], max_steps=12))
-    by_rate = fit(job).alpha_by_rate
+    config = config_of(rate_factors=[1e-3, 1, 1e3], max_steps=12)
+    fitted = make_fitting(pair, tmp_path, config).run()
+    by_rate = fitted.alpha_by_rate
     assert len(by_rate) == 3
     best = max(by_rate, key=by_rate.get)
     lines = read_metrics(tmp_path / "metrics.jsonl")
@@ -56,7 +52,9 @@ def test_the_best_rate_of_the_trials_trains(pair, tmp_path):
         f"rate_{factor}{part}" for factor in ("0.001", "1", "1000") for part in ("", "_validation")
     }
     steps = [line["step"] for line in lines if line["section"] == "rate_1"]
-    assert max(steps) == 12 // fitting.TRIAL_SHARE
+    assert max(steps) == 12 // TRIAL_SHARE
+    config = config_of(learning_rate=best, max_steps=12)
+    assert make_fitting(pair, tmp_path / "alone", config).run().outcome == fitted.outcome
 
 
 def test_a_cold_cut_begins_with_forward_kl_unless_told_otherwise():
@@ -84,51 +82,54 @@ def test_a_divergence_without_a_gradient_at_the_start_is_said(pair, tmp_path, mo
     ):
         notes = []
         divergence = DivergenceConfig(name=name, warmup_steps=warm)
-        job = make_job(pair, tmp_path, replace(CONFIG, divergence=divergence), note=notes.append)
+        config = replace(CONFIG, divergence=divergence)
+        fitting = make_fitting(pair, tmp_path, config, note=notes.append)
         monkeypatch.setattr(
-            fitting,
+            fit,
             "estimates",
             lambda scored, alpha=alpha: {"alpha": Estimate(alpha, 0, 1, 9, 9, 9)},
         )
-        draft = load_draft(job.start, job.target)
-        fitting.validation_alpha(job, draft, "validation", 5)
+        fitting.alpha("validation", 5)
         assert notes == []
-        fitting.validation_alpha(job, draft, "validation", 0)
+        fitting.alpha("validation", 0)
         assert [("next to no gradient" in note) for note in notes] == [True] * expected
 
 
 def test_what_was_fitted_is_saved_as_a_folder_that_loads(pair, tmp_path):
-    job = make_job(pair, tmp_path)
-    fitted = fit(job)
+    fitted = make_fitting(pair, tmp_path).run()
     fitted.save(tmp_path / "saved")
-    start = load_draft(job.start, job.target).model.state_dict()
-    saved = load_draft(replace(job.start, path=str(tmp_path / "saved")), job.target)
+    target = load_target(ModelConfig(path=str(pair / "target")), CONFIG.hardware)
+    start, saved = (
+        load_draft(ModelConfig(path=str(path)), target).model.state_dict()
+        for path in (pair / "draft", tmp_path / "saved")
+    )
     assert fitted.outcome.best_step > 0
-    for name, weight in saved.model.state_dict().items():
+    for name, weight in saved.items():
         assert weight.equal(fitted.draft.model.state_dict()[name])
-    assert any(not weight.equal(start[name]) for name, weight in saved.model.state_dict().items())
+    assert any(not weight.equal(start[name]) for name, weight in saved.items())
 
 
 def test_trials_that_have_ended_are_not_run_again(pair, tmp_path, monkeypatch):
-    job = make_job(pair, tmp_path, config_of(rate_factors=[0.5, 1]))
-    run, ran = fitting.fit_once, []
+    config = config_of(rate_factors=[0.5, 1])
+    run, ran = Fitting.train, []
 
-    def killed(job, optim, folder, name):
+    def killed(self, optim, folder, name):
         if len(ran) == 1:
             raise KeyboardInterrupt
         ran.append(name)
-        return run(job, optim, folder, name)
+        return run(self, optim, folder, name)
 
-    monkeypatch.setattr(fitting, "fit_once", killed)
+    monkeypatch.setattr(Fitting, "train", killed)
     with pytest.raises(KeyboardInterrupt):
-        fit(job)
+        make_fitting(pair, tmp_path, config).run()
     ran.append("killed")
-    fit(job)
+    make_fitting(pair, tmp_path, config).run()
     assert ran == ["rate_0.5", "killed", "rate_1", "train"]
 
 
 def test_a_trial_that_diverges_loses(pair, tmp_path):
-    by_rate = fit(make_job(pair, tmp_path, config_of(rate_factors=[1, 1e30]))).alpha_by_rate
+    config = config_of(rate_factors=[1, 1e30])
+    by_rate = make_fitting(pair, tmp_path, config).run().alpha_by_rate
     assert 0 < by_rate[3e-4] < 1
     assert by_rate[3e-4 * 1e30] is None
     result = read_json(tmp_path / "rates" / "1e+30" / "alpha.json")
@@ -142,28 +143,28 @@ def test_a_rate_without_an_alpha_never_wins(pair, tmp_path, monkeypatch):
     alphas = {"rate_1": math.nan, "rate_2": 0.5, "rate_3": math.nan, "rate_4": 0.4}
     names = []
 
-    def run(job, optim, folder, name):
+    def run(self, optim, folder, name):
         names.append((name, optim.learning_rate))
         return ended(alphas.get(name))
 
-    monkeypatch.setattr(fitting, "fit_once", run)
+    monkeypatch.setattr(Fitting, "train", run)
     config = config_of(rate_factors=[1, 2, 3, 4], learning_rate=1.0)
     for _ in range(2):  # also where the trials have ended
-        tried = fit(make_job(pair, tmp_path, config)).alpha_by_rate
-        assert names[-1] == (fitting.TRAIN, 2.0)
+        tried = make_fitting(pair, tmp_path, config).run().alpha_by_rate
+        assert names[-1] == (TRAIN, 2.0)
         assert tried == {1.0: None, 2.0: 0.5, 3.0: None, 4.0: 0.4}
 
 
 def test_where_all_trials_diverge_it_is_one_line(pair, tmp_path, monkeypatch):
     def diverge(trainer, *arguments, **options):
-        raise ValueError("the loss became nan at step 1: lower optim.learning_rate")
+        raise TrainingFailed("the loss became nan at step 1: lower optim.learning_rate")
 
-    monkeypatch.setattr(fitting, "train_logged", diverge)
+    monkeypatch.setattr(fit, "train", diverge)
     config = config_of(rate_factors=[1, 2], learning_rate=1.0)
     with pytest.raises(
         ValueError, match=r"^optim\.rate_factors: .*\(1.00e.00, 2.00e.00\)"
     ) as error:
-        fit(make_job(pair, tmp_path, config))
+        make_fitting(pair, tmp_path, config).run()
     assert str(error.value).endswith("the loss became nan at step 1: lower optim.learning_rate")
 
 
@@ -171,32 +172,24 @@ def test_trouble_beside_training_is_no_verdict_on_a_rate(pair, tmp_path, monkeyp
     def refuse(*arguments, **options):
         raise ValueError("data.path rows.jsonl: no such file")
 
-    monkeypatch.setattr(fitting, "make_source", refuse)
+    monkeypatch.setattr(fit, "make_source", refuse)
     with pytest.raises(ValueError, match=r"^data\.path"):
-        fit(make_job(pair, tmp_path, config_of(rate_factors=[1, 2])))
+        make_fitting(pair, tmp_path, config_of(rate_factors=[1, 2])).run()
     assert not list(tmp_path.rglob("alpha.json"))
-
-
-def test_the_width_of_a_draft_is_known_without_its_weights(pair, tmp_path, monkeypatch):
-    """The rate that factors multiply depends on it."""
-    monkeypatch.setattr(fitting, "fit_once", lambda *_: ended(0.5))
-    config = config_of(rate_factors=[1, 2], learning_rate=None)
-    base = fitting.learning_rate_for(64)
-    assert fit(make_job(pair, tmp_path, config)).alpha_by_rate == {base: 0.5, 2 * base: 0.5}
 
 
 def choose_as(pair: Path, root: Path) -> dict[float, float | None]:
     """In a process of two: choose a rate by trials that end in other alphas on each of them."""
     rank = int(os.environ["RANK"])
-    fitting.fit_once = lambda job, optim, folder, name: ended(optim.learning_rate / 10 + rank)
+    Fitting.train = lambda self, optim, folder, name: ended(optim.learning_rate / 10 + rank)
     config = config_of(rate_factors=[0.5, 1, 2], learning_rate=1.0)
-    return choose_rate(make_job(pair, root / str(rank), config, is_main=rank == 0))
+    return make_fitting(pair, root / str(rank), config).choose_rate()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_several_processes_take_the_alpha_of_the_first_one(pair, tmp_path):
     """They need not see its files: not yet, or, as here, not at all."""
-    make_job(pair, tmp_path)  # so that no forked process has to sample
+    make_fitting(pair, tmp_path)  # so that no forked process has to sample
     assert fork_ranks(choose_as, pair, tmp_path) == 2 * [{0.5: 0.05, 1.0: 0.1, 2.0: 0.2}]
 
 
@@ -210,9 +203,7 @@ def fit_in_parts(
     held = sum(weight.numel() for weight in layers_of(target.adapter.model).parameters())
     local = [weight.to_local() for weight in layers_of(target.adapter.model).parameters()]
     assert sum(weight.numel() for weight in local) < 0.6 * held
-    is_main = os.environ["RANK"] == "0"
-    options = {"target": target, "is_main": is_main, "tracker": Tracker(None)}
-    fitted = fit(make_job(pair, root, config, **options))
+    fitted = make_fitting(pair, root, config, target=target, tracker=Tracker(None)).run()
     return fitted.outcome, fitted.alpha_by_rate
 
 
@@ -220,7 +211,8 @@ def fit_in_parts(
 def test_two_processes_that_share_the_target_fit_as_one_does(pair, tmp_path):
     """Through two trials and the run, for which its layers are split once."""
     tries = {"rate_factors": [0.5, 1], "per_device_train_batch_size": 2}
-    alone = fit(make_job(pair, tmp_path / "one", config_of(gradient_accumulation_steps=2, **tries)))
+    config = config_of(gradient_accumulation_steps=2, **tries)
+    alone = make_fitting(pair, tmp_path / "one", config).run()
     parts = replace(config_of(**tries), hardware=replace(CONFIG.hardware, shard_target=True))
     first, second = fork_ranks(fit_in_parts, pair, tmp_path / "two", parts)
     assert first == second
@@ -232,7 +224,7 @@ def test_two_processes_that_share_the_target_fit_as_one_does(pair, tmp_path):
 def test_weights_that_are_to_draft_by_argmax_are_chosen_by_what_that_accepts(pair, tmp_path):
     config = config_of(max_steps=12, eval_steps=3)
     config = replace(config, divergence=DivergenceConfig(name="ce_argmax"))
-    outcome = fit(make_job(pair, tmp_path, config)).outcome
+    outcome = make_fitting(pair, tmp_path, config).run().outcome
     lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "alpha" in line]
     held_out = {line["step"]: line for line in lines if line["section"] == "validation"}
     judged = {step: line["alpha_greedy_draft"] for step, line in held_out.items()}
@@ -242,9 +234,9 @@ def test_weights_that_are_to_draft_by_argmax_are_chosen_by_what_that_accepts(pai
     assert judged[best] != pytest.approx(held_out[best]["alpha"], rel=0.1)
 
 
-def test_a_job_is_the_same_again(pair, tmp_path):
+def test_a_run_is_the_same_again(pair, tmp_path):
     """Nothing of one run is left in another."""
-    first, again = (fit(make_job(pair, tmp_path / name, CONFIG)) for name in ("a", "b"))
+    first, again = (make_fitting(pair, tmp_path / name).run() for name in ("a", "b"))
     assert first.outcome == again.outcome
     for one, other in zip(first.draft.parameters(), again.draft.parameters(), strict=True):
         assert one.equal(other)

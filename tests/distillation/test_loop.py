@@ -16,10 +16,10 @@ def run(folder, make_source, kill_at=None, evaluate=None, **optim):
     learner = trainer(save_steps=4, eval_steps=6, **optim)
     losses = []
 
-    def log(progress):
-        if progress.steps == kill_at:
+    def log(step, metrics):
+        if step == kill_at:
             raise Killed
-        losses.append((progress.steps, progress.metrics.loss))
+        losses.append((step, metrics["loss"]))
 
     train(learner, make_source(learner.draft), folder, evaluate=evaluate, log=log)
     return learner, losses
@@ -71,7 +71,7 @@ def test_the_weights_with_the_best_validation_alpha_are_kept(tmp_path, alphas, b
         text_source(learner.draft),
         tmp_path,
         evaluate=evaluate,
-        log=lambda _: None,
+        log=lambda *_: None,
     )
     assert (outcome.best_step, outcome.best_alpha) == (best, alphas[best])
     assert torch.equal(learner.draft.table, seen[best])
@@ -101,7 +101,7 @@ def test_weights_whose_alpha_is_not_a_number_never_count_as_better(
         return alphas[step // 6]
 
     source = text_source(learner.draft)
-    outcome = train(learner, source, tmp_path, evaluate=evaluate, log=lambda _: None)
+    outcome = train(learner, source, tmp_path, evaluate=evaluate, log=lambda *_: None)
     assert (outcome.best_step, outcome.best_alpha) == (best, best_alpha)
     assert torch.equal(learner.draft.table, seen[best])
 
@@ -118,7 +118,7 @@ def test_a_kill_after_the_best_keeps_it(tmp_path):
         text_source(learner.draft),
         tmp_path,
         evaluate=evaluate,
-        log=lambda _: None,
+        log=lambda *_: None,
     )
     assert outcome.best_step == 6
 
@@ -133,8 +133,8 @@ def test_better_weights_wait_for_a_checkpoint_that_names_them(tmp_path):
     def steps(kill_at):
         learner = trainer(save_steps=5, eval_steps=1)
 
-        def log(progress):
-            if progress.steps == kill_at:
+        def log(step, metrics):
+            if step == kill_at:
                 raise Killed
 
         train(learner, text_source(learner.draft), tmp_path, evaluate=evaluate, log=log)

@@ -1,12 +1,13 @@
 """Progress of a long step where no one watches: a line now and then, and the time left."""
 
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftkit.distillation.batch import TokenSequence, collate
-from draftkit.distillation.progress import SHOWN, Countdown, progress, row_text
+from draftkit.distillation.progress import SHOWN, Countdown, reporting, row_text
+from draftkit.tracking import Tracker, read_metrics
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -61,11 +62,11 @@ def test_a_log_hears_of_a_step_every_ten_seconds_and_of_the_last_with_what_is_le
     ]
 
 
-def test_training_is_told_by_loss_alpha_and_pace() -> None:
+def test_training_is_told_by_loss_alpha_and_pace(tmp_path: Path) -> None:
     lines: list[str] = []
-    with progress("training", 20, lines.append) as show:  # tests have no terminal
-        for step in range(1, 21):
-            metrics = SimpleNamespace(loss=1 / step, alpha=None if step < 10 else 0.7)
-            shown: Any = SimpleNamespace(steps=step, metrics=metrics, tokens_per_second=1730.4)
-            show(shown)
-    assert lines == ["training: step 20/20  loss 0.050  alpha 0.700  1,730 tok/s"]
+    log = reporting("train", 20, Tracker(tmp_path), lines.append)
+    for step in range(1, 21):
+        metrics = {"loss": 1 / step, "tokens_per_second": 1730.4}
+        log(step, metrics if step < 10 else metrics | {"alpha": 0.7})
+    assert lines == ["train step 20/20  loss 0.050  alpha 0.700  1,730 tok/s"]
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [*range(1, 21)]

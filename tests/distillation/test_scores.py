@@ -14,7 +14,7 @@ from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
 from draftkit.distillation.sources import TrainingTexts, scored_by, texts_to_score
 from draftkit.distillation.teacher import sampled_scores, stored_scores
 from tests import tiny
-from tests.distillation.jobs import CONFIG
+from tests.distillation.fittings import CONFIG
 
 TEXT = Example([5, 6, 7, 8], [False, False, True, True], "a.txt", "prose")
 

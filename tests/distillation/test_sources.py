@@ -45,10 +45,10 @@ def run(folder, make_source, *, refresh_steps=1, kill_at=None):
     source = make_source(learner.draft, refresh_steps=refresh_steps, max_steps=STEPS)
     seen = []
 
-    def log(progress):
-        if progress.steps == kill_at:
+    def log(step, metrics):
+        if step == kill_at:
             raise Killed
-        seen.append((progress.steps, progress.metrics.loss))
+        seen.append((step, metrics["loss"]))
 
     train(learner, source, folder, evaluate=None, log=log)
     return learner, seen

@@ -7,7 +7,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig, SamplingConfig
-from draftkit.distillation.fit import checkpoint_activations
+from draftkit.distillation.assembly import checkpoint_activations
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer, learning_rate_for, schedule
 from draftkit.models.adapter import CausalAdapter

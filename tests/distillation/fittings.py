@@ -1,4 +1,4 @@
-"""A job on a tiny pair: what `fit` takes, without a command or a stage folder."""
+"""A fitting on a tiny pair: no command, no stage folder."""
 
 from dataclasses import replace
 from functools import cache
@@ -15,7 +15,8 @@ from draftkit.config import (
 )
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
-from draftkit.distillation.fit import Job
+from draftkit.distillation.assembly import load_learner, make_trainer
+from draftkit.distillation.fit import Fitting
 from draftkit.distillation.sampling import target_sampler
 from draftkit.distillation.sources import TrainingTexts
 from draftkit.models.loading import load_target
@@ -58,18 +59,20 @@ def _known(pair: Path) -> Any:
     return target, examples, records
 
 
-def make_job(pair: Path, folder: Path, config: Config = CONFIG, **changes: Any) -> Job:
-    """The job of `config` on the pair below `pair`, in `folder`."""
+def make_fitting(pair: Path, folder: Path, config: Config = CONFIG, **changes: Any) -> Fitting:
+    """What `config` asks for on the pair below `pair`, in `folder`."""
     target, examples, records = _known(pair)
+    target = changes.pop("target", target)
     folder.mkdir(parents=True, exist_ok=True)
-    job = Job(
+    draft = load_learner(ModelConfig(path=str(pair / "draft")), target)
+    fitting = Fitting(
         config=config,
+        trainer=make_trainer(config, draft, target),
         target=target,
-        start=ModelConfig(path=str(pair / "draft")),
         texts=TrainingTexts(examples[:20], Room(1018, 1024), records[:20]),
         validation=records[20:],
         folder=folder,
         tracker=Tracker(folder),
         note=lambda line: None,
     )
-    return replace(job, **changes)
+    return replace(fitting, **changes)

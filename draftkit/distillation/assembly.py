@@ -1,0 +1,125 @@
+"""From a configuration and models in memory to a trainer: what the draft learns by, and from whom.
+
+Commands, the daemon and the library make their trainers here.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftkit.config import Config, HardwareConfig, ModelConfig, OptimConfig
+from draftkit.distillation.ranks import join_group
+from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, Teacher
+from draftkit.distillation.trainer import Trainer
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import (
+    Outline,
+    Target,
+    dtype_named,
+    load_draft,
+    load_outline,
+    load_target,
+    outline_of,
+)
+from draftkit.models.lora import with_lora
+from draftkit.models.parallel import PARD, PLAIN, Parallel, check_unused, declare, free_id
+from draftkit.models.remembered import RememberedAdapter
+from draftkit.models.sharding import load_sharded_target
+from draftkit.theory.divergences import Divergence
+
+
+def load_teaching_target(
+    target: ModelConfig, hardware: HardwareConfig, *, stored: bool
+) -> Target | Outline:
+    """The target to learn from, its outline alone where its scores are `stored` with the texts.
+
+    Split over the processes of a distributed launch where `hardware.shard_target` says so.
+    """
+    if stored:
+        return load_outline(target, hardware)
+    if not hardware.shard_target:
+        return load_target(target, hardware)
+    join_group()
+    return load_sharded_target(target, hardware)
+
+
+def load_learner(draft: ModelConfig, target: Target | Outline) -> CausalAdapter:
+    """The draft to begin with, in float32; one of `draft.kind=pard` may be a plain one yet."""
+    return load_draft(replace(draft, kind=PLAIN), target, dtype=torch.float32)
+
+
+def make_trainer(
+    config: Config,
+    draft: CausalAdapter,
+    target: Target | Outline,
+    *,
+    optim: OptimConfig | None = None,
+    loss: Divergence | None = None,
+    reader: RememberedAdapter | None = None,
+    texts: Iterable[Sequence[int]] = (),
+) -> Trainer:
+    """A trainer of `draft`, in float32, with all that the section `draft` says of how it learns.
+
+    The draft is changed in place. It learns from `target`, which `reader` may stand for, or from
+    scores that are stored with its texts. loss: minimised instead of `divergence.name`. texts: none
+    of which may use the id of the masks, where the draft is a parallel one.
+    """
+    outline = target if isinstance(target, Outline) else outline_of(target)
+    served = dtype_named(config.draft) or outline.dtype
+    if config.draft.kind == PARD:
+        draft = made_parallel(draft, config.draft.pard.tokens, outline.tokenizer, texts)
+    if draft.parallel is not None:
+        check_unused(draft.parallel, texts)
+    draft = with_lora(draft, config.draft.lora, seed=config.seed)
+    if config.draft.freeze_head:
+        head: Any = draft.model.get_output_embeddings()
+        head.requires_grad_(False)
+    if config.optim.activation_checkpointing:
+        checkpoint_activations(draft.model)
+    divergence, reference = config.divergence, None
+    if divergence.reference is not None:
+        reference = load_draft(ModelConfig(path=divergence.reference), outline)
+    teacher: Teacher | None = None
+    if loss is not None or divergence.names != {"next_token"}:
+        known = isinstance(target, Target)
+        teacher = TargetTeacher(reader or target.adapter) if known else StoredTeacher()
+    return Trainer(
+        draft,
+        teacher,
+        optim=optim or config.optim,
+        divergence=divergence,
+        sampling=config.sampling,
+        temperature=config.training_temperature,
+        autocast=served if served != torch.float32 else None,
+        reference=reference,
+        compiled=config.optim.compiles,
+        seed=config.seed,
+        loss=loss,
+    )
+
+
+def made_parallel(
+    draft: CausalAdapter,
+    blocks: int,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[Sequence[int]],
+) -> CausalAdapter:
+    """`draft` as one that proposes `blocks` tokens in one pass; the id of its masks, if it has one,
+    stays. ValueError where the vocabulary has none to give."""
+    token = None if draft.parallel is None else draft.parallel.token
+    if token is None:
+        rows: Any = draft.model.get_input_embeddings()
+        token = free_id(tokenizer, len(rows.weight), texts)
+    declare(draft.model.config, Parallel(token, blocks))
+    return CausalAdapter(draft.model, vocab_size=draft.vocab_size, kept_ids=draft.kept_ids)
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Let the backward pass of `model` make its activations again instead of keeping them."""
+    # Later transformers have another name for it, and warn of the older.
+    name = "activation_checkpointing_enable"
+    enable: Any = getattr(model, name, None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

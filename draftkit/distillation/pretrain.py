@@ -1,0 +1,226 @@
+"""A model that nobody gave: trained by next-token prediction, new or cut out of the target."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from draftkit.artifacts import remove
+from draftkit.config import (
+    Config,
+    DivergenceConfig,
+    ModelConfig,
+    OptimConfig,
+    PretrainConfig,
+    SamplingConfig,
+    has_compiler,
+)
+from draftkit.data.prompts import Example, Splits
+from draftkit.data.rollouts import Record
+from draftkit.data.store import Mapped
+from draftkit.distillation.batch import TokenSequence
+from draftkit.distillation.loop import train
+from draftkit.distillation.optimizers import OPTIMIZERS
+from draftkit.distillation.progress import reporting
+from draftkit.distillation.ranks import alone
+from draftkit.distillation.sources import Source, shuffled
+from draftkit.distillation.trainer import Trainer
+from draftkit.models.adapter import CausalAdapter
+from draftkit.models.devices import resolve_device, resolve_dtype
+from draftkit.models.loading import (
+    end_of_text_ids,
+    load_model,
+    load_tokenizer,
+    new_llama,
+    save_draft,
+)
+from draftkit.models.shrink import (
+    check_vocabulary,
+    chosen_layers,
+    frequent_ids,
+    kept_share,
+    shrink,
+)
+from draftkit.models.vocabulary import real_vocab_size
+from draftkit.tracking import Tracker
+
+DRAFT = "draft"
+WARMUP, DECAY = 20, 0.1  # one step in so many; weight decay
+OPTIMIZER_TEXTS = {"adamw": "AdamW", "muon": "Muon, with AdamW for embeddings and vectors,"}
+WORTH_COMPILING = 1_000  # steps: the passes of a model compile in half a minute
+UNCOUNTED = 10  # every so many-th answer tells the share of answers instead
+CPU = torch.device("cpu")
+
+
+def make_draft(
+    config: Config,
+    target: ModelConfig,
+    splits: Splits,
+    folder: Path,
+    *,
+    tracker: Tracker,
+    note: Callable[[str], None],
+    answers: Sequence[Record] = (),
+) -> None:
+    """Make the drafter of section `draft` for `target`, trained on the text, in `<folder>/draft`.
+
+    With `draft.shrink.layers` it is cut out of the target, and trained for `draft.shrink.steps`.
+    The ids that it may propose are counted on the training text and on the target's own `answers`,
+    where there are any; `note` hears which share of the validation text, and of answers that are
+    not counted, these are.
+    """
+    tokenizer = load_tokenizer(target, "target")
+    cut, shape = config.draft.shrink, config.draft.pretrain
+    if cut.layers:
+        draft = cut_draft(config, target, splits, note=note, answers=answers)
+        shape = replace(shape, max_steps=cut.steps)
+    else:
+        draft = new_model(config, shape, tokenizer)
+    if cut.layers and not cut.steps:
+        save_draft(draft, tokenizer, folder / DRAFT)
+        return
+    rows = full_rows(splits.train, splits.room.total)
+    log = reporting("prepare_draft", shape.max_steps, tracker, note)
+    pretrain(draft, rows, folder / DRAFT, tokenizer=tokenizer, shape=shape, config=config, log=log)
+
+
+def new_model(
+    config: Config, shape: PretrainConfig, tokenizer: PreTrainedTokenizerBase
+) -> CausalAdapter:
+    """A model of `shape` that has learned nothing, in float32."""
+    device = resolve_device(config.hardware)
+    model = new_llama(shape, tokenizer, seed=config.seed, device=device)
+    return CausalAdapter(model, vocab_size=len(tokenizer))
+
+
+def cut_draft(
+    config: Config,
+    target: ModelConfig,
+    splits: Splits,
+    *,
+    note: Callable[[str], None],
+    answers: Sequence[Record],
+) -> CausalAdapter:
+    """The drafter of layers of the target, in float32 where it is trained afterwards.
+
+    It keeps the most frequent ids where `draft.shrink.vocabulary` is fewer than all.
+    """
+    options, tokenizer, kept_ids = config.draft.shrink, load_tokenizer(target, "target"), None
+    check_vocabulary(options.vocabulary, len(tokenizer))
+    dtype: Any = torch.float32 if options.steps else "auto"
+    whole = load_model(target, "target", dtype=dtype, device=CPU)
+    size = real_vocab_size(tokenizer, whole.config, "target")
+    if 0 < options.vocabulary < size:
+        own = [record.output_ids for record in answers]
+        kept_ids = frequent_ids(
+            (example.token_ids for example in splits.train),
+            (answer for number, answer in enumerate(own) if number % UNCOUNTED),
+            count=options.vocabulary,
+            always=end_of_text_ids(whole.generation_config, tokenizer),
+            vocab_size=size,
+        )
+        share = kept_share((example.token_ids for example in splits.validation), kept_ids)
+        of_answers = f", {kept_share(own[::UNCOUNTED], kept_ids):.1%} of the target's own answers"
+        note(
+            f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of the validation text"
+            f"{of_answers if own else ''}"
+        )
+    layers = chosen_layers(options.layers, whole.config.get_text_config().num_hidden_layers)
+    note(f"the drafter has layers {', '.join(map(str, layers))} of the target")
+    model: Any = shrink(whole, layers)
+    device = resolve_device(config.hardware) if options.steps else CPU
+    return CausalAdapter(model.to(device), vocab_size=size, kept_ids=kept_ids)
+
+
+@alone()  # in a distributed launch the first process makes the model, the others wait for it
+def pretrain(
+    model: CausalAdapter,
+    rows: np.ndarray,
+    folder: Path,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    shape: PretrainConfig,
+    config: Config,
+    log: Callable[[int, Mapping[str, float]], None],
+) -> None:
+    """Train `model`, in float32, to predict the tokens of `rows` [N, T], and save it to `folder`.
+
+    Ids that it cannot propose it does not learn. What a resumed run needs lies beside the folder
+    until the model is whole.
+    """
+    device = model.device
+    dtype = resolve_dtype(config.hardware, device)
+    compiled = config.optim.compile == "true" or (
+        config.optim.compile == "auto" and shape.max_steps >= WORTH_COMPILING and has_compiler()
+    )
+    if compiled:
+        model.model.base_model.compile(dynamic=False)  # rows are of one length
+    trainer = Trainer(
+        model,
+        None,
+        optim=OptimConfig(
+            learning_rate=shape.learning_rate,
+            max_steps=shape.max_steps,
+            per_device_train_batch_size=shape.per_device_train_batch_size,
+            warmup_steps=max(1, shape.max_steps // WARMUP),
+            lr_scheduler_type="linear",
+            weight_decay=DECAY,
+            save_steps=config.optim.save_steps,
+            logging_steps=config.optim.logging_steps,
+        ),
+        divergence=DivergenceConfig(name="next_token"),
+        sampling=SamplingConfig(),
+        autocast=dtype if dtype != torch.float32 else None,
+        compiled=compiled,
+        optimizer=OPTIMIZERS[shape.optimizer],
+    )
+    texts = Mapped(partial(predicted, kept=learned_ids(rows, model.kept_ids)), [*rows])
+    batch_size = shape.per_device_train_batch_size
+    source = Source(shuffled(texts, config.seed), batch_size=batch_size, device=device)
+    training = folder.with_name(f"{folder.name}-training")
+    training.mkdir(exist_ok=True)
+    train(trainer, source, training, log=log)
+    trained: Any = model.model
+    trained.to(getattr(torch, shape.dtype))
+    save_draft(model, tokenizer, folder)
+    remove(training)  # the model is whole: nothing resumes from here
+
+
+def recipe(shape: PretrainConfig) -> str:
+    """How `pretrain` takes the steps of a model of `shape`, for its card."""
+    return (
+        f"{OPTIMIZER_TEXTS[shape.optimizer]} at {shape.learning_rate:g}, one step in {WARMUP} to "
+        f"warm up, then linearly to 0; weight decay {DECAY:g}"
+    )
+
+
+def full_rows(texts: Sequence[Example], length: int) -> np.ndarray:
+    """The token ids of `texts` as rows [N, length], so that nothing is padded.
+
+    A text of that length is a row; shorter ones follow one another, cut where a row ends. What
+    fills no row is left out, unless it is all that there is.
+    """
+    ids = [np.asarray(text.token_ids, np.int32) for text in texts]
+    ids.sort(key=lambda text: len(text) < length)
+    tokens = np.concatenate(ids)
+    width = min(length, len(tokens))
+    return tokens[: len(tokens) // width * width].reshape(-1, width)
+
+
+def learned_ids(rows: np.ndarray, kept_ids: Tensor | None) -> np.ndarray:
+    """Whether each id of `rows` [N, T] is learned: all, or the kept ones [K]."""
+    learned = np.full(rows.max() + 1, kept_ids is None)
+    if kept_ids is not None:
+        learned[kept_ids[kept_ids < len(learned)].numpy(force=True)] = True
+    return learned
+
+
+def predicted(row: np.ndarray, kept: np.ndarray) -> TokenSequence:
+    """A row with the loss on all its tokens but the first, where they are among the `kept`."""
+    return TokenSequence(row.tolist(), [False, *kept[row[1:]].tolist()])

@@ -6,13 +6,11 @@ They decode by our decoder, so what they count is what is predicted but for chan
 import json
 import random
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from draftkit.artifacts import read_json
@@ -23,20 +21,20 @@ from draftkit.models.loading import load_draft, load_target
 from pipelines.measure_engine import measure_engine
 from pipelines.plan import SUMMARY
 from tests.engines import making
-from tests.engines.counts import Answer, Counting, OurDecoder
+from tests.engines.counts import Answer, OurDecoder
 from tests.smoke import smoke
 
-GAMMA, SECRET = 3, "S3CRET"
+GAMMA, SECRET, URL = 3, "S3CRET", "http://127.0.0.1:8000"
 WORDS = making.TEXT[0].split()
 
 
 class Engine:
-    """A server that decodes, and counts as `name` does; `url` while it runs."""
+    """Decodes, and counts as `name` does; `reply` is what its server answers."""
 
-    def __init__(self, name: str, pair: Path, *, drafts: bool = True) -> None:
-        self.name, self.drafts, self.url = name, drafts, ""
-        self.counters: dict[str, float] = dict.fromkeys(("tokens", "passes", "accepted"), 0)
-        self.positions, self.lag, self.others = [0] * GAMMA, 0, 0
+    def __init__(self, name: str, pair: Path, *, drafts: bool = True, others: int = 0) -> None:
+        self.name, self.drafts, self.others = name, drafts, others
+        self.tokens, self.accepted, self.passes, self.positions = 0, 0, 0, [0] * GAMMA
+        self.lag, self.before = 0, ""  # readings of the counters that do not hold the last answer
         self.requests: list[dict[str, Any]] = []
         self.target = load_target(
             ModelConfig(path=str(pair / "target")), HardwareConfig(device="cpu", dtype="float32")
@@ -47,112 +45,64 @@ class Engine:
             proposer=DraftModelProposer(draft),
             ends=self.target.eos_token_ids,
             gamma=GAMMA,
-            counting=Counting(first_alone=True, capped=name == "llama.cpp"),
-            batch_size=1,
+            capped=name == "llama.cpp",
         )
 
     def answer(self, request: dict[str, Any]) -> Answer:
         self.requests.append(request)
-        limit = request["n_predict" if self.name == "llama.cpp" else "max_tokens"]
-        (made,) = self.decoder.answers(
-            [request["prompt"]],
+        made = self.decoder.answer(
+            request["prompt"],
             temperature=request["temperature"],
-            limit=limit,
+            limit=request["n_predict" if self.name == "llama.cpp" else "max_tokens"],
             seed=request["seed"],
         )
-        self.counters["tokens"] += len(made.ids) + self.others
-        self.counters["passes"] += made.passes
-        self.counters["accepted"] += made.accepted
-        for at, count in enumerate(made.by_position or []):
-            self.positions[at] += count
-        self.lag = 2  # readings of the counters that do not hold it
+        self.before, self.lag = self.metrics(), 2
+        self.tokens += len(made.ids) + self.others
+        self.passes += len(made.accepted)
+        self.accepted += sum(made.accepted)
+        self.positions = [n + made.at_least(at) for at, n in enumerate(self.positions, 1)]
         return made
 
     def metrics(self) -> str:
-        tag = 'engine="0",model_name="pair"'
-        self.lag -= 1
-        if self.lag >= 0 and self.last:
-            return self.last
-        values = {"vllm:generation_tokens_total": self.counters["tokens"]}
-        if self.name == "SGLang":
-            values = {"sglang:generation_tokens_total": self.counters["tokens"]}
-            if self.drafts:
-                values["sglang:spec_verify_calls_total"] = self.counters["passes"]
-        elif self.drafts:
-            values["vllm:spec_decode_num_drafts_total"] = self.counters["passes"]
-            values["vllm:spec_decode_num_accepted_tokens_total"] = self.counters["accepted"]
-        lines = []
-        for name, value in values.items():
-            lines += [f"# HELP {name} A number.", f"# TYPE {name} counter"]
-            lines.append(f"{name}{{{tag}}} {float(value)}")
-        if self.drafts and self.name == "vLLM":
-            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-            lines += [f"# TYPE {name} counter"]
-            for at, value in enumerate(self.positions):
-                lines.append(f'{name}{{{tag},position="{at}"}} {float(value)}')
+        """As Prometheus reads them; nothing of speculation without a drafter."""
+        name = self.name.lower()
+        values = {"generation_tokens_total": self.tokens}
         if self.drafts and self.name == "SGLang":
-            lines += ["# TYPE sglang:spec_num_steps gauge", f"sglang:spec_num_steps {GAMMA}.0"]
-        self.last = "\n".join(lines) + "\n"
-        return self.last
+            values |= {"spec_verify_calls_total": self.passes, "spec_num_steps": GAMMA}
+        elif self.drafts:
+            values["spec_decode_num_drafts_total"] = self.passes
+            values["spec_decode_num_accepted_tokens_total"] = self.accepted
+        lines = [f'{name}:{key}{{engine="0"}} {value}.0' for key, value in values.items()]
+        if self.drafts and self.name == "vLLM":
+            key = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            lines += [f'{key}{{position="{at}"}} {n}.0' for at, n in enumerate(self.positions)]
+        return "\n".join(lines) + "\n"
 
-    last = ""
-
-    def reply(self, path: str, request: dict[str, Any]) -> Any:
-        """What `path` answers; None for nothing there."""
-        if self.name == "llama.cpp":
-            if path == "/props":
-                return {"build_info": "b1-0c1e570"}
-            if path != "/completion":
-                return None
-            made = self.answer(request)
-            # An engine counts what is proposed, not the passes, and proposes nothing past the end.
-            ended = made.ids[-1] in self.target.eos_token_ids
-            drafted = made.passes * GAMMA - (0 if ended else min(1, made.passes))
-            counted = {"draft_n": drafted, "draft_n_accepted": made.accepted}
+    def reply(self, request: httpx.Request) -> httpx.Response:
+        """To clients that have the key."""
+        if request.headers.get("Authorization") != f"Bearer {SECRET}":
+            return httpx.Response(401)
+        path, body = request.url.path, json.loads(request.content or "{}")
+        if self.name == "llama.cpp" and path == "/props":
+            return httpx.Response(200, json={"build_info": "b1-0c1e570"})
+        if self.name == "llama.cpp" and path == "/completion":
+            made = self.answer(body)
+            # It counts what is proposed, not the passes, and proposes nothing past the end.
+            ended, passes = made.ids[-1] in self.target.eos_token_ids, len(made.accepted)
+            drafted = passes * GAMMA - (0 if ended else min(1, passes))
+            counted = {"draft_n": drafted, "draft_n_accepted": sum(made.accepted)}
             timings = {"predicted_n": len(made.ids), **(counted if self.drafts else {})}
-            return {"timings": timings, "stop_type": "eos" if ended else "limit"}
-        if path == "/v1/models":
-            return {"data": [{"id": "pair"}]}
-        if path == "/v1/completions":
-            return {"usage": {"completion_tokens": len(self.answer(request).ids)}}
-        return None
-
-
-@contextmanager
-def serving(engine: Engine) -> Iterator[Engine]:
-    """`engine` over HTTP, to clients that have the key."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            length = int(self.headers.get("Content-Length", 0))
-            request = json.loads(self.rfile.read(length)) if length else {}
-            if self.headers.get("Authorization") != f"Bearer {SECRET}":
-                return self._send(401, "no key")
-            if self.path == "/metrics" and engine.name != "llama.cpp":
-                return self._send(200, engine.metrics())
-            made = engine.reply(self.path, request)
-            return self._send(404 if made is None else 200, json.dumps(made))
-
-        do_POST = do_GET
-
-        def _send(self, status: int, text: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Into no log."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        engine.url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            yield engine
-        finally:
-            server.shutdown()
-            thread.join()
+            stop = "eos" if ended else "limit"
+            return httpx.Response(200, json={"timings": timings, "stop_type": stop})
+        if self.name != "llama.cpp" and path == "/metrics":
+            self.lag -= 1
+            return httpx.Response(200, text=self.before if self.lag >= 0 else self.metrics())
+        if self.name != "llama.cpp" and path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "pair"}]})
+        if self.name != "llama.cpp" and path == "/v1/completions":
+            usage = {"completion_tokens": len(self.answer(body).ids)}
+            return httpx.Response(200, json={"usage": usage})
+        return httpx.Response(404)
 
 
 @pytest.fixture
@@ -168,25 +118,29 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "pair"
 
 
-def words(pair: Path, engine: Engine, *more: str) -> list[str]:
-    paths = [f"{key}.path={pair / key}" for key in ("target", "draft")]
-    size = ["evaluate.prompts=24", "evaluate.max_new_tokens=24", "hardware.threads=1"]
-    size += [
-        "hardware.dtype=float32",
-        "data=local",
-        f"data.path={pair.parent / 'rows.jsonl'}",
-        "data.test_fraction=0.4",
-    ]
-    return [*paths, "evaluate.draft=given", *size, f"engine.url={engine.url}", *more]
+@pytest.fixture
+def measured(tmp_path: Path, pair: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command against an engine, with more words; its summary."""
+
+    def measure(engine: Engine, *more: str) -> dict[str, Any]:
+        transport = httpx.MockTransport(engine.reply)
+        client = partial(httpx.Client, transport=transport)
+        monkeypatch.setattr(counters.httpx, "Client", client)
+        paths = [f"{key}.path={pair / key}" for key in ("target", "draft")]
+        text = ["data=local", f"data.path={tmp_path / 'rows.jsonl'}", "data.test_fraction=0.4"]
+        size = ["evaluate.prompts=24", "evaluate.max_new_tokens=24", "hardware.threads=1"]
+        given = [*paths, *text, *size, "hardware.dtype=float32", "evaluate.draft=given"]
+        return measure_engine.launch(smoke(tmp_path, *given, f"engine.url={URL}", *more))
+
+    return measure
 
 
 @pytest.mark.parametrize("name", ["vLLM", "SGLang", "llama.cpp"])
 def test_what_an_engine_counts_is_what_is_predicted(
-    tmp_path: Path, pair: Path, name: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, pair: Path, measured: Any, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with serving(Engine(name, pair)) as engine:
-        config = smoke(tmp_path, *words(pair, engine, "sampling.temperature=0"))
-        summary = measure_engine.launch(config)
+    engine = Engine(name, pair)
+    summary = measured(engine, "sampling.temperature=0")
     assert (summary["engine"], summary["gamma"], summary["prompts"]) == (name, GAMMA, 24)
     assert summary["tokens_per_second"] > 0
     assert [one["drafts"] for one in summary["rows"]] == (
@@ -209,54 +163,63 @@ def test_what_an_engine_counts_is_what_is_predicted(
     assert ("not counted" in printed) == (name != "vLLM")
     assert re.search(r"\d tokens a second, one request at a time", printed)
     assert len({json.dumps(one["prompt"]) for one in engine.requests}) == 24
-    record = measure_engine.path(config) / SUMMARY
-    assert read_json(record)["engine"] == name
-    assert SECRET not in "".join(f.read_text() for f in record.parent.glob("*.[jy]*"))
+    folder = tmp_path / "smoke" / "measure_engine"
+    assert read_json(folder / SUMMARY)["engine"] == name
+    assert SECRET not in "".join(f.read_text() for f in folder.glob("*.[jy]*"))
 
 
-def test_sampled_drafts_are_known_from_greedy_ones(tmp_path: Path, pair: Path) -> None:
-    with serving(Engine("vLLM", pair)) as engine:
-        more = ["sampling.temperature=1", "sampling.top_k=0", "evaluate.prompts=60"]
-        summary = measure_engine.launch(smoke(tmp_path, *words(pair, engine, *more)))
-    argmax, sampled = summary["rows"]
+def test_sampled_drafts_are_known_from_greedy_ones(pair: Path, measured: Any) -> None:
+    more = ["sampling.temperature=1", "sampling.top_k=0", "evaluate.prompts=60"]
+    argmax, sampled = measured(Engine("vLLM", pair), *more)["rows"]
     assert argmax["predicted"]["mean"] < sampled["predicted"]["mean"]
     assert (argmax["differs"], sampled["differs"]) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "key", "message"),
+    [
+        ("vLLM", {"drafts": False}, SECRET, "counts no speculative decoding: start it with the dr"),
+        ("vLLM", {}, "another", r"has no /props of llama.cpp \(status 401\), and no /metrics"),
+    ],
+)
 def test_a_server_that_cannot_be_measured_is_refused_before_anything_is_made(
-    tmp_path: Path, pair: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    pair: Path,
+    measured: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    changes: dict[str, Any],
+    key: str,
+    message: str,
 ) -> None:
-    silent = Engine("vLLM", pair)
-    silent.url = "http://127.0.0.1:9"
-    cases = [(silent, r"^engine\.url: http://127\.0\.0\.1:9 does not answer \(")]
-    with serving(Engine("vLLM", pair, drafts=False)) as plain:
-        cases.append((plain, r"counts no speculative decoding: start it with the drafter$"))
-        for engine, message in cases:
-            with pytest.raises(ValueError, match=message) as error:
-                measure_engine.launch(smoke(tmp_path / "out", *words(pair, engine)))
-            assert "\n" not in str(error.value)
-        monkeypatch.setenv("OPENAI_API_KEY", "another")
-        with pytest.raises(
-            ValueError, match=r"has no /props of llama.cpp \(status 401\), and no /m"
-        ):
-            measure_engine.launch(smoke(tmp_path / "out", *words(pair, plain)))
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(ValueError, match=rf"^engine\.url: {URL} {message}") as error:
+        measured(Engine(name, pair, **changes))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "smoke").exists()
+
+
+def test_a_server_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^engine\.url: name the server that runs"):
-        measure_engine.launch(smoke(tmp_path / "out", "engine.url=null"))
-    assert not (tmp_path / "out" / "smoke").exists()
+        measure_engine.launch(smoke(tmp_path, "engine.url=null"))
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("vLLM", {"others": 5}, "counts other clients' tokens too: measure it alone$"),
+        ("SGLang", {"others": -5}, "does not count its answers in /metrics$"),
+        ("llama.cpp", {"drafts": False}, "drafts nothing: start it with the drafter$"),
+    ],
+)
 def test_counts_that_are_not_the_answers_are_refused(
-    tmp_path: Path, pair: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Path,
+    measured: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    changes: dict[str, Any],
+    message: str,
 ) -> None:
     monkeypatch.setattr(counters, "COUNT_SECONDS", 0.05)
-    for number, (name, changes, message) in enumerate(
-        (
-            ("vLLM", {"others": 5}, "counts other clients' tokens too: measure it alone$"),
-            ("SGLang", {"others": -5}, "does not count its answers in /metrics$"),
-            ("llama.cpp", {"drafts": False}, "drafts nothing: start it with the drafter$"),
-        )
-    ):
-        with serving(Engine(name, pair)) as engine:
-            vars(engine).update(changes)
-            with pytest.raises(ValueError, match=message):
-                measure_engine.launch(smoke(tmp_path, *words(pair, engine), f"name=run{number}"))
+    with pytest.raises(ValueError, match=message):
+        measured(Engine(name, pair, **changes))

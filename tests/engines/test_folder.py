@@ -1,17 +1,22 @@
 """A drafter's plain folder: the target's rows, tokenizer and context, and the drafter's logits."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from draftkit.config import ModelConfig
+from draftkit.config import HardwareConfig, ModelConfig, SamplingConfig
 from draftkit.config.text import LoraConfig
+from draftkit.data.rollouts import Record
 from draftkit.engines.folder import fit_rows, raise_context, write_plain_folder
+from draftkit.evaluation.alpha import score_drafts
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import load_draft, load_target
 from draftkit.models.lora import with_lora
 from draftkit.models.shrink import KEPT_IDS
 from draftkit.models.vocabulary import END_OF_TEXT
@@ -177,3 +182,36 @@ def test_a_list_of_kept_ids_is_left_out_and_named(tmp_path: Path, target: ModelC
     notes = write_plain_folder(draft, target, tmp_path / "hf", gamma=1)
     assert any("draft.shrink.vocabulary" in note for note in notes)
     assert not (tmp_path / "hf" / KEPT_IDS).exists()
+
+
+def test_transformers_accepts_of_the_folder_what_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an assistant, greedily: the answers are the target's own, in so many passes."""
+    own: Any = making.model(num_hidden_layers=2)
+    target = making.saved(own, tmp_path / "target")
+    folder, _ = exported(making.tiny.related(own), target, tmp_path)
+    accepted: list[int] = []
+    monkeypatch.setattr(
+        AssistedCandidateGenerator,
+        "update_candidate_strategy",
+        lambda self, input_ids, scores, num_matches: accepted.append(int(num_matches)),
+    )
+    assistant = AutoModelForCausalLM.from_pretrained(folder)
+    options = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+    records, passes = [], []
+    for row, prompt in enumerate(making.tiny.prompts([5, 9, 3, 6])):
+        ids = torch.tensor([prompt])
+        made = own.generate(ids, assistant_model=assistant, **options)
+        assert torch.equal(made, own.generate(ids, **options))
+        passes.append(len(accepted) - sum(passes))
+        answer = {"prompt_ids": prompt, "output_ids": made[0, len(prompt) :].tolist(), "row": row}
+        records.append(Record(**answer, sampler="target", sampler_version="", sampling={}, seed=0))
+    assert sum(accepted) > 4
+    loaded = load_target(target, HardwareConfig(device="cpu", dtype="float32"))
+    draft = load_draft(ModelConfig(path=str(folder)), loaded)
+    greedy = SamplingConfig(temperature=0.0)
+    drafts = {"draft": draft}
+    totals = score_drafts(loaded.adapter, drafts, records, sampling=greedy, batch_size=4)["draft"]
+    rounds = replace(totals, cut=torch.zeros(4, dtype=torch.bool)).tokens_a_pass("alpha", 3)
+    assert rounds.counts.tolist() == passes

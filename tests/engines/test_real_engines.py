@@ -1,9 +1,11 @@
-"""Real engines on exported pairs: they load them, and greedy answers stay their own.
+"""Real engines on exported pairs: they load them, and count what is predicted of them.
 
-Run by `make engines`; each engine is skipped where it is not installed.
+Run by `pytest -m engines` after `make engines`; an engine that is not installed is skipped.
 """
 
-from collections.abc import Iterator
+import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +15,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftkit.config import ModelConfig
-from draftkit.data.prompts import read_splits
+from draftkit.engines.launch import LAUNCHES, Pair
 from draftkit.models.loading import load_tokenizer, save_model
-from pipelines.configuration import compose_config
-from pipelines.texts import texts
 from tests import tiny
-from tests.engines.drivers import DRIVERS, Launch, environment_of, llamacpp
-from tests.engines.gguf import write_gguf
+from tests.engines import study
+from tests.engines.environments import FOLDER, missing
 from tests.engines.pairs import EMBEDDED, ROWS, SHAPES, text_rows, trained
-from tests.engines.study import measure
+from tests.engines.servers import DRAFTS, Launch, export_pair, serving
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
-PROMPTS, TOKENS, GAMMA = 20, 32, 4
+PROMPTS, TOKENS = 20, 32
 STEPS = 60  # of training
-VOCABULARY = 4096
 
 
 @pytest.fixture(scope="module")
@@ -45,87 +44,72 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def installed(engine: str) -> None:
     """Skip the test, with the reason, where `engine` is not installed."""
-    try:
-        environment_of(engine)
-    except ValueError as reason:
-        pytest.skip(str(reason))
+    if (reason := missing(engine)) is not None:
+        pytest.skip(reason)
 
 
-@pytest.mark.parametrize("engine", DRIVERS)
+@pytest.mark.parametrize("engine", DRAFTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_exported_pair_is_loaded_and_greedy_answers_stay_the_engines_own(
-    tmp_path: Path, pairs: dict[str, Path], shape: str, engine: str
+def test_an_exported_pair_is_loaded_and_counts_what_is_predicted(
+    tmp_path: Path,
+    pairs: dict[str, Path],
+    shape: str,
+    engine: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed(engine)
+    monkeypatch.setattr(study, "TEMPERATURES", (0.0,))
+    sizes = {"evaluate__prompts": PROMPTS, "evaluate__max_new_tokens": TOKENS}
     sides = (pairs[shape] / "target", pairs[shape] / "draft")
-    summary = measure(engine, tmp_path, *sides, temperatures=[0.0], count=PROMPTS)
-    assert [one["drafts"] for one in summary["greedy"]] == list(DRIVERS[engine].drafts)
-    for one in summary["greedy"]:
-        assert one == one | {"compared": PROMPTS, "same_as_plain": PROMPTS}
-    for cell in summary["cells"]:
-        assert cell["agrees"]
-        assert cell["counted"]["mean"] > 1.05  # it did speculate
+    rows = [*study.measured(engine, tmp_path, *sides, **sizes)]
+    assert [row["drafts"] for row in rows] == list(DRAFTS[engine])
+    for row in rows:
+        assert row["counted"]["mean"] > 1.05  # it did speculate
+        low, high = row["difference"]["ci95"]
+        assert low <= 0 <= high
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> list[list[int]]:
-    text = ["data.max_rows=200", "data.domains=[python]"]
-    config = compose_config([f"root={tmp_path}", "tracker=none", *text])
-    examples = read_splits(texts.ensure(config)).test[:PROMPTS]
-    return [list(one.prompt_ids) for one in examples]
-
-
-Position = tuple[list[int], Any]  # the ids so far, and the log-probability of every next one
-
-
-def log_probs_of_server(launch: Launch, prompts: list[list[int]]) -> Iterator[Position]:
-    """What llama-server says of each next token while it continues `prompts`, one at a time.
-
-    One that is a part of a character it says nothing of.
-    """
-    with llamacpp(launch) as server, httpx.Client(timeout=300) as client:
-        for prompt in prompts:
-            ids = list(prompt)
-            for _ in range(TOKENS):
-                request = {
-                    **{"prompt": ids, "n_predict": 1, "temperature": 0, "samplers": []},
-                    **{"n_probs": VOCABULARY, "return_tokens": True, "cache_prompt": True},
-                }
-                made = client.post(f"{server.url}/completion", json=request).json()
-                for position in made.get("completion_probabilities", []):
-                    row = torch.full((VOCABULARY,), -torch.inf)
-                    for one in position["top_logprobs"]:
-                        row[one["id"]] = one["logprob"]
-                    yield list(ids), row
-                ids += made["tokens"][:1]
-
-
-@pytest.mark.parametrize("name", ["embedded", *SHAPES])
-def test_log_probabilities_of_llama_cpp_are_those_of_the_folder(
-    tmp_path: Path, pairs: dict[str, Path], prompts: list[list[int]], name: str
+@pytest.mark.parametrize("engine", DRAFTS)
+def test_greedy_answers_are_the_targets_own(
+    tmp_path: Path, pairs: dict[str, Path], engine: str
 ) -> None:
-    """F32 file and caches against float32 Hugging Face, read by llama-server's n_probs."""
-    installed("llamacpp")
-    folder = EMBEDDED if name == "embedded" else pairs[name] / "target"
-    model = ModelConfig(path=str(folder))
-    (tmp_path / "llamacpp").mkdir()
-    write_gguf(model, tmp_path / "llamacpp" / "target-f32.gguf", kind="f32", key="target")
-    launch = Launch(
-        folder=tmp_path,
-        target=str(folder),
-        gamma=GAMMA,
-        length=512,
-        environment=environment_of("llamacpp"),
-        log=tmp_path / "log",
-    )
-    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    assert len(load_tokenizer(model, "target")) == VOCABULARY
-    largest, positions = 0.0, 0
-    for ids, row in log_probs_of_server(launch, prompts):
-        with torch.no_grad():
-            expected = own(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
-        likely = expected > -60  # below, a float32 probability has no digits
-        largest = max(largest, float((row - expected).abs()[likely].max()))
-        positions += 1
-    assert positions >= 500
-    assert largest < 1e-2, (largest, positions)
+    installed(engine)
+    target, draft = (pairs["llama"] / side for side in ("target", "draft"))
+    export_pair(engine, tmp_path, target, draft, gamma=4)
+    prompts = [row[:16].tolist() for row in text_rows(PROMPTS)]
+    model: Any = AutoModelForCausalLM.from_pretrained(target)
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+    own = [model.generate(torch.tensor([one]), **options)[0, 16:].tolist() for one in prompts]
+    launch = Launch(folder=tmp_path, target=target, gamma=4, drafts=DRAFTS[engine][-1], length=128)
+    with serving(engine, launch) as url, httpx.Client(base_url=url, timeout=300) as client:
+        assert [greedy(client, engine, prompt) for prompt in prompts] == own
+
+
+def greedy(client: httpx.Client, engine: str, prompt: list[int]) -> list[int]:
+    """The ids of an answer."""
+    body: dict[str, Any] = {"prompt": prompt, "temperature": 0}
+    if engine == "llamacpp":
+        body |= {"n_predict": TOKENS, "return_tokens": True, "samplers": ["temperature"]}
+        return client.post("/completion", json=body).json()["tokens"]
+    body |= {"max_tokens": TOKENS, "return_token_ids": True}
+    return client.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
+
+
+def test_the_exported_program_of_onnx_builds_both_models_and_drafts(
+    tmp_path: Path, pairs: dict[str, Path]
+) -> None:
+    installed("onnx")
+    target, draft = (pairs["llama"] / side for side in ("target", "draft"))
+    export_pair("onnx", tmp_path, target, draft, gamma=4)
+    (tmp_path / "onnx").mkdir()
+    for name, text in LAUNCHES["onnx"](Pair(target=str(target), gamma=4)).items():
+        (tmp_path / "onnx" / name).write_text(text)
+    environment = os.environ | {"PATH": f"{FOLDER}/onnx/bin:{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
+    for command in (["sh", "onnx/convert.sh"], ["python", "onnx/generate.py"]):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+    accepted = re.search(r"'draft_tokens_accepted': (\d+)", done.stdout)
+    assert accepted is not None
+    assert int(accepted[1]) > 0

@@ -26,13 +26,27 @@ from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.engines import ARGMAX, SAMPLED
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import load_draft, load_target
-from draftkit.theory.acceptance import Estimate, Rate, estimate
-from tests.engines.comparison import holm, two_sided
+from draftkit.theory.acceptance import Estimate, Rate, estimate, gain_p_value
 
 MODES = {"sampled": SAMPLED, "argmax": ARGMAX}  # what the drafter proposes
 TEMPERATURES, GAMMAS = (0.0, 1.0), (2, 5)
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, BATCH = 400, 32, 64, 200
 CONTEXTS_SEED, DECODING_SEED = 1, 2
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p values after Holm's correction, in their order."""
+    corrected, before = [0.0] * len(p_values), 0.0
+    ranked = sorted(range(len(p_values)), key=lambda number: p_values[number])
+    for rank, number in enumerate(ranked):
+        before = max(before, min(1.0, (len(p_values) - rank) * p_values[number]))
+        corrected[number] = before
+    return corrected
+
+
+def two_sided(one: Rate, other: Rate) -> float:
+    """How likely a paired difference as large would be if there were none."""
+    return min(1.0, 2 * min(gain_p_value(one, other), gain_p_value(other, one)))
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,15 @@ from draftkit.config import DataConfig
 from draftkit.config.text import EMBEDDED
 from pipelines.configuration import compose_config
 from pipelines.prepare import prepare
-from tests.engines.comparison import holm, two_sided
-from tests.evaluation.predictions import cells, load
+from tests.evaluation.predictions import cells, holm, load, two_sided
 
 PROMPTS = 150
 LEVEL = 1e-3  # of all cells together: a chance of one in a thousand that it fails without a cause
+
+
+def test_holm_multiplies_the_smallest_by_their_number_and_never_falls() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
 
 
 @pytest.mark.soak

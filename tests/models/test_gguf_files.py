@@ -18,8 +18,7 @@ from draftkit.models.loading import load_model, load_tokenizer, save_model
 from pipelines.configuration import compose_config
 from tests import tiny
 from tests.engines import making
-from tests.engines.gguf import write_gguf
-from tests.engines.gguf_tokenizer import vocabulary_of
+from tests.engines.gguf import vocabulary_of, write_gguf
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 SMALL = {"vocab_size": making.REAL, "eos_token_id": 0, "hidden_size": 32, "num_hidden_layers": 1}

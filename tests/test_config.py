@@ -102,7 +102,6 @@ REFUSED: list[tuple[str, Make]] = [
     ("export.engines", lambda: ExportConfig(engines=["hf", "tgi"])),
     ("export.engines", lambda: ExportConfig(engines=["vllm", "vllm"])),
     ("export.dtype", lambda: ExportConfig(dtype="float16")),
-    ("export.batch_sizes", lambda: ExportConfig(batch_sizes=[0])),
     ("hardware.device", lambda: HardwareConfig(device="tpu")),
     ("hardware.dtype", lambda: HardwareConfig(dtype="float16")),
     ("target.dtype", lambda: Config(target=ModelConfig(dtype="float16"))),

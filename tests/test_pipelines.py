@@ -105,7 +105,6 @@ def test_an_export_launches_the_judged_drafter_and_says_what_to_expect(finished,
     judged = read_json(finished / "evaluate" / "summary.json")
     summary = export.launch(smoke(root))
     assert summary["gamma"] == max(1, judged["best_gamma"])
-    assert summary["gamma_by_batch_size"] == {"1": judged["best_gamma"]}
     argmax = max(1, judged["best_gamma_by_mode"]["alpha_greedy_draft"])
     assert summary["engines"]["sglang"]["gamma"] == argmax
     rows = {(row["engine"], row["setting"]): row for row in judged["engines"]}

@@ -13,9 +13,6 @@ class ExportConfig(Section, key="export"):
     engines: list[str] = setting(EXPORT_NAMES[:3], names=EXPORT_NAMES, filled=True, unique=True)
     # Of the plain folder; null: as the drafter is stored. Engines load it in the target's.
     dtype: str | None = setting(None, names=DTYPE_NAMES)
-    # Evaluated beside evaluate.timing_batch_size, so that each gets its best gamma, where an
-    # engine (vLLM) takes a table of them.
-    batch_sizes: list[int] = setting([], least=1, unique=True)
     push_to_hub: str | None = None  # ORG/NAME: the plain folder is also uploaded there
 
 

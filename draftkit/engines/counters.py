@@ -27,7 +27,7 @@ VLLM, SGLANG, LLAMACPP = "vLLM", "SGLang", "llama.cpp"  # as draftkit.evaluation
 TOKENS = {VLLM: "vllm:generation_tokens_total", SGLANG: "sglang:generation_tokens_total"}
 PASSES = {VLLM: "vllm:spec_decode_num_drafts_total", SGLANG: "sglang:spec_verify_calls_total"}
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
-COUNT_SECONDS = 20.0  # within which counters follow an answer
+COUNT_SECONDS, LOOK_SECONDS = 20.0, 0.01  # within which counters follow an answer; between looks
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
@@ -131,6 +131,7 @@ class Server:
         while gained.get(TOKENS[self.engine], 0) < tokens:  # they follow a moment later
             if time.perf_counter() > started + seconds + COUNT_SECONDS:
                 raise self.failure("does not count its answers in /metrics")
+            time.sleep(LOOK_SECONDS)
             after = self.counters()
             gained = {name: int(value - before.get(name, 0)) for name, value in after.items()}
         if gained[TOKENS[self.engine]] > tokens:

@@ -30,41 +30,22 @@ GGUF_TYPE, ONNX_PRECISION = "q8_0", "fp32"  # of the converted models
 class Pair:
     """A pair to launch: the target's folder or name, and what is known of it.
 
-    gamma: proposals a round where nothing was judged. judged: the summaries of its evaluations, one
-    for each batch size, the experiment's own first. parallel: whether the drafter proposes all
-    tokens in one pass. sampling: as is served.
+    gamma: proposals a round where nothing was judged. judged: the summary of its evaluation.
+    parallel: whether the drafter proposes all tokens in one pass. sampling: as is served.
     """
 
     target: str
     revision: str | None = None
     gamma: int = 1
-    judged: Sequence[Mapping[str, Any]] = ()
+    judged: Mapping[str, Any] | None = None
     parallel: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 
-def best_gammas(pair: Pair, engine: str) -> dict[int, int]:
-    """The best gamma of each batch size that was evaluated, ascending; 0: not to speculate.
-
-    By what the launched setting of `engine` accepts: argmax drafts get their own.
-    """
-    return dict(sorted((one["batch_size"], best_gamma_of(one, engine)) for one in pair.judged))
-
-
 def launched_gamma(pair: Pair, engine: str) -> int:
-    """Proposals a round with which `engine` is started: the best, and one at least."""
-    return max(best_gamma_of(pair.judged[0], engine), 1) if pair.judged else pair.gamma
-
-
-def ranges(gammas: Mapping[int, int]) -> list[list[int]]:
-    """`gammas` as vLLM takes them: [from, to, gamma] by batch size.
-
-    A size between two that were measured gets the gamma of the larger one; vLLM itself goes on with
-    the last beyond it.
-    """
-    sizes = sorted(gammas)
-    starts = [1, *(size + 1 for size in sizes)]
-    return [[start, size, gammas[size]] for start, size in zip(starts, sizes, strict=False)]
+    """Proposals a round with which `engine` is started: the best by what it accepts, and one at
+    least."""
+    return max(best_gamma_of(pair.judged, engine), 1) if pair.judged else pair.gamma
 
 
 def expected(pair: Pair, engine: str) -> dict[str, Any] | None:
@@ -73,12 +54,12 @@ def expected(pair: Pair, engine: str) -> dict[str, Any] | None:
     acceptance: of a proposal that is tested; acceptance_length: tokens a pass of the target, at
     `gamma` proposals.
     """
-    row = launched_row(pair.judged[0], engine) if pair.judged else None
-    if row is None:
+    row = launched_row(pair.judged, engine) if pair.judged else None
+    if pair.judged is None or row is None:
         return None
     length = row.get("at_best_gamma", row)
     return {
-        "temperature": pair.judged[0]["temperature"],
+        "temperature": pair.judged["temperature"],
         "acceptance": row["acceptance"],
         "gamma": length["gamma"],
         "acceptance_length": length["acceptance_length"],
@@ -99,11 +80,13 @@ def remarks(pair: Pair, engine: str) -> str:
         lines.append("No evaluation says what to expect: draftkit evaluate, then export again.")
     if pair.parallel and engine != "vllm":
         lines.append("The drafter proposes all tokens in one pass in vLLM; here one by one.")
-    row = launched_row(pair.judged[0], engine) if pair.judged else None
-    drafts = " of argmax drafts" if row is not None and row["mode"] == ARGMAX else ""
-    for size, gamma in best_gammas(pair, engine).items():
-        advice = f"{gamma}" if gamma else "0, which is not to speculate"
-        lines.append(f"Best gamma{drafts} at batch size {size}, by draftkit's decoder: {advice}.")
+    if pair.judged:
+        row, gamma = launched_row(pair.judged, engine), best_gamma_of(pair.judged, engine)
+        drafts = " of argmax drafts" if row is not None and row["mode"] == ARGMAX else ""
+        lines.append(
+            f"Best gamma{drafts} at batch size {pair.judged['batch_size']}, by draftkit's decoder: "
+            f"{gamma or '0, which is not to speculate'}."
+        )
     return "".join(f"# {line}\n" for line in lines)
 
 
@@ -148,12 +131,8 @@ def hf(pair: Pair) -> dict[str, str]:
 
 
 def vllm(pair: Pair) -> dict[str, str]:
-    """`--speculative-config` as a file, with the table of gammas where several were measured."""
-    gamma, gammas = launched_gamma(pair, "vllm"), best_gammas(pair, "vllm")
-    options = vllm_options("./hf", gamma, parallel=pair.parallel)
-    if len(gammas) > 1:
-        options["num_speculative_tokens"] = max(1, *gammas.values())
-        options["num_speculative_tokens_per_batch_size"] = ranges(gammas)
+    """`vllm serve`, with `--speculative-config` as a file."""
+    options = vllm_options("./hf", launched_gamma(pair, "vllm"), parallel=pair.parallel)
     command = ["vllm", "serve", shlex.quote(pair.target), *map(shlex.quote, revision_of(pair))]
     command += [*LOOPBACK, "--speculative-config", '"$(cat vllm/speculative_config.json)"']
     return {

@@ -66,7 +66,7 @@ def measured(
         *(f"root={folder / 'outputs'}", "overwrite=true", "tracker=none", "evaluate.draft=given"),
         *(f"target.path={target.absolute()}", f"draft.path={draft.absolute()}"),
         *("hardware.device=cpu", "hardware.dtype=float32", "hardware.threads=1"),
-        *("data.max_megabytes=2", "data.domains=[python]", f"evaluate.prompts={PROMPTS}"),
+        *("data.max_rows=200", "data.domains=[python]", f"evaluate.prompts={PROMPTS}"),
         *(f"evaluate.max_new_tokens={TOKENS}", "sampling.top_k=0", "sampling.top_p=1"),
         *(f"{key.replace('__', '.')}={value}" for key, value in changes.items()),
     ]

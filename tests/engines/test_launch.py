@@ -2,7 +2,6 @@
 
 import ast
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,20 +10,12 @@ from typing import Any
 import pytest
 
 from draftkit.config import SamplingConfig
-from draftkit.engines.launch import (
-    LAUNCHES,
-    Pair,
-    best_gammas,
-    expected,
-    launched_gamma,
-    ranges,
-)
+from draftkit.engines.launch import LAUNCHES, Pair, expected, launched_gamma
 from draftkit.evaluation.engines import ARGMAX, LAUNCHED, MATCHED, SAMPLED, UNCUT
-from tests.engines.onnx import joined
 from tests.evaluation.test_report import estimate, summary
 
 
-def judged(batch_size: int = 1, best: int = 5, argmax: int = 2) -> dict[str, Any]:
+def judged(best: int = 5, argmax: int = 2) -> dict[str, Any]:
     """Each setting has a length of its own, at its gamma and at the best one of its mode."""
     modes = {SAMPLED: best, ARGMAX: argmax, MATCHED: 1}
     rows = [
@@ -38,45 +29,49 @@ def judged(batch_size: int = 1, best: int = 5, argmax: int = 2) -> dict[str, Any
         }
         for index, row in enumerate(summary(0.6)["engines"])
     ]
-    numbers = {"batch_size": batch_size, "best_gamma": best, "best_gamma_by_mode": modes}
+    numbers = {"batch_size": 1, "best_gamma": best, "best_gamma_by_mode": modes}
     return summary(0.6) | numbers | {"engines": rows}
 
 
 def pair(**options: Any) -> Pair:
-    return Pair(**{"target": "some/target", "gamma": 3, "judged": [judged()]} | options)
+    return Pair(**{"target": "some/target", "gamma": 3, "judged": judged()} | options)
 
 
-def called(folder: Path, engine: str, one: Pair, *words: str) -> list[str]:
-    """The words of the command that the script of `engine` runs, and where it runs it."""
+def called(folder: Path, engine: str, one: Pair, *words: str, script: str = "launch.sh") -> Any:
+    """The commands that a script runs, a list of words each, and that it runs them in `folder`."""
     (folder / engine).mkdir(parents=True)
     for name, text in LAUNCHES[engine](one).items():
         (folder / engine / name).write_text(text)
     program = folder / "bin" / "program"
     program.parent.mkdir()
-    program.write_text(
-        '#!/bin/sh\npwd\nfor word in "$@"; do printf "%s\\n" "$word" | tr "\\n" " "; echo; done\n'
-    )
+    code = "import json, os, sys; print(json.dumps([os.getcwd(), sys.argv[1:]]))"
+    program.write_text(f"#!{sys.executable}\n{code}\n")
     program.chmod(0o755)
     for name in ("vllm", "python", "llama-server"):
         (program.parent / name).symlink_to(program)
+    environment = {"PATH": f"{program.parent}:/usr/bin:/bin", "CONVERT": "convert.py"}
     done = subprocess.run(
-        ["sh", str(folder / engine / "launch.sh"), *words],
+        ["sh", str(folder / engine / script), *words],
         capture_output=True,
         text=True,
         check=True,
-        env={"PATH": f"{program.parent}:/usr/bin:/bin"},
+        env=environment,
     )
-    where, *rest = done.stdout.splitlines()
-    assert Path(where) == folder
-    return [word.removesuffix(" ") for word in rest]
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {where for where, _ in made} == {str(folder)}
+    return [words for _, words in made]
+
+
+def options_of(words: list[str]) -> dict[str, str]:
+    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def test_vllm_gets_its_options_whole(tmp_path: Path) -> None:
-    words = called(tmp_path, "vllm", pair(target="a target", revision="abc"), "--port", "9")
+    one = pair(target="a target", revision="abc")
+    (words,) = called(tmp_path, "vllm", one, "--port", "9")
     assert words[:6] == ["serve", "a target", "--revision", "abc", "--host", "127.0.0.1"]
     assert words[-2:] == ["--port", "9"]
-    options = json.loads(words[words.index("--speculative-config") + 1])
-    assert options == {
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {
         "method": "draft_model",
         "model": "./hf",
         "num_speculative_tokens": 5,
@@ -84,62 +79,11 @@ def test_vllm_gets_its_options_whole(tmp_path: Path) -> None:
     }
 
 
-def test_vllm_gets_a_table_where_several_batch_sizes_were_measured() -> None:
-    files = LAUNCHES["vllm"](pair(judged=[judged(), judged(8, 2, 0), judged(64, 0, 0)]))
-    options = json.loads(files["speculative_config.json"])
-    assert options["num_speculative_tokens"] == 5
-    table = options["num_speculative_tokens_per_batch_size"]
-    assert table == [[1, 1, 5], [2, 8, 2], [9, 64, 0]]
-    assert (
-        "batch size 64, by draftkit's decoder: 0, which is not to speculate" in files["launch.sh"]
-    )
-    one = json.loads(LAUNCHES["vllm"](pair(judged=[judged(8, 2)]))["speculative_config.json"])
-    assert "num_speculative_tokens_per_batch_size" not in one
-
-
-def test_gammas_are_those_of_the_evaluations_by_batch_size_and_of_how_the_engine_drafts() -> None:
-    measured = pair(judged=[judged(8, 2, 0), judged(1, 5, 2)])
-    for engine, first, second in (("vllm", 5, 2), ("hf", 5, 2), ("sglang", 2, 0)):
-        assert list(best_gammas(measured, engine).items()) == [(1, first), (8, second)]
-        assert ranges(best_gammas(measured, engine)) == [[1, 1, first], [2, 8, second]]
-
-
-def test_a_draft_that_the_engine_does_not_cut_is_launched_by_its_own_acceptance() -> None:
-    cut = judged()
-    cut["best_gamma_by_mode"][UNCUT] = 3
-    for row in cut["engines"]:
-        if (row["engine"], row["setting"]) == LAUNCHED["vllm"]:
-            row["mode"] = UNCUT
-    gammas = [launched_gamma(pair(judged=[cut]), engine) for engine in ("hf", "vllm", "sglang")]
-    assert gammas == [5, 3, 2]
-
-
-def test_a_summary_that_knows_one_best_gamma_alone_gives_it_to_every_engine() -> None:
-    """As of a proposer without a drafter, of which no engine has a row."""
-    bare = {"batch_size": 1, "best_gamma": 4, "temperature": 1.0}
-    assert {launched_gamma(pair(judged=[bare]), engine) for engine in LAUNCHED} == {4}
-    one = {key: value for key, value in judged().items() if key != "best_gamma_by_mode"}
-    assert {launched_gamma(pair(judged=[one]), engine) for engine in LAUNCHED} == {5}
-
-
-@pytest.mark.parametrize("engine", ["sglang", "llamacpp"])
-def test_where_argmax_drafts_do_not_pay_the_file_says_so_and_still_runs(engine: str) -> None:
-    text = LAUNCHES[engine](pair(judged=[judged(argmax=0)]))["launch.sh"]
-    assert "argmax drafts at batch size 1, by draftkit's decoder: 0, which is not to spec" in text
-    assert "at gamma 1: " in text
-    option = {"sglang": "--speculative-num-steps 1", "llamacpp": "--spec-draft-n-max 1"}[engine]
-    assert option in text
-    sampled = LAUNCHES["vllm"](pair(judged=[judged(argmax=0)]))
-    assert "Best gamma at batch size 1, by draftkit's decoder: 5." in sampled["launch.sh"]
-    assert json.loads(sampled["speculative_config.json"])["num_speculative_tokens"] == 5
-
-
 def test_sglang_drafts_a_chain_with_a_model_of_its_own(tmp_path: Path) -> None:
-    words = called(tmp_path, "sglang", pair())
+    (words,) = called(tmp_path, "sglang", pair(target="/models/my target"))
     assert words[:2] == ["-m", "sglang.launch_server"]
-    options = dict(zip(words[2::2], words[3::2], strict=True))
-    assert options == {
-        "--model-path": "some/target",
+    assert options_of(words[2:]) == {
+        "--model-path": "/models/my target",
         "--host": "127.0.0.1",
         "--speculative-algorithm": "STANDALONE",
         "--speculative-draft-model-path": "./hf",
@@ -150,8 +94,8 @@ def test_sglang_drafts_a_chain_with_a_model_of_its_own(tmp_path: Path) -> None:
 
 
 def test_llama_cpp_gets_both_files(tmp_path: Path) -> None:
-    words = called(tmp_path, "llamacpp", pair())
-    options = dict(zip(words[::2], words[1::2], strict=True))
+    (words,) = called(tmp_path, "llamacpp", pair())
+    options = options_of(words)
     assert options["-m"] == "llamacpp/target-q8_0.gguf"
     assert options["-md"] == "llamacpp/draft-q8_0.gguf"
     assert options["--spec-draft-n-max"] == "2"
@@ -159,70 +103,77 @@ def test_llama_cpp_gets_both_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("target", "llamacpp", "onnx"),
-    [("some/target", "some/target --remote", "-m some/target"), ("/a b", "/a b", "-i /a b")],
+    [
+        ("some/target", ["some/target", "--remote"], ["-m", "some/target"]),
+        ("/a b", ["/a b"], ["-i", "/a b"]),
+    ],
 )
 def test_converters_are_called_on_both_models(
-    tmp_path: Path, target: str, llamacpp: str, onnx: str
+    tmp_path: Path, target: str, llamacpp: list[str], onnx: list[str]
 ) -> None:
     """By the very words, of a target on the hub and of a folder."""
-    program = tmp_path / "bin" / "python"
-    program.parent.mkdir()
-    program.write_text('#!/bin/sh\nprintf "%s " "$@"; echo\n')
-    program.chmod(0o755)
-    converted = {}
-    for engine in ("llamacpp", "onnx"):
-        (tmp_path / engine).mkdir()
-        script = tmp_path / engine / "convert.sh"
-        script.write_text(LAUNCHES[engine](pair(target=target))["convert.sh"])
-        done = subprocess.run(
-            ["sh", str(script)],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={"PATH": f"{program.parent}:/usr/bin:/bin", "CONVERT": "convert.py"},
-        )
-        converted[engine] = [line.rstrip() for line in done.stdout.splitlines()]
+    converted = {
+        engine: called(tmp_path / engine, engine, pair(target=target), script="convert.sh")
+        for engine in ("llamacpp", "onnx")
+    }
+    kind = ["--outtype", "q8_0", "--outfile"]
     assert converted["llamacpp"] == [
-        "convert.py ./hf --outtype q8_0 --outfile llamacpp/draft-q8_0.gguf",
-        f"convert.py {llamacpp} --outtype q8_0 --outfile llamacpp/target-q8_0.gguf",
+        ["convert.py", "./hf", *kind, "llamacpp/draft-q8_0.gguf"],
+        ["convert.py", *llamacpp, *kind, "llamacpp/target-q8_0.gguf"],
     ]
-    builder = "-m onnxruntime_genai.models.builder"
-    options = "-p fp32 -e cpu -c onnx/cache -o"
+    builder = ["-m", "onnxruntime_genai.models.builder"]
+    options = ["-p", "fp32", "-e", "cpu", "-c", "onnx/cache", "-o"]
     assert converted["onnx"] == [
-        f"{builder} {onnx} {options} onnx/target",
-        f"{builder} -i ./hf {options} onnx/draft",
+        [*builder, *onnx, *options, "onnx/target"],
+        [*builder, "-i", "./hf", *options, "onnx/draft"],
     ]
 
 
 def test_the_program_of_onnx_joins_both_models(tmp_path: Path) -> None:
-    """As `joined` does, which real engines have run; greedy sampling samples nothing."""
-    parts = {}
+    """In one configuration, searched as is served, of what both have room for."""
     for name, length in (("target", 64), ("draft", 32)):
         model = {"decoder": {"filename": f"{name}.onnx"}, "vocab_size": 9, "context_length": length}
-        parts[name] = {"model": model, "search": {"top_k": 50, "num_beams": 1}}
         (tmp_path / name).mkdir()
-        (tmp_path / name / "genai_config.json").write_text(json.dumps(parts[name]))
+        config = {"model": model, "search": {"top_k": 50, "num_beams": 1}}
+        (tmp_path / name / "genai_config.json").write_text(json.dumps(config))
         (tmp_path / name / "tokenizer.json").write_text(name)
     (tmp_path / "onnxruntime_genai.py").write_text("def Model(folder):\n    raise SystemExit\n")
-    sampling = SamplingConfig(temperature=0.0, top_k=7)
-    one = pair(sampling=sampling)
+    one = pair(sampling=SamplingConfig(temperature=0.0, top_k=7))
     (tmp_path / "generate.py").write_text(LAUNCHES["onnx"](one)["generate.py"])
     subprocess.run([sys.executable, str(tmp_path / "generate.py")], check=True)
     made = json.loads((tmp_path / "genai_config.json").read_text())
-    gamma = launched_gamma(one, "onnx")
-    assert made == joined(parts["target"], parts["draft"], gamma=gamma, sampling=sampling)
+    assert made["model"] == {
+        "decoder": {"filename": "target/target.onnx"},
+        "draft": {"filename": "draft/draft.onnx"},
+        "vocab_size": 9,
+        "context_length": 32,
+    }
+    assert made["search"] == {
+        **{"num_beams": 1, "max_length": 32, "do_sample": False, "temperature": 1.0},
+        **{"top_k": 7, "top_p": 1.0, "repetition_penalty": 1.0},
+    }
+    assert made["speculative"] == {"max_draft_tokens": launched_gamma(one, "onnx")}
     assert (tmp_path / "tokenizer.json").read_text() == "target"
 
 
-@pytest.mark.parametrize("engine", ["hf", "onnx"])
-def test_programs_are_programs(engine: str) -> None:
-    text = LAUNCHES[engine](pair())["generate.py"]
-    names = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
-    assert ("num_assistant_tokens" if engine == "hf" else "set_speculative_options") in names
+def test_the_program_for_transformers_takes_the_commit_that_was_judged() -> None:
+    code = LAUNCHES["hf"](Pair(target="maker/model", revision="c" * 40))["generate.py"]
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    loads = [ast.unparse(call) for call in calls if "from_pretrained" in ast.unparse(call.func)]
+    of_target = [load for load in loads if "maker/model" in load]
+    assert len(of_target) == 2  # its tokenizer and itself
+    assert all(f"revision='{'c' * 40}'" in load for load in of_target)
+    assert "num_assistant_tokens" in code
+    assert "revision" not in LAUNCHES["hf"](Pair(target="maker/model"))["generate.py"]
+
+
+# What to expect
 
 
 @pytest.mark.parametrize("engine", LAUNCHED)
-def test_each_engine_is_expected_to_accept_what_its_setting_does(engine: str) -> None:
+def test_each_engine_is_launched_at_and_expected_to_accept_what_its_setting_does(
+    engine: str,
+) -> None:
     rows = {(row["engine"], row["setting"]): row for row in judged()["engines"]}
     row = rows[LAUNCHED[engine]]
     best = expected(pair(), engine)
@@ -234,27 +185,35 @@ def test_each_engine_is_expected_to_accept_what_its_setting_does(engine: str) ->
     mean = row["at_best_gamma"]["acceptance_length"]["mean"]
     assert "# Expect at temperature 1" in text
     assert f"at gamma {best['gamma']}: {mean:.2f} [" in text
+    bare = pair(judged=None)
+    assert launched_gamma(bare, engine) == 3
+    assert expected(bare, engine) is None
+    assert "# No evaluation says what to expect" in "".join(LAUNCHES[engine](bare).values())
 
 
-def test_without_an_evaluation_nothing_is_expected() -> None:
-    bare = pair(judged=[])
-    for engine, launch in LAUNCHES.items():
-        assert launched_gamma(bare, engine) == 3
-        assert expected(bare, engine) is None
-        assert "# No evaluation says what to expect" in "".join(launch(bare).values())
+def test_gammas_are_those_of_how_the_engine_drafts() -> None:
+    cut = judged()
+    cut["best_gamma_by_mode"][UNCUT] = 3  # of a draft that vLLM does not cut
+    for row in cut["engines"]:
+        if (row["engine"], row["setting"]) == LAUNCHED["vllm"]:
+            row["mode"] = UNCUT
+    gammas = [launched_gamma(pair(judged=cut), engine) for engine in ("hf", "vllm", "sglang")]
+    assert gammas == [5, 3, 2]
+    # As of a proposer without a drafter, of which no engine has a row.
+    without = {"batch_size": 1, "best_gamma": 4, "temperature": 1.0}
+    assert {launched_gamma(pair(judged=without), engine) for engine in LAUNCHED} == {4}
 
 
-def test_words_with_spaces_stay_one_word() -> None:
-    text = LAUNCHES["sglang"](pair(target="/models/my target"))["launch.sh"]
-    line = next(line for line in text.splitlines() if line.startswith("exec"))
-    assert "/models/my target" in shlex.split(line)
-
-
-def test_the_program_for_transformers_takes_the_commit_that_was_judged() -> None:
-    code = LAUNCHES["hf"](Pair(target="maker/model", revision="c" * 40))["generate.py"]
-    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
-    loads = [ast.unparse(call) for call in calls if "from_pretrained" in ast.unparse(call.func)]
-    of_target = [load for load in loads if "maker/model" in load]
-    assert len(of_target) == 2  # its tokenizer and itself
-    assert all(f"revision='{'c' * 40}'" in load for load in of_target)
-    assert "revision" not in LAUNCHES["hf"](Pair(target="maker/model"))["generate.py"]
+@pytest.mark.parametrize(
+    ("engine", "option"),
+    [("sglang", "--speculative-num-steps 1"), ("llamacpp", "--spec-draft-n-max 1")],
+)
+def test_where_argmax_drafts_do_not_pay_the_file_says_so_and_still_runs(
+    engine: str, option: str
+) -> None:
+    text = LAUNCHES[engine](pair(judged=judged(argmax=0)))["launch.sh"]
+    assert "argmax drafts at batch size 1, by draftkit's decoder: 0, which is not to spec" in text
+    assert "at gamma 1: " in text
+    assert option in text
+    sampled = LAUNCHES["vllm"](pair(judged=judged(argmax=0)))
+    assert "Best gamma at batch size 1, by draftkit's decoder: 5." in sampled["launch.sh"]

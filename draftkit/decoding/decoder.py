@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from draftkit.decoding import round as units
+from draftkit.decoding.feeding import feed, feed_encoders
 from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import (
     COMPILED_BUCKET,
@@ -28,8 +29,15 @@ from draftkit.decoding.graphs import (
     can_pack,
 )
 from draftkit.decoding.proposers import Proposal, Proposer
-from draftkit.decoding.results import Launched, RoundResult, RoundSeconds, read, to_host
-from draftkit.decoding.round import Packed, RoundInputs
+from draftkit.decoding.results import (
+    Launched,
+    Packed,
+    RoundResult,
+    RoundSeconds,
+    read,
+    to_host,
+)
+from draftkit.decoding.round import RoundInputs
 from draftkit.decoding.state import (
     DecodeState,
     Group,
@@ -189,7 +197,7 @@ class Decoder:
         slots = self.state.slots.values()
         unread = [slot for slot in slots if not slot.is_encoded]
         for proposer, batch in self._by_proposer(unread):
-            units.feed_encoders(self, batch, proposer)
+            feed_encoders(self, batch, proposer)
             for slot in batch:
                 slot.is_encoded = True
         waiting = [slot for slot in slots if not slot.is_ready]
@@ -197,7 +205,7 @@ class Decoder:
             numbers, starts = [slot.number for slot in batch], [slot.prefilled for slot in batch]
             left = [len(slot.request.prompt_ids) - 1 - slot.prefilled for slot in batch]
             width = min(PREFILL_CHUNK, max(left))
-            units.feed(self, numbers, starts, width, to_target=True, proposer=proposer)
+            feed(self, numbers, starts, width, to_target=True, proposer=proposer)
             for slot, count in zip(batch, left, strict=True):
                 slot.prefilled += min(width, count)
         if unread or waiting:
@@ -278,7 +286,7 @@ class Decoder:
         proposer = self._proposers.get(group.proposer_id)
         is_new = proposer is not None and group.proposer_id not in self._made
         if is_new or not self.cache.is_made:
-            units.feed(self, [*group.members][:1], [0], 1, to_target=True, proposer=proposer)
+            feed(self, [*group.members][:1], [0], 1, to_target=True, proposer=proposer)
             self._made.add(group.proposer_id)
 
     def _propose(self, inputs: RoundInputs) -> tuple[Proposal, str]:
@@ -335,7 +343,7 @@ class Decoder:
         if behind:
             numbers, starts = [slot.number for slot in behind], [slot.fed for slot in behind]
             width = max(slot.length - slot.fed for slot in behind) + self._unread()
-            units.feed(self, numbers, starts, width, to_target=False, proposer=proposer)
+            feed(self, numbers, starts, width, to_target=False, proposer=proposer)
         for slot in slots:
             slot.followed, slot.fed = slot.rounds + 1, slot.length
 

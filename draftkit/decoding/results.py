@@ -5,7 +5,7 @@ needs it, at once or a round later, when the device is at work on the next. A re
 in between: then its row is dropped. Copies to page-locked memory are queued like any other work of
 the device; any other copy, and a look at a value there, would wait for all that it still has to do.
 
-Shapes: B rows of a group, K proposed tokens.
+Shapes: B rows of a group, K proposed tokens, k reported ids.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,59 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftkit.decoding.round import Packed, unpack
 from draftkit.decoding.state import Group, Slot
+
+REPORTED = 5  # columns of a report
+
+
+class Outcome(NamedTuple):
+    """What verification yields, as `RoundResult` has it; garbage in inactive rows."""
+
+    report: Tensor  # [B, REPORTED] int64: emitted, committed, ended, done, valid proposals
+    tokens: Tensor
+    draft_tokens: Tensor
+    acceptance: Tensor
+    target_log_probs: Tensor
+    log_sum_exp: Tensor
+    served_log_sum_exp: Tensor
+    topk_ids: Tensor | None = None
+    topk_log_probs: Tensor | None = None
+    tail_mass: Tensor | None = None
+
+
+class Packed(NamedTuple):
+    """An outcome in two tensors: two copies bring all of it."""
+
+    integers: Tensor  # [B, I] int64
+    numbers: Tensor  # [B, F] of the outcome's floats, in the widest of their precisions
+
+    def select(self, rows: Tensor) -> "Packed":
+        return Packed(self.integers[rows], self.numbers[rows])
+
+
+def pack(outcome: Outcome) -> Packed:
+    """The parts of `outcome` side by side, in their order."""
+    parts = [part.flatten(1) for part in outcome if part is not None]
+    integers = [part for part in parts if part.dtype == torch.long]
+    numbers = [part for part in parts if part.dtype != torch.long]
+    return Packed(torch.cat(integers, dim=1), torch.cat(numbers, dim=1))
+
+
+def unpack(packed: Packed, *, gamma: int) -> Outcome:
+    """What was packed of a round with `gamma` proposals a row."""
+    wide = gamma + 1
+    likeliest = packed.integers.shape[1] - REPORTED - wide - gamma
+    report, tokens, draft_tokens, ids = packed.integers.split(
+        [REPORTED, wide, gamma, likeliest], dim=1
+    )
+    acceptance, log_probs, log_sum_exp, served, log_probs_of_ids, tail = packed.numbers.split(
+        [gamma, wide, wide, wide, likeliest, wide if likeliest else 0], dim=1
+    )
+    outcome = Outcome(report, tokens, draft_tokens, acceptance, log_probs, log_sum_exp, served)
+    if likeliest == 0:
+        return outcome
+    ids, log_probs_of_ids = (part.unflatten(1, (wide, -1)) for part in (ids, log_probs_of_ids))
+    return outcome._replace(topk_ids=ids, topk_log_probs=log_probs_of_ids, tail_mass=tail)
 
 
 class RoundSeconds(NamedTuple):

@@ -1,14 +1,21 @@
-"""The two units of a round: propose, and verify with all that follows from it.
+"""One round of speculative decoding, as two units of tensors: propose, and verify.
 
-Both are functions of tensors that wait for nothing: no value is read on the host, no branch
-depends on one. So each can be compiled as a whole (`graphs`), and what the decoder's bookkeeping
-costs is all that is left of a round outside them. Beside them stands how text reaches the caches
-outside of rounds.
+For a text, K proposals, and the laws q of the draft and p of the target, both as served
+(Leviathan et al. 2211.17192, Algorithm 1; `theory.verification` has the rules):
+
+    propose     x_1 .. x_K      the proposer draws x_i from q_i, given the text and x_1 .. x_(i-1)
+    verify      p_1 .. p_(K+1)  one pass of the target over the last token and the proposals
+    _verdict    n               x_i passes with probability min(1, p_i(x_i) / q_i(x_i)); n pass
+                y               from norm(max(0, p_(n+1) - q_(n+1))); from p_(K+1) where all pass
+    _commit     x_1 .. x_n, y   become text, up to an end of text or the length limit
+
+Both units wait for nothing: no value is read on the host, no branch depends on one. So each can be
+compiled as a whole (`graphs`), and what the decoder's bookkeeping costs is all that is left of a
+round outside them.
 
 Shapes: B rows of a group, fillers included, K proposed tokens, V vocabulary, k reported ids.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,26 +23,15 @@ from torch import Tensor
 
 from draftkit.decoding.graphs import map_tensors
 from draftkit.decoding.proposers import Proposal, Proposer
-from draftkit.decoding.state import (
-    DecodeState,
-    Group,
-    NoiseFunction,
-    RoundView,
-    Slot,
-    text_of,
-    to_device,
-)
+from draftkit.decoding.results import Outcome, Packed, pack
+from draftkit.decoding.state import DecodeState, Group, NoiseFunction, RoundView, text_of
 from draftkit.models.adapter import Adapter
-from draftkit.models.cache import SlotCache, visible_slots
+from draftkit.models.cache import SlotCache
 from draftkit.theory.acceptance import MODES
 from draftkit.theory.noise import ACCEPT, NEXT
 from draftkit.theory.truncation import most_likely_served
 from draftkit.theory.verification import Verification, Verifier, greedy_verification
 from draftkit.theory.warping import promote, seen_along, warp
-
-REPORTED = 5  # columns of a report
-
-WIDTH_STEPS = {"cuda": 64}  # of passes, by type of device: libraries plan each new width anew
 
 
 class Bench(Protocol):
@@ -57,31 +53,6 @@ class RoundInputs(NamedTuple):
     group: Group
     visible: int  # cache slots that this round can need
     proposal: Proposal | None = None  # None before it is made
-
-
-class Outcome(NamedTuple):
-    """What verification yields, as `results.RoundResult` has it; garbage in inactive rows."""
-
-    report: Tensor  # [B, REPORTED] int64: emitted, committed, ended, done, valid proposals
-    tokens: Tensor
-    draft_tokens: Tensor
-    acceptance: Tensor
-    target_log_probs: Tensor
-    log_sum_exp: Tensor
-    served_log_sum_exp: Tensor
-    topk_ids: Tensor | None = None
-    topk_log_probs: Tensor | None = None
-    tail_mass: Tensor | None = None
-
-
-class Packed(NamedTuple):
-    """An outcome in two tensors: two copies bring all of it."""
-
-    integers: Tensor  # [B, I] int64
-    numbers: Tensor  # [B, F] of the outcome's floats, in the widest of their precisions
-
-    def select(self, rows: Tensor) -> "Packed":
-        return Packed(self.integers[rows], self.numbers[rows])
 
 
 def propose(resident: tuple[Proposer, Bench], inputs: RoundInputs) -> Proposal:
@@ -111,11 +82,7 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
     view, proposal = round_view(bench, inputs), inputs.proposal
     assert proposal is not None
     proposal = within_context(bench, inputs, proposal, bench.target.max_positions)
-    tokens = torch.cat([view.last_two[:, 1:], proposal.tokens], dim=1)
-    positions = view.length[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)
-    positions = positions.clamp(max=bench.cache.capacity - 1)  # fillers may stand anywhere
-    cache = bench.cache.select(view.group.rows, visible=view.visible)
-    logits = bench.target.step(tokens, positions=positions, cache=cache)  # [B, K + 1, V]
+    logits = _target_pass(bench, view, proposal)
     history = None if view.seen is None else seen_along(view.seen, proposal.tokens)
     target_probs = warp(logits, view.group.params, history)  # [B, K + 1, V]
     verdict = _verdict(bench, view, proposal, target_probs)
@@ -137,34 +104,18 @@ def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
     return outcome._replace(topk_ids=ids, topk_log_probs=log_probs_of_ids, tail_mass=tail)
 
 
+def _target_pass(bench: Bench, view: RoundView, proposal: Proposal) -> Tensor:
+    """The target's logits [B, K + 1, V] after the text and after each proposal."""
+    tokens = torch.cat([view.last_two[:, 1:], proposal.tokens], dim=1)
+    positions = view.length[:, None] - 1 + torch.arange(tokens.shape[1], device=tokens.device)
+    positions = positions.clamp(max=bench.cache.capacity - 1)  # fillers may stand anywhere
+    cache = bench.cache.select(view.group.rows, visible=view.visible)
+    return bench.target.step(tokens, positions=positions, cache=cache)
+
+
 def verify_and_pack(bench: Bench, inputs: RoundInputs) -> Packed:
     """`verify`, its outcome packed."""
     return pack(verify(bench, inputs))
-
-
-def pack(outcome: Outcome) -> Packed:
-    """The parts of `outcome` side by side, in their order."""
-    parts = [part.flatten(1) for part in outcome if part is not None]
-    integers = [part for part in parts if part.dtype == torch.long]
-    numbers = [part for part in parts if part.dtype != torch.long]
-    return Packed(torch.cat(integers, dim=1), torch.cat(numbers, dim=1))
-
-
-def unpack(packed: Packed, *, gamma: int) -> Outcome:
-    """What was packed of a round with `gamma` proposals a row."""
-    wide = gamma + 1
-    likeliest = packed.integers.shape[1] - REPORTED - wide - gamma
-    report, tokens, draft_tokens, ids = packed.integers.split(
-        [REPORTED, wide, gamma, likeliest], dim=1
-    )
-    acceptance, log_probs, log_sum_exp, served, log_probs_of_ids, tail = packed.numbers.split(
-        [gamma, wide, wide, wide, likeliest, wide if likeliest else 0], dim=1
-    )
-    outcome = Outcome(report, tokens, draft_tokens, acceptance, log_probs, log_sum_exp, served)
-    if likeliest == 0:
-        return outcome
-    ids, log_probs_of_ids = (part.unflatten(1, (wide, -1)) for part in (ids, log_probs_of_ids))
-    return outcome._replace(topk_ids=ids, topk_log_probs=log_probs_of_ids, tail_mass=tail)
 
 
 def round_view(bench: Bench, inputs: RoundInputs) -> RoundView:
@@ -276,50 +227,3 @@ def target_log_probs(
     log_sum_exp = raw.logsumexp(-1)
     log_probs = raw.gather(2, candidates[..., None])[..., 0] - log_sum_exp
     return log_probs, log_sum_exp, (raw / served).logsumexp(-1)
-
-
-# Text that reaches the caches outside of rounds: prompts, what went by, and encoders' texts
-
-
-def feed(
-    bench: Bench,
-    slots: Sequence[int],
-    starts: Sequence[int],
-    width: int,
-    *,
-    to_target: bool,
-    proposer: Proposer | None,
-) -> None:
-    """Feed the `width` tokens of each of `slots` from `starts` on to target and proposer.
-
-    A row that is shorter runs on into garbage, which lands in slots that its own tokens overwrite
-    before anything sees them.
-    """
-    device, capacity = bench.target.device, bench.cache.capacity
-    rows, first = to_device([slots, starts], device, torch.long)
-    visible = visible_slots(min(max(starts) + width, capacity), capacity)
-    step = WIDTH_STEPS.get(device.type, 1)
-    wide = -(-width // step) * step  # what is fed beyond `width` is garbage, as in shorter rows
-    positions = first[:, None] + torch.arange(wide, device=device)  # [B, N]
-    positions = positions.clamp(max=capacity - 1)
-    tokens = bench.state.tokens[rows].gather(1, positions)
-    if to_target:
-        cache = bench.cache.select(rows, visible=visible)
-        bench.target.prefill(tokens, positions=positions, cache=cache)
-    if proposer is not None:
-        proposer.prefill(tokens, positions=positions, rows=rows, visible=visible)
-
-
-def feed_encoders(bench: Bench, slots: Sequence[Slot], proposer: Proposer | None) -> None:
-    """Let the encoders of target and proposer read the texts of `slots`."""
-    device = bench.target.device
-    texts = [list(slot.request.encoder_ids) for slot in slots]
-    longest = max(map(len, texts))
-    padded = [text + [0] * (longest - len(text)) for text in texts]
-    tokens = to_device(padded, device, torch.long)
-    columns = [[len(text) for text in texts], [slot.number for slot in slots]]
-    lengths, rows = to_device(columns, device, torch.long)
-    cache = bench.cache.select(rows, visible=bench.cache.capacity)
-    bench.target.encode(tokens, lengths=lengths, cache=cache)
-    if proposer is not None:
-        proposer.encode(tokens, lengths=lengths, rows=rows)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from draftkit.decoding import decoder, proposers, state
+from draftkit.decoding import decoder, feeding, proposers, state
 from draftkit.decoding import round as units
 from draftkit.decoding.proposers import DraftModelProposer, Proposal
 from draftkit.decoding.state import RoundView
@@ -87,7 +87,7 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
         "draft_tokens=proposal.tokens,\n        lengths=None,\n        accept",
     ),
     "prompt fed one slot late": (
-        units,
+        feeding,
         "positions = first[:, None] + torch",
         "positions = first[:, None] + 1 + torch",
     ),
@@ -148,12 +148,12 @@ def mutant(name: str) -> Parts:
     if module is decoder:
         return Parts(decoder=names["Decoder"])
     copied = mutate(decoder, '"""The speculative decoder', '"""A speculative decoder')
-    copied_units = mutate(units, '"""The two units', '"""Two units')
+    copied_units = mutate(units, '"""One round', '"""A round')
     if module is units:
         vars(copied_units).update(names)
     for place in (copied, copied_units):
         own = vars(place)
-        for key in ("make_group", "text_of", "SlotCache"):
+        for key in ("make_group", "text_of", "SlotCache", "feed"):
             if key in names and key in own and inspect.getmodule(own[key]) is module:
                 own[key] = names[key]
     vars(copied)["units"] = copied_units

@@ -30,10 +30,14 @@ from tests.decoding.test_streaming import (
 def test_pieces_behind_a_context_are_what_they_add_to_its_text(
     make: Callable[[], Tokenizer], prompt: str, text: str, cut: int, sizes: list[int]
 ) -> None:
-    """Of the same words as one text, cut anywhere: no space between the two is lost."""
+    """Of the same words as one text, cut anywhere: no space between the two is lost.
+
+    Also inside of characters; or not at all, so that all is the row's.
+    """
     tokenizer = make()
     ids = tokenizer.encode("The cat " * 9 + prompt + text).ids
-    cut += len(tokenizer.encode("The cat " * 8).ids)  # also inside of characters
+    if cut:
+        cut += len(tokenizer.encode("The cat " * 8).ids)
     stream = TextStream(tokenizer.decode, context=ids[:cut])
     found = "".join(pieces(stream, in_rounds(ids[cut:], sizes)))
     before = final_text(ids[:cut], tokenizer.decode)
@@ -65,19 +69,22 @@ def test_a_space_at_the_beginning_stays_where_something_comes_before(
     cut=st.integers(0, 12),
     sizes=sizes,
 )
-def test_nothing_is_looked_for_in_a_context(
+def test_a_stop_is_found_where_the_definition_says_and_never_in_the_context(
     make: Callable[[], Tokenizer], text: str, stops: list[str], cut: int, sizes: list[int]
 ) -> None:
-    """The definition, in the text that the ids behind the context add."""
+    """At any cut into rounds, as the definition says of the text that the row's ids add."""
     tokenizer = make()
     ids = tokenizer.encode("The cat " * 9 + text).ids
-    cut += len(tokenizer.encode("The cat " * 7).ids)
+    if cut:
+        cut += len(tokenizer.encode("The cat " * 7).ids)
     before = len(final_text(ids[:cut], tokenizer.decode))
 
     def added(own: list[int]) -> str:
         return tokenizer.decode([*ids[:cut], *own])[before:]
 
     expected = first_stop(ids[cut:], stops, added)
+    first = TextStream(tokenizer.decode, stops, ids[:cut])
+    assert watched(in_rounds(ids[cut:], sizes), first) == expected
     stream = TextStream(tokenizer.decode, stops, ids[:cut])
     found = "".join(pieces(stream, in_rounds(ids[cut:], sizes)))
     assert stream.stop == expected

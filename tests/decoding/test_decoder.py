@@ -18,7 +18,7 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.warping import SamplingParams, seen_tokens, warp
 from tests import tiny
 from tests.decoding.mutants import PointingProposer
-from tests.tabular import TabularAdapter, random_adapter, relative
+from tests.tabular import random_adapter, relative
 
 PLAIN = SamplingConfig()
 SERVED = [
@@ -224,43 +224,35 @@ def test_a_decoder_without_rows_does_nothing() -> None:
 # Who may join
 
 
-def test_a_request_that_exceeds_the_context_is_refused_before_any_has_joined() -> None:
-    decoder = tabular_decoder(context=12)
-    fits, too_long = request_of([1] * 4, new=8), request_of([1] * 5, new=8)
-    with pytest.raises(ValueError, match=r"5 prompt tokens and 8 new ones exceed .* 12 "):
-        decoder.join([fits, too_long])
-    assert decoder.free_slots == 4
-    assert decoder.round() == []
-    assert decoder.join([fits]) == [0]
-
-
-def test_the_context_is_the_smaller_of_both_models() -> None:
+def test_requests_that_just_fit_may_join() -> None:
+    assert tokens_needed(request_of([1] * 6, new=8)) == 20  # 14 tokens and twice gamma + 1
+    tabular_decoder(capacity=20).join([request_of([1] * 6, new=8)])
     decoder = tabular_decoder(context=12, draft_context=10)
-    with pytest.raises(ValueError, match="context of 10 "):
-        decoder.join([request_of([1] * 3, new=8)])
-    decoder.join([request_of([1] * 2, new=8)])
-    decoder.join([request_of([1] * 4, new=8, gamma=0)])  # the draft is not asked
+    decoder.join([request_of([1] * 2)])
+    decoder.join([request_of([1] * 4, gamma=0)])  # the draft is not asked
 
 
-def test_a_request_that_exceeds_the_cache_is_refused() -> None:
-    decoder = tabular_decoder(capacity=20)
-    request = request_of([1] * 6, new=8, gamma=2)  # 14 tokens and twice gamma + 1
-    assert tokens_needed(request) == 20
-    decoder.join([request])
-    with pytest.raises(ValueError, match="needs 21 cache slots, the decoder has 20"):
-        decoder.join([replace(request, max_new_tokens=9)])
+REFUSED: dict[str, tuple[dict[str, int], list[Request]]] = {
+    "needs 21 cache slots, the decoder has 20": ({"capacity": 20}, [request_of([1] * 6, new=9)]),
+    "3 requests, 2 free slots": ({"slots": 2}, [request_of([1])] * 3),
+    "no proposer 'nobody' is attached": ({}, [request_of([1], proposer_id="nobody")]),
+    "5 prompt tokens and 8 new ones exceed the context of 12 ": (
+        {"context": 12},
+        [request_of([1] * 4), request_of([1] * 5)],
+    ),
+    "context of 10 ": ({"context": 12, "draft_context": 10}, [request_of([1] * 3)]),
+}
 
 
-def test_more_requests_than_free_slots_are_refused() -> None:
-    decoder = tabular_decoder(slots=2)
-    with pytest.raises(ValueError, match="3 requests, 2 free slots"):
-        decoder.join([request_of([1])] * 3)
-    assert decoder.free_slots == 2
-
-
-def test_a_request_for_an_unknown_proposer_is_refused() -> None:
-    with pytest.raises(ValueError, match="no proposer 'nobody' is attached"):
-        tabular_decoder().join([request_of([1], proposer_id="nobody")])
+@pytest.mark.parametrize("message", REFUSED)
+def test_requests_that_do_not_fit_are_refused_before_any_has_joined(message: str) -> None:
+    options, requests = REFUSED[message]
+    decoder = tabular_decoder(**options)
+    slots = decoder.free_slots
+    with pytest.raises(ValueError, match=message):
+        decoder.join(requests)
+    assert decoder.free_slots == slots
+    assert decoder.round() == []
 
 
 @pytest.mark.parametrize(
@@ -378,14 +370,3 @@ def test_the_table_reads_its_context_out_of_the_cache() -> None:
             stale.cache._keys[0][0, :, slot] = 1.0  # token 0
             stale.cache._values[0][0, :, slot] = model.memory[0]
         assert stale.round()[0].log_sum_exp.item() != pytest.approx(own, abs=1e-6)
-
-
-def test_the_table_scores_as_it_steps() -> None:
-    model: TabularAdapter = random_adapter(5, 3)
-    tokens = torch.tensor([[1, 4, 0, 2], [3, 3, 1, 0]])
-    keep = torch.tensor([[True, False, True, True], [False, True, True, False]])
-    decoder = Decoder(model, slots=2, capacity=16)
-    positions = torch.arange(4).expand(2, 4)
-    stepped = model.step(tokens, positions=positions, cache=decoder.cache)
-    assert torch.equal(stepped, model.logits(tokens))
-    assert torch.equal(model.score(tokens, keep), stepped[keep])

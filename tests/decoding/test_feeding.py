@@ -5,9 +5,9 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.feeding import feed
 from draftkit.decoding.generation import DRAFT_ID, Completion, decode
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.decoding.round import feed
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import Adapter
 from draftkit.models.seq2seq import PrefixedAdapter

@@ -4,28 +4,19 @@ import functools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-import torch
-from torch import Tensor
 
+from draftkit.config import SamplingConfig
 from draftkit.decoding.gamma import (
     AdaptiveGamma,
     GammaPolicy,
     costs_at,
 )
 from draftkit.theory.speedup import Costs, best_gamma, break_even_alpha
-from draftkit.theory.verification import VERIFIERS
-from tests.theory.laws import (
-    Law,
-    Round,
-    likelihoods,
-    markov,
-    measure_round,
-    random_logits,
-    sequences,
-)
+from tests.decoding.checks import Measured, Parts, Setting, Text, TextLaw, measured
 
 MOST = 8
 PLAIN_MODEL = Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 8: 1.3})  # a draft at a fifth of the target
@@ -214,26 +205,22 @@ def test_the_choice_follows_from_earlier_rounds_alone_however_often_it_is_asked(
     assert len(set(chosen)) >= 4
 
 
-VOCAB = 3
-Text = tuple[int, ...]
+SETTING = Setting()
 
 
-def after(law: Law, text: Text) -> Law:
-    """`law` in the middle of a text: histories begin anew behind `text`."""
-
-    def shifted(history: Tensor) -> Tensor:
-        past = torch.tensor([[0, 0, *text]]).expand(len(history), -1)
-        return law(torch.cat([past, history[:, 2:]], dim=1))
-
-    return shifted
+@functools.cache
+def rounds_of(gamma: int) -> Measured:
+    """Rounds of so many proposals from every text."""
+    return measured(Parts(), replace(SETTING, gamma=gamma))
 
 
-def commits(measured: Round) -> Iterator[tuple[Text, int, float]]:
-    """What a round commits, the number accepted, and the probability."""
-    outcomes = measured.outcomes(VOCAB)
-    for row, count, token in outcomes.nonzero().tolist():
-        block = measured.blocks[row, :count].tolist()
-        yield (*block, token), count, float(outcomes[row, count, token])
+def commits(gamma: int, text: Text) -> Iterator[tuple[Text, int, float]]:
+    """What a round after `text` can make of it, the number accepted, and the probability."""
+    rounds = rounds_of(gamma)
+    mine = rounds.cells.state == rounds.number(text)
+    parts = rounds.cells.outcome.text[mine], rounds.cells.outcome.accepted[mine]
+    for new, accepted, mass in zip(*parts, rounds.cells.mass[mine], strict=True):
+        yield text + tuple(t for t in new.tolist() if t >= 0), int(accepted), float(mass)
 
 
 def error_of_two_rounds(second_gamma: Callable[[int], int], *, is_peeking: bool) -> float:
@@ -241,29 +228,20 @@ def error_of_two_rounds(second_gamma: Callable[[int], int], *, is_peeking: bool)
 
     is_peeking: the second round is made plain where it would accept nothing: a look ahead.
     """
-    target, draft = (markov(random_logits(VOCAB, seed).softmax(-1)) for seed in (1, 2))
-
-    @functools.cache
-    def round_after(text: Text, gamma: int) -> Round:
-        laws = {"target": after(target, text), "draft": after(draft, text)}
-        return measure_round(VERIFIERS["speculative"], **laws, vocab_size=VOCAB, gamma=gamma)
-
     law: Counter[Text] = Counter()
-    for text, accepted, mass in commits(round_after((), 1)):
-        for more, count, share in commits(round_after(text, second_gamma(accepted))):
+    for text, accepted, mass in commits(1, ()):
+        for longer, count, share in commits(second_gamma(accepted), text):
             if is_peeking and count == 0:
-                for token, _, again in commits(round_after(text, 0)):
-                    law[text + token] += mass * share * again
+                for plain, _, again in commits(0, text):
+                    law[plain] += mass * share * again
             else:
-                law[text + more] += mass * share
-    length = max(map(len, law))
-    every = sequences(VOCAB, length)
-    steps = likelihoods(target, every)
-    joint = torch.zeros(len(every), dtype=torch.float64)
-    for text, mass in law.items():
-        begins = (every[:, : len(text)] == torch.tensor(text)).all(-1)
-        joint += torch.where(begins, mass * steps[:, len(text) :].prod(-1), 0.0)
-    return float((joint - steps.prod(-1)).abs().max())
+                law[longer] += mass * share
+    own = TextLaw(SETTING.target, SamplingConfig(), SETTING.tokens)
+    joint = {
+        whole: sum(law[whole[:n]] * own(whole, before=whole[:n]) for n in range(1, len(whole) + 1))
+        for whole in SETTING.whole
+    }
+    return max(abs(mass - own(whole)) for whole, mass in joint.items())
 
 
 def test_two_rounds_with_a_learnt_gamma_have_exactly_the_targets_joint_law() -> None:

@@ -8,13 +8,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding import round as units_module
-from draftkit.decoding import state
+from draftkit.decoding import feeding, state
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.graphs import COMPILED_BUCKET, Units
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.decoding.results import to_host
-from draftkit.decoding.round import Packed
+from draftkit.decoding.results import Packed, to_host
 from draftkit.decoding.state import DecodeState, group_shape, make_group, to_device
 from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from tests.decoding.driving import DRAFT, SAMPLINGS, Answer, assert_same, drive, request
@@ -209,7 +207,7 @@ def test_prompts_that_are_fed_in_few_widths_are_the_same_text(
     monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     whole = answers(prefix=False)
-    monkeypatch.setitem(units_module.WIDTH_STEPS, "cpu", step)
+    monkeypatch.setitem(feeding.WIDTH_STEPS, "cpu", step)
     target = random_adapter(8, 1)
     widths = set()
     real = type(target).prefill

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.results import RoundResult
@@ -68,10 +67,9 @@ def test_ids_log_probabilities_and_tails_are_those_of_a_fresh_pass(late: bool) -
 
 
 def play(target: TabularAdapter, top_k: int, *, compiled: bool) -> dict[int, Rows]:
-    decoder = Listening(target, slots=2, capacity=32, compiled=compiled, top_k=top_k)
+    decoder = Listening(target, slots=1, capacity=32, compiled=compiled, top_k=top_k)
     decoder.attach(DRAFT, DraftModelProposer(relative(target, 2)))
-    greedy = SamplingConfig(temperature=0.0)
-    drive(decoder, [request([1, 2], new=6), request([3], row=1, new=4, sampling=greedy)])
+    drive(decoder, [request([1, 2], new=6)])
     return decoder.kept
 
 

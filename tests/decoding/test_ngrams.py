@@ -2,9 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding import ngrams
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
-from draftkit.decoding.proposers import Proposal, Proposer
+from draftkit.decoding.proposers import Proposer
 from draftkit.theory.noise import DRAFT, sample
 from tests.decoding.checks import LawBroken, Parts, Setting, check_joint_law, measured, served
 from tests.decoding.driving import view_of
@@ -284,38 +282,6 @@ def test_orders_that_make_no_sense_are_refused(guesser: type) -> None:
 
 
 # As parts of compiled rounds
-
-
-def memory_of(seed: int) -> NgramMemory:
-    memory = NgramMemory(max_ngram=2, max_bytes=1 << 12)
-    memory.learn(some_texts(20, 8, 20, seed=seed))
-    return memory
-
-
-CHANGED: dict[str, tuple[Any, Callable[[], Tensor] | None]] = {
-    "unigram": (CountTable(bigram()[0].clone()), lambda: bigram(2)[0]),
-    "bigram": (CountTable(bigram()), lambda: bigram(2)),
-    "memory": (memory_of(10), lambda: memory_of(11).table),
-    "lookup": (PromptLookup(), None),
-}
-
-
-@pytest.mark.parametrize(("guesser", "new"), CHANGED.values(), ids=CHANGED)
-def test_a_guess_is_one_graph_that_reads_new_contents_where_they_are(
-    guesser: Any, new: Callable[[], Tensor] | None
-) -> None:
-    view = view_of(some_texts(40, 8, 16, seed=12), [PLAIN] * 40, 3)
-    compiled = torch.compile(
-        lambda guesser, view: guesser.propose(view, 3), fullgraph=True, backend="eager"
-    )
-    before: Proposal = compiled(guesser, view)
-    torch.testing.assert_close(before, guesser.propose(view, 3), rtol=0, atol=0)
-    if new is None:
-        return
-    guesser.table.copy_(new())
-    after: Proposal = compiled(guesser, view)
-    assert not torch.equal(before.tokens, after.tokens)
-    torch.testing.assert_close(after, guesser.propose(view, 3), rtol=0, atol=0)
 
 
 def test_proposers_that_need_other_code_have_other_signatures() -> None:

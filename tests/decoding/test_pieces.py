@@ -19,7 +19,7 @@ from draftkit.models.adapter import CausalAdapter
 from tests import tiny
 from tests.decoding.driving import DRAFT, Answer, assert_same, drive, fresh_graphs, request
 
-LAYERS = 4
+LAYERS = 2
 NUCLEUS = SamplingConfig(temperature=0.7, top_p=0.9)
 
 

@@ -171,20 +171,6 @@ def test_how_tokens_are_chosen_is_part_of_a_signature() -> None:
     assert sampled.signature == DraftModelProposer(random_adapter(VOCAB_SIZE, 2)).signature
 
 
-@pytest.mark.parametrize("tokens", ["sampled", "argmax"])
-def test_a_draft_is_one_graph_that_reads_its_weights_where_they_are(tokens: str) -> None:
-    view, model = view_of(TEXTS, SAMPLINGS, 3), random_adapter(VOCAB_SIZE, 1)
-    proposer = proposer_with(model, TEXTS, tokens)
-    compiled = torch.compile(
-        lambda proposer, view: proposer.propose(view, 3), fullgraph=True, backend="eager"
-    )
-    before = compiled(proposer, view)
-    proposer.swap(random_adapter(VOCAB_SIZE, 2).state_dict(), "v2")
-    after = compiled(proposer, view)
-    assert not torch.equal(before.tokens, after.tokens)
-    torch.testing.assert_close(after, proposer.propose(view, 3), rtol=0, atol=0)
-
-
 class Repeats(Proposer):
     """All that a new proposer must define; `times` and `table` are settings of its own."""
 

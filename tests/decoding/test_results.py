@@ -12,8 +12,7 @@ from draftkit.decoding import decoder as decoder_module
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.decoding.results import Launched, RoundResult, read
-from draftkit.decoding.round import Outcome, pack
+from draftkit.decoding.results import Launched, Outcome, RoundResult, pack, read
 from draftkit.decoding.state import DecodeState, Request, Slot, make_group
 from draftkit.theory.speedup import Costs
 from tests.decoding.driving import (

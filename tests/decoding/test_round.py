@@ -15,15 +15,9 @@ from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
-from draftkit.decoding.round import (
-    Outcome,
-    RoundInputs,
-    no_proposal,
-    proposal_acceptance,
-    target_log_probs,
-)
+from draftkit.decoding.results import Outcome
+from draftkit.decoding.round import RoundInputs, no_proposal
 from draftkit.decoding.state import Request, make_group
-from draftkit.theory.acceptance import sampled_acceptance
 from tests import tiny
 from tests.decoding.driving import (
     DRAFT,
@@ -114,35 +108,6 @@ def test_no_proposal_is_zero_wide() -> None:
     assert proposal.tokens.shape == (3, 0)
     assert proposal.draft_probs is None
     assert proposal.lengths.tolist() == [0, 0, 0]
-
-
-def test_acceptance_is_the_overlap_or_the_probability_of_a_one_hot_proposal() -> None:
-    target_probs = torch.rand(2, 4, 5, dtype=torch.float64).softmax(-1)
-    draft_probs = torch.rand(2, 3, 5, dtype=torch.float64).softmax(-1)
-    tokens = torch.tensor([[0, 4, 2], [3, 3, 1]])
-    lengths = torch.tensor([3, 3])
-    sampled = proposal_acceptance(target_probs, Proposal(tokens, draft_probs, lengths), "alpha")
-    expected = sampled_acceptance(target_probs=target_probs[:, :3], draft_probs=draft_probs)
-    assert torch.equal(sampled, expected)
-    pointed = proposal_acceptance(target_probs, Proposal(tokens, None, lengths), "alpha")
-    for row in range(2):
-        for place in range(3):
-            assert pointed[row, place] == target_probs[row, place, tokens[row, place]]
-
-
-def test_log_probs_are_raw_and_normalisers_are_raw_and_served() -> None:
-    decoder = decoder_of()
-    warm, greedy = SamplingConfig(temperature=0.5, top_k=2), SamplingConfig(temperature=0.0)
-    decoder.join([request([1], sampling=warm), request([2], sampling=greedy)])
-    group = make_group(decoder.state, [0, 1], 1, DRAFT)
-    logits = torch.randn(2, 2, 8)
-    candidates = torch.tensor([[1, 7], [0, 3]])
-    log_probs, raw, served = target_log_probs(logits, candidates, group)
-    expected = logits.log_softmax(-1).gather(2, candidates[..., None])[..., 0]
-    torch.testing.assert_close(log_probs, expected)
-    torch.testing.assert_close(raw, logits.logsumexp(-1))
-    torch.testing.assert_close(served[0], (logits[0] / 0.5).logsumexp(-1))
-    torch.testing.assert_close(served[1], logits[1].logsumexp(-1))
 
 
 # Compiled rounds of every proposer

@@ -128,18 +128,6 @@ def test_pieces_together_are_the_text_of_all_ids(make: Callable[[], Tokenizer], 
     assert not any(REPLACEMENT in piece for piece in found)
 
 
-@tokenizers
-@settings(max_examples=60, deadline=None)
-@given(text=texts, sizes=sizes)
-def test_pieces_of_any_text_in_any_rounds_are_its_text(
-    make: Callable[[], Tokenizer], text: str, sizes: list[int]
-) -> None:
-    tokenizer = make()
-    ids = tokenizer.encode(text).ids
-    found = pieces(TextStream(tokenizer.decode), in_rounds(ids, sizes))
-    assert "".join(found) == tokenizer.decode(ids)
-
-
 @pytest.mark.parametrize("make", [byte_level, byte_bpe])
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), sizes=sizes)
@@ -231,27 +219,6 @@ def test_no_ids_are_no_text() -> None:
 
 
 # Stop strings
-
-
-@tokenizers
-@settings(max_examples=100, deadline=None)
-@given(
-    text=texts,
-    stops=st.lists(st.text(st.sampled_from(ALPHABET), min_size=1, max_size=4), max_size=3),
-    sizes=sizes,
-)
-def test_a_stop_is_found_where_the_definition_says_at_any_cut_into_rounds(
-    make: Callable[[], Tokenizer], text: str, stops: list[str], sizes: list[int]
-) -> None:
-    tokenizer = make()
-    ids = tokenizer.encode("The cat " * 9 + text).ids
-    expected = first_stop(ids, stops, tokenizer.decode)
-    assert watched(in_rounds(ids, sizes), TextStream(tokenizer.decode, stops)) == expected
-    stream = TextStream(tokenizer.decode, stops)
-    found = pieces(stream, in_rounds(ids, sizes))
-    whole = tokenizer.decode(ids)
-    assert "".join(found) == (whole if expected is None else whole[: expected.characters])
-    assert stream.stop == expected
 
 
 @tokenizers

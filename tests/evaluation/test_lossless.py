@@ -87,7 +87,7 @@ def test_a_mismatch_is_tolerated_only_where_the_two_best_logits_nearly_tie(
 HALF_PROMPTS = tiny.prompts([5, 9, 12, 7] * 4)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_in_the_served_dtype_near_ties_are_no_fault_and_a_wrong_decoder_is(
     monkeypatch, architecture
 ):
@@ -193,11 +193,10 @@ def rounded(pair, batch_size=4):
     )["draft"]
 
 
-@pytest.mark.parametrize("kind", ["embedded", "random"])
 def test_in_bfloat16_a_decoder_that_is_lossy_by_half_a_nat_fails_and_a_sound_one_passes(
-    monkeypatch, kind
+    monkeypatch,
 ):
-    pair = rounding_pair(kind, 12)
+    pair = rounding_pair("random", 12)
     assert rounded(pair).passed
     lossy_by(monkeypatch, 0.5)
     found = rounded(pair)

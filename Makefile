@@ -8,7 +8,7 @@ SUITE := -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reord
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 
-.PHONY: quickstart smoke smollm2 test pins newest oldest soak soak-share gpu engines lint format clean
+.PHONY: quickstart smoke smollm2 test pins newest oldest soak gpu engines lint format clean
 
 quickstart: $(READY)
 	$(BIN)/python -m pipelines.distill +experiment=quickstart
@@ -39,13 +39,13 @@ newest oldest:
 	.venv-$@/bin/python -m pip install -qq --no-deps --editable .
 	.venv-$@/bin/python $(SUITE) -W default --disable-warnings
 
-# The same suites at full counts: more draws, more cases, longer faults.
+# The same suites at full counts: more draws, more cases, longer faults. TIMED compare times, so they
+# run alone.
+TIMED := tests/serving/test_api_soak.py tests/serving/test_engine_load.py
 soak: $(DEV)
-	$(BIN)/python -m tests.soak
-
-# Those of them that the commit picks by its hash, in at most 25 minutes.
-soak-share: $(DEV)
-	$(BIN)/python -m tests.soak "$$(git rev-parse HEAD)"
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist load \
+		-m "soak and not gpu and not engines" $(addprefix --deselect=,$(TIMED))
+	$(BIN)/python -m pytest -m soak $(TIMED)
 
 # Everything that needs a GPU, on one, in at most nine minutes: tests marked gpu, two benchmarks.
 gpu: $(DEV)

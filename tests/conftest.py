@@ -23,7 +23,6 @@ from typing import Any  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-SOAKED = pytest.StashKey[set[str]]()  # the tests among those collected that are marked soak
 LEFT_OUT = pytest.StashKey[Counter[str]]()  # tests that -m takes out, by their marker
 ELSEWHERE = {  # what runs the tests of a marker
     "engines": "make engines; python -m pytest -m engines",
@@ -61,10 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are taken out
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order files by `_FIRST`; the Makefile keeps xdist from ordering them by their number."""
-    soaked = (item.nodeid.split("[")[0] for item in items if item.get_closest_marker("soak"))
-    config.stash[SOAKED] = set(soaked)
     places = {name: place for place, name in enumerate(_FIRST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(_FIRST)))
 

@@ -27,11 +27,6 @@ from typing import Any
 
 PINNED_PACKAGES = ("draftkit", "torch", "transformers", "datasets", "peft", "accelerate", "wandb")
 PINNED_PACKAGES += ("hydra-core", "tokenizers", "safetensors", "pyarrow", "numpy")
-_SECRET = re.compile(r"--?(?:[\w-]*[-_])?(?:key|token|password|secret)", re.IGNORECASE)
-_SECRET_VALUE = re.compile(
-    rf"""({_SECRET.pattern}["']?[=,\s]\s*)("[^"]*"|'[^']*'|[^\s,\]"']+)""", re.I
-)
-HIDDEN = "(hidden)"
 _LEFTOVER = re.compile(r"\.(.+)\.(tmp|old)-(\d+)")  # of which path, what, and whose
 
 
@@ -283,29 +278,6 @@ def machine(*, gpu: bool) -> str:
     return hardware["gpu"][0] if gpu else processor(hardware)
 
 
-def names_secret(text: str) -> bool:
-    """Whether `text` holds an option whose value `redacted` hides."""
-    return _SECRET.search(text) is not None
-
-
-def redacted(value: Any) -> Any:
-    """`value` without secrets: of options that end in key, token, password or secret.
-
-    In lists the word behind such an option, in texts what follows it (`--api-key X`,
-    `--api-key=X`); dicts and lists are gone through.
-    """
-    if isinstance(value, Mapping):
-        return {key: redacted(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        before = ["", *value]
-        hidden = [isinstance(word, str) and _SECRET.fullmatch(word) for word in before]
-        return [
-            HIDDEN if hide and isinstance(item, str) else redacted(item)
-            for hide, item in zip(hidden, value, strict=False)
-        ]
-    return _SECRET_VALUE.sub(rf"\1{HIDDEN}", value) if isinstance(value, str) else value
-
-
 def provenance(arguments: list[str] | None = None) -> dict[str, Any]:
     """Which code, versions, machine and command made a product (`arguments` null: this process)."""
     status = _git("status", "--porcelain")
@@ -318,5 +290,5 @@ def provenance(arguments: list[str] | None = None) -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": _versions(),
         "hardware": _hardware(),
-        "argv": redacted([Path(command[0]).name, *command[1:]]) if command else [],
+        "argv": [Path(command[0]).name, *command[1:]] if command else [],
     }

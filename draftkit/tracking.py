@@ -71,8 +71,8 @@ def _start_wandb(
     if mode == "online":
         if not wandb.api.api_key:
             raise ValueError(
-                "tracker.mode=online needs a Weights & Biases key: run `wandb login`, set"
-                " WANDB_API_KEY, or use tracker.mode=offline"
+                "tracker=online needs a Weights & Biases key: run `wandb login`, set"
+                " WANDB_API_KEY, or use tracker=offline"
             )
         # A relaunch goes on with the same online run; offline runs cannot be resumed.
         stored = folder / "wandb" / "run-id"
@@ -91,7 +91,7 @@ def _start_wandb(
         )
     except wandb.Error as error:
         raise ValueError(
-            f"Weights & Biases did not start ({error}): use tracker.mode=offline, or"
+            f"Weights & Biases did not start ({error}): use tracker=offline, or"
             " tracker=none to do without"
         ) from error
 

@@ -8,6 +8,7 @@ else looks at it, so that no stage knows of such files.
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from draftkit.artifacts import fingerprint, remembered, sha256_file
 from draftkit.config import DataConfig, ModelConfig
@@ -18,14 +19,16 @@ from draftkit.models.loading import check_folder
 from .folder import locked
 from .plan import MEMORY, Given
 
+Model = TypeVar("Model", bound=ModelConfig)
 
-def given_model(model: ModelConfig, key: str, root: str) -> Given:
+
+def given_model(model: ModelConfig, root: str) -> Given:
     """The model of a section that names one; of the hub, its name and the commit of its revision.
 
-    Raises ValueError naming `key` where there is no model.
+    Raises ValueError naming the model's key where there is none.
     """
     assert model.path is not None
-    check_folder(model, key)
+    check_folder(model)
     folder, code = Path(model.location), model.trust_remote_code
     if folder.is_dir():
         files, checksum = files_of_model(folder, code=code), partial(model_sha256, code=code)
@@ -33,14 +36,15 @@ def given_model(model: ModelConfig, key: str, root: str) -> Given:
     return Given(f"{model.path}@{commit_of(model)}", model.path)
 
 
-def unpacked(model: ModelConfig, key: str, root: str) -> tuple[ModelConfig, str]:
+def unpacked(model: Model, root: str) -> tuple[Model, str]:
     """`model` as a folder where its path names a GGUF file, and a line about it where it does.
 
     The folder lies in `<root>/shared/gguf`, by the file's content, and is made once. Raises
-    ValueError naming `key` for a file that cannot be had or read.
+    ValueError naming the model's key for a file that cannot be had or read.
     """
     if not model.names_gguf:
         return model, ""
+    key = model.key
     file = file_named(str(model.path), key)
     content = remembered(file, Path(root) / MEMORY, sha256_file, [file])
     home = Path(root) / "shared" / "gguf" / fingerprint([VERSION, content])

@@ -10,15 +10,11 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from draftkit.artifacts import names_secret, redacted, write_text
 from draftkit.config import Config
 
 from .configuration import (
@@ -62,15 +58,6 @@ def user_line(error: Exception) -> str:
     return ""
 
 
-def hide_secrets() -> None:
-    """Take keys out of the records that Hydra has just written. Called inside a job."""
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    for file in (*folder.glob("*.yaml"), folder.parent / "multirun.yaml"):
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        if names_secret(text):
-            write_text(file, yaml.safe_dump(redacted(yaml.safe_load(text)), sort_keys=False))
-
-
 def _guard(name: str, call: Callable[[], Any], *, raw: bool) -> None:
     """Run `call`; end the process with one line for what the user can put right."""
     try:
@@ -105,7 +92,6 @@ def run_command(name: str, launch: Launch) -> None:
     def job(composed: DictConfig) -> None:
         # Hydra would announce an error of the job by a line of its own: it never sees one.
         def checked() -> None:
-            hide_secrets()
             check_own_files()
             config = to_config(composed)
             if config.limit is not None and name not in DRY:

@@ -31,12 +31,24 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from draftkit.artifacts import fingerprint
-from draftkit.config import MAPPINGS, SAMPLING_FROM_NAMES, Config, SamplingConfig, flatten
+from draftkit.config import (
+    DIVERGENCE_NAMES,
+    MAPPINGS,
+    MIXTURE,
+    SAMPLING_FROM_NAMES,
+    SOURCE_NAMES,
+    Config,
+    SamplingConfig,
+    flatten,
+)
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 _CHOOSE_THE_FOLDER = ("name", "root", "experiment")  # no need to repeat them in a job's folder
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError)
 SAMPLING, FROM = "sampling", "from"
+# Groups of one key: `divergence=jsd` is `divergence.name=jsd`. A mixture has weights beside it.
+NAMED = {"divergence": DIVERGENCE_NAMES, "source": SOURCE_NAMES}
+EVEN = {"name": MIXTURE, MIXTURE: {"forward_kl": 0.5, "tvd": 0.5}}
 
 
 def _unset_sampling() -> dict[str, Any]:
@@ -55,11 +67,16 @@ Schema = make_dataclass("Schema", map(_schema_field, fields(Config)), kw_only=Tr
 
 @cache
 def register_schema() -> None:
-    """Store `Schema` where the defaults list of `conf/config.yaml` looks for `schema`.
+    """Store `Schema` where the defaults list of `conf/config.yaml` looks for `schema`, and `NAMED`.
 
     In YAML `${by_device:A,B}` is A on a GPU and B on a CPU.
     """
-    ConfigStore.instance().store(name="schema", node=Schema)
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Schema)
+    for group, names in NAMED.items():
+        for name in names:
+            store.store(group=group, name=name, node={"name": name})
+    store.store(group="divergence", name=MIXTURE, node=EVEN)
     OmegaConf.register_new_resolver("by_device", _by_device, replace=True)
 
 
@@ -78,7 +95,7 @@ def known_settings() -> list[str]:
 
 
 def groups() -> list[str]:
-    return sorted(path.name for path in CONF_DIR.iterdir() if path.is_dir())
+    return sorted([*NAMED, *(path.name for path in CONF_DIR.iterdir() if path.is_dir())])
 
 
 def _did_you_mean(wrong: str, known: list[str]) -> str:
@@ -130,8 +147,8 @@ def to_config(composed: DictConfig) -> Config:
     if any(model.names_gguf for model in (config.target, config.draft)):
         from .checksums import unpacked  # which imports torch, as `served` does
 
-        target, line = unpacked(config.target, "target", config.root)
-        draft, other = unpacked(config.draft, "draft", config.root)
+        target, line = unpacked(config.target, config.root)
+        draft, other = unpacked(config.draft, config.root)
         config, lines = replace(config, target=target, draft=draft), [*lines, line, other]
     if origin == "model":
         from draftkit.models.served import served_sampling
@@ -158,8 +175,7 @@ def spelled_out(words: Sequence[str]) -> list[str]:
     `draft.path` chooses `draft=local`: what is given is not made. A setting that is a mapping takes
     new keys, which Hydra adds or replaces with two plusses alone.
     """
-    new = tuple(f"data.{name}" for name in MAPPINGS)
-    words = [f"++{word}" if word.startswith(new) else word for word in words]
+    words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
     given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
     chosen = any(word.startswith(("draft=", "+draft=")) for word in words)
     # In front, as options may stand behind.

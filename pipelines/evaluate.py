@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from draftkit.artifacts import machine, read_json, write_json, write_text
-from draftkit.config import Config, ModelConfig
+from draftkit.config import Config, DraftConfig
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import answers, as_page, as_text, rounds
@@ -54,7 +54,7 @@ def judged_inputs(config: Config) -> dict[str, Given | Step]:
     return inputs
 
 
-def drafts_of(config: Config, folder: StageFolder) -> dict[str, ModelConfig]:
+def drafts_of(config: Config, folder: StageFolder) -> dict[str, DraftConfig]:
     """The drafts to judge by name, the one that the summary is about last."""
     start = folder.model(config, "draft")
     if config.evaluate.draft == "given":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import read_json, write_text
-from draftkit.config import Config, ModelConfig
+from draftkit.config import Config, DraftConfig
 from draftkit.engines.folder import write_plain_folder
 from draftkit.engines.hub import upload
 from draftkit.engines.launch import LAUNCHES, Pair, expected, launched_gamma
@@ -38,7 +38,7 @@ def needs(config: Config) -> dict[str, Given | Step]:
     return inputs
 
 
-def drafter_of(config: Config, folder: StageFolder) -> ModelConfig:
+def drafter_of(config: Config, folder: StageFolder) -> DraftConfig:
     """The drafter to export."""
     start = folder.model(config, "draft")
     return with_path(start, folder.input("trained")) if "trained" in folder.needs else start
@@ -73,8 +73,8 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     target = folder.model(config, "target")
     judged = read_json(folder.input(JUDGED) / SUMMARY) if JUDGED in folder.needs else None
     drafter = drafter_of(config, folder)
-    check_kind(config.draft, model_config(drafter, "draft"))
-    parallel = parallel_of(model_config(drafter, "draft")) is not None
+    check_kind(config.draft, model_config(drafter))
+    parallel = parallel_of(model_config(drafter)) is not None
     local = Path(target.location).is_dir()
     pair = Pair(
         target=str(Path(target.location).absolute()) if local else target.location,

@@ -38,7 +38,6 @@ def needs(config: Config) -> dict[str, Given | Step]:
         "online",
         "draft.pretrain",
         "draft.lora",
-        "draft.freeze_head",
         *ROLLOUT_SETTINGS,
         "evaluate.prompts",
         "evaluate.validation_prompts",
@@ -65,7 +64,7 @@ def check_drafter(config: Config) -> None:
         raise ValueError(f"decode.proposer={proposer} has no drafter to refit: use one of {names}")
     match = config.decode.verification == "match"
     if (proposer == "argmax" or match) and config.online.teacher == "stored":
-        key = "decode=match" if match else "decode.proposer=argmax"
+        key = "decode.verification=match" if match else "decode.proposer=argmax"
         raise ValueError(
             f"{key} needs online.teacher=target: stored scores do not tell how often its proposals"
             " are accepted"

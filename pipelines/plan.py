@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from draftkit.artifacts import fingerprint, read_json, redacted, remembered
+from draftkit.artifacts import fingerprint, read_json, remembered
 from draftkit.config import Config, ModelConfig, flatten
 from draftkit.distillation.ranks import processes
 from draftkit.evaluation.walltime import now
@@ -56,7 +56,7 @@ class StageFolder:
         """Where the product of the input `name` lies."""
         return Path(self.needs[name].path)
 
-    def model(self, config: Config, key: str) -> ModelConfig:
+    def model(self, config: Config, key: str) -> Any:
         """The model of section `key` (`target` or `draft`): as it is given, or as it was made.
 
         One of the hub at the commit that the plan has seen, whatever is uploaded since.
@@ -151,7 +151,7 @@ class Step:
             for key, value in flatten(config).items()
             if any(is_below(key, section) for section in stage.sections)
         }
-        self.settings: dict[str, Any] = redacted(settings)  # they are written down
+        self.settings: dict[str, Any] = settings
         self.needs = dict(stage.needs(config))
         self.name, self.command = stage.name, stage.command or stage.name
 

@@ -49,7 +49,7 @@ def needs(config: Config) -> dict[str, Given | Step]:
 )
 def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Make the drafter, in `draft` of the folder."""
-    tokenizer = load_tokenizer(folder.model(config, "target"), "target")
+    tokenizer = load_tokenizer(folder.model(config, "target"))
     splits = read_splits(folder.input("texts"))
     if not (folder.path / "draft").exists():
         make_draft(
@@ -70,7 +70,7 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
 def models(config: Config) -> dict[str, Given | Step]:
     """The target, and the starting draft: the one that is given, or the step that makes it."""
     is_given, target = config.draft.path is not None, target_input(config)
-    draft = given_model(config.draft, "draft", config.root) if is_given else prepare.step(config)
+    draft = given_model(config.draft, config.root) if is_given else prepare.step(config)
     return {"target": target, "draft": draft}
 
 
@@ -87,8 +87,8 @@ def check_pair(config: Config) -> None:
     """
     if config.target.path is not None and config.draft.path is not None:
         check_same_tokenizer(
-            target_tokenizer=load_tokenizer(config.target, "target"),
-            draft_tokenizer=load_tokenizer(config.draft, "draft"),
+            target_tokenizer=load_tokenizer(config.target),
+            draft_tokenizer=load_tokenizer(config.draft),
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import yaml
 
-from draftkit.artifacts import provenance, redacted, write_json, write_text
+from draftkit.artifacts import provenance, write_json, write_text
 from draftkit.config import Config
 from draftkit.distillation.ranks import agree, leave_group, processes
 from draftkit.models.devices import resolve_device
@@ -64,14 +64,12 @@ def tracker_of(config: Config, path: Path, stage_name: str, manifest: Mapping[st
         tags[key] = Path(model.path).name if model.path else "fresh"
     return Tracker(
         path,
-        mode=config.tracker.mode,
-        project=config.tracker.project,
-        entity=config.tracker.entity,
+        mode=config.tracker,
         group=config.name,
         job_type=stage_name,
         name="-".join(filter(None, (config.name, stage_name, config.job))),
         tags=[f"{key}={value}"[:64] for key, value in tags.items()],
-        config=redacted(asdict(config))
+        config=asdict(config)
         | {"provenance": manifest["provenance"], "inputs": manifest["inputs"]},
     )
 
@@ -191,7 +189,7 @@ def _run_in(step: Step, stored: dict[str, Any] | None) -> None:
     if stored is not None:
         manifest["resumed"].append(origin)
     write_json(path / MANIFEST, manifest)
-    write_text(path / CONFIG, yaml.safe_dump(redacted(asdict(step.config)), sort_keys=False))
+    write_text(path / CONFIG, yaml.safe_dump(asdict(step.config), sort_keys=False))
     tracker = tracker_of(step.config, path, step.name, manifest)
     resumed = stored is not None
     if step.stage.everywhere:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from draftkit.artifacts import remove
-from draftkit.config import Config, ModelConfig
+from draftkit.config import Config, DraftConfig
 from draftkit.models.loading import Outline, load_draft, save_model
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
@@ -66,7 +66,7 @@ def registry_of(
 def seeded_registry(
     config: Config,
     route: str,
-    start: ModelConfig,
+    start: DraftConfig,
     outline: Outline,
     fingerprints: Mapping[str, str],
 ) -> Registry:

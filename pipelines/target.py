@@ -7,7 +7,7 @@ target, whatever its drafter; a kill at any moment costs the steps since the las
 from typing import Any
 
 from draftkit.artifacts import provenance, write_text
-from draftkit.config import Config, ModelConfig
+from draftkit.config import Config, TargetConfig
 from draftkit.data.prompts import read_splits
 from draftkit.distillation.pretrain import full_rows, new_model, pretrain, recipe
 from draftkit.distillation.progress import reporting, training_seconds
@@ -45,8 +45,10 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
             shape=shape,
             config=config,
             log=reporting("prepare_target", shape.max_steps, folder.tracker, folder.note),
+            optimizer=shape.optimizer,
+            saved_as=shape.dtype,
         )
-    trained = load_target(ModelConfig(path=str(folder.path / "target")), config.hardware)
+    trained = load_target(TargetConfig(path=str(folder.path / "target")), config.hardware)
     scores = score_texts(trained.adapter, tokenizer, splits.test[:SCORED], batch_size=16)
     for domain, score in scores.items():
         folder.note(
@@ -72,7 +74,7 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
 def target_input(config: Config) -> Given | Step:
     """The target: the one that is given, or the step that trains it."""
     if config.target.path is not None:
-        return given_model(config.target, "target", config.root)
+        return given_model(config.target, config.root)
     return target.step(config)
 
 

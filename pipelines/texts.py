@@ -39,7 +39,7 @@ def needs(config: Config) -> dict[str, Given]:
     """The text, the lengths of rows, and the target where one is given: its tokenizer counts."""
     inputs = {"data": given_text(config.data, config.root)}
     if config.target.path is not None:
-        inputs["target"] = given_model(config.target, "target", config.root)
+        inputs["target"] = given_model(config.target, config.root)
     inputs["lengths"] = Given(fingerprint(vars(lengths_of(config))))
     return inputs
 
@@ -52,9 +52,9 @@ def context_of(config: Config) -> int:
     target, draft = config.target, config.draft
     whole = target.pretrain.max_position_embeddings
     if target.path is not None:
-        whole = longest_text(target, "target")
+        whole = longest_text(target)
     if draft.path is not None:
-        return min(whole, longest_text(draft, "draft"))
+        return min(whole, longest_text(draft))
     return whole if draft.shrink.layers else min(whole, draft.pretrain.max_position_embeddings)
 
 
@@ -76,7 +76,7 @@ def make_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The given target's tokenizer, or one trained on the training split and kept in `path`."""
     if config.target.path is not None:
-        return load_tokenizer(config.target, "target")
+        return load_tokenizer(config.target)
     if not path.exists():
         training = split_documents(documents, config.data)["train"]
         rows = (str(text) for document in training for text in document.row.values())
@@ -120,7 +120,7 @@ def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
 def tokenizer_of(config: Config, folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer that the texts in the complete `folder` were read with."""
     if config.target.path is not None:
-        return load_tokenizer(config.target, "target")
+        return load_tokenizer(config.target)
     return PreTrainedTokenizerFast.from_pretrained(folder / TOKENIZER)
 
 

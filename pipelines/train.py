@@ -60,7 +60,7 @@ def check(config: Config) -> None:
 @stage(
     sections=(
         *("seed", "data", "sampling", "divergence", "source", "optim", "generate.top_k"),
-        *("draft.kind", "draft.pard", "draft.lora", "draft.freeze_head"),
+        *("draft.kind", "draft.pard", "draft.lora"),
         *("evaluate.validation_prompts", "evaluate.max_new_tokens"),
         *ROLLOUT_SETTINGS,
     ),

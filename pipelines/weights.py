@@ -31,10 +31,9 @@ REMEDIES |= {"prepare": "give a smaller drafter, or draft.shrink.layers", "train
 
 @dataclass(frozen=True)
 class Weights:
-    """A model by the number of its weights, of those of its head, and bytes as it is served."""
+    """A model by the number of its weights, and bytes as it is served."""
 
     count: int
-    head: int
     served: int
 
 
@@ -47,7 +46,7 @@ def gigabytes(count: float) -> str:
 def pair_shapes(config: Config) -> dict[str, PreTrainedConfig]:
     """Those of target and draft, of files or to be made. ValueError naming what is not there."""
     given = {key: getattr(config, key) for key in ("target", "draft")}
-    shapes = {key: model_config(one, key) for key, one in given.items() if one.path is not None}
+    shapes = {key: model_config(one) for key, one in given.items() if one.path is not None}
     if "target" not in shapes:
         shapes["target"] = llama_config(config.target.pretrain, config.data.vocab_size)
     whole, cut = shapes["target"], config.draft.shrink.layers
@@ -71,14 +70,12 @@ def pair_weights(config: Config, *, here: bool = True) -> dict[str, Weights]:
 
     def weights(key: str, shape: PreTrainedConfig) -> Weights:
         model: ModelConfig = getattr(config, key)
-        text, count = shape.get_text_config(), weight_count(shape)
+        count = weight_count(shape)
         dtype = dtype_named(model) or served
         # On a CPU weights of the same dtype are pages of their files, and no memory of the process.
         stored = shape.dtype if model.path is not None else None
         mapped = here and device.type == "cpu" and stored in (dtype, None)
-        return Weights(
-            count, text.vocab_size * text.hidden_size, 0 if mapped else count * dtype.itemsize
-        )
+        return Weights(count, 0 if mapped else count * dtype.itemsize)
 
     return {key: weights(key, shape) for key, shape in pair_shapes(config).items()}
 
@@ -86,9 +83,8 @@ def pair_weights(config: Config, *, here: bool = True) -> dict[str, Weights]:
 def step_bytes(step: Step, pair: Mapping[str, Weights]) -> float:
     """What weights, gradients and moments of `step`, one of `WITH_MODELS`, take at least."""
     config, target, draft = step.config, pair["target"], pair["draft"]
-    learns = draft.count - (draft.head if config.draft.freeze_head else 0)
-    if config.draft.lora.rank:  # a share of the weights, too small to count
-        learns = 0
+    # What LoRA trains is a share of the weights too small to count.
+    learns = 0 if config.draft.lora.rank else draft.count
     training = FLOAT32 * draft.count + (TRAINED - FLOAT32) * learns
     shrink = config.draft.shrink
     judged = 2 if config.evaluate.draft == "trained" else 1

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from draftkit.config import Config, ModelConfig
+from draftkit.config import Config, TargetConfig
 from draftkit.data.prompts import Splits, read_splits
 from draftkit.tracking import read_metrics
 from pipelines import prepare
@@ -24,7 +24,7 @@ def smoke(root: Path, *overrides: str) -> Config:
     return compose_config([*given, *overrides])
 
 
-def models(config: Config) -> tuple[ModelConfig, ModelConfig]:
+def models(config: Config) -> tuple[TargetConfig, TargetConfig]:
     """Target and starting draft of `config`, made first where they are missing."""
     made = products("test", prepare.models(config))
     return made.model(config, "target"), made.model(config, "draft")

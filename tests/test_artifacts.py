@@ -237,18 +237,3 @@ def test_a_machine_is_named_by_the_threads_that_compute() -> None:
             assert machine(gpu=False).endswith(text)
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_key_on_a_command_line_is_hidden() -> None:
-    words = [
-        "draftkit",
-        "draft.lora.target_modules=[--api-key,S3CRET,--n,3]",
-        "--hf_token='S3 CRET'",
-        "-k=1",
-    ]
-    assert provenance(words)["argv"] == [
-        "draftkit",
-        "draft.lora.target_modules=[--api-key,(hidden),--n,3]",
-        "--hf_token=(hidden)",
-        "-k=1",
-    ]

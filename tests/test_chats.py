@@ -99,7 +99,7 @@ def test_ids_are_those_of_the_template_from_the_data_to_the_server(
     config = config_of(tmp_path, [{"messages": turns} for turns in chats], *words)
     distill.launch(config)
 
-    tokenizer = load_tokenizer(config.target, "target")
+    tokenizer = load_tokenizer(config.target)
     seen = [turns[:n] for turns in chats for n in (1, 3)]
     by_template = [
         tokenizer.apply_chat_template(turns, add_generation_prompt=True, **options)["input_ids"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pipelines.checksums
-from draftkit.config import DataConfig, ModelConfig
+from draftkit.config import DataConfig, TargetConfig
 from draftkit.models.loading import save_model
 from draftkit.models.shrink import write_kept_ids
 from pipelines.checksums import given_model, given_text
@@ -48,14 +48,14 @@ def test_a_file_is_read_once_until_it_changes(
 HUB = """
 import sys
 from pathlib import Path
-from draftkit.config import Config, ModelConfig
+from draftkit.config import Config, TargetConfig
 from draftkit.tracking import Tracker
 from pipelines.checksums import given_model
 from pipelines.plan import StageFolder
 for revision in (None, "old", "unknown"):
-    model = ModelConfig(path="maker/model", revision=revision)
+    model = TargetConfig(path="maker/model", revision=revision)
     try:
-        given = given_model(model, "target", sys.argv[1])
+        given = given_model(model, sys.argv[1])
     except ValueError as error:
         print(error)
         continue
@@ -99,7 +99,7 @@ def model(tmp_path: Path) -> Path:
 
 def address(model: Path, **options: Any) -> str:
     root = str(model.parent / "outputs")
-    return given_model(ModelConfig(path=str(model), **options), "target", root).address
+    return given_model(TargetConfig(path=str(model), **options), root).address
 
 
 def test_what_lies_beside_a_model_is_no_part_of_it(model: Path) -> None:

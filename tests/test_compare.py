@@ -12,7 +12,7 @@ from rich.console import Console
 
 import pipelines.run
 from draftkit.artifacts import read_json
-from draftkit.config import Config, TrackerConfig
+from draftkit.config import Config
 from pipelines.compare import compare, differing, expand, finding, read_run, read_runs, render
 
 
@@ -173,7 +173,7 @@ def test_a_target_is_what_its_checksum_says_whatever_it_is_called(
         str(experiment(Path("outputs"), name, alpha, **{**embedded, **settings}))
         for name, alpha, settings in (("a", 0.9, {}), ("c", 0.5, changed))
     ]
-    summary = compare.launch(Config(runs=runs, tracker=TrackerConfig(mode="none")))
+    summary = compare.launch(Config(runs=runs, tracker="none"))
     assert told in summary["findings"][0]
 
 
@@ -238,7 +238,7 @@ def test_a_missing_run_is_one_line_and_exit_code_2(
 
 
 def test_runs_that_have_changed_are_compared_anew(two: list[str], tmp_path: Path) -> None:
-    config = Config(runs=two, tracker=TrackerConfig(mode="none"))
+    config = Config(runs=two, tracker="none")
     first = compare.launch(config)
     summary = Path(two[1]) / "evaluate" / "summary.json"
     content = read_json(summary) | {"alpha": estimate(0.79)}

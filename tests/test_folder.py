@@ -8,13 +8,13 @@ import pytest
 
 import pipelines.run
 from draftkit.artifacts import read_json, write_json
-from draftkit.config import Config, TrackerConfig
+from draftkit.config import Config
 from tests.toy import Toy
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config(root=str(tmp_path / "outputs"), name="toy", tracker=TrackerConfig(mode="none"))
+    return Config(root=str(tmp_path / "outputs"), name="toy", tracker="none")
 
 
 @pytest.fixture

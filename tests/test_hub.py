@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from draftkit.config import Config, DataConfig, ModelConfig
+from draftkit.config import Config, DataConfig, TargetConfig
 from draftkit.data.corpora import read_documents
 from draftkit.hub import hub_has
 from draftkit.models.loading import load_model, load_tokenizer, model_config
@@ -97,9 +97,9 @@ def test_what_the_hub_does_not_hand_out_is_refused_by_its_key(
     server: Hub, status: int, code: str, line: str
 ) -> None:
     server.status, server.code = status, code
-    model = ModelConfig(path=NAME, revision="old")
+    model = TargetConfig(path=NAME, revision="old")
     with pytest.raises(ValueError, match="^" + line.replace("{}", NAME)) as error:
-        load_tokenizer(model, "target")
+        load_tokenizer(model)
     assert "\n" not in str(error.value)
     assert server.requests == 1
 
@@ -107,7 +107,7 @@ def test_what_the_hub_does_not_hand_out_is_refused_by_its_key(
 def test_a_repository_without_a_configuration_holds_no_model(server: Hub) -> None:
     server.status, server.code = 404, "EntryNotFound"
     with pytest.raises(ValueError, match=rf"^draft\.path {NAME}: the hub has no config\.json of"):
-        model_config(ModelConfig(path=NAME), "draft")
+        model_config(TargetConfig(path=NAME))
 
 
 @pytest.mark.parametrize("offline", [True, False])
@@ -116,11 +116,11 @@ def test_without_network_whatever_reads_a_model_says_how_to_go_on(
 ) -> None:
     if not offline:
         reach(monkeypatch, CLOSED)
-    model, line = ModelConfig(path=NAME), rf"^target\.path {NAME}: .*`hf download {NAME} "
+    model, line = TargetConfig(path=NAME), rf"^target\.path {NAME}: .*`hf download {NAME} "
     for read in (
-        lambda: load_tokenizer(model, "target"),
-        lambda: model_config(model, "target"),
-        lambda: load_model(model, "target", dtype="auto", device=None),  # type: ignore[arg-type]
+        lambda: load_tokenizer(model),
+        lambda: model_config(model),
+        lambda: load_model(model, dtype="auto", device=None),  # type: ignore[arg-type]
         lambda: served_sampling(model, {}),
     ):
         with pytest.raises(ValueError, match=line) as error:
@@ -159,7 +159,7 @@ def test_what_is_in_the_cache_needs_no_network(
         (repository / path).write_text(text)
     assert hub_has(NAME, FILE, section="target")
     assert hub_has(NAME, FILE, section="target", revision=commit)
-    assert served_sampling(ModelConfig(path=NAME), {})[0] == Config().sampling
+    assert served_sampling(TargetConfig(path=NAME), {})[0] == Config().sampling
     with pytest.raises(ValueError, match="does not answer"):
         hub_has(NAME, "other.json", section="target")
 

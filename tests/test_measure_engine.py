@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from draftkit.artifacts import read_json
-from draftkit.config import HardwareConfig, ModelConfig
+from draftkit.config import DraftConfig, HardwareConfig, TargetConfig
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.engines import counters
 from draftkit.models.loading import load_draft, load_target
@@ -37,9 +37,9 @@ class Engine:
         self.lag, self.before = 0, ""  # readings of the counters that do not hold the last answer
         self.requests: list[dict[str, Any]] = []
         self.target = load_target(
-            ModelConfig(path=str(pair / "target")), HardwareConfig(device="cpu", dtype="float32")
+            TargetConfig(path=str(pair / "target")), HardwareConfig(device="cpu", dtype="float32")
         )
-        draft = load_draft(ModelConfig(path=str(pair / "draft")), self.target)
+        draft = load_draft(DraftConfig(path=str(pair / "draft")), self.target)
         self.decoder = OurDecoder(
             target=self.target.adapter,
             proposer=DraftModelProposer(draft),

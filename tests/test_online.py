@@ -315,6 +315,6 @@ def test_where_nothing_is_drafted_there_is_nothing_to_refit(name: str) -> None:
     check_drafter(compose_config(argmax))
     with pytest.raises(ValueError, match=r"decode\.proposer=argmax needs online\.teacher=target"):
         check_drafter(compose_config([*argmax, "online.teacher=stored"]))
-    match = ["+experiment=serve", "decode=match", "online.teacher=stored"]
-    with pytest.raises(ValueError, match=r"decode=match needs online\.teacher=target"):
+    match = ["+experiment=serve", "decode.verification=match", "online.teacher=stored"]
+    with pytest.raises(ValueError, match=r"decode.verification=match needs online\.teacher=target"):
         check_drafter(compose_config(match))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from draftkit.config import DataConfig, HardwareConfig, ModelConfig
+from draftkit.config import DataConfig, HardwareConfig, TargetConfig
 from draftkit.data.lengths import Room
 from draftkit.models.loading import load_target, save_model
 from draftkit.prompts import examples_of, fit_examples
@@ -16,7 +16,7 @@ PLAIN = DataConfig(prompt_tokens=2)
 def target(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     save_model(tiny.model(), tiny.byte_tokenizer(), folder / "model")
-    return load_target(ModelConfig(path=str(folder / "model")), HardwareConfig(device="cpu"))
+    return load_target(TargetConfig(path=str(folder / "model")), HardwareConfig(device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def talking(tmp_path_factory):
     tokenizer, folder = tiny.byte_tokenizer(), tmp_path_factory.mktemp("talking")
     tokenizer.chat_template = CHAT.replace("<|im_end|>", tiny.END)
     save_model(tiny.model(), tokenizer, folder / "model")
-    return load_target(ModelConfig(path=str(folder / "model")), HardwareConfig(device="cpu"))
+    return load_target(TargetConfig(path=str(folder / "model")), HardwareConfig(device="cpu"))
 
 
 def read(prompts, target, data=PLAIN, **options):

@@ -102,7 +102,7 @@ def test_nothing_to_draft_is_refused_by_its_key(root: Path, source: str) -> None
 
 def test_decoding_counts_only_where_texts_depend_on_it(tmp_path: Path) -> None:
     def marks(source: str) -> list[list[Any]]:
-        changes = [[], ["decode.gamma=2"], ["decode=block"]]
+        changes = [[], ["decode.gamma=2"], ["decode.verification=block"]]
         return [decoding_of(smoke(tmp_path, f"source={source}", *change)) for change in changes]
 
     assert marks("draft") == marks("mix") == [[], [], []]
@@ -119,7 +119,7 @@ def test_an_engine_over_http_gives_the_rollouts_of_the_decoder(root: Path) -> No
     plain = generate.ensure(ours)
     target = load_target(models(ours)[0], ours.hardware)
     with served(Engine(target.adapter, target.eos_token_ids, target.tokenizer.decode)) as engine:
-        http = ["generate.engine=openai", f"generate.url={engine.url}", "generate.concurrency=3"]
+        http = ["generate.engine=openai", f"generate.url={engine.url}", "generate.batch_size=3"]
         asked = smoke(root, *greedy, *http)
         folder = generate.ensure(asked)
     expected = [replace(record, sampler="openai") for record in read_parts(plain)]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import pipelines.run
-from draftkit.config import Config, TrackerConfig
+from draftkit.config import Config
 from pipelines.folder import LOCK
 from tests.toy import Toy, result, with_steps
 
@@ -96,7 +96,7 @@ def test_a_kill_at_any_moment_leaves_a_folder_that_the_next_launch_finishes(
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a killed process loses no cache
     monkeypatch.setattr(pipelines.run, "provenance", dict)
     root, before = tmp_path / "outputs", tmp_path / "before"
-    quiet = TrackerConfig(mode="none")
+    quiet = "none"
     config = with_steps(Config(root=str(root), name="toy", tracker=quiet), 5)
     path = root / "toy" / "down"
     Toy().down.launch(config)

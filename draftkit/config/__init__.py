@@ -22,17 +22,17 @@ from draftkit.config.choices import (
     SOURCE_NAMES,
     VERIFICATION_NAMES,
 )
-from draftkit.config.engines import EngineConfig, ExportConfig
 from draftkit.config.experiment import (
     MAPPINGS,
     Config,
     HardwareConfig,
-    TrackerConfig,
     flatten,
 )
 from draftkit.config.measuring import (
     DecodeConfig,
+    EngineConfig,
     EvaluateConfig,
+    ExportConfig,
 )
 from draftkit.config.service import (
     DEFAULT_ROUTE,
@@ -44,16 +44,18 @@ from draftkit.config.service import (
 )
 from draftkit.config.text import (
     DataConfig,
+    DraftConfig,
     LoraConfig,
     ModelConfig,
     PretrainConfig,
     SamplingConfig,
     ShrinkConfig,
+    TargetConfig,
+    TargetPretrainConfig,
 )
 from draftkit.config.training import (
     DivergenceConfig,
     GenerateConfig,
-    MixtureConfig,
     OptimConfig,
     SourceConfig,
     has_compiler,

@@ -18,6 +18,7 @@ PROPOSER_NAMES = (*DRAFTED_NAMES, *COUNTING_NAMES, "prompt_lookup", "none")
 PROPOSER_ALIASES = {"draft": "sampled", "lookup": "prompt_lookup"}
 OPTIMIZER_NAMES = ("adamw", "muon")
 DTYPE_NAMES = ("float32", "bfloat16")
+TRACKER_NAMES = ("offline", "online", "disabled", "none")
 DOMAIN_NAMES = ("python", "prose", "cpp")
 SAMPLING_FROM_NAMES = ("config", "model")  # the default first
 EXPORT_NAMES = ("hf", "vllm", "sglang", "llamacpp", "onnx")  # what a drafter is exported for
@@ -88,7 +89,8 @@ def check_rules(section: Any, key: str) -> None:
         rule, value = one.metadata.get("rule"), getattr(section, one.name)
         if rule is None or value is None:
             continue
-        name, entries = f"{key}.{one.name}", value if isinstance(value, list) else [value]
+        name = f"{key}.{one.name}" if key else one.name
+        entries = value if isinstance(value, list) else [value]
         require(bool(entries) or not rule.filled, name, "name at least one", value)
         once = not rule.unique or len(set(entries)) == len(entries)
         require(once, name, "name none twice", value)

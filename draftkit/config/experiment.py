@@ -4,17 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
-from draftkit.config.choices import DTYPE_NAMES, Section, positive, require, setting
-from draftkit.config.engines import EngineConfig, ExportConfig
-from draftkit.config.measuring import (
-    DecodeConfig,
-    EvaluateConfig,
-)
+from draftkit.config.choices import DTYPE_NAMES, TRACKER_NAMES, Section, positive, require, setting
+from draftkit.config.measuring import DecodeConfig, EngineConfig, EvaluateConfig, ExportConfig
 from draftkit.config.service import OnlineConfig, ServeConfig
-from draftkit.config.text import DataConfig, ModelConfig, SamplingConfig, small_draft
+from draftkit.config.text import DataConfig, DraftConfig, SamplingConfig, TargetConfig
 from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
 
-MAPPINGS = ("template_options",)  # settings whose own keys are not ours
+MAPPINGS = ("data.template_options", "divergence.mixture")  # settings with keys of their own
 MOST_SEED = 2**32 - 1  # with the number of an epoch beside it, a seed still is one of 64 bits
 
 
@@ -30,30 +26,22 @@ class HardwareConfig(Section, key="hardware"):
 
 
 @dataclass(kw_only=True)
-class TrackerConfig(Section, key="tracker"):
-    """W&B beside the JSONL that is always written. `none` does not import wandb."""
-
-    mode: str = setting("offline", names=("offline", "online", "disabled", "none"))
-    project: str = "draftkit"
-    entity: str | None = None
-
-
-@dataclass(kw_only=True)
-class Config:
-    """A whole experiment. Sections without a default factory of their own are groups in `conf/`."""
+class Config(Section, key=""):
+    """A whole experiment."""
 
     name: str = "default"
     root: str = "outputs"
-    seed: int = 0
+    seed: int = setting(0, least=0, most=MOST_SEED)
     overwrite: bool = False
     plan: bool = False  # print what would be done, and stop
-    limit: int | None = (
-        None  # run so many batches of each stage, say what the whole takes, and stop
-    )
+    # Run so many batches of each stage, say what the whole takes, and stop.
+    limit: int | None = positive(None)
     job: str | None = None  # the job of a sweep, set by the command
-    runs: list[str] = field(default_factory=list)
-    target: ModelConfig = field(default_factory=ModelConfig)
-    draft: ModelConfig = field(default_factory=small_draft)
+    runs: list[str] = field(default_factory=list)  # folders that `compare` sets side by side
+    # Weights & Biases beside the JSONL that is always written; `none` does not import wandb.
+    tracker: str = setting("offline", names=TRACKER_NAMES)
+    target: TargetConfig = field(default_factory=TargetConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
@@ -67,16 +55,12 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)
     online: OnlineConfig = field(default_factory=OnlineConfig)
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
-        self.target.check("target")
-        self.draft.check("draft")
+        super().__post_init__()
         plain = bool(self.name) and "/" not in self.name and not self.name.startswith(".")
         require(plain, "name", "be a plain folder name", self.name)
         require(self.job is None or "/" not in self.job, "job", "be left to sweeps", self.job)
-        require(0 <= self.seed <= MOST_SEED, "seed", f"lie in 0..{MOST_SEED}", self.seed)
-        require(self.limit is None or self.limit > 0, "limit", "be positive", self.limit)
         self.data.require(
             self.data.path is not None,
             "path",
@@ -115,7 +99,7 @@ def flatten(section: Any, prefix: str = "") -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for key, value in (section if isinstance(section, Mapping) else vars(section)).items():
-        if key in MAPPINGS:
+        if f"{prefix}{key}" in MAPPINGS:
             flat[f"{prefix}{key}"] = dict(value)
         elif is_dataclass(value) or isinstance(value, Mapping):
             flat |= flatten(value, f"{prefix}{key}.")

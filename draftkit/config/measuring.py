@@ -1,9 +1,11 @@
-"""How the pair decodes, and what is measured of it."""
+"""How the pair decodes, what is measured of it, and what is written for other engines."""
 
 from dataclasses import dataclass
 
 from draftkit.config.choices import (
     DRAFTED_NAMES,
+    DTYPE_NAMES,
+    EXPORT_NAMES,
     PROPOSER_ALIASES,
     PROPOSER_NAMES,
     VERIFICATION_NAMES,
@@ -88,3 +90,21 @@ class EvaluateConfig(Section, key="evaluate"):
         if str(self.lossless).lower() == "false":
             self.lossless = "off"  # which YAML reads as a boolean
         super().__post_init__()
+
+
+@dataclass(kw_only=True)
+class ExportConfig(Section, key="export"):
+    """A drafter for other engines: a plain folder, and how each loads and starts it."""
+
+    # hf, the plain folder, is written in any case; the others add launch files to it.
+    engines: list[str] = setting(EXPORT_NAMES[:3], names=EXPORT_NAMES, filled=True, unique=True)
+    # Of the plain folder; null: as the drafter is stored. Engines load it in the target's.
+    dtype: str | None = setting(None, names=DTYPE_NAMES)
+    push_to_hub: str | None = None  # ORG/NAME: the plain folder is also uploaded there
+
+
+@dataclass(kw_only=True)
+class EngineConfig(Section, key="engine"):
+    """A server of vLLM, SGLang or llama.cpp that runs with the drafter, and has no other client."""
+
+    url: str | None = None  # as http://127.0.0.1:8000

@@ -9,7 +9,6 @@ from draftkit.config.choices import (
     DTYPE_NAMES,
     OPTIMIZER_NAMES,
     Section,
-    check_rules,
     positive,
     require,
     setting,
@@ -27,36 +26,48 @@ GGUF, PACKAGE = ".gguf", "package:"  # what paths of such a file end and begin w
 
 
 @dataclass(kw_only=True)
-class PretrainConfig:
-    """The Llama-type model that is built and trained where `path` is null."""
+class PretrainConfig(Section, key="draft.pretrain"):
+    """The Llama-type drafter that is built and trained where `draft.path` is null."""
+
+    num_hidden_layers: int = positive(2)
+    hidden_size: int = positive(128)
+    intermediate_size: int = positive(384)
+    num_attention_heads: int = positive(4)
+    max_position_embeddings: int = positive(512)
+    max_steps: int = positive(400)
+    per_device_train_batch_size: int = positive(8)
+    learning_rate: float = positive(2e-3)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole = self.hidden_size % self.num_attention_heads == 0
+        self.require(whole, "hidden_size", "be a multiple of num_attention_heads")
+
+
+@dataclass(kw_only=True)
+class TargetPretrainConfig(PretrainConfig, key="target.pretrain"):
+    """The same of a target."""
 
     num_hidden_layers: int = positive(8)
     hidden_size: int = positive(384)
     intermediate_size: int = positive(1024)
     num_attention_heads: int = positive(6)
-    max_position_embeddings: int = positive(512)
     max_steps: int = positive(330)
-    per_device_train_batch_size: int = positive(8)
-    learning_rate: float = positive(2e-3)
     # muon: faster from nothing, and the more so the larger a step, whose matrices it turns once
     optimizer: str = setting("adamw", names=OPTIMIZER_NAMES)
-    # Of the weights as they are saved.
-    dtype: str = setting("float32", names=DTYPE_NAMES)
+    dtype: str = setting("float32", names=DTYPE_NAMES)  # of the weights as they are saved
 
 
 @dataclass(kw_only=True)
-class LoraConfig:
+class LoraConfig(Section, key="draft.lora"):
     """How `distill` trains the draft: rank 0 trains all weights, another one updates of it."""
 
     rank: int = setting(0, least=0, hint=" (0: no LoRA)")
     alpha: float = positive(16.0)  # updates are scaled by alpha / rank
-    dropout: float = setting(0.0, least=0, below=1)
-    # null: all linear layers but the head
-    target_modules: list[str] | None = setting(None, filled=True, unique=True)
 
 
 @dataclass(kw_only=True)
-class ShrinkConfig:
+class ShrinkConfig(Section, key="draft.shrink"):
     """The draft that `prepare` cuts from the target, where `draft.path` is null."""
 
     # How many of the target's, as `models.shrink` chooses them, or their numbers from 0, ascending;
@@ -66,17 +77,28 @@ class ShrinkConfig:
     # Of plain training on the text of `data` after the cut, in all else as `draft.pretrain` says.
     steps: int = setting(0, least=0)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cuts, numbers = bool(self.layers), self.layers
+        numbers = numbers if isinstance(numbers, list) else [numbers]
+        whole = all(type(one) is int and one >= 0 for one in numbers)
+        rule = "be a number of layers, or numbers from 0, ascending"
+        self.require(whole and numbers == sorted({*numbers}), "layers", rule)
+        fits = self.vocabulary == 0 or (self.vocabulary > 0 and cuts)
+        self.require(fits, "vocabulary", "be 0, or positive beside draft.shrink.layers")
+        self.require(cuts or not self.steps, "steps", "be 0 without draft.shrink.layers")
+
 
 @dataclass(kw_only=True)
-class PardConfig:
+class PardConfig(Section, key="draft.pard"):
     """A drafter that proposes in one pass (`draft.kind=pard`)."""
 
     tokens: int = setting(8, least=2, most=32)  # proposals that it is trained for
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
-    """One model: a local folder, a hub name, `draftkit/embedded`, or null for one to be made.
+class ModelConfig(Section, key="model"):
+    """A model: a local folder, a hub name, `draftkit/embedded`, or null for one to be made.
 
     Commands also take a GGUF file, or `package:NAME`, the one that an installed package holds.
     """
@@ -86,15 +108,6 @@ class ModelConfig:
     trust_remote_code: bool = False
     # As it is served and scored, never part of a stage's identity; null: as `hardware.dtype` says.
     dtype: str | None = setting(None, names=DTYPE_NAMES)
-    # null: what is faster on the device. Flash attention is none: it takes no masks of slots.
-    attn_implementation: str | None = setting(None, names=("eager", "sdpa"))
-    pretrain: PretrainConfig = field(default_factory=PretrainConfig)
-    # draft: what `distill` makes of it. plain: proposes token by token; pard: all in one pass
-    kind: str = setting("plain", names=("plain", "pard"))
-    pard: PardConfig = field(default_factory=PardConfig)
-    freeze_head: bool = False  # draft: the output head, and embeddings tied to it, do not learn
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    shrink: ShrinkConfig = field(default_factory=ShrinkConfig)
 
     @property
     def location(self) -> str:
@@ -110,53 +123,30 @@ class ModelConfig:
         path = self.path or ""
         return path.startswith(PACKAGE) or (path.endswith(GGUF) and not Path(path).is_dir())
 
-    def check(self, section: str) -> None:
-        """Raise ValueError naming the key under `section` (`target` or `draft`) that is wrong."""
-        check_rules(self, section)
-        check_rules(self.pretrain, f"{section}.pretrain")
-        size, layers, vocabulary = (
-            self.pretrain.hidden_size,
-            self.shrink.layers,
-            self.shrink.vocabulary,
-        )
-        whole = size % self.pretrain.num_attention_heads == 0
-        require(
-            whole, f"{section}.pretrain.hidden_size", "be a multiple of num_attention_heads", size
-        )
-        if section == "target":
-            rule = "stay as it is, since only the draft is trained and cut"
-            require(self.lora.rank == 0, "target.lora.rank", rule, self.lora.rank)
-            require(not layers, "target.shrink.layers", rule, layers)
-            require(self.kind == "plain", "target.kind", rule, self.kind)
-        check_rules(self.lora, "draft.lora")
-        check_rules(self.pard, "draft.pard")
-        check_rules(self.shrink, "draft.shrink")
-        numbers = layers if isinstance(layers, list) else [layers]
-        whole = all(type(one) is int and one >= 0 for one in numbers)
-        rule = "be a number of layers, or numbers from 0, ascending"
-        require(whole and numbers == sorted({*numbers}), "draft.shrink.layers", rule, layers)
-        rule = "be 0, or positive beside draft.shrink.layers"
-        fits = vocabulary == 0 or (vocabulary > 0 and bool(layers))
-        require(fits, "draft.shrink.vocabulary", rule, vocabulary)
+
+@dataclass(kw_only=True)
+class TargetConfig(ModelConfig, key="target"):
+    """The model that is served, which never learns."""
+
+    pretrain: TargetPretrainConfig = field(default_factory=TargetPretrainConfig)
+
+
+@dataclass(kw_only=True)
+class DraftConfig(ModelConfig, key="draft"):
+    """The model that proposes: where it begins, and what `distill` makes of it."""
+
+    # plain: proposes token by token; pard: all in one pass
+    kind: str = setting("plain", names=("plain", "pard"))
+    pard: PardConfig = field(default_factory=PardConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    shrink: ShrinkConfig = field(default_factory=ShrinkConfig)
+    pretrain: PretrainConfig = field(default_factory=PretrainConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         rule = "be empty where draft.path names the drafter"
-        require(self.path is None or not layers, "draft.shrink.layers", rule, layers)
-        rule = "be 0 without draft.shrink.layers"
-        require(
-            bool(layers) or not self.shrink.steps, "draft.shrink.steps", rule, self.shrink.steps
-        )
-
-
-def small_draft() -> ModelConfig:
-    """The drafter of `draft=fresh`."""
-    return ModelConfig(
-        pretrain=PretrainConfig(
-            num_hidden_layers=2,
-            hidden_size=128,
-            intermediate_size=384,
-            num_attention_heads=4,
-            max_steps=400,
-        )
-    )
+        given = self.path is not None and bool(self.shrink.layers)
+        require(not given, "draft.shrink.layers", rule, self.shrink.layers)
 
 
 @dataclass(kw_only=True)
@@ -180,9 +170,6 @@ class DataConfig(Section, key="data"):
     # Prompts that are strings: a user turn where the tokenizer has a chat template (auto), the same
     # and refused where it has none (always), or as they are, special tokens included (never).
     chat_template: str = setting("auto", names=("auto", "always", "never"))
-    # Of `text` rows, of prompts under chat_template=never and of /v1/completions: a special token's
-    # name is that token; false: its letters, as they are in chats and in all other prompts.
-    special_tokens_in_text: bool = True
     system: str | None = None  # a system turn in front of every chat that has none
     # Variables of the template, as {enable_thinking: false}.
     template_options: dict[str, Any] = field(default_factory=dict)

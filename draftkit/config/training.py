@@ -18,23 +18,15 @@ WORTH_COMPILING = 200  # steps
 
 
 @dataclass(kw_only=True)
-class MixtureConfig(Section, key="divergence.mixture"):
-    """Weights of the divergences in a sum of them."""
-
-    forward_kl: float = setting(0.0, least=0)
-    reverse_kl: float = setting(0.0, least=0)
-    jsd: float = setting(0.0, least=0)
-    tvd: float = setting(0.0, least=0)
-    neg_log_alpha: float = setting(0.0, least=0)
-    lk_hybrid: float = setting(0.0, least=0)
-    ce_argmax: float = setting(0.0, least=0)
-    next_token: float = setting(0.0, least=0)
-
-
-@dataclass(kw_only=True)
 class DivergenceConfig(Section, key="divergence"):
     """What `distill` minimises, and on which tokens. `temperature` null means the served one."""
 
+    # forward_kl: KL(target || draft), covers everything that the target may say. reverse_kl:
+    # KL(draft || target), avoids what it would not say. jsd: generalised Jensen-Shannon. tvd: total
+    # variation = 1 - alpha, whose gradient vanishes at low overlap. neg_log_alpha: -log alpha,
+    # whose gradient does not. lk_hybrid: KL that turns into TVD as alpha grows. ce_argmax:
+    # cross-entropy to the target's most likely token, for greedy serving and for
+    # decode.proposer=argmax. next_token: plain training on the tokens themselves, the control.
     name: str = setting("forward_kl", names=(*DIVERGENCE_NAMES, MIXTURE))
     beta: float = setting(  # jsd: weight of the target in the mixture
         0.5,
@@ -45,7 +37,9 @@ class DivergenceConfig(Section, key="divergence"):
     # lk_hybrid: how fast the weight moves from KL to TVD as alpha grows
     eta: float = setting(3.0, least=0)
     temperature: float | None = positive(None)
-    mixture: MixtureConfig = field(default_factory=MixtureConfig)
+    # Weights of a sum of divergences, as {forward_kl: 0.5, tvd: 0.5}: it is minimised then,
+    # whatever the name, which becomes `mixture`.
+    mixture: dict[str, float] = field(default_factory=dict)
     # Of forward_kl, before all else. null: a fifth of `optim.max_steps` for a drafter that was cut
     # and not trained, under a divergence whose gradient vanishes there, else 0.
     warmup_steps: int | None = setting(None, least=0)
@@ -58,16 +52,18 @@ class DivergenceConfig(Section, key="divergence"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        weighted = any(vars(self.mixture).values())
-        rule = "have weights above 0 exactly where divergence=mixture"
-        self.require(weighted == (self.name == MIXTURE), "mixture", rule)
+        for name, weight in self.mixture.items():
+            choices = ", ".join(DIVERGENCE_NAMES)
+            self.require(name in DIVERGENCE_NAMES, "mixture", f"hold weights of {choices}")
+            require(weight > 0, f"divergence.mixture.{name}", "be positive", weight)
+        self.name = MIXTURE if self.mixture else self.name
+        rule = "hold the weights where divergence.name=mixture"
+        self.require(bool(self.mixture) or self.name != MIXTURE, "mixture", rule)
 
     @property
     def terms(self) -> dict[str, float]:
         """The divergences of the sum, by name, with their weights."""
-        if self.name != MIXTURE:
-            return {self.name: 1.0}
-        return {name: weight for name, weight in vars(self.mixture).items() if weight > 0}
+        return self.mixture or {self.name: 1.0}
 
     @property
     def names(self) -> set[str]:
@@ -83,6 +79,11 @@ class SourceConfig(Section, key="source"):
     `refresh_steps` - 1 steps old.
     """
 
+    # fixed: the data's own completions. target: the target's rollouts of the prompts, which
+    # `generate` makes once and shares. draft: samples of the current draft, on its policy. mix: its
+    # samples among the target's rollouts. block: what a server sees, decode.gamma tokens of the
+    # current draft after a piece of the target's rollout. replay: texts of speculative decoding
+    # with the current draft, which know where a proposal was refused.
     name: str = setting("draft", names=SOURCE_NAMES)
     fraction: float = setting(  # mix: how much the draft samples (GKD's lambda)
         0.5,
@@ -118,13 +119,12 @@ class GenerateConfig(Section, key="generate"):
     """
 
     rollouts: int = positive(1024)
-    batch_size: int = positive(128)
+    batch_size: int = positive(128)  # prompts at a time; openai: requests
     # Ids of the target stored for every token, to train without it; 0: none.
     top_k: int = setting(0, least=0, hint=" (0 stores none)")
     engine: str = setting("decoder", names=("decoder", "openai"))
     url: str | None = None  # openai: as http://127.0.0.1:8000/v1
     model: str | None = None  # openai: the name that it serves; null: `target.path`
-    concurrency: int = positive(16)  # openai: requests at a time
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,8 +160,6 @@ class OptimConfig(Section, key="optim"):
     gradient_accumulation_steps: int = positive(1)
     max_grad_norm: float = positive(1.0)
     weight_decay: float = setting(0.0, least=0)
-    adam_beta1: float = setting(0.9, least=0, below=1)
-    adam_beta2: float = setting(0.98, least=0, below=1)
     eval_steps: int = positive(50)
     save_steps: int = positive(100)  # a checkpoint of 0.6 B weights has 7 GB; the last one stays
     logging_steps: int = positive(5)

@@ -236,7 +236,7 @@ class RowReader:
         self.prompt_tokens: Counter[int] = Counter()
         self._tokenizer, self._data, self._lengths = tokenizer, data, lengths
         # Source code names special tokens; in the package's texts these are words, not control.
-        self._literal = data.is_packaged or not data.special_tokens_in_text
+        self._literal = data.is_packaged
         self._format: ChatFormat = chat_format(tokenizer, data, fixed_date=True)
         if data.chat_template == "always" and not self._format.has_template:
             raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftkit.config import Config, HardwareConfig, ModelConfig, OptimConfig
+from draftkit.config import Config, DraftConfig, HardwareConfig, OptimConfig, TargetConfig
 from draftkit.distillation.ranks import join_group
 from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, Teacher
 from draftkit.distillation.trainer import Trainer
@@ -32,7 +32,7 @@ from draftkit.theory.divergences import Divergence
 
 
 def load_teaching_target(
-    target: ModelConfig, hardware: HardwareConfig, *, stored: bool
+    target: TargetConfig, hardware: HardwareConfig, *, stored: bool
 ) -> Target | Outline:
     """The target to learn from, its outline alone where its scores are `stored` with the texts.
 
@@ -46,7 +46,7 @@ def load_teaching_target(
     return load_sharded_target(target, hardware)
 
 
-def load_learner(draft: ModelConfig, target: Target | Outline) -> CausalAdapter:
+def load_learner(draft: DraftConfig, target: Target | Outline) -> CausalAdapter:
     """The draft to begin with, in float32; one of `draft.kind=pard` may be a plain one yet."""
     return load_draft(replace(draft, kind=PLAIN), target, dtype=torch.float32)
 
@@ -74,14 +74,11 @@ def make_trainer(
     if draft.parallel is not None:
         check_unused(draft.parallel, texts)
     draft = with_lora(draft, config.draft.lora, seed=config.seed)
-    if config.draft.freeze_head:
-        head: Any = draft.model.get_output_embeddings()
-        head.requires_grad_(False)
     if config.optim.activation_checkpointing:
         checkpoint_activations(draft.model)
     divergence, reference = config.divergence, None
     if divergence.reference is not None:
-        reference = load_draft(ModelConfig(path=divergence.reference), outline)
+        reference = load_draft(DraftConfig(path=divergence.reference), outline)
     teacher: Teacher | None = None
     if loss is not None or divergence.names != {"next_token"}:
         known = isinstance(target, Target)

@@ -13,6 +13,7 @@ from draftkit.config import OptimConfig
 Named = Iterable[tuple[str, nn.Parameter]]
 OptimizerOf = Callable[[Named, OptimConfig, float], torch.optim.Optimizer]  # the peak rate last
 
+BETAS = (0.9, 0.98)  # of AdamW: decay of the first and the second moment
 ADAMW_SCALE = "match_rms_adamw"  # of torch's Muon: updates as large as AdamW's
 
 
@@ -21,7 +22,7 @@ def adamw(weights: Named, optim: OptimConfig, rate: float) -> torch.optim.Optimi
     return torch.optim.AdamW(
         [weight for _, weight in weights],
         lr=rate,
-        betas=(optim.adam_beta1, optim.adam_beta2),
+        betas=BETAS,
         weight_decay=optim.weight_decay,
         fused=True,
     )

@@ -15,10 +15,11 @@ from draftkit.artifacts import remove
 from draftkit.config import (
     Config,
     DivergenceConfig,
-    ModelConfig,
     OptimConfig,
     PretrainConfig,
     SamplingConfig,
+    TargetConfig,
+    TargetPretrainConfig,
     has_compiler,
 )
 from draftkit.data.prompts import Example, Splits
@@ -60,7 +61,7 @@ CPU = torch.device("cpu")
 
 def make_draft(
     config: Config,
-    target: ModelConfig,
+    target: TargetConfig,
     splits: Splits,
     folder: Path,
     *,
@@ -75,16 +76,16 @@ def make_draft(
     where there are any; `note` hears which share of the validation text, and of answers that are
     not counted, these are.
     """
-    tokenizer = load_tokenizer(target, "target")
+    tokenizer = load_tokenizer(target)
     cut, shape = config.draft.shrink, config.draft.pretrain
     if cut.layers:
         draft = cut_draft(config, target, splits, note=note, answers=answers)
+        if not cut.steps:
+            save_draft(draft, tokenizer, folder / DRAFT)
+            return
         shape = replace(shape, max_steps=cut.steps)
     else:
         draft = new_model(config, shape, tokenizer)
-    if cut.layers and not cut.steps:
-        save_draft(draft, tokenizer, folder / DRAFT)
-        return
     rows = full_rows(splits.train, splits.room.total)
     log = reporting("prepare_draft", shape.max_steps, tracker, note)
     pretrain(draft, rows, folder / DRAFT, tokenizer=tokenizer, shape=shape, config=config, log=log)
@@ -101,7 +102,7 @@ def new_model(
 
 def cut_draft(
     config: Config,
-    target: ModelConfig,
+    target: TargetConfig,
     splits: Splits,
     *,
     note: Callable[[str], None],
@@ -111,10 +112,10 @@ def cut_draft(
 
     It keeps the most frequent ids where `draft.shrink.vocabulary` is fewer than all.
     """
-    options, tokenizer, kept_ids = config.draft.shrink, load_tokenizer(target, "target"), None
+    options, tokenizer, kept_ids = config.draft.shrink, load_tokenizer(target), None
     check_vocabulary(options.vocabulary, len(tokenizer))
     dtype: Any = torch.float32 if options.steps else "auto"
-    whole = load_model(target, "target", dtype=dtype, device=CPU)
+    whole = load_model(target, dtype=dtype, device=CPU)
     size = real_vocab_size(tokenizer, whole.config, "target")
     if 0 < options.vocabulary < size:
         own = [record.output_ids for record in answers]
@@ -148,9 +149,12 @@ def pretrain(
     shape: PretrainConfig,
     config: Config,
     log: Callable[[int, Mapping[str, float]], None],
+    optimizer: str = "adamw",
+    saved_as: str = "float32",
 ) -> None:
     """Train `model`, in float32, to predict the tokens of `rows` [N, T], and save it to `folder`.
 
+    optimizer: a name of `OPTIMIZERS`. saved_as: the dtype of the weights in the file.
     Ids that it cannot propose it does not learn. What a resumed run needs lies beside the folder
     until the model is whole.
     """
@@ -178,7 +182,7 @@ def pretrain(
         sampling=SamplingConfig(),
         autocast=dtype if dtype != torch.float32 else None,
         compiled=compiled,
-        optimizer=OPTIMIZERS[shape.optimizer],
+        optimizer=OPTIMIZERS[optimizer],
     )
     texts = Mapped(partial(predicted, kept=learned_ids(rows, model.kept_ids)), [*rows])
     batch_size = shape.per_device_train_batch_size
@@ -187,12 +191,12 @@ def pretrain(
     training.mkdir(exist_ok=True)
     train(trainer, source, training, log=log)
     trained: Any = model.model
-    trained.to(getattr(torch, shape.dtype))
+    trained.to(getattr(torch, saved_as))
     save_draft(model, tokenizer, folder)
     remove(training)  # the model is whole: nothing resumes from here
 
 
-def recipe(shape: PretrainConfig) -> str:
+def recipe(shape: TargetPretrainConfig) -> str:
     """How `pretrain` takes the steps of a model of `shape`, for its card."""
     return (
         f"{OPTIMIZER_TEXTS[shape.optimizer]} at {shape.learning_rate:g}, one step in {WARMUP} to "

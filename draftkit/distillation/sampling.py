@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from draftkit.config import Config, ModelConfig, SamplingConfig
+from draftkit.config import Config, SamplingConfig, TargetConfig
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
@@ -75,7 +75,7 @@ def target_sampler(
     )
 
 
-def engine_sampler(target: ModelConfig, config: Config, room: Room) -> OpenAISampler:
+def engine_sampler(target: TargetConfig, config: Config, room: Room) -> OpenAISampler:
     """The target, as the engine at `generate.url` serves it; its weights are not loaded here."""
     options = config.generate
     assert options.url is not None
@@ -91,13 +91,13 @@ def engine_sampler(target: ModelConfig, config: Config, room: Room) -> OpenAISam
         eos_token_ids=outline.eos_token_ids,
         max_new_tokens=room.new,
         max_length=room.total,
-        batch_size=options.concurrency,
+        batch_size=options.batch_size,
         seed=noise_seed(config.seed, ROLLOUTS),
     )
     return OpenAISampler(
         url=options.url,
         model=options.model or target.path,
-        concurrency=options.concurrency,
+        concurrency=options.batch_size,
         settings=settings,
         encode=partial(tokenizer.encode, add_special_tokens=False),
         decode=decode,

@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftkit.artifacts import atomic_path
-from draftkit.config import ModelConfig
+from draftkit.config import DraftConfig, TargetConfig
 from draftkit.models.adapter import context_of
 from draftkit.models.files import TOKENIZER_FILES, VOCABULARIES
 from draftkit.models.loading import (
@@ -38,8 +38,8 @@ FREE_ROPE = ("default", "linear", "llama3")
 
 
 def write_plain_folder(
-    draft: ModelConfig,
-    target: ModelConfig,
+    draft: DraftConfig,
+    target: TargetConfig,
     folder: Path,
     *,
     gamma: int,
@@ -53,11 +53,11 @@ def write_plain_folder(
     loaded or do not share a vocabulary.
     """
     transformers_logging.disable_progress_bar()
-    shapes, tokenizer = model_config(target, "target"), load_tokenizer(target, "target")
-    check_same_tokenizer(target_tokenizer=tokenizer, draft_tokenizer=load_tokenizer(draft, "draft"))
+    shapes, tokenizer = model_config(target), load_tokenizer(target)
+    check_same_tokenizer(target_tokenizer=tokenizer, draft_tokenizer=load_tokenizer(draft))
     files = tokenizer_files(target)
     stored = "auto" if dtype is None else getattr(torch, dtype)
-    model = load_model(draft, "draft", dtype=stored, device=torch.device("cpu"))
+    model = load_model(draft, dtype=stored, device=torch.device("cpu"))
     before = model.config.get_text_config().vocab_size
     real, rows = real_vocab_size(tokenizer, model.config, "draft"), _rows(shapes)
     real_vocab_size(tokenizer, shapes, "target")  # which refuses a target with too few rows
@@ -80,7 +80,7 @@ def write_plain_folder(
     return notes
 
 
-def tokenizer_files(model: ModelConfig, key: str = "target") -> dict[str, Path]:
+def tokenizer_files(model: TargetConfig, key: str = "target") -> dict[str, Path]:
     """The files of a model's tokenizer, by name. Raises ValueError naming `key` for none."""
     files = {
         name: cached_file(
@@ -150,7 +150,7 @@ def rope_types(config: PreTrainedConfig) -> list[str]:
     return sorted({str(one.get("rope_type", "default")) for one in layers or [settings]})
 
 
-def generation_config(target: ModelConfig, tokenizer: Any, gamma: int) -> GenerationConfig:
+def generation_config(target: TargetConfig, tokenizer: Any, gamma: int) -> GenerationConfig:
     """What transformers reads of an assistant: the ends of text, `gamma` proposals every round."""
     return GenerationConfig(
         eos_token_id=list(declared_ends(target, tokenizer)) or None,

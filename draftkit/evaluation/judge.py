@@ -12,7 +12,7 @@ from math import ceil
 
 import torch
 
-from draftkit.config import Config, EvaluateConfig, ModelConfig, SamplingConfig
+from draftkit.config import Config, DraftConfig, EvaluateConfig, SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.graphs import compile_seconds
@@ -257,7 +257,7 @@ def timing(
 
 def check_lossless(
     target: Target,
-    drafts: Mapping[str, ModelConfig],
+    drafts: Mapping[str, DraftConfig],
     prompts: Prompts,
     config: Config,
     note: Callable[[str], None],
@@ -295,8 +295,8 @@ def check_lossless(
         )
 
 
-def float32_bytes(target: Target, drafts: Mapping[str, ModelConfig]) -> int:
+def float32_bytes(target: Target, drafts: Mapping[str, DraftConfig]) -> int:
     """What the weights of a check in float32 take beyond the target as it is, with a reserve."""
     grown = sum(weight.numel() for weight in target.adapter.model.parameters())
-    loaded = sum(weight_count(model_config(draft, "draft")) for draft in drafts.values())
+    loaded = sum(weight_count(model_config(draft)) for draft in drafts.values())
     return int(RESERVE * (grown + loaded) * torch.float32.itemsize)

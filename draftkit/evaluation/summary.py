@@ -237,8 +237,8 @@ def count_rounds(timed: Timed) -> dict[str, Any]:
     `acceptance_rate` = accepted / drafted; `acceptance_length` = tokens per target pass;
     `acceptance_per_position` = share of rounds whose first i proposals were all accepted;
     `alpha_decoding` = mean chance to be accepted over the positions that were tested: of
-    sampled proposals sum_x min(p, q), or sum_x p q under `decode=match`. A rate is None where
-    nothing was proposed.
+    sampled proposals sum_x min(p, q), or sum_x p q under `decode.verification=match`. A rate is
+    None where nothing was proposed.
     """
     done = timed.completions
 

@@ -36,14 +36,14 @@ def findings(config: Config) -> Iterator[Finding]:
     if config.target.path is None:
         yield Finding(NOTE, "target", "trained here, with a tokenizer of its own text")
         return
-    target = load_tokenizer(config.target, "target")
-    shapes = {"target": model_config(config.target, "target")}
+    target = load_tokenizer(config.target)
+    shapes = {"target": model_config(config.target)}
     tokenizers = {"target": target}
     if config.draft.path is None:
         yield Finding(GOOD, "drafter", "made here, with the target's tokenizer")
     else:
-        shapes["draft"] = model_config(config.draft, "draft")
-        tokenizers["draft"] = load_tokenizer(config.draft, "draft")
+        shapes["draft"] = model_config(config.draft)
+        tokenizers["draft"] = load_tokenizer(config.draft)
     for key, shape in shapes.items():
         if shape.is_encoder_decoder:
             yield Finding(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -30,7 +30,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from draftkit.artifacts import atomic_path, first_line
-from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
+from draftkit.config import DraftConfig, HardwareConfig, ModelConfig, PretrainConfig, TargetConfig
 from draftkit.hub import hub_has
 from draftkit.models.adapter import CausalAdapter, context_of
 from draftkit.models.attention import fit_to_device
@@ -41,6 +41,8 @@ from draftkit.models.parallel import PARD, parallel_of
 from draftkit.models.seq2seq import Seq2SeqAdapter
 from draftkit.models.shrink import read_kept_ids, write_kept_ids
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
+
+Model = TypeVar("Model", bound=ModelConfig)
 
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 WHOLE = "give a complete folder written by save_pretrained"
@@ -97,18 +99,17 @@ def dtype_named(model: ModelConfig) -> torch.dtype | None:
 @contextmanager
 def _refusing(
     model: ModelConfig,
-    key: str,
     failure: str = "cannot load the model",
     remedy: str = WHOLE,
 ) -> Iterator[None]:
-    """Errors of reading `model` become a ValueError of one line that names `key`."""
+    """Errors of reading `model` become a ValueError of one line that names its key."""
     try:
         yield
     except LOADING_ERRORS as error:
         if not Path(model.location).is_dir():
             remedy = f"fetch all of it by `hf download {model.path}`, or {remedy}"
         raise ValueError(
-            f"{key}.path {model.path}: {failure} ({first_line(error)}): {remedy}"
+            f"{model.key}.path {model.path}: {failure} ({first_line(error)}): {remedy}"
         ) from error
 
 
@@ -116,11 +117,11 @@ def _source(model: ModelConfig) -> dict[str, Any]:
     return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
 
 
-def load_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of `model`; `key` (`target` or `draft`) names it in a ValueError."""
-    check_folder(model, key)
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of `model`. Raises ValueError naming its key for one that is unusable."""
+    check_folder(model)
     remedy = "save the tokenizer into the folder with save_pretrained"
-    with _refusing(model, key, "no usable tokenizer", remedy):
+    with _refusing(model, "no usable tokenizer", remedy):
         tokenizer = AutoTokenizer.from_pretrained(model.location, **_source(model))
     assert tokenizer is not None
     return tokenizer
@@ -128,7 +129,6 @@ def load_tokenizer(model: ModelConfig, key: str) -> PreTrainedTokenizerBase:
 
 def load_model(
     model: ModelConfig,
-    key: str,
     *,
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
@@ -136,12 +136,12 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a language model for inference, in `dtype` (`auto`: as stored) on `device`, dropout off.
 
-    Raises ValueError naming `key` for a missing, corrupt or incomplete model, and for one of the
-    other kind: decoder-only unless `encoder_decoder`.
+    Raises ValueError naming the model's key for a missing, corrupt or incomplete one, and for one
+    of the other kind: decoder-only unless `encoder_decoder`.
     """
     transformers_logging.disable_progress_bar()
-    config = model_config(model, key)
-    name = f"{key}.path {model.path}: {config.model_type} is"
+    config = model_config(model)
+    name = f"{model.key}.path {model.path}: {config.model_type} is"
     if config.is_encoder_decoder and not encoder_decoder:
         raise ValueError(
             f"{name} an encoder-decoder model, and the stages train and judge decoder-only ones: "
@@ -152,11 +152,7 @@ def load_model(
     # Read to where they stay, and not through the host's memory.
     options: dict[str, Any] = {"device_map": device} if device.type == "cuda" else {}
     kind: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
-    remedy = WHOLE
-    if model.attn_implementation is not None:
-        options["attn_implementation"] = model.attn_implementation
-        remedy += f", or {key}.attn_implementation=null"
-    with _refusing(model, key, remedy=remedy):
+    with _refusing(model):
         loaded, report = kind.from_pretrained(
             model.location,
             config=config,
@@ -169,35 +165,31 @@ def load_model(
     absent = sorted([*report["missing_keys"], *report["mismatched_keys"]], key=str)
     if absent:
         raise ValueError(
-            f"{key}.path {model.path}: {len(absent)} weights are missing or of another shape "
+            f"{model.key}.path {model.path}: {len(absent)} weights are missing or of another shape "
             f"(first: {absent[0]}): {WHOLE}"
         )
     return loaded.to(device).eval()
 
 
-def _attending(loaded: PreTrainedModel, model: ModelConfig) -> PreTrainedModel:
-    """As the section says, else in the way that is faster on the device."""
-    return loaded if model.attn_implementation else fit_to_device(loaded)
-
-
-def model_config(model: ModelConfig, key: str) -> PreTrainedConfig:
-    """The shapes of a model, without its weights. ValueError naming `key`."""
-    check_folder(model, key)
-    with _refusing(model, key):
+def model_config(model: ModelConfig) -> PreTrainedConfig:
+    """The shapes of a model, without its weights. Raises ValueError naming the model's key."""
+    check_folder(model)
+    with _refusing(model):
         return AutoConfig.from_pretrained(model.location, **_source(model))
 
 
-def longest_text(model: ModelConfig, key: str) -> int:
+def longest_text(model: ModelConfig) -> int:
     """The context, in tokens, of a model whose weights are not loaded for it.
 
-    Raises ValueError naming `key` where there is no such model.
+    Raises ValueError naming the model's key where there is no such model.
     """
-    return context_of(model_config(model, key))
+    return context_of(model_config(model))
 
 
-def check_folder(model: ModelConfig, key: str) -> None:
+def check_folder(model: ModelConfig) -> None:
     """Raise ValueError if `model.path` is no model folder, and no model of the hub in reach."""
     assert model.path is not None
+    key = model.key
     path, name = Path(model.location), f"{key}.path {model.path}"
     if model.names_gguf:
         raise ValueError(f"{name}: commands read a GGUF file into a folder: give {key}.path there")
@@ -264,25 +256,25 @@ def end_of_text_ids(
     return tuple(sorted(i for i in ids if i is not None))
 
 
-def load_outline(model: ModelConfig, hardware: HardwareConfig) -> Outline:
+def load_outline(model: TargetConfig, hardware: HardwareConfig) -> Outline:
     """What `load_target` loads, but the weights. Raises ValueError naming `target.path`."""
-    device, tokenizer = resolve_device(hardware), load_tokenizer(model, "target")
+    device, tokenizer = resolve_device(hardware), load_tokenizer(model)
     ends = declared_ends(model, tokenizer)
     return Outline(tokenizer, ends, resolve_dtype(hardware, device), device)
 
 
-def declared_ends(target: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def declared_ends(target: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The ids that end a text of a target whose weights are not loaded for it."""
     try:
         revision = target.revision or "main"
         generation = GenerationConfig.from_pretrained(target.location, revision=revision)
     except OSError:  # it has no file of its own
-        generation = GenerationConfig.from_model_config(model_config(target, "target"))
+        generation = GenerationConfig.from_model_config(model_config(target))
     return end_of_text_ids(generation, tokenizer)
 
 
 def load_target(
-    model: ModelConfig,
+    model: TargetConfig,
     hardware: HardwareConfig,
     *,
     dtype: torch.dtype | Literal["auto"] | None = None,
@@ -295,12 +287,12 @@ def load_target(
     """
     loaded, tokenizer, size = _target_model(model, hardware, dtype, encoder_decoder=False)
     ends = end_of_text_ids(loaded.generation_config, tokenizer)
-    adapter = CausalAdapter(_attending(loaded, model), vocab_size=size)
+    adapter = CausalAdapter(fit_to_device(loaded), vocab_size=size)
     return Target(adapter, tokenizer, ends, resolve_dtype(hardware, adapter.device))
 
 
 def load_seq2seq_target(
-    model: ModelConfig, hardware: HardwareConfig, *, dtype: torch.dtype | None = None
+    model: TargetConfig, hardware: HardwareConfig, *, dtype: torch.dtype | None = None
 ) -> Seq2SeqTarget:
     """`load_target` for an encoder-decoder model of T5 type, which decodes but trains no draft.
 
@@ -321,25 +313,23 @@ def load_seq2seq_target(
 
 
 def _target_model(
-    model: ModelConfig,
+    model: TargetConfig,
     hardware: HardwareConfig,
     dtype: torch.dtype | Literal["auto"] | None,
     *,
     encoder_decoder: bool,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
     """A target's weights, which stay as they are, its tokenizer, and its real vocabulary's size."""
-    device, tokenizer = resolve_device(hardware), load_tokenizer(model, "target")
+    device, tokenizer = resolve_device(hardware), load_tokenizer(model)
     dtype = dtype or dtype_named(model) or resolve_dtype(hardware, device)
-    loaded = load_model(
-        model, "target", dtype=dtype, device=device, encoder_decoder=encoder_decoder
-    )
+    loaded = load_model(model, dtype=dtype, device=device, encoder_decoder=encoder_decoder)
     size = real_vocab_size(tokenizer, loaded.config, "target")
     # A target never changes, so compiled code may pack its weights.
     return loaded.requires_grad_(False), tokenizer, size
 
 
 def load_draft(
-    model: ModelConfig,
+    model: DraftConfig,
     target: Target | Seq2SeqTarget | Outline,
     *,
     dtype: torch.dtype | None = None,
@@ -352,10 +342,10 @@ def load_draft(
     loaded, size = _draft_model(model, target, dtype, encoder_decoder=False)
     check_kind(model, loaded.config)
     kept_ids = load_kept_ids(model, size)
-    return CausalAdapter(_attending(loaded, model), vocab_size=size, kept_ids=kept_ids)
+    return CausalAdapter(fit_to_device(loaded), vocab_size=size, kept_ids=kept_ids)
 
 
-def check_kind(model: ModelConfig, config: PreTrainedConfig) -> None:
+def check_kind(model: DraftConfig, config: PreTrainedConfig) -> None:
     """Raise ValueError where `draft.kind` asks for a parallel drafter, and `config` is of none."""
     if model.kind == PARD and parallel_of(config) is None:
         raise ValueError(
@@ -365,9 +355,9 @@ def check_kind(model: ModelConfig, config: PreTrainedConfig) -> None:
         )
 
 
-def load_kept_ids(model: ModelConfig, vocab_size: int) -> Tensor | None:
+def load_kept_ids(model: DraftConfig, vocab_size: int) -> Tensor | None:
     """The ids [K] that a draft's folder keeps, None for all. ValueError for a damaged list."""
-    with _refusing(model, "draft"):
+    with _refusing(model):
         path = cached_file(
             model.location,
             KEPT_IDS,
@@ -378,7 +368,7 @@ def load_kept_ids(model: ModelConfig, vocab_size: int) -> Tensor | None:
 
 
 def load_seq2seq_draft(
-    model: ModelConfig, target: Seq2SeqTarget, *, dtype: torch.dtype | None = None
+    model: DraftConfig, target: Seq2SeqTarget, *, dtype: torch.dtype | None = None
 ) -> Seq2SeqAdapter:
     """`load_draft` for a draft that is an encoder-decoder model as its target is."""
     loaded, size = _draft_model(model, target, dtype, encoder_decoder=True)
@@ -386,7 +376,7 @@ def load_seq2seq_draft(
 
 
 def _draft_model(
-    model: ModelConfig,
+    model: DraftConfig,
     target: Target | Seq2SeqTarget | Outline,
     dtype: torch.dtype | None,
     *,
@@ -394,10 +384,10 @@ def _draft_model(
 ) -> tuple[PreTrainedModel, int]:
     """A draft with the target's vocabulary, and the real size of it."""
     outline = target if isinstance(target, Outline) else outline_of(target)
-    tokenizer = load_tokenizer(model, "draft")
+    tokenizer = load_tokenizer(model)
     check_same_tokenizer(target_tokenizer=outline.tokenizer, draft_tokenizer=tokenizer)
     dtype, device = dtype or dtype_named(model) or outline.dtype, outline.device
-    loaded = load_model(model, "draft", dtype=dtype, device=device, encoder_decoder=encoder_decoder)
+    loaded = load_model(model, dtype=dtype, device=device, encoder_decoder=encoder_decoder)
     return loaded, real_vocab_size(outline.tokenizer, loaded.config, "draft")
 
 
@@ -425,6 +415,6 @@ def save_draft(draft: CausalAdapter, tokenizer: PreTrainedTokenizerBase, folder:
     save_model(draft.model, tokenizer, folder, kept_ids=draft.kept_ids)
 
 
-def with_path(model: ModelConfig, path: Path) -> ModelConfig:
+def with_path(model: Model, path: Path) -> Model:
     """`model` read from `path`: how a stage passes on what another stage has made."""
     return replace(model, path=str(path), revision=None)

@@ -25,50 +25,34 @@ def with_lora(draft: CausalAdapter, lora: LoraConfig, *, seed: int) -> CausalAda
 
     The model stays the same object; the adapter is a new one, since code compiled for a model
     without updates must not run this one. Rank 0 returns `draft` itself. The same `seed` gives the
-    same A. Raises ValueError naming `draft.lora.target_modules` for a name that no layer has.
+    same A.
     """
     if lora.rank == 0:
         return draft
     import peft  # half a second that full fine-tuning does without
 
     model: Any = draft.model
-    names = targeted_layers(model, lora.target_modules)
+    names = linear_layers(model)
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=lora.dropout,
         target_modules=names,
         fan_in_fan_out=isinstance(model.get_submodule(names[0]), Conv1D),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model)
-    model.train(model.training)  # new dropout follows the mode of the rest
     return CausalAdapter(model, vocab_size=draft.vocab_size, kept_ids=draft.kept_ids)
 
 
-def targeted_layers(model: PreTrainedModel, names: list[str] | None) -> list[str]:
-    """Return the full names of the linear layers that `names` end, the head excepted.
-
-    None stands for all of them. Raises ValueError, with the names that can be chosen, for one that
-    no such layer has.
-    """
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """The names of all linear layers, the head excepted."""
     head: Any = model.get_output_embeddings()
-    layers = [
+    return [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     ]
-    if names is None:
-        return layers
-    for name in names:
-        if not any(f".{layer}".endswith(f".{name}") for layer in layers):
-            known = sorted({layer.rpartition(".")[2] for layer in layers})
-            raise ValueError(
-                f"draft.lora.target_modules: no linear layer is called {name}: "
-                f"choose among {', '.join(known)}, or null for all"
-            )
-    return [layer for layer in layers if any(f".{layer}".endswith(f".{n}") for n in names)]
 
 
 def save_plain(model: PreTrainedModel, folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils import cached_file
 
 from draftkit.artifacts import first_line
-from draftkit.config import ModelConfig, SamplingConfig
+from draftkit.config import SamplingConfig, TargetConfig
 from draftkit.hub import hub_has
 from draftkit.models.loading import check_folder
 
@@ -22,7 +22,7 @@ FILE = "generation_config.json"
 KEYS = tuple(one.name for one in fields(SamplingConfig))
 
 
-def served_sampling(target: ModelConfig, given: Mapping[str, Any]) -> tuple[SamplingConfig, str]:
+def served_sampling(target: TargetConfig, given: Mapping[str, Any]) -> tuple[SamplingConfig, str]:
     """The sampling of `target`'s file, and a line that says where each part of it comes from.
 
     What is `given` wins; what neither names has the default of `SamplingConfig`. Raises ValueError
@@ -52,11 +52,11 @@ def served_sampling(target: ModelConfig, given: Mapping[str, Any]) -> tuple[Samp
     return sampling, f"sampling.from=model: {parts}{own}; {origin}"
 
 
-def _content(target: ModelConfig) -> dict[str, Any] | None:
+def _content(target: TargetConfig) -> dict[str, Any] | None:
     """What the file of `target` holds, None where there is none."""
     if target.path is None:
         return None
-    check_folder(target, "target")
+    check_folder(target)
     name, revision = target.location, target.revision
     path = Path(name) / FILE
     local = Path(name).is_dir()

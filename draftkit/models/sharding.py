@@ -17,12 +17,12 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from draftkit.config import HardwareConfig, ModelConfig
+from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import Target, dtype_named, load_target
 
 
-def load_sharded_target(model: ModelConfig, hardware: HardwareConfig) -> Target:
+def load_sharded_target(model: TargetConfig, hardware: HardwareConfig) -> Target:
     """`load_target` of a model of which each process of this group gets its part.
 
     Raises ValueError as that does, and where there is but one process.

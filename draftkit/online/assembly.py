@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from draftkit.config import Config, ModelConfig, OptimConfig
+from draftkit.config import Config, DraftConfig, OptimConfig
 from draftkit.decoding.catalogue import served_mode
 from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.trainer import Trainer
@@ -19,7 +19,7 @@ def make_refit(
     config: Config,
     *,
     route: str,
-    start: ModelConfig,
+    start: DraftConfig,
     target: Target | Outline,
     buffer: Buffer,
     registry: Registry,

@@ -50,7 +50,6 @@ class Texts:
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         data = data or DataConfig()
         self._format = chat_format(self._tokenizer, data, fixed_date=False)
-        self._literal = not data.special_tokens_in_text
         self._lock = threading.Lock()
         self.shown = functools.lru_cache(_SHOWN_TOKENS)(self._shown)
         self.special_ids = set(tokenizer.all_special_ids)  # that a text does not show
@@ -67,7 +66,7 @@ class Texts:
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with what the tokenizer puts before a text. Slow for long texts."""
         with self._lock:
-            return text_ids(self._tokenizer, [text], literal=self._literal)[0]
+            return text_ids(self._tokenizer, [text])[0]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a chat that awaits its answer.

@@ -164,7 +164,7 @@ def show(config: Config, folder: Path) -> None:
     name="online",
     sections=(
         *("seed", "data", "sampling", "divergence", "optim", "decode", "online"),
-        *("draft.pretrain", "draft.shrink", "draft.lora", "draft.freeze_head"),
+        *("draft.pretrain", "draft.shrink", "draft.lora"),
         *ROLLOUT_SETTINGS,
         *("evaluate.prompts", "evaluate.validation_prompts", "evaluate.batch_size"),
     ),

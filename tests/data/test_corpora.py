@@ -60,14 +60,6 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path) -> None:
     assert [document.row["text"] for document in load(path)] == ["one", "two"]
 
 
-def test_max_rows_reads_no_further(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "a.jsonl", ROWS)
-    with path.open("a") as file:
-        file.write("{broken\n")
-    assert [document.row for document in load(path, max_rows=5)] == ROWS
-    assert "line 6: not valid JSON" in refusal(lambda: load(path))
-
-
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -138,7 +130,6 @@ def test_short_paragraphs_of_a_text_are_joined_and_long_ones_stay_whole(tmp_path
     texts = [document.row["text"] for document in documents]
     assert "\n\n".join(texts) == "\n\n".join(speeches)
     assert all(1900 < len(text) <= 2002 for text in texts[:-1])
-    assert len(load(tmp_path / "play.txt", max_rows=2)) == 2
     kept = ["short", "long " * 2000, "last"]
     (tmp_path / "long.txt").write_text("\n\n".join(kept))
     assert [document.row["text"] for document in load(tmp_path / "long.txt")] == kept
@@ -208,7 +199,7 @@ def test_a_hub_data_set_gives_the_documents_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "stories").mkdir()
     path = jsonl(tmp_path / "stories" / "train.jsonl", ROWS)
     jsonl(tmp_path / "stories" / "test.jsonl", [{"text": "held out"}])
-    found = load(path.parent, name="hub", max_rows=4)
+    found = load(path.parent, name="hub", split="train[:4]")
     assert [document.id for document in found] == [document.id for document in load(path)][:4]
     assert load(path.parent, name="hub", split="test")[0].row == {"text": "held out"}
     message = refusal(lambda: load(path.parent, name="hub", split="dev"))

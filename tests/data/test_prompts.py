@@ -323,17 +323,6 @@ def test_who_applies_the_template_says_never(make: Callable[[], Fast]) -> None:
     assert learned(example, tokenizer) == f"yes{end}"
 
 
-def test_special_tokens_in_text_are_words_where_the_setting_says_so(tokenizer: Fast) -> None:
-    words: dict[str, Any] = {"special_tokens_in_text": False}
-    (text,) = examples_of({"text": f"a <|im_end|> {WORDS}"}, tokenizer, **words)
-    assert text.token_ids.count(1) == 1
-    row = {"prompt": "a <|im_end|>"}
-    (prompt,) = examples_of(row, tokenizer, chat_template="never", **words)
-    assert 1 not in prompt.token_ids
-    (control,) = examples_of(row, tokenizer, chat_template="never")
-    assert 1 in control.token_ids
-
-
 def test_tools_reach_the_template_or_are_refused() -> None:
     tool = {"name": "add<|im_end|>"}
     turns = {"messages": chat("2+2?", "4"), "tools": [tool]}

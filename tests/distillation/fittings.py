@@ -7,11 +7,12 @@ from typing import Any
 
 from draftkit.config import (
     Config,
+    DraftConfig,
     EvaluateConfig,
     HardwareConfig,
-    ModelConfig,
     OptimConfig,
     SourceConfig,
+    TargetConfig,
 )
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
@@ -49,7 +50,7 @@ def config_of(**optim: Any) -> Config:
 
 @cache
 def _known(pair: Path) -> Any:
-    target = load_target(ModelConfig(path=str(pair / "target")), CONFIG.hardware)
+    target = load_target(TargetConfig(path=str(pair / "target")), CONFIG.hardware)
     sampler = target_sampler(
         target, sampling=CONFIG.sampling, seed=0, max_new_tokens=12, batch_size=32
     )
@@ -64,7 +65,7 @@ def make_fitting(pair: Path, folder: Path, config: Config = CONFIG, **changes: A
     target, examples, records = _known(pair)
     target = changes.pop("target", target)
     folder.mkdir(parents=True, exist_ok=True)
-    draft = load_learner(ModelConfig(path=str(pair / "draft")), target)
+    draft = load_learner(DraftConfig(path=str(pair / "draft")), target)
     fitting = Fitting(
         config=config,
         trainer=make_trainer(config, draft, target),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftkit.artifacts import read_json
-from draftkit.config import Config, DivergenceConfig, ModelConfig
+from draftkit.config import Config, DivergenceConfig, DraftConfig, TargetConfig
 from draftkit.config.text import ShrinkConfig
 from draftkit.distillation import fit
 from draftkit.distillation.assembly import load_teaching_target
@@ -59,7 +59,7 @@ def test_the_best_rate_of_the_trials_trains(pair, tmp_path):
 
 def test_a_cold_cut_begins_with_forward_kl_unless_told_otherwise():
     def steps(cut, divergence, path=None):
-        draft = ModelConfig(path=path, shrink=cut)
+        draft = DraftConfig(path=path, shrink=cut)
         config = replace(config_of(max_steps=50), draft=draft, divergence=divergence)
         return with_warmup(config).divergence.warmup_steps
 
@@ -98,9 +98,9 @@ def test_a_divergence_without_a_gradient_at_the_start_is_said(pair, tmp_path, mo
 def test_what_was_fitted_is_saved_as_a_folder_that_loads(pair, tmp_path):
     fitted = make_fitting(pair, tmp_path).run()
     fitted.save(tmp_path / "saved")
-    target = load_target(ModelConfig(path=str(pair / "target")), CONFIG.hardware)
+    target = load_target(TargetConfig(path=str(pair / "target")), CONFIG.hardware)
     start, saved = (
-        load_draft(ModelConfig(path=str(path)), target).model.state_dict()
+        load_draft(DraftConfig(path=str(path)), target).model.state_dict()
         for path in (pair / "draft", tmp_path / "saved")
     )
     assert fitted.outcome.best_step > 0
@@ -198,7 +198,7 @@ def fit_in_parts(
 ) -> tuple[Outcome, dict[float, float | None]]:
     """In a process of two: fit with half of the target's layers."""
     target = load_teaching_target(
-        ModelConfig(path=str(pair / "target")), config.hardware, stored=False
+        TargetConfig(path=str(pair / "target")), config.hardware, stored=False
     )
     held = sum(weight.numel() for weight in layers_of(target.adapter.model).parameters())
     local = [weight.to_local() for weight in layers_of(target.adapter.model).parameters()]

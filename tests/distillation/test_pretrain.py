@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from draftkit.config import Config, HardwareConfig, ModelConfig, PretrainConfig
+from draftkit.config import Config, DraftConfig, HardwareConfig, PretrainConfig, TargetConfig
 from draftkit.config.text import ShrinkConfig
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example, Splits
@@ -43,17 +43,17 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> ModelConfig:
+def target(tmp_path: Path) -> TargetConfig:
     tokenizer = tiny.byte_tokenizer()
     save_model(new_llama(SHAPE, tokenizer, seed=0, device=CPU), tokenizer, tmp_path / "target")
-    return ModelConfig(path=str(tmp_path / "target"))
+    return TargetConfig(path=str(tmp_path / "target"))
 
 
-def losses(target: ModelConfig, folder: Path, steps: int = 4, **draft: object) -> list[float]:
+def losses(target: TargetConfig, folder: Path, steps: int = 4, **draft: object) -> list[float]:
     """Those of the drafter of section `draft`, which is then in `folder`."""
     folder.mkdir(exist_ok=True)
     shape = replace(SHAPE, num_hidden_layers=1, max_steps=steps)
-    section = replace(ModelConfig(pretrain=shape), **draft)
+    section = replace(DraftConfig(pretrain=shape), **draft)
     make_draft(
         Config(hardware=HardwareConfig(device="cpu", dtype="float32"), draft=section),
         target,
@@ -67,14 +67,14 @@ def losses(target: ModelConfig, folder: Path, steps: int = 4, **draft: object) -
 
 
 def model_in(folder: Path) -> PreTrainedModel:
-    path = ModelConfig(path=str(folder / "draft"))
-    return load_model(path, "draft", dtype=torch.float32, device=CPU)
+    path = DraftConfig(path=str(folder / "draft"))
+    return load_model(path, dtype=torch.float32, device=CPU)
 
 
 def test_a_drafter_is_new_or_cut_and_trained_as_long_as_it_is_to_be(
-    target: ModelConfig, tmp_path: Path
+    target: TargetConfig, tmp_path: Path
 ) -> None:
-    whole = load_model(target, "target", dtype=torch.float32, device=CPU)
+    whole = load_model(target, dtype=torch.float32, device=CPU)
     cut, trained = tmp_path / "cut", tmp_path / "trained"
     assert losses(target, cut, shrink=ShrinkConfig(layers=[0, 2])) == []
     assert model_in(cut).config.num_hidden_layers == 2
@@ -95,7 +95,7 @@ def weights(folder: Path) -> list[float]:
     return [float(weight.detach().sum()) for weight in model_in(folder).parameters()]
 
 
-def read_by_all(target: ModelConfig, folder: Path) -> list[float]:
+def read_by_all(target: TargetConfig, folder: Path) -> list[float]:
     """What each of two processes reads of the model that the first has trained."""
     if os.environ["RANK"] == "0":
         losses(target, folder, steps=30)
@@ -105,7 +105,7 @@ def read_by_all(target: ModelConfig, folder: Path) -> list[float]:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_model_learns_and_is_saved_whole_by_one_of_several_processes(
-    target: ModelConfig, tmp_path: Path
+    target: TargetConfig, tmp_path: Path
 ) -> None:
     alone, launched = tmp_path / "alone", tmp_path / "launched"
     first, *_, last = losses(target, alone, steps=30)
@@ -121,7 +121,7 @@ def test_rows_are_full_and_long_texts_stay_whole() -> None:
     assert full_rows([example([1, 2])], length=4).tolist() == [[1, 2]]
 
 
-def test_what_a_draft_cannot_propose_it_is_not_taught(target: ModelConfig, tmp_path: Path) -> None:
+def test_what_a_draft_cannot_propose_it_is_not_taught(target: TargetConfig, tmp_path: Path) -> None:
     """Its loss would be infinite; the rest of the text is learned."""
     cut = ShrinkConfig(layers=[0], steps=3, vocabulary=3)
     assert all(math.isfinite(loss) for loss in losses(target, tmp_path / "few", shrink=cut))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from draftkit.config import ModelConfig
+from draftkit.config import TargetConfig
 from draftkit.models.adapter import context_of
 from draftkit.models.gguf_files import BYTES, CONTROL, DIGITS, GPT_2, SPLITTERS, USER_DEFINED
 from draftkit.models.loading import load_model, load_tokenizer, model_config
@@ -65,10 +65,10 @@ def step(part: Mapping[str, Any]) -> str:
     return DIGITS if part["type"] == "Digits" else part["pattern"]["Regex"]
 
 
-def write_gguf(model: ModelConfig, path: Path, *, kind: str, key: str) -> None:
+def write_gguf(model: TargetConfig, path: Path, *, kind: str, key: str) -> None:
     """Write the folder of `model` (the `key`: target or draft) to the file `path`, as `TYPES`."""
-    config, tokenizer = model_config(model, key), load_tokenizer(model, key)
-    loaded = load_model(model, key, dtype="auto", device=torch.device("cpu"))
+    config, tokenizer = model_config(model), load_tokenizer(model)
+    loaded = load_model(model, dtype="auto", device=torch.device("cpu"))
     tensors = dict(tensors_of(loaded.state_dict(), config))
     writer = gguf.GGUFWriter(path, config.model_type)
     write_shapes(writer, config)

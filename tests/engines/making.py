@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from draftkit.config import ModelConfig
+from draftkit.config import TargetConfig
 from draftkit.models.loading import save_model
 from draftkit.models.vocabulary import train_byte_bpe
 from tests import tiny
@@ -28,6 +28,6 @@ def model(architecture: str = "llama", **changes: Any) -> PreTrainedModel:
     return tiny.model(architecture, **{"vocab_size": REAL, "eos_token_id": 0} | changes)
 
 
-def saved(made: PreTrainedModel, folder: Path, **options: Any) -> ModelConfig:
+def saved(made: PreTrainedModel, folder: Path, **options: Any) -> TargetConfig:
     save_model(made, tokenizer(), folder, **options)
-    return ModelConfig(path=str(folder))
+    return TargetConfig(path=str(folder))

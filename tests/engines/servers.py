@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from draftkit.artifacts import read_json
-from draftkit.config import ModelConfig
+from draftkit.config import DraftConfig
 from draftkit.engines.folder import write_plain_folder
 from draftkit.evaluation.cards import llamacpp_options, vllm_options
 from tests.engines.environments import FOLDER, missing
@@ -54,13 +54,13 @@ class Launch:
 
 def export_pair(engine: str, folder: Path, target: Path, draft: Path, *, gamma: int) -> None:
     """The pair in `folder` as `engine` loads it: a plain folder, or GGUF files made of it."""
-    models = {"target": ModelConfig(path=str(target)), "draft": ModelConfig(path=str(draft))}
+    models = {"target": DraftConfig(path=str(target)), "draft": DraftConfig(path=str(draft))}
     if not (folder / "hf").is_dir():
         write_plain_folder(
             models["draft"], models["target"], folder / "hf", gamma=gamma, dtype="float32"
         )
     if engine == "llamacpp" and not (folder / GGUF.format("draft")).is_file():
-        exported = models | {"draft": ModelConfig(path=str(folder / "hf"))}
+        exported = models | {"draft": DraftConfig(path=str(folder / "hf"))}
         for key, model in exported.items():
             write_gguf(model, folder / GGUF.format(key), kind="f32", key=key)
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from draftkit.config import HardwareConfig, ModelConfig, SamplingConfig
+from draftkit.config import DraftConfig, HardwareConfig, SamplingConfig, TargetConfig
 from draftkit.config.text import LoraConfig
 from draftkit.data.rollouts import Record
 from draftkit.engines.folder import fit_rows, raise_context, write_plain_folder
@@ -33,7 +33,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> ModelConfig:
+def target(tmp_path: Path) -> TargetConfig:
     """A padded target whose tokenizer files are not as save_pretrained would write them."""
     model = making.model(vocab_size=ROWS, max_position_embeddings=256)
     target = making.saved(model, tmp_path / "target")
@@ -44,7 +44,7 @@ def target(tmp_path: Path) -> ModelConfig:
 
 
 def exported(
-    model: PreTrainedModel, target: ModelConfig, folder: Path, dtype: str | None = None
+    model: PreTrainedModel, target: TargetConfig, folder: Path, dtype: str | None = None
 ) -> tuple[Path, list[str]]:
     draft = making.saved(model, folder / "draft")
     notes = write_plain_folder(draft, target, folder / "hf", gamma=3, dtype=dtype)
@@ -62,7 +62,7 @@ def exported(
     ],
 )
 def test_logits_of_the_real_vocabulary_stay_and_padding_never_wins(
-    tmp_path: Path, target: ModelConfig, architecture: str, rows: int, tied: bool
+    tmp_path: Path, target: TargetConfig, architecture: str, rows: int, tied: bool
 ) -> None:
     model = making.model(architecture, seed=3, vocab_size=rows, tie_word_embeddings=tied)
     folder, _ = exported(model, target, tmp_path)
@@ -92,7 +92,7 @@ def logits_direction(model: Any) -> torch.Tensor:
     return (state / state.norm()).clone()
 
 
-def test_the_tokenizer_is_the_target_s_byte_for_byte(tmp_path: Path, target: ModelConfig) -> None:
+def test_the_tokenizer_is_the_target_s_byte_for_byte(tmp_path: Path, target: TargetConfig) -> None:
     folder, _ = exported(making.model(), target, tmp_path)
     own = Path(str(target.path))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -101,14 +101,14 @@ def test_the_tokenizer_is_the_target_s_byte_for_byte(tmp_path: Path, target: Mod
     assert {file.name for file in folder.iterdir()} - extra <= {file.name for file in own.iterdir()}
 
 
-def test_a_target_without_tokenizer_files_is_refused(tmp_path: Path, target: ModelConfig) -> None:
+def test_a_target_without_tokenizer_files_is_refused(tmp_path: Path, target: TargetConfig) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (Path(str(target.path)) / name).unlink()
     with pytest.raises(ValueError, match=r"^target\.path .*tokenizer"):
         exported(making.model(), target, tmp_path)
 
 
-def test_another_vocabulary_is_refused(tmp_path: Path, target: ModelConfig) -> None:
+def test_another_vocabulary_is_refused(tmp_path: Path, target: TargetConfig) -> None:
     path = Path(str(target.path)) / "tokenizer.json"
     path.write_text(path.read_text().replace(END_OF_TEXT, "<|over|>"))
     with pytest.raises(ValueError, match=r"^draft\.path: target and draft have different vocab"):
@@ -116,7 +116,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, target: ModelConfig) -> N
 
 
 def test_rotary_positions_go_on_to_the_target_s_context(
-    tmp_path: Path, target: ModelConfig
+    tmp_path: Path, target: TargetConfig
 ) -> None:
     folder, notes = exported(making.model(), target, tmp_path)
     assert AutoModelForCausalLM.from_pretrained(folder).config.max_position_embeddings == 256
@@ -145,7 +145,7 @@ def test_positions_that_end_are_left_and_named(
 
 
 def test_an_assistant_of_transformers_finds_its_gamma_and_the_ends(
-    tmp_path: Path, target: ModelConfig
+    tmp_path: Path, target: TargetConfig
 ) -> None:
     folder, _ = exported(making.model(), target, tmp_path)
     settings = json.loads((folder / "generation_config.json").read_text())
@@ -155,7 +155,7 @@ def test_an_assistant_of_transformers_finds_its_gamma_and_the_ends(
     assert settings["eos_token_id"] == [0]
 
 
-def test_updates_of_lora_are_merged(tmp_path: Path, target: ModelConfig) -> None:
+def test_updates_of_lora_are_merged(tmp_path: Path, target: TargetConfig) -> None:
     model: Any = making.model()
     adapter = CausalAdapter(model, vocab_size=REAL)
     with_lora(adapter, LoraConfig(rank=2), seed=0)
@@ -170,14 +170,14 @@ def test_updates_of_lora_are_merged(tmp_path: Path, target: ModelConfig) -> None
 
 
 def test_the_dtype_is_that_of_the_weights_or_the_chosen_one(
-    tmp_path: Path, target: ModelConfig
+    tmp_path: Path, target: TargetConfig
 ) -> None:
     for dtype, stored in ((None, torch.float32), ("bfloat16", torch.bfloat16)):
         folder, _ = exported(making.model(), target, tmp_path, dtype)
         assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == stored
 
 
-def test_a_list_of_kept_ids_is_left_out_and_named(tmp_path: Path, target: ModelConfig) -> None:
+def test_a_list_of_kept_ids_is_left_out_and_named(tmp_path: Path, target: TargetConfig) -> None:
     draft = making.saved(making.model(), tmp_path / "draft", kept_ids=torch.arange(9))
     notes = write_plain_folder(draft, target, tmp_path / "hf", gamma=1)
     assert any("draft.shrink.vocabulary" in note for note in notes)
@@ -209,7 +209,7 @@ def test_transformers_accepts_of_the_folder_what_is_predicted(
         records.append(Record(**answer, sampler="target", sampler_version="", sampling={}, seed=0))
     assert sum(accepted) > 4
     loaded = load_target(target, HardwareConfig(device="cpu", dtype="float32"))
-    draft = load_draft(ModelConfig(path=str(folder)), loaded)
+    draft = load_draft(DraftConfig(path=str(folder)), loaded)
     greedy = SamplingConfig(temperature=0.0)
     drafts = {"draft": draft}
     totals = score_drafts(loaded.adapter, drafts, records, sampling=greedy, batch_size=4)["draft"]

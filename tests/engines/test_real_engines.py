@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftkit.config import ModelConfig
+from draftkit.config import TargetConfig
 from draftkit.engines.launch import LAUNCHES, Pair
 from draftkit.models.loading import load_tokenizer, save_model
 from tests import tiny
@@ -33,7 +33,7 @@ STEPS = 60  # of training
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Briefly trained targets, each with a disturbed copy of itself, which agrees in part."""
     root = tmp_path_factory.mktemp("pairs")
-    tokenizer = load_tokenizer(ModelConfig(path=str(EMBEDDED)), "target")
+    tokenizer = load_tokenizer(TargetConfig(path=str(EMBEDDED)))
     rows = text_rows(STEPS * ROWS)
     for shape in SHAPES:
         target = trained(shape, 4, rows, seed=0)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from draftkit.config import DataConfig, HardwareConfig, ModelConfig, SamplingConfig
+from draftkit.config import DataConfig, DraftConfig, HardwareConfig, SamplingConfig, TargetConfig
 from draftkit.data.chats import text_ids
 from draftkit.data.corpora import read_documents
 from draftkit.data.rollouts import Record
@@ -122,11 +122,11 @@ class Models:
 def load(target: str, draft: str, data: DataConfig, prompts: int = PROMPTS) -> Models:
     """A pair of folders in float32, and the first tokens of so many documents of `data`."""
     hardware = HardwareConfig(device="cpu", dtype="float32")
-    loaded = load_target(ModelConfig(path=target), hardware)
+    loaded = load_target(TargetConfig(path=target), hardware)
     texts = [document.row["text"] for document in islice(read_documents(data), 2 * prompts)]
     rows = [ids[:PROMPT_TOKENS] for ids in text_ids(loaded.tokenizer, texts, literal=True)]
     long = [row for row in rows if len(row) == PROMPT_TOKENS]
-    adapter = load_draft(ModelConfig(path=draft), loaded)
+    adapter = load_draft(DraftConfig(path=draft), loaded)
     return Models(loaded.adapter, adapter, loaded.eos_token_ids, long[:prompts])
 
 

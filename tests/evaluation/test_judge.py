@@ -10,10 +10,11 @@ from draftkit.config import (
     PROPOSER_NAMES,
     Config,
     DecodeConfig,
+    DraftConfig,
     EvaluateConfig,
     HardwareConfig,
-    ModelConfig,
     SamplingConfig,
+    TargetConfig,
 )
 from draftkit.decoding.catalogue import PROPOSERS, Material
 from draftkit.decoding.generation import Completion
@@ -290,10 +291,10 @@ def folder(tmp_path_factory):
 def checked(folder, mode, dtype="bfloat16"):
     """The check by `evaluate.lossless=mode`, the target afterwards, and what was noted."""
     hardware = HardwareConfig(device="cpu", dtype=dtype)
-    target = load_target(ModelConfig(path=str(folder / "target")), hardware)
+    target = load_target(TargetConfig(path=str(folder / "target")), hardware)
     options = EvaluateConfig(lossless=mode, lossless_prompts=4, max_new_tokens=8)
     prompts = Prompts(test=tiny.prompts([5] * 6), calibration=[])
-    drafts, lines = {"draft": ModelConfig(path=str(folder / "draft"))}, []
+    drafts, lines = {"draft": DraftConfig(path=str(folder / "draft"))}, []
     result = check_lossless(target, drafts, prompts, Config(evaluate=options), lines.append)
     (line,) = lines
     return result["draft"], target, line
@@ -333,8 +334,8 @@ def test_where_float32_does_not_fit_the_served_dtype_is_checked_and_both_sizes_a
 
 def test_what_the_check_in_float32_takes_is_known_from_shapes(folder):
     hardware = HardwareConfig(device="cpu", dtype="bfloat16")
-    target = load_target(ModelConfig(path=str(folder / "target")), hardware)
-    drafts = {"draft": ModelConfig(path=str(folder / "draft"))}
+    target = load_target(TargetConfig(path=str(folder / "target")), hardware)
+    drafts = {"draft": DraftConfig(path=str(folder / "draft"))}
     count = sum(weight.numel() for weight in target.adapter.model.parameters())
     assert 8 * count < float32_bytes(target, drafts) < 1.3 * 8 * count  # target and drafter
 
@@ -342,8 +343,8 @@ def test_what_the_check_in_float32_takes_is_known_from_shapes(folder):
 def test_models_of_two_dtypes_decode_as_the_target_does(folder):
     """And the check holds both in float32 meanwhile."""
     hardware = HardwareConfig(device="cpu", dtype="float32")
-    target = load_target(ModelConfig(path=str(folder / "target"), dtype="bfloat16"), hardware)
-    drafts = {"draft": ModelConfig(path=str(folder / "draft"), dtype="float32")}
+    target = load_target(TargetConfig(path=str(folder / "target"), dtype="bfloat16"), hardware)
+    drafts = {"draft": DraftConfig(path=str(folder / "draft"), dtype="float32")}
     prompts = Prompts(test=tiny.prompts([5, 9] * 4), calibration=[])
     for mode in ("served", "float32"):
         config = Config(evaluate=EvaluateConfig(lossless=mode, max_new_tokens=16))

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from draftkit.config import DataConfig, HardwareConfig, ModelConfig
+from draftkit.config import DataConfig, HardwareConfig, TargetConfig
 from draftkit.data.corpora import read_documents
 from draftkit.decoding import round as units
 from draftkit.decoding.generation import Completion
@@ -156,7 +156,7 @@ def rounding_pair(kind, count):
     if kind == "random":
         return *tiny.pair(dtype=torch.bfloat16), tiny.prompts([5, 9, 12, 7] * count)[:count], 24
     hardware = HardwareConfig(device="cpu", dtype="bfloat16")
-    target = load_target(ModelConfig(path="draftkit/embedded"), hardware)
+    target = load_target(TargetConfig(path="draftkit/embedded"), hardware)
     texts = [one.row["text"] for one in read_documents(DataConfig(domains=["prose"], max_rows=120))]
     pieces = [text[i : i + 200] for text in texts for i in range(0, len(text) - 200, 400)]
     prompts = [target.tokenizer(text)["input_ids"][:32] for text in pieces[:count]]

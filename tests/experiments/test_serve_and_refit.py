@@ -181,10 +181,9 @@ def test_a_service_that_was_there_before_is_not_cleared_unasked(
 
 USED = [
     "decode.gamma=2",
-    "decode=block",
+    "decode.verification=block",
     "serve.slots=3",
     "draft.lora.rank=2",
-    "draft.freeze_head=true",
     "generate.rollouts=64",
     "evaluate.max_new_tokens=9",
     "evaluate.batch_size=3",

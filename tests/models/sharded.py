@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 
 from draftkit.artifacts import write_json
-from draftkit.config import HardwareConfig, ModelConfig
+from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.models.loading import load_target
 from draftkit.models.sharding import layers_of, load_sharded_target, shard_layers
 from tests import tiny
@@ -64,7 +64,7 @@ def loaded_in_parts(folder: Path, dtype: str) -> dict[str, float]:
     """
     torch.distributed.init_process_group("gloo")
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)  # what is freed is given back at once
-    model, hardware = ModelConfig(path=str(folder)), HardwareConfig(device="cpu", dtype=dtype)
+    model, hardware = TargetConfig(path=str(folder)), HardwareConfig(device="cpu", dtype=dtype)
     done, before = threading.Event(), own_bytes()
     peaks = [before]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftkit.config import HardwareConfig, ModelConfig
+from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.models import loading
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import load_model, save_model
@@ -75,7 +75,7 @@ def test_weights_are_read_to_the_device_where_it_is_cuda(
         raise OSError("enough")
 
     monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    model = ModelConfig(path=str(tmp_path / "model"))
+    model = TargetConfig(path=str(tmp_path / "model"))
     with pytest.raises(ValueError, match="enough"):
-        load_model(model, "target", dtype=torch.float32, device=device)
+        load_model(model, dtype=torch.float32, device=device)
     assert seen == [mapped]

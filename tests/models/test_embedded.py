@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 import draftkit
-from draftkit.config import DataConfig, HardwareConfig, ModelConfig, SamplingConfig
+from draftkit.config import DataConfig, HardwareConfig, SamplingConfig, TargetConfig
 from draftkit.config.text import EMBEDDED
 from draftkit.data.corpora import Document, read_documents, split_documents
 from draftkit.data.prompts import RowReader
@@ -19,7 +19,7 @@ from draftkit.evaluation.compression import TextScore, score_texts
 from draftkit.models.loading import Target, load_target
 
 FOLDER = Path(draftkit.__file__).parent / "embedded"
-MODEL = ModelConfig(path=EMBEDDED)
+MODEL = TargetConfig(path=EMBEDDED)
 HARDWARE = HardwareConfig(device="cpu", dtype="float32")
 MOST_BYTES = 16e6
 STATEMENTS = 200

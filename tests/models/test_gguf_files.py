@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from draftkit.config import ModelConfig
+from draftkit.config import TargetConfig
 from draftkit.models import gguf_files
 from draftkit.models.gguf_files import LLAMA_3, SPLITTERS, TRIED, convert, file_named
 from draftkit.models.loading import load_model, load_tokenizer, save_model
@@ -31,7 +31,7 @@ def written(folder: Path, architecture: str = "llama", kind: str = "f32", **chan
     made = tiny.model(architecture, **SMALL | changes)
     save_model(made, tokenizer, folder / "model")
     path = folder / "named.gguf"
-    write_gguf(ModelConfig(path=str(folder / "model")), path, kind=kind, key="target")
+    write_gguf(TargetConfig(path=str(folder / "model")), path, kind=kind, key="target")
     return path
 
 
@@ -75,8 +75,8 @@ def test_weights_tokenizer_and_template_are_those_of_the_folder_it_was_written_f
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("read", "model"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    read, model = (ModelConfig(path=str(tmp_path / name)) for name in ("read", "model"))
-    tokenizer, original = load_tokenizer(read, "target"), load_tokenizer(model, "target")
+    read, model = (TargetConfig(path=str(tmp_path / name)) for name in ("read", "model"))
+    tokenizer, original = load_tokenizer(read), load_tokenizer(model)
     assert tokenizer.get_vocab() == original.get_vocab()
     assert (tokenizer.eos_token, tokenizer.chat_template) == (original.eos_token, TEMPLATE)
     for text in (*TRIED, *making.TEXT):
@@ -90,7 +90,7 @@ def test_packed_weights_come_out_as_the_library_unpacks_them(tmp_path: Path) -> 
     path = written(tmp_path, kind="q8_0")
     convert(path, tmp_path / "read", "target")
     loaded = load_model(
-        ModelConfig(path=str(tmp_path / "read")), "target", dtype="auto", device=torch.device("cpu")
+        TargetConfig(path=str(tmp_path / "read")), dtype="auto", device=torch.device("cpu")
     )
     assert loaded.dtype == torch.bfloat16
     (stored,) = [t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_down.weight"]
@@ -204,4 +204,4 @@ def test_a_command_reads_a_file_once_and_its_stages_see_a_folder(
     monkeypatch.setattr("pipelines.checksums.convert", None)  # never called again
     assert compose_config(words) == config
     with pytest.raises(ValueError, match=r"^target\.path .*: commands read a GGUF file into"):
-        load_tokenizer(ModelConfig(path=str(path)), "target")
+        load_tokenizer(TargetConfig(path=str(path)))

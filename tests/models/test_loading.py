@@ -8,12 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from draftkit.config import HardwareConfig, ModelConfig, PretrainConfig
+from draftkit.config import DraftConfig, HardwareConfig, PretrainConfig, TargetConfig
 from draftkit.models.loading import (
     end_of_text_ids,
     load_draft,
@@ -51,7 +50,7 @@ def folder(tmp_path, tokenizer):
 
 
 def target_of(path):
-    return load_target(ModelConfig(path=str(path)), CPU32)
+    return load_target(TargetConfig(path=str(path)), CPU32)
 
 
 def test_what_was_saved_is_loaded(folder, tokenizer):
@@ -130,7 +129,7 @@ def t5_folder(path, tokenizer, **changes):
 
 
 def seq2seq_target_of(path):
-    return load_seq2seq_target(ModelConfig(path=str(path)), CPU32)
+    return load_seq2seq_target(TargetConfig(path=str(path)), CPU32)
 
 
 def test_an_encoder_decoder_model_is_refused_by_name_where_drafts_are_trained(tmp_path, tokenizer):
@@ -172,7 +171,7 @@ def test_a_decoder_only_model_is_no_encoder_decoder_target(folder):
 def test_an_encoder_decoder_target_takes_drafts_of_both_kinds(folder, tmp_path, tokenizer):
     t5_folder(tmp_path / "t5", tokenizer)
     target = seq2seq_target_of(tmp_path / "t5")
-    both = ModelConfig(path=str(folder)), ModelConfig(path=str(tmp_path / "t5"))
+    both = DraftConfig(path=str(folder)), DraftConfig(path=str(tmp_path / "t5"))
     decoder_only, encoder_decoder = both
     assert load_draft(decoder_only, target).model.config.model_type == "llama"
     assert load_seq2seq_draft(encoder_decoder, target).model.config.model_type == "t5"
@@ -187,13 +186,13 @@ def test_a_draft_with_another_vocabulary_is_refused_with_the_first_difference(fo
     other = train_byte_bpe(["class Zebra:\n    zoo = 'zzz'\n" * 30], 300)
     save_model(new_llama(SHAPE, other, seed=0, device=CPU), other, tmp_path / "other")
     with pytest.raises(ValueError, match=r"^draft\.path: target and draft have different vocab"):
-        load_draft(ModelConfig(path=str(tmp_path / "other")), target_of(folder))
+        load_draft(DraftConfig(path=str(tmp_path / "other")), target_of(folder))
 
 
 def test_a_draft_without_a_tokenizer_is_told_how_to_get_one(folder, tmp_path, tokenizer):
     new_llama(SHAPE, tokenizer, seed=0, device=CPU).save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"draft\.path .*no usable tokenizer.*save_pretrained"):
-        load_draft(ModelConfig(path=str(tmp_path / "bare")), target_of(folder))
+        load_draft(DraftConfig(path=str(tmp_path / "bare")), target_of(folder))
 
 
 @pytest.fixture
@@ -208,10 +207,10 @@ def narrow(tmp_path, tokenizer):
 def test_a_draft_proposes_the_ids_that_its_folder_keeps(folder, narrow, tokenizer):
     target = target_of(folder)
     tokens = torch.tensor([[5, 6, 7]])
-    scores = load_draft(ModelConfig(path=str(narrow)), target).score(tokens, tokens > 0)
+    scores = load_draft(DraftConfig(path=str(narrow)), target).score(tokens, tokens > 0)
     assert (scores > -torch.inf).nonzero()[:, 1].tolist() == [0, 5, 9] * 3
     assert scores.shape == (3, len(tokenizer))
-    assert load_draft(ModelConfig(path=str(folder)), target).kept_ids is None
+    assert load_draft(DraftConfig(path=str(folder)), target).kept_ids is None
 
 
 def test_kept_ids_lie_beside_a_whole_model(narrow, tokenizer):
@@ -223,18 +222,18 @@ def test_kept_ids_lie_beside_a_whole_model(narrow, tokenizer):
 def test_kept_ids_of_another_vocabulary_are_refused(folder, narrow, tokenizer):
     write_kept_ids(narrow, torch.tensor([1, len(tokenizer)]))
     with pytest.raises(ValueError, match=r"^draft\.path .*kept_ids\.json: .* must lie in 0"):
-        load_draft(ModelConfig(path=str(narrow)), target_of(folder))
+        load_draft(DraftConfig(path=str(narrow)), target_of(folder))
 
 
 def test_a_model_of_the_hub_without_kept_ids_keeps_all():
-    assert load_kept_ids(ModelConfig(path="someone/some-model"), 10) is None
+    assert load_kept_ids(DraftConfig(path="someone/some-model"), 10) is None
 
 
 def test_a_model_can_be_loaded_as_it_is_stored(folder, tmp_path, tokenizer):
     model = new_llama(SHAPE, tokenizer, seed=0, device=CPU)
     save_model(model.to(torch.bfloat16), tokenizer, tmp_path / "half")
     for path, dtype in ((folder, torch.float32), (tmp_path / "half", torch.bfloat16)):
-        loaded = load_model(ModelConfig(path=str(path)), "target", dtype="auto", device=CPU)
+        loaded = load_model(TargetConfig(path=str(path)), dtype="auto", device=CPU)
         assert loaded.dtype == dtype
 
 
@@ -264,44 +263,19 @@ def test_all_ids_that_end_a_text_are_known(folder, tokenizer):
     assert target_of(folder).eos_token_ids == (tokenizer.eos_token_id, 7, 9)
     generation = target_of(folder).adapter.model.generation_config
     assert end_of_text_ids(generation, tokenizer) == (0, 7, 9)
-    assert load_outline(ModelConfig(path=str(folder)), HardwareConfig()).eos_token_ids == (0, 7, 9)
+    assert load_outline(TargetConfig(path=str(folder)), HardwareConfig()).eos_token_ids == (0, 7, 9)
 
 
 def test_each_model_has_the_dtype_that_its_section_names(folder):
     path = str(folder)
-    half = load_target(ModelConfig(path=path, dtype="bfloat16"), CPU32)
+    half = load_target(TargetConfig(path=path, dtype="bfloat16"), CPU32)
     assert half.adapter.dtype == torch.bfloat16
-    assert load_draft(ModelConfig(path=path), half).dtype == torch.float32  # as the hardware says
-    assert load_draft(ModelConfig(path=path, dtype="bfloat16"), half).dtype == torch.bfloat16
-    asked = load_draft(ModelConfig(path=path, dtype="bfloat16"), half, dtype=torch.float32)
+    assert load_draft(DraftConfig(path=path), half).dtype == torch.float32  # as the hardware says
+    assert load_draft(DraftConfig(path=path, dtype="bfloat16"), half).dtype == torch.bfloat16
+    asked = load_draft(DraftConfig(path=path, dtype="bfloat16"), half, dtype=torch.float32)
     assert asked.dtype == torch.float32
-    outline = load_outline(ModelConfig(path=path, dtype="bfloat16"), CPU32)
+    outline = load_outline(TargetConfig(path=path, dtype="bfloat16"), CPU32)
     assert outline.dtype == outline_of(half).dtype == torch.float32
-
-
-def test_a_model_attends_as_its_section_says_else_as_is_faster(folder):
-    def named(way):
-        model = ModelConfig(path=str(folder), attn_implementation=way)
-        target = load_target(model, CPU32)
-        draft = load_draft(model, target)
-        assert draft.model.config._attn_implementation == (way or "draftkit")
-        tokens = torch.arange(1, 13)[None]
-        return target.adapter, target.adapter.score(tokens, tokens > 0)
-
-    ours, expected = named(None)
-    assert ours.model.config._attn_implementation == "draftkit"
-    for way in ("eager", "sdpa"):
-        adapter, scores = named(way)
-        assert adapter.model.config._attn_implementation == way
-        torch.testing.assert_close(scores, expected)
-
-
-def test_a_way_to_attend_that_a_model_lacks_is_refused_with_the_way_out(folder, monkeypatch):
-    monkeypatch.setattr(LlamaForCausalLM, "_supports_sdpa", False)
-    model = ModelConfig(path=str(folder), attn_implementation="sdpa")
-    with pytest.raises(ValueError, match=r"^target\.path .*target\.attn_implementation=null$") as e:
-        load_target(model, CPU32)
-    assert "\n" not in str(e.value)
 
 
 def test_weights_can_be_read_by_whoever_the_umask_allows(tmp_path, tokenizer):

@@ -6,25 +6,25 @@ from typing import Any
 
 import pytest
 
-from draftkit.config import ModelConfig, SamplingConfig
+from draftkit.config import SamplingConfig, TargetConfig
 from draftkit.models.served import FILE, served_sampling
 
 QWEN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> ModelConfig:
+def model(tmp_path: Path) -> TargetConfig:
     (tmp_path / "config.json").write_text("{}")
-    return ModelConfig(path=str(tmp_path))
+    return TargetConfig(path=str(tmp_path))
 
 
-def advise(model: ModelConfig, content: Any) -> None:
+def advise(model: TargetConfig, content: Any) -> None:
     text = content if isinstance(content, str) else json.dumps(content)
     (Path(model.location) / FILE).write_text(text)
 
 
 def test_the_keys_that_the_file_has_are_taken_and_the_rest_is_the_default(
-    model: ModelConfig,
+    model: TargetConfig,
 ) -> None:
     advise(model, QWEN)
     sampling, line = served_sampling(model, {})
@@ -38,14 +38,14 @@ def test_the_keys_that_the_file_has_are_taken_and_the_rest_is_the_default(
     assert served_sampling(model, {})[0] == SamplingConfig(repetition_penalty=1.05)
 
 
-def test_what_somebody_gives_wins_over_the_file(model: ModelConfig) -> None:
+def test_what_somebody_gives_wins_over_the_file(model: TargetConfig) -> None:
     advise(model, QWEN | {"top_p": "much"})
     sampling, line = served_sampling(model, {"temperature": 1.0, "top_p": 0.5})
     assert sampling == SamplingConfig(temperature=1.0, top_k=20, top_p=0.5)
     assert "(temperature, top_p as given); top_k of " in line
 
 
-def test_do_sample_false_is_greedy_and_said(model: ModelConfig) -> None:
+def test_do_sample_false_is_greedy_and_said(model: TargetConfig) -> None:
     advise(model, {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.1})
     sampling, line = served_sampling(model, {})
     assert sampling == SamplingConfig(temperature=0.0, repetition_penalty=1.1)
@@ -53,11 +53,11 @@ def test_do_sample_false_is_greedy_and_said(model: ModelConfig) -> None:
     assert served_sampling(model, {"temperature": 0.7})[0].temperature == 0.7
 
 
-def test_a_file_that_is_not_there_or_advises_nothing_is_said(model: ModelConfig) -> None:
+def test_a_file_that_is_not_there_or_advises_nothing_is_said(model: TargetConfig) -> None:
     sampling, line = served_sampling(model, {})
     assert sampling == SamplingConfig()
     assert line.endswith(f"{model.path} has no {FILE}")
-    assert "a target that is trained here has no" in served_sampling(ModelConfig(), {})[1]
+    assert "a target that is trained here has no" in served_sampling(TargetConfig(), {})[1]
     advise(model, {"eos_token_id": 3})
     sampling, line = served_sampling(model, {})
     assert sampling == SamplingConfig()
@@ -65,7 +65,7 @@ def test_a_file_that_is_not_there_or_advises_nothing_is_said(model: ModelConfig)
 
 
 def test_ids_that_nothing_cuts_are_said_where_transformers_would_cut_them(
-    model: ModelConfig,
+    model: TargetConfig,
 ) -> None:
     said = "no top_k there: all ids"
     for content, given, expected in (
@@ -91,7 +91,7 @@ def test_ids_that_nothing_cuts_are_said_where_transformers_would_cut_them(
     ],
 )
 def test_a_bad_file_is_refused_by_name_in_one_line(
-    model: ModelConfig, content: Any, refusal: str
+    model: TargetConfig, content: Any, refusal: str
 ) -> None:
     advise(model, content)
     with pytest.raises(ValueError, match=refusal) as error:
@@ -101,4 +101,4 @@ def test_a_bad_file_is_refused_by_name_in_one_line(
 
 def test_a_folder_that_is_not_there_is_refused_by_its_key() -> None:
     with pytest.raises(ValueError, match=r"^target\.path \./nowhere: no such folder"):
-        served_sampling(ModelConfig(path="./nowhere"), {})
+        served_sampling(TargetConfig(path="./nowhere"), {})

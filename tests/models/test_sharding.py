@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftkit.artifacts import read_json
-from draftkit.config import HardwareConfig, ModelConfig
+from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.models.loading import save_model
 from draftkit.models.sharding import load_sharded_target
 from tests import tiny
@@ -59,4 +59,4 @@ def test_a_process_never_holds_more_than_its_part_and_a_layer(wide: Path, dtype:
 
 def test_one_process_alone_shares_no_model(wide: Path) -> None:
     with pytest.raises(ValueError, match=r"^hardware\.shard_target: there is no second process"):
-        load_sharded_target(ModelConfig(path=str(wide)), HardwareConfig(device="cpu"))
+        load_sharded_target(TargetConfig(path=str(wide)), HardwareConfig(device="cpu"))

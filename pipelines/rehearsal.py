@@ -18,12 +18,12 @@ from itertools import cycle, islice
 from math import ceil
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from draftkit.artifacts import provenance, read_json, write_json
-from draftkit.config import Config, OptimConfig, has_compiler
+from draftkit.config import Config, OptimConfig, PretrainConfig, has_compiler
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import OPTIONAL, Record, read_records, write_records
 from draftkit.decoding.graphs import compile_seconds
@@ -44,6 +44,8 @@ from .prepare import prepare
 from .target import target
 from .texts import answer_tokens
 from .train import train
+
+Pretrain = TypeVar("Pretrain", bound=PretrainConfig)
 
 STAGES = (target, prepare, generate, contexts, scores, train, evaluate, distill, export)
 RUNS: Mapping[str, Run] = {one.name: one.run for one in STAGES}
@@ -130,18 +132,17 @@ def shortened(job: Job, *, longest: bool) -> Config:
         compile=str(compiled).lower(),
     )
 
-    def pretrained(model: Any) -> Any:
-        fewer = min(steps, model.pretrain.max_steps)
-        shrink = replace(model.shrink, steps=min(steps, model.shrink.steps))
-        return replace(model, pretrain=replace(model.pretrain, max_steps=fewer), shrink=shrink)
+    def fewer(pretrain: Pretrain) -> Pretrain:
+        return replace(pretrain, max_steps=min(steps, pretrain.max_steps))
 
+    shrink = replace(config.draft.shrink, steps=min(steps, config.draft.shrink.steps))
     rollouts = min(config.generate.rollouts, config.generate.batch_size)
     return replace(
         config,
         optim=optim,
         evaluate=judged,
-        target=pretrained(config.target),
-        draft=pretrained(config.draft),
+        target=replace(config.target, pretrain=fewer(config.target.pretrain)),
+        draft=replace(config.draft, pretrain=fewer(config.draft.pretrain), shrink=shrink),
         generate=replace(config.generate, rollouts=rollouts, engine="decoder"),
         export=replace(config.export, push_to_hub=None),
     )

@@ -226,7 +226,7 @@ def _compute(
     finally:
         gc.collect()  # models stand in reference cycles, and the next step needs the memory
         torch.cuda.empty_cache()
-        give_back_freed_memory(0)
+        give_back_freed_memory()
     summary.setdefault("seconds", round(time.perf_counter() - started, 2))
     return summary
 

@@ -48,7 +48,6 @@ REFUSED: list[tuple[str, Make]] = [
     ("data.max_rows", lambda: DataConfig(max_rows=0)),
     ("data.vocab_size", lambda: DataConfig(vocab_size=255)),
     ("data.prompt_tokens", lambda: DataConfig(prompt_tokens=0)),
-    ("data.overlong", lambda: DataConfig(overlong="keep")),
     ("data.max_length", lambda: DataConfig(prompt_tokens=32, max_length=32)),
     ("data.test_fraction", lambda: DataConfig(test_fraction=0.5)),
     ("data.validation_fraction", lambda: DataConfig(validation_fraction=0)),

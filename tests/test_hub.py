@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from draftkit.config import Config, DataConfig, TargetConfig
+from draftkit.config import Config, DataConfig, DraftConfig, TargetConfig
 from draftkit.data.corpora import read_documents
 from draftkit.hub import hub_has
 from draftkit.models.loading import load_model, load_tokenizer, model_config
@@ -107,7 +107,7 @@ def test_what_the_hub_does_not_hand_out_is_refused_by_its_key(
 def test_a_repository_without_a_configuration_holds_no_model(server: Hub) -> None:
     server.status, server.code = 404, "EntryNotFound"
     with pytest.raises(ValueError, match=rf"^draft\.path {NAME}: the hub has no config\.json of"):
-        model_config(TargetConfig(path=NAME))
+        model_config(DraftConfig(path=NAME))
 
 
 @pytest.mark.parametrize("offline", [True, False])

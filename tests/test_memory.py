@@ -25,9 +25,7 @@ for _ in range(20):
 assert peak_memory_bytes() > 64 << 20
 faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 held = int(open("/proc/self/statm").read().split()[1])
-give_back_freed_memory(1 << 30)
-assert held - int(open("/proc/self/statm").read().split()[1]) < 1000  # pages: nothing was
-give_back_freed_memory(0)
+give_back_freed_memory()
 if sys.argv[1] == "keep":
     assert held - int(open("/proc/self/statm").read().split()[1]) > 10_000
 print(faults)

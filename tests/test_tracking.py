@@ -180,7 +180,7 @@ def test_online_without_a_key_is_refused_without_asking(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setattr("builtins.input", lambda *args: pytest.fail("asked a question"))
-    with pytest.raises(ValueError, match=r"tracker\.mode=online needs .* key") as error:
+    with pytest.raises(ValueError, match=r"tracker=online needs .* key") as error:
         Tracker(tmp_path, mode="online")
     assert "\n" not in str(error.value)
 

@@ -10,7 +10,6 @@ from draftkit.config.choices import (
     OPTIMIZER_NAMES,
     Section,
     positive,
-    require,
     setting,
 )
 
@@ -142,12 +141,6 @@ class DraftConfig(ModelConfig, key="draft"):
     shrink: ShrinkConfig = field(default_factory=ShrinkConfig)
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rule = "be empty where draft.path names the drafter"
-        given = self.path is not None and bool(self.shrink.layers)
-        require(not given, "draft.shrink.layers", rule, self.shrink.layers)
-
 
 @dataclass(kw_only=True)
 class DataConfig(Section, key="data"):
@@ -174,13 +167,13 @@ class DataConfig(Section, key="data"):
     # Variables of the template, as {enable_thinking: false}.
     template_options: dict[str, Any] = field(default_factory=dict)
     # Of chats and of rows with a prompt, at most; less where the context of a model is smaller.
+    # Chats lose their oldest turns (one whose last turn is too long is left out), other prompts
+    # their left.
     max_prompt_tokens: int = positive(1024)
     max_completion_tokens: int = positive(1024)
     # Of plain text: its windows, and how much of each is the prompt.
     max_length: int = 1024
     prompt_tokens: int = setting(32, least=1)
-    # cut: chats lose their oldest turns, other prompts their left; drop: longer rows are left out
-    overlong: str = setting("cut", names=("cut", "drop"))
     packing: bool = False  # train on rows of several texts, which do not see each other
     # Of the documents; texts that come with the package have a split of their own.
     validation_fraction: float = setting(0.05, above=0, below=0.5)

@@ -1,4 +1,4 @@
-"""How many tokens rows may have, what is cut for it, and when that is too much.
+"""How many tokens rows may have, and what is cut for it.
 
 Prompts of chats and of rows with a prompt have a length of their own, as their answers have; plain
 text is read in windows. All of it fits the context of both models.
@@ -6,16 +6,11 @@ text is read in windows. All of it fits the context of both models.
 This module does not know how rows are read.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from draftkit.config import DataConfig
-from draftkit.data.corpora import setting
 
-MOST_CUT = 0.05  # of the prompts: where a larger setting would hold them, more are refused
-ADVISED_CUT = 0.01  # of the prompts, at the length that is advised then,
-ADVISED_STEP = 64  # a multiple of so many tokens
 WHOLE = 1 << 30  # tokens: more than any row has
 
 
@@ -54,7 +49,8 @@ def lengths_within(context: int, data: DataConfig) -> Lengths:
     Where prompt and answer do not fit together a prompt gets half of the context, or what the
     answer leaves. Raises ValueError where a window would be no more than its prompt.
     """
-    prompt = min(data.max_prompt_tokens, most_prompt(context, data))
+    most = max(context // 2, context - data.max_completion_tokens)
+    prompt = min(data.max_prompt_tokens, most)
     window = min(data.max_length, context)
     if window <= data.prompt_tokens:
         raise ValueError(
@@ -62,11 +58,6 @@ def lengths_within(context: int, data: DataConfig) -> Lengths:
             f"{context} tokens to learn: lower it"
         )
     return Lengths(prompt, min(data.max_completion_tokens, context - prompt), window)
-
-
-def most_prompt(context: int, data: DataConfig) -> int:
-    """The most that `data.max_prompt_tokens` can come to in a context."""
-    return max(context // 2, context - data.max_completion_tokens)
 
 
 def capped_line(counts: Mapping[str, int], lengths: Lengths, data: DataConfig, context: int) -> str:
@@ -84,60 +75,6 @@ def capped_line(counts: Mapping[str, int], lengths: Lengths, data: DataConfig, c
     if not lowered:
         return ""
     return f"the smaller context of both models has {context} tokens: {', '.join(lowered)}"
-
-
-def check_prompts_cut(
-    tokens: Mapping[int, int], lengths: Lengths, context: int, data: DataConfig
-) -> None:
-    """Refuse to cut more than `MOST_CUT` of the prompts, of which `tokens[n]` have n tokens.
-
-    Raises ValueError that names the setting which would hold them, or the way out where the
-    context of the models holds no more.
-    """
-    total = sum(tokens.values())
-
-    def longer(than: int) -> float:
-        return sum(count for size, count in tokens.items() if size > than) / max(1, total)
-
-    if data.overlong == "drop" or longer(lengths.prompt) <= MOST_CUT:
-        return
-    most = most_prompt(context, data)
-    steps = range(ADVISED_STEP, most + ADVISED_STEP, ADVISED_STEP)
-    advised = min(next((n for n in steps if longer(n) <= ADVISED_CUT), most), most)
-    share = f"{setting(data)}: {longer(lengths.prompt):.0%} of the prompts are longer than"
-    if longer(advised) <= MOST_CUT:
-        raise ValueError(
-            f"{share} data.max_prompt_tokens={lengths.prompt}: data.max_prompt_tokens={advised} "
-            f"holds {1 - longer(advised):.0%} of them, data.overlong=drop leaves such rows out"
-        )
-    ways = []
-    if longer(lengths.prompt) < 1:
-        ways.append("data.overlong=drop leaves such rows out")
-    if longer(context - 1) < 1:
-        ways.append("a smaller data.max_completion_tokens leaves more")
-    raise ValueError(
-        f"{share} the {lengths.prompt} tokens that the models' context of {context} leaves for "
-        f"them: {', '.join(ways) or 'use shorter prompts, or models of a longer context'}"
-    )
-
-
-def ways_out(
-    tokens: Mapping[int, int], lengths: Lengths, context: int, data: DataConfig
-) -> Iterator[str]:
-    """What may help where every row is too long for `lengths`; `tokens` as above."""
-    raised = []
-    if lengths.prompt == data.max_prompt_tokens < most_prompt(context, data):
-        raised.append("data.max_prompt_tokens")
-    if lengths.completion < context - min(data.max_prompt_tokens, context // 2):
-        raised.append("data.max_completion_tokens")
-    if raised:
-        yield f"raise {' and '.join(raised)}"
-    else:
-        yield f"use shorter rows, or models of a longer context than {context} tokens"
-    if data.overlong == "drop":
-        with suppress(ValueError):  # where that would be refused
-            check_prompts_cut(tokens, lengths, context, replace(data, overlong="cut"))
-            yield "use data.overlong=cut"
 
 
 def shares_cut(counts: Mapping[str, int]) -> dict[str, float]:

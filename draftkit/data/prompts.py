@@ -27,16 +27,8 @@ from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config import DataConfig
 from draftkit.data.chats import ChatFormat, TemplateRefusal, chat_format, text_ids
 from draftkit.data.corpora import SPLITS, Document, name_of, setting, split_documents
-from draftkit.data.history import History
-from draftkit.data.lengths import (
-    UNCUT,
-    WHOLE,
-    Lengths,
-    Room,
-    check_prompts_cut,
-    lengths_within,
-    ways_out,
-)
+from draftkit.data.history import answers
+from draftkit.data.lengths import UNCUT, WHOLE, Lengths, Room, lengths_within
 from draftkit.data.store import (
     ORDER,
     Mapped,
@@ -65,7 +57,7 @@ COUNTS = (
     "documents_dropped",  # no prompt, nothing after it, or all their rows are dropped
     "windows",  # of plain text
     "rows",  # all others: a prompt, with its answer where it has one
-    "rows_dropped",  # of them, too long for data.overlong=drop, or chats whose last turn is
+    "rows_dropped",  # of them: chats whose last turn is too long
     "prompts_cut",  # to data.max_prompt_tokens: chats lose their oldest turns, others their left
     "completions",  # rows with an answer
     "completions_cut",  # on the right, to data.max_completion_tokens
@@ -80,12 +72,12 @@ Chat = list[dict[str, Any]]
 
 
 class Piece(NamedTuple):
-    """Ids of a prompt and of its answer, and how many the prompt has with what was left out."""
+    """Ids of a prompt and of its answer."""
 
     prompt: list[int]
     answer: list[int]
-    whole: int
-    is_chat: bool = False  # what is left out of it are turns
+    is_chat: bool = False
+    is_cut: bool = False  # turns of the chat are left out of the prompt
 
 
 @dataclass(frozen=True)
@@ -140,8 +132,7 @@ def make_splits(
     document. Where a prompt is in two splits all the same (that of a later window, or what is left
     of a longer one) it is held out: no training or validation example has a prompt of test.
 
-    Raises ValueError, one line, for rows that cannot be used, for a split without a usable row, and
-    where too many prompts would be cut.
+    Raises ValueError, one line, for rows that cannot be used, and for a split without a usable row.
     """
     lengths = lengths_within(context, data)
     reader = RowReader(tokenizer, data, lengths)
@@ -162,11 +153,8 @@ def make_splits(
             held_out |= (distinct := {key.tobytes() for key in prompts})
             if split == "test":
                 counts["test_prompts_repeated"] = len(prompts) - len(distinct)
-    check_prompts_cut(reader.prompt_tokens, lengths, context, data)
     if empty := [split for split in SPLITS if not counts[split]]:
-        long = counts["rows_dropped"] > 0
-        ways = ways_out(reader.prompt_tokens, lengths, context, data) if long else ()
-        raise _unusable(empty[0], data, lengths, [*ways])
+        raise _unusable(empty[0], data, lengths, too_long=counts["rows_dropped"] > 0)
     numbers = {name: counts[name] for name in (*SPLITS, *COUNTS)}
     room = lengths.room(data, texts=counts["windows"] > 0, chats=counts["rows"] > 0)
     about = {"sha256": digest.hexdigest(), "counts": numbers, "room": vars(room)}
@@ -182,12 +170,14 @@ def read_splits(folder: Path) -> Splits:
     return Splits(**parts, sha256=about["sha256"], counts=about["counts"], room=room)
 
 
-def _unusable(split: str, data: DataConfig, lengths: Lengths, ways: Sequence[str]) -> ValueError:
-    """The refusal of a split without a usable row; `ways` out of rows that are too long, if any."""
+def _unusable(split: str, data: DataConfig, lengths: Lengths, *, too_long: bool) -> ValueError:
+    """The refusal of a split without a usable row."""
     reason = "too short; lower data.prompt_tokens or give more text"
-    if ways:
-        limits = f"{lengths.prompt} tokens of prompt or {lengths.completion} of answer"
-        reason = f"longer than {limits}: {', or '.join(ways)}"
+    if too_long:
+        reason = (
+            f"longer than {lengths.prompt} tokens of prompt: raise data.max_prompt_tokens, use "
+            "shorter rows, or models of a longer context"
+        )
     return ValueError(f"{setting(data)}: no row of the {split} split is usable, all are {reason}")
 
 
@@ -224,16 +214,14 @@ def _documents_in_turn(
 class RowReader:
     """Tokenises documents as `data` says, and counts what becomes of them.
 
-    lengths: what rows are cut to. counts: by the names of COUNTS. prompt_tokens: how many prompts
-    have n tokens, before they are cut. Raises ValueError for settings that do not fit the
-    tokenizer.
+    lengths: what rows are cut to. counts: by the names of COUNTS. Raises ValueError for settings
+    that do not fit the tokenizer.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, lengths: Lengths = UNCUT
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.prompt_tokens: Counter[int] = Counter()
         self._tokenizer, self._data, self._lengths = tokenizer, data, lengths
         # Source code names special tokens; in the package's texts these are words, not control.
         self._literal = data.is_packaged
@@ -290,8 +278,8 @@ class RowReader:
         ids = partial(text_ids, self._tokenizer)
         text = iter(ids([row["text"] for row in rows if "text" in row], literal=self._literal))
         prompt = iter(ids([row["prompt"] for row in rows if "text" not in row], literal=literal))
-        answers = [row["completion"] for row in rows if "completion" in row]
-        answer = iter(ids(answers, special=False, literal=literal))
+        completions = [row["completion"] for row in rows if "completion" in row]
+        answer = iter(ids(completions, special=False, literal=literal))
         examples: list[list[Example]] = []
         for document, chat in zip(documents, chats, strict=True):
             row = document.row
@@ -305,8 +293,7 @@ class RowReader:
                     pieces = [*self._answers(chat, self._format_of(row))]
                 else:
                     ended = self._ended([*next(answer)]) if "completion" in row else []
-                    opening = next(prompt)
-                    pieces = [Piece(opening, ended, len(opening))]
+                    pieces = [Piece(next(prompt), ended)]
                 fitted = [self._fitted(document, piece) for piece in pieces if piece.prompt]
                 examples.append([example for example in fitted if example is not None])
             self.counts["documents_dropped"] += not examples[-1]
@@ -349,9 +336,9 @@ class RowReader:
         the prompt alone. Raises ValueError for a chat that the template refuses.
         """
         try:
-            for prompt, answer, whole in History(messages, template, self._lengths.prompt):
+            for prompt, answer, is_cut in answers(messages, template, self._lengths.prompt):
                 self.counts["answers_unused"] += answer is None
-                yield Piece(prompt, answer or [], whole, is_chat=True)
+                yield Piece(prompt, answer or [], is_chat=True, is_cut=is_cut)
         except TemplateRefusal as error:
             begins = str(messages[0].get("content"))
             raise ValueError(
@@ -373,20 +360,17 @@ class RowReader:
     def _fitted(self, document: Document, piece: Piece) -> Example | None:
         """Cut the answer on the right, the prompt on the left, or of a chat its oldest turns.
 
-        None for what is too long where `data.overlong` drops it, and for a chat whose last turn
-        is: a template cut open is no prompt that any server sees.
+        None for a chat whose last turn is too long: a template cut open is no prompt that any
+        server sees.
         """
-        fits = piece.whole <= self._lengths.prompt
-        ends = len(piece.answer) <= self._lengths.completion
+        too_long = len(piece.prompt) > self._lengths.prompt
         self.counts["rows"] += 1
         self.counts["completions"] += bool(piece.answer)
-        self.prompt_tokens[piece.whole] += 1
-        too_long = len(piece.prompt) > self._lengths.prompt
-        if (piece.is_chat and too_long) or (self._data.overlong == "drop" and not (fits and ends)):
+        if piece.is_chat and too_long:
             self.counts["rows_dropped"] += 1
             return None
-        self.counts["prompts_cut"] += not fits
-        self.counts["completions_cut"] += not ends
+        self.counts["prompts_cut"] += too_long or piece.is_cut
+        self.counts["completions_cut"] += len(piece.answer) > self._lengths.completion
         prompt = piece.prompt
         if too_long:
             kept = self._lengths.prompt - len(self._begin)

@@ -86,9 +86,10 @@ def train(
             totals = {"total_tokens": trainer.tokens, "tokens_per_second": pace}
             log(trainer.steps, metrics.known() | totals)
             clock, counted = time.perf_counter(), trainer.tokens
+        if due(trainer.steps, optim.eval_steps, optim.max_steps):
+            if evaluate is not None:
+                best = keep_if_best(trainer, folder, best, evaluate(trainer.steps))
             give_back_freed_memory()
-        if evaluate is not None and due(trainer.steps, optim.eval_steps, optim.max_steps):
-            best = keep_if_best(trainer, folder, best, evaluate(trainer.steps))
         if due(trainer.steps, saved_every, optim.max_steps):
             save_checkpoint(folder / CHECKPOINT, trainer, vars(best))
             stored = {best.best_step}

@@ -15,12 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from draftkit.models.adapter import CausalAdapter
 
-KEPT_BYTES = 1 << 28  # of freed memory
+KEPT_BYTES = 1 << 28  # of freed memory, about what a process gathers between two calls of it
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # the numbers that glibc's `mallopt` gives them
 NEVER = (1 << 31) - 1  # bytes, the most that `mallopt` takes
 LARGEST_HEAP_BYTES = 32 << 20  # of one allocation in the heap: glibc allows no more
-HEAP_COUNTS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
-HEAP_COUNTS += ("fordblks", "keepcost")
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 # Limits of this process, and what of its status counts against each.
 LIMITS = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
@@ -78,23 +76,14 @@ def keep_freed_memory() -> None:
         library.mallopt(MMAP_THRESHOLD, LARGEST_HEAP_BYTES)
 
 
-class _HeapCounts(ctypes.Structure):
-    """`struct mallinfo2` of glibc, sizes in bytes."""
-
-    _fields_ = tuple((name, ctypes.c_size_t) for name in HEAP_COUNTS)
-
-
-def give_back_freed_memory(kept: int = KEPT_BYTES) -> None:
-    """Hand freed memory back to the kernel where it is more than `kept` bytes.
+def give_back_freed_memory() -> None:
+    """Hand freed memory back to the kernel.
 
     Tensors of ever other sizes leave gaps: unchecked, a heap of which 0.4 GB are used grows by a
     gigabyte in 200 steps.
     """
     with suppress(OSError, AttributeError):
-        library = ctypes.CDLL(None)
-        library.mallinfo2.restype = _HeapCounts
-        if library.mallinfo2().fordblks > kept:
-            library.malloc_trim(0)
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def reset_peak(device: torch.device) -> None:
@@ -124,37 +113,19 @@ def _sizes(path: Path) -> dict[str, int]:
     return {word[0]: int(word[1]) << 10 for word in words if word[2:] == ["kB"]}
 
 
-def _left_in_groups() -> list[int]:
-    """What each control group that holds this process leaves it."""
-    try:
+def _left_in_groups() -> Iterator[int]:
+    """What the control group (version 2) of this process and those around it leave it."""
+    with suppress(OSError):
         lines = (PROC / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    left = []
-    for controllers, name in (line.split(":", 2)[1:] for line in lines):
-        if controllers == "":  # version 2
-            left += _left_below(CGROUP, name, "memory.max", "memory.current")
-        elif "memory" in controllers.split(","):  # version 1
-            files = "memory.limit_in_bytes", "memory.usage_in_bytes"
-            left += _left_below(CGROUP / "memory", name, *files)
-    return left
-
-
-def _left_below(root: Path, name: str, limit: str, usage: str) -> Iterator[int]:
-    """What the group `name` and those around it leave, up to `root`, by these files of theirs."""
-    folder = root / name.strip().removeprefix("/")
-    for group in (folder, *folder.parents):
-        if not group.is_relative_to(root):
-            break
-        try:
-            most = (group / limit).read_text(encoding="utf-8").strip()
-            used = int((group / usage).read_text(encoding="utf-8"))
-            stat = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError):
-            continue
-        # Pages of files give way to whoever needs memory.
-        counts = {key: int(count) for key, count in map(str.split, stat)}
-        kinds = ("active_file", "inactive_file")  # version 1 counts those of inner groups apart
-        files = sum(counts.get(f"total_{kind}", counts.get(kind, 0)) for kind in kinds)
-        if most.isdecimal():
-            yield int(most) - used + files
+        name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+        folder = CGROUP / name
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(CGROUP) and (group / "memory.max").is_file():
+                most = (group / "memory.max").read_text(encoding="utf-8").strip()
+                used = int((group / "memory.current").read_text(encoding="utf-8"))
+                stat = (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+                counts = {key: int(count) for key, count in map(str.split, stat)}
+                # Pages of files give way to whoever needs memory.
+                files = counts["active_file"] + counts["inactive_file"]
+                if most.isdecimal():
+                    yield int(most) - used + files

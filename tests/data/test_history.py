@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerFast as Fast
 from draftkit.config import DataConfig
 from draftkit.data.chats import ChatFormat
 from draftkit.data.corpora import Document
-from draftkit.data.history import History
 from draftkit.data.lengths import lengths_within
 from draftkit.data.prompts import RowReader
 from tests.templates import CHAT, byte_bpe, headers, thinking
@@ -56,15 +55,6 @@ def test_prompts_have_the_most_turns_that_fit(make: Callable[[], Fast]) -> None:
             assert [one.prompt_ids for one in made] == [one for one in best if len(one) <= limit]
             cut += reader.counts["prompts_cut"]
     assert cut > 20
-
-
-def test_whole_prompts_are_counted_as_long_as_they_are() -> None:
-    tokenizer, turns = byte_bpe(template=CHAT), turns_of(random.Random(1), 12)
-    template = ChatFormat(tokenizer)
-    ends = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
-    whole = [len(template.context(turns[:end])) for end in ends]
-    assert [tokens for _, _, tokens in History(turns, template, 90)] == whole
-    assert max(whole) > 4 * 90
 
 
 class Counting(Fast):

@@ -1,4 +1,4 @@
-"""Rows longer than the context are cut or left out, as `data.overlong` says, and counted."""
+"""Rows longer than the context are cut, chats by whole turns, and counted."""
 
 import json
 
@@ -9,7 +9,7 @@ from draftkit.data.corpora import read_documents
 from draftkit.data.lengths import shares_cut
 from draftkit.data.prompts import make_splits
 from draftkit.models.vocabulary import train_byte_bpe
-from tests.templates import chat, headers
+from tests.templates import CHAT, byte_bpe, chat, headers
 
 ROWS = [{"prompt": f"{n}", "completion": "the " * (1 + 90 * (n % 5 == 0))} for n in range(100)]
 
@@ -22,28 +22,23 @@ def splits_of(folder, rows, tokenizer=None, **options):
     return make_splits(documents, data, tokenizer, folder, context=512)
 
 
-@pytest.mark.parametrize(
-    ("overlong", "dropped", "cut"), [("drop", 20, 0), ("cut", 0, 20)], ids=["drop", "cut"]
-)
-def test_rows_that_are_too_long(tmp_path, overlong, dropped, cut):
-    splits = splits_of(tmp_path, ROWS, overlong=overlong)
-    assert (splits.counts["rows_dropped"], splits.counts["completions_cut"]) == (dropped, cut)
+def test_answers_that_are_too_long_are_cut_and_counted(tmp_path):
+    splits = splits_of(tmp_path, ROWS)
     assert shares_cut(splits.counts) == {
         "prompts_cut_share": 0,
-        "completions_cut_share": cut / 100,
-        "rows_dropped_share": dropped / 100,
+        "completions_cut_share": 0.2,
+        "rows_dropped_share": 0,
     }
     examples = [*splits.train, *splits.validation, *splits.test]
-    assert len(examples) == 100 - dropped
+    assert len(examples) == 100
     assert max(sum(example.loss_mask) for example in examples) <= 50
 
 
 def test_nothing_left_names_the_lengths(tmp_path):
-    rows = [{"prompt": f"{n}", "completion": "the " * 90} for n in range(9)]
-    message = r"no row of the train split is usable, all are longer than 462 tokens of prompt or 50"
+    rows = [{"messages": chat("of " * (300 + n))} for n in range(9)]
+    message = r"no row of the train split is usable, all are longer than 100 tokens of prompt: rai"
     with pytest.raises(ValueError, match=message) as error:
-        splits_of(tmp_path, rows, overlong="drop")
-    assert "data.overlong=cut" in str(error.value)
+        splits_of(tmp_path, rows, byte_bpe(template=CHAT), max_prompt_tokens=100)
     assert "\n" not in str(error.value)
 
 

@@ -1,7 +1,6 @@
 """From rows to token ids: what is prompt, what carries loss, what is cut, counted or refused."""
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -113,17 +112,6 @@ def test_a_long_completion_loses_its_end_and_is_counted(tmp_path: Path, tokenize
     assert max(sum(example.loss_mask) for example in examples) == 48
     assert splits.counts["completions_cut"] == 4 - len(whole)
     assert 1 <= len(whole) <= 3
-
-
-def test_too_many_prompts_that_would_be_cut_are_refused_with_the_setting(
-    tmp_path: Path, tokenizer: Fast
-) -> None:
-    rows = [{"prompt": WORDS * n, "completion": "x"} for n in range(1, 41)]
-    message = refusal(lambda: splits_of(tmp_path, rows, tokenizer, max_prompt_tokens=200))
-    advised = re.search(r"data\.max_prompt_tokens=(\d+) holds 100%", message)
-    assert advised is not None, message
-    splits = splits_of(tmp_path, rows, tokenizer, max_prompt_tokens=int(advised[1]))
-    assert splits.counts["prompts_cut"] == 0
 
 
 def test_rows_without_a_token_are_dropped_and_counted(tmp_path: Path) -> None:

@@ -57,22 +57,3 @@ def test_the_tightest_control_group_counts_but_for_pages_of_files(
     assert free_bytes(CPU) == 3_000_000 - 1_000_000 + 400_000
     (inner.parent / "memory.max").write_text("1000\n")
     assert free_bytes(CPU) == 0
-
-
-def test_groups_of_version_1_have_a_hierarchy_for_memory_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inner = tmp_path / "groups" / "memory" / "outer" / "inner"
-    inner.mkdir(parents=True)
-    (tmp_path / "proc" / "self").mkdir(parents=True)
-    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
-    groups = "5:devices:/\n4:cpu,memory:/outer/inner\n1:name=systemd:/\n0::/\n"
-    (tmp_path / "proc" / "self" / "cgroup").write_text(groups)
-    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(memory, "CGROUP", tmp_path / "groups")
-    for group, most in ((inner, 1 << 62), (inner.parent, 3_000_000)):
-        (group / "memory.limit_in_bytes").write_text(f"{most}\n")
-        (group / "memory.usage_in_bytes").write_text("1000000\n")
-        own, whole = "inactive_file 1\nactive_file 2\n", "total_inactive_file 300000\n"
-        (group / "memory.stat").write_text(f"{own}{whole}total_active_file 100000\n")
-    assert free_bytes(CPU) == 3_000_000 - 1_000_000 + 400_000

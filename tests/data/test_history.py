@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast as Fast
 from draftkit.config import DataConfig
 from draftkit.data.chats import ChatFormat
 from draftkit.data.corpora import Document
+from draftkit.data.history import answers
 from draftkit.data.lengths import lengths_within
 from draftkit.data.prompts import RowReader
 from tests.templates import CHAT, byte_bpe, headers, thinking
@@ -44,16 +45,17 @@ def test_prompts_have_the_most_turns_that_fit(make: Callable[[], Fast]) -> None:
     tokenizer, draw = make(), random.Random(0)
     cut = 0
     for limit in (60, 120, 250):
-        data = DataConfig(name="local", path="a", max_prompt_tokens=limit)
         for _ in range(4):
-            turns = turns_of(draw, 6)
-            reader = RowReader(tokenizer, data, lengths_within(4096, data))
-            (made,) = reader.read([Document("id", "", {"messages": turns})])
-            template = ChatFormat(tokenizer, fixed_date=True)
+            turns, template = turns_of(draw, 6), ChatFormat(tokenizer, fixed_date=True)
+            made = [*answers(turns, template, limit)]
             ends = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
             best = [by_trying_all(template, turns, end, limit) for end in ends]
-            assert [one.prompt_ids for one in made] == [one for one in best if len(one) <= limit]
-            cut += reader.counts["prompts_cut"]
+            assert [prompt for prompt, _, _ in made] == best
+            whole = [template.context(turns[:end]) for end in ends]
+            assert [is_cut for _, _, is_cut in made] == [
+                one != all_of_it for one, all_of_it in zip(best, whole, strict=True)
+            ]
+            cut += sum(is_cut for _, _, is_cut in made)
     assert cut > 20
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from draftkit.artifacts import read_json
-from draftkit.config import DraftConfig
+from draftkit.config import DraftConfig, TargetConfig
 from draftkit.engines.folder import write_plain_folder
 from draftkit.evaluation.cards import llamacpp_options, vllm_options
 from tests.engines.environments import FOLDER, missing
@@ -54,7 +54,7 @@ class Launch:
 
 def export_pair(engine: str, folder: Path, target: Path, draft: Path, *, gamma: int) -> None:
     """The pair in `folder` as `engine` loads it: a plain folder, or GGUF files made of it."""
-    models = {"target": DraftConfig(path=str(target)), "draft": DraftConfig(path=str(draft))}
+    models = {"target": TargetConfig(path=str(target)), "draft": DraftConfig(path=str(draft))}
     if not (folder / "hf").is_dir():
         write_plain_folder(
             models["draft"], models["target"], folder / "hf", gamma=gamma, dtype="float32"

@@ -98,12 +98,12 @@ class Refit:
             "alphas": {},  # version -> its alpha on held-out traffic after its gate
             "anchor_change": None,  # of the weights of the last update, since the first version
             "records": 0,  # that updates have seen, of the training side
+            "looks": {},  # version -> the number of the last look at it while it was in force
         }
         self._path = self.folder / STATE
         self._trainer: Trainer | None = None
         self._first_on_anchors: PromptTotals | None = None
         self._drift_looked_at = 0  # new records at the last look for a drift
-        self._looks: dict[str, int] = {}  # at versions in force: the number of the last one
 
     # When
 
@@ -383,9 +383,9 @@ class Refit:
         since = self.state["chosen"].setdefault(base.name, self.buffer.last_id(self.route))
         count = self.buffer.count(self.route, held_out=False, after=since)
         look = (count // self.settings.min_records).bit_length()
-        if look <= self._looks.get(base.name, 0):
+        if look <= self.state["looks"].get(base.name, 0):
             return None
-        self._looks[base.name] = look
+        self.state["looks"][base.name] = look
         stored = self._scorable(self.settings.gate.records, held_out=False, after=since)
         if (scored := self._measure(base, stored)) is None:
             return None
@@ -394,4 +394,5 @@ class Refit:
         if reason is not None:
             self.registry.rollback(base.parent, reason=reason, current=base.name)
             self.back_off()
+        save_checkpoint(self._path, self._working(), self.state)  # a restart looks no second time
         return reason

@@ -83,7 +83,6 @@ class Intake:
         Encoding long texts takes a while: not on the event loop.
         """
         if isinstance(prompt, str):
-            self._check_size(len(prompt), "prompt")
             ids = await asyncio.to_thread(self.texts.encode, prompt)
         else:
             ids = prompt
@@ -96,7 +95,6 @@ class Intake:
         return ids
 
     async def _chat_ids(self, body: ChatRequest, messages: list[dict[str, str]]) -> list[int]:
-        self._check_size(sum(len(message["content"]) for message in messages), "messages")
         try:
             ids = await asyncio.to_thread(self.texts.chat, messages)
         except ValueError as error:
@@ -130,22 +128,14 @@ class Intake:
                 param="prompt",
             )
 
-    def _check_size(self, characters: int, param: str) -> None:
-        """Refuse texts that cannot fit before they are encoded."""
-        least = characters // self.texts.longest_token
-        if least > self.max_length:
-            raise self._too_long(f"{param} of at least {least} tokens", param)
-
     def _check_length(self, tokens: int, most: int, param: str, *, bound: str) -> None:
         """`param` holds the prompt's tokens, `bound` how many may follow."""
+        if tokens + most <= self.max_length:
+            return
         what = f"{param} of {tokens} tokens"
-        if tokens >= self.max_length:
-            raise self._too_long(what, param)
-        if tokens + most > self.max_length:
-            raise self._too_long(f"{what} with {bound} {most}", bound)
-
-    def _too_long(self, what: str, param: str) -> ApiError:
-        return ApiError(
+        if tokens < self.max_length:
+            what, param = f"{what} with {bound} {most}", bound
+        raise ApiError(
             f"{what} does not fit the {self.max_length} tokens of a prompt and its answer",
             param=param,
             code="context_length_exceeded",

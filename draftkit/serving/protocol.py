@@ -1,20 +1,17 @@
 """What a client may ask, in OpenAI's words: the request bodies and how a wrong one is answered.
 
-A description of a field is its rule, and the message about a value that breaks it: "temperature
-must be 0 (greedy) or lie in [0.001, 10], got -1". What OpenAI defines and this server does not
-do is accepted at its neutral value only; an unknown parameter is refused, since a misspelt one
-would be ignored in silence. Errors have OpenAI's form with one line of reason. This module knows no
-engine, no tokenizer and no routes.
+What OpenAI defines and this server does not do is accepted at its neutral value only; an unknown
+parameter is refused, since a misspelt one would be ignored in silence. Errors have OpenAI's form
+with one line of reason. This module knows no engine, no tokenizer and no routes.
 """
 
 import difflib
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -26,7 +23,6 @@ MOST_STOPS = 16
 MOST_CHOICES = 16  # of a prompt
 COMPLETION_TOKENS = 16  # where a completion names no bound, as OpenAI's
 MOST_PROMPTS = 4096  # no longer list is looked through
-_PARTS = ("role", "content", "type", "text")  # of a message, that an error may lie in
 SHOWN = 60  # characters of a wrong value that an error message repeats
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -73,22 +69,11 @@ class ApiError(HTTPException):
         return json_response(self.body, self.status_code, self.headers)
 
 
-def _known_temperature(value: object) -> object:
+def _known_temperature(value: float) -> float:
     """Temperatures between 0 and 0.001 would overflow float32 logits: they are refused."""
-    if isinstance(value, float) and 0 < value < 1e-3:
-        raise ValueError("too close to 0")
+    if 0 < value < 1e-3:
+        raise ValueError("must be 0 (greedy) or lie in [0.001, 10]")
     return value
-
-
-def _neutral(*values: object) -> BeforeValidator:
-    """Only these values of a parameter that may be named but not used."""
-
-    def check(value: object) -> object:
-        if not any(value == known and type(value) is type(known) for known in values):
-            raise ValueError("not supported")
-        return None
-
-    return BeforeValidator(check)
 
 
 def _well_formed(text: str) -> str:
@@ -98,29 +83,21 @@ def _well_formed(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_well_formed)]
-Temperature = Annotated[float, BeforeValidator(_known_temperature), Field(ge=0, le=10)]
-TokenId = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+Temperature = Annotated[float, Field(ge=0, le=10), AfterValidator(_known_temperature)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, min_length=1)]
 StopString = Annotated[Text, Field(min_length=1, max_length=256)]
-StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MOST_STOPS)]
-Absent = Annotated[
-    Any, _neutral(None, [], {}, ""), Field(description="be absent: this server does not do it")
-]
-Zero = Annotated[
-    Any,
-    _neutral(None, 0, 0.0),
-    Field(description="be 0: this penalty is not supported, repetition_penalty is"),
-]
-PlainText = Annotated[
-    Any, _neutral(None, {"type": "text"}), Field(description='be {"type": "text"}')
-]
-NoTool = Annotated[
-    Any,
-    _neutral(None, "none", "auto"),
-    Field(description='be "none" or "auto": tools are not supported'),
-]
-TextOnly = Annotated[Any, _neutral(None, ["text"]), Field(description='be ["text"]')]
-Ignored = Annotated[Any, Field(description="be anything: it has no effect")]
+# What OpenAI defines and this server does not do: only the neutral value, or what has no effect.
+Zero = Annotated[float, Field(ge=0, le=0)]
+Empty = Annotated[list[Any] | dict[str, Any] | str, Field(max_length=0)]
+Ignored = Any
+UNSUPPORTED = "absent: this server does not do it"
+
+
+class PlainText(BaseModel):
+    """The one format of an answer."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    type: Literal["text"]
 
 
 class StreamOptions(BaseModel):
@@ -136,33 +113,22 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    model: Text = Field(description="be the name of a model that /v1/models lists")
-    n: int | None = Field(
-        None, ge=1, le=MOST_CHOICES, description=f"be an integer from 1 to {MOST_CHOICES}"
+    model: Text
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    temperature: Temperature | None = None
+    top_p: float | None = Field(None, ge=1e-6, le=1)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)  # 0 or -1: all
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)  # 1: none
+    seed: int | None = Field(None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] | None = Field(
+        None, description=f"a string or a list of at most {MOST_STOPS}, each of 1 to 256 characters"
     )
-    temperature: Temperature | None = Field(None, description="be 0 (greedy) or lie in [0.001, 10]")
-    top_p: float | None = Field(None, ge=1e-6, le=1, description="lie in [0.000001, 1]")
-    top_k: int | None = Field(
-        None, ge=-1, le=2**31 - 1, description="be a positive integer, or 0 or -1 to keep all"
-    )
-    repetition_penalty: float | None = Field(
-        None, ge=0.01, le=100, description="lie in [0.01, 100] (1: none)"
-    )
-    seed: int | None = Field(
-        None, ge=-LARGEST_SEED - 1, le=LARGEST_SEED, description="be an integer of at most 64 bits"
-    )
-    stop: StopString | StopStrings | None = Field(
-        None,
-        description=f"be a string or a list of at most {MOST_STOPS}, each of 1 to 256 characters",
-    )
-    max_tokens: int | None = Field(None, ge=1, description="be an integer of at least 1")
-    stream: bool | None = Field(None, description="be true or false")
-    stream_options: StreamOptions | None = Field(
-        None, description='be {"include_usage": true or false}'
-    )
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
-    logit_bias: Absent = None
+    max_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Zero | None = Field(None, description="0: only repetition_penalty is known")
+    presence_penalty: Zero | None = Field(None, description="0: only repetition_penalty is known")
+    logit_bias: Empty | None = Field(None, description=UNSUPPORTED)
     user: Ignored = None
     metadata: Ignored = None
 
@@ -200,14 +166,11 @@ class CompletionRequest(GenerationRequest):
         | TokenIds
         | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-    ) = Field(
-        description=f"be a string, token ids, or a list of at most {MOST_PROMPTS} of either, "
-        "and not empty"
-    )
-    echo: bool | None = Field(None, description="be true or false")
-    logprobs: int | None = Field(None, ge=0, description="be an integer of at least 0")
-    best_of: int | None = Field(None, description="equal n: nothing is ranked")
-    suffix: Absent = None
+    ) = Field(description=f"a string, token ids, or a list of 1 to {MOST_PROMPTS} of either")
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0)
+    best_of: int | None = None  # equal to n: nothing is ranked
+    suffix: Empty | None = Field(None, description=UNSUPPORTED)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -261,17 +224,15 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] = Field(
-        description="be a list of messages, each with a role and a content that is text"
-    )
-    max_completion_tokens: int | None = Field(None, ge=1, description="be an integer of at least 1")
-    logprobs: bool | None = Field(None, description="be true or false")
-    top_logprobs: int | None = Field(None, ge=0, description="be an integer of at least 0")
-    response_format: PlainText = None
-    tools: Absent = None
-    tool_choice: NoTool = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    response_format: PlainText | None = None
+    tools: Empty | None = Field(None, description=UNSUPPORTED)
+    tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Ignored = None
-    modalities: TextOnly = None
+    modalities: list[Literal["text"]] | None = None
     store: Ignored = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
@@ -298,37 +259,28 @@ class ChatRequest(GenerationRequest):
             )
 
 
-def _shown(value: object) -> str:
-    text = repr(value) if not isinstance(value, str) else repr(value[:SHOWN])
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
 def explain(errors: Sequence[Mapping[str, Any]], request: type[BaseModel]) -> ApiError:
     """The one line about a body that `request` refuses, from pydantic's list of `errors`.
 
     Of several errors the first one counts.
     """
     error = errors[0]
-    path, known = [str(part) for part in error["loc"][1:]], request.model_fields
-    if error["type"] == "json_invalid":
+    path, kind = [str(part) for part in error["loc"][1:]], error["type"]
+    if kind == "json_invalid":
         reason = error.get("ctx", {}).get("error", "malformed")
         return ApiError(f"the body is no JSON: {reason}", code="invalid_json")
     if not path:
         return ApiError("the body must be a JSON object", code="invalid_body")
-    name = path[0]
+    name, known = path[0][:SHOWN], request.model_fields
     if name not in known:
-        near = difflib.get_close_matches(name[:SHOWN], known, n=1)
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f": did you mean {near[0]}?" if near else ""
-        return ApiError(
-            f"there is no parameter {_shown(name)}{hint}",
-            param=name[:SHOWN],
-            code="unknown_parameter",
-        )
-    if error["type"] == "missing" and len(path) == 1:
+        message = f"there is no parameter {name!r}{hint}"
+        return ApiError(message, param=name, code="unknown_parameter")
+    if kind == "missing" and len(path) == 1:
         return ApiError(f"{name} is missing", param=name, code="missing_parameter")
-    # Of the alternatives of a type pydantic names each: no word to a client.
-    plain = list(itertools.takewhile(lambda part: part.isdigit() or part in _PARTS, path[1:]))
-    where = f" (at {'.'.join([name, *plain])})" if plain else ""
-    return ApiError(
-        f"{name} must {known[name].description}, got {_shown(error['input'])}{where}", param=name
-    )
+    # Of the alternatives of a type pydantic tells each apart: then the field says what it may be.
+    rule = known[name].description
+    parts = [part for part in path if part.isidentifier() or part.isdigit()]
+    where, reason = (name, f"should be {rule}") if rule else (".".join(parts), error["msg"])
+    return ApiError(f"{where[:SHOWN]}: {reason}, got {repr(error['input'])[:SHOWN]}", param=name)

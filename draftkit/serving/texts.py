@@ -37,7 +37,7 @@ class Shown(NamedTuple):
 class Texts:
     """A tokenizer for many callers.
 
-    Ids are below `vocab_size`, and no token stands for more than `longest_token` characters.
+    Ids are below `vocab_size`.
     `drops_space`: a text does not show the space that its first token begins with (Llama 2).
     Chats become what the same chats are in training, as `data` says; the date is today's. What a
     turn says is text: no name of a special token in it is that token.
@@ -58,7 +58,6 @@ class Texts:
         serialised = {} if backend is None else json.loads(backend.to_str())
         self._is_byte_level = '"ByteLevel"' in json.dumps(serialised.get("decoder"))
         known = range(min(vocab_size, len(self._tokenizer)))
-        self.longest_token = max(1, *(len(self.token_bytes(token_id)) for token_id in known))
         plain = (i for i in known if i not in self.special_ids)
         spaced = next((i for i in plain if self.token_bytes(i).startswith(b" ")), None)
         self.drops_space = spaced is not None and not self.decode([spaced]).startswith(" ")

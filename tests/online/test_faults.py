@@ -127,30 +127,6 @@ def test_a_reader_goes_on_while_writers_are_killed_beside_it(tmp_path: Path, rou
     buffer.close()
 
 
-def test_a_bad_last_page_after_a_kill_loses_the_last_append_only(tmp_path: Path) -> None:
-    path = tmp_path / "b.sqlite"
-
-    def work(tell: Tell) -> None:
-        buffer = Buffer(path, settings())
-        for number in range(10):
-            buffer.append([entry(number)])
-        tell(9)
-        signal.pause()
-
-    assert killed_after(work, 0) == [9]
-    log = Path(f"{path}-wal")
-    with log.open("r+b") as file:
-        file.seek(-1000, os.SEEK_END)
-        page = file.read(8)
-        file.seek(-1000, os.SEEK_END)
-        file.write(bytes(byte ^ 0x55 for byte in page))
-    buffer = Buffer(path, settings())
-    assert kept(buffer) == list(range(9))
-    buffer.append([entry(20)])
-    assert kept(buffer) == [*range(9), 20]
-    buffer.close()
-
-
 @contextmanager
 def small_disk(most_bytes: int) -> Iterator[None]:
     """No file grows beyond that: as a full disk, the write fails."""

@@ -128,7 +128,7 @@ def test_a_drift_of_the_traffic_takes_nothing_back(tmp_path: Path) -> None:
     assert score(shop.weights(), anew).alpha.high < score(first, records[:60]).alpha.low
     assert shop.refit.review() is None
     assert name_of(shop.registry.current()) == "v000002"
-    assert shop.refit._looks == {"v000002": 2}  # it was looked at
+    assert shop.refit.state["looks"] == {"v000002": 2}  # it was looked at
     shop.buffer.close()
 
 
@@ -169,7 +169,13 @@ def test_one_that_is_as_good_stays_and_looks_are_rare(
         assert shop.refit.review() is None
     assert name_of(shop.registry.current()) == "v000002"
     assert 2 <= len(scored) <= 6  # two models at 32 and 64 records, and at 16 where they suffice
+    looks = shop.refit.state["looks"]
     shop.buffer.close()
+    again = Shop(tmp_path)  # a restart does not spend the budget of false alarms once more
+    monkeypatch.setattr(again.refit.judge, "score", lambda *_: pytest.fail("it looked again"))
+    assert again.refit.review() is None
+    assert again.refit.state["looks"] == looks
+    again.buffer.close()
 
 
 def test_a_rollback_by_hand_is_not_undone(tmp_path: Path) -> None:

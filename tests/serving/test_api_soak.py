@@ -1,11 +1,8 @@
-"""Long and large: memory that stays, crowds that do nothing, readers that take nothing."""
+"""Long: memory that stays."""
 
-import contextlib
 import gc
 import http.client
 import json
-import resource
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +11,10 @@ from typing import Any
 import pytest
 
 from draftkit.config import ServeConfig
-from draftkit.serving import delivery, server
 from tests import tiny
 from tests.serving import running
-from tests.serving.fakes import FakeEngine, ask, chat, completion, serving, wait_for
-from tests.serving.test_server import opened
+from tests.serving.fakes import ask, chat, completion, serving, wait_for
 
-IDLE = 1000
 REQUESTS = 10_000
 PAGE = 4096
 
@@ -29,18 +23,6 @@ def resident() -> int:
     """Bytes of memory that this process holds."""
     gc.collect()
     return PAGE * int(Path("/proc/self/statm").read_text().split()[1])
-
-
-def slow_reader(address: str) -> socket.socket:
-    """A client that asks for a stream and reads none of it."""
-    host, port = address.split(":")
-    made = socket.socket()
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    made.connect((host, int(port)))
-    body = json.dumps(completion(stream=True, logprobs=5)).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    made.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    return made
 
 
 def leaves_early(address: str) -> None:
@@ -84,39 +66,3 @@ def test_ten_thousand_requests_leave_no_memory_behind() -> None:
             sizes.append(resident())
         assert engine.counters().errors == 0
     assert sizes[-1] - sizes[0] < 8_000_000, sizes
-
-
-@pytest.mark.soak
-def test_a_thousand_idle_connections_do_not_stop_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Client and server are one process here: each connection takes two files."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * IDLE + 256
-    if hard not in (resource.RLIM_INFINITY, max(hard, wanted)):
-        pytest.skip("this system allows too few open files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-    monkeypatch.setattr(server, "CONNECTIONS", 2 * IDLE)
-    with serving(FakeEngine()) as address, contextlib.ExitStack() as stack:
-        before = resident()
-        for number in range(IDLE):
-            connection = stack.enter_context(opened(address))
-            if number % 2:
-                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n")
-        with ThreadPoolExecutor(8) as pool:
-            body = completion()
-            found = list(pool.map(lambda _: ask(address, "/v1/completions", body), range(200)))
-        assert {reply.status for reply in found} == {200}
-        assert resident() - before < 60_000 * IDLE
-
-
-@pytest.mark.soak
-def test_slow_readers_cost_little_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "BACKLOG", 50)
-    engine = FakeEngine(endless=True, per_round=20, round_seconds=0.1)
-    with serving(engine, send_buffer=10_000) as address, contextlib.ExitStack() as stack:
-        before = resident()
-        for _ in range(40):
-            stack.enter_context(slow_reader(address))
-        for _ in range(20):
-            assert ask(address, "/v1/models").status == 200
-        assert wait_for(lambda: len(engine.cancelled) == 40 and not engine.running, 120)
-        assert resident() - before < 80_000_000

@@ -1,12 +1,10 @@
 """Versions come into force between rounds, and are refused where they do not fit."""
 
 import copy
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -106,43 +104,16 @@ def _stepped(engine: Engine, one: Any, shelf: Shelf | None = None) -> Any:
     yield client.wait()
 
 
-def broken(kind: str) -> dict[str, Tensor] | None:
-    name = "model.embed_tokens.weight"
-    weights = dict(WEIGHTS)
-    if kind == "corrupt":
-        return None
-    if kind == "unknown":
-        weights["of.another.model"] = torch.zeros(3)
-    elif kind == "missing":
-        del weights[name]
-    elif kind == "reshaped":
-        weights[name] = weights[name][:-1]
-    elif kind == "integers":
-        weights[name] = weights[name].long()
-    elif kind == "not a number":
-        weights[name] = weights[name].clone()
-        weights[name][3, 3] = torch.nan
-    return weights
-
-
-KINDS = {
-    "corrupt": "differs from its checksum",
-    "unknown": "has no of.another.model",
-    "missing": "model.embed_tokens.weight is missing",
-    "reshaped": r"is \[257, 64\], the drafter's \[258, 64\]",
-    "integers": "holds torch.int64",
-    "not a number": "not finite",
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("damage", ["corrupt", "reshaped"])
 def test_what_does_not_fit_is_refused_told_and_serving_goes_on(
-    kind: str, caplog: pytest.LogCaptureFixture
+    damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     shelf = Shelf()
     first = shelf.publish(WEIGHTS)
+    name = "model.embed_tokens.weight"
+    broken = None if damage == "corrupt" else WEIGHTS | {name: WEIGHTS[name][:-1]}
     with serving(TARGET, draft, registries={"default": shelf}) as engine:
-        bad = shelf.publish(broken(kind))
+        bad = shelf.publish(broken)
         until(lambda: engine.counters().refused_versions == 1)
         assert served(engine, 8) == [first] * 8
         assert same(engine.drafters.routes["default"].proposer.weights(), WEIGHTS)
@@ -151,7 +122,8 @@ def test_what_does_not_fit_is_refused_told_and_serving_goes_on(
         assert engine.counters().refused_versions == 1  # once, however often it is looked at
         assert engine.healthy()
     assert f"version {bad} is refused, {first} goes on" in caplog.text
-    assert re.search(KINDS[kind], caplog.text)
+    reason = "differs from its checksum" if broken is None else "the drafter's [258, 64]"
+    assert reason in caplog.text
 
 
 def test_weights_that_read_back_otherwise_are_taken_back(

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftkit.config import ServeConfig
+from draftkit.serving.protocol import ChatRequest, CompletionRequest
 from tests.serving.fakes import NAME, FakeEngine, Reply, ask, chat, completion, serving
-from tests.serving.schemas import JUNK, Schemas
 
 SETTINGS = ServeConfig(max_body_bytes=20_000)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -19,7 +19,20 @@ FIXED: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": NAME, "prompt": "a", "max_tokens": 4, "n": 2},
     CHAT: {**chat(), "max_tokens": 4, "n": 2},
 }
-FUZZED = {COMPLETIONS: "CompletionRequest", CHAT: "ChatRequest"}
+FUZZED = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**30, -(10**400), 2**63, float("nan"), float("inf"), -0.0, 1e308])
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["\x00", "\ud800", "a" * 5000, "../../etc", "\r\nX-Evil: 1", "{{ 7 * 7 }}"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
 HUGE = b'{"model": "tiny", "prompt": "a", "n": 1' + b"0" * 5000 + b"}"
 DEEP = b'{"model": "tiny", "prompt": ' + b"[" * 9000 + b"1" + b"]" * 9000 + b"}"
 
@@ -33,11 +46,6 @@ def engine() -> FakeEngine:
 def address(engine: FakeEngine) -> Iterator[str]:
     with serving(engine, SETTINGS) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def schemas(address: str) -> Schemas:
-    return Schemas(ask(address, "/openapi.json").json)
 
 
 def fits(reply: Reply) -> None:
@@ -118,7 +126,16 @@ def test_what_is_hardly_http(address: str, raw: bytes) -> None:
     assert ask(address, "/health").status == 200
 
 
-def check_fuzzed(address: str, path: str, schemas: Schemas, count: int) -> set[int]:
+def nearly_right(path: str) -> st.SearchStrategy[Any]:
+    """Bodies that would be answered but for what is thrown in, and sometimes whole junk."""
+    known = sorted(FUZZED[path].model_fields)
+    names = st.sampled_from(known) | st.text(max_size=9)
+    mild = st.none() | st.booleans() | st.integers(0, 3) | st.just("a") | st.just([])
+    thrown = st.dictionaries(names, mild, max_size=3) | st.dictionaries(names, JUNK, max_size=2)
+    return st.builds(lambda more: FIXED[path] | more, thrown) | JUNK
+
+
+def check_fuzzed(address: str, path: str, count: int) -> set[int]:
     """Send `count` bodies to `path`; the statuses that came."""
     statuses: set[int] = set()
 
@@ -129,7 +146,7 @@ def check_fuzzed(address: str, path: str, schemas: Schemas, count: int) -> set[i
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
-    @given(schemas.body(FUZZED[path], FIXED[path]) | JUNK)
+    @given(nearly_right(path))
     def send(body: Any) -> None:
         reply = ask(address, path, json.dumps(body).encode())
         statuses.add(reply.status)
@@ -140,14 +157,14 @@ def check_fuzzed(address: str, path: str, schemas: Schemas, count: int) -> set[i
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_bodies_by_the_openapi_description(address: str, path: str, schemas: Schemas) -> None:
-    assert {200, 400} <= check_fuzzed(address, path, schemas, 300)
+def test_bodies_that_are_nearly_right(address: str, path: str) -> None:
+    assert {200, 400} <= check_fuzzed(address, path, 300)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_many_bodies_by_the_openapi_description(address: str, path: str, schemas: Schemas) -> None:
-    assert {200, 400} <= check_fuzzed(address, path, schemas, 5000)
+def test_many_bodies_that_are_nearly_right(address: str, path: str) -> None:
+    assert {200, 400} <= check_fuzzed(address, path, 5000)
 
 
 @settings(max_examples=100, deadline=None, database=None, derandomize=True)

@@ -52,19 +52,6 @@ def test_a_prompt_and_its_answer_fit_exactly() -> None:
         complete(intake(), prompt="a" * 30, max_tokens=11)
 
 
-def test_a_text_that_cannot_fit_is_not_even_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def encode(text: str) -> list[int]:
-        raise AssertionError("a text of any length would take any time")
-
-    monkeypatch.setattr(TEXTS, "encode", encode)
-    monkeypatch.setattr(TEXTS, "chat", encode)
-    with pytest.raises(ApiError, match=r"prompt of at least 142 tokens does not fit") as caught:
-        complete(intake(), prompt="a" * 1000)
-    assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(ApiError, match="messages of at least"):
-        converse(intake(), messages=[{"role": "user", "content": "a" * 500}] * 2)
-
-
 def test_the_echo_of_token_ids_is_decoded_once_they_fit_and_beside_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,5 +1,6 @@
 """Request bodies: what is taken, what is refused, and with which line."""
 
+import re
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_prompt_has_four_forms(prompt: Any, prompts: Any) -> None:
 def test_any_other_prompt_is_refused(prompt: Any) -> None:
     wrong = refusal(CompletionRequest, completion(prompt=prompt))
     assert wrong.param == "prompt"
-    assert str(wrong).startswith("prompt must be a string, token ids, or a list of at most 4096 of")
+    assert str(wrong).startswith("prompt: should be a string, token ids, or a list of 1 to 4096 of")
 
 
 @pytest.mark.parametrize(
@@ -77,8 +78,8 @@ def test_a_value_that_breaks_its_rule_is_named_with_the_rule(name: str, value: A
     for kind, body in ((CompletionRequest, completion), (ChatRequest, chat)):
         wrong = refusal(kind, body(**{name: value}))
         assert wrong.param == name
-        assert str(wrong).startswith(f"{name} must {kind.model_fields[name].description}, got ")
-        assert "\n" not in str(wrong)
+        assert str(wrong).startswith(name)
+        assert re.fullmatch(r"[a-z_.]+: .+, got .+", str(wrong))
 
 
 @pytest.mark.parametrize(
@@ -173,4 +174,5 @@ def test_messages_hold_text_in_two_forms_and_nothing_else() -> None:
     ):
         assert refusal(ChatRequest, chat(messages=wrong)).param == "messages"
     deep = refusal(ChatRequest, chat(messages=[{"role": "king", "content": "a"}]))
-    assert str(deep).endswith("got 'king' (at messages.0.role)")
+    assert str(deep).startswith("messages.0.role: Input should be 'system', ")
+    assert str(deep).endswith("got 'king'")

@@ -52,7 +52,6 @@ def test_tokens_of_sentencepiece_keep_their_spaces_and_bytes() -> None:
     ids = tokenizer.convert_tokens_to_ids(["▁Hi", "▁you", "<0xC3>", "<0xBC>", "!"])
     assert [texts.token_bytes(i) for i in ids] == [b" Hi", b" you", b"\xc3", b"\xbc", b"!"]
     assert list(map(Offsets(texts).push, ids)) == [0, 3, 7, 7, 8]
-    assert texts.longest_token == 5  # <unk>, as it is a name
 
 
 def test_a_special_token_shows_its_name_and_takes_no_room(texts: Texts) -> None:

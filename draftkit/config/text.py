@@ -156,7 +156,7 @@ class DataConfig(Section, key="data"):
     split: str = "train"
     # Of `draftkit/corpus`.
     domains: list[str] = setting(DOMAIN_NAMES, names=DOMAIN_NAMES, filled=True)
-    max_rows: int | None = positive(None)
+    max_rows: int | None = positive(None)  # the first of the file or data set; null: all
     vocab_size: int = setting(4096, least=300)  # of the tokenizer that `texts` trains
     prompt_column: str | None = None
     completion_column: str | None = None

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def read_documents(data: DataConfig) -> Iterator[Document]:
         rows = (row for row in rows if row[1].get("domain", data.domains[0]) in data.domains)
     domain = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     empty = True
-    for origin, row in rows:
+    for origin, row in islice(rows, data.max_rows):
         document = as_document(row_form(row, data, f"{setting(data)}, {origin}"), domain)
         if data.is_packaged:
             domain_of = row.get("domain", domain)

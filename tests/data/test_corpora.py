@@ -60,6 +60,14 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path) -> None:
     assert [document.row["text"] for document in load(path)] == ["one", "two"]
 
 
+def test_max_rows_reads_no_further(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    with path.open("a") as file:
+        file.write("{broken\n")
+    assert [document.row for document in load(path, max_rows=5)] == ROWS
+    assert "line 6: not valid JSON" in refusal(lambda: load(path))
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [

@@ -45,7 +45,7 @@ from draftkit.distillation.sampling import (
 )
 from draftkit.distillation.sources import TrainingTexts, reads_rollouts
 from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
-from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather, proposers_of
+from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather, proposer_of
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target, load_draft, load_target
@@ -340,9 +340,9 @@ def generate(
         list(requests),
         eos_token_ids=target.eos_token_ids,
         batch_size=1,
-        proposer=proposers_of(
-            target.adapter, {"given": pair.draft}, Prompts(test=[], calibration=[ids]), config
-        )["given"],
+        proposer=proposer_of(
+            target.adapter, pair.draft, Prompts(test=[], calibration=[ids]), config
+        ),
         verification=config.decode.verification,
     )
     text = target.tokenizer.decode(

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from draftkit.config import COUNTING_NAMES, Config
-from draftkit.decoding.catalogue import PROPOSERS, Material
+from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.models.loading import Target, load_draft, load_target, outline_of
 from draftkit.serving.api import make_app
 from draftkit.serving.drafters import Drafters, Route
@@ -85,14 +85,7 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
     A registry that is empty gets the starting drafter.
     """
     draft = made.model(config, "draft")
-    decode, model = config.decode, target.adapter
-    material = Material(
-        lambda: load_draft(draft, target),
-        lambda: training_texts(made.input("texts")),
-        model.vocab_size,
-        model.device,
-    )
-
+    decode = config.decode
     if not decode.has_drafter:
         name = decode.proposer
         print(f"serve: decode.proposer={name} has no drafter: no published version is followed")
@@ -101,7 +94,11 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
         registry = None
         if decode.has_drafter:
             registry = seeded_registry(config, name, draft, outline_of(target), checksums_of(made))
-        proposer = PROPOSERS[decode.proposer](material)
+        proposer = PROPOSERS[decode.proposer](
+            lambda: load_draft(draft, target),
+            lambda: training_texts(made.input("texts")),
+            target.adapter,
+        )
         proposer.version = "" if decode.has_drafter else decode.proposer
         routes.append(Route(name, proposer, registry))
     return Drafters(routes)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from omegaconf import OmegaConf
 
@@ -163,7 +162,7 @@ def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
 
 @pytest.mark.parametrize("name", settings.PROPOSER_NAMES)
 def test_a_proposer_takes_a_drafter_where_its_settings_say_so(name: str) -> None:
-    from draftkit.decoding.catalogue import PROPOSERS, Material
+    from draftkit.decoding.catalogue import PROPOSERS
 
     loaded: list[str] = []
 
@@ -171,7 +170,7 @@ def test_a_proposer_takes_a_drafter_where_its_settings_say_so(name: str) -> None
         loaded.append(name)
         return random_adapter(8, 1)
 
-    made = PROPOSERS[name](Material(draft, lambda: [[1, 2, 3]], 8, torch.device("cpu")))
+    made = PROPOSERS[name](draft, lambda: [[1, 2, 3]], random_adapter(8, 2))
     assert bool(loaded) == bool(made.weights()) == settings.DecodeConfig(proposer=name).has_drafter
 
 

@@ -5,7 +5,6 @@ How to add one: `docs/adding.md`. Each is held against the target's law by enume
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -16,30 +15,10 @@ from draftkit.decoding.state import RoundView
 from draftkit.models.adapter import Adapter
 from draftkit.theory.verification import SAMPLED_MODES
 
-
-@dataclass(frozen=True)
-class Material:
-    """What proposers are made of; each takes what it needs, and nothing else is made."""
-
-    draft: Callable[[], Adapter]  # the draft model
-    texts: Callable[[], Iterable[Sequence[int]]]  # token ids to count: the training text
-    vocab_size: int
-    device: torch.device
-
-    def model(self, tokens: str = "sampled") -> DraftModelProposer:
-        """The draft model, whose `tokens` are sampled as served, or its argmax."""
-        return drafting(self.draft(), tokens=tokens)
-
-    def table(self, order: int) -> CountTable:
-        """The counts of single tokens (order 1) or of pairs (2)."""
-        table = count_table(self.texts(), vocab_size=self.vocab_size, order=order)
-        return CountTable(table.to(self.device))
-
-    def memory(self) -> NgramMemory:
-        """What followed what."""
-        memory = NgramMemory(device=self.device)
-        memory.learn(self.texts())
-        return memory
+# What proposers are made of, each of what it needs: the draft model, token ids to count (of the
+# training text), and the target, whose vocabulary and device they share.
+Draft, Texts = Callable[[], Adapter], Callable[[], Iterable[Sequence[int]]]
+Make = Callable[[Draft, Texts, Adapter], Proposer]
 
 
 class Nothing(Proposer):
@@ -51,18 +30,35 @@ class Nothing(Proposer):
         return Proposal(tokens, None, lengths=torch.zeros_like(view.length))
 
 
-PROPOSERS: dict[str, Callable[[Material], Proposer]] = {
-    "sampled": lambda material: material.model(),
-    "argmax": lambda material: material.model("argmax"),
+def counting(order: int) -> Make:
+    """How a table of counts is made: of single tokens (order 1), or of pairs (2)."""
+
+    def make(_: Draft, texts: Texts, target: Adapter) -> Proposer:
+        table = count_table(texts(), vocab_size=target.vocab_size, order=order)
+        return CountTable(table.to(target.device))
+
+    return make
+
+
+def remembering(_: Draft, texts: Texts, target: Adapter) -> Proposer:
+    """A memory of what followed what."""
+    memory = NgramMemory(device=target.device)
+    memory.learn(texts())
+    return memory
+
+
+PROPOSERS: dict[str, Make] = {
+    "sampled": lambda draft, *_: drafting(draft()),
+    "argmax": lambda draft, *_: drafting(draft(), tokens="argmax"),
     # A guess must rest on three tokens where a model could propose instead.
-    "hybrid": lambda material: HybridProposer(PromptLookup(min_ngram=3), material.model()),
+    "hybrid": lambda draft, *_: HybridProposer(PromptLookup(min_ngram=3), drafting(draft())),
     # Token by token, whatever the draft model can do else: it verifies what the guesser says.
-    "staged": lambda material: StagedProposer(PromptLookup(), DraftModelProposer(material.draft())),
-    "unigram": lambda material: material.table(1),
-    "bigram": lambda material: material.table(2),
-    "ngram": lambda material: material.memory(),
-    "prompt_lookup": lambda _: PromptLookup(),
-    "none": lambda _: Nothing(),
+    "staged": lambda draft, *_: StagedProposer(PromptLookup(), DraftModelProposer(draft())),
+    "unigram": counting(1),
+    "bigram": counting(2),
+    "ngram": remembering,
+    "prompt_lookup": lambda *_: PromptLookup(),
+    "none": lambda *_: Nothing(),
 }
 
 

@@ -127,31 +127,24 @@ def score_drafts(
     uncut = None if sampling is None else replace(sampling, top_k=0, top_p=1.0)
     cuts = uncut != sampling and sampling is not None and sampling.temperature > 0
     modes = {**MODES, UNCUT: sampled_acceptance} if cuts else MODES
+    as_proposed = (sampling, uncut) if cuts else (sampling,)
     totals: dict[str, dict[str, list[float]]] = {n: {m: [] for m in modes} for n in drafts}
     shares: dict[str, dict[str, list[Tensor]]] = {n: {m: [] for m in modes} for n in drafts}
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
         target_rows = [rows for (rows,) in _served(target, chunk, sampling)]
         for name, draft in drafts.items():
-            as_proposed = (sampling, uncut) if cuts else (sampling,)
-            draft_rows: Iterable[list[Tensor]] = [[]] * len(chunk)
-            if draft.parallel is None:
-                draft_rows = _served(draft, chunk, *as_proposed)
-            for one, target_probs, probs in zip(chunk, target_rows, draft_rows, strict=True):
-                tokens = torch.tensor(one.output_ids, device=target_probs.device)
+            draft_rows = _proposed(draft, chunk, *as_proposed, blocks=blocks)
+            for one, target_probs, positions in zip(chunk, target_rows, draft_rows, strict=True):
                 by_mode: dict[str, list[Tensor]] = {mode: [] for mode in modes}
-                positions: Iterable[list[Tensor]] = [probs]
-                if draft.parallel is not None:
-                    positions = _chained(draft, one, *as_proposed, blocks=blocks)
-                for position, laws in enumerate(positions):
+                tokens = torch.tensor(one.output_ids, device=target_probs.device)
+                for at, laws in enumerate(positions):
                     for mode, acceptance in modes.items():
-                        both = {
-                            "target_probs": target_probs[position:],
-                            "draft_probs": laws[-1 if mode == UNCUT else 0],
-                        }
-                        if position == 0:
+                        q = laws[-1 if mode == UNCUT else 0]
+                        both = {"target_probs": target_probs[at:], "draft_probs": q}
+                        if at == 0:
                             totals[name][mode].append(float(acceptance(**both).double().sum()))
-                        share = SHARES.get(mode, sampled_share)(**both, tokens=tokens[position:])
+                        share = SHARES.get(mode, sampled_share)(**both, tokens=tokens[at:])
                         by_mode[mode].append(share.double().cpu())
                 for mode, columns in by_mode.items():
                     shares[name][mode].append(_side_by_side(columns, draft.parallel is not None))
@@ -186,6 +179,22 @@ def _served(
     logits = model.score(tokens, keep).split([len(one.output_ids) for one in contexts])
     for context, rows in zip(contexts, logits, strict=True):
         yield [_warped(rows, context, sampling or sampling_of(context)) for sampling in samplings]
+
+
+def _proposed(
+    draft: Adapter,
+    contexts: Sequence[Record],
+    *samplings: SamplingConfig | None,
+    blocks: int | None = None,
+) -> Iterator[Iterable[list[Tensor]]]:
+    """Of each text the probabilities of proposals, by their position in a round, by `samplings`.
+
+    A draft that proposes token by token has one position, which stands for all.
+    """
+    if draft.parallel is None:
+        yield from ([laws] for laws in _served(draft, contexts, *samplings))
+    else:
+        yield from (_chained(draft, one, *samplings, blocks=blocks) for one in contexts)
 
 
 def _chained(
@@ -262,7 +271,7 @@ def score_stored(
     device, totals, missing, shares = draft.device, [], [], []
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
-        for context, (probs,) in zip(chunk, _served(draft, chunk, sampling), strict=True):
+        for context, positions in zip(chunk, _proposed(draft, chunk, sampling), strict=True):
             served = sampling or sampling_of(context)
             if served.repetition_penalty != 1:
                 raise ValueError(
@@ -281,7 +290,6 @@ def score_stored(
                 )
                 for least in (True, False)
             )
-            positions = [[probs]] if draft.parallel is None else _chained(draft, context, sampling)
             columns = []
             for position, (law,) in enumerate(positions):
                 low, high = alpha_bounds(

@@ -14,7 +14,7 @@ import torch
 
 from draftkit.config import Config, DraftConfig, EvaluateConfig, SamplingConfig
 from draftkit.data.rollouts import Record
-from draftkit.decoding.catalogue import PROPOSERS, Material
+from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.graphs import compile_seconds
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import Proposer
@@ -72,22 +72,15 @@ class Evidence:
     hybrid: Timed | None = None  # with prompt lookup where it has a guess
 
 
-def proposers_of(
-    target: Adapter, drafts: Mapping[str, Adapter], prompts: Prompts, config: Config
-) -> dict[str, Proposer]:
-    """What stands for each draft in real decoding, as `decode.proposer` says.
-
-    Proposers without a draft model are the same for all: one of them, by the name of the last.
-    """
-    make = PROPOSERS[config.decode.proposer]
+def proposer_of(target: Adapter, draft: Adapter, prompts: Prompts, config: Config) -> Proposer:
+    """What proposes in real decoding, as `decode.proposer` says: `draft`, or what needs none."""
     texts = prompts.texts or (lambda: prompts.calibration)
-    names = [*drafts] if config.decode.has_drafter else [*drafts][-1:]
-    return {
-        name: make(
-            Material(partial(drafts.__getitem__, name), texts, target.vocab_size, target.device)
-        )
-        for name in names
-    }
+    return PROPOSERS[config.decode.proposer](lambda: draft, texts, target)
+
+
+def judged_names(drafts: Mapping[str, object], config: Config) -> list[str]:
+    """By which names proposers are judged: of proposers without a draft there is one, the last."""
+    return [*drafts] if config.decode.has_drafter else [*drafts][-1:]
 
 
 def gather(
@@ -188,7 +181,7 @@ def ways_of(
     """
 
     def made(name: str, config: Config) -> Proposer:
-        return proposers_of(target, {name: drafts[name]}, prompts, config)[name]
+        return proposer_of(target, drafts[name], prompts, config)
 
     served, last = config.decode.proposer, [*drafts][-1]
     ways: dict[str, Callable[[], Proposer]] = {} if served == LOOKUP else {LOOKUP: PromptLookup}
@@ -286,7 +279,10 @@ def check_lossless(
         }
         return greedy_identity(
             target.adapter,
-            proposers_of(target.adapter, loaded, prompts, config),
+            {
+                name: proposer_of(target.adapter, loaded[name], prompts, config)
+                for name in judged_names(drafts, config)
+            },
             texts,
             max_new_tokens=options.max_new_tokens,
             gamma=max(config.proposals, 1),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from draftkit.decoding.catalogue import PROPOSERS, Material
+from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.gamma import AdaptiveGamma
 from draftkit.decoding.generation import Completion
 from draftkit.decoding.proposers import Proposer
@@ -76,10 +76,9 @@ def measure(
     proposer: a name of `PROPOSERS`, of what our decoder speculates by.
     """
     counted = prompts.texts or (lambda: prompts.calibration)
-    material = Material(lambda: draft, counted, target.vocab_size, target.device)
 
     def made() -> Proposer:
-        return PROPOSERS[proposer](material)
+        return PROPOSERS[proposer](lambda: draft, counted, target)
 
     def adaptive() -> Method:
         costs.turn(POLICY_TURNS)

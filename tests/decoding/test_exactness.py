@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding.catalogue import PROPOSERS, Material
+from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
 from draftkit.decoding.proposers import DraftModelProposer, Proposer
@@ -175,9 +175,9 @@ def named(name: str) -> Made:
     """
 
     def make(draft: TabularAdapter) -> Proposer:
-        size, generator = draft.vocab_size, torch.Generator().manual_seed(3)
-        texts = torch.randint(size, (4, 20), generator=generator).tolist()
-        made = PROPOSERS[name](Material(lambda: draft, lambda: texts, size, draft.device))
+        generator = torch.Generator().manual_seed(3)
+        texts = torch.randint(draft.vocab_size, (4, 20), generator=generator).tolist()
+        made = PROPOSERS[name](lambda: draft, lambda: texts, draft)
         if isinstance(made, CountTable):
             made.table = made.table.double()
         if isinstance(made, StagedProposer):

@@ -16,7 +16,7 @@ from draftkit.config import (
     SamplingConfig,
     TargetConfig,
 )
-from draftkit.decoding.catalogue import PROPOSERS, Material
+from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.evaluation.judge import (
@@ -24,8 +24,9 @@ from draftkit.evaluation.judge import (
     Prompts,
     check_lossless,
     float32_bytes,
+    judged_names,
     meters_of,
-    proposers_of,
+    proposer_of,
     timed_rows,
     ways_of,
 )
@@ -39,7 +40,6 @@ from tests.tabular import random_adapter, relative
 
 CONFIG = Config(decode=DecodeConfig(gamma=2), evaluate=EvaluateConfig())
 SERVED = SamplingConfig()
-CPU = torch.device("cpu")
 
 
 def completion(counts, tested, total):
@@ -267,14 +267,17 @@ def test_each_draft_is_judged_as_it_is_served(name):
     drafts = {"before": relative(target, 2), "after": relative(target, 3)}
     prompts = Prompts([[1, 2, 3]], [[1, 2], [3, 4]])
     config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer=name))
-    found = proposers_of(target, drafts, prompts, config)
+    found = {
+        key: proposer_of(target, drafts[key], prompts, config)
+        for key in judged_names(drafts, config)
+    }
     if config.decode.has_drafter:
         tables = {key: one.weights()["table"].data_ptr() for key, one in found.items()}
         assert tables == {key: draft.table.data_ptr() for key, draft in drafts.items()}
     else:
         assert [*found] == ["after"]
         assert found["after"].weights() == {}
-    expected = PROPOSERS[name](Material(lambda: drafts["after"], lambda: [[1, 2], [3, 4]], 8, CPU))
+    expected = PROPOSERS[name](lambda: drafts["after"], lambda: [[1, 2], [3, 4]], target)
     assert found["after"].signature == expected.signature
 
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from draftkit.config import BufferConfig, DecodeConfig, SamplingConfig, ServeConfig
-from draftkit.decoding.catalogue import PROPOSERS, Material
+from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Entry, Served
 from draftkit.online.registry import Version
@@ -191,9 +190,7 @@ Make = Callable[[], Adapter]
 
 def route_of(name: str, make: Make, registry: Any = None, *, proposer: str = "sampled") -> Route:
     """A route whose drafters are made by `make`."""
-    cpu = torch.device("cpu")
-    material = Material(make, lambda: [[1, 2, 3]], tiny.VOCAB_SIZE, cpu)
-    return Route(name, PROPOSERS[proposer](material), registry)
+    return Route(name, PROPOSERS[proposer](make, lambda: [[1, 2, 3]], tiny.adapter()), registry)
 
 
 @contextmanager

@@ -233,19 +233,3 @@ def _read(
         read = torch.cat(parts, dim=-1).cpu()
         readings += [read[row, ..., : len(one.output_ids)] for row, one in enumerate(chunk)]
     return readings
-
-
-@torch.inference_mode()
-def parting_margin(target: Adapter, first: Completion, second: Completion) -> float:
-    """How far the worse of both tokens lies below the best logit where two answers part.
-
-    Infinite where one answer is the beginning of the other.
-    """
-    start = parting(first, second)
-    if start is None:
-        return math.inf
-    text = [*first.prompt_ids, *first.output_ids[:start]]
-    keep = torch.zeros(1, len(text), dtype=torch.bool, device=target.device)
-    keep[:, -1] = True
-    logits = target.score(torch.tensor([text], device=target.device), keep)[0].double()
-    return float(logits.amax() - logits[[first.output_ids[start], second.output_ids[start]]].amin())

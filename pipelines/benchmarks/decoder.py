@@ -134,8 +134,8 @@ def points_of(
 def random_points(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Points and bandwidth of `TARGET` with each of `DRAFTERS`, all of random weights.
 
-    What such models agree on means nothing; what a round costs does not depend on it. So the
-    speed-up that these costs give at `LIKELY_ALPHA` stands beside what was measured.
+    What such models agree on means nothing; what a round costs does not depend on it. So a summary
+    holds the speed-up that these costs give one row at `LIKELY_ALPHA`.
     """
     name, shape = TARGET
     target = random_model(shape, config.hardware, seed=config.seed)
@@ -152,15 +152,14 @@ def random_points(config: Config, folder: StageFolder) -> dict[str, Any]:
         folder.note(f"{name} and {drafter} of random weights")
         draft = random_model(small, config.hardware, seed=config.seed + 1)
         points = points_of(config, target, draft, prompts, folder, temperatures=(1,))
-        for point in points:
-            if "cost_ratio" in point:
-                ratios = (point[key] for key in ("cost_ratio", "verify_ratio", "overhead_ratio"))
-                tokens = expected_tokens(LIKELY_ALPHA, point["gamma"])
-                point["likely_speedup"] = speedup_from_length(tokens, point["gamma"], *ratios)
-        # Plain decoding of one row, which stands first, reads all weights once a token.
-        read = target.weight_bytes * points[0]["without_prefill"]
+        # Plain and speculative decoding of one row, which stand first.
+        plain, drafted, *_ = points
+        ratios = (drafted[key] for key in ("cost_ratio", "verify_ratio", "overhead_ratio"))
+        tokens = expected_tokens(LIKELY_ALPHA, drafted["gamma"])
+        read = target.weight_bytes * plain["without_prefill"]  # all weights once a token
         results[f"{name}, {drafter}"] = {
             "points": points,
+            "likely_speedup": speedup_from_length(tokens, drafted["gamma"], *ratios),
             "weight_bytes_per_second": read,
             "copy_bytes_per_second": copied,
             "fraction_of_copy": read / copied,
@@ -177,9 +176,9 @@ def show(config: Config, folder: Path) -> None:
         console.print(f"Random weights: {name}")
         print_points(console, measured["points"])
         console.print(
-            f"Plain decoding reads {measured['weight_bytes_per_second'] / 1e9:.1f} GB/s of "
-            f"weights, {measured['fraction_of_copy']:.0%} of a copy's "
-            f"{measured['copy_bytes_per_second'] / 1e9:.1f}."
+            f"Plain decoding of one row reads {measured['weight_bytes_per_second'] / 1e9:.1f} "
+            f"GB/s of weights, {measured['fraction_of_copy']:.0%} of a copy's; its costs give "
+            f"{measured['likely_speedup']:.2f} at an acceptance of {LIKELY_ALPHA}."
         )
     console.print(LEGEND)
     console.print(

@@ -14,15 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.gamma import AdaptiveGamma
-from draftkit.decoding.generation import Completion
 from draftkit.decoding.proposers import Proposer
-from draftkit.evaluation.costs import Meter, between, meter
+from draftkit.evaluation.costs import between, meter
 from draftkit.evaluation.judge import Prompts
-from draftkit.evaluation.lossless import parting_margin
+from draftkit.evaluation.lossless import differ_by_rounding, differing
 from draftkit.evaluation.summary import count_rounds
 from draftkit.evaluation.walltime import (
     PLAIN,
@@ -35,7 +32,7 @@ from draftkit.evaluation.walltime import (
 )
 from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.acceptance import speedup
-from draftkit.theory.speedup import speedup_from_length
+from draftkit.theory.speedup import Costs, speedup_from_length
 
 from .decoder_peers import hugging_face
 
@@ -45,9 +42,6 @@ BASELINES = (PLAIN, HF_PLAIN, HF_ASSISTED)
 DRAFTED = (SPECULATIVE, ADAPTIVE)
 POLICY_TURNS = 3  # of calibration, before the timed chunks, for the adaptive gamma
 CROWD = 8  # rows from which on it is in doubt whether speculation pays
-# How far below the best logit the worse of two tokens may lie where answers part: rounding of
-# passes over other shapes. In bfloat16 logits between 8 and 16 are 1/16 apart: two steps.
-TIE_MARGINS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.125}
 
 Point = dict[str, Any]
 
@@ -99,11 +93,11 @@ def measure(
     timed = take_turns(methods, prompts.test, setting, between([costs]))
     timed = {name: replace(one, documents=prompts.documents) for name, one in timed.items()}
     points = {name: base_point(name, timed, setting) for name in names}
-    points[SPECULATIVE] |= prediction(timed, costs, setting)
+    points[SPECULATIVE] |= prediction(timed, costs.costs(), setting)
     if setting.sampling.temperature == 0:
         for name in points.keys() & {PLAIN, *DRAFTED}:
-            answers = (timed[side].completions for side in (name, HF_PLAIN))
-            points[name]["beside_hf"] = greedy_agreement(target, *answers)
+            sides = (timed[name], timed[HF_PLAIN])
+            points[name]["beside_hf"] = greedy_agreement(target, *sides, setting)
     return list(points.values())
 
 
@@ -160,12 +154,12 @@ def median_interval(values: Sequence[float]) -> list[float]:
     return [ordered[cut], ordered[n - 1 - cut]]
 
 
-def prediction(timed: Mapping[str, Timed], measured: Meter, setting: Setting) -> Point:
+def prediction(timed: Mapping[str, Timed], costs: Costs, setting: Setting) -> Point:
     """Acceptance length, calibrated costs, and the speed-up that they predict beside the measured.
 
     The latter two for the rounds of full batches, and `full_length` is the acceptance length there.
     """
-    costs, drafted = measured.costs(), timed[SPECULATIVE]
+    drafted = timed[SPECULATIVE]
     gained = speedup(drafted.full_batches, timed[PLAIN].full_batches)
     predicted = speedup_from_length(drafted.full_length, setting.gamma, **costs.ratios)
     return {
@@ -173,50 +167,43 @@ def prediction(timed: Mapping[str, Timed], measured: Meter, setting: Setting) ->
         "acceptance_length": count_rounds(drafted)["acceptance_length"],
         "full_length": drafted.full_length,
         **costs.ratios,
-        "plain_step_seconds": costs.plain_seconds,
         "speedup": {"measured": gained.mean, "ci95": gained.ci95, "predicted": predicted},
         "prediction_error": gained.mean / predicted - 1,
     }
 
 
 def greedy_agreement(
-    target: CausalAdapter, ours: Sequence[Completion], theirs: Sequence[Completion]
-) -> dict[str, Any]:
-    """How many answers are the same, and how the others part: by a near-tie, or not."""
-    margins = [
-        parting_margin(target, mine, other)
-        for mine, other in zip(ours, theirs, strict=True)
-        if mine.output_ids != other.output_ids
-    ]
-    tolerance = TIE_MARGINS[target.dtype]
-    different = sum(not margin <= tolerance for margin in margins)  # NaN is no tie
+    target: CausalAdapter, ours: Timed, theirs: Timed, setting: Setting
+) -> dict[str, int]:
+    """How many answers are the same, and how the others part: by a near-tie, or not.
+
+    Near-ties are told by `lossless`, which reads their text in passes of the shapes of both.
+    """
+    rows = setting.batch_size
+    shapes = ((1, rows), (1, 1), (setting.gamma + 1, rows))
+    parted = differing(theirs.completions, ours.completions)
+    ties = sum(differ_by_rounding(target, parted, shapes))
     return {
-        "compared": len(ours),
-        "identical": len(ours) - len(margins),
-        "near_ties": len(margins) - different,
-        "different": different,
-        "largest_margin": max(margins, default=0.0),
-        "tolerance": tolerance,
+        "compared": len(ours.completions),
+        "identical": len(ours.completions) - len(parted),
+        "near_ties": ties,
+        "different": len(parted) - ties,
     }
 
 
 def headline(points: Sequence[Point]) -> dict[str, Any]:
-    """The numbers of greedy decoding of a single row; null for what was not measured."""
+    """The numbers of greedy decoding of a single row, which every benchmark measures."""
     alone = {
         point["method"]: point
         for point in points
         if point["batch_size"] == 1 and point["temperature"] == 0
     }
-
-    def ratio(name: str, other: str) -> float | None:
-        return alone.get(name, {}).get("ratios", {}).get(other, {}).get("median")
-
-    drafted = alone.get(SPECULATIVE, {})
+    plain, drafted = alone[PLAIN], alone[SPECULATIVE]
     return {
-        "ratio_to_plain": ratio(SPECULATIVE, PLAIN),
-        "ratio_to_hf_assisted": ratio(SPECULATIVE, HF_ASSISTED),
-        "ratio_to_hf_plain": ratio(SPECULATIVE, HF_PLAIN),
-        "plain_ratio_to_hf_plain": ratio(PLAIN, HF_PLAIN),
-        "acceptance_length": drafted.get("acceptance_length"),
-        "prediction_error": drafted.get("prediction_error"),
+        "ratio_to_plain": drafted["ratios"][PLAIN]["median"],
+        "ratio_to_hf_assisted": drafted["ratios"][HF_ASSISTED]["median"],
+        "ratio_to_hf_plain": drafted["ratios"][HF_PLAIN]["median"],
+        "plain_ratio_to_hf_plain": plain["ratios"][HF_PLAIN]["median"],
+        "acceptance_length": drafted["acceptance_length"],
+        "prediction_error": drafted["prediction_error"],
     }

@@ -3,7 +3,7 @@
 `tests` are those marked gpu, `decoder` and `training` the two benchmarks as `bench_gpu` has them.
 Each part is a process, killed with all that it started when its time is over. All numbers go to
 `outputs/bench_gpu/gpu.json`, and one table of them to the screen. Exit code 1 where a part did not
-come to a good end, 2 without a GPU.
+come to a good end, 2 without a GPU. The benchmarks print tables of their own.
 """
 
 import argparse
@@ -35,6 +35,7 @@ HEADLINES = (
     *("ratio_to_plain", "ratio_to_hf_plain", "ratio_to_hf_assisted", "prediction_error"),
     *("ratio_to_trl", "chunked_peak_fraction", "chunked_time_ratio"),
 )
+RANDOM = ("fraction_of_copy", "likely_speedup", "tokens_per_second", "peak_memory_bytes")
 
 
 def folder_of(part: str, root: Path) -> Path:
@@ -48,8 +49,6 @@ def command_of(part: str, root: Path) -> list[str]:
         report = f"--junitxml={folder_of(part, root) / REPORT}"
         return [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", report]
     given = [f"+experiment={EXPERIMENT}", f"name={EXPERIMENT}_{part}", f"root={root}"]
-    if part == "training":
-        given.append("decode.compile=true")  # a drafter of one layer is compiled in seconds
     return [sys.executable, "-m", f"{__package__}.{part}", *given, "overwrite=true"]
 
 
@@ -96,7 +95,7 @@ def measure(parts: Sequence[str], root: Path) -> dict[str, dict[str, Any]]:
 
 
 def rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What the table shows: a name and what was measured."""
+    """What the table shows: how each part ended, and what it measured in a few numbers."""
     for part, result in results.items():
         yield part, f"{result['status']} in {result['seconds']:.0f} s"
         yield from ((f"  {key}", str(result[key])) for key in COUNTS if key in result)
@@ -105,23 +104,9 @@ def rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
             if summary.get(key) is not None:
                 yield f"  {key}", f"{summary[key]:.3f}"
         for name, measured in summary.get("random", {}).items():
-            if part == "training":
-                memory = measured["peak_memory_bytes"] / 1e9
-                yield f"  {name}", f"{measured['tokens_per_second']:.0f} tokens/s, {memory:.1f} GB"
-                continue
-            yield f"  {name}", f"{measured['fraction_of_copy']:.0%} of a copy's rate"
-            for point in measured["points"]:
-                yield f"    {point['method']}, batch {point['batch_size']}", point_line(point)
-
-
-def point_line(point: Mapping[str, Any]) -> str:
-    """The rate of a point, its ratios, and what its costs give at a likely acceptance."""
-    line = f"{point['tokens_per_second']['median']:.0f} tokens/s"
-    for name, ratio in point["ratios"].items():
-        line += f", {ratio['median']:.2f}x {name}"
-    if "likely_speedup" in point:
-        line += f"; c {point['cost_ratio']:.2f}, {point['likely_speedup']:.2f}x at alpha 0.8"
-    return line
+            for key in RANDOM:
+                if key in measured:
+                    yield f"  {name}: {key}", f"{measured[key]:.3g}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,14 +23,15 @@ from rich.table import Table
 from torch import Tensor
 
 from draftkit.artifacts import read_json
-from draftkit.config import Config, DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.config import Config, DivergenceConfig, SamplingConfig
+from draftkit.data.lengths import Room
 from draftkit.data.prompts import read_splits
+from draftkit.distillation.assembly import make_trainer
 from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.chunked import chunked_sum
 from draftkit.distillation.losses import Objective
-from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
-from draftkit.distillation.teacher import FullScores, TargetTeacher
-from draftkit.distillation.trainer import Trainer
+from draftkit.distillation.sampling import source_sampler
+from draftkit.distillation.teacher import FullScores
 from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.models.devices import resolve_device
 from draftkit.models.loading import Target, load_draft, load_target
@@ -60,7 +61,7 @@ def beside_trl(
 ) -> dict[str, Any]:
     """Rates of both trainers, and the median of their ratios step by step with its quartiles."""
     theirs = copy.deepcopy(draft.model)
-    step = our_step(target.adapter, draft, prompts, config, target.eos_token_ids)
+    step = our_step(target, draft, prompts, config)
     ours: list[float] = []  # completion tokens a second
 
     def record() -> None:
@@ -82,37 +83,15 @@ def beside_trl(
 
 
 def our_step(
-    target: CausalAdapter,
-    draft: CausalAdapter,
-    prompts: Sequence[Sequence[int]],
-    config: Config,
-    eos_token_ids: Sequence[int] = (),
+    target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
 ) -> Callable[[int], float]:
     """A function that takes the step of a number, and tells its completion tokens a second."""
-    dtype, size = target.dtype, config.optim.per_device_train_batch_size
+    size, new = config.optim.per_device_train_batch_size, answer_tokens(config)
     rate = config.optim.learning_rate or LEARNING_RATE
-    trainer = Trainer(
-        draft,
-        TargetTeacher(target),
-        optim=OptimConfig(learning_rate=rate, lr_scheduler_type="constant", warmup_steps=0),
-        divergence=config.divergence,
-        sampling=config.sampling,
-        autocast=dtype if dtype != torch.float32 else None,
-        compiled=config.decode.compiles,
-    )
-    sampler = DecoderSampler(
-        model=draft,
-        name="draft",
-        settings=AnswerSettings(
-            sampling=config.sampling,
-            eos_token_ids=eos_token_ids,
-            max_new_tokens=answer_tokens(config),
-            max_length=max(map(len, prompts)) + answer_tokens(config),
-            batch_size=size,
-            seed=config.seed,
-        ),
-        compiled=config.decode.compiles,
-    )
+    constant = {"lr_scheduler_type": "constant", "warmup_steps": 0}
+    optim = replace(config.optim, learning_rate=rate, **constant)
+    trainer = make_trainer(config, draft, target, optim=optim)
+    sampler = source_sampler(config, target, draft, Room(new, max(map(len, prompts)) + new))
 
     def step(number: int) -> float:
         started = time.perf_counter()
@@ -200,8 +179,10 @@ def random_steps(config: Config) -> dict[str, dict[str, float]]:
     Eagerly: code of models so large takes longer to make than its steps.
     """
     name, shape = TARGET
-    config = replace(config, decode=replace(config.decode, compile="false"))
-    target = random_model(shape, config.hardware, seed=config.seed)
+    config = replace(config, optim=replace(config.optim, compile="false"))
+    adapter = random_model(shape, config.hardware, seed=config.seed)
+    no_tokenizer: Any = None
+    target = Target(adapter, no_tokenizer, eos_token_ids=())
     texts = random_texts(
         config.optim.per_device_train_batch_size,
         config.data.prompt_tokens,
@@ -259,10 +240,10 @@ def show(config: Config, folder: Path) -> None:
 @stage(
     name="benchmark",
     sections=(
-        *("seed", "data", "sampling", "decode", "divergence"),
+        *("seed", "data", "sampling", "divergence", "optim.compile"),
         *("optim.learning_rate", "optim.per_device_train_batch_size"),
     ),
-    version=2,
+    version=3,
     needs=needs,
     check=check_pair,
     product=None,

@@ -29,7 +29,7 @@ def summaries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict
     monkeypatch.setattr(decoder, "PROMPTS", 6)
     monkeypatch.setattr(decoder, "MAX_NEW_TOKENS", 6)
     small = ["hardware=cpu", "optim.per_device_train_batch_size=2", "data.prompt_tokens=6"]
-    small += ["data.max_length=12", "decode.compile=false"]
+    small += ["data.max_length=12"]
     config = compose_config(["+experiment=bench_gpu", *small])
     measured = decoder.random_points(config, StageFolder(tmp_path, Tracker(tmp_path)))
     return {"decoder": {"random": measured}, "training": {"random": training.random_steps(config)}}
@@ -46,7 +46,7 @@ def test_parts_that_fail_or_do_not_end_cost_themselves_alone(
         measured = summaries["decoder"]["random"][name]
         point = measured["points"][1]
         costs = 4 * point["cost_ratio"] + point["verify_ratio"] + point["overhead_ratio"]
-        assert point["likely_speedup"] == pytest.approx((1 - 0.8**5) / (1 - 0.8) / costs)
+        assert measured["likely_speedup"] == pytest.approx((1 - 0.8**5) / (1 - 0.8) / costs)
         assert measured["fraction_of_copy"] > 0
         assert summaries["training"]["random"][name]["tokens_per_second"] > 0
     folder = gpu.folder_of("training", tmp_path)
@@ -84,9 +84,9 @@ def test_parts_that_fail_or_do_not_end_cost_themselves_alone(
     for words in ("failures", "out of time", "ratio_to_trl", "2.500", "8B, 0.15B"):
         assert words in shown
     whole = {"decoder": {"status": "complete", "seconds": 1.0, "summary": summaries["decoder"]}}
-    shown = [line for _, line in gpu.rows(whole)]
-    assert sum("x at alpha 0.8" in line for line in shown) == 4  # a drafter at a batch size each
-    assert sum("x hf_assisted" in line for line in shown) > 0
+    shown = dict(gpu.rows(whole))
+    assert float(shown["  8B, 1B: fraction_of_copy"]) > 0
+    assert float(shown["  8B, 0.15B: likely_speedup"]) > 0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import torch
 from draftkit.config import (
     Config,
     DataConfig,
-    DecodeConfig,
     DivergenceConfig,
     OptimConfig,
 )
@@ -30,8 +29,7 @@ def test_both_trainers_are_timed_on_the_same_prompts_step_by_step(monkeypatch):
     config = Config(
         divergence=DivergenceConfig(name="reverse_kl"),
         data=DataConfig(prompt_tokens=7, max_length=12),
-        optim=OptimConfig(per_device_train_batch_size=2, learning_rate=1e-3),
-        decode=DecodeConfig(compile="false"),
+        optim=OptimConfig(per_device_train_batch_size=2, learning_rate=1e-3, compile="false"),
     )
     before = draft.model.get_input_embeddings().weight.clone()
     prompts = tiny.prompts([4, 6, 3, 5, 7, 4], seed=1)

@@ -15,11 +15,10 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
-from draftkit.decoding.streaming import final_text
 from draftkit.serving.jobs import Job
 from draftkit.serving.protocol import SHOWN, ApiError, ChatRequest, CompletionRequest
 from draftkit.serving.replies import ChatReply, Choice, CompletionReply
-from draftkit.serving.texts import Offsets, Texts
+from draftkit.serving.texts import Texts
 
 ROUTE_HEADER = "x-draftkit-route"
 RECORD_HEADER = "x-draftkit-record"
@@ -52,25 +51,23 @@ class Intake:
         }
         if isinstance(body, ChatRequest):
             kind, messages = ChatReply, [{"role": m.role, "content": m.text} for m in body.messages]
-            prompts, echoes = [await self._chat_ids(body, messages)], [""]
+            prompts = [await self._chat_ids(body, messages)]
             most = body.most_tokens or self.max_length - len(prompts[0])
             shared |= {"continues": False, "conversation": conversation_of(messages)}
         else:
             kind, most = CompletionReply, body.most_tokens
             prompts = [await self._ids(prompt, most) for prompt in body.prompts]
-            echoes = [await self._echo(prompt) if body.echo else "" for prompt in body.prompts]
-        choices = []
-        for prompt, echo in zip(prompts, echoes, strict=True):
-            # The same prompt and seed give the same answers, whatever else the request asks.
-            for row in range(body.choices):
-                job = Job(prompt_ids=prompt, row=row, max_new_tokens=most, **shared)
-                offsets = Offsets(self.texts, len(echo), before=prompt)
-                choices.append(Choice(job, offsets, echo))
+        # The same prompt and seed give the same answers, whatever else the request asks.
+        jobs = [
+            Job(prompt_ids=prompt, row=row, max_new_tokens=most, **shared)
+            for prompt in prompts
+            for row in range(body.choices)
+        ]
         return kind(
             texts=self.texts,
             model=self.model_name,
             name=name,
-            choices=choices,
+            choices=list(map(Choice, jobs)),
             prompt_tokens=sum(map(len, prompts)),
             has_logprobs=body.alternatives is not None,
             streams=bool(body.stream),
@@ -102,12 +99,6 @@ class Intake:
         bound = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         self._check_length(len(ids), body.most_tokens or 1, "messages", bound=bound)
         return ids
-
-    async def _echo(self, prompt: str | list[int]) -> str:
-        """What an answer to `prompt` begins with: a character that it cuts off is the answer's."""
-        if isinstance(prompt, str):
-            return prompt
-        return await asyncio.to_thread(final_text, prompt, self.texts.decode)
 
     def _check(self, body: CompletionRequest | ChatRequest) -> None:
         """Refuse what a request cannot have, however long it is."""

@@ -5,7 +5,7 @@ are observed as answers are sent. Everything lives in a registry of its own.
 """
 
 from collections import Counter as Tally
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -62,74 +62,61 @@ class Metrics(Collector):
         """The engine's counts, read when Prometheus asks."""
         counts = self._engine.counters()
         drafters = dict(sorted(counts.drafters.items()))
-        versions = sorted(self._engine.versions().items())
         accepted: Tally[int] = Tally()
         for drafter in drafters.values():
             accepted.update(drafter.accepted_per_position)
 
-        def total(name: str) -> int:
-            return sum(getattr(drafter, name) for drafter in drafters.values())
+        def by_drafter(name: str) -> dict[Any, float]:
+            return {key: getattr(drafter, name) for key, drafter in drafters.items()}
 
-        for name, what, value in (
-            ("vllm:num_requests_running", "Answers being decoded.", counts.running),
-            ("vllm:num_requests_waiting", "Answers that wait.", counts.queued),
-            ("draftkit:slots", "Answers that can be decoded at once.", self._engine.slots),
+        def total(name: str) -> dict[Any, float]:
+            return {(): sum(by_drafter(name).values())}
+
+        spec, route = "vllm:spec_decode_num_", ("route", "version")
+        alphas = {key: one.acceptance / one.tested for key, one in drafters.items() if one.tested}
+        positions = {(str(i),): accepted[i] for i in sorted(accepted)}
+        versions = {
+            (name,): {"version": version}
+            for name, version in sorted(self._engine.versions().items())
+        }
+        for kind, name, what, values, *labels in (
+            (GAUGE, "vllm:num_requests_running", "Answers being decoded.", {(): counts.running}),
+            (GAUGE, "vllm:num_requests_waiting", "Answers that wait.", {(): counts.queued}),
             (
-                "draftkit:last_swap_seconds",
-                "Rounds waited for the last swap.",
-                counts.last_swap_seconds,
+                GAUGE,
+                "draftkit:slots",
+                "Answers that can be decoded at once.",
+                {(): self._engine.slots},
             ),
+            (GAUGE, "draftkit:last_swap_seconds", "The last wait.", {(): counts.last_swap_seconds}),
+            (COUNTER, "vllm:prompt_tokens", "Tokens of prompts.", {(): counts.prompt_tokens}),
+            (
+                COUNTER,
+                "vllm:generation_tokens",
+                "Tokens of answers.",
+                {(): counts.generated_tokens},
+            ),
+            (COUNTER, f"{spec}drafts", "Rounds with proposals.", total("drafts")),
+            (COUNTER, f"{spec}draft_tokens", "Tokens proposed.", total("drafted")),
+            (COUNTER, f"{spec}accepted_tokens", "Of them accepted.", total("accepted")),
+            (COUNTER, f"{spec}accepted_tokens_per_pos", "By place.", positions, "position"),
+            (COUNTER, "draftkit:swaps", "Versions taken into service.", {(): counts.swaps}),
+            (
+                COUNTER,
+                "draftkit:refused_versions",
+                "Not fit to serve.",
+                {(): counts.refused_versions},
+            ),
+            (COUNTER, "draftkit:records_dropped", "Records lost.", {(): counts.records_dropped}),
+            (COUNTER, "draftkit:failed_rounds", "Ended in an error.", {(): counts.errors}),
+            (COUNTER, "draftkit:requests", "Answers ended.", by_drafter("requests"), *route),
+            (COUNTER, "draftkit:tested", "Positions tested.", by_drafter("tested"), *route),
+            (COUNTER, "draftkit:drafted", "Tokens proposed.", by_drafter("drafted"), *route),
+            (COUNTER, "draftkit:accepted", "Of them kept.", by_drafter("accepted"), *route),
+            (GAUGE, "draftkit:alpha", "Mean of sum_x min(p, q), if tested.", alphas, *route),
+            (InfoMetricFamily, "draftkit:drafter_version", "In force.", versions, "route"),
         ):
-            yield self._family(GAUGE, name, what, {(): value})
-        spec = "vllm:spec_decode_num_"
-        for name, what, value in (
-            ("vllm:prompt_tokens", "Tokens of prompts.", counts.prompt_tokens),
-            ("vllm:generation_tokens", "Tokens of answers.", counts.generated_tokens),
-            (f"{spec}drafts", "Rounds with proposals.", total("drafts")),
-            (f"{spec}draft_tokens", "Tokens proposed.", total("drafted")),
-            (f"{spec}accepted_tokens", "Of them accepted.", total("accepted")),
-            ("draftkit:swaps", "Drafter versions taken into service.", counts.swaps),
-            ("draftkit:refused_versions", "Versions not fit to serve.", counts.refused_versions),
-            ("draftkit:records_dropped", "Records lost to a full queue.", counts.records_dropped),
-            ("draftkit:failed_rounds", "Rounds that ended in an error.", counts.errors),
-        ):
-            yield self._family(COUNTER, name, what, {(): value})
-        yield self._family(
-            COUNTER,
-            f"{spec}accepted_tokens_per_pos",
-            "Accepted tokens by place in the draft.",
-            {(str(position),): accepted[position] for position in sorted(accepted)},
-            "position",
-        )
-        yield self._family(
-            GAUGE,
-            "draftkit:alpha",
-            "Mean of sum_x min(p, q) over tested positions.",
-            {key: one.acceptance / one.tested for key, one in drafters.items() if one.tested},
-            "route",
-            "version",
-        )
-        for name, what in (
-            ("requests", "Answers ended."),
-            ("tested", "Positions tested."),
-            ("drafted", "Tokens proposed."),
-            ("accepted", "Of them kept."),
-        ):
-            values = {key: getattr(drafter, name) for key, drafter in drafters.items()}
-            yield self._family(COUNTER, f"draftkit:{name}", what, values, "route", "version")
-        yield self._family(
-            InfoMetricFamily,
-            "draftkit:drafter_version",
-            "The drafter in force.",
-            {(route,): {"version": version} for route, version in versions},
-            "route",
-        )
-
-    def _family(
-        self, kind: Any, name: str, what: str, values: Mapping[Any, Any], *labels: str
-    ) -> Metric:
-        """`values`: by the tuple of their `labels`."""
-        family = kind(name, what, labels=["model_name", *labels])
-        for label_values, value in values.items():
-            family.add_metric([self._model_name, *label_values], value)
-        return family
+            family: Any = kind(name, what, labels=["model_name", *labels])
+            for label_values, value in values.items():
+                family.add_metric([self._model_name, *label_values], value)
+            yield family

@@ -167,7 +167,7 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     ) = Field(description=f"a string, token ids, or a list of 1 to {MOST_PROMPTS} of either")
-    echo: bool | None = None
+    echo: Literal[False] | None = Field(None, description=UNSUPPORTED)
     logprobs: int | None = Field(None, ge=0)
     best_of: int | None = None  # equal to n: nothing is ranked
     suffix: Empty | None = Field(None, description=UNSUPPORTED)
@@ -192,11 +192,6 @@ class CompletionRequest(GenerationRequest):
         super().check()
         if self.best_of not in (None, self.choices):
             raise ApiError(f"best_of must equal n, got {self.best_of}", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise ApiError(
-                "echo with logprobs is not supported: tokens of the prompt are not scored",
-                param="echo",
-            )
 
 
 class TextPart(BaseModel):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from draftkit.serving.jobs import Job, Piece, Speculation, TokenScore
 from draftkit.serving.protocol import Json
-from draftkit.serving.texts import Offsets, Texts
+from draftkit.serving.texts import Texts
 
 LEAST_LOG_PROB = -9999.0  # JSON knows no infinity; OpenAI's word for it
 
@@ -38,8 +38,6 @@ class Choice:
     """One answer while it grows; what a stream has sent is not kept."""
 
     job: Job
-    offsets: Offsets
-    echo: str = ""  # what it begins with
     text: list[str] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     tokens: int = 0
@@ -78,16 +76,15 @@ class CompletionReply:
         """The whole reply."""
         parts = []
         for index, choice in enumerate(self.choices):
-            text = self.message(choice.echo + "".join(choice.text))
+            text = self.message("".join(choice.text))
             parts.append(self._part(index, text, choice.scores, choice.finish_reason))
         speculations = [choice.speculation for choice in self.choices if choice.speculation]
         head = self._head(self.whole, parts)
         return {**head, "usage": self._usage(), "speculative": speculative(speculations)}
 
     def opening(self) -> list[Json]:
-        """The chunks before the first text: what is echoed."""
-        echoes = [(index, choice.echo) for index, choice in enumerate(self.choices) if choice.echo]
-        return [self.piece(index, Piece(echo, ())) for index, echo in echoes]
+        """The chunks before the first text."""
+        return []
 
     def piece(self, index: int, piece: Piece) -> Json:
         """A chunk of a stream; the last one of a choice tells of its speculation."""
@@ -109,8 +106,7 @@ class CompletionReply:
     def _part(
         self, index: int, text: Json, scores: Sequence[TokenScore], finish_reason: str | None
     ) -> Json:
-        offsets = self.choices[index].offsets
-        logprobs = self.scored(scores, offsets) if self.has_logprobs else None
+        logprobs = self.scored(scores) if self.has_logprobs else None
         return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _usage(self) -> Json:
@@ -126,8 +122,8 @@ class CompletionReply:
         """The text as a chunk holds it."""
         return {"text": text}
 
-    def scored(self, scores: Sequence[TokenScore], offsets: Offsets) -> Json:
-        """Log-probabilities of tokens that follow each other: four lists, an entry a token.
+    def scored(self, scores: Sequence[TokenScore]) -> Json:
+        """Log-probabilities of tokens that follow each other: three lists, an entry a token.
 
         Alternatives of the same text count once, the likeliest.
         """
@@ -136,7 +132,6 @@ class CompletionReply:
             "tokens": [shown(score.token_id).readable for score in scores],
             "token_logprobs": [max(LEAST_LOG_PROB, score.log_prob) for score in scores],
             "top_logprobs": [self._alternatives(score) for score in scores],
-            "text_offset": [offsets.push(score.token_id) for score in scores],
         }
 
     def _alternatives(self, score: TokenScore) -> dict[str, float]:
@@ -166,7 +161,7 @@ class ChatReply(CompletionReply):
     def delta(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def scored(self, scores: Sequence[TokenScore], offsets: Offsets) -> Json:
+    def scored(self, scores: Sequence[TokenScore]) -> Json:
         """One list with an entry a token."""
         content = [
             self._entry(score.token_id, score.log_prob)

@@ -5,7 +5,6 @@ the original meanwhile, and a fast tokenizer that is changed while it is read ra
 requests and no models.
 """
 
-import codecs
 import copy
 import functools
 import json
@@ -19,7 +18,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftkit.config import DataConfig
 from draftkit.data.chats import TemplateRefusal, chat_format, text_ids
-from draftkit.decoding.streaming import MISSING
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece tokens
@@ -35,10 +33,8 @@ class Shown(NamedTuple):
 
 
 class Texts:
-    """A tokenizer for many callers.
+    """A tokenizer for many callers; ids are below `vocab_size`.
 
-    Ids are below `vocab_size`.
-    `drops_space`: a text does not show the space that its first token begins with (Llama 2).
     Chats become what the same chats are in training, as `data` says; the date is today's. What a
     turn says is text: no name of a special token in it is that token.
     """
@@ -57,10 +53,6 @@ class Texts:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         serialised = {} if backend is None else json.loads(backend.to_str())
         self._is_byte_level = '"ByteLevel"' in json.dumps(serialised.get("decoder"))
-        known = range(min(vocab_size, len(self._tokenizer)))
-        plain = (i for i in known if i not in self.special_ids)
-        spaced = next((i for i in plain if self.token_bytes(i).startswith(b" ")), None)
-        self.drops_space = spaced is not None and not self.decode([spaced]).startswith(" ")
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with what the tokenizer puts before a text. Slow for long texts."""
@@ -105,34 +97,6 @@ class Texts:
     def _shown(self, token_id: int) -> Shown:
         content = self.token_bytes(token_id)
         return Shown(content.decode("utf-8", "replace"), readable(content), list(content))
-
-
-class Offsets:
-    """Where the tokens of one answer begin in its text, counted in characters from `start`."""
-
-    def __init__(self, texts: Texts, start: int = 0, *, before: Sequence[int] = ()) -> None:
-        """`before`: the ids that the text goes on from, a character perhaps."""
-        self._texts = texts
-        self._next = start
-        self._drops = texts.drops_space and texts.special_ids.issuperset(before)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token_id in before[-MISSING:]:
-            self._characters(token_id)
-
-    def push(self, token_id: int) -> int:
-        """The offset of the next token: the number of whole characters before it."""
-        offset = self._next
-        self._next += self._characters(token_id)
-        if self._drops and token_id not in self._texts.special_ids:
-            self._next -= self._texts.token_bytes(token_id).startswith(b" ")
-            self._drops = False
-        return offset
-
-    def _characters(self, token_id: int) -> int:
-        """How many are whole with this token."""
-        if token_id in self._texts.special_ids:
-            return 0
-        return len(self._decoder.decode(self._texts.token_bytes(token_id)))
 
 
 def readable(content: bytes) -> str:

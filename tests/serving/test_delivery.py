@@ -16,7 +16,7 @@ from draftkit.serving.jobs import Job, Listener, Piece, TokenScore
 from draftkit.serving.metrics import Metrics
 from draftkit.serving.protocol import ApiError
 from draftkit.serving.replies import Choice, CompletionReply
-from draftkit.serving.texts import Offsets, Texts
+from draftkit.serving.texts import Texts
 from tests.serving.fakes import TOKENIZER, FakeEngine, chat_tokenizer
 from tests.tiny import VOCAB_SIZE
 
@@ -47,7 +47,7 @@ def submitted(
         texts=TEXTS,
         model="m",
         name="n",
-        choices=[Choice(job, Offsets(TEXTS)) for _ in range(count)],
+        choices=[Choice(job) for _ in range(count)],
         prompt_tokens=1,
         has_logprobs=True,
         streams=streams,
@@ -122,7 +122,7 @@ def test_a_whole_answer_has_no_bound_and_is_made_beside_the_loop(
         answer = await made.whole(Request({"type": "http"}, never))
         (choice,) = json.loads(answer.body)["choices"]
         assert choice["text"] == "a" * 100 + "b"
-        assert choice["logprobs"]["text_offset"] == list(range(100))
+        assert choice["logprobs"]["tokens"] == ["a"] * 100
         assert threading.get_ident() not in threads
 
     assert run(test).cancelled == set()

@@ -87,8 +87,8 @@ def test_bodies_that_are_no_request(address: str, path: str, body: bytes) -> Non
 
 
 def test_a_nul_is_a_character_like_others(address: str) -> None:
-    made = ask(address, COMPLETIONS, completion(prompt="a\x00b", echo=True, stop="\x00"))
-    assert made.json["choices"][0]["text"].startswith("a\x00b")
+    made = ask(address, COMPLETIONS, completion(prompt="a\x00b", stop="\x00"))
+    assert made.json["usage"]["prompt_tokens"] == 3
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "BREW"])

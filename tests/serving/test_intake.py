@@ -1,7 +1,6 @@
 """From requests to jobs: limits and defaults."""
 
 import asyncio
-import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -50,26 +49,6 @@ def test_a_prompt_and_its_answer_fit_exactly() -> None:
         complete(intake(), prompt="a" * 40, max_tokens=1)
     with pytest.raises(ApiError, match=r"prompt of 30 tokens with max_tokens 11 does not fit"):
         complete(intake(), prompt="a" * 30, max_tokens=11)
-
-
-def test_the_echo_of_token_ids_is_decoded_once_they_fit_and_beside_the_loop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    decode, threads = TEXTS.decode, []
-
-    def noting(ids: list[int]) -> str:
-        threads.append(threading.get_ident())
-        return decode(ids)
-
-    monkeypatch.setattr(TEXTS, "decode", noting)
-    for prompt in ([5] * 40, [[5], [5] * 100_000]):
-        with pytest.raises(ApiError, match="does not fit the 40 tokens") as caught:
-            complete(intake(), prompt=prompt, echo=True)
-        assert caught.value.param == "prompt"
-    assert threads == []
-    asked = complete(intake(), prompt=[[65, 66], [67]], echo=True, max_tokens=1)
-    assert [choice.echo for choice in asked.choices] == [decode([65, 66]), decode([67])]
-    assert threading.get_ident() not in threads
 
 
 def test_what_does_not_fit_is_named() -> None:

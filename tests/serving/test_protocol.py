@@ -134,7 +134,7 @@ def test_what_a_request_names_replaces_the_served_sampling() -> None:
     ("kind", "body", "param"),
     [
         (CompletionRequest, completion(best_of=2), "best_of"),
-        (CompletionRequest, completion(echo=True, logprobs=0), "echo"),
+        (CompletionRequest, completion(best_of=0), "best_of"),
         (ChatRequest, chat(top_logprobs=2), "top_logprobs"),
         (ChatRequest, chat(max_tokens=3, max_completion_tokens=4), "max_tokens"),
     ],
@@ -146,7 +146,7 @@ def test_parameters_that_contradict_each_other(kind: Any, body: Any, param: str)
 
 
 def test_parameters_that_agree() -> None:
-    CompletionRequest.model_validate(completion(best_of=2, n=2, echo=True)).check()
+    CompletionRequest.model_validate(completion(best_of=2, n=2)).check()
     both = ChatRequest.model_validate(chat(max_tokens=3, max_completion_tokens=3))
     both.check()
     assert both.most_tokens == 3

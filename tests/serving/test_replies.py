@@ -9,7 +9,7 @@ from draftkit.config import SamplingConfig
 from draftkit.serving.jobs import Job, Piece, Speculation, TokenScore
 from draftkit.serving.protocol import Json, encode
 from draftkit.serving.replies import ChatReply, Choice, CompletionReply, speculative
-from draftkit.serving.texts import Offsets, Texts
+from draftkit.serving.texts import Texts
 from tests.serving.fakes import TOKENIZER, chat_tokenizer
 from tests.tiny import VOCAB_SIZE
 
@@ -29,7 +29,7 @@ def reply(
         texts=TEXTS,
         model="m",
         name="n",
-        choices=[Choice(job, Offsets(TEXTS))],
+        choices=[Choice(job)],
         prompt_tokens=1,
         has_logprobs=has_logprobs,
         streams=streams,
@@ -80,7 +80,7 @@ def test_impossible_tokens_have_a_finite_log_prob() -> None:
 
 def test_a_token_that_is_not_among_the_likeliest_is_added() -> None:
     scores = [TokenScore(B, -3.0, ((A, -0.1),)), TokenScore(B, -2.0)]
-    found = received(reply().scored(scores, Offsets(TEXTS)))
+    found = received(reply().scored(scores))
     assert found["top_logprobs"] == [{"a": -0.1, "b": -3.0}, {}]
 
 

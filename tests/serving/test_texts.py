@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from draftkit.config import DataConfig
 from draftkit.data.corpora import Document
 from draftkit.data.prompts import RowReader
-from draftkit.serving.texts import Offsets, Texts, readable
+from draftkit.serving.texts import Texts, readable
 from tests.serving.fakes import chat_tokenizer
 from tests.templates import chat, headers, thinking
 from tests.tiny import END, VOCAB_SIZE, byte_tokenizer
@@ -51,30 +51,12 @@ def test_tokens_of_sentencepiece_keep_their_spaces_and_bytes() -> None:
     texts = Texts(tokenizer, len(tokenizer))
     ids = tokenizer.convert_tokens_to_ids(["▁Hi", "▁you", "<0xC3>", "<0xBC>", "!"])
     assert [texts.token_bytes(i) for i in ids] == [b" Hi", b" you", b"\xc3", b"\xbc", b"!"]
-    assert list(map(Offsets(texts).push, ids)) == [0, 3, 7, 7, 8]
 
 
 def test_a_special_token_shows_its_name_and_takes_no_room(texts: Texts) -> None:
     end = byte_tokenizer().convert_tokens_to_ids(END)
     assert texts.token_bytes(end) == END.encode()
-    ids = [*texts.encode("a"), end, *texts.encode("b")]
-    assert list(map(Offsets(texts).push, ids)) == [0, 1, 1]
-    assert texts.decode(ids) == "ab"
-
-
-def test_offsets_count_whole_characters(texts: Texts) -> None:
-    ids = texts.encode(TEXT)
-    offsets = list(map(Offsets(texts, start=10).push, ids))
-    assert offsets[:5] == [10, 11, 12, 12, 13]
-    assert offsets[-1] == 10 + len(TEXT) - 1
-
-
-def test_offsets_go_on_inside_of_a_character(texts: Texts) -> None:
-    ids = texts.encode(TEXT)
-    first = len("Grüße, ".encode())
-    for cut, places in ((1, [0, 0, 1]), (2, [0, 1])):
-        offsets = Offsets(texts, before=ids[: first + cut])
-        assert list(map(offsets.push, ids[first + cut :])) == places
+    assert texts.decode([*texts.encode("a"), end, *texts.encode("b")]) == "ab"
 
 
 def test_readable_bytes() -> None:

@@ -35,7 +35,7 @@ from draftkit.decoding.generation import decode, make_requests
 from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.claims import claim
 from draftkit.distillation.fit import Fitted, Fitting
-from draftkit.distillation.sampling import (
+from draftkit.distillation.samplers import (
     ROLLOUTS,
     TEST,
     VALIDATION,
@@ -355,14 +355,8 @@ def _answers(
     target: Target, examples: Sequence[Example], config: Config, room: Room, use: str
 ) -> list[Record]:
     """The target's own answers to the prompts of `examples`, by the noise of their `use`."""
-    sampler = target_sampler(
-        target,
-        sampling=config.sampling,
-        seed=noise_seed(config.seed, use),
-        max_new_tokens=room.new,
-        batch_size=config.generate.batch_size,
-        max_length=room.total,
-    )
+    seed, size = noise_seed(config.seed, use), config.generate.batch_size
+    sampler = target_sampler(target, config.sampling, room, seed=seed, batch_size=size)
     return answered(sampler, examples, rows=range(len(examples)), version="target")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from draftkit.artifacts import fingerprint
 from draftkit.config import Config
+from draftkit.data.lengths import Room
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import (
     Record,
@@ -23,15 +24,14 @@ from draftkit.data.rollouts import (
     write_parts,
     write_records,
 )
-from draftkit.distillation.engines import RETOKENISED
+from draftkit.distillation.engines import RETOKENISED, engine_sampler
 from draftkit.distillation.progress import Countdown
-from draftkit.distillation.samplers import Sampler
-from draftkit.distillation.sampling import (
+from draftkit.distillation.samplers import (
     ROLLOUTS,
     TEST,
     VALIDATION,
+    Sampler,
     answered,
-    engine_sampler,
     noise_seed,
     target_sampler,
 )
@@ -86,11 +86,10 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     else:
         sampler = target_sampler(
             load_target(target, config.hardware),
-            sampling=config.sampling,
+            config.sampling,
+            splits.room,
             seed=noise_seed(config.seed, ROLLOUTS),
-            max_new_tokens=splits.room.new,
             batch_size=size,
-            max_length=splits.room.total,
             top_k=config.generate.top_k if "likeliest" in folder.needs else 0,
             watch=watch,
         )
@@ -150,9 +149,9 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     for name, prompts in parts:
         sampler = target_sampler(
             target,
-            sampling=config.sampling,
+            config.sampling,
+            Room(new, target.adapter.max_positions),
             seed=noise_seed(config.seed, name),
-            max_new_tokens=new,
             batch_size=options.batch_size,
             watch=watch,
         )

@@ -7,16 +7,22 @@ sampled, and an answer after which the prompt would have other tokens is refused
 serves is its own affair: this module knows no models, and no key but the one that it is given.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
 
+from draftkit.config import Config, TargetConfig
+from draftkit.data.lengths import Room
 from draftkit.data.rollouts import Record
-from draftkit.distillation.samplers import AnswerSettings
+from draftkit.decoding.state import Request
+from draftkit.distillation.samplers import ROLLOUTS, AnswerSettings, noise_seed
+from draftkit.models.loading import load_outline
 
 SAMPLED, RETOKENISED = "openai", "openai-retokenised"  # who sampled, in a record
 TRIES = 6
@@ -27,14 +33,13 @@ PASSES = {408, 409, 425, 429, 500, 502, 503, 504}  # states of a server that may
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAISampler:
-    """Asks the engine at `url` for answers of `model`, `concurrency` at a time.
+    """Asks the engine at `url` for answers of `model`, `settings.batch_size` at a time.
 
     `encode` and `decode` are the tokenizer's, special tokens neither added nor left out.
     """
 
     url: str  # as http://127.0.0.1:8000/v1
     model: str
-    concurrency: int
     settings: AnswerSettings
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
@@ -49,19 +54,23 @@ class OpenAISampler:
         Raises ValueError, one line, where the engine does not answer or not to what was asked.
         """
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        pool = ThreadPoolExecutor(self.concurrency)
+        requests = self.settings.requests(prompts, rows)
+        pool = ThreadPoolExecutor(self.settings.batch_size)
         with httpx.Client(headers=headers, timeout=TIMEOUT) as client:
             try:
-                tasks = [
-                    pool.submit(self._record, client, list(prompt), row, version)
-                    for prompt, row in zip(prompts, rows, strict=True)
-                ]
-                return [task.result() for task in tasks]
+                tasks = [pool.submit(self._answer, client, request) for request in requests]
+                answers = [task.result() for task in tasks]
             finally:
                 pool.shutdown(cancel_futures=True)
+        fields = [{"output_ids": ids} for ids, _ in answers]
+        is_exact = all(came for _, came in answers)
+        sampler = SAMPLED if is_exact else RETOKENISED
+        return self.settings.records(requests, fields, sampler=sampler, version=version)
 
-    def _record(self, client: httpx.Client, prompt: list[int], row: int, version: str) -> Record:
-        answer = self._ask(client, self._request(prompt, row))
+    def _answer(self, client: httpx.Client, request: Request) -> tuple[list[int], bool]:
+        """The answer to `request`, to its first end or the limit; whether it came as ids."""
+        answer, prompt = self._ask(client, self._body(request)), list(request.prompt_ids)
+        ends = self.settings.eos_token_ids
         try:
             choice = answer["choices"][0]
             ids, ended = choice.get("token_ids"), choice.get("finish_reason") == "stop"
@@ -73,21 +82,16 @@ class OpenAISampler:
                 output += self._end_of(choice)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise self._failure(f"its answer is not a completion ({error!r})") from error
-        return self.settings.record(
-            prompt,
-            self._cut(prompt, output),
-            row=row,
-            sampler=RETOKENISED if ids is None else SAMPLED,
-            sampler_version=version,
-        )
+        end = next((n for n, token in enumerate(output, start=1) if token in ends), None)
+        return output[:end][: request.max_new_tokens], ids is not None
 
-    def _request(self, prompt: list[int], row: int) -> dict[str, Any]:
+    def _body(self, request: Request) -> dict[str, Any]:
         """Every setting is named: engines and models bring defaults of their own."""
-        settings, sampling = self.settings, self.settings.sampling
+        sampling = request.sampling
         return {
             "model": self.model,
-            "prompt": prompt,
-            "max_tokens": self._room(prompt),
+            "prompt": list(request.prompt_ids),
+            "max_tokens": request.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
@@ -96,30 +100,25 @@ class OpenAISampler:
             "repeat_penalty": sampling.repetition_penalty,  # llama.cpp
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "seed": (settings.seed * 1_000_003 + row) % 2**31,
+            "seed": (request.seed * 1_000_003 + request.row) % 2**31,
             "return_token_ids": True,
         }
 
-    def _room(self, prompt: list[int]) -> int:
-        return min(self.settings.max_new_tokens, self.settings.max_length - len(prompt))
-
-    def _ask(self, client: httpx.Client, request: dict[str, Any]) -> Any:
+    def _ask(self, client: httpx.Client, body: dict[str, Any]) -> Any:
         """The engine's answer, after as many tries as it takes, TRIES at most."""
         reason = ""
         for attempt in range(TRIES):
             if attempt > 0:
                 self.wait(FIRST_WAIT * 2 ** (attempt - 1))
             try:
-                response = client.post(f"{self.url.rstrip('/')}/completions", json=request)
+                response = client.post(f"{self.url.rstrip('/')}/completions", json=body)
                 if response.is_success:
                     return response.json()
             except httpx.RequestError as error:
                 reason = f"{type(error).__name__}: {error}"
                 continue
-            except httpx.InvalidURL as error:
-                raise self._failure(str(error)) from error
-            except ValueError as error:
-                raise self._failure("its answer is not JSON") from error
+            except (httpx.InvalidURL, ValueError) as error:
+                raise self._failure(f"its answer is not JSON, or no one's: {error}") from error
             reason = f"status {response.status_code}, {response.text.strip()[:200]!r}"
             if response.status_code not in PASSES:
                 raise self._failure(reason)
@@ -144,11 +143,34 @@ class OpenAISampler:
         stop = choice.get("stop_reason", choice.get("matched_stop"))
         return [stop] if stop in ends else list(ends) if len(ends) == 1 else []
 
-    def _cut(self, prompt: list[int], output: list[int]) -> list[int]:
-        """`output` to its first end of text, or to the limit."""
-        ends = self.settings.eos_token_ids
-        end = next((n for n, token in enumerate(output, start=1) if token in ends), None)
-        return output[:end][: self._room(prompt)]
-
     def _failure(self, reason: str) -> ValueError:
         return ValueError(f"generate.url {self.url}: {' '.join(reason.split())}")
+
+
+def engine_sampler(target: TargetConfig, config: Config, room: Room) -> OpenAISampler:
+    """The target, as the engine at `generate.url` serves it; its weights are not loaded here."""
+    options = config.generate
+    assert options.url is not None
+    assert target.path is not None
+    outline = load_outline(target, config.hardware)
+    tokenizer = outline.tokenizer
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    settings = AnswerSettings(
+        sampling=config.sampling,
+        eos_token_ids=outline.eos_token_ids,
+        max_new_tokens=room.new,
+        max_length=room.total,
+        batch_size=options.batch_size,
+        seed=noise_seed(config.seed, ROLLOUTS),
+    )
+    return OpenAISampler(
+        url=options.url,
+        model=options.model or target.path,
+        settings=settings,
+        encode=partial(tokenizer.encode, add_special_tokens=False),
+        decode=decode,
+        key=os.environ.get("OPENAI_API_KEY", ""),
+    )

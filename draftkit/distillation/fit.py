@@ -152,6 +152,7 @@ class Fitting:
         except TrainingFailed as error:
             self.note(f"the trial at learning rate {optim.learning_rate:.2e} failed: {error}")
             trial = Trial(None, str(error))
+        self.trainer.accelerator.wait_for_everyone()  # who may still be reading the best weights
         if is_main:
             write_json(result, vars(trial))
             discard_state(folder)

@@ -64,9 +64,9 @@ class MixtureSampler:
     ) -> list[Record]:
         if not prompts:
             return []
-        settings = self.settings
+        settings, models = self.settings, [self.target, self.draft]
         drawn = replace(settings, sampling=never_greedy(settings.sampling))
-        requests = drawn.requests(prompts, rows, models=[self.target, self.draft], gamma=AHEAD)
+        requests = drawn.requests(prompts, rows, models=models, gamma=AHEAD)
         decoder = Decoder(
             self.target,
             slots=min(settings.batch_size, len(requests)),
@@ -76,12 +76,8 @@ class MixtureSampler:
         decoder.verifier = coins(self.fraction)
         decoder.attach(DRAFT_ID, DraftModelProposer(self.draft, version=version))
         answers = finish(decoder, requests)
-        return [
-            settings.record(
-                prompt, answer.output_ids, row=row, sampler="mix", sampler_version=version
-            )
-            for prompt, answer, row in zip(prompts, answers, rows, strict=True)
-        ]
+        fields = ({"output_ids": answer.output_ids} for answer in answers)
+        return settings.records(requests, fields, sampler="mix", version=version)
 
 
 def never_greedy(sampling: SamplingConfig) -> SamplingConfig:

@@ -1,34 +1,40 @@
 """Who continues prompts: one model, or the target and its draft together.
 
 A `Sampler` turns prompts into records: what came out, from whom, how, and from which noise. Those
-here run our decoder; `engines` asks somebody else's. They know no data, no steps and no folders.
+here run our decoder; `engines` asks somebody else's. They know no steps and no folders.
 """
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from draftkit.config import SamplingConfig
+from draftkit.data.lengths import Room
+from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import (
+    DRAFT_ID,
     LIKELIEST,
     Completion,
     TraceRound,
     Watch,
     decode,
     finish,
-    make_requests,
 )
 from draftkit.decoding.proposers import drafting
 from draftkit.decoding.state import Request
+from draftkit.distillation.teacher import check_top_k
 from draftkit.models.adapter import Adapter, CausalAdapter
+from draftkit.models.loading import Target
 from draftkit.theory.noise import DRAFT, sample, uniform
 from draftkit.theory.warping import SamplingParams, seen_tokens, warp
 
 SCRATCH = 2  # cache slots behind the text, in plain decoding
+ROLLOUTS, VALIDATION, TEST = "rollouts", "validation", "test"  # uses of the target's answers
 
 
 class Sampler(Protocol):
@@ -64,32 +70,45 @@ class AnswerSettings:
         prompts: Sequence[Sequence[int]],
         rows: Sequence[int],
         *,
-        models: Sequence[Adapter],
+        models: Sequence[Adapter] = (),
         gamma: int = 0,
     ) -> list[Request]:
         """One request a prompt, within the context of all `models`."""
-        made = make_requests(
-            prompts,
-            max_new_tokens=self.max_new_tokens,
-            sampling=self.sampling,
-            gamma=gamma,
-            seed=self.seed,
-            max_length=min(self.max_length, *(model.max_positions for model in models)),
-        )
-        return [replace(request, row=row) for request, row in zip(made, rows, strict=True)]
+        longest = min([self.max_length, *(model.max_positions for model in models)])
+        return [
+            Request(
+                prompt_ids=prompt,
+                max_new_tokens=min(self.max_new_tokens, longest - len(prompt)),
+                sampling=self.sampling,
+                gamma=gamma,
+                proposer_id=DRAFT_ID if gamma > 0 else None,
+                seed=self.seed,
+                row=row,
+            )
+            for prompt, row in zip(prompts, rows, strict=True)
+        ]
 
-    def record(
-        self, prompt: Sequence[int], output: Sequence[int], *, row: int, **others: Any
-    ) -> Record:
-        """An answer with all that made it; `others` are further fields of the record."""
-        return Record(
-            prompt_ids=list(prompt),
-            output_ids=list(output),
-            sampling=dict(vars(self.sampling)),
-            seed=self.seed,
-            row=row,
-            **others,
-        )
+    def records(
+        self,
+        requests: Sequence[Request],
+        answers: Iterable[Mapping[str, Any]],
+        *,
+        sampler: str,
+        version: str,
+    ) -> list[Record]:
+        """The answers to `requests`, as fields of a record, with all that made them."""
+        return [
+            Record(
+                prompt_ids=list(request.prompt_ids),
+                sampling=dict(vars(self.sampling)),
+                seed=self.seed,
+                row=request.row,
+                sampler=sampler,
+                sampler_version=version,
+                **answer,
+            )
+            for request, answer in zip(requests, answers, strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,17 +144,9 @@ class DecoderSampler:
                 top_k=self.top_k,
                 watch=self.watch,
             )
-        return [
-            settings.record(
-                prompt,
-                answer.output_ids,
-                row=row,
-                sampler=self.name,
-                sampler_version=version,
-                **{name: getattr(answer, name) for name in LIKELIEST if self.top_k},
-            )
-            for prompt, answer, row in zip(prompts, answers, rows, strict=True)
-        ]
+        names = ("output_ids", *(LIKELIEST if self.top_k else ()))
+        fields = ({name: getattr(answer, name) for name in names} for answer in answers)
+        return settings.records(requests, fields, sampler=self.name, version=version)
 
     def _answer(self, requests: Sequence[Request]) -> list[Completion]:
         """Decode `requests` on the decoder that is kept, which is made by the first of them."""
@@ -172,34 +183,27 @@ class BlockSampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
     ) -> list[Record]:
-        settings, size = self.settings, self.settings.batch_size
-        records = []
-        for first in range(0, len(prompts), size):
-            some, numbers = prompts[first : first + size], rows[first : first + size]
-            for prompt, row, tokens in zip(some, numbers, self._draw(some, numbers), strict=True):
-                records.append(
-                    settings.record(
-                        prompt, tokens, row=row, sampler="draft", sampler_version=version
-                    )
-                )
-        return records
+        size = self.settings.batch_size
+        requests = self.settings.requests(prompts, rows, models=[self.draft])
+        batches = (requests[first : first + size] for first in range(0, len(requests), size))
+        answers = ({"output_ids": tokens} for batch in batches for tokens in self._draw(batch))
+        return self.settings.records(requests, answers, sampler="draft", version=version)
 
-    def _draw(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> list[list[int]]:
-        """The tokens of each prompt, as many as settings and contexts let it have."""
+    def _draw(self, requests: Sequence[Request]) -> list[list[int]]:
+        """The tokens of each request, as many as settings and contexts let it have."""
         parallel, draft, settings = self.draft.parallel, self.draft, self.settings
         assert parallel is not None
-        requests = settings.requests(prompts, rows, models=[draft])
         masks = [parallel.token] * (parallel.blocks - 1)
-        texts = [[*prompt, *masks] for prompt in prompts]
+        texts = [[*request.prompt_ids, *masks] for request in requests]
         width = max(map(len, texts))
         tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts])
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        lengths = torch.tensor([len(request.prompt_ids) for request in requests])
         order = torch.arange(width)
         keep = (order >= lengths[:, None] - 1) & (order < lengths[:, None] - 1 + parallel.blocks)
         logits = draft.score(tokens.to(draft.device), keep.to(draft.device))
-        logits = logits.unflatten(0, (len(prompts), parallel.blocks))  # [B, K, V]
+        logits = logits.unflatten(0, (len(requests), parallel.blocks))  # [B, K, V]
         params = SamplingParams.uniform(
-            len(prompts), **vars(settings.sampling), device=draft.device
+            len(requests), **vars(settings.sampling), device=draft.device
         )
         seen = None
         if params.uses_penalty:
@@ -209,7 +213,7 @@ class BlockSampler:
             seen = of_prompts[:, None]
         noise = uniform(
             seed=torch.full_like(lengths, settings.seed),
-            row=torch.tensor(rows),
+            row=torch.tensor([request.row for request in requests]),
             length=lengths,
             count=parallel.blocks,
             purpose=DRAFT,
@@ -242,29 +246,20 @@ class SpeculativeSampler:
     def sample(
         self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
     ) -> list[Record]:
-        settings = self.settings
-        models = [self.target, self.draft]
+        settings, models = self.settings, [self.target, self.draft]
+        requests = settings.requests(prompts, rows, models=models, gamma=self.gamma)
         answers = decode(
             self.target,
-            settings.requests(prompts, rows, models=models, gamma=self.gamma),
+            requests,
             eos_token_ids=settings.eos_token_ids,
             batch_size=settings.batch_size,
             proposer=drafting(self.draft, version=version),
             verification=self.verification,
         )
-        return [
-            settings.record(
-                prompt,
-                answer.output_ids,
-                row=row,
-                sampler="speculative",
-                sampler_version=version,
-                proposals=proposals,
-                rejected=rejected,
-            )
-            for prompt, answer, row in zip(prompts, answers, rows, strict=True)
-            for proposals, rejected in [verdicts(answer.steps)]
-        ]
+        names = ("output_ids", "proposals", "rejected")
+        values = ((answer.output_ids, *verdicts(answer.steps)) for answer in answers)
+        fields = (dict(zip(names, one, strict=True)) for one in values)
+        return settings.records(requests, fields, sampler="speculative", version=version)
 
 
 def verdicts(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:
@@ -280,3 +275,50 @@ def verdicts(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:
             proposals.append(step.proposed[index] if index < len(step.proposed) else -1)
             rejected.append(step.accepted <= index < len(step.proposed))
     return proposals, rejected
+
+
+def noise_seed(seed: int, use: str) -> int:
+    """The seed of what is sampled for one `use` in a run of `seed`: 63 bits.
+
+    Rows are counted from 0 in every use. Under one seed a prompt that training and test share, or
+    two that are nearly alike, would get the same answer in both.
+    """
+    digest = hashlib.blake2b(f"{use} {seed}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def answered(
+    sampler: Sampler, examples: Sequence[Example], *, rows: Sequence[int], version: str
+) -> list[Record]:
+    """What `sampler` says after the prompts of `examples`, with the documents that these are of."""
+    prompts = [example.prompt_ids for example in examples]
+    records = sampler.sample(prompts, rows=rows, version=version)
+    return [
+        replace(record, document=example.document, domain=example.domain)
+        for record, example in zip(records, examples, strict=True)
+    ]
+
+
+def target_sampler(
+    target: Target,
+    sampling: SamplingConfig,
+    room: Room,
+    *,
+    seed: int,
+    batch_size: int,
+    top_k: int = 0,
+    watch: Watch | None = None,
+) -> DecoderSampler:
+    """The target, sampled as it is served. room: of an answer, and of prompt and answer."""
+    settings = AnswerSettings(
+        sampling=sampling,
+        eos_token_ids=target.eos_token_ids,
+        max_new_tokens=room.new,
+        max_length=room.total,
+        batch_size=batch_size,
+        seed=seed,
+    )
+    check_top_k(top_k, target.adapter.vocab_size)
+    return DecoderSampler(
+        model=target.adapter, name="target", settings=settings, top_k=top_k, watch=watch
+    )

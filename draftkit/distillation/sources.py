@@ -12,7 +12,7 @@ what was refused in them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -35,8 +35,15 @@ from draftkit.distillation.batch import (
     sequence_of_record,
     with_stored_scores,
 )
-from draftkit.distillation.samplers import Sampler
-from draftkit.distillation.sampling import source_sampler
+from draftkit.distillation.mixing import MixtureSampler
+from draftkit.distillation.samplers import (
+    AnswerSettings,
+    BlockSampler,
+    DecoderSampler,
+    Sampler,
+    SpeculativeSampler,
+    noise_seed,
+)
 from draftkit.distillation.teacher import sampled_scores, stored_scores
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target
@@ -219,6 +226,37 @@ def check_sampled(config: Config, draft: CausalAdapter) -> None:
             f"decode.gamma=0 proposes nothing, and source={source.name} learns from proposals: "
             "use 1 or more"
         )
+
+
+def source_sampler(config: Config, target: Target, draft: CausalAdapter, room: Room) -> Sampler:
+    """Who samples for a source in which the draft has a part."""
+    source = config.source
+    rows = config.optim.rows_of_a_process * source.refresh_steps
+    settings = AnswerSettings(
+        sampling=config.sampling,
+        eos_token_ids=target.eos_token_ids,
+        max_new_tokens=config.proposals if source.name == "block" else room.new,
+        max_length=room.total,
+        batch_size=min(config.generate.batch_size, rows),
+        seed=noise_seed(config.seed, "draft"),
+    )
+    if source.name == "replay":
+        return SpeculativeSampler(
+            target=target.adapter,
+            draft=draft,
+            gamma=config.proposals,
+            verification=config.decode.verification,
+            settings=settings,
+        )
+    if source.mixes_tokens:
+        return MixtureSampler(
+            target=target.adapter, draft=draft, fraction=source.fraction, settings=settings
+        )
+    if source.name == "block" and draft.parallel is not None:
+        settings = replace(settings, max_new_tokens=draft.parallel.blocks)
+        return BlockSampler(draft=draft, settings=settings)
+    compiled = config.optim.compiles
+    return DecoderSampler(model=draft, name="draft", settings=settings, compiled=compiled)
 
 
 # Which item a row gets

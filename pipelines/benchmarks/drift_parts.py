@@ -11,13 +11,14 @@ from pathlib import Path
 
 from draftkit.artifacts import remove
 from draftkit.config import DEFAULT_ROUTE, Config
+from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, write_parts
 from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.loop import train
 from draftkit.distillation.pretrain import make_draft
 from draftkit.distillation.progress import reporting
-from draftkit.distillation.sampling import answered, target_sampler
+from draftkit.distillation.samplers import answered, target_sampler
 from draftkit.distillation.sources import Source, shuffled
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.models.adapter import Adapter, CausalAdapter
@@ -96,11 +97,10 @@ class Experiment:
         folder.mkdir(exist_ok=True)
         sampler = target_sampler(
             self.target,
-            sampling=config.sampling,
+            config.sampling,
+            Room(MAX_NEW_TOKENS, config.data.max_length),
             seed=config.seed,
-            max_new_tokens=MAX_NEW_TOKENS,
             batch_size=config.generate.batch_size,
-            max_length=config.data.max_length,
         )
 
         def answer(rows: range) -> list[Record]:

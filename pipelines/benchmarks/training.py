@@ -30,7 +30,7 @@ from draftkit.distillation.assembly import make_trainer
 from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.chunked import chunked_sum
 from draftkit.distillation.losses import Objective
-from draftkit.distillation.sampling import source_sampler
+from draftkit.distillation.sources import source_sampler
 from draftkit.distillation.teacher import FullScores
 from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.models.devices import resolve_device

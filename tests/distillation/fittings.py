@@ -18,7 +18,7 @@ from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.fit import Fitting
-from draftkit.distillation.sampling import target_sampler
+from draftkit.distillation.samplers import target_sampler
 from draftkit.distillation.sources import TrainingTexts
 from draftkit.models.loading import load_target
 from draftkit.tracking import Tracker
@@ -51,9 +51,7 @@ def config_of(**optim: Any) -> Config:
 @cache
 def _known(pair: Path) -> Any:
     target = load_target(TargetConfig(path=str(pair / "target")), CONFIG.hardware)
-    sampler = target_sampler(
-        target, sampling=CONFIG.sampling, seed=0, max_new_tokens=12, batch_size=32
-    )
+    sampler = target_sampler(target, CONFIG.sampling, Room(12, 128), seed=0, batch_size=32)
     prompts = tiny.prompts([4, 6, 5] * 10)
     records = sampler.sample(prompts, rows=range(len(prompts)), version="")
     examples = [Example(prompt, [False] * len(prompt), "", "") for prompt in prompts]

@@ -47,10 +47,11 @@ def engine(model, ends):
         yield running
 
 
-def sampler_of(engine, **changes):
-    settings = AnswerSettings(sampling=GREEDY, eos_token_ids=engine.eos_token_ids, **LIMITS)
+def sampler_of(engine, at_once=3, **changes):
+    limits = LIMITS | {"batch_size": at_once}
+    settings = AnswerSettings(sampling=GREEDY, eos_token_ids=engine.eos_token_ids, **limits)
     waits = []
-    given = {"url": engine.url, "model": "tiny", "concurrency": 3, "settings": settings}
+    given = {"url": engine.url, "model": "tiny", "settings": settings}
     given |= {"encode": encode, "decode": TOKENIZER.decode, "wait": waits.append}
     return OpenAISampler(**given | changes), waits
 
@@ -134,7 +135,7 @@ def test_a_busy_engine_is_asked_again_after_longer_and_longer_waits(engine, stat
 
 def test_an_engine_that_stays_busy_is_given_up_in_one_line(engine):
     engine.failures = [503] * 99
-    sampler, waits = sampler_of(engine, concurrency=1)
+    sampler, waits = sampler_of(engine, at_once=1)
     with pytest.raises(ValueError, match=rf"^generate\.url .*503.*{TRIES} times") as error:
         sampler.sample(PROMPTS[:1], rows=[0], version="")
     assert "\n" not in str(error.value)
@@ -193,5 +194,5 @@ def test_no_more_requests_are_under_way_than_allowed(engine, monkeypatch):
     monkeypatch.setattr(
         engines, "ThreadPoolExecutor", lambda count: pools.append(count) or real(count)
     )
-    sampler_of(engine, concurrency=2)[0].sample(PROMPTS, rows=range(4), version="")
+    sampler_of(engine, at_once=2)[0].sample(PROMPTS, rows=range(4), version="")
     assert pools == [2]

@@ -13,8 +13,9 @@ import draftkit
 from draftkit.config import DataConfig, HardwareConfig, SamplingConfig, TargetConfig
 from draftkit.config.text import EMBEDDED
 from draftkit.data.corpora import Document, read_documents, split_documents
+from draftkit.data.lengths import Room
 from draftkit.data.prompts import RowReader
-from draftkit.distillation.sampling import target_sampler
+from draftkit.distillation.samplers import target_sampler
 from draftkit.evaluation.compression import TextScore, score_texts
 from draftkit.models.loading import Target, load_target
 
@@ -116,11 +117,10 @@ def test_at_least_half_of_sampled_statements_parse(target: Target) -> None:
     prompts = [target.tokenizer(code).input_ids[-PROMPT_TOKENS:] for code, _ in places]
     sampler = target_sampler(
         target,
-        sampling=SamplingConfig(),
+        SamplingConfig(),
+        Room(STATEMENT_TOKENS, PROMPT_TOKENS + STATEMENT_TOKENS),
         seed=0,
-        max_new_tokens=STATEMENT_TOKENS,
         batch_size=50,
-        max_length=PROMPT_TOKENS + STATEMENT_TOKENS,
     )
     answers = sampler.sample(prompts, rows=range(STATEMENTS), version="")
     texts = [str(target.tokenizer.decode(answer.output_ids)) for answer in answers]

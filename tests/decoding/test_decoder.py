@@ -321,38 +321,6 @@ def test_swapped_weights_change_proposals_and_version_and_swapping_back_restores
     assert proposals(decoder) == first
 
 
-def test_weights_that_do_not_fit_are_refused_and_the_old_ones_go_on() -> None:
-    target, draft = tiny.pair("qwen2")
-    decoder = Decoder(target, slots=8, capacity=64)
-    decoder.attach("draft", DraftModelProposer(draft, version="v1"))
-    first = proposals(decoder)
-    with pytest.raises(ValueError, match="new weights do not fit the draft"):
-        decoder.swap("draft", tiny.model("qwen2", seed=3, hidden_size=32).state_dict(), "v2")
-    assert proposals(decoder) == first
-    decoder.join([request_of([1])])
-    assert decoder.round()[0].proposer_version == "v1"
-
-
-def test_equal_decoders_with_other_eos_ids_share_the_text_up_to_the_end() -> None:
-    texts = []
-    for eos in ([], [5], (5, 0)):
-        target = random_adapter(8, 1)
-        decoder = Decoder(target, slots=1, capacity=64, eos_token_ids=eos)
-        decoder.attach("draft", DraftModelProposer(relative(target, 2)))
-        decoder.join([request_of([1, 2], new=40)])
-        text: list[int] = []
-        ended = False
-        while results := decoder.round():
-            text += results[0].tokens[0, : results[0].committed[0]].tolist()
-            ended = results[0].ended[0]
-        assert ended == bool(eos)
-        texts.append(text)
-    whole, one, two = texts
-    assert len(whole) == 40
-    assert one == whole[: whole.index(5) + 1]
-    assert two == whole[: min(whole.index(5), whole.index(0)) + 1]
-
-
 def test_the_table_reads_its_context_out_of_the_cache() -> None:
     """A check of the test model: a stale slot changes its law, so the laws above see one."""
     model = random_adapter(4, 0)

@@ -23,8 +23,6 @@ from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import CausalAdapter
 from draftkit.theory import noise
-from draftkit.theory.noise import NEXT, sample, uniform
-from draftkit.theory.warping import SamplingParams, warp
 from tests import tiny
 
 GREEDY, SAMPLED = SamplingConfig(temperature=0.0), SamplingConfig(temperature=1.0)
@@ -118,41 +116,6 @@ def test_several_ends_of_text_end_where_the_target_would(gamma: int) -> None:
     assert {answer.ended for answer in answers} == {True, False}
 
 
-@pytest.mark.parametrize("verification", ["speculative", "block"])
-def test_greedy_rows_are_greedy_beside_sampled_ones(verification: str) -> None:
-    pair = tiny.pair("qwen2")
-    prompts = tiny.prompts([5, 8, 3, 11])
-    requests = requests_of(prompts)
-    requests[1] = replace(requests[1], sampling=SAMPLED)
-    requests[3] = replace(requests[3], sampling=replace(SAMPLED, top_p=0.9))
-    answers = run(pair, requests, verification=verification)
-    for row in (0, 2):
-        assert answers[row].output_ids == generated(pair[0], prompts[row])
-    assert answers[1].output_ids != generated(pair[0], prompts[1])
-
-
-@pytest.mark.parametrize("place", range(8))
-def test_an_end_of_text_at_any_place_of_a_block_is_kept_and_nothing_after_it(place: int) -> None:
-    target = tiny.adapter("qwen2")
-    prompt, whole = distinct_answer(target)
-    (answer,) = run((target, target), requests_of([prompt], gamma=3), eos=[whole[place]])
-    assert answer.output_ids == whole[: place + 1]
-    assert answer.ended
-
-
-@pytest.mark.parametrize("gamma", [0, 1, 3])
-@pytest.mark.parametrize("agreement", ["good", "perfect", "none"])
-def test_answers_have_exactly_the_length_asked_for(gamma: int, agreement: str) -> None:
-    target, good = tiny.pair("qwen2")
-    draft = {"good": good, "perfect": target, "none": tiny.adapter("qwen2", seed=9)}[agreement]
-    prompt = tiny.prompts([1])[0]
-    whole = generated(target, prompt)
-    for new in range(1, gamma + 3):
-        (answer,) = run((target, draft), requests_of([prompt], gamma=gamma, new=new))
-        assert answer.output_ids == whole[:new]
-        assert not answer.ended
-
-
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 @pytest.mark.parametrize("gamma", [0, 4])
 def test_a_text_may_fill_the_context_to_its_last_position(architecture: str, gamma: int) -> None:
@@ -207,23 +170,6 @@ def test_seed_and_row_make_the_text_and_nothing_else_does() -> None:
     assert other_row != other_seed
     torch.manual_seed(1)
     assert run(pair, [request])[0].output_ids == first
-
-
-def test_gamma_zero_is_plain_sampling_of_the_target() -> None:
-    target, _ = pair_in_double()
-    sampling = SamplingConfig(temperature=0.8, top_k=20, top_p=0.95)
-    prompt = tiny.prompts([5])[0]
-    requests = list(make_requests([prompt], max_new_tokens=12, sampling=sampling, seed=3))
-    (answer,) = decode(target, requests, eos_token_ids=(), batch_size=1)
-    params = SamplingParams.uniform(1, temperature=0.8, top_k=20, top_p=0.95)
-    text = list(prompt)
-    for _ in range(12):
-        with torch.no_grad():
-            logits = target.model(input_ids=torch.tensor([text])).logits[:, -1:]
-        key = {"seed": torch.tensor([3]), "row": torch.tensor([0])}
-        drawn = uniform(**key, length=torch.tensor([len(text)]), count=1, purpose=NEXT)
-        text += sample(probs=warp(logits, params)[:, 0], uniform=drawn[:, 0]).tolist()
-    assert answer.output_ids == text[5:]
 
 
 # Counts
@@ -289,14 +235,6 @@ def test_rounds_cut_by_an_end_of_text_count_what_they_emitted(
     assert answer.acceptance_total == pytest.approx(tested)
     emitted = sum((accepted + 1) * count for accepted, count in enumerate(counts))
     assert emitted == len(answer.output_ids)  # one more than accepted, per target pass
-
-
-def test_counts_of_a_useless_draft_are_of_rejections() -> None:
-    target = tiny.adapter("qwen2")
-    (answer,) = run((target, tiny.adapter("qwen2", seed=9)), requests_of(tiny.prompts([6])))
-    assert answer.accept_counts == [NEW, 0, 0, 0, 0]
-    assert (answer.rounds, answer.accepted, answer.tested) == (NEW, 0, NEW)
-    assert answer.acceptance_total == 0
 
 
 def test_plain_decoding_counts_one_round_a_token_and_tests_nothing() -> None:

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from draftkit.decoding import decoder as decoder_module
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.results import Launched, Outcome, RoundResult, pack, read
 from draftkit.decoding.state import DecodeState, Request, Slot, make_group
-from draftkit.theory.speedup import Costs
 from tests.decoding.driving import (
     DRAFT,
     SAMPLINGS,
@@ -24,11 +22,9 @@ from tests.decoding.driving import (
     drive,
     request,
 )
-from tests.gammas import FixedGamma
 from tests.tabular import random_adapter, relative
 
 LATE = pytest.mark.parametrize("late", [False, True])
-CHEAP_DRAFT = Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 8: 1.3})
 
 
 # Reading
@@ -280,28 +276,6 @@ def test_a_schedule_gives_the_same_tokens_late() -> None:
         assert_same(found[1], found[0], atol=0)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: AdaptiveGamma({1: CHEAP_DRAFT, 8: CHEAP_DRAFT}), lambda: FixedGamma(1)],
-    ids=["adaptive", "fixed"],
-)
-def test_greedy_text_is_the_same_under_every_policy_early_and_late(make: Any) -> None:
-    greedy = [
-        replace(r, sampling=SAMPLINGS[2], gamma=4, proposer_id=DRAFT, adapts=True)
-        for r in requests_of(12)
-    ]
-    plain = [replace(r, gamma=0, adapts=False) for r in greedy]
-    expected = [answer.text for answer in drive(decoder_of(late=False), plain)]
-    for late in (False, True):
-        policy: GammaPolicy = make()
-        decoder = decoder_of(late=late, gamma_policy=policy)
-        found = drive(decoder, greedy, stays={4: 2})
-        texts = [answer.text for answer in found]
-        assert texts[4] == expected[4][: len(texts[4])]
-        del texts[4]
-        assert texts == expected[:4] + expected[5:]
-
-
 @LATE
 def test_a_policy_is_told_what_became_of_its_rounds(late: bool) -> None:
     policy = Schedule([2, 1])
@@ -309,18 +283,3 @@ def test_a_policy_is_told_what_became_of_its_rounds(late: bool) -> None:
     (answer,) = drive(decoder, [replace(request([1, 2], new=12, gamma=2), adapts=True)])
     told = [(gamma, accepted[0]) for gamma, accepted in policy.told if accepted]
     assert told == [(fact[0][0], fact[0][2] - 1) for fact in answer.facts]
-
-
-def test_a_policy_that_stopped_proposing_tries_again() -> None:
-    """A perfect draft that looked hopeless: after some plain rounds a probe finds out."""
-    policy = AdaptiveGamma({1: CHEAP_DRAFT}, probe_after=3)
-    for _ in range(40):
-        policy.observe(gamma=4, accepted=[0])
-    assert policy.choose(batch=1, most=4) == 0
-    target = random_adapter(8, 1)
-    decoder = Decoder(target, slots=1, capacity=120, gamma_policy=policy)
-    decoder.attach(DRAFT, DraftModelProposer(target))
-    (answer,) = drive(decoder, [replace(request([1, 2], new=80, gamma=4), adapts=True)])
-    gammas = [fact[0][0] for fact in answer.facts]
-    assert gammas[:4] == [0, 0, 0, 1]
-    assert max(gammas) > 1

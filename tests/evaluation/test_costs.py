@@ -41,14 +41,16 @@ def flow_of(target, proposer, gamma):
 
 @pytest.fixture
 def clock(monkeypatch):
+    """Few and short bursts, whose seconds are scripted."""
+    for name, count in (("CALIBRATION_TURNS", 4), ("BURST", 6), ("SETTLING", 2)):
+        monkeypatch.setattr(costs, name, count)
     made = Clock()
     monkeypatch.setattr(walltime, "now", made)
     return made
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_calibration_finds_the_ratios_that_the_models_cost(clock, temperature, monkeypatch):
-    monkeypatch.setattr(costs, "CALIBRATION_TURNS", 12)
+def test_calibration_finds_the_ratios_that_the_models_cost(clock, temperature):
     target = Slow(0, clock, lambda tokens: 10 + 0.5 * (tokens - 1))
     draft = Slow(1, clock, lambda tokens: 2.0)
     setting = replace(SETTING, sampling=SamplingConfig(temperature=temperature))
@@ -118,8 +120,6 @@ def test_a_draft_of_one_pass_costs_the_same_whatever_it_proposes(clock):
 def test_late_rounds_cost_what_lies_between_their_results(clock, monkeypatch, new_tokens):
     """As on CUDA: what the host does is part of a round only once, however late it is read."""
     monkeypatch.setattr(costs, "Flow", partial(Flow, late=True))
-    for name, count in (("CALIBRATION_TURNS", 2), ("BURST", 4), ("SETTLING", 1)):
-        monkeypatch.setattr(costs, name, count)
     target = Slow(0, clock, lambda tokens: 10 + 0.5 * (tokens - 1))
     draft = Slow(1, clock, lambda tokens: 2.0)
     setting = replace(SETTING, max_new_tokens=new_tokens, eos_token_ids=())
@@ -158,7 +158,7 @@ def test_a_disturbance_that_lasts_cancels_in_the_ratios(clock):
 
     def seconds(base):
         def take(tokens):
-            rising[0] *= 1.0001
+            rising[0] *= 1.001
             return base * rising[0]
 
         return take
@@ -191,7 +191,6 @@ def test_kinds_of_rounds_take_turns_and_the_first_are_left_out(clock, monkeypatc
         return real(self, *counts)
 
     monkeypatch.setattr(Flow, "burst", recorded)
-    monkeypatch.setattr(costs, "CALIBRATION_TURNS", 4)
     calibrate(Slow(0, clock, lambda n: 1.0), Slow(1, clock, lambda n: 1.0), SETTING, gammas=(8,))
     turns = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert len(turns) == costs.WARM_TURNS + 4

@@ -1,9 +1,6 @@
 """A server measures what rounds cost on its own idle decoder, which is left as it was."""
 
-from typing import Any
-
 import pytest
-from torch import Tensor
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import DraftModelProposer
@@ -12,37 +9,17 @@ from draftkit.evaluation.costs import decoder_costs, measured_policy
 from draftkit.theory.speedup import Costs
 from tests import tiny
 from tests.decoding.driving import DRAFT, request
-from tests.tabular import TabularAdapter, random_adapter, relative
-
-
-class Clock:
-    """Seconds that pass in models alone, so that what is measured is known beforehand."""
-
-    seconds = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
-class Slow(TabularAdapter):
-    """A step of N tokens takes seconds * (1 + N / 10)."""
-
-    def __init__(self, like: TabularAdapter, seconds: float, clock: Clock) -> None:
-        super().__init__(like.table, like.memory)
-        self.seconds, self.clock = seconds, clock
-
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: Any, last: int = 0) -> Tensor:
-        self.clock.seconds += self.seconds * (1 + tokens.shape[1] / 10)
-        return super().step(tokens, positions=positions, cache=cache, last=last)
+from tests.evaluation.scripted import Clock, Slow
+from tests.tabular import random_adapter, relative
 
 
 def slow_decoder(monkeypatch: pytest.MonkeyPatch, draft_seconds: float) -> Decoder:
-    """8 slots, a target of one second and a draft of `draft_seconds`."""
+    """8 slots; a step of N tokens takes 1 + N / 10 seconds, of the draft times `draft_seconds`."""
     clock = Clock()
     monkeypatch.setattr("draftkit.evaluation.walltime.now", clock)
-    target = random_adapter(8, 1)
-    made = Decoder(Slow(target, 1.0, clock), slots=8, capacity=64)
-    made.attach(DRAFT, DraftModelProposer(Slow(relative(target, 2), draft_seconds, clock)))
+    made = Decoder(Slow(1, clock, lambda n: 1 + n / 10), slots=8, capacity=64)
+    draft = Slow(2, clock, lambda n: draft_seconds * (1 + n / 10))
+    made.attach(DRAFT, DraftModelProposer(draft))
     return made
 
 

@@ -237,7 +237,7 @@ def sampled_chunks(count, seconds, spread=0.0):
     ]
 
 
-@pytest.mark.parametrize(("spread", "looked"), [(0.01, 24), (0.2, 96), (0.45, 384)])
+@pytest.mark.parametrize(("spread", "looked"), [(0.01, 24), (0.2, 96)])
 def test_timing_ends_at_the_first_look_at_which_the_best_interval_is_narrow(clock, spread, looked):
     """Of the fastest way; another, which varies more, is not waited for."""
     enough = until_certain(60.0, lambda line: None)

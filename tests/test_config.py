@@ -116,7 +116,6 @@ REFUSED: list[tuple[str, Make]] = [
     ("online.recent_fraction", lambda: OnlineConfig(recent_fraction=0.8)),
     ("online.anchor_fraction", lambda: OnlineConfig(anchor_fraction=-0.1)),
     ("online.worth", lambda: OnlineConfig(worth=-1)),
-    ("online.backoff", lambda: OnlineConfig(backoff=0.5)),
     ("online.nice", lambda: OnlineConfig(nice=20)),
     ("online.buffer.fraction", lambda: BufferConfig(fraction=1.1)),
     ("online.gate.fraction", lambda: GateConfig(fraction=0)),

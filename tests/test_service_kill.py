@@ -35,7 +35,7 @@ def test_a_daemon_killed_anywhere_leaves_whole_versions(root: Path, records: lis
     config = composed(root, "+experiment=serve", f"name={name}")
     fill(config, records)
     registry = registry_of(config, "default")
-    eager = [*BARE, "online.min_records=1", "online.backoff=1", "online.poll_seconds=0.05"]
+    eager = [*BARE, "online.min_records=1", "online.poll_seconds=0.05"]
     eager += ["online.gate.records=256"]  # the same prompts come again: enough different ones
     published: list[str] = []
     for turn in range(ROUNDS):

@@ -56,7 +56,6 @@ class TrafficConfig(Section, key="online.traffic"):
     """The load that `online.task=serve_and_refit` puts on its own server."""
 
     requests: int = positive(800)
-    clients: int = positive(4)  # that wait for their answers before they ask again
     max_new_tokens: int = positive(64)
     # Whose prompts are sent: one for each of `online.routes`.
     domains: list[str] = field(default_factory=lambda: ["prose"])
@@ -82,10 +81,6 @@ class OnlineConfig(Section, key="online"):
     anchor_fraction: float = setting(0.25, least=0, most=1)
     most_updates: int | None = positive(None)  # null: until told to stop
     worth: float = setting(0.005, least=0)  # alpha that an update must gain, lest the next wait
-    backoff: float = setting(2.0, least=1)  # how much longer: times this
-    backoff_most: float = setting(16.0, least=1)
-    # Requests waiting at the server above which training pauses.
-    pause_queue: int = setting(8, least=0)
     nice: int = setting(10, least=0, most=19)  # niceness of the training process
     keep: int = positive(5)  # versions; ancestors of what is served stay too
     buffer: BufferConfig = field(default_factory=BufferConfig)

@@ -3,15 +3,16 @@
 A version that serves worse than the one before it is taken back first.
 
 It runs beside the server and knows nothing of it but what lies in the buffer: records, counts and
-how many requests wait. While more wait than `online.pause_queue` no step is taken. Either process
+how many requests wait. While more wait than `PAUSE_QUEUE` no step is taken. Either process
 may die at any moment: the server serves on, and the daemon goes on from its last update.
 
 Updates become rarer while the gate refuses them, and while the versions in service have saved less
 time than all updates have cost. No error of a route ends the daemon: it is logged with its
-traceback, and the route is left alone for a while that doubles with every error in a row.
+traceback, and the route is left alone for a while.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from draftkit.online.registry import NotInForce
 
 FRESH_SECONDS = 10.0  # a server that has not told its load for so long is not there
 HOLD_SECONDS = 0.2  # between two looks at a busy server
-MOST_PAUSE_SECONDS = 300.0  # after errors, unless `online.poll_seconds` is longer
+PAUSE_QUEUE = 8  # requests waiting at the server above which training pauses
+PAUSE_POLLS = 30  # times `online.poll_seconds`, for which a route is left alone after an error
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +51,7 @@ class Daemon:
 
     def __post_init__(self) -> None:
         self.updates = 0
-        # Of the routes whose last turn failed: how long they are left alone, and until when.
-        self._pauses: dict[str, tuple[float, float]] = {}
+        self._paused: dict[str, float] = {}  # until when, of routes whose last turn failed
 
     def run(self) -> None:
         """Update until told to stop, or until `online.most_updates` are done."""
@@ -67,9 +68,8 @@ class Daemon:
 
     def _turn(self, refit: Refit) -> bool:
         """Update one route if it is due; whatever goes wrong is logged, and tried again later."""
-        route, shortest = refit.route, self.settings.poll_seconds
-        paused, until = self._pauses.get(route, (shortest / 2, self.clock()))
-        if self._is_done() or self.clock() < until:
+        route = refit.route
+        if self._is_done() or self.clock() < self._paused.get(route, -math.inf):
             return False
         update = None
         try:
@@ -83,11 +83,10 @@ class Daemon:
         except NotInForce as error:  # the next update starts from what is: nothing to wait for
             logger.warning("route %s: %s", route, error)
         except Exception:
-            seconds = min(2 * paused, max(shortest, MOST_PAUSE_SECONDS))
-            self._pauses[route] = (seconds, self.clock() + seconds)
+            seconds = PAUSE_POLLS * self.settings.poll_seconds
+            self._paused[route] = self.clock() + seconds
             logger.exception("route %s: no update, tried again in %.0f s", route, seconds)
             return False
-        self._pauses.pop(route, None)
         if update is not None:
             self._finish(refit, update)
         return update is not None
@@ -116,7 +115,7 @@ class Daemon:
             load = self.buffer.load()
             if load is None or load.age_seconds > FRESH_SECONDS:
                 return
-            if load.queued <= self.settings.pause_queue:
+            if load.queued <= PAUSE_QUEUE:
                 return
             self.stop.wait(HOLD_SECONDS)
         raise Stopped

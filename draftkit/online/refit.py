@@ -36,6 +36,7 @@ from draftkit.theory.acceptance import Estimate
 from draftkit.theory.speedup import expected_tokens
 
 STATE = "state.safetensors"
+BACKOFF, BACKOFF_MOST = 2.0, 16.0  # by which the next update waits longer, and at most
 NEWEST = 32  # records by which a drift shows, and after which it is looked for again
 
 
@@ -214,7 +215,7 @@ class Refit:
         state, published = self.state, update.version is not None
         change = update.verdict.anchor_change
         pays = published and update.verdict.gain.mean >= self.settings.worth
-        wait = 1.0 if pays else state["wait"] * self.settings.backoff
+        wait = 1.0 if pays else state["wait"] * BACKOFF
         state["gates"][base.name] = state["gates"].get(base.name, 0) + 1
         self._drift_looked_at = 0
         if update.version is not None:
@@ -224,7 +225,7 @@ class Refit:
         state |= {
             "update": update.number + 1,
             "last_id": last_id,
-            "wait": min(wait, self.settings.backoff_most),
+            "wait": min(wait, BACKOFF_MOST),
             "base": update.version or base.name,
             "alpha_low": (update.after if published else update.before).low,
             "seconds": state["seconds"] + update.seconds,
@@ -250,8 +251,7 @@ class Refit:
 
     def back_off(self) -> None:
         """Wait longer for the next update: the last ones have not paid."""
-        longer = self.state["wait"] * self.settings.backoff
-        self.state["wait"] = min(longer, self.settings.backoff_most)
+        self.state["wait"] = min(self.state["wait"] * BACKOFF, BACKOFF_MOST)
 
     def _working(self) -> Trainer:
         assert self._trainer

@@ -38,6 +38,7 @@ from ..service import begin_anew, buffer_of, checksums_of, daemon_folder, servic
 START_SECONDS = 300.0  # until the server must have answered
 END_SECONDS = 60.0  # until a process that was told to stop must have
 REQUEST_SECONDS = 120.0
+CLIENTS = 4  # that wait for their answers before they ask again
 BEGUN = "service.json"  # in the stage folder: the service folder's content is this experiment's
 
 
@@ -126,7 +127,7 @@ def ask(url: str, requests: Sequence[tuple[str, Sequence[int]]], config: Config)
         return time.perf_counter() - started, used
 
     started = time.perf_counter()
-    with ThreadPoolExecutor(traffic.clients) as clients:
+    with ThreadPoolExecutor(CLIENTS) as clients:
         seconds, used = zip(*clients.map(one, requests), strict=True)
     return {
         "requests": len(seconds),

@@ -1,6 +1,5 @@
 """The loop: who is updated when, what it waits for, and how it ends."""
 
-from itertools import pairwise
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -132,7 +131,7 @@ def test_what_serves_is_looked_at_before_each_update_and_the_reason_is_logged(ca
 def test_no_step_is_taken_while_the_server_is_busy():
     buffer, refit = FakeBuffer(), FakeRefit()
     buffer.queued = 9
-    daemon, stop, told, _ = make(refit, buffer=buffer, pause_queue=8)
+    daemon, stop, told, _ = make(refit, buffer=buffer)
     thread = Thread(target=daemon.run, daemon=True)
     thread.start()
     thread.join(0.3)
@@ -172,15 +171,6 @@ def test_told_to_stop_it_gives_up_the_update_and_ends():
         daemon.hold()
 
 
-def test_an_update_that_fails_is_tried_again(caplog):
-    refit = FakeRefit(turns=1)
-    refit.error = ValueError("the loss became nan")
-    daemon, _, told, _ = make(refit)
-    daemon.run()
-    assert told == ["default"]
-    assert "the loss became nan" in caplog.text
-
-
 def test_whatever_an_update_raises_is_logged_with_its_traceback_and_tried_again(caplog):
     refits = FakeRefit("a"), FakeRefit("b")
     refits[0].error = RuntimeError("out of memory")
@@ -215,7 +205,7 @@ def test_an_error_after_an_update_ends_nothing_and_trains_nothing_again(step, er
     assert str(error) in caplog.text
 
 
-def test_a_route_whose_updates_fail_is_left_alone_for_longer_and_longer_and_no_other_is():
+def test_a_route_whose_updates_fail_is_left_alone_for_a_while_and_no_other_is():
     stop = Hours(1)
     bad = TimedRefit("bad", stop.clock, every=0, fails=lambda seconds: True)
     good = TimedRefit("good", stop.clock, every=60)
@@ -228,24 +218,8 @@ def test_a_route_whose_updates_fail_is_left_alone_for_longer_and_longer_and_no_o
         clock=stop.clock,
     )
     daemon.run()
-    assert bad.trained[:9] == [0, 2, 6, 14, 30, 62, 126, 254, 510]
-    assert {b - a for a, b in pairwise(bad.trained[8:])} == {300}
+    assert bad.trained == list(range(0, 3600, 60))
     assert good.trained == list(range(0, 3600, 60))
-
-
-def test_a_turn_without_an_error_ends_the_pauses():
-    stop = Hours(0.02)
-    refit = TimedRefit("a", stop.clock, every=2, fails=lambda seconds: seconds != 14)
-    daemon: Any = Daemon(
-        [refit],  # type: ignore[list-item]
-        buffer=FakeBuffer(),  # type: ignore[arg-type]
-        settings=OnlineConfig(poll_seconds=2),
-        log=lambda *_: None,
-        stop=stop,
-        clock=stop.clock,
-    )
-    daemon.run()
-    assert refit.trained == [0, 2, 6, 14, 16, 18, 22, 30, 46]
 
 
 def test_told_to_stop_it_ends_though_errors_are_caught():

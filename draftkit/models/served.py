@@ -5,7 +5,6 @@ under them (`sampling.from=model`). Reads one small file, and no weights.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -28,12 +27,11 @@ def served_sampling(target: TargetConfig, given: Mapping[str, Any]) -> tuple[Sam
     What is `given` wins; what neither names has the default of `SamplingConfig`. Raises ValueError
     naming the file, or `target.path`, for what cannot be read.
     """
-    content = _content(target)
-    file = f"{target.path}/{FILE}"
+    content, file = _content(target), f"{target.path}/{FILE}"
     advised: dict[str, Any] = {
-        name: _number(content, name, file)
+        name: _number(content[name], name, file)
         for name in KEYS
-        if name not in given and (content or {}).get(name) is not None
+        if name not in given and content is not None and content.get(name) is not None
     }
     origin = f"{', '.join(advised)} of {file}" if advised else f"{file} has no other key of it"
     if content is None:
@@ -52,37 +50,28 @@ def served_sampling(target: TargetConfig, given: Mapping[str, Any]) -> tuple[Sam
     return sampling, f"sampling.from=model: {parts}{own}; {origin}"
 
 
+def _number(value: Any, name: str, file: str) -> Any:
+    """The value of `name`, of the type that `SamplingConfig` has for it."""
+    kind = type(getattr(SamplingConfig(), name))
+    if isinstance(value, bool) or not isinstance(value, int | kind):
+        raise ValueError(f"{file}: {name} is {value!r}: correct it, or give sampling.{name}=...")
+    return kind(value)
+
+
 def _content(target: TargetConfig) -> dict[str, Any] | None:
     """What the file of `target` holds, None where there is none."""
     if target.path is None:
         return None
     check_folder(target)
-    name, revision = target.location, target.revision
-    path = Path(name) / FILE
-    local = Path(name).is_dir()
+    path, name, revision = Path(target.location) / FILE, target.location, target.revision
+    local = path.parent.is_dir()
     if not (path.exists() if local else hub_has(name, FILE, section="target", revision=revision)):
         return None
     try:
-        if not local:
-            path = Path(str(cached_file(name, FILE, revision=revision)))
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        path = path if local else Path(str(cached_file(name, FILE, revision=revision)))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"sampling.from=model: cannot read {FILE} of target.path {target.path} "
             f"({first_line(error)}): mend or fetch it, or use sampling.from=config"
         ) from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{target.path}/{FILE}: is no object of keys and values: correct it")
-    return content
-
-
-def _number(content: Mapping[str, Any] | None, name: str, file: str) -> Any:
-    """The value of `name`, of the type that `SamplingConfig` has for it."""
-    value, kind = (content or {})[name], type(getattr(SamplingConfig(), name))
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
-    if not plain or not math.isfinite(value) or kind(value) != value:
-        raise ValueError(
-            f"{file}: {name} must be a{' whole' * (kind is int)} number, got {value!r}: "
-            f"correct it, or give sampling.{name}=..."
-        )
-    return kind(value)

@@ -14,7 +14,8 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +148,12 @@ def write_kept_ids(folder: Path, kept_ids: Tensor) -> None:
 
 def read_kept_ids(path: Path, vocab_size: int) -> Tensor:
     """Read what `write_kept_ids` wrote. Raises ValueError for anything else: one line."""
-    try:
+    with suppress(ValueError, OSError):
         ids = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        reason = f"it cannot be read ({error})"
-    else:
-        if not isinstance(ids, list) or not ids or any(type(token) is not int for token in ids):
-            reason = "it must hold one list of ids, and nothing else"
-        elif any(low >= high for low, high in pairwise(ids)):
-            reason = "its ids must ascend, none twice"
-        elif ids[0] < 0 or ids[-1] >= vocab_size:
-            reason = f"its ids must lie in 0..{vocab_size - 1}"
-        else:
+        whole = isinstance(ids, list) and ids and all(type(token) is int for token in ids)
+        if whole and ids == sorted({*ids}) and ids[0] >= 0 and ids[-1] < vocab_size:
             return torch.tensor(ids)
-    raise ValueError(f"draft.path {path}: {reason}: give the folder as prepare or distill wrote it")
+    raise ValueError(
+        f"draft.path {path}: it must hold a list of ids below {vocab_size}, ascending: give the "
+        "folder as prepare or distill wrote it"
+    )

@@ -143,13 +143,11 @@ def test_a_tokenizer_that_comes_out_otherwise_is_refused(tmp_path: Path) -> None
     tokenizer = gguf_files._tokenizer(tmp_path, metadata, "")
     gguf_files._check_tokenizer(tokenizer, metadata, "target.path x")
     tokens = metadata["tokenizer.ggml.tokens"]
-    for key, value, wrong in (
-        ("tokenizer.ggml.tokens", [*tokens[:-2], *tokens[:-3:-1]], "tokens"),
-        ("tokenizer.ggml.eos_token_id", 7, "eos_token_id"),
-        ("tokenizer.chat_template", "other", "chat_template"),
-        ("tokenizer.ggml.token_type", [3] * len(tokens), "the special token"),
+    for key, value in (
+        ("tokenizer.ggml.tokens", [*tokens[:-2], *tokens[:-3:-1]]),
+        ("tokenizer.ggml.eos_token_id", 7),
     ):
-        with pytest.raises(ValueError, match=rf"^target\.path x: its tokenizer .*\({wrong}"):
+        with pytest.raises(ValueError, match=r"^target\.path x: its tokenizer comes out otherwise"):
             gguf_files._check_tokenizer(tokenizer, metadata | {key: value}, "target.path x")
 
 

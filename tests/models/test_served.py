@@ -82,11 +82,14 @@ def test_ids_that_nothing_cuts_are_said_where_transformers_would_cut_them(
     ("content", "refusal"),
     [
         ("{not json", r"^sampling\.from=model: cannot read generation_config\.json of target\.pa"),
-        ("[1, 2]", r"generation_config\.json: is no object of keys and values: correct it$"),
-        ({"temperature": "hot"}, r"json: temperature must be a number, got 'hot': .*sampling\.t"),
-        ({"top_k": 2.5}, r"json: top_k must be a whole number, got 2\.5: .*sampling\.top_k="),
-        ({"top_k": True}, r"top_k must be a whole number, got True"),
-        ('{"top_k": NaN}', r"json: top_k must be a whole number, got nan"),
+        ("[1, 2]", r"^sampling\.from=model: cannot read generation_config\.json of target\.pa"),
+        (
+            {"temperature": "hot"},
+            r"json: temperature is 'hot': correct it, or give sampling\.",
+        ),
+        ({"top_k": 2.5}, r"json: top_k is 2\.5: correct it, or give sampling\.top_k="),
+        ({"top_k": True}, r"json: top_k is True"),
+        ('{"top_k": NaN}', r"json: top_k is nan"),
         ({"top_p": 1.5}, r"json: sampling\.top_p must lie in \(0, 1\], got 1\.5: correct it, or"),
     ],
 )

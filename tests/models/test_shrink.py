@@ -1,6 +1,5 @@
 """A drafter cut from its target, against the target with layers skipped; and the ids it keeps."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -192,29 +191,14 @@ def test_kept_ids_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert torch.equal(read_kept_ids(tmp_path / KEPT_IDS, 10), ids)
 
 
-DAMAGED: dict[str, tuple[Any, str]] = {
-    "unsorted": ([3, 1], "must ascend"),
-    "twice": ([1, 1], "must ascend"),
-    "too large": ([1, 10], r"must lie in 0\.\.9"),
-    "negative": ([-1, 1], r"must lie in 0\.\.9"),
-    "none": ([], "one list of ids"),
-    "other numbers": ([1.0], "one list of ids"),
-    "truths": ([False, True], "one list of ids"),
-    "a table": ([[1]], "one list of ids"),
-    "a name": ({"ids": [1]}, "one list of ids"),
-}
+DAMAGED = ["[3, 1]", "[1, 1]", "[1, 10]", "[-1, 1]", "[]", "[1.0]", "[false, true]", "[[1]]"]
+DAMAGED += ['{"ids": [1]}', "[1", "\x10\x00garbage"]
 
 
-@pytest.mark.parametrize(("content", "told"), DAMAGED.values(), ids=DAMAGED)
-def test_damaged_kept_ids_are_refused_in_one_line(content: Any, told: str, tmp_path: Path) -> None:
-    (tmp_path / KEPT_IDS).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"^draft\.path .*{KEPT_IDS}: .*{told}") as error:
-        read_kept_ids(tmp_path / KEPT_IDS, 10)
-    assert "\n" not in str(error.value)
-
-
-def test_unreadable_kept_ids_are_refused_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / KEPT_IDS).write_bytes(b"\x10\x00\x00\x00garbage")
-    with pytest.raises(ValueError, match=r"^draft\.path .* cannot be read") as error:
+@pytest.mark.parametrize("content", DAMAGED)
+def test_damaged_kept_ids_are_refused_in_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / KEPT_IDS).write_text(content)
+    line = rf"^draft\.path .*{KEPT_IDS}: it must hold a list of ids below 10, ascending"
+    with pytest.raises(ValueError, match=line) as error:
         read_kept_ids(tmp_path / KEPT_IDS, 10)
     assert "\n" not in str(error.value)

@@ -63,8 +63,8 @@ def test_every_source_trains_it(root: Path, source: str) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_packed_rows_and_stored_scores_train_it(root: Path) -> None:
-    options = ("source=target", "generate.top_k=40", "data.packing=true", "name=packed")
+def test_stored_scores_train_it(root: Path) -> None:
+    options = ("source=target", "generate.top_k=40", "name=stored")
     lines = [line for line in numbers(train.ensure(smoke(root, *PARD, *options))) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]
 

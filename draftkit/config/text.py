@@ -174,7 +174,6 @@ class DataConfig(Section, key="data"):
     # Of plain text: its windows, and how much of each is the prompt.
     max_length: int = 1024
     prompt_tokens: int = setting(32, least=1)
-    packing: bool = False  # train on rows of several texts, which do not see each other
     # Of the documents; texts that come with the package have a split of their own.
     validation_fraction: float = setting(0.05, above=0, below=0.5)
     test_fraction: float = setting(0.05, above=0, below=0.5)

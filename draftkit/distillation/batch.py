@@ -2,12 +2,11 @@
 
 The label shift lives here and nowhere else: the logits at position i - 1 predict the token at i.
 Texts are padded on the right; a padded position is never generated, so it never enters a loss.
-Packed, several texts share a row and do not see each other; a text is never cut to fit.
 
 Shapes: B rows, T tokens, M generated tokens of the batch, row by row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
-from draftkit.models.parallel import Chains, Packing, Parallel, chains, depths
+from draftkit.models.parallel import Chains, Parallel, chains, depths
 
 _OPTIONAL = {  # of `TokenSequence` and `Batch` alike
     "rejected": torch.bool,
@@ -57,11 +56,6 @@ def continued(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> TokenSequ
 def sequence_of_example(example: Example) -> TokenSequence:
     """The text of the data, loss on its completion."""
     return TokenSequence(example.token_ids, example.loss_mask)
-
-
-def whole_text(example: Example) -> TokenSequence:
-    """The text of the data, loss on all of it: plain pre-training."""
-    return TokenSequence(example.token_ids, [False] + [True] * (len(example.token_ids) - 1))
 
 
 def sequence_of_record(record: Record) -> TokenSequence:
@@ -104,20 +98,11 @@ class Batch:
     input_ids: Tensor  # [B, T]
     loss_mask: Tensor  # [B, T] bool: this token was generated
     sampler_version: str = ""  # which weights sampled it; "" for text of others
-    positions: Tensor | None = None  # [B, T], only where packed: the place in its text
-    segments: Tensor | None = None  # [B, T], only where packed: the number of its text, 0 for none
     rejected: Tensor | None = None  # [B, T] bool
     block_offset: Tensor | None = None  # [B, T]
     topk_ids: Tensor | None = None  # [B, T, k]
     topk_log_probs: Tensor | None = None  # [B, T, k]
     tail_mass: Tensor | None = None  # [B, T]
-
-    @property
-    def packing(self) -> Packing | None:
-        """Where texts begin, if rows hold several."""
-        if self.positions is None or self.segments is None:
-            return None
-        return Packing(self.positions, self.segments)
 
     @property
     def predicting(self) -> Tensor:
@@ -137,17 +122,15 @@ class Batch:
 
     @property
     def texts(self) -> Tensor:
-        """[M] a number for the text of each generated token, ascending."""
-        width = self.input_ids.shape[1]
-        rows = torch.arange(len(self.input_ids), device=self.input_ids.device)[:, None] * width
-        inside = 0 if self.segments is None else self.segments
-        return self.generated((rows + inside).expand_as(self.input_ids))
+        """[M] the row of each generated token, ascending."""
+        rows = torch.arange(len(self.input_ids), device=self.input_ids.device)
+        return self.generated(rows[:, None].expand_as(self.input_ids))
 
     @property
     def entries(self) -> Chains:
         """The rows as a plain draft reads them: each entry predicts one of the M, in order."""
         order = torch.arange(int(self.predicting.sum()), device=self.input_ids.device)
-        return Chains(self.input_ids, self.predicting, self.packing, order, torch.zeros_like(order))
+        return Chains(self.input_ids, self.predicting, None, order, torch.zeros_like(order))
 
     def chains(self, parallel: Parallel, decay: float, generator: torch.Generator) -> Chains:
         """The rows as a parallel draft learns on them.
@@ -163,7 +146,7 @@ class Batch:
             depth = torch.zeros_like(self.input_ids).masked_scatter(
                 predicting, first * parallel.blocks
             )
-        return chains(self.input_ids, predicting, depth, token=parallel.token, packing=self.packing)
+        return chains(self.input_ids, predicting, depth, token=parallel.token)
 
     def micro_batches(self, count: int) -> list["Batch"]:
         """Split the rows, at least `count`, into that many parts, cut to the longest row of each.
@@ -191,60 +174,26 @@ class Batch:
 
 
 def collate(
-    rows: Sequence[TokenSequence],
-    *,
-    device: torch.device,
-    sampler_version: str = "",
-    packed_length: int | None = None,
+    rows: Sequence[TokenSequence], *, device: torch.device, sampler_version: str = ""
 ) -> Batch:
-    """Pad `rows` on the right to their longest, or pack them into rows of `packed_length` tokens.
-
-    Raises ValueError if nothing was generated.
-    """
-    groups = [[row] for row in rows] if packed_length is None else packed(rows, packed_length)
+    """`rows`, padded on the right to their longest. ValueError if nothing was generated."""
     if not any(any(row.generated[1:]) for row in rows):
         raise ValueError("a batch holds no generated token: nothing can be learned from it")
 
-    def padded(
-        values_of: Callable[[TokenSequence, int], Sequence[Any]], dtype: torch.dtype = torch.long
-    ) -> Tensor:
-        """[B, T, ...] of the values of each row, which knows its number in its group."""
-        lines = [
-            torch.tensor([v for i, row in enumerate(group) for v in values_of(row, i)], dtype=dtype)
-            for group in groups
-        ]
+    def padded(values: Iterable[Sequence[Any]], dtype: torch.dtype) -> Tensor:
+        """[B, T, ...] of the values of each row."""
+        lines = [torch.tensor(line, dtype=dtype) for line in values]
         return pad_sequence(lines, batch_first=True).to(device)
 
-    columns: dict[str, Tensor] = {}
-    if packed_length is not None:
-        columns["positions"] = padded(lambda row, _: range(len(row.token_ids)))
-        columns["segments"] = padded(lambda row, index: [index + 1] * len(row.token_ids))
-    for name, dtype in _OPTIONAL.items():
-        if all(getattr(row, name) is not None for row in rows):
-            columns[name] = padded(lambda row, _, name=name: getattr(row, name), dtype)
+    known = {
+        name: padded((getattr(row, name) for row in rows), dtype)
+        for name, dtype in _OPTIONAL.items()
+        if all(getattr(row, name) is not None for row in rows)
+    }
     return Batch(
-        input_ids=padded(lambda row, _: row.token_ids),
+        input_ids=padded((row.token_ids for row in rows), torch.long),
         # A text begins with what was given: its first token was never predicted.
-        loss_mask=padded(lambda row, _: [False, *row.generated[1:]], torch.bool),
+        loss_mask=padded(([False, *row.generated[1:]] for row in rows), torch.bool),
         sampler_version=sampler_version,
-        **columns,
+        **known,
     )
-
-
-def packed(rows: Sequence[TokenSequence], length: int) -> list[list[TokenSequence]]:
-    """Groups of rows of at most `length` tokens together: best fit, longest first.
-
-    A row that is longer stands alone. The same rows give the same groups.
-    """
-    groups: list[list[TokenSequence]] = []
-    room: list[int] = []
-    for row in sorted(rows, key=lambda row: len(row.token_ids), reverse=True):
-        size = len(row.token_ids)
-        fits = [index for index, left in enumerate(room) if left >= size]
-        if not fits:
-            groups.append([])
-            room.append(max(length, size))
-        best = min(fits, key=room.__getitem__) if fits else -1
-        groups[best].append(row)
-        room[best] -= size
-    return groups

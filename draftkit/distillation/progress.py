@@ -85,8 +85,6 @@ def row_text(batch: Batch, tokenizer: PreTrainedTokenizerBase) -> str:
     middle, and what follows the last mark is left out.
     """
     ids, mask = batch.input_ids[0].tolist(), batch.loss_mask[0].tolist()
-    if batch.segments is not None:  # the first text that is packed there
-        mask = mask[: batch.segments[0].tolist().count(1)]
     text, at = "", 0
     for learned, run in groupby(mask[: len(mask) - mask[::-1].index(True)] if any(mask) else []):
         size = len([*run])

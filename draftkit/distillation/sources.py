@@ -134,7 +134,6 @@ class Source:
     batch_size: int
     device: torch.device
     version: str = ""
-    packed_length: int | None = None
     rank: int = 0
     ranks: int = 1
     renew: Callable[[Iterable[int], str], None] | None = None
@@ -154,7 +153,6 @@ class Source:
             [self.text_of(row) for row in self._rows(step, step + 1)],
             device=self.device,
             sampler_version=self.version,
-            packed_length=self.packed_length,
         )
 
     def _rows(self, first: int, end: int) -> range:
@@ -177,7 +175,6 @@ def make_source(
     shape: dict[str, Any] = {
         "batch_size": config.optim.rows_of_a_process * ranks,
         "device": draft.device,
-        "packed_length": texts.room.total if config.data.packing else None,
         "rank": rank,
         "ranks": ranks,
     }

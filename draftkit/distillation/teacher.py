@@ -178,7 +178,7 @@ class TargetTeacher:
     @torch.no_grad()
     def score(self, batch: Batch) -> TargetScores:
         """Run the target once over `batch`."""
-        states = self.target.states(batch.input_ids, batch.predicting, batch.packing)
+        states = self.target.states(batch.input_ids, batch.predicting)
         return FullScores(states, self.target.head)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -170,7 +169,8 @@ class Trainer:
         rate = self.peak_rate * schedule(self.steps - self._begun, self.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        parts = self._parts(batch)
+        count = min(self.optim.gradient_accumulation_steps, len(batch.input_ids))
+        parts = batch.micro_batches(count)
         entries = [self._entries(part) for part in parts]
         weights = [self._weights(*pair) for pair in zip(parts, entries, strict=True)]
         tokens = int(self._over_ranks(sum(len(part.token_ids) for part in parts)))
@@ -195,19 +195,6 @@ class Trainer:
             tokens=tokens,
             seconds=time.perf_counter() - started,
         )
-
-    def _parts(self, batch: Batch) -> list[Batch]:
-        """The micro-batches of a step, of which every rank has as many.
-
-        Ranks that share the target's layers make its passes together, and packed rows are not
-        as many on all ranks.
-        """
-        count = min(self.optim.gradient_accumulation_steps, len(batch.input_ids))
-        if self.accelerator.num_processes > 1:
-            own = torch.tensor([count], device=self.draft.device)
-            gathered: Any = self.accelerator.gather(own)
-            count = int(gathered.min())
-        return batch.micro_batches(count)
 
     @contextmanager
     def _training(self) -> Iterator[None]:

@@ -98,30 +98,20 @@ def depths(predicting: Tensor, blocks: int, decay: float, generator: torch.Gener
     return torch.zeros_like(predicting, dtype=torch.long).masked_scatter(predicting, reached)
 
 
-def chains(
-    tokens: Tensor,
-    predicting: Tensor,
-    depth: Tensor,
-    *,
-    token: int,
-    packing: Packing | None = None,
-) -> Chains:
+def chains(tokens: Tensor, predicting: Tensor, depth: Tensor, *, token: int) -> Chains:
     """The rows `tokens` [B, T] with the masks, of id `token`, of the chains that begin in them.
 
     predicting: [B, T] bool, where logits predict a generated token. depth: [B, T] entries of the
     chain that begins there, 0 for none; it ends early where nothing generated is left to predict.
     """
     width, steps = tokens.shape[1], int(depth.max())
-    if packing is None:
-        order = torch.arange(width, device=tokens.device).expand_as(tokens)
-        packing = Packing(order, torch.ones_like(tokens))
     begin = torch.arange(width, device=tokens.device)
     # Entry `block` of the chain that `begins` at a token stands `at` another one: [C], C = (K-1) T.
     block = torch.arange(1, max(steps, 1), device=tokens.device).repeat_interleave(width)
     begins = begin.repeat(max(steps, 1) - 1)
     at = (begins + block).clamp(max=width - 1)
     inside = (begins + block < width) & (block < depth[:, begins])  # [B, C]
-    inside &= predicting[:, at] & (packing.segments[:, at] == packing.segments[:, begins])
+    inside &= predicting[:, at]
     most = int(inside.sum(1).max()) if inside.numel() else 0
     first = (~inside).byte().argsort(dim=1, stable=True)[:, :most]  # [B, P] of C
     is_mask = inside.gather(1, first)
@@ -139,8 +129,8 @@ def chains(
         joined(tokens, torch.full_like(at, token)),
         keep,
         Packing(
-            joined(packing.positions, packing.positions.gather(1, at)),
-            joined(packing.segments, packing.segments.gather(1, at)),
+            joined(begin.expand_as(tokens), at),
+            joined(torch.ones_like(tokens), torch.ones_like(at)),
             blocks,
         ),
         predicted[keep],

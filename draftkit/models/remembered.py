@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, M kept positions, H width of the states, V vocabulary.
 import torch
 from torch import Tensor
 
-from draftkit.models.adapter import CausalAdapter, Head, Packing
+from draftkit.models.adapter import CausalAdapter, Head
 
 
 class RememberedAdapter:
@@ -31,10 +31,8 @@ class RememberedAdapter:
         states = self.states(tokens, keep)
         return states if self.head is None else self.head(states)
 
-    def states(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
-        """As `CausalAdapter.states`: [M, H]. Packed rows are read anew."""
-        if packing is not None:
-            return self._adapter.states(tokens, keep, packing)
+    def states(self, tokens: Tensor, keep: Tensor) -> Tensor:
+        """As `CausalAdapter.states`: [M, H]."""
         ends = (keep * torch.arange(1, keep.shape[1] + 1, device=keep.device)).amax(1)
         lengths = ends.tolist()
         texts = [tuple(ids[:end]) for ids, end in zip(tokens.tolist(), lengths, strict=True)]

@@ -248,8 +248,8 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "masks stand where their chain begins": (
         parallel,
-        "joined(packing.positions, packing.positions.gather(1, at))",
-        "joined(packing.positions, packing.positions.gather(1, at) - block)",
+        "joined(begin.expand_as(tokens), at)",
+        "joined(begin.expand_as(tokens), at - block)",
     ),
 }
 

@@ -1,7 +1,5 @@
 """What each of several processes does that train together, for `test_ranks.py`."""
 
-from types import SimpleNamespace
-
 import torch
 import torch.distributed
 
@@ -38,9 +36,9 @@ def small(architecture="llama", **optim):
     )
 
 
-def batch(count=8, **options):
+def batch():
     """The same for all processes."""
-    return collate(texts()[:count], device=torch.device("cpu"), **options)
+    return collate(texts()[:8], device=torch.device("cpu"))
 
 
 def masks():
@@ -90,22 +88,6 @@ def best(folder):
     return outcome.best_step, outcome.best_alpha, weights
 
 
-def passes():
-    """How often the target reads in a step, where this process has packed fewer rows or more."""
-    trainer, count = small(gradient_accumulation_steps=3), 0
-    score = trainer.teacher.score
-
-    def counted(part):
-        nonlocal count
-        count += 1
-        return score(part)
-
-    trainer.teacher = SimpleNamespace(score=counted)
-    rows = (4, 12)[trainer.accelerator.process_index]
-    trainer.step(batch(rows, packed_length=24))
-    return count
-
-
 def losses(divergence, dtype, *, accumulation):
     """The losses of a run, and the sum of the weights at its end."""
     torch.set_num_threads(1)
@@ -144,6 +126,6 @@ def measured(folder, runs):
     """In a process of several: the losses of each run, and what they could disagree about."""
     found = [losses(name, getattr(torch, dtype), accumulation=1) for name, dtype, _ in runs]
     agreed: dict = {"agreed": agree(torch.distributed.get_rank())}
-    agreed |= {"masks": masks(), "refused": refused(), "best": best(folder), "passes": passes()}
+    agreed |= {"masks": masks(), "refused": refused(), "best": best(folder)}
     leave_group()
     return [*found, agreed]

@@ -50,15 +50,9 @@ def learner(draft: CausalAdapter, teacher: object, **options: object) -> Trainer
 # Which chains
 
 
-def test_chains_end_with_their_text_and_never_reach_another() -> None:
-    batch = collate(TEXTS, device=CPU, packed_length=16)
-    rows = chains(
-        batch.input_ids,
-        batch.predicting,
-        batch.predicting * BLOCKS,
-        token=MASK,
-        packing=batch.packing,
-    )
+def test_chains_end_with_their_text() -> None:
+    batch = collate(TEXTS, device=CPU)
+    rows = chains(batch.input_ids, batch.predicting, batch.predicting * BLOCKS, token=MASK)
     entries = list(zip(rows.predicted.tolist(), rows.blocks.tolist(), strict=True))
     texts = batch.texts.tolist()
     expected = {
@@ -69,32 +63,6 @@ def test_chains_end_with_their_text_and_never_reach_another() -> None:
     }
     assert len(entries) == len(expected)
     assert set(entries) == expected
-
-
-@torch.no_grad()
-def test_texts_of_a_row_have_the_states_that_each_has_alone() -> None:
-    draft = draft_of()
-    together = collate(TEXTS, device=CPU, packed_length=16)
-    made = {}
-    for name, batches in {
-        "alone": [collate([t], device=CPU) for t in TEXTS],
-        "packed": [together],
-    }.items():
-        found = []
-        for batch in batches:
-            rows = chains(
-                batch.input_ids,
-                batch.predicting,
-                batch.predicting * BLOCKS,
-                token=MASK,
-                packing=batch.packing,
-            )
-            states = draft.states(rows.tokens, rows.keep, rows.packing)
-            ids = batch.token_ids[rows.predicted].tolist()
-            keys = zip(ids, rows.blocks.tolist(), states.sum(-1).tolist(), strict=True)
-            found += [(token, block, round(value, 8)) for token, block, value in keys]
-        made[name] = sorted(found)
-    assert made["alone"] == made["packed"]
 
 
 # What it weighs

@@ -40,15 +40,6 @@ def test_a_long_piece_loses_its_middle() -> None:
     assert text == "a" * SHOWN + " ... " + "a" * (SHOWN - 1) + "b⟦c⟧"
 
 
-def test_of_a_packed_row_its_first_text_is_shown() -> None:
-    tokenizer = tiny.byte_tokenizer()
-    rows = [
-        TokenSequence(tokenizer(text)["input_ids"], [False, True, True]) for text in ("abc", "xyz")
-    ]
-    batch = collate(rows, device=CPU, packed_length=8)
-    assert row_text(batch, tokenizer) == "a⟦bc⟧"
-
-
 def test_a_log_hears_of_a_step_every_ten_seconds_and_of_the_last_with_what_is_left() -> None:
     lines: list[str] = []
     seconds = iter([0.0, 4.0, 12.0, 15.0, 22.0, 30.0, 31.0])

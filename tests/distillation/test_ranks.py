@@ -50,14 +50,6 @@ def test_all_processes_keep_the_weights_that_the_first_finds_best(
     assert first[:2] == (2, 0.7)
 
 
-def test_all_processes_read_with_the_target_equally_often(
-    ranks: list[list[dict[str, Any]]],
-) -> None:
-    """Where its layers are shared they wait for each other in every pass."""
-    first, second = of_both(ranks, "passes")
-    assert first == second > 1
-
-
 def test_all_processes_take_the_value_of_the_first_and_one_its_own(
     ranks: list[list[dict[str, Any]]],
 ) -> None:

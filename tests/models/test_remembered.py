@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftkit.models.adapter import CausalAdapter, Packing
+from draftkit.models.adapter import CausalAdapter
 from draftkit.models.remembered import RememberedAdapter
 from tests import tiny
 
@@ -62,18 +62,6 @@ def test_each_text_is_read_once_whatever_its_padding(pair):
         found = remembered.score(tokens, other)
         assert plain.rows == 3
         torch.testing.assert_close(found, plain.score(tokens, other))
-
-
-def test_packed_rows_are_read_anew():
-    model = tiny.model().requires_grad_(False)
-    remembered = RememberedAdapter(CausalAdapter(model, vocab_size=tiny.VOCAB_SIZE))
-    tokens, keep = rows([12])
-    places = torch.tensor([*range(5), *range(7)])[None]
-    packing = Packing(places, torch.tensor([1] * 5 + [2] * 7)[None])
-    with torch.no_grad():
-        whole = remembered.states(tokens, keep)
-        apart = remembered.states(tokens, keep, packing)
-        assert not torch.allclose(whole, apart)
 
 
 def test_a_model_that_learns_is_refused():

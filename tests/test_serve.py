@@ -151,26 +151,29 @@ def test_a_server_without_a_drafter_answers_as_the_target_does(
     assert not (service_folder(config) / "drafters").exists()
 
 
-def test_a_port_in_use_ends_at_once(pair: list[str], tmp_path: Path) -> None:
-    """With a ValueError, which `run_command` tells in one line; no model is loaded before it."""
-    with listen("127.0.0.1", 0) as taken:
-        port = taken.getsockname()[1]
-        config = compose_config(overrides(pair, tmp_path, f"serve.port={port}"))
-        with pytest.raises(ValueError, match=rf"serve\.port={port} \(Address already in use\)"):
-            serve(config)
-    assert not (tmp_path / "served").exists()
-
-
-def test_without_a_key_other_machines_are_kept_out(
-    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("setting", "environment", "words"),
+    [
+        ("serve.port={taken}", {}, r"serve\.port=.* \(Address already in use\)"),
+        ("serve.host=0.0.0.0", {}, r"serve\.host=0\.0\.0\.0 is open to other machines.*set DRAFT"),
+        ("serve.port=0", {KEY_VARIABLE: " "}, "DRAFTKIT_API_KEY is empty"),
+    ],
+)
+def test_what_cannot_be_served_ends_before_a_model_is_loaded_or_a_folder_made(
+    pair: list[str],
+    tmp_path: Path,
+    setting: str,
+    environment: dict[str, str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one line, before a model is loaded or a folder made."""
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
-    config = compose_config(overrides(pair, tmp_path, "serve.host=0.0.0.0"))
-    told = r"serve\.host=0\.0\.0\.0 is open to other machines.*set DRAFTKIT_API_KEY"
-    with pytest.raises(ValueError, match=told) as caught:
-        serve(config)
-    assert "\n" not in str(caught.value)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with listen("127.0.0.1", 0) as taken:
+        setting = setting.format(taken=taken.getsockname()[1])
+        with pytest.raises(ValueError, match=rf"^.*{words}.*$"):
+            serve(compose_config(overrides(pair, tmp_path, setting)))
     assert not (tmp_path / "served").exists()
 
 
@@ -182,23 +185,14 @@ def test_a_second_server_of_a_service_is_refused(pair: list[str], tmp_path: Path
         pytest.raises(ValueError, match="server is in use by another run"),
     ):
         serve(config)
+    with pytest.raises(ValueError, match="cannot be swept"):
+        serve(config, "swept")
 
 
-def test_an_empty_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, " ")
-    with pytest.raises(ValueError, match="DRAFTKIT_API_KEY is empty"):
-        api_key()
+def test_the_key_and_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "word ")
     assert api_key() == "word"
     monkeypatch.delenv(KEY_VARIABLE)
     assert api_key() is None
-
-
-def test_a_server_is_not_swept() -> None:
-    with pytest.raises(ValueError, match="cannot be swept"):
-        serve(compose_config(["+experiment=serve"]), "swept")
-
-
-def test_an_address_as_a_url() -> None:
     assert answered_at(("127.0.0.1", 80)) == "http://127.0.0.1:80"
     assert answered_at(("::1", 80, 0, 0)) == "http://[::1]:80"

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
 from draftkit.online.buffer import Buffer
-from draftkit.online.registry import Registry
 from draftkit.online.versions import Version
 from pipelines.configuration import compose_config
 from pipelines.folder import locked
@@ -107,13 +106,6 @@ def test_records_and_versions_of_something_else_are_refused_by_its_key(
     seeded_registry(config)
 
 
-def test_all_that_is_other_is_named(config: Config, pairs: Path) -> None:
-    buffer_of(config).close()
-    both = other(other(config, pairs, "draft"), pairs, "top_k")
-    with pytest.raises(ValueError, match=r"another draft and online\.buffer\.top_k"):
-        buffer_of(both)
-
-
 def test_a_copy_elsewhere_is_the_same(config: Config, pairs: Path) -> None:
     begin(config)
     same = replace(config, target=replace(config.target, path=str(pairs / "draft" / "target")))
@@ -173,28 +165,6 @@ def test_a_pair_that_cannot_be_used_clears_nothing(config: Config, tmp_path: Pat
         with pytest.raises(ValueError, match=r"draft\.path"):
             run(replace(config, draft=missing, overwrite=True))
     assert count(config) == 1
-
-
-def test_a_version_that_tells_nothing_is_refused(config: Config) -> None:
-    version = begin(config)
-    told = version.path / "version.json"
-    content = read_json(told)
-    assert set(content.pop("fingerprints")) == {"target", "draft"}
-    write_json(told, content)
-    with pytest.raises(ValueError, match=r"v000001 does not tell with which target and draft"):
-        seeded_registry(config)
-    assert Registry(service_folder(config) / "drafters").current() is not None
-
-
-def test_published_versions_tell_what_they_were_made_with(config: Config) -> None:
-    first = begin(config)
-    registry = seeded_registry(config)
-
-    def write(folder: Path) -> None:
-        (folder / "model.safetensors").write_bytes(b"")
-
-    later = registry.publish(write, metrics={})
-    assert later.fingerprints == first.fingerprints
 
 
 def test_a_refused_rollback_leaves_nothing(tmp_path: Path) -> None:

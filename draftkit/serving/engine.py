@@ -52,7 +52,7 @@ class Engine:
         eos_token_ids: Sequence[int] = (),
         serve: ServeConfig,
         decoding: DecodeConfig,
-        recorder: Recorder | None = None,
+        recorder: Recorder,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.drafters = drafters
@@ -62,11 +62,10 @@ class Engine:
         self._gamma = decoding.proposals
         self._clock = clock
         self._decode = decode
-        recorded = 0 if recorder is None else recorder.top_k
-        if 0 < recorded < serve.top_logprobs:
+        if 0 < recorder.top_k < serve.top_logprobs:
             raise ValueError(
                 f"online.buffer.top_k must be 0 or at least serve.top_logprobs = "
-                f"{serve.top_logprobs}, got {recorded}: both come from one list of a round"
+                f"{serve.top_logprobs}, got {recorder.top_k}: both come from one list of a round"
             )
         proposers = [route.proposer for route in drafters.routes.values()]
         contexts = [model.max_positions for model in (target, *proposers)]
@@ -79,7 +78,7 @@ class Engine:
             verification=decoding.verification,
             compiled=decoding.compile == "true",
             captured=decoding.compile in ("auto", "captured"),
-            top_k=max(serve.top_logprobs, recorded),
+            top_k=max(serve.top_logprobs, recorder.top_k),
         )
         drafters.attach(self.decoder)
         self._rows = Rows(self.decoder, recorder, gamma=decoding.proposals, clock=clock)
@@ -129,7 +128,7 @@ class Engine:
             swaps=self.drafters.swaps,
             refused_versions=self.drafters.refused,
             last_swap_seconds=self.drafters.last_swap_seconds,
-            records_dropped=0 if self.recorder is None else self.recorder.dropped,
+            records_dropped=self.recorder.dropped,
         )
 
     def versions(self) -> dict[str, str]:
@@ -155,8 +154,7 @@ class Engine:
         self._thread.start()
         self.drafters.wake = self._wake
         self.drafters.start()
-        if self.recorder is not None:
-            self.recorder.start(self.counters)
+        self.recorder.start(self.counters)
 
     def drain(self, seconds: float) -> bool:
         """Take no more jobs, wait for those there are, and cancel what is left after `seconds`.
@@ -179,8 +177,7 @@ class Engine:
         self.drafters.stop()
         if self._thread is not None:
             self._thread.join()
-        if self.recorder is not None:
-            self.recorder.stop()
+        self.recorder.stop()
 
     def _wake(self) -> None:
         with self._changed:

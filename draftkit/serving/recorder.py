@@ -21,7 +21,7 @@ from draftkit.data.rollouts import Record
 from draftkit.distillation.samplers import verdicts
 from draftkit.online.buffer import Buffer, Entry, Served
 from draftkit.serving.answers import Answer
-from draftkit.serving.jobs import Counters, DrafterCounters, DrafterKey, Job
+from draftkit.serving.jobs import Counters, DrafterCounters, DrafterKey
 
 QUEUE = 1024  # records that wait to be written; more are dropped
 BATCH = 64  # records of a transaction, at most
@@ -40,14 +40,12 @@ class Recorder:
         store: Buffer,
         settings: BufferConfig,
         *,
-        draw: Callable[[], float] = random.random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.top_k = settings.top_k
         self._refused = self._lost = 0  # by whoever offers, and by the thread that writes
         self._store = store
         self._fraction = settings.fraction
-        self._draw = draw
         self._clock = clock
         self._queue: queue.Queue[Answer] = queue.Queue(QUEUE)
         self._written: dict[DrafterKey, DrafterCounters] = {}
@@ -60,13 +58,10 @@ class Recorder:
         """Records that should have been written."""
         return self._refused + self._lost
 
-    def takes(self, job: Job) -> bool:
-        """Whether the answer to `job` is to be offered. Drawn anew in every call."""
-        return job.records and self._draw() < self._fraction
-
     def offer(self, answer: Answer) -> None:
-        """Take a finished answer, or count it as dropped; never waits."""
-        if not answer.job.records or not answer.completion.output_ids:
+        """Take a finished answer, if its owner lets it and the fraction wants it; never waits."""
+        is_wanted = answer.job.records and random.random() < self._fraction
+        if not is_wanted or not answer.completion.output_ids:
             return
         try:
             self._queue.put_nowait(answer)

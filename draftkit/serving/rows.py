@@ -31,7 +31,7 @@ class Rows:
     def __init__(
         self,
         decoder: Decoder,
-        recorder: Recorder | None,
+        recorder: Recorder,
         *,
         gamma: int,
         clock: Callable[[], float] = time.monotonic,
@@ -60,7 +60,6 @@ class Rows:
     def join(self, answer: Answer) -> None:
         """Give `answer` a slot, of which one must be free; it ends as "error" if that fails."""
         job = answer.job
-        answer.records = self._recorder is not None and self._recorder.takes(job)
         try:
             request = Request(
                 prompt_ids=job.prompt_ids,
@@ -145,8 +144,7 @@ class Rows:
         answer.has_ended = True
         with self._counting:
             self._counters.drafters[answer.drafter].requests += 1
-        is_whole = piece.finish_reason in ("stop", "length")
-        if self._recorder is not None and answer.records and is_whole:
+        if piece.finish_reason in ("stop", "length"):
             self._recorder.offer(answer)
         self._tell(answer, piece)
         answer.listener = discard  # what waits to be recorded keeps no client

@@ -4,7 +4,6 @@ Processes are forked and killed for real: the buffer's at random times, the regi
 touch of the disk in turn.
 """
 
-import errno
 import os
 import random
 import resource
@@ -257,19 +256,3 @@ def test_a_kill_during_the_seed_leaves_a_registry_that_is_seeded_again(
         assert is_whole(version)
     assert version.name == "v000001"
     assert event > 10
-
-
-def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:
-    registry = Registry(tmp_path)
-    first = registry.seed(weights(1.0))
-
-    def large(folder: Path) -> None:
-        weights(2.0)(folder)
-        (folder / "large.bin").write_bytes(bytes(200_000))
-
-    before = registry.pointer()
-    with small_disk(100_000), pytest.raises(OSError, match="large") as caught:
-        registry.publish(large, **TOLD)
-    assert caught.value.errno == errno.EFBIG
-    assert (registry.pointer(), registry.versions()) == (before, [first])
-    assert registry.publish(large, **TOLD) == registry.current()

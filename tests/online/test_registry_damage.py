@@ -111,22 +111,3 @@ def test_checksums_are_computed_once_while_files_are_unchanged(
     damage(version.path / "model-1.safetensors", "flip")
     with pytest.raises(ValueError, match="deleted or damaged"):
         registry.current()
-
-
-def test_files_of_others_among_the_versions_hinder_nothing(registry: Registry) -> None:
-    """What a file manager, a network file system or an editor leaves there stays as it is."""
-    registry.seed(weights(0))
-    folder = registry.path / "versions"
-    strays = [folder / name for name in (".DS_Store", ".nfs000012", "notes.txt", ".v000007.swp")]
-    for stray in strays:
-        stray.write_text("of somebody else")
-    (folder / ".trash" / "kept").mkdir(parents=True)
-    (folder / ".v000009.tmp-1" / "half").mkdir(parents=True)  # of a writer that was killed
-    assert publish(registry, 1).name == "v000002"
-    assert registry.rollback(reason="").name == "v000001"
-    assert publish(registry, 2).name == "v000003"
-    assert registry.collect(1) == ["v000002"]
-    assert [version.name for version in registry.versions()] == ["v000001", "v000003"]
-    assert [stray.read_text() for stray in strays] == ["of somebody else"] * len(strays)
-    assert (folder / ".trash" / "kept").is_dir()
-    assert not (folder / ".v000009.tmp-1").exists()

@@ -217,7 +217,6 @@ def serving(
         [route_of(name, make, registry, proposer=proposer) for name, registry in routes.items()],
         poll_seconds=0.01,
     )
-    recorder = None if disk is None else Recorder(disk, buffer or BufferConfig(top_k=6))
     engine = Engine(
         target,
         drafters,
@@ -225,7 +224,7 @@ def serving(
         eos_token_ids=eos,
         serve=ServeConfig(**settings | serve),
         decoding=DecodeConfig(gamma=gamma, compile="false", verification=verification),
-        recorder=recorder,
+        recorder=Recorder(disk or Disk(), buffer or BufferConfig(top_k=6)),
         clock=clock,
     )
     if started:

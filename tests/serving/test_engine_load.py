@@ -130,12 +130,10 @@ def test_recording_costs_at_most_three_hundredths_of_the_processor(tmp_path: Pat
     What is refused is a median of ten ratios that lies surely, at 97 %, above the bound.
     """
     buffer = Buffer(tmp_path / "traffic.db", BufferConfig())
-    ids = BufferConfig().top_k
+    none, all_of_them = BufferConfig(fraction=0.0), BufferConfig()
     with (
-        serving(TARGET, draft, slots=16, queue=64, top_logprobs=ids) as bare,
-        serving(
-            TARGET, draft, slots=16, queue=64, top_logprobs=ids, disk=buffer, buffer=BufferConfig()
-        ) as recording,
+        serving(TARGET, draft, slots=16, queue=64, buffer=none) as bare,
+        serving(TARGET, draft, slots=16, queue=64, disk=buffer, buffer=all_of_them) as recording,
     ):
         ratios = []
         for _ in range(12):

@@ -1,7 +1,6 @@
 """Whatever is sent: an answer or one clear line, never an error of the server."""
 
 import json
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,34 +95,6 @@ def test_other_methods(address: str, method: str) -> None:
     reply = ask(address, COMPLETIONS, completion() if method == "PUT" else None, method=method)
     assert reply.status == 405
     assert reply.error["message"].startswith(method)
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"\x00\x01\x02\r\n\r\n",
-        b"GET / HTTP/9.9\r\nConnection: close\r\n\r\n",
-        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 200_000 + b"\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\nContent-Length: 8\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-        b"GET /%00%ff%0d%0a HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
-        b"GET / HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: upgrade, close\r\n\r\n",
-    ],
-)
-def test_what_is_hardly_http(address: str, raw: bytes) -> None:
-    host, port = address.split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
-        received = b""
-        try:
-            connection.sendall(raw)
-            while part := connection.recv(65536):
-                received += part
-        except ConnectionError:  # it was thrown out before all was read
-            pass
-    assert received[:10] in (b"", b"HTTP/1.1 4", b"HTTP/1.1 2")
-    assert ask(address, "/health").status == 200
 
 
 def nearly_right(path: str) -> st.SearchStrategy[Any]:

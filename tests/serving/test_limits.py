@@ -1,7 +1,6 @@
 """The door: nothing without the key, no body that is too large or no JSON."""
 
 import http.client
-import socket
 from collections.abc import Iterator
 
 import pytest
@@ -112,20 +111,6 @@ def test_a_body_in_chunks_is_counted(address: str) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("size", [10, 500_000, 10_000_000])
-def test_a_refusal_arrives_though_its_body_is_not_wanted(locked: str, size: int) -> None:
-    """The client writes all of it before it reads, as most do."""
-    connection = http.client.HTTPConnection(locked, timeout=10)
-    for _ in range(3):
-        connection.request("POST", "/v1/completions", b"x" * size)
-        answer = connection.getresponse()
-        assert answer.status == 401
-        assert b"invalid_api_key" in answer.read()
-    connection.request("GET", "/health")
-    assert connection.getresponse().status == 200
-    connection.close()
-
-
 @pytest.mark.parametrize(
     ("host", "is_known"),
     [
@@ -192,22 +177,3 @@ def test_every_answer_has_a_name_of_its_own(address: str) -> None:
     assert all(name.startswith("req-") for name in names)
     made = ask(address, "/v1/completions", completion())
     assert made.json["id"] == "cmpl-" + made.headers["x-request-id"].removeprefix("req-")
-
-
-def test_headers_cannot_be_injected(address: str) -> None:
-    host, port = address.split(":")
-    lines = [
-        b"GET /v1/models/a%0d%0aX-Evil:%201 HTTP/1.1",
-        b"Host: localhost",
-        b"X-Request-Id: a\rX-Evil: 1",
-        b"X-Draftkit-Route: a\x0bX-Evil: 1",
-    ]
-    for extra in (lines[:2], lines[:3], [*lines[:2], lines[3]]):
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(b"\r\n".join([*extra, b"Connection: close", b"", b""]))
-            received = b""
-            while part := connection.recv(65536):
-                received += part
-        head = received.partition(b"\r\n\r\n")[0].lower()
-        assert head.split()[1] in (b"400", b"404")
-        assert b"evil" not in head

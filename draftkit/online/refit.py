@@ -22,7 +22,7 @@ import torch
 
 from draftkit.config import OnlineConfig
 from draftkit.config.service import LEAST_PROMPTS
-from draftkit.data.rollouts import Record
+from draftkit.data.rollouts import Record, document_of
 from draftkit.distillation.batch import Batch, collate
 from draftkit.distillation.checkpoint import load_checkpoint, save_checkpoint
 from draftkit.distillation.trainer import Trainer
@@ -31,7 +31,7 @@ from draftkit.models.lora import merged_weights
 from draftkit.online.buffer import Buffer, Stored
 from draftkit.online.gate import Judge, Verdict, judge, judge_served
 from draftkit.online.registry import Registry, Version
-from draftkit.online.rows import drawn, texts_of, with_scores
+from draftkit.online.rows import drawn, with_scores
 from draftkit.theory.acceptance import Estimate
 from draftkit.theory.speedup import expected_tokens
 
@@ -131,9 +131,9 @@ class Refit:
         if known is None or base is None or news < self._drift_looked_at + NEWEST:
             return False
         self._drift_looked_at = news
-        stored = self._scorable(NEWEST, held_out=False, after=self.state["last_id"])
-        records, units = texts_of(stored)
-        if len(set(units)) < LEAST_PROMPTS:
+        after = self.state["last_id"]
+        records, conversations = self._scorable(NEWEST, held_out=False, after=after)
+        if conversations < LEAST_PROMPTS:
             return False
         scored = self.judge.score(self.registry.read(base), records)
         return scored.alpha.high < known
@@ -173,11 +173,12 @@ class Refit:
                 "no recent record has scores at the temperature of the loss: use "
                 "online.teacher=target, or divergence.temperature as it is served"
             )
-        _, units = texts_of(self._scorable(self.settings.gate.records, held_out=True))
-        if (known := len(set(units))) < LEAST_PROMPTS:
+        _, conversations = self._scorable(self.settings.gate.records, held_out=True)
+        if conversations < LEAST_PROMPTS:
             raise ValueError(
-                f"the gate can score {known} held-out conversations and needs {LEAST_PROMPTS}: use"
-                " online.teacher=target, or wait for more traffic without a repetition penalty"
+                f"the gate can score {conversations} held-out conversations and needs "
+                f"{LEAST_PROMPTS}: use online.teacher=target, or wait for more traffic without a "
+                "repetition penalty"
             )
         trainer.begin()
         for step in range(self.settings.steps):
@@ -310,16 +311,18 @@ class Refit:
 
     # The gate
 
-    def _scorable(self, count: int, *, held_out: bool, after: int = 0) -> list[Stored]:
-        """Those of the `count` newest records that the judge can score, the newest first."""
+    def _scorable(self, count: int, *, held_out: bool, after: int = 0) -> tuple[list[Record], int]:
+        """Those of the `count` newest records that the judge can score, the newest first, and how
+        many conversations they are of.
+        """
         stored = self.buffer.newest(self.route, count, held_out=held_out, after=after)
-        return [one for one in stored if self.judge.can_score(one.record)]
+        records = [one.record for one in stored if self.judge.can_score(one.record)]
+        return records, len(set(map(document_of, records)))
 
     def _test(self, trainer: Trainer, base: Version) -> tuple[Verdict, Estimate, Estimate]:
         """The verdict on the weights as they are; alpha of the version in force, and theirs."""
         gate, weights = self.settings.gate, merged_weights(trainer.draft.model)
-        stored = self._scorable(gate.records, held_out=True)
-        traffic, _ = texts_of(stored)
+        traffic, _ = self._scorable(gate.records, held_out=True)
         after = self.judge.score(weights, traffic)
         before = self.judge.score(self.registry.read(base), traffic)
         anchors = list(self.anchors.held_out)
@@ -335,13 +338,13 @@ class Refit:
             gate=self.state["gates"].get(base.name, 0) + 1,
             measure=self.judge.measure,
         )
-        self._measure(base, stored)
+        self._measure(base, held_out=True)
         return verdict, before.alpha, after.alpha
 
     # What serves
 
     def _measure(
-        self, base: Version, stored: Sequence[Stored]
+        self, base: Version, *, held_out: bool
     ) -> tuple[PromptTotals, PromptTotals] | None:
         """The version before `base`, and `base`, scored on those records that came after its gate;
         what they say of its alpha and growth goes into the state.
@@ -352,8 +355,9 @@ class Refit:
         since = self.state["chosen"].get(base.name)
         if since is None or base.parent is None:
             return None
-        fresh, units = texts_of([one for one in stored if one.id > since])
-        if len(set(units)) < LEAST_PROMPTS:
+        newest = self.settings.gate.records
+        fresh, conversations = self._scorable(newest, held_out=held_out, after=since)
+        if conversations < LEAST_PROMPTS:
             return None
         try:
             earlier = self.registry.read(self.registry.version(base.parent))
@@ -386,11 +390,10 @@ class Refit:
         if look <= self.state["looks"].get(base.name, 0):
             return None
         self.state["looks"][base.name] = look
-        stored = self._scorable(self.settings.gate.records, held_out=False, after=since)
-        if (scored := self._measure(base, stored)) is None:
-            return None
-        before, now = scored
-        reason = judge_served(now=now, before=before, look=look, measure=self.judge.measure)
+        reason = None
+        if (scored := self._measure(base, held_out=False)) is not None:
+            before, now = scored
+            reason = judge_served(now=now, before=before, look=look, measure=self.judge.measure)
         if reason is not None:
             self.registry.rollback(base.parent, reason=reason, current=base.name)
             self.back_off()

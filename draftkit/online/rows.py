@@ -3,15 +3,14 @@
 Pure functions of records and settings; knows no file and no model.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from draftkit.config import OnlineConfig
-from draftkit.data.rollouts import Record, document_of
+from draftkit.data.rollouts import Record
 from draftkit.distillation.batch import TokenSequence, all_learned, sequence_of_record
-from draftkit.online.buffer import Stored
 
 
 def with_scores(records: Sequence[Record], *, temperature: float, width: int) -> list[Record]:
@@ -61,12 +60,6 @@ def drawn(
         for records, count in zip(pools, counts, strict=True)
         for index in chosen(len(records), count, generator)
     ]
-
-
-def texts_of(stored: Sequence[Stored]) -> tuple[list[Record], list[Hashable]]:
-    """The records, and the conversation that each belongs to."""
-    records = [one.record for one in stored]
-    return records, [document_of(record) for record in records]
 
 
 def row_of(record: Record, *, prompts: bool) -> TokenSequence:

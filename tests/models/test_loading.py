@@ -87,7 +87,7 @@ def test_a_folder_without_a_model_is_named(tmp_path):
 
 def test_a_corrupt_configuration_is_named(folder):
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is corrupt"):
+    with pytest.raises(ValueError, match=r"config\.json. is not a valid JSON"):
         target_of(folder)
 
 

@@ -22,7 +22,7 @@ from draftkit.config import Config
 from draftkit.data.rollouts import Record
 from draftkit.engines.counters import LLAMACPP, SGLANG, Answer, Server
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
-from draftkit.evaluation.engines import SETTINGS, Setting, drafted_as
+from draftkit.evaluation.engines import SETTINGS, EngineSetting, drafted_as
 from draftkit.evaluation.report import interval, signed
 from draftkit.models.loading import load_draft, load_target
 from draftkit.theory.acceptance import Rate, chain_acceptance, estimate
@@ -77,7 +77,7 @@ def scored(
     return replace(totals, shares=shares, cut=counts & (server.engine != SGLANG))
 
 
-def row(setting: Setting, totals: PromptTotals, answers: list[Answer], gamma: int) -> Any:
+def row(setting: EngineSetting, totals: PromptTotals, answers: list[Answer], gamma: int) -> Any:
     """What one way to draft predicts, and how the counts differ from it, paired by document."""
     totals, mode = drafted_as(setting, totals)
     counts = Rate.of((one.passes + one.accepted, one.passes) for one in answers)

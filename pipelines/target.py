@@ -66,7 +66,7 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
         "argmax_probability": {domain: s.argmax_probability for domain, s in scores.items()},
     }
     how = recipe(config.target.pretrain)
-    card = target_card(config, summary, training, recipe=how, origin=provenance())
+    card = target_card(config, summary, recipe=how, origin=provenance())
     write_text(folder.path / "target" / CARD, card)
     return summary
 

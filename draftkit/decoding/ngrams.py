@@ -23,8 +23,6 @@ from draftkit.decoding.state import RoundView
 
 LARGEST_BIGRAM_VOCABULARY = 8192  # a table of 256 MiB
 
-_TOKEN_BITS = 24  # of an entry of the memory; the mark of its context is above
-_MARK_BITS = 32
 _MULTIPLIER = 0x7FEB352D  # odd; its powers weigh the tokens of a context
 
 
@@ -114,10 +112,10 @@ class PromptLookup(Proposer):
 class NgramMemory(Proposer):
     """What followed the last tokens in past answers, longest context first.
 
-    A hash table of fixed size for each length of context from `min_ngram` to `max_ngram`: an entry
-    is the mark of a context and the token that followed it last. Contexts that share a cell
-    overwrite each other; those that share a mark as well, about one in 2^(32 - bits of a cell),
-    are taken for each other. Token ids must be below 2^24.
+    A hash table of `cells` cells for each length of context from `min_ngram` to `max_ngram`: a cell
+    holds the number of a context and the token that followed it last. Contexts that share a cell
+    overwrite each other; those that share a number as well, few of many millions, are taken for
+    each other.
     """
 
     def __init__(
@@ -125,20 +123,18 @@ class NgramMemory(Proposer):
         *,
         max_ngram: int = 4,
         min_ngram: int = 1,
-        max_bytes: int = 16 << 20,
+        cells: int = 1 << 18,
         device: torch.device | str | None = None,
     ) -> None:
         _check_orders(max_ngram, min_ngram)
-        orders = max_ngram - min_ngram + 1
-        self._bits = min(max_bytes // (8 * orders), 1 << (_MARK_BITS - 1)).bit_length() - 1
-        if self._bits < 1:
-            raise ValueError(f"max_bytes={max_bytes} holds no {orders} tables; give some MiB")
-        self.table = torch.full((orders, 1 << self._bits), -1, device=device)  # [O, cells]
         self._orders = torch.arange(min_ngram, max_ngram + 1, device=device)
-        # Where each table begins: made here, since units compute nothing large of indices.
-        self._starts = torch.arange(orders, device=device) << self._bits
         powers = [pow(_MULTIPLIER, n + 1, 1 << 31) for n in range(max_ngram)]
         self._weights = torch.tensor(powers, device=device)  # [C]
+        self._cells = cells - 1  # an odd number: the rest of a division depends on all bits
+        # Where each table begins: made here, since units compute nothing large of indices.
+        self._starts = torch.arange(len(self._orders), device=device) * cells
+        self.numbers = torch.full((len(self._orders) * cells,), -1, device=device)
+        self.tokens = torch.zeros_like(self.numbers)
 
     def learn(self, texts: Iterable[Sequence[int]]) -> None:
         """Remember what follows what in `texts`, in place; the newest wins."""
@@ -147,16 +143,16 @@ class NgramMemory(Proposer):
         for text in texts:
             ids += [*text, -1]
         # Every token with those before it; a gap between two texts has id -1.
-        windows = torch.tensor(ids, device=self.table.device).unfold(0, longest + 1, 1)
-        recent, token = windows[:, :-1].flip(1), windows[:, -1]  # [M, C] newest first, [M]
+        windows = torch.tensor(ids, device=self.tokens.device).unfold(0, longest + 1, 1)
+        recent, token = windows[:, :-1].flip(1), windows[:, -1:]  # [M, C] newest first, [M, 1]
         inside = (recent >= 0).long().cumprod(1).sum(1)  # tokens of the same text
-        is_known = (inside[:, None] >= self._orders) & (token >= 0)[:, None]  # [M, O]
-        marks, cells = self._look_up(recent)
-        entries = (marks << _TOKEN_BITS) | token.clamp(min=0)[:, None]
-        cells, entries = cells[is_known], entries[is_known]  # in the order of the texts
+        is_known = (inside[:, None] >= self._orders) & (token >= 0)  # [M, O]
+        numbers, cells = (part[is_known] for part in self._look_up(recent))  # in order of the texts
         cells, order = cells.sort(stable=True)
         is_newest = cells.diff(append=cells.new_full((1,), -1)) != 0
-        self.table.view(-1)[cells[is_newest]] = entries[order[is_newest]]
+        cells, order = cells[is_newest], order[is_newest]
+        self.numbers[cells] = numbers[order]
+        self.tokens[cells] = token.expand(is_known.shape)[is_known][order]
 
     def propose(self, view: RoundView, gamma: int) -> Proposal:
         """One-hot proposals, up to the first context that is not known."""
@@ -166,24 +162,21 @@ class NgramMemory(Proposer):
         lengths = torch.zeros_like(view.length)
         tokens = []
         for i in range(gamma):
-            marks, cells = self._look_up(recent)
-            entries = self.table.view(-1)[cells]  # [B, O]
-            hits = (entries >> _TOKEN_BITS == marks) & (view.length[:, None] + i >= self._orders)
+            numbers, cells = self._look_up(recent)
+            hits = (self.numbers[cells] == numbers) & (view.length[:, None] + i >= self._orders)
             best = (hits * self._orders).argmax(1, keepdim=True)
             is_alive = is_alive & hits.any(1)
-            token = entries.gather(1, best)[:, 0] & ((1 << _TOKEN_BITS) - 1)
-            token = torch.where(is_alive, token, 0)
+            token = torch.where(is_alive, self.tokens[cells].gather(1, best)[:, 0], 0)
             tokens.append(token)
             lengths = lengths + is_alive
             recent = torch.cat([token[:, None], recent[:, :-1]], dim=1)
         return Proposal(torch.stack(tokens, dim=1), None, lengths=lengths)
 
     def _look_up(self, recent: Tensor) -> tuple[Tensor, Tensor]:
-        """Marks [N, O] of the contexts `recent` [N, C], newest first, and their cells."""
-        sums = ((recent + 1) * self._weights).cumsum(1)  # below 2^63 for C up to 128
-        marks = sums[:, self._orders - 1] & ((1 << _MARK_BITS) - 1)
-        # The high bits of a mark depend on all bits of all tokens.
-        return marks, self._starts + (marks >> (_MARK_BITS - self._bits))
+        """Numbers [N, O] of the contexts `recent` [N, C], newest first, and their cells."""
+        sums = ((recent + 1) * self._weights).cumsum(1)  # below 2^63 for ids below 2^24
+        numbers = sums[:, self._orders - 1]
+        return numbers, self._starts + numbers % self._cells
 
 
 def _check_orders(max_ngram: int, min_ngram: int) -> None:

@@ -5,7 +5,7 @@ Renders summaries; computes nothing.
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from draftkit.evaluation.report import (
 )
 from draftkit.models.parallel import PARD
 
-CURVE_POINTS = 12
 ONE_PASS = (
     "The drafter proposes all tokens in one pass over mask tokens (PARD). Of these engines vLLM "
     "does so; the others load it as a plain drafter, which proposes token by token: slower, and as "
@@ -199,28 +198,17 @@ print(tokenizer.decode(answer[0]))
 
 
 def target_card(
-    config: Config,
-    summary: dict[str, Any],
-    lines: Sequence[dict[str, Any]],
-    *,
-    recipe: str,
-    origin: dict[str, Any],
+    config: Config, summary: dict[str, Any], *, recipe: str, origin: dict[str, Any]
 ) -> str:
-    """The README of a target that was trained here: recipe, text, scores, curve.
+    """The README of a target that was trained here: recipe, text, scores.
 
-    `lines` of its training's metrics; `recipe`: how its steps were taken; `origin` as `provenance`
-    gives it.
+    recipe: how its steps were taken. origin: as `provenance` gives it.
     """
     shape, data, hardware = config.target.pretrain, config.data, origin["hardware"]
     machine = ", ".join([*hardware["gpu"], processor(hardware)])
     scores = (
         f"| {domain} | {bits:.2f} | {summary['argmax_probability'][domain]:.2f} |\n"
         for domain, bits in sorted(summary["bits_per_byte"].items())
-    )
-    picked = lines[:: max(1, len(lines) // CURVE_POINTS)]
-    curve = (
-        f"| {line['total_tokens'] / 1e6:.2f} | {line['loss']:.3f} |\n"
-        for line in (*picked, *([] if picked[-1] == lines[-1] else lines[-1:]))
     )
     return (
         "# A small target for trying speculative decoding\n\n"
@@ -238,6 +226,4 @@ def target_card(
         "\nOn held-out text, windows read alone:\n\n"
         "| domain | bits a byte | mean probability of the most likely token |\n|---|---|---|\n"
         + "".join(scores)
-        + "\n| million tokens | training loss, nats a token |\n|---|---|\n"
-        + "".join(curve)
     )

@@ -19,7 +19,7 @@ SAMPLED, ARGMAX, MATCHED = "alpha", "alpha_greedy_draft", "alpha_exact_match"
 
 
 @dataclass(frozen=True)
-class Setting:
+class EngineSetting:
     """One way to run an engine with a drafter.
 
     `probabilistic` is vLLM's draft_sample_method, `threshold` assistant_confidence_threshold.
@@ -37,19 +37,19 @@ class Setting:
 
 # The row of draftkit's own decoder, by the mode that is served.
 OWN = {
-    mode: Setting("draftkit", name, mode, in_one_pass=True)
+    mode: EngineSetting("draftkit", name, mode, in_one_pass=True)
     for mode, name in ((SAMPLED, "sampled"), (ARGMAX, "argmax"), (MATCHED, "equal tokens"))
 }
 # Of each engine its default first, then the best that it offers. By default transformers stops
 # below a confidence that it moves after every pass, which texts cannot tell.
 SETTINGS = (
-    Setting("vLLM", "argmax", ARGMAX, in_one_pass=True),
-    Setting("vLLM", "probabilistic", SAMPLED, cuts_draft=False, in_one_pass=True),
-    Setting("SGLang", "argmax", ARGMAX, gamma=3),
-    Setting("llama.cpp", "argmax", ARGMAX, gamma=3),
-    Setting("transformers", "threshold 0", SAMPLED),
-    Setting("ONNX Runtime", "sampled", SAMPLED, gamma=4),
-    Setting("mlx-lm", "equal tokens", MATCHED, gamma=3),
+    EngineSetting("vLLM", "argmax", ARGMAX, in_one_pass=True),
+    EngineSetting("vLLM", "probabilistic", SAMPLED, cuts_draft=False, in_one_pass=True),
+    EngineSetting("SGLang", "argmax", ARGMAX, gamma=3),
+    EngineSetting("llama.cpp", "argmax", ARGMAX, gamma=3),
+    EngineSetting("transformers", "threshold 0", SAMPLED),
+    EngineSetting("ONNX Runtime", "sampled", SAMPLED, gamma=4),
+    EngineSetting("mlx-lm", "equal tokens", MATCHED, gamma=3),
 )
 # The setting in which launch files and cards start an engine, by its name in `export.engines`.
 LAUNCHED = {
@@ -61,7 +61,7 @@ LAUNCHED = {
 }
 
 
-def drafted_as(setting: Setting, scored: PromptTotals) -> tuple[PromptTotals, str]:
+def drafted_as(setting: EngineSetting, scored: PromptTotals) -> tuple[PromptTotals, str]:
     """The scores of a drafter that proposes as `setting` does, and the mode in which it counts."""
     uncut = not setting.cuts_draft and UNCUT in scored.totals
     drafted = scored if setting.in_one_pass else scored.one_by_one

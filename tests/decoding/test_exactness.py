@@ -189,7 +189,7 @@ def named(name: str) -> Made:
 
 def memory_of(draft: TabularAdapter, min_ngram: int = 1) -> NgramMemory:
     generator = torch.Generator().manual_seed(0)
-    memory = NgramMemory(max_ngram=3, min_ngram=min_ngram, max_bytes=1 << 12)
+    memory = NgramMemory(max_ngram=3, min_ngram=min_ngram, cells=1 << 8)
     memory.learn(torch.randint(draft.vocab_size, (4, 20), generator=generator).tolist())
     return memory
 

@@ -23,7 +23,7 @@ def model(target: TabularAdapter) -> DraftModelProposer:
 
 
 def memory() -> NgramMemory:
-    made = NgramMemory(max_bytes=1 << 12)
+    made = NgramMemory(cells=1 << 8)
     made.learn([TEXT])
     return made
 
@@ -65,7 +65,7 @@ def test_of_every_rule_and_of_a_transformer(rule: str) -> None:
 def test_places_of_the_largest_memory_are_no_products_of_indices() -> None:
     """Its tables begin at multiples of 2^30, which must not be made of indices in a unit."""
     made = memory()
-    made._bits, made.table = 30, torch.full((4, 1), -1)  # never looked at
+    made._cells, made._starts = (1 << 30) - 1, torch.arange(4) << 30
     with indices_inside_int32() as indices:
         torch.arange(2)
         made._look_up(torch.ones(1, 4, dtype=torch.int64))

@@ -234,15 +234,15 @@ def test_the_memory_says_what_followed_last_after_the_longest_known_end(
 
 def test_learning_piece_by_piece_is_learning_at_once_in_a_table_of_fixed_size() -> None:
     learned = some_texts(30, 5, 20, seed=7)
-    at_once, by_piece = (NgramMemory(max_bytes=5000) for _ in range(2))
-    place = by_piece.table.data_ptr()
+    at_once, by_piece = (NgramMemory(cells=64) for _ in range(2))
+    place = by_piece.tokens.data_ptr()
     at_once.learn(learned)
     for text in learned:
         by_piece.learn([text])
     by_piece.learn([])
-    assert torch.equal(at_once.table, by_piece.table)
-    assert by_piece.table.data_ptr() == place
-    assert 2500 < by_piece.table.nbytes <= 5000
+    assert torch.equal(at_once.tokens, by_piece.tokens)
+    assert torch.equal(at_once.numbers, by_piece.numbers)
+    assert (by_piece.tokens.data_ptr(), by_piece.tokens.shape) == (place, (4 * 64,))
 
 
 def test_large_ids_are_told_apart() -> None:
@@ -253,7 +253,7 @@ def test_large_ids_are_told_apart() -> None:
 
 
 def test_a_full_memory_goes_on_guessing_and_costs_no_exactness() -> None:
-    memory = NgramMemory(max_ngram=3, max_bytes=3 * 8 * 2)  # two places an order
+    memory = NgramMemory(max_ngram=3, cells=3)  # two places an order
     memory.learn(some_texts(10, 3, 20, seed=8))
     setting = Setting(gamma=2, tokens=3)
     result = measured(Parts(proposer=lambda _: memory), setting)
@@ -277,8 +277,6 @@ def test_orders_that_make_no_sense_are_refused(guesser: type) -> None:
     for max_ngram, min_ngram in ((2, 3), (2, 0)):
         with pytest.raises(ValueError, match="n-grams of"):
             guesser(max_ngram=max_ngram, min_ngram=min_ngram)
-    with pytest.raises(ValueError, match="max_bytes=8"):
-        NgramMemory(max_bytes=8)
 
 
 # As parts of compiled rounds
@@ -295,7 +293,7 @@ def test_proposers_that_need_other_code_have_other_signatures() -> None:
         NgramMemory(),
         NgramMemory(max_ngram=3),
         NgramMemory(max_ngram=5, min_ngram=2),
-        NgramMemory(max_bytes=1 << 20),
+        NgramMemory(cells=1 << 10),
     ]
     assert len({guesser.signature for guesser in different}) == len(different)
     assert CountTable(bigram(1)).signature == CountTable(bigram(2)).signature

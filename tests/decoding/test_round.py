@@ -114,7 +114,7 @@ def test_no_proposal_is_zero_wide() -> None:
 
 
 def memory() -> NgramMemory:
-    made = NgramMemory(max_ngram=3, max_bytes=1 << 16)
+    made = NgramMemory(max_ngram=3, cells=1 << 10)
     made.learn([[1, 2, 3, 4, 5, 1, 2, 6, 7, 0, 3, 3] * 3])
     return made
 

@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,21 @@ _GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other OSEr
 class Version:
     """One published drafter: a plain `save_pretrained` folder that never changes."""
 
-    name: str  # v000001; names rise and are not used twice
     path: Path
-    parent: str | None  # the version it was trained from; null for the starting drafter
     ancestors: tuple[str, ...]  # the parent, its parent, and so on
     sha256: dict[str, str]  # of every file, by its relative name
     metrics: dict[str, Any]
-    # Of what it was made with, by configuration key; empty where nobody told.
-    fingerprints: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, str]  # of what it was made with, by configuration key; may be empty
+
+    @property
+    def name(self) -> str:
+        """As v000001; names rise and are not used twice."""
+        return self.path.name
+
+    @property
+    def parent(self) -> str | None:
+        """The version it was trained from; null for the starting drafter."""
+        return self.ancestors[0] if self.ancestors else None
 
 
 def write_version(
@@ -58,15 +65,8 @@ def write_version(
         sums = {file.relative_to(folder).as_posix(): sha256_file(file) for file in files}
         if not any(name.endswith(_WEIGHTS) for name in sums):
             raise ValueError(f"nothing is published: no {_WEIGHTS} file was written")
-        about = {  # without the path: the registry may be moved
-            "name": path.name,
-            "parent": ancestors[0] if ancestors else None,
-            "ancestors": ancestors,
-            "sha256": sums,
-            "metrics": metrics,
-            "fingerprints": fingerprints,
-        }
-        write_json(folder / ABOUT, about)
+        about = {"ancestors": ancestors, "sha256": sums, "metrics": metrics}
+        write_json(folder / ABOUT, about | {"fingerprints": fingerprints})
     return read_version(path)
 
 
@@ -78,12 +78,13 @@ def read_version(path: Path) -> Version:
     """
     try:
         about = read_json(path / ABOUT)
-        known = {field.name: about[field.name] for field in fields(Version) if field.name in about}
-        version = Version(**known | {"path": path, "ancestors": tuple(about["ancestors"])})
-        tables = (version.sha256, version.fingerprints)
-        if version.name != path.name or not all(isinstance(table, dict) for table in tables):
-            raise ValueError("it is of another version")
-        return version
+        return Version(
+            path=path,
+            ancestors=tuple(about["ancestors"]),
+            sha256=dict(about["sha256"]),
+            metrics=dict(about["metrics"]),
+            fingerprints=dict(about["fingerprints"]),
+        )
     except _GONE as error:
         raise ValueError(f"{path.parent} has no version {path.name}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -60,7 +60,7 @@ class Delivery:
         self._began, self._seconds = began, seconds
         self._last: dict[int, float] = {}  # time of each choice's last tokens
         self._loop = asyncio.get_running_loop()
-        jobs = [choice.job for choice in reply.choices]
+        jobs = reply.jobs
         self._open = len(jobs)  # not delivered yet
         # What has come, by the number of its choice. A whole answer is taken in at once.
         most = BACKLOG * len(jobs) if reply.streams else 0

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
 from draftkit.serving.jobs import Job
 from draftkit.serving.protocol import SHOWN, ApiError, ChatRequest, CompletionRequest
-from draftkit.serving.replies import ChatReply, Choice, CompletionReply
+from draftkit.serving.replies import ChatReply, CompletionReply
 from draftkit.serving.texts import Texts
 
 ROUTE_HEADER = "x-draftkit-route"
@@ -67,7 +67,7 @@ class Intake:
             texts=self.texts,
             model=self.model_name,
             name=name,
-            choices=list(map(Choice, jobs)),
+            jobs=jobs,
             prompt_tokens=sum(map(len, prompts)),
             has_logprobs=body.alternatives is not None,
             streams=bool(body.stream),

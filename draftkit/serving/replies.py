@@ -33,18 +33,6 @@ def speculative(speculations: Sequence[Speculation]) -> Json:
     }
 
 
-@dataclass
-class Choice:
-    """One answer while it grows; what a stream has sent is not kept."""
-
-    job: Job
-    text: list[str] = field(default_factory=list)
-    scores: list[TokenScore] = field(default_factory=list)
-    tokens: int = 0
-    finish_reason: str | None = None
-    speculation: Speculation | None = None
-
-
 @dataclass(kw_only=True)
 class CompletionReply:
     """The reply to one request while it grows, in the words of `/v1/completions`."""
@@ -55,30 +43,31 @@ class CompletionReply:
     texts: Texts
     model: str
     name: str  # of the request
-    choices: list[Choice]
+    jobs: Sequence[Job]  # one for each choice
     prompt_tokens: int
     has_logprobs: bool
     streams: bool
     includes_usage: bool
     created: int = field(default_factory=lambda: int(time.time()))
 
+    def __post_init__(self) -> None:
+        self.pieces: list[list[Piece]] = [[] for _ in self.jobs]  # what a stream sends is not kept
+        self.tokens = 0
+
     def push(self, index: int, piece: Piece) -> None:
         """Take in what came for a choice."""
-        choice = self.choices[index]
+        self.tokens += len(piece.scores)
         if not self.streams:
-            choice.text.append(piece.text)
-            choice.scores += piece.scores
-        choice.tokens += len(piece.scores)
-        choice.finish_reason = piece.finish_reason or choice.finish_reason
-        choice.speculation = piece.speculation or choice.speculation
+            self.pieces[index].append(piece)
 
     def response(self) -> Json:
         """The whole reply."""
-        parts = []
-        for index, choice in enumerate(self.choices):
-            text = self.message("".join(choice.text))
-            parts.append(self._part(index, text, choice.scores, choice.finish_reason))
-        speculations = [choice.speculation for choice in self.choices if choice.speculation]
+        parts, speculations = [], []
+        for index, pieces in enumerate(self.pieces):
+            text = self.message("".join(piece.text for piece in pieces))
+            scores = [score for piece in pieces for score in piece.scores]
+            parts.append(self._part(index, text, scores, pieces[-1].finish_reason))
+            speculations += [piece.speculation for piece in pieces if piece.speculation]
         head = self._head(self.whole, parts)
         return {**head, "usage": self._usage(), "speculative": speculative(speculations)}
 
@@ -110,7 +99,7 @@ class CompletionReply:
         return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _usage(self) -> Json:
-        read, written = self.prompt_tokens, sum(choice.tokens for choice in self.choices)
+        read, written = self.prompt_tokens, self.tokens
         counts = {"prompt_tokens": read, "completion_tokens": written}
         return counts | {"total_tokens": read + written}
 
@@ -152,7 +141,7 @@ class ChatReply(CompletionReply):
     def opening(self) -> list[Json]:
         delta = {"delta": {"role": "assistant", "content": ""}}
         ends = {"logprobs": None, "finish_reason": None}
-        parts = [{"index": index, **delta, **ends} for index in range(len(self.choices))]
+        parts = [{"index": index, **delta, **ends} for index in range(len(self.jobs))]
         return [self._head(self.chunk, [part]) for part in parts]
 
     def message(self, text: str) -> Json:

@@ -112,12 +112,11 @@ class Shelf:
         name = f"v{len(self.known) + 1:06d}"
         parent = self.known[self.now] if self.now is not None else None
         self.known[name] = Version(
-            name=name,
             path=Path(name),
-            parent=None if parent is None else parent.name,
             ancestors=() if parent is None else (parent.name, *parent.ancestors),
             sha256={},
             metrics={},
+            fingerprints={},
         )
         self.weights[name] = weights
         self.now = name

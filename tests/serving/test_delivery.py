@@ -15,7 +15,7 @@ from draftkit.serving.delivery import FAILURES, Delivery, failure
 from draftkit.serving.jobs import Job, Listener, Piece, TokenScore
 from draftkit.serving.metrics import Metrics
 from draftkit.serving.protocol import ApiError
-from draftkit.serving.replies import Choice, CompletionReply
+from draftkit.serving.replies import CompletionReply
 from draftkit.serving.texts import Texts
 from tests.serving.fakes import TOKENIZER, FakeEngine, chat_tokenizer
 from tests.tiny import VOCAB_SIZE
@@ -47,7 +47,7 @@ def submitted(
         texts=TEXTS,
         model="m",
         name="n",
-        choices=[Choice(job) for _ in range(count)],
+        jobs=[job] * count,
         prompt_tokens=1,
         has_logprobs=True,
         streams=streams,

@@ -44,7 +44,7 @@ def converse(found: Intake, **rest: Any) -> CompletionReply:
 
 
 def test_a_prompt_and_its_answer_fit_exactly() -> None:
-    assert len(complete(intake(), prompt="a" * 39, max_tokens=1).choices) == 1
+    assert len(complete(intake(), prompt="a" * 39, max_tokens=1).jobs) == 1
     with pytest.raises(ApiError, match=r"prompt of 40 tokens does not fit the 40 tokens"):
         complete(intake(), prompt="a" * 40, max_tokens=1)
     with pytest.raises(ApiError, match=r"prompt of 30 tokens with max_tokens 11 does not fit"):
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_a_chat_may_fill_what_its_prompt_leaves() -> None:
-    job = converse(intake()).choices[0].job
+    job = converse(intake()).jobs[0]
     assert len(job.prompt_ids) + job.max_new_tokens == 40
     with pytest.raises(ApiError, match="does not fit"):
         converse(intake(), messages=[{"role": "user", "content": "a" * 40}])
@@ -83,15 +83,13 @@ def test_numbers_are_bounded_by_the_settings() -> None:
         converse(small, logprobs=True, top_logprobs=3)
     with pytest.raises(ApiError, match="2 prompts with n=3 are more answers"):
         complete(small, prompt=["a", "b"], n=3)
-    assert len(complete(small, prompt=["a"] * 5).choices) == 5
+    assert len(complete(small, prompt=["a"] * 5).jobs) == 5
 
 
 def test_routes_and_recording() -> None:
-    plain = complete(intake()).choices[0].job
+    plain = complete(intake()).jobs[0]
     assert (plain.route, plain.records) == ("default", True)
-    named = (
-        complete(intake(), {"X-Draftkit-Route": "code", "X-Draftkit-Record": " No "}).choices[0].job
-    )
+    named = complete(intake(), {"X-Draftkit-Route": "code", "X-Draftkit-Record": " No "}).jobs[0]
     assert (named.route, named.records) == ("code", False)
     with pytest.raises(ApiError, match=r"must be one of default, code, got '\.\./x'"):
         complete(intake(), {"x-draftkit-route": "../x"})
@@ -104,7 +102,7 @@ def test_one_no_among_several_suffices() -> None:
     body = CompletionRequest.model_validate(completion())
     for headers in (raw, raw[::-1]):
         asked = asyncio.run(intake().prepare(body, Headers(raw=headers), "name"))
-        assert not asked.choices[0].job.records
+        assert not asked.jobs[0].records
 
 
 def test_other_models_and_empty_prompts() -> None:
@@ -129,8 +127,8 @@ def test_all_turns_of_a_conversation_are_on_one_side_of_the_held_out_split(tmp_p
         for number in range(24):
             turns = [{"role": "user", "content": f"q{number}"}]
             for answer in ("a", "b"):
-                (choice,) = converse(found, messages=turns, max_tokens=1).choices
-                finished = Answer(choice.job, print, decode=TEXTS.decode, seed=0)
+                (one,) = converse(found, messages=turns, max_tokens=1).jobs
+                finished = Answer(one, print, decode=TEXTS.decode, seed=0)
                 finished.completion.output_ids += [7, 9]
                 finished.completion.steps += [TraceRound([7, 8], 1, 9, 2)]
                 buffer.append([entry(finished, with_scores=False)])
@@ -154,4 +152,4 @@ def test_a_conversation_is_known_by_what_comes_before_its_first_answer() -> None
     assert conversation_of([system, first]) == conversation_of([system, first, *later])
     assert len({conversation_of([t]) for t in (system, first, other)}) == 3
     assert conversation_of([first]) != conversation_of([system, first])
-    assert complete(intake(), prompt="a", max_tokens=1).choices[0].job.conversation == ""
+    assert complete(intake(), prompt="a", max_tokens=1).jobs[0].conversation == ""

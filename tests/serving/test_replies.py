@@ -8,7 +8,7 @@ import pytest
 from draftkit.config import SamplingConfig
 from draftkit.serving.jobs import Job, Piece, Speculation, TokenScore
 from draftkit.serving.protocol import Json, encode
-from draftkit.serving.replies import ChatReply, Choice, CompletionReply, speculative
+from draftkit.serving.replies import ChatReply, CompletionReply, speculative
 from draftkit.serving.texts import Texts
 from tests.serving.fakes import TOKENIZER, chat_tokenizer
 from tests.tiny import VOCAB_SIZE
@@ -29,7 +29,7 @@ def reply(
         texts=TEXTS,
         model="m",
         name="n",
-        choices=[Choice(job)],
+        jobs=[job],
         prompt_tokens=1,
         has_logprobs=has_logprobs,
         streams=streams,
@@ -85,10 +85,10 @@ def test_a_token_that_is_not_among_the_likeliest_is_added() -> None:
 
 
 def test_a_stream_keeps_nothing_that_it_has_sent() -> None:
-    (kept,) = reply(CompletionReply, TokenScore(A, -1.0)).choices
-    (sent,) = reply(CompletionReply, TokenScore(A, -1.0), streams=True).choices
-    assert (kept.tokens, kept.text, len(kept.scores)) == (1, ["ab"], 1)
-    assert (sent.tokens, sent.text, sent.scores) == (1, [], [])
+    kept = reply(CompletionReply, TokenScore(A, -1.0))
+    sent = reply(CompletionReply, TokenScore(A, -1.0), streams=True)
+    assert (kept.tokens, len(kept.pieces[0])) == (1, 1)
+    assert (sent.tokens, sent.pieces) == (1, [[]])
 
 
 def test_no_log_probs_unless_they_are_wanted() -> None:

@@ -5,14 +5,14 @@ generation prompt behind them: what a server would see. The answer is what the t
 that context for the turn itself, up to the token that ends it. Templates rewrite turns once they
 are history (they drop their reasoning), so every answer has a context of its own.
 
-What a turn says is text. A name of a special token in it is the letters of that name: only the
-template can end a turn or begin one. Added tokens that are not special (`<think>`) stay tokens.
+What a turn says is text: only the template can end a turn or begin one. A name of a special token
+in a turn gets a space of no width behind its first letter, and so is none to the tokenizer. Added
+tokens that are not special (`<think>`) stay tokens.
 
 This module does not know rows, lengths or losses.
 """
 
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,6 +27,8 @@ from draftkit.config import DataConfig
 
 # Some templates print today's date; with this one the same rows give the same tokens every day.
 DATE_MACRO = "{% macro strftime_now(format) %}01 Jan 2026{% endmacro %}{{ '' }}"
+
+NO_WIDTH = "\u200b"
 
 Message = Mapping[str, Any]
 
@@ -108,105 +110,45 @@ class ChatFormat:
         return ids[: special[-1] + 1] if special else ids
 
     def _rendered(self, messages: Sequence[Message], *, awaits: bool = False) -> str:
-        """The text that the template makes, with stand-ins for names of special tokens in turns.
-
-        A template may cut and trim what turns say; a stand-in is one word, of letters and digits.
-        """
+        """The text that the template makes, where no turn holds the name of a special token."""
         turns = [dict(message) for message in messages]
         if self.system is not None and turns[0]["role"] not in ("system", "developer"):
             turns.insert(0, {"role": "system", "content": self.system})
         tools = self.options.get("tools")
         try:
             text: Any = self.tokenizer.apply_chat_template(
-                self._hidden(turns),
+                self._disarmed(turns),
                 chat_template=self._template,
                 add_generation_prompt=awaits,
                 tokenize=False,
-                **{**self.options, "tools": self._hidden(tools)},
+                **{**self.options, "tools": self._disarmed(tools)},
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise TemplateRefusal(first_line(error)[:200]) from error
         return text
 
-    def _hidden(self, content: Any) -> Any:
-        """`content` with a stand-in for every name of a special token, however deep."""
+    def _disarmed(self, content: Any) -> Any:
+        """`content` with a space of no width in every name of a special token, however deep."""
         if isinstance(content, str):
-            return self._names.sub(lambda name: f"{self._mark}{self._numbers[name[0]]}x", content)
+            return self._names.sub(lambda name: f"{name[0][0]}{NO_WIDTH}{name[0][1:]}", content)
         if isinstance(content, Mapping):
-            return {self._hidden(key): self._hidden(value) for key, value in content.items()}
-        return [*map(self._hidden, content)] if isinstance(content, list | tuple) else content
+            return {self._disarmed(key): self._disarmed(value) for key, value in content.items()}
+        return [*map(self._disarmed, content)] if isinstance(content, list | tuple) else content
 
     def _ids(self, text: str) -> list[int]:
-        """The ids of a text that `_rendered` has made: those of `apply_chat_template`.
-
-        Where it holds stand-ins, its special tokens are taken one by one, and what lies between
-        two of them is one text without any. `TemplateRefusal` for a tokenizer that makes a special
-        token of such a text all the same.
-        """
-        if self._mark not in text:
-            return text_ids(self.tokenizer, [text], special=False)[0]
-        ids: list[int] = []
-        pieces = self._written.split(text)  # every other one is a special token
-        for number, piece in enumerate(pieces):
-            if number % 2:
-                ids += map(self._numbers.__getitem__, self._names.findall(piece))
-            elif piece:
-                text = re.sub(rf"{self._mark}(\d+)x", self._name_of, piece)
-                inside = self._literal(text, inside=bool(ids))
-                named = map(self._numbers.__getitem__, self._names.findall(text))
-                if wrong := set(named).intersection(inside):
-                    name = self._special[wrong.pop()].content
-                    raise TemplateRefusal(f"its tokenizer cannot write {name!r} as text")
-                ids += inside
-        return ids
-
-    def _literal(self, text: str, *, inside: bool) -> list[int]:
-        """The ids of `text`, which has no special tokens; `inside`: it follows such a token."""
-        ids, line, begun = text_ids(
-            self.tokenizer, [text, "\n", f"\n{text}"], special=False, literal=True
-        )
-        begins = inside and self._spaces_first and begun[: len(line)] == line
-        return begun[len(line) :] if begins else ids
-
-    @cached_property
-    def _spaces_first(self) -> bool:
-        """Whether a space is put before a text alone, not before what follows a special token."""
-        name = next(iter(self._numbers))
-        (_, *after), alone = text_ids(self.tokenizer, [f"{name}a", "a"], special=False)
-        return after != alone
+        return text_ids(self.tokenizer, [text], special=False)[0]
 
     @cached_property
     def _special(self) -> dict[int, Any]:
-        """The special tokens by their ids, the longest names first."""
+        """The special tokens by their ids."""
         known = self.tokenizer.added_tokens_decoder.items()
-        special = ((number, token) for number, token in known if token.special)
-        return dict(sorted(special, key=lambda one: -len(one[1].content)))
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {token.content: number for number, token in self._special.items()}
-
-    def _name_of(self, stand_in: re.Match[str]) -> str:
-        return self._special[int(stand_in[1])].content
+        return {number: token for number, token in known if token.special}
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
         """Any special token's name."""
-        return re.compile("|".join(map(re.escape, self._numbers)) or "(?!)")
-
-    @cached_property
-    def _written(self) -> re.Pattern[str]:
-        """Any special token, with the white space beside it that it takes in."""
-        forms = (
-            r"(?<!\s)\s*" * token.lstrip + re.escape(token.content) + r"\s*" * token.rstrip
-            for token in self._special.values()
-        )
-        return re.compile(f"({'|'.join(forms) or '(?!)'})")
-
-    @cached_property
-    def _mark(self) -> str:
-        """What stand-ins begin with: nobody who writes a turn can know it."""
-        return f"x{secrets.token_hex(8)}x"
+        names = (re.escape(token.content) for token in self._special.values())
+        return re.compile("|".join(names) or "(?!)")
 
 
 def chat_format(

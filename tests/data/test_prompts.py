@@ -286,7 +286,7 @@ def test_prompts_and_answers_that_name_special_tokens_are_text_and_are_counted(
     assert example.prompt_ids.count(tokenizer.eos_token_id) == plain.prompt_ids.count(
         tokenizer.eos_token_id
     )
-    assert learned(example, tokenizer).endswith(f"{end} ends a turn{end}")
+    assert learned(example, tokenizer).endswith(f"{end[0]}\u200b{end[1:]} ends a turn{end}")
     others = [{"prompt": f"{n}", "completion": "b"} for n in range(4)]
     splits = splits_of(tmp_path, [row, *others], tokenizer)
     assert (splits.counts["rows_naming_special"], splits.counts["prompts_templated"]) == (1, 5)
@@ -316,7 +316,9 @@ def test_tools_reach_the_template_or_are_refused() -> None:
     turns = {"messages": chat("2+2?", "4"), "tools": [tool]}
     calling = byte_bpe(template="{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHAT)
     (example,) = examples_of(turns, calling)
-    assert str(calling.decode(example.prompt_ids)).startswith('{"name": "add<|im_end|>"}<|im_start')
+    assert str(calling.decode(example.prompt_ids)).startswith(
+        '{"name": "add<\u200b|im_end|>"}<|im_start'
+    )
     assert example.prompt_ids.count(calling.eos_token_id) == 1
     message = refusal(lambda: examples_of(turns, byte_bpe(template=CHAT)))
     assert "holds `tools`, of which the chat template of target.path does not speak" in message

@@ -13,9 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
-from rich.table import Table
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
@@ -25,7 +23,7 @@ from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.engines import SETTINGS, EngineSetting, drafted_as
 from draftkit.evaluation.report import interval, signed
 from draftkit.models.loading import load_draft, load_target
-from draftkit.theory.acceptance import Rate, chain_acceptance, estimate
+from draftkit.theory.acceptance import Rate, estimate
 
 from .evaluate import drafts_of, judged_inputs
 from .generate import contexts, read_contexts
@@ -86,11 +84,9 @@ def row(setting: EngineSetting, totals: PromptTotals, answers: list[Answer], gam
     documents = [one for one, kept in zip(totals.documents, both, strict=True) if kept]
     counted, predicted = (Rate(r.totals[both], r.counts[both], documents) for r in rates)
     difference = estimate(counted, predicted, compare=operator.sub)
-    chain = torch.tensor(chain_acceptance(totals.shares[mode], gamma)).nan_to_num()
     return {
         "drafts": setting.name,
         "predicted": estimate(predicted).as_dict(),
-        "predicted_by_position": chain.cumprod(0).tolist(),
         "counted": estimate(counted).as_dict(),
         "difference": difference.as_dict(),
         "differs": None if difference.ci95 is None else difference.excludes(0),
@@ -98,26 +94,19 @@ def row(setting: EngineSetting, totals: PromptTotals, answers: list[Answer], gam
 
 
 def show(config: Config, folder: Path) -> None:
-    """Print the table of a complete measurement."""
+    """Print what a complete measurement counted, beside what each way to draft predicts."""
     summary, console = read_json(folder / SUMMARY), Console(width=80, highlight=False)
-    title = f"{summary['engine']} at gamma {summary['gamma']}, {summary['prompts']} prompts"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for name in ("", "tokens a pass", "accepted at least 1, 2, ..."):
-        table.add_column(name, no_wrap=True)
-
-    def shares(values: list[float] | None) -> str:
-        return " ".join(f"{one:.2f}" for one in values or []) or "not counted"
-
-    table.add_row("counted", interval(summary["counted"], 2), shares(summary["by_position"]))
-    for one in summary["rows"]:
-        numbers = interval(one["predicted"], 2), shares(one["predicted_by_position"])
-        table.add_row(f"predicted of {one['drafts']} drafts", *numbers)
-    console.print(table)
+    console.print(
+        f"{summary['engine']} at gamma {summary['gamma']}, {summary['prompts']} prompts: "
+        f"{interval(summary['counted'], 2)} tokens a pass; {summary['tokens_per_second']:.1f} "
+        "tokens a second, one request at a time"
+    )
     for one in summary["rows"]:
         relation = {None: "beside", True: "DIFFERS from", False: "agrees with"}[one["differs"]]
-        by = signed(one["difference"])
-        console.print(f"counted {relation} what {one['drafts']} drafts predict: {by}")
-    console.print(f"{summary['tokens_per_second']:.1f} tokens a second, one request at a time")
+        console.print(
+            f"counted {relation} what {one['drafts']} drafts predict, "
+            f"{interval(one['predicted'], 2)}: {signed(one['difference'])}"
+        )
 
 
 @stage(
@@ -144,14 +133,11 @@ def measure_engine(config: Config, folder: StageFolder) -> dict[str, Any]:
     totals = scored(config, folder, texts, server)
     settings = [one for one in SETTINGS if one.engine == server.engine]
     rows = [row(one, totals, answers, server.gamma) for one in settings]
-    passes = sum(one.passes for one in answers)
-    positions = [one.by_position for one in answers if one.by_position is not None]
     return {
         "engine": server.engine,
         "gamma": server.gamma,
         "prompts": len(prompts),
         "counted": rows[0]["counted"],
-        "by_position": [sum(at) / passes for at in zip(*positions, strict=True)] or None,
         "rows": rows,
         "tokens_per_second": sum(a.tokens for a in answers) / sum(a.seconds for a in answers),
     }

@@ -151,16 +151,9 @@ def test_what_an_engine_counts_is_what_is_predicted(
     assert not row["differs"]
     # Greedy, the texts are the same ones; what is accepted behind their ends is an average.
     assert row["difference"]["mean"] == pytest.approx(0, abs=1e-9 if name == "SGLang" else 0.1)
-    if name == "vLLM":
-        shares = summary["by_position"]
-        assert summary["counted"]["mean"] == pytest.approx(1 + sum(shares))
-        assert sorted(shares, reverse=True) == shares
-    else:
-        assert summary["by_position"] is None
-    printed = capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
     assert f"{name} at gamma 3, 24 prompts" in printed
     assert "counted agrees with what argmax drafts predict" in printed
-    assert ("not counted" in printed) == (name != "vLLM")
     assert re.search(r"\d tokens a second, one request at a time", printed)
     assert len({json.dumps(one["prompt"]) for one in engine.requests}) == 24
     folder = tmp_path / "smoke" / "measure_engine"

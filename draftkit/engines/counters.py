@@ -36,7 +36,6 @@ class Answer:
     """One answer by its counts.
 
     seconds: from the request to the last token. drafted: proposals, where passes are not counted.
-    by_position: how many passes accepted at least 1, 2, ... proposals; None where not counted.
     limited: whether its length ended it.
     """
 
@@ -45,7 +44,6 @@ class Answer:
     passes: int
     accepted: int
     drafted: int = 0
-    by_position: list[int] | None = None
     limited: bool = False
 
 
@@ -140,14 +138,8 @@ class Server:
         if self.engine == SGLANG:
             accepted = max(0, tokens - 1 - passes)
             return Answer(tokens=tokens, seconds=seconds, passes=passes, accepted=accepted)
-        names = sorted(name for name in gained if name.startswith(f"{ACCEPTED}_per_pos_total"))
-        return Answer(
-            tokens=tokens,
-            seconds=seconds,
-            passes=passes,
-            accepted=gained[f"{ACCEPTED}_total"],
-            by_position=[gained[f"{ACCEPTED}_per_pos_total{at}"] for at in range(len(names))],
-        )
+        accepted = gained[f"{ACCEPTED}_total"]
+        return Answer(tokens=tokens, seconds=seconds, passes=passes, accepted=accepted)
 
     def _timed(self, request: Mapping[str, Any], sampling: SamplingConfig, limit: int) -> Answer:
         """One answer of llama-server. Each of its tokens that was no accepted proposal is of a pass

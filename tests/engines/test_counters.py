@@ -41,14 +41,14 @@ def test_answers_as_the_engines_print_them_are_read(monkeypatch: pytest.MonkeyPa
         return httpx.Client(transport=httpx.MockTransport(reply))
 
     for name, prompts, expected in (
-        ("vllm", [[1, 2]], [(8, 4, 3, [1, 1, 1, 0])]),
-        ("llamacpp", [[1, 2], [3, 4, 5]], [(8, 4, 3, None), (8, 4, 3, None)]),
+        ("vllm", [[1, 2]], [(8, 4, 3)]),
+        ("llamacpp", [[1, 2], [3, 4, 5]], [(8, 4, 3), (8, 4, 3)]),
     ):
         made = client(name)
         monkeypatch.setattr(counters.httpx, "Client", lambda made=made, **_: made)
         server = counters.Server("http://engine/v1")
         answers = server.answers(prompts, sampling=SamplingConfig(temperature=0.0), limit=8, seed=1)
-        counted = [(a.tokens, a.passes, a.accepted, a.by_position) for a in answers]
+        counted = [(a.tokens, a.passes, a.accepted) for a in answers]
         assert counted == expected
         assert server.gamma == 4 or name == "llamacpp"  # whose answers are too short to show it
         monkeypatch.undo()

@@ -1,11 +1,11 @@
 """`python -m pipelines.export`: the drafter as vLLM, SGLang, llama.cpp and others load it.
 
 Writes the trained drafter (`evaluate.draft=given`: `draft.path` itself) as a plain folder `hf`, and
-for each of `export.engines` how it is started: exact options, the best gamma, the acceptance to
-expect where the drafter has been evaluated, and the commands of the converter where one is needed.
+beside it `launch.md`: how each engine is started, with exact options, the best gamma, the
+acceptance to expect where the drafter has been evaluated, and the converter's commands where one is
+needed.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from draftkit.artifacts import read_json, write_text
 from draftkit.config import Config, DraftConfig
 from draftkit.engines.folder import write_plain_folder
 from draftkit.engines.hub import upload
-from draftkit.engines.launch import LAUNCHES, Pair, expected, launched_gamma
+from draftkit.engines.launch import expected, launch_text, launched_gammas
 from draftkit.evaluation.cards import model_card, plain_card
 from draftkit.models.files import CARD
 from draftkit.models.loading import check_kind, model_config, with_path
@@ -25,7 +25,7 @@ from .prepare import check_pair, models
 from .run import stage
 from .train import train
 
-PLAIN, JUDGED = "hf", "evaluation"
+PLAIN, LAUNCH, JUDGED = "hf", "launch.md", "evaluation"
 
 
 def needs(config: Config) -> dict[str, Given | Step]:
@@ -51,67 +51,61 @@ def show(config: Config, folder: Path) -> None:
         print(f"note: {note}")
     if summary["commit"]:
         print(f"uploaded: {summary['commit']}")
+    print(f"the drafter: {folder / PLAIN}, how to start it: {folder / LAUNCH}")
     for engine, part in summary["engines"].items():
-        print(f"{engine:<9} {folder / engine}{_hint(part['expected'])}")
-
-
-def _hint(numbers: Mapping[str, Any] | None) -> str:
-    if numbers is None:
-        return ""
-    tokens, gamma = numbers["acceptance_length"]["mean"], numbers["gamma"]
-    return f": {tokens:.2f} tokens a pass at gamma {gamma}, computed"
+        if part["expected"]:
+            tokens, gamma = part["expected"]["acceptance_length"]["mean"], part["expected"]["gamma"]
+            print(f"{engine:<9} {tokens:.2f} tokens a pass at gamma {gamma}, computed")
 
 
 @stage(
     sections=("export", "sampling", "decode.gamma"),
     needs=needs,
     check=check_pair,
+    version=2,
     after=show,
 )
 def export(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Write the folders; the summary says how each engine is started and what to expect."""
+    """Write both; the summary says at which gamma each engine is started and what to expect."""
     target = folder.model(config, "target")
     judged = read_json(folder.input(JUDGED) / SUMMARY) if JUDGED in folder.needs else None
     drafter = drafter_of(config, folder)
     check_kind(config.draft, model_config(drafter))
     parallel = parallel_of(model_config(drafter)) is not None
-    local = Path(target.location).is_dir()
-    pair = Pair(
-        target=str(Path(target.location).absolute()) if local else target.location,
-        revision=target.revision,
-        gamma=max(1, config.proposals),
-        judged=judged,
-        parallel=parallel,
-        sampling=config.sampling,
-    )
-    gamma = launched_gamma(pair, PLAIN)
+    gammas = launched_gammas(judged, max(1, config.proposals))
     notes = write_plain_folder(
         drafter,
         target,
         folder.path / PLAIN,
-        gamma=gamma,
+        gamma=gammas[PLAIN],
         dtype=config.export.dtype,
     )
     name = config.target.location if config.target.path else None
-    card = plain_card(name, gamma, parallel=parallel)
+    card = plain_card(name, gammas[PLAIN], parallel=parallel)
     if judged:
         origin = read_json(folder.input(JUDGED) / MANIFEST)["provenance"]
         card = model_card(judged, origin["hardware"], target=name, name=config.name)
     write_text(folder.path / PLAIN / CARD, card)
-    engines = [PLAIN, *(one for one in config.export.engines if one != PLAIN)]
-    for engine in engines:
-        for file, text in LAUNCHES[engine](pair).items():
-            write_text(folder.path / engine / file, text)
+    local = Path(target.location).is_dir()
+    text = launch_text(
+        str(Path(target.location).absolute()) if local else target.location,
+        revision=target.revision,
+        gammas=gammas,
+        judged=judged,
+        parallel=parallel,
+        sampling=config.sampling,
+    )
+    write_text(folder.path / LAUNCH, text)
     commit = None
     if config.export.push_to_hub is not None:
         commit = upload(folder.path / PLAIN, config.export.push_to_hub)
     return {
-        "gamma": gamma,
+        "gamma": gammas[PLAIN],
         "notes": notes,
         "commit": commit,
         "engines": {
-            engine: {"gamma": launched_gamma(pair, engine), "expected": expected(pair, engine)}
-            for engine in engines
+            engine: {"gamma": gamma, "expected": expected(judged, engine)}
+            for engine, gamma in gammas.items()
         },
     }
 

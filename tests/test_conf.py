@@ -149,7 +149,6 @@ def test_a_mixture_is_named_by_its_weights_alone() -> None:
 def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
     from draftkit.decoding.catalogue import PROPOSERS
     from draftkit.distillation.optimizers import OPTIMIZERS
-    from draftkit.engines.launch import LAUNCHES
     from draftkit.theory.divergences import DIVERGENCES
     from draftkit.theory.verification import VERIFIERS
 
@@ -157,7 +156,6 @@ def test_the_names_in_the_config_are_the_keys_of_the_dicts() -> None:
     assert tuple(VERIFIERS) == settings.VERIFICATION_NAMES
     assert tuple(PROPOSERS) == settings.PROPOSER_NAMES
     assert tuple(OPTIMIZERS) == settings.OPTIMIZER_NAMES
-    assert tuple(LAUNCHES) == settings.EXPORT_NAMES
 
 
 @pytest.mark.parametrize("name", settings.PROPOSER_NAMES)

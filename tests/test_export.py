@@ -1,6 +1,5 @@
-"""`export`: the folders for each engine, from a pair that is given or trained."""
+"""`export`: the plain folder and how engines load it, from a pair that is given or trained."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from pipelines.plan import SUMMARY
 from tests.engines import making
 from tests.engines.making import REAL
 from tests.smoke import smoke
-
-ALL = "export.engines=[vllm,sglang,llamacpp,onnx]"
 
 
 @pytest.fixture
@@ -30,18 +27,14 @@ def folder_of(config: Config) -> Path:
     return export.path(config)
 
 
-def test_a_given_pair_is_written_for_each_engine(
+def test_a_given_pair_is_written_with_the_commands_of_each_engine(
     tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = folder_of(smoke(tmp_path, *given, ALL))
-    summary = read_json(folder / SUMMARY)
-    for engine in ("llamacpp", "onnx"):
-        converted = (folder / engine / "convert.sh").read_text()
-        assert str(tmp_path / "target") in converted
-        assert " ./hf " in converted
-    options = json.loads((folder / "vllm" / "speculative_config.json").read_text())
-    assert options["num_speculative_tokens"] == summary["gamma"] == 3
-    assert f"vllm serve {tmp_path / 'target'} " in (folder / "vllm" / "launch.sh").read_text()
+    folder = folder_of(smoke(tmp_path, *given))
+    summary, text = read_json(folder / SUMMARY), (folder / "launch.md").read_text()
+    assert f"vllm serve {tmp_path / 'target'} " in text
+    assert '"num_speculative_tokens": 3,' in text
+    assert summary["gamma"] == 3
     assert "has not been measured" in (folder / "hf" / "README.md").read_text()
     assert f"note: {summary['notes'][0]}" in capsys.readouterr().out
 

@@ -14,7 +14,6 @@ from draftkit.config.choices import (
     DIVERGENCE_NAMES,
     DOMAIN_NAMES,
     DRAFTED_NAMES,
-    EXPORT_NAMES,
     MIXTURE,
     OPTIMIZER_NAMES,
     PROPOSER_NAMES,

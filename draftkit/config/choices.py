@@ -21,7 +21,6 @@ DTYPE_NAMES = ("float32", "bfloat16")
 TRACKER_NAMES = ("offline", "online", "disabled", "none")
 DOMAIN_NAMES = ("python", "prose", "cpp")
 SAMPLING_FROM_NAMES = ("config", "model")  # the default first
-EXPORT_NAMES = ("hf", "vllm", "sglang", "llamacpp", "onnx")  # what a drafter is exported for
 
 
 def require(condition: bool, key: str, rule: str, value: object) -> None:

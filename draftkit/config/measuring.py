@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from draftkit.config.choices import (
     DRAFTED_NAMES,
     DTYPE_NAMES,
-    EXPORT_NAMES,
     PROPOSER_ALIASES,
     PROPOSER_NAMES,
     VERIFICATION_NAMES,
@@ -96,8 +95,6 @@ class EvaluateConfig(Section, key="evaluate"):
 class ExportConfig(Section, key="export"):
     """A drafter for other engines: a plain folder, and how each loads and starts it."""
 
-    # hf, the plain folder, is written in any case; the others add launch files to it.
-    engines: list[str] = setting(EXPORT_NAMES[:3], names=EXPORT_NAMES, filled=True, unique=True)
     # Of the plain folder; null: as the drafter is stored. Engines load it in the target's.
     dtype: str | None = setting(None, names=DTYPE_NAMES)
     push_to_hub: str | None = None  # ORG/NAME: the plain folder is also uploaded there

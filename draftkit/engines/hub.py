@@ -9,7 +9,7 @@ from draftkit.models.files import CARD, MODEL_FILES
 def upload(folder: Path, repository: str) -> str:
     """Upload the model in `folder`, and its card, to `repository`, made private where it is new.
 
-    Nothing else: programs and launch files beside it name folders of this machine.
+    Nothing else: what lies beside it names folders of this machine.
 
     Returns the address of the commit. The token is that of `hf auth login` or HF_TOKEN. Raises
     ValueError naming `export.push_to_hub` where the hub cannot be reached or refuses.

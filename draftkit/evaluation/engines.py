@@ -51,7 +51,7 @@ SETTINGS = (
     EngineSetting("ONNX Runtime", "sampled", SAMPLED, gamma=4),
     EngineSetting("mlx-lm", "equal tokens", MATCHED, gamma=3),
 )
-# The setting in which launch files and cards start an engine, by its name in `export.engines`.
+# The setting in which export and cards start an engine, by its name in their summaries.
 LAUNCHED = {
     "hf": ("transformers", "threshold 0"),
     "vllm": ("vLLM", "probabilistic"),
@@ -79,7 +79,7 @@ def engine_rows(
 
     own: the mode that draftkit's decoder is served in; without one it has no row. gamma: where the
     engine leaves it to its user. best_gammas: by mode; with them a row also says the tokens a pass
-    of so many proposals, of one at least, as a launch file sets them.
+    of so many proposals, of one at least, as launch.md sets them.
     """
     rows = []
     for setting in (*([OWN[own]] if own else []), *SETTINGS):

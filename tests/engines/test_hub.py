@@ -94,8 +94,7 @@ def folder(tmp_path: Path) -> Path:
 def test_model_and_card_arrive_in_a_private_repository_and_nothing_else(
     server: Hub, folder: Path
 ) -> None:
-    for name in ("generate.py", "launch.sh"):  # which name folders of this machine
-        (folder / name).write_text(str(folder))
+    (folder / "launch.md").write_text(str(folder))  # which names folders of this machine
     assert upload(folder, NAME) == f"{server.address}/commit/{SHA}"
     assert server.files == FILES
     (created,) = server.created

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftkit.config import TargetConfig
-from draftkit.engines.launch import LAUNCHES, Pair
+from draftkit.config import SamplingConfig, TargetConfig
+from draftkit.engines.launch import onnx
 from draftkit.models.loading import load_tokenizer, save_model
 from tests import tiny
 from tests.engines import study
@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
 PROMPTS, TOKENS = 20, 32
 STEPS = 60  # of training
+KINDS = ("sh", "python")  # of blocks in launch.md
 
 
 @pytest.fixture(scope="module")
@@ -101,12 +102,11 @@ def test_the_exported_program_of_onnx_builds_both_models_and_drafts(
     installed("onnx")
     target, draft = (pairs["llama"] / side for side in ("target", "draft"))
     export_pair("onnx", tmp_path, target, draft, gamma=4)
-    (tmp_path / "onnx").mkdir()
-    for name, text in LAUNCHES["onnx"](Pair(target=str(target), gamma=4)).items():
-        (tmp_path / "onnx" / name).write_text(text)
+    text = onnx(str(target), 4, SamplingConfig())
+    ((commands,), (code,)) = (re.findall(rf"```{k}\n(.*?)```", text, re.DOTALL) for k in KINDS)
     environment = os.environ | {"PATH": f"{FOLDER}/onnx/bin:{os.environ['PATH']}"}
     environment.pop("PYTHONPATH", None)
-    for command in (["sh", "onnx/convert.sh"], ["python", "onnx/generate.py"]):
+    for command in (["sh", "-ec", commands], ["python", "-c", code]):
         done = subprocess.run(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
         )

@@ -6,11 +6,12 @@ takes sections of it by name, as `sampling=SamplingConfig(temperature=0.7)`, for
 call. The commands of `pipelines` call what these functions call, and share what they make.
 """
 
+import inspect
 import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
@@ -18,13 +19,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from draftkit.artifacts import fingerprint
+from draftkit.artifacts import fingerprint, first_line, read_json, write_json
 from draftkit.config import (
     Config,
     DivergenceConfig,
     HardwareConfig,
     SamplingConfig,
     SourceConfig,
+    flatten,
 )
 from draftkit.config.choices import require
 from draftkit.data.lengths import Room
@@ -33,7 +35,6 @@ from draftkit.data.rollouts import Record
 from draftkit.data.store import rank_in_group
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.distillation.assembly import load_learner, make_trainer
-from draftkit.distillation.claims import claim
 from draftkit.distillation.fit import Fitted, Fitting
 from draftkit.distillation.samplers import (
     ROLLOUTS,
@@ -48,6 +49,7 @@ from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
 from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather, proposer_of
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.files import commit_of, model_sha256
 from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.models.served import served_sampling
 from draftkit.prompts import Prompt, examples_of, fit_examples, held_out_of
@@ -56,6 +58,7 @@ from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
 
 Note = Callable[[str], None]  # what hears how a job goes on: `print`, or nothing
+DEFAULTS = ("__defaults__", "__kwdefaults__")  # of a function's arguments
 CALIBRATING = 4  # every so many-th prompt calibrates costs, and times nothing
 
 
@@ -191,7 +194,13 @@ def distill(
         sections["divergence"] = _section(DivergenceConfig, divergence)
     if source is not None:
         sections["source"] = _section(SourceConfig, source)
-    config = _training_settings(pair.settings(sections), steps, max_length)
+    config = pair.settings(sections)
+    config = replace(
+        config,
+        optim=replace(config.optim, max_steps=steps or config.optim.max_steps),
+        # The target is in memory: nothing is gained by storing its scores.
+        generate=replace(config.generate, top_k=0),
+    )
     data, context = config.data, pair.context
     read = partial(examples_of, target=pair.target, data=data, context=context, note=note)
     examples, room = fit_examples(read(prompts), data, context=context, max_length=max_length)
@@ -203,7 +212,11 @@ def distill(
     with TemporaryDirectory() if folder is None else nullcontext(folder) as kept:
         work = Path(kept)
         if folder is not None:
-            claim(work, config, {"prompts": examples, "validation": held_out}, loss)
+            call: dict[str, Any] = {"prompts": _ids_of(examples), "validation": _ids_of(held_out)}
+            call["max_length"] = max_length
+            if loss is not None:
+                call["divergence"] = _source_of(loss)
+            _claim(work, config, call)
         rollouts = None
         if reads_rollouts(config):
             count = config.generate.rollouts
@@ -230,20 +243,41 @@ def _section(kind: type[Any], given: Any) -> Any:
     return kind(name=given) if isinstance(given, str) else given
 
 
-def _training_settings(config: Config, steps: int | None, max_length: int | None) -> Config:
-    """`config` with the arguments of `distill` that are no section."""
-    length = max_length or config.data.max_length
-    return replace(
-        config,
-        optim=replace(config.optim, max_steps=steps or config.optim.max_steps),
-        data=replace(
-            config.data,
-            max_length=length,
-            prompt_tokens=min(config.data.prompt_tokens, length - 1),
-        ),
-        # The target is in memory: nothing is gained by storing its scores.
-        generate=replace(config.generate, top_k=0),
-    )
+def _claim(folder: Path, config: Config, call: dict[str, Any]) -> None:
+    """Raise ValueError, naming what differs, where `folder` holds the run of another `call`.
+
+    Models count by their content, wherever they lie.
+    """
+    settings = flatten(asdict(replace(config, hardware=HardwareConfig()))) | call
+    for key in ("target", "draft"):
+        model = getattr(config, key)
+        local, code = Path(model.location).is_dir(), model.trust_remote_code
+        known = model_sha256(Path(model.location), code=code) if local else commit_of(model)
+        settings |= {f"{key}.path": known, f"{key}.revision": None}
+    path = folder / "settings.json"
+    stored = read_json(path) if path.exists() else settings
+    if others := [key for key in {**settings, **stored} if stored.get(key) != settings.get(key)]:
+        raise ValueError(
+            f"{folder} holds a run of other prompts or settings ({', '.join(others)}): "
+            "give another folder"
+        )
+    write_json(path, settings)
+
+
+def _ids_of(examples: Sequence[Example]) -> str:
+    return fingerprint([[example.token_ids, example.loss_mask] for example in examples])
+
+
+def _source_of(loss: Divergence) -> list[str]:
+    """What tells a loss from others: its source, and the values that it was made with."""
+    try:
+        made = [inspect.getclosurevars(loss).nonlocals, *map(loss.__getattribute__, DEFAULTS)]
+        return [inspect.getsource(loss), *map(repr, made)]
+    except (OSError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"divergence: {loss!r} cannot be told from another loss ({first_line(error)}): define "
+            "it in a file, or leave folder out"
+        ) from error
 
 
 def evaluate(

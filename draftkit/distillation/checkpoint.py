@@ -71,13 +71,19 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     return record["notes"]
 
 
-def save_weights(path: Path, trainer: Trainer) -> None:
-    """Write the weights alone: a candidate for export. As above, the first process does."""
+def save_weights(path: Path, trainer: Trainer, notes: dict[str, Any]) -> None:
+    """Write the weights alone, with `notes` (JSON). As above, the first process does."""
     if not trainer.accelerator.is_main_process:
         return
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in trainer.trained()}
     with atomic_path(path) as temporary:
-        save_file(tensors, temporary)
+        save_file(tensors, temporary, metadata={"notes": json.dumps(notes)})
+
+
+def read_notes(path: Path) -> dict[str, Any]:
+    """The notes beside the weights in `path`."""
+    with safe_open(path, framework="pt") as file:
+        return json.loads(file.metadata()["notes"])
 
 
 def load_weights(path: Path, trainer: Trainer) -> None:

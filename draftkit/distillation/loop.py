@@ -2,22 +2,24 @@
 
 The weights with the highest validation alpha are kept, the starting weights among them, so that a
 run that makes the draft worse ends with the draft it began with. Everything that decides what
-happens next is in the checkpoint or a function of the step.
+happens next is in the checkpoint, beside the best weights, or a function of the step.
 
 A checkpoint holds weights and moments, 12 bytes a weight, and there is one of them (two while it is
-written); beside it lie the best weights, 4 bytes each, and better ones that it does not name yet.
+written); so it is with the best weights, 4 bytes each.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftkit.distillation.batch import Batch
 from draftkit.distillation.checkpoint import (
     load_checkpoint,
     load_weights,
+    read_notes,
     save_checkpoint,
     save_weights,
 )
@@ -26,27 +28,21 @@ from draftkit.distillation.sources import Source
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.memory import give_back_freed_memory
 
-CHECKPOINT, BEST = "checkpoint.safetensors", "best-*.safetensors"
+CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
 
 
 @dataclass(frozen=True)
-class Best:
-    """Which weights are the best so far; step 0: those that the run starts from.
+class Outcome:
+    """Where training ended, and with which weights; step 0: those that the run starts from.
 
     `best_alpha` is None where nothing was evaluated, or nothing but NaN came out.
     """
 
-    best_step: int = 0
-    best_alpha: float | None = None
-    last_alpha: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome(Best):
-    """Where training ended, and with which weights."""
-
     steps: int
     tokens: int
+    best_step: int
+    best_alpha: float | None
+    last_alpha: float | None
 
 
 def train(
@@ -67,12 +63,13 @@ def train(
     optim = trainer.optim
     # Only where texts are sampled anew: a resumed run samples them with the same weights.
     saved_every = source.refresh_steps * math.ceil(optim.save_steps / source.refresh_steps)
-    best, stored = Best(), set[int]()  # steps whose weights the checkpoint names
+    best: dict[str, Any] = {"best_step": 0, "best_alpha": None, "last_alpha": None}
     if (folder / CHECKPOINT).exists():
-        best = Best(**load_checkpoint(folder / CHECKPOINT, trainer))
-        stored = {best.best_step}
+        best |= load_checkpoint(folder / CHECKPOINT, trainer)
+        if evaluate is not None:  # these may be of a step behind the checkpoint, and come again
+            best |= read_notes(folder / BEST)
     elif evaluate is not None:
-        best = keep_if_best(trainer, folder, best, evaluate(0))
+        keep_if_best(trainer, folder, best, evaluate(0))
     clock, counted = time.perf_counter(), trainer.tokens
     while trainer.steps < optim.max_steps:
         logged = due(trainer.steps + 1, optim.logging_steps, optim.max_steps)
@@ -88,17 +85,14 @@ def train(
             clock, counted = time.perf_counter(), trainer.tokens
         if due(trainer.steps, optim.eval_steps, optim.max_steps):
             if evaluate is not None:
-                best = keep_if_best(trainer, folder, best, evaluate(trainer.steps))
+                keep_if_best(trainer, folder, best, evaluate(trainer.steps))
             give_back_freed_memory()
         if due(trainer.steps, saved_every, optim.max_steps):
-            save_checkpoint(folder / CHECKPOINT, trainer, vars(best))
-            stored = {best.best_step}
-        if trainer.accelerator.is_main_process:
-            forget_others(folder, {best.best_step, *stored})
+            save_checkpoint(folder / CHECKPOINT, trainer, best)
     trainer.accelerator.wait_for_everyone()  # for files of the first process
     if evaluate is not None:
-        load_weights(best_path(folder, best.best_step), trainer)
-    return Outcome(**vars(best), steps=trainer.steps, tokens=trainer.tokens)
+        load_weights(folder / BEST, trainer)
+    return Outcome(trainer.steps, trainer.tokens, **best)
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -106,35 +100,22 @@ def due(step: int, every: int, last: int) -> bool:
     return step % every == 0 or step == last
 
 
-def best_path(folder: Path, step: int) -> Path:
-    """Where the weights of `step` lie while they are the best."""
-    return folder / f"best-{step:06d}.safetensors"
-
-
-def keep_if_best(trainer: Trainer, folder: Path, best: Best, alpha: float) -> Best:
+def keep_if_best(trainer: Trainer, folder: Path, best: dict[str, Any], alpha: float) -> None:
     """Keep the present weights if `alpha` beats the best so far, as NaN never does.
 
     The weights that a run starts from are kept whatever their alpha. Of several processes that of
     the first counts: what rounds otherwise on one must not let it keep other weights.
     """
     alpha = agree(alpha)
-    known = -math.inf if best.best_alpha is None else best.best_alpha
-    if trainer.steps > 0 and not alpha > known:
-        return replace(best, last_alpha=alpha)
-    # The older file stays until a checkpoint names the newer one: a kill in between loses nothing.
-    save_weights(best_path(folder, trainer.steps), trainer)
-    return Best(trainer.steps, None if math.isnan(alpha) else alpha, alpha)
-
-
-def forget_others(folder: Path, steps: Set[int]) -> None:
-    """Delete candidates but those of `steps`."""
-    kept = {best_path(folder, step) for step in steps}
-    for path in folder.glob(BEST):
-        if path not in kept:
-            path.unlink()
+    known = -math.inf if best["best_alpha"] is None else best["best_alpha"]
+    best["last_alpha"] = alpha
+    if trainer.steps == 0 or alpha > known:
+        now = {"best_step": trainer.steps, "best_alpha": None if math.isnan(alpha) else alpha}
+        best |= now
+        save_weights(folder / BEST, trainer, now)
 
 
 def discard_state(folder: Path) -> None:
     """Delete what only a resumed run needs, of one that is complete and whose weights are saved."""
-    for path in (folder / CHECKPOINT, *folder.glob(BEST)):
-        path.unlink(missing_ok=True)
+    for name in (CHECKPOINT, BEST):
+        (folder / name).unlink(missing_ok=True)

@@ -119,6 +119,7 @@ class Trainer:
         optimizer: OptimizerOf = adamw,
     ) -> None:
         self.draft = draft
+        self.parallel = draft.parallel
         self.teacher = teacher
         self.optim = optim
         kept, size = draft.kept_ids, draft.vocab_size
@@ -259,15 +260,15 @@ class Trainer:
 
     def _entries(self, part: Batch) -> Chains:
         """What the draft reads of a micro-batch, and which tokens it predicts."""
-        if self.draft.parallel is None:
+        if self.parallel is None:
             return part.entries
         process = self.accelerator.process_index
         seed = dropout_seed(seed=self._seed, process=process, step=self.steps)
-        return part.chains(self.draft.parallel, self._decay, torch.Generator().manual_seed(seed))
+        return part.chains(self.parallel, self._decay, torch.Generator().manual_seed(seed))
 
     def _weights(self, part: Batch, entries: Chains) -> Tensor:
         """How much each entry [N] of a micro-batch counts."""
-        divergence, chained = self.objective.divergence, self.draft.parallel is not None
+        divergence, chained = self.objective.divergence, self.parallel is not None
         lag = self._lag(part) if divergence.tokens == "top" else None
         if not chained:
             return token_weights(part, divergence, lag)
@@ -324,7 +325,7 @@ class Trainer:
         """
         # Of one micro-batch at a time, since that may be logits.
         scores = None if self.teacher is None else self.teacher.score(part)
-        if scores is not None and self.draft.parallel is not None:
+        if scores is not None and self.parallel is not None:
             scores = scores.at(entries.predicted)
         if scores is not None and self.objective.outcomes is not None:
             scores = scores.among(self.objective.outcomes)

@@ -7,6 +7,7 @@ from safetensors import safe_open
 from draftkit.distillation.checkpoint import (
     load_checkpoint,
     load_weights,
+    read_notes,
     save_checkpoint,
     save_weights,
 )
@@ -49,9 +50,10 @@ def test_moments_that_began_later_than_the_trainer_are_restored_at_their_own_age
 
 def test_without_the_moments_it_would_not(tmp_path):
     saved = trained(3)
-    save_weights(tmp_path / "w", saved)
+    save_weights(tmp_path / "w", saved, {"best_step": 3})
     restored = trainer(Bigram(9))
     load_weights(tmp_path / "w", restored)
+    assert read_notes(tmp_path / "w") == {"best_step": 3}
     assert torch.equal(saved.draft.table, restored.draft.table)
     for learner in (saved, restored):
         learner.step(batch_of(*BATCH))
@@ -86,7 +88,6 @@ def test_a_damaged_file_is_named_with_the_way_out(tmp_path, content):
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     other = trained(1)
     other.draft.table = torch.nn.Parameter(torch.zeros(3, 3, dtype=torch.float64))
-    save_weights(tmp_path / "w", other)
     save_checkpoint(tmp_path / "c", other, {})
     with pytest.raises(ValueError, match="does not fit this model"):
         load_checkpoint(tmp_path / "c", trainer())

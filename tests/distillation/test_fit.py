@@ -35,7 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ended(alpha: float | None) -> Outcome:
     """What a run returns that ended with `alpha`."""
-    return Outcome(0, None, alpha, steps=1, tokens=0)
+    return Outcome(steps=1, tokens=0, best_step=0, best_alpha=None, last_alpha=alpha)
 
 
 def test_the_best_rate_of_the_trials_trains(pair, tmp_path):

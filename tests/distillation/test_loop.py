@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from draftkit.distillation.loop import CHECKPOINT, discard_state, train
+from draftkit.distillation.checkpoint import read_notes
+from draftkit.distillation.loop import BEST, CHECKPOINT, discard_state, train
 from tests.distillation.bigram import trainer
 from tests.distillation.making import draft_source, text_source
 
@@ -75,7 +76,6 @@ def test_the_weights_with_the_best_validation_alpha_are_kept(tmp_path, alphas, b
     )
     assert (outcome.best_step, outcome.best_alpha) == (best, alphas[best])
     assert torch.equal(learner.draft.table, seen[best])
-    assert [path.name for path in tmp_path.glob("best-*")] == [f"best-{best:06d}.safetensors"]
 
 
 NAN = float("nan")
@@ -123,34 +123,26 @@ def test_a_kill_after_the_best_keeps_it(tmp_path):
     assert outcome.best_step == 6
 
 
-def test_better_weights_wait_for_a_checkpoint_that_names_them(tmp_path):
-    """Between checkpoints there are those of the last one and the best: two files at most."""
-
-    def evaluate(step):
-        files.append(sorted(path.name[5:11] for path in tmp_path.glob("best-*")))
-        return 0.1 + step / 100
+def test_a_kill_behind_the_checkpoint_leaves_the_better_weights_for_when_they_come_again(tmp_path):
+    """Two files at any time, and none when the run is over."""
 
     def steps(kill_at):
         learner = trainer(save_steps=5, eval_steps=1)
 
         def log(step, metrics):
+            files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+            assert files == [BEST, CHECKPOINT][: 1 + (step > 5)]
             if step == kill_at:
                 raise Killed
 
-        train(learner, text_source(learner.draft), tmp_path, evaluate=evaluate, log=log)
+        options = {"evaluate": lambda step: 0.1 - abs(step - 7) / 100, "log": log}
+        return train(learner, text_source(learner.draft), tmp_path, **options)
 
-    files = []
     with pytest.raises(Killed):
         steps(kill_at=9)
-    assert files[7:] == [["000005", "000006"], ["000005", "000007"]]  # before steps 7 and 8
-    assert sorted(path.name for path in tmp_path.glob("best-*")) == [
-        "best-000005.safetensors",
-        "best-000008.safetensors",
-    ]
-    files.clear()
-    steps(kill_at=None)  # from step 5 on, whose weights the checkpoint names
-    assert files[0] == ["000005", "000008"]
-    assert max(map(len, files)) == 2
+    assert read_notes(tmp_path / BEST)["best_step"] == 7  # the checkpoint is of step 5
+    outcome = steps(kill_at=None)
+    assert (outcome.best_step, outcome.best_alpha, outcome.last_alpha) == (7, 0.1, 0.05)
     discard_state(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
 

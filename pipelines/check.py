@@ -11,18 +11,17 @@ from draftkit.config import Config
 from draftkit.models.compatibility import WRONG, findings
 
 from .command import run_command
-from .distill import distill
 from .dry import dry_run
-from .evaluate import evaluate
-from .plan import Step
-from .run import show_plan
+from .plan import DISTILL, EVALUATE
+from .product import Product, plan
+from .stage import show_plan
 
 LIMIT = 3  # batches of a stage, where `limit` gives none
 
 
-def goal_of(config: Config) -> Step:
+def goal_of(config: Config) -> Product:
     """What is to be made."""
-    return (evaluate if config.evaluate.draft == "given" else distill).step(config)
+    return plan(EVALUATE if config.evaluate.draft == "given" else DISTILL, config)
 
 
 def check(config: Config) -> None:

@@ -16,24 +16,28 @@ from draftkit.models.files import commit_of, files_of_model, model_sha256
 from draftkit.models.gguf_files import VERSION, convert, file_named
 from draftkit.models.loading import check_folder
 
-from .folder import locked
-from .plan import MEMORY, Given
+from .lock import locked
 
+MEMORY = Path("shared") / "checksums.json"  # below the root: remembered checksums
 Model = TypeVar("Model", bound=ModelConfig)
 
 
-def given_model(model: ModelConfig, root: str) -> Given:
-    """The model of a section that names one; of the hub, its name and the commit of its revision.
+def digest_of_model(folder: Path, root: str, *, code: bool = False) -> str:
+    """The checksum of what loading reads of a model's folder, with `code` its modules too."""
+    files, checksum = files_of_model(folder, code=code), partial(model_sha256, code=code)
+    return remembered(folder, Path(root) / MEMORY, checksum, files)
+
+
+def address_of_model(model: ModelConfig, root: str) -> str:
+    """The checksum of the model that a section names; of the hub, its name and commit.
 
     Raises ValueError naming the model's key where there is none.
     """
-    assert model.path is not None
     check_folder(model)
-    folder, code = Path(model.location), model.trust_remote_code
+    folder = Path(model.location)
     if folder.is_dir():
-        files, checksum = files_of_model(folder, code=code), partial(model_sha256, code=code)
-        return Given(remembered(folder, Path(root) / MEMORY, checksum, files), model.location)
-    return Given(f"{model.path}@{commit_of(model)}", model.path)
+        return digest_of_model(folder, root, code=model.trust_remote_code)
+    return f"{model.path}@{commit_of(model)}"
 
 
 def unpacked(model: Model, root: str) -> tuple[Model, str]:
@@ -55,16 +59,16 @@ def unpacked(model: Model, root: str) -> tuple[Model, str]:
     return replace(model, path=str(folder), revision=None), line
 
 
-def given_text(data: DataConfig, root: str) -> Given:
-    """What `data` names: a file by its content, a data set by its name.
+def address_of_text(data: DataConfig, root: str) -> str:
+    """Of what `data` names: of a file its content, of a data set its name.
 
     Raises ValueError for a missing file.
     """
     if data.name == "hub":
-        return Given(fingerprint([data.path, data.subset, data.split]), str(data.path))
+        return fingerprint([data.path, data.subset, data.split])
     path = data.file
     if not path.is_file():
         raise ValueError(f"data.path {path}: no such file")
     if data.is_packaged:  # small, and a plan is to leave no trace
-        return Given(sha256_file(path), str(path))
-    return Given(remembered(path, Path(root) / MEMORY, sha256_file, [path]), str(path))
+        return sha256_file(path)
+    return remembered(path, Path(root) / MEMORY, sha256_file, [path])

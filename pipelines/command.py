@@ -1,21 +1,22 @@
 """A stage as a command: Hydra around it, one clear line for bad input, exit codes.
 
 Exit code 0: complete. 2: something that the user can put right, told in one line on stderr.
-1: a bug, with its traceback. 130: interrupted. This module does not know what is launched.
+1: a bug, with its traceback. 130: interrupted.
 """
 
-import errno
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig
 
 from draftkit.config import Config
+from draftkit.distillation.ranks import leave_group
 
 from .configuration import (
     COMPOSITION_ERRORS,
@@ -28,34 +29,15 @@ from .configuration import (
     swept_label,
     to_config,
 )
+from .dry import dry_run
+from .errors import user_line
+from .product import Stage, complete_summary, plan
+from .stage import is_first, make_all, module_of, say, show_plan
 
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 DRY = ("distill", "evaluate", "generate", "export", "check")  # what takes `limit`
 OVERRIDE = re.compile(r"[^-].*=|~")  # a word that is neither an option nor its value
 
 Launch = Callable[[Config, str], Any]
-
-
-def disk_is_full(error: BaseException) -> bool:
-    """Whether `error` says so, as an OSError or in the words of a library that wraps it."""
-    if isinstance(error, OSError) and error.errno in _DISK_FULL:
-        return True
-    return "No space left on device" in str(error)
-
-
-def user_line(error: Exception) -> str:
-    """The one line about an error that is the user's to put right; empty for a bug."""
-    if isinstance(error, COMPOSITION_ERRORS):
-        return explain(error)
-    if disk_is_full(error):
-        full = getattr(error, "filename", None) or "the output folder"
-        return f"no space left on the device of {full}: free some, or use root=..."
-    if isinstance(error, OSError) and error.errno in _NOT_ALLOWED:
-        return f"{error.strerror}: {error.filename}; change its permissions, or use root=..."
-    if isinstance(error, ValueError):
-        return " ".join(str(error).split())
-    return ""
 
 
 def _guard(name: str, call: Callable[[], Any], *, raw: bool) -> None:
@@ -68,7 +50,8 @@ def _guard(name: str, call: Callable[[], Any], *, raw: bool) -> None:
     except Exception as error:
         if raw:
             raise
-        line, code = user_line(error), 2
+        composing = isinstance(error, COMPOSITION_ERRORS)
+        line, code = explain(error) if composing else user_line(error), 2
         if not line:
             traceback.print_exc()
             raise SystemExit(1) from None
@@ -104,3 +87,41 @@ def run_command(name: str, launch: Launch) -> None:
     decorate = hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name="config")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us whole, to be told in one line
     _guard(name, decorate(job), raw=raw)
+
+
+def launch(stage: Stage, config: Config) -> dict[str, Any]:
+    """Print the plan, make what is missing, then what `show` of the stage's module prints.
+
+    Gives the summary. Raises ValueError, one line, for everything that the user can put right.
+    """
+    product, name = plan(stage, config), stage.name
+    redo = name if config.overwrite else ""
+    if config.plan:
+        show_plan(name, [product], redo)
+        return {}
+    if config.limit is not None:
+        dry_run(name, [product], config.limit)
+        return {}
+    if not make_all(name, [product], redo=redo, mine=name):
+        say(f"{name}: {product.folder} is complete, nothing to do (overwrite=true redoes it)")
+    if not is_first():
+        return {}
+    summary = complete_summary(product)
+    assert summary is not None
+    if (show := getattr(module_of(stage), "show", None)) is not None:
+        show(config, product.folder)
+    return summary
+
+
+def main(stage: Stage) -> None:
+    """The command `python -m pipelines.<stage>`."""
+
+    def job(config: Config, swept: str) -> None:
+        if swept:
+            say(f"{stage.name}: sweep job {swept}")
+        launch(stage, replace(config, job=swept or None))
+
+    try:
+        run_command(stage.name, job)
+    finally:
+        leave_group()

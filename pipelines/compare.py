@@ -21,6 +21,7 @@ from draftkit.artifacts import fingerprint, read_json, write_json
 from draftkit.config import Config, flatten
 from draftkit.tracking import scalars
 
+from .command import main
 from .evaluate import PROMPTS
 from .experiments.matrix import (
     Cell,
@@ -31,9 +32,8 @@ from .experiments.matrix import (
     matrix_table,
     temperatures,
 )
-from .folder import CONFIG
-from .plan import MANIFEST, SUMMARY, Given, StageFolder
-from .run import stage
+from .product import MANIFEST, SUMMARY, Input, Product, Stage
+from .stage import CONFIG, StageFolder
 
 STAGES = ("evaluate", "distill")  # the first that is there gives the numbers
 TRAINING = "train"
@@ -255,12 +255,14 @@ def show(config: Config, path: Path) -> None:
     render(product["runs"], product["findings"], Console())
 
 
-@stage(
-    sections=(),
-    needs=lambda c: {row["run"]: Given(fingerprint(repr(row))) for row in read_runs(c.runs)},
-    product=None,
-    after=show,
-)
+def rows_given(config: Config) -> list[Product]:
+    """The rows by their content."""
+    return [Product(config, given=fingerprint(repr(row))) for row in read_runs(config.runs)]
+
+
+STAGE = Stage(name="compare", inputs=(Input("runs", rows_given),), product=None)
+
+
 def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Write `compare.json`: the rows, the settings that differ and the findings."""
     rows = read_runs(config.runs)
@@ -285,4 +287,4 @@ def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    compare.main()
+    main(STAGE)

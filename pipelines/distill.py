@@ -9,7 +9,6 @@ that states its numbers.
 
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +24,17 @@ from draftkit.evaluation.report import result_lines, ways_table
 from draftkit.models.files import CARD
 from draftkit.models.served import FILE as GENERATION_CONFIG
 
-from .evaluate import SAMPLES, evaluate
-from .plan import MANIFEST, SUMMARY, Given, StageFolder, Step
-from .prepare import pair_and_text
-from .run import stage
-from .train import DRAFT, train
-
-
-def needs(config: Config) -> dict[str, Given | Step]:
-    """The pair and its text, the trained drafter, and its evaluation beside the starting one."""
-    judged = replace(config, evaluate=replace(config.evaluate, draft="trained"))
-    steps = {"train": train.step(config), "evaluate": evaluate.step(judged)}
-    return {**pair_and_text(config), **steps}
+from .command import main
+from .evaluate import SAMPLES
+from .plan import DISTILL
+from .product import MANIFEST, SUMMARY, plan
+from .stage import StageFolder
+from .train import DRAFT
 
 
 def show(config: Config, folder: Path) -> None:
     """Print what the pair says, what changed, and where all of it is."""
-    judged, colour = Path(needs(config)["evaluate"].path), sys.stdout.isatty()
+    judged, colour = plan(DISTILL, config).paths["evaluate"], sys.stdout.isatty()
     print((judged / SAMPLES[colour]).read_text(encoding="utf-8"))
     summary = read_json(judged / SUMMARY)
     Console(width=80).print(result_lines(summary), ways_table(summary), sep="\n")
@@ -49,7 +42,6 @@ def show(config: Config, folder: Path) -> None:
     print("All numbers: the same command with `evaluate` in place of `distill`")
 
 
-@stage(sections=(), version=2, needs=needs, product=None, after=show)
 def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Lay the judged drafter out for use, with the numbers of training and evaluation."""
     trained = folder.input("train").parent
@@ -75,4 +67,4 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    distill.main()
+    main(DISTILL)

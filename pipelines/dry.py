@@ -23,11 +23,11 @@ from draftkit.distillation.sources import SCORED_AT_ONCE
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import free_bytes
 
-from .folder import LOCK, locked
-from .plan import SUMMARY, Given, Step, ordered, pending
-from .rehearsal import RUNS, Job, lengthen, main
-from .run import check_texts, run_step
-from .texts import TOKENIZER, answer_tokens
+from .lengths import answer_tokens
+from .lock import LOCK, locked
+from .product import GIVEN, SUMMARY, Product, ordered, pending
+from .rehearsal import Job, lengthen, main
+from .stage import check, make, notice
 from .weights import gigabytes, refuse_too_large
 
 FOLDER = ".dry"
@@ -45,23 +45,22 @@ REMEDIES = {
 SMALLER = "use a smaller model, or a lower per_device_train_batch_size of its pretrain"
 
 
-def dry_run(name: str, goals: Sequence[Step], limit: int) -> None:
+def dry_run(name: str, goals: Sequence[Product], limit: int) -> None:
     """Print what every stage to do for `goals` takes. Raises ValueError for what does not fit."""
     if processes() > 1:
         raise ValueError("limit: a dry run is one process, and each of a launch takes as much")
     to_do = pending(goals)
     for step in to_do:
-        if step.stage.check is not None:
-            step.stage.check(step.config)
+        check(step)
     refuse_too_large(to_do)
     for step in to_do:
         if step.name == "texts":
-            run_step(step)
+            make(step)
     for step in to_do:
-        check_texts(step)
+        notice(step)
     config = goals[0].config
     free, root = free_bytes(resolve_device(config.hardware)), Path(config.root) / FOLDER
-    waiting = [step for step in to_do if step.name in RUNS]
+    waiting = [step for step in to_do if step.name != "texts"]
     measured: dict[Path, dict[str, float]] = {}
     with locked(root, wait=False):
         _empty(root)
@@ -88,16 +87,17 @@ def dry_run(name: str, goals: Sequence[Step], limit: int) -> None:
 class Rehearsals:
     """The stages that are `waiting`, of which each reads what those before it have left."""
 
-    def __init__(self, root: Path, waiting: Sequence[Step], limit: int) -> None:
+    def __init__(self, root: Path, waiting: Sequence[Product], limit: int) -> None:
         self.root, self.limit = root, limit
         self.dry = {one.folder: root / f"{n}-{one.name}" for n, one in enumerate(waiting)}
         self.scored = any(one.name == "scores" for one in waiting)
 
-    def measure(self, step: Step) -> dict[str, Any]:
+    def measure(self, step: Product) -> dict[str, Any]:
         """What the process of `step` sends. Raises ValueError for what it refuses."""
-        texts = next(Path(one.path) for one in ordered([step]) if one.name == "texts")
+        texts = next(one.path for one in ordered([step]) if one.name == "texts")
         own, longest = (self._inputs(step, texts, longest=value) for value in (False, True))
-        job = Job(step.name, step.config, self.limit, self.dry[step.folder], texts, own, longest)
+        folder, digests = self.dry[step.folder], step.digests
+        job = Job(step.name, step.config, self.limit, folder, texts, own, longest, digests)
         context: Any = multiprocessing.get_context(METHOD)
         if METHOD == "forkserver":
             context.set_forkserver_preload(PRELOADED)
@@ -116,25 +116,25 @@ class Rehearsals:
             raise RuntimeError(f"the dry run of {step.name} failed:\n{result.get('bug', '')}")
         return result or {"failed": "the system ended its process"}  # as a control group ends it
 
-    def _inputs(self, step: Step, texts: Path, *, longest: bool) -> dict[str, Given]:
+    def _inputs(self, step: Product, texts: Path, *, longest: bool) -> dict[str, Path]:
         """What `step` needs, as it is given, made already, or left by the dry run."""
-        inputs: dict[str, Given] = {}
-        for name, need in step.needs.items():
-            if isinstance(need, Given):
-                inputs[name] = need
+        inputs: dict[str, Path] = {}
+        for name, need in step.inputs.items():
+            if need.stage is GIVEN:
+                inputs[name] = need.path
             elif need.name == "texts":
-                inputs[name] = Given(need.address, str(self._texts(step, texts, longest=longest)))
+                inputs[name] = self._texts(step, texts, longest=longest)
             elif need.folder in self.dry:
                 records = need.name in ("generate", "contexts", "scores")
                 folder = self.dry[need.folder] / ("longest" if longest and records else "own")
-                inputs[name] = Given("dry", str(folder / (need.stage.product or "")))
+                inputs[name] = folder / (need.stage.product or "")
             elif longest and need.name in ("generate", "contexts"):
-                inputs[name] = Given("dry", str(self._lengthened(step, need, texts)))
+                inputs[name] = self._lengthened(step, need, texts)
             else:
-                inputs[name] = Given(need.digest, need.path)
+                inputs[name] = need.path
         return inputs
 
-    def _texts(self, step: Step, texts: Path, *, longest: bool) -> Path:
+    def _texts(self, step: Product, texts: Path, *, longest: bool) -> Path:
         """The texts in their own order (few, where all would be scored), or the longest."""
         config = step.config
         fixed = config.source.name == "fixed"
@@ -148,13 +148,13 @@ class Rehearsals:
         rows = max(rows, config.optim.rows_of_a_process)
         return write_texts(texts, self.root / "longest", rows, key="whole" if fixed else "prompt")
 
-    def _lengthened(self, step: Step, need: Step, texts: Path) -> Path:
+    def _lengthened(self, step: Product, need: Product, texts: Path) -> Path:
         """Answers that are made already, behind the longest prompts and as long as they get."""
         folder = self.root / f"{need.name}-{need.address}"
         if not folder.exists():
             splits = read_splits(self._texts(step, texts, longest=True))
             new = splits.room.new if need.name == "generate" else answer_tokens(need.config)
-            lengthen(Path(need.path), folder, vars(splits), new)
+            lengthen(need.path, folder, vars(splits), new)
         return folder
 
 
@@ -173,8 +173,8 @@ def write_texts(texts: Path, folder: Path, rows: int, key: str = "") -> Path:
         chosen = heapq.nlargest(rows, some, key=length) if key else islice(some, rows)
         write_rows(folder / f"{split}.arrow", SCHEMA, map(vars, chosen))
     shutil.copyfile(texts / ABOUT, folder / ABOUT)
-    if (texts / TOKENIZER).exists():
-        shutil.copytree(texts / TOKENIZER, folder / TOKENIZER)
+    for tokenizer in texts.glob("tokenizer"):
+        shutil.copytree(tokenizer, folder / tokenizer.name)
     return folder
 
 
@@ -185,7 +185,7 @@ def _empty(folder: Path) -> None:
 
 
 def show(
-    steps: Sequence[Step], to_do: Sequence[Step], measured: Mapping[Path, Mapping[str, float]]
+    steps: Sequence[Product], to_do: Sequence[Product], measured: Mapping[Path, Mapping[str, float]]
 ) -> None:
     """Print the plan with what each step takes, at 80 columns."""
     print(f"  {'step':<9} {'':<9} {'memory':>8} {'time':>13}  folder")

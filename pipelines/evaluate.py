@@ -33,25 +33,19 @@ from draftkit.models.parallel import kind_of
 from draftkit.theory.acceptance import LEAST_UNITS
 from draftkit.tracking import Tracker
 
-from .generate import contexts, read_contexts
-from .plan import SUMMARY, Given, StageFolder, Step
-from .prepare import check_pair, pair_and_text
-from .run import stage
-from .texts import answer_tokens, shares_of, training_texts
-from .train import train
+from .command import main
+from .contexts import read_contexts
+from .lengths import answer_tokens
+from .plan import EVALUATE, at_temperatures
+from .prepare import check_pair
+from .product import SUMMARY
+from .stage import StageFolder
+from .texts import shares_of, training_texts
 
 TRACES, WIDTH = 3, 80  # cells of a line
 SAMPLES = {True: "samples.ansi", False: "samples.txt"}  # as read: with colours, with marks
 PROMPTS = "prompts.json"  # scores of every prompt, so that runs can be paired
 TIMING = "timing.json"  # seconds and tokens of every chunk, by way
-
-
-def judged_inputs(config: Config) -> dict[str, Given | Step]:
-    """The pair, the text, and the trained drafter where that is the one to judge."""
-    inputs = pair_and_text(config)
-    if config.evaluate.draft == "trained":
-        inputs["trained"] = train.step(config)
-    return inputs
 
 
 def drafts_of(config: Config, folder: StageFolder) -> dict[str, DraftConfig]:
@@ -62,16 +56,7 @@ def drafts_of(config: Config, folder: StageFolder) -> dict[str, DraftConfig]:
     before = replace(
         start, kind=kind_of(None)
     )  # as it is: `distill` alone makes a parallel one of it
-    return {"before": before, "after": with_path(start, folder.input("trained"))}
-
-
-def needs(config: Config) -> dict[str, Given | Step]:
-    """What is judged, and the target's answers under the prompts' and each judged temperature."""
-    inputs, served = judged_inputs(config), config.sampling
-    for temperature in (served.temperature, *(config.evaluate.temperatures or [])):
-        sampled = replace(config, sampling=replace(served, temperature=temperature))
-        inputs[f"contexts at {temperature:g}"] = contexts.step(sampled)
-    return inputs
+    return {"before": before, "after": with_path(start, folder.input("train"))}
 
 
 def check(config: Config) -> None:
@@ -84,7 +69,7 @@ def check(config: Config) -> None:
     check_pair(config)
 
 
-def check_prompts(config: Config, texts: Path) -> str:
+def notice(config: Config, texts: Path) -> str:
     """What to say where documents will not suffice for a verdict, before hours go into the rest."""
     options = config.evaluate
     needed = LEAST_UNITS * options.timing_batch_size
@@ -172,32 +157,27 @@ def show(config: Config, folder: Path) -> None:
     console.print(f"What was accepted and corrected, token by token: {folder / 'trace.html'}")
 
 
-@stage(
-    sections=("seed", "data", "sampling", "decode", "evaluate"),
-    version=3,
-    needs=needs,
-    check=check,
-    check_texts=check_prompts,
-    after=show,
-)
 def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Judge the drafts under every temperature of `evaluate.temperatures`."""
     options = replace(config.evaluate, max_new_tokens=answer_tokens(config))
     config, served = replace(config, evaluate=options), config.sampling.temperature
-    prompts = prompts_in(folder, folder.input(f"contexts at {served:g}"))
+    temperatures = [one.sampling.temperature for one in at_temperatures(config)]
+    # Not strict: the dry run judges fewer temperatures than it has answers for.
+    answers_at = dict(zip(temperatures, folder.each("contexts"), strict=False))
+    prompts = prompts_in(folder, answers_at[served])
     target = load_target(folder.model(config, "target"), config.hardware)
     folder.mark("loaded")
     models = drafts_of(config, folder)
     lossless = check_lossless(target, models, prompts, config, folder.note)
     gc.collect()  # models stand in reference cycles: one copy of each draft at a time
     drafts: dict[str, Adapter] = {name: load_draft(one, target) for name, one in models.items()}
-    main = list(drafts)[-1]
+    judged = list(drafts)[-1]
     by_temperature: dict[str, dict[str, Any]] = {}
     by_prompt: dict[str, dict[str, Any]] = {}
     by_chunk: dict[str, dict[str, Any]] = {}
     for temperature in config.evaluate.temperatures or [served]:
         sampling, key = replace(config.sampling, temperature=temperature), f"{temperature:g}"
-        answers = folder.input(f"contexts at {key}")
+        answers = answers_at[temperature]
         evidence = gather(
             target,
             drafts,
@@ -211,21 +191,21 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         )
         folder.mark("timed")
         if not by_temperature:
-            write_traces(folder.path, evidence[main], target)
+            write_traces(folder.path, evidence[judged], target)
         computes = machine(gpu=target.adapter.device.type == "cuda")
-        by_temperature[key] = compare(evidence, main, sampling, config) | {"machine": computes}
+        by_temperature[key] = compare(evidence, judged, sampling, config) | {"machine": computes}
         scored = {name: part.scored.as_dict() for name, part in evidence.items()}
         by_prompt[key] = {"contexts": answers.name, **scored}
         by_chunk[key] = chunks_of(evidence)
-        track(folder.tracker, temperature, by_temperature[key], evidence[main])
+        track(folder.tracker, temperature, by_temperature[key], evidence[judged])
     write_json(folder.path / PROMPTS, by_prompt)
     write_json(folder.path / TIMING, by_chunk)
     first = next(iter(by_temperature.values()))
-    if (kept := getattr(drafts[main], "kept_ids", None)) is not None:
+    if (kept := getattr(drafts[judged], "kept_ids", None)) is not None:
         first["kept_ids"] = len(kept)
-    kind, shares = kind_of(drafts[main].parallel), shares_of(folder.input("texts"))
+    kind, shares = kind_of(drafts[judged].parallel), shares_of(folder.input("texts"))
     return {**first, "by_temperature": by_temperature, "kind": kind, **shares}
 
 
 if __name__ == "__main__":
-    evaluate.main()
+    main(EVALUATE)

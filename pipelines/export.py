@@ -19,29 +19,21 @@ from draftkit.models.files import CARD
 from draftkit.models.loading import check_kind, model_config, with_path
 from draftkit.models.parallel import parallel_of
 
-from .evaluate import evaluate
-from .plan import MANIFEST, SUMMARY, Given, StageFolder, Step
-from .prepare import check_pair, models
-from .run import stage
-from .train import train
+from .command import main
+from .plan import EXPORT
+from .prepare import check_pair
+from .product import MANIFEST, SUMMARY
+from .stage import StageFolder
 
-PLAIN, LAUNCH, JUDGED = "hf", "launch.md", "evaluation"
+PLAIN, LAUNCH, JUDGED = "hf", "launch.md", "evaluate"
 
-
-def needs(config: Config) -> dict[str, Given | Step]:
-    """The pair, its training, and its evaluation where there is one."""
-    inputs, judged = models(config), evaluate.step(config)
-    if config.evaluate.draft == "trained":
-        inputs["trained"] = train.step(config)
-    if (judged.folder / SUMMARY).is_file():
-        inputs[JUDGED] = judged
-    return inputs
+check = check_pair
 
 
 def drafter_of(config: Config, folder: StageFolder) -> DraftConfig:
     """The drafter to export."""
     start = folder.model(config, "draft")
-    return with_path(start, folder.input("trained")) if "trained" in folder.needs else start
+    return with_path(start, folder.input("train")) if "train" in folder.inputs else start
 
 
 def show(config: Config, folder: Path) -> None:
@@ -58,17 +50,10 @@ def show(config: Config, folder: Path) -> None:
             print(f"{engine:<9} {tokens:.2f} tokens a pass at gamma {gamma}, computed")
 
 
-@stage(
-    sections=("export", "sampling", "decode.gamma"),
-    needs=needs,
-    check=check_pair,
-    version=2,
-    after=show,
-)
 def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Write both; the summary says at which gamma each engine is started and what to expect."""
     target = folder.model(config, "target")
-    judged = read_json(folder.input(JUDGED) / SUMMARY) if JUDGED in folder.needs else None
+    judged = read_json(folder.input(JUDGED) / SUMMARY) if JUDGED in folder.inputs else None
     drafter = drafter_of(config, folder)
     check_kind(config.draft, model_config(drafter))
     parallel = parallel_of(model_config(drafter)) is not None
@@ -111,4 +96,4 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    export.main()
+    main(EXPORT)

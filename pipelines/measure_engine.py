@@ -25,18 +25,13 @@ from draftkit.evaluation.report import interval, signed
 from draftkit.models.loading import load_draft, load_target
 from draftkit.theory.acceptance import Rate, estimate
 
-from .evaluate import drafts_of, judged_inputs
-from .generate import contexts, read_contexts
-from .plan import SUMMARY, Given, StageFolder, Step
-from .run import stage
-from .texts import answer_tokens
-
-CONTEXTS = "contexts"
-
-
-def needs(config: Config) -> dict[str, Given | Step]:
-    """The pair, the prompts, and the target's answers to them under the served sampling."""
-    return {**judged_inputs(config), CONTEXTS: contexts.step(config)}
+from .command import main
+from .contexts import read_contexts
+from .evaluate import drafts_of
+from .lengths import answer_tokens
+from .plan import MEASURE_ENGINE
+from .product import SUMMARY
+from .stage import StageFolder
 
 
 def connected(config: Config) -> Server:
@@ -109,19 +104,9 @@ def show(config: Config, folder: Path) -> None:
         )
 
 
-@stage(
-    sections=(
-        *("seed", "data", "sampling", "evaluate.draft", "evaluate.prompts"),
-        *("evaluate.max_new_tokens", "engine"),
-    ),
-    needs=needs,
-    check=check,
-    product=None,
-    after=show,
-)
 def measure_engine(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Count on the server, predict at its gamma, and compare."""
-    texts, limit = read_contexts(folder.input(CONTEXTS), "test"), answer_tokens(config)
+    texts, limit = read_contexts(folder.input("contexts"), "test"), answer_tokens(config)
     prompts = [record.prompt_ids for record in texts]
     with closing(connected(config)) as server:
         folder.note(f"{len(prompts)} prompts to {server.engine}, one at a time")
@@ -144,4 +129,4 @@ def measure_engine(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    measure_engine.main()
+    main(MEASURE_ENGINE)

@@ -11,17 +11,13 @@ from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.pretrain import make_draft
-from draftkit.distillation.sources import reads_rollouts
 from draftkit.models.loading import load_tokenizer
 from draftkit.models.shrink import check_vocabulary, chosen_layers
 from draftkit.models.vocabulary import check_same_tokenizer
 
-from .checksums import given_model, given_text
-from .generate import generate
-from .plan import Given, StageFolder, Step
-from .run import stage
-from .target import target_input, text_and_target
-from .texts import texts
+from .command import main
+from .plan import PREPARE
+from .stage import StageFolder
 
 
 def check(config: Config) -> None:
@@ -32,21 +28,6 @@ def check(config: Config) -> None:
         check_vocabulary(options.vocabulary, config.data.vocab_size)
 
 
-def needs(config: Config) -> dict[str, Given | Step]:
-    """The text and the target, whose rollouts tell the ids to keep where the drafter reads them."""
-    inputs, source = text_and_target(config), config.source.name
-    if config.draft.shrink.vocabulary and (source == "target" or reads_rollouts(config)):
-        inputs["rollouts"] = generate.step(config)
-    return inputs
-
-
-@stage(
-    sections=("seed", "data", "draft.pretrain", "draft.shrink"),
-    shared=True,
-    product="draft",
-    needs=needs,
-    check=check,
-)
 def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Make the drafter, in `draft` of the folder."""
     tokenizer = load_tokenizer(folder.model(config, "target"))
@@ -59,25 +40,9 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
             folder.path,
             tracker=folder.tracker,
             note=folder.note,
-            answers=read_parts(folder.input("rollouts")) if "rollouts" in folder.needs else (),
+            answers=read_parts(folder.input("generate")) if "generate" in folder.inputs else (),
         )
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256}
-
-
-# The pair, as other stages need it: a model that the configuration names is read where it lies
-
-
-def models(config: Config) -> dict[str, Given | Step]:
-    """The target, and the starting draft: the one that is given, or the step that makes it."""
-    is_given, target = config.draft.path is not None, target_input(config)
-    draft = given_model(config.draft, config.root) if is_given else prepare.step(config)
-    return {"target": target, "draft": draft}
-
-
-def pair_and_text(config: Config) -> dict[str, Given | Step]:
-    """The pair, and the text by its source and as it was read."""
-    data = given_text(config.data, config.root)
-    return {"data": data, "texts": texts.step(config), **models(config)}
 
 
 def check_pair(config: Config) -> None:
@@ -93,4 +58,4 @@ def check_pair(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    prepare.main()
+    main(PREPARE)

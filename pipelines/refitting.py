@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -20,11 +19,11 @@ from draftkit.online.assembly import make_refit
 from draftkit.online.daemon import Daemon
 from draftkit.online.refit import Anchors, Refit, Update
 
-from .folder import SUMMARY, locked
-from .generate import contexts, generate, read_contexts, scores
-from .plan import Given, StageFolder, Step
-from .prepare import check_pair, models
-from .run import products, show_plan, tracker_of
+from .contexts import read_contexts
+from .lock import locked
+from .plan import ONLINE
+from .prepare import check_pair
+from .product import SUMMARY, plan
 from .service import (
     SERVER,
     STATE,
@@ -32,24 +31,16 @@ from .service import (
     checksums_of,
     clear_service,
     daemon_folder,
-    registry_of,
     seeded_registry,
     service_folder,
 )
-
-
-def rollback(config: Config) -> None:
-    """Make another version of a route current; the server takes it at its next look."""
-    options = config.online
-    registry = registry_of(config, options.route)
-    version = registry.rollback(options.version, reason="by command")
-    print(f"online: {options.route} is back at {version.name}")
+from .stage import StageFolder, inputs_of, show_plan, tracker_of
 
 
 def daemon(config: Config) -> None:
     """Refit until told to stop. Raises ValueError where a daemon of this service runs already."""
     if config.plan:
-        return show_plan("online", daemon_needs(config).values())
+        return show_plan("online", plan(ONLINE, config).made())
     os.nice(config.online.nice)
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
@@ -72,7 +63,7 @@ def daemon(config: Config) -> None:
 def watch(config: Config, folder: Path, stop: Event) -> None:
     """Load what refitting needs, and run the loop; with `overwrite` from an empty folder on."""
     check_pair(config)
-    made = products("online", daemon_needs(config))
+    made = inputs_of(ONLINE, config)
     fingerprints = checksums_of(made)
     if config.overwrite:
         print(f"online: clearing {folder} (overwrite=true)", flush=True)
@@ -121,38 +112,14 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
         buffer.close()
 
 
-def daemon_needs(config: Config) -> dict[str, Given | Step]:
-    """The pair, and the texts of which anchors are taken.
-
-    Raises ValueError where nothing is stored to learn from.
-    """
-    options, stored = config.online, config.online.teacher == "stored"
-    if stored and options.buffer.top_k == 0:
-        raise ValueError(
-            "online.teacher=stored learns from the scores in the buffer: set online.buffer.top_k "
-            "above 0, or online.teacher=target"
-        )
-    inputs = models(config)
-    if options.anchor_fraction == 0 and options.gate.anchors == 0:
-        return inputs
-    if not stored:
-        return {**inputs, "rollouts": generate.step(config), "contexts": contexts.step(config)}
-    scored = replace(
-        config,
-        source=replace(config.source, name="target"),
-        generate=replace(config.generate, top_k=options.buffer.top_k),
-    )
-    return {**inputs, "scores": scores.step(scored)}
-
-
 def load_anchors(config: Config, made: StageFolder) -> Anchors:
     """Answers of the target to prompts of `data`: some to mix in, held-out ones for the gate."""
     options = config.online
-    if "scores" in made.needs:
+    if "scores" in made.inputs:
         train = read_parts(made.input("scores"))
         held_out = read_contexts(made.input("scores"), "validation")
-    elif "rollouts" in made.needs:
-        train = read_parts(made.input("rollouts"))
+    elif "generate" in made.inputs:
+        train = read_parts(made.input("generate"))
         held_out = read_contexts(made.input("contexts"), "validation")
     else:
         return Anchors()

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import cycle, islice
 from math import ceil
 from multiprocessing.connection import Connection
@@ -34,21 +35,15 @@ from draftkit.models.devices import resolve_device
 from draftkit.models.memory import KEPT_BYTES, keep_freed_memory, peak_bytes, reset_peak
 from draftkit.tracking import FILE_NAME, Tracker, read_metrics
 
-from .command import user_line
-from .distill import distill
-from .evaluate import TIMING, evaluate
-from .export import export
-from .generate import contexts, generate, scores
-from .plan import MANIFEST, SUMMARY, Given, Run, StageFolder
-from .prepare import prepare
-from .target import target
-from .texts import answer_tokens
-from .train import train
+from .errors import user_line
+from .lengths import answer_tokens
+from .plan import at_temperatures
+from .product import MANIFEST, SUMMARY
+from .stage import StageFolder
 
 Pretrain = TypeVar("Pretrain", bound=PretrainConfig)
 
-STAGES = (target, prepare, generate, contexts, scores, train, evaluate, distill, export)
-RUNS: Mapping[str, Run] = {one.name: one.run for one in STAGES}
+TIMING = "timing.json"  # of `evaluate`
 READS_LONGEST = ("generate", "contexts", "scores", "train", "evaluate")
 TRAINING = ("target", "prepare", "train")  # whose many steps leave freed memory between them
 FILES = 3  # of answers whose lengths are changed
@@ -70,8 +65,9 @@ class Job:
     limit: int
     folder: Path
     texts: Path
-    own: Mapping[str, Given]
-    longest: Mapping[str, Given]
+    own: Mapping[str, Path]
+    longest: Mapping[str, Path]
+    digests: Mapping[str, str]
 
 
 def lengthened(record: Record, prompt: Sequence[int], new: int) -> Record:
@@ -182,12 +178,18 @@ def take(job: Job, *, longest: bool) -> Taken:
     """Run the stage in one of the two orders."""
     folder = job.folder / ("longest" if longest else "own")
     folder.mkdir(parents=True)
-    needs = job.longest if longest else job.own
-    given = StageFolder(folder, Tracker(folder), stage=job.name, needs=needs)
+    given = StageFolder(
+        folder,
+        Tracker(folder),
+        stage=job.name,
+        inputs=job.longest if longest else job.own,
+        digests=job.digests,
+    )
     torch.manual_seed(job.config.seed)
     started, begun, compiled = time.time(), now(), compile_seconds()
+    stage = getattr(import_module(f".{job.name}", __package__), job.name)
     with Path(os.devnull).open("w") as silent, contextlib.redirect_stdout(silent):
-        summary = dict(RUNS[job.name](shortened(job, longest=longest), given))
+        summary = dict(stage(shortened(job, longest=longest), given))
     given.tracker.finish(0)
     ended = now()
     write_json(folder / MANIFEST, {"provenance": provenance()})
@@ -232,7 +234,7 @@ def training_seconds(job: Job, taken: Taken) -> float:
     """Loading and the first step; steps, validations and checkpoints; trials of the rate."""
     optim, steps = job.config.optim, taken.times("train")
     _, last = taken.times("validation")
-    folder = Path(job.own["scores" if "scores" in job.own else "contexts"].path)
+    folder = job.own["scores" if "scores" in job.own else "contexts"]
     rows = len(read_records(folder / "validation.parquet"))
     share = max(1.0, job.config.evaluate.validation_prompts / rows)
     a_step = (steps[-2] - steps[0]) / (len(steps) - 2)
@@ -248,7 +250,7 @@ def training_seconds(job: Job, taken: Taken) -> float:
 
 def judging_seconds(job: Job, taken: Taken) -> float:
     """The identity check, scoring and timed decoding, each times its own count."""
-    options, folder = job.config.evaluate, Path(job.own[answers_of(job)].path)
+    options, folder = job.config.evaluate, job.own[answers_of(job)]
     records = read_records(folder / "test.parquet")
     size, rows = options.timing_batch_size, min(options.prompts, max(len(records), 1))
     lossless = taken.until("alpha on") - taken.until("loaded")
@@ -272,8 +274,9 @@ def judging_seconds(job: Job, taken: Taken) -> float:
 
 def answers_of(job: Job) -> str:
     """The input of `evaluate` that is judged first."""
-    served = job.config.sampling.temperature
-    return f"contexts at {(job.config.evaluate.temperatures or [served])[0]:g}"
+    temperatures = [one.sampling.temperature for one in at_temperatures(job.config)]
+    first = temperatures.index((job.config.evaluate.temperatures or temperatures)[0])
+    return f"contexts {first + 1}" if first else "contexts"
 
 
 SECONDS = dict.fromkeys(("target", "prepare"), pretraining_seconds)
@@ -292,7 +295,7 @@ def rehearse(job: Job) -> dict[str, float]:
     seconds = SECONDS.get(job.name, lambda job, taken: taken.seconds)(job, taken)
     gc.collect()
     if job.name in READS_LONGEST:
-        splits = read_splits(Path(job.longest["texts"].path))
+        splits = read_splits(job.longest["texts"])
         folder = take(job, longest=True).folder
         if job.name in ("generate", "contexts"):
             new = splits.room.new if job.name == "generate" else answer_tokens(job.config)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from draftkit.config import COUNTING_NAMES, Config
+from draftkit.config import Config
 from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.models.loading import Target, load_draft, load_target, outline_of
 from draftkit.serving.api import make_app
@@ -35,10 +35,10 @@ from draftkit.serving.server import listen, run, server_of
 from draftkit.serving.texts import Texts
 
 from .command import run_command
-from .folder import locked
-from .plan import Given, StageFolder, Step
-from .prepare import check_pair, models
-from .run import products, show_plan
+from .lock import locked
+from .plan import SERVE
+from .prepare import check_pair
+from .product import plan
 from .service import (
     SERVER,
     STATE,
@@ -48,7 +48,8 @@ from .service import (
     seeded_registry,
     service_folder,
 )
-from .texts import texts, training_texts
+from .stage import StageFolder, inputs_of, show_plan
+from .texts import training_texts
 
 KEY_VARIABLE = "DRAFTKIT_API_KEY"
 
@@ -69,14 +70,6 @@ def require_key(listening: socket.socket, host: str) -> None:
             f"serve.host={host} is open to other machines and there is no key: set {KEY_VARIABLE},"
             " or serve.host=127.0.0.1 behind a proxy that asks for one"
         )
-
-
-def needs(config: Config) -> dict[str, Given | Step]:
-    """The pair, and the text where a proposer counts it."""
-    inputs = models(config)
-    if config.decode.proposer in COUNTING_NAMES:
-        inputs["texts"] = texts.step(config)
-    return inputs
 
 
 def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
@@ -115,7 +108,7 @@ def serve(config: Config, swept: str = "") -> None:
     if swept:
         raise ValueError("a server cannot be swept: start one for each setting, without -m")
     if config.plan:
-        return show_plan("serve", needs(config).values())
+        return show_plan("serve", plan(SERVE, config).made())
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
@@ -128,7 +121,7 @@ def serve(config: Config, swept: str = "") -> None:
         # Of two, each would overwrite how busy the other says it is, which the daemon goes by.
         stack.enter_context(locked(service_folder(config) / SERVER, wait=False))
         check_pair(config)
-        made = products("serve", needs(config))
+        made = inputs_of(SERVE, config)
         target_config = made.model(config, "target")
         if config.overwrite:
             print(f"serve: clearing {service_folder(config)} (overwrite=true)", flush=True)

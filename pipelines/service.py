@@ -18,9 +18,11 @@ from draftkit.config import Config, DraftConfig
 from draftkit.models.loading import Outline, load_draft, save_model
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
+from draftkit.tracking import FILE_NAME
 
-from .folder import LOCK, METRICS, SUMMARY, locked
-from .plan import StageFolder
+from .lock import LOCK, locked
+from .product import SUMMARY
+from .stage import StageFolder
 
 BUFFER, DRAFTERS = "buffer.sqlite", "drafters"
 SERVER, STATE = "server", "refit"  # folders that server and daemon hold; trainers' states too
@@ -53,7 +55,7 @@ def buffer_of(config: Config, fingerprints: Mapping[str, str]) -> Buffer:
 
 def checksums_of(made: StageFolder) -> dict[str, str]:
     """The fingerprints of a service: checksums of target and starting draft."""
-    return {key: made.needs[key].digest for key in ("target", "draft")}
+    return {key: made.digests[key] for key in ("target", "draft")}
 
 
 def registry_of(
@@ -97,7 +99,7 @@ def clear_service(config: Config, *roles: str) -> None:
         for role in roles:
             stack.enter_context(locked(folder / role, wait=False))
         states = [path for path in (folder / STATE).iterdir() if path.name != LOCK]
-        for path in (*states, folder / DRAFTERS, account / SUMMARY, account / METRICS):
+        for path in (*states, folder / DRAFTERS, account / SUMMARY, account / FILE_NAME):
             remove(path)
         for path in sorted(folder.glob(f"{BUFFER}*"), reverse=True):  # a log before its file
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -17,20 +17,14 @@ from draftkit.models.files import CARD
 from draftkit.models.loading import load_target
 from draftkit.tracking import FILE_NAME, read_metrics
 
-from .checksums import given_model
-from .plan import Given, StageFolder, Step
-from .run import stage
-from .texts import texts, tokenizer_of
+from .command import main
+from .plan import TARGET
+from .stage import StageFolder
+from .texts import tokenizer_of
 
 SCORED = 512  # windows of the test split
 
 
-@stage(
-    sections=("seed", "data", "target.pretrain"),
-    shared=True,
-    product="target",
-    needs=lambda config: {"texts": texts.step(config)},
-)
 def target(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train the target, in `target` of the folder."""
     splits = read_splits(folder.input("texts"))
@@ -71,17 +65,5 @@ def target(config: Config, folder: StageFolder) -> dict[str, Any]:
     return summary
 
 
-def target_input(config: Config) -> Given | Step:
-    """The target: the one that is given, or the step that trains it."""
-    if config.target.path is not None:
-        return given_model(config.target, config.root)
-    return target.step(config)
-
-
-def text_and_target(config: Config) -> dict[str, Given | Step]:
-    """The text, and the target that continues it."""
-    return {"texts": texts.step(config), "target": target_input(config)}
-
-
 if __name__ == "__main__":
-    target.main()
+    main(TARGET)

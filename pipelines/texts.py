@@ -10,65 +10,21 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from draftkit.artifacts import atomic_path, fingerprint, remove
+from draftkit.artifacts import atomic_path, remove
 from draftkit.config import Config
-from draftkit.config.text import CORPUS
 from draftkit.data.corpora import Document, split_documents, store_documents
-from draftkit.data.lengths import (
-    Lengths,
-    capped_line,
-    lengths_within,
-    reading_lines,
-    shared_line,
-    shares_cut,
-)
+from draftkit.data.lengths import capped_line, reading_lines, shared_line, shares_cut
 from draftkit.data.prompts import make_splits, read_splits
-from draftkit.models.loading import load_tokenizer, longest_text
+from draftkit.models.loading import load_tokenizer
 from draftkit.models.vocabulary import train_byte_bpe
 
-from .checksums import given_model, given_text
-from .folder import is_record
-from .plan import Given, StageFolder
-from .run import stage
+from .command import main
+from .lengths import context_of, lengths_of
+from .plan import TEXTS
+from .stage import StageFolder, is_record
 
 DOCUMENTS = "documents.arrow"
 TOKENIZER = "tokenizer"
-
-
-def needs(config: Config) -> dict[str, Given]:
-    """The text, the lengths of rows, and the target where one is given: its tokenizer counts."""
-    inputs = {"data": given_text(config.data, config.root)}
-    if config.target.path is not None:
-        inputs["target"] = given_model(config.target, config.root)
-    inputs["lengths"] = Given(fingerprint(vars(lengths_of(config))))
-    return inputs
-
-
-def context_of(config: Config) -> int:
-    """The context of the target or of the draft, whichever is smaller; nothing is loaded or made.
-
-    Raises ValueError naming the model that is not there.
-    """
-    target, draft = config.target, config.draft
-    whole = target.pretrain.max_position_embeddings
-    if target.path is not None:
-        whole = longest_text(target)
-    if draft.path is not None:
-        return min(whole, longest_text(draft))
-    return whole if draft.shrink.layers else min(whole, draft.pretrain.max_position_embeddings)
-
-
-def lengths_of(config: Config) -> Lengths:
-    """How long rows may be, for both models."""
-    return lengths_within(context_of(config), config.data)
-
-
-def answer_tokens(config: Config) -> int:
-    """`evaluate.max_new_tokens`, or what the context leaves behind the longest prompt."""
-    longest = config.data.prompt_tokens
-    if config.data.path != CORPUS:  # which has no chats and no prompts
-        longest = max(longest, lengths_of(config).prompt)
-    return min(config.evaluate.max_new_tokens, context_of(config) - longest)
 
 
 def make_tokenizer(
@@ -85,7 +41,6 @@ def make_tokenizer(
     return PreTrainedTokenizerFast.from_pretrained(path)
 
 
-@stage(sections=("data",), version=2, shared=True, needs=needs)
 def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Tokenise the text of all splits as the target reads it."""
     documents = store_documents(config.data, folder.path / DOCUMENTS)
@@ -135,4 +90,4 @@ def training_texts(folder: Path) -> Iterator[list[int]]:
 
 
 if __name__ == "__main__":
-    texts.main()
+    main(TEXTS)

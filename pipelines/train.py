@@ -1,4 +1,4 @@
-"""The training step of `distill`: the drafter with the best validation alpha, in `draft`.
+"""`python -m pipelines.train`: the drafter with the best validation alpha, in `draft`.
 
 Starts from `draft.path` (or the base drafter of `prepare`) and learns by `divergence` on the
 sequences of `source`. All processes of a distributed launch take part.
@@ -8,47 +8,26 @@ from typing import Any
 
 from accelerate import PartialState
 
-from draftkit.artifacts import fingerprint
 from draftkit.config import Config
 from draftkit.data.lengths import shares_cut
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.assembly import load_learner, load_teaching_target, make_trainer
 from draftkit.distillation.fit import Fitting, with_warmup
-from draftkit.distillation.loop import discard_state
 from draftkit.distillation.progress import training_seconds
-from draftkit.distillation.sources import TrainingTexts, reads_rollouts
+from draftkit.distillation.sources import TrainingTexts
 from draftkit.evaluation.report import training_figure
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import peak_bytes
 from draftkit.tracking import FILE_NAME, read_metrics
 
-from .generate import ROLLOUT_SETTINGS, contexts, generate, read_contexts, scores
-from .plan import Given, StageFolder, Step
-from .prepare import check_pair, pair_and_text
-from .run import stage
+from .command import main
+from .contexts import read_contexts
+from .plan import TRAIN
+from .prepare import check_pair
+from .stage import StageFolder
 
 DRAFT, FIGURE = "draft", "training.png"
-
-
-def needs(config: Config) -> dict[str, Given | Step]:
-    """The pair and the text, what the drafter learns on, and what chooses its weights."""
-    inputs = pair_and_text(config)
-    if reads_rollouts(config):
-        inputs["rollouts"] = generate.step(config)
-    if config.generate.top_k > 0:
-        inputs["scores"] = scores.step(config)
-    else:
-        inputs["contexts"] = contexts.step(config)
-    if decoding := decoding_of(config):
-        inputs["decode"] = Given(fingerprint(decoding))
-    return inputs
-
-
-def decoding_of(config: Config) -> list[Any]:
-    """The settings of decoding that a source's texts depend on, where they do."""
-    gamma, verification = config.proposals, config.decode.verification
-    return {"block": [gamma], "replay": [gamma, verification]}.get(config.source.name, [])
 
 
 def check(config: Config) -> None:
@@ -57,21 +36,6 @@ def check(config: Config) -> None:
     _ = config.training_temperature  # which refuses a divergence that has no use when greedy
 
 
-@stage(
-    sections=(
-        *("seed", "data", "sampling", "divergence", "source", "optim", "generate.top_k"),
-        *("draft.kind", "draft.pard", "draft.lora"),
-        *("evaluate.validation_prompts", "evaluate.max_new_tokens"),
-        *ROLLOUT_SETTINGS,
-    ),
-    version=2,
-    needs=needs,
-    check=check,
-    product=DRAFT,
-    everywhere=True,
-    command="distill",
-    discard=discard_state,
-)
 def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train the starting drafter towards the target."""
     given, config = config, with_warmup(config)
@@ -83,8 +47,8 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     temperature, served = config.training_temperature, config.sampling.temperature
     if temperature != served and config.divergence.name != "ce_argmax":
         folder.note(f"the loss is taken at temperature {temperature:g}, served is {served:g}")
-    scored = folder.input("scores") if "scores" in folder.needs else None
-    rollouts = folder.input("rollouts") if "rollouts" in folder.needs else None
+    scored = folder.input("scores") if "scores" in folder.inputs else None
+    rollouts = folder.input("generate") if "generate" in folder.inputs else None
     splits = read_splits(folder.input("texts"))
     target = load_teaching_target(
         folder.model(config, "target"), config.hardware, stored=scored is not None
@@ -136,3 +100,7 @@ def mean_pace(lines: list[dict[str, Any]]) -> float:
     """Generated tokens trained on per second, sampling included, over all logged steps."""
     steps = [line for line in lines if line["section"] == "train"]
     return steps[-1]["total_tokens"] / training_seconds(steps)
+
+
+if __name__ == "__main__":
+    main(TRAIN)

@@ -18,7 +18,7 @@ from draftkit.models.loading import dtype_named, llama_config, model_config
 from draftkit.models.memory import free_bytes, weight_count
 from draftkit.models.shrink import chosen_layers
 
-from .plan import Step
+from .product import Product
 
 FLOAT32 = 4  # bytes of a drafter's weight while it learns
 TRAINED = 16  # bytes of a weight that learns: itself, its gradient, two moments
@@ -80,7 +80,7 @@ def pair_weights(config: Config, *, here: bool = True) -> dict[str, Weights]:
     return {key: weights(key, shape) for key, shape in pair_shapes(config).items()}
 
 
-def step_bytes(step: Step, pair: Mapping[str, Weights]) -> float:
+def step_bytes(step: Product, pair: Mapping[str, Weights]) -> float:
     """What weights, gradients and moments of `step`, one of `WITH_MODELS`, take at least."""
     config, target, draft = step.config, pair["target"], pair["draft"]
     # What LoRA trains is a share of the weights too small to count.
@@ -99,7 +99,7 @@ def step_bytes(step: Step, pair: Mapping[str, Weights]) -> float:
     }[step.name]
 
 
-def _bytes_of(steps: Iterable[Step], *, here: bool) -> dict[str, float]:
+def _bytes_of(steps: Iterable[Product], *, here: bool) -> dict[str, float]:
     """`step_bytes` by the names of `steps`; the pair of a configuration is looked at once."""
     pairs: dict[tuple[int, int], dict[str, Weights]] = {}
     needed: dict[str, float] = {}
@@ -113,7 +113,7 @@ def _bytes_of(steps: Iterable[Step], *, here: bool) -> dict[str, float]:
     return needed
 
 
-def refuse_too_large(steps: Iterable[Step]) -> None:
+def refuse_too_large(steps: Iterable[Product]) -> None:
     """Raise ValueError for a step whose weights, gradients and moments exceed the free memory.
 
     A target that is split over processes is not looked at.
@@ -131,7 +131,7 @@ def refuse_too_large(steps: Iterable[Step]) -> None:
             )
 
 
-def on_a_card(steps: Iterable[Step]) -> str:
+def on_a_card(steps: Iterable[Product]) -> str:
     """What the largest of `steps` takes on a card: one line, empty where none has a model."""
     needed = _bytes_of(steps, here=False)
     if not needed:

@@ -4,14 +4,17 @@ from draftkit.config import Config
 from draftkit.models.loading import load_outline
 from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
-from pipelines import prepare, service
-from pipelines.plan import StageFolder
-from pipelines.run import products
+from pipelines import service
+from pipelines.plan import DRAFT_MODEL, TARGET_MODEL
+from pipelines.product import Stage
+from pipelines.stage import StageFolder, inputs_of
+
+PAIR = Stage(name="test", inputs=(TARGET_MODEL, DRAFT_MODEL))
 
 
 def pair_of(config: Config) -> StageFolder:
     """Target and starting draft, made first where they are missing."""
-    return products("test", prepare.models(config))
+    return inputs_of(PAIR, config)
 
 
 def buffer_of(config: Config) -> Buffer:

@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from draftkit.config import Config, TargetConfig
 from draftkit.data.prompts import Splits, read_splits
 from draftkit.tracking import read_metrics
-from pipelines import prepare
 from pipelines.configuration import compose_config
-from pipelines.run import products
-from pipelines.texts import texts
+from pipelines.plan import TEXTS
+from pipelines.stage import ensure
+from tests.services import pair_of
 
 TIMES = ("time", "seconds", "tokens_per_second")
 TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
@@ -26,13 +26,13 @@ def smoke(root: Path, *overrides: str) -> Config:
 
 def models(config: Config) -> tuple[TargetConfig, TargetConfig]:
     """Target and starting draft of `config`, made first where they are missing."""
-    made = products("test", prepare.models(config))
+    made = pair_of(config)
     return made.model(config, "target"), made.model(config, "draft")
 
 
 def splits_of(config: Config) -> Splits:
     """The text of `config`, read first where it has not been."""
-    return read_splits(texts.ensure(config))
+    return read_splits(ensure(TEXTS, config))
 
 
 def numbers(path: Path) -> list[dict[str, Any]]:

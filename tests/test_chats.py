@@ -16,9 +16,10 @@ from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.data.rollouts import read_parts, read_records
 from draftkit.models.loading import load_tokenizer, save_model
+from pipelines.command import launch
 from pipelines.configuration import compose_config
-from pipelines.distill import distill
-from pipelines.texts import texts
+from pipelines.plan import DISTILL, TEXTS
+from pipelines.stage import ensure
 from tests import tiny
 from tests.launching import Forked
 from tests.services import buffer_of
@@ -97,7 +98,7 @@ def test_ids_are_those_of_the_template_from_the_data_to_the_server(
     words = [f"data.template_options={json.dumps(options)}".replace('"', "")] if options else []
     words += ["data.max_prompt_tokens=300", "data.max_completion_tokens=24"]
     config = config_of(tmp_path, [{"messages": turns} for turns in chats], *words)
-    distill.launch(config)
+    launch(DISTILL, config)
 
     tokenizer = load_tokenizer(config.target)
     seen = [turns[:n] for turns in chats for n in (1, 3)]
@@ -189,7 +190,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 ) -> None:
     save_pair(tmp_path, "llama", make())
     with pytest.raises(ValueError, match=line) as error:
-        texts.ensure(config_of(tmp_path, rows, *overrides))
+        ensure(TEXTS, config_of(tmp_path, rows, *overrides))
     assert "\n" not in str(error.value)
     made = sorted(path.name for path in (tmp_path / "outputs" / "shared").iterdir())
     assert made == ["checksums.json"]

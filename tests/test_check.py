@@ -13,20 +13,19 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+import pipelines.target
 from draftkit.config import Config
 from draftkit.data.rollouts import Record
 from draftkit.distillation.progress import duration
 from draftkit.models import memory
 from pipelines import dry, rehearsal, weights
 from pipelines.check import check, goal_of
-from pipelines.command import run_command
+from pipelines.command import launch, run_command
 from pipelines.configuration import compose_config
-from pipelines.distill import distill
-from pipelines.export import export
-from pipelines.folder import locked
-from pipelines.generate import generate
-from pipelines.plan import SUMMARY, Step, ordered
-from pipelines.texts import texts
+from pipelines.lock import locked
+from pipelines.plan import DISTILL, EXPORT, GENERATE, TEXTS
+from pipelines.product import SUMMARY, Product, ordered, plan
+from pipelines.stage import ensure
 from pipelines.weights import gigabytes
 from tests.test_prepare import smoke
 
@@ -56,7 +55,7 @@ def left(config: Config) -> list[str]:
     return [child.name for child in (Path(config.root) / dry.FOLDER).iterdir()]
 
 
-def check_shown(shown: str, goal: Step) -> None:
+def check_shown(shown: str, goal: Product) -> None:
     """Every step stands in the table, with memory and time where it was to do."""
     assert re.search(r"\nfits: \S+ GB of \d+ GB, about .* s\n", shown)
     table = shown[shown.rindex("  step ") :]
@@ -87,10 +86,10 @@ def test_a_command_with_a_limit_says_what_it_takes_of_what_is_yet_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = smoke(tmp_path, "limit=2")
-    assert generate.launch(config) == {}
-    check_shown(capsys.readouterr().out, generate.step(config))
-    generate.ensure(config)
-    assert export.launch(config) == {}
+    assert launch(GENERATE, config) == {}
+    check_shown(capsys.readouterr().out, plan(GENERATE, config))
+    ensure(GENERATE, config)
+    assert launch(EXPORT, config) == {}
     shown = capsys.readouterr().out
     assert "export: dry run of export (" in shown
     assert "dry run of generate" not in shown
@@ -113,7 +112,7 @@ def test_a_launch_of_several_processes_and_a_second_dry_run_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = smoke(tmp_path)
-    texts.ensure(config)
+    ensure(TEXTS, config)
     with (
         locked(Path(config.root) / dry.FOLDER, wait=False),
         pytest.raises(ValueError, match=r"\.dry is in use by another run: wait"),
@@ -155,7 +154,7 @@ def test_a_stage_that_cannot_run_ends_the_dry_run_in_one_line(
     run: Callable[..., dict[str, Any]],
     line: str,
 ) -> None:
-    monkeypatch.setattr(rehearsal, "RUNS", {**rehearsal.RUNS, "target": run})
+    monkeypatch.setattr(pipelines.target, "target", run)
     config = smoke(tmp_path)
     with pytest.raises(ValueError, match=line):
         check(config)
@@ -167,7 +166,7 @@ def test_a_bug_in_a_stage_is_no_lack_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = raising(RuntimeError("shapes differ"))
-    monkeypatch.setattr(rehearsal, "RUNS", {**rehearsal.RUNS, "target": run})
+    monkeypatch.setattr(pipelines.target, "target", run)
     with pytest.raises(RuntimeError, match=r"(?s)^the dry run of target failed:.*shapes differ"):
         check(smoke(tmp_path))
 
@@ -201,9 +200,9 @@ def test_commands_refuse_what_cannot_fit(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(
         ValueError, match=r"^target takes .* alone, and .* are free: give target\.pretrain"
     ):
-        distill.ensure(smoke(tmp_path))
+        ensure(DISTILL, smoke(tmp_path))
     assert made(smoke(tmp_path)) == set()
-    texts.ensure(smoke(tmp_path))  # which needs no model
+    ensure(TEXTS, smoke(tmp_path))  # which needs no model
 
 
 EIGHT = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
@@ -239,7 +238,7 @@ def test_a_target_of_8b_and_a_drafter_of_1b_fit_a_card_of_80_gb(tmp_path: Path) 
 def test_a_plan_tells_what_weights_take_on_a_card(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    distill.launch(smoke(tmp_path, "plan=true"))
+    launch(DISTILL, smoke(tmp_path, "plan=true"))
     line = capsys.readouterr().out.splitlines()[-1]
     assert re.match(r"on a card: < 0\.1 GB of weights \(bfloat16\), gradients and moments \(", line)
 

@@ -13,7 +13,7 @@ import pipelines.checksums
 from draftkit.config import DataConfig, TargetConfig
 from draftkit.models.loading import save_model
 from draftkit.models.shrink import write_kept_ids
-from pipelines.checksums import given_model, given_text
+from pipelines.checksums import address_of_model, address_of_text
 from tests import tiny
 
 
@@ -21,11 +21,11 @@ def test_a_file_is_its_content(tmp_path: Path) -> None:
     path, root = tmp_path / "rows.jsonl", str(tmp_path / "outputs")
     path.write_text("{}")
     data = DataConfig(name="local", path=str(path))
-    before = given_text(data, root).address
+    before = address_of_text(data, root)
     path.touch()
-    assert given_text(data, root).address == before
+    assert address_of_text(data, root) == before
     path.write_text("{ }")
-    assert given_text(data, root).address != before
+    assert address_of_text(data, root) != before
 
 
 def test_a_file_is_read_once_until_it_changes(
@@ -34,15 +34,15 @@ def test_a_file_is_read_once_until_it_changes(
     path, root = tmp_path / "rows.jsonl", str(tmp_path / "outputs")
     path.write_text("{}")
     data = DataConfig(name="local", path=str(path))
-    before = given_text(data, root).address
+    before = address_of_text(data, root)
     monkeypatch.setattr(pipelines.checksums, "sha256_file", lambda path: "read again")
-    assert given_text(data, root).address == before
+    assert address_of_text(data, root) == before
     memory = tmp_path / "outputs" / "shared" / "checksums.json"
     for content in ("", "[]", "{"):  # deleted, or damaged: then it is read
         memory.write_text(content)
-        assert given_text(data, root).address == "read again"
+        assert address_of_text(data, root) == "read again"
     path.write_text("{ }")
-    assert given_text(data, root).address == "read again"
+    assert address_of_text(data, root) == "read again"
 
 
 HUB = """
@@ -50,17 +50,17 @@ import sys
 from pathlib import Path
 from draftkit.config import Config, TargetConfig
 from draftkit.tracking import Tracker
-from pipelines.checksums import given_model
-from pipelines.plan import StageFolder
+from pipelines.checksums import address_of_model
+from pipelines.stage import StageFolder
 for revision in (None, "old", "unknown"):
     model = TargetConfig(path="maker/model", revision=revision)
     try:
-        given = given_model(model, sys.argv[1])
+        address = address_of_model(model, sys.argv[1])
     except ValueError as error:
         print(error)
         continue
-    folder = StageFolder(Path(), Tracker(None), needs={"target": given})
-    print(given.address, folder.model(Config(target=model), "target").revision)
+    folder = StageFolder(Path(), Tracker(None), digests={"target": address})
+    print(address, folder.model(Config(target=model), "target").revision)
 """
 
 
@@ -99,7 +99,7 @@ def model(tmp_path: Path) -> Path:
 
 def address(model: Path, **options: Any) -> str:
     root = str(model.parent / "outputs")
-    return given_model(TargetConfig(path=str(model), **options), root).address
+    return address_of_model(TargetConfig(path=str(model), **options), root)
 
 
 def test_what_lies_beside_a_model_is_no_part_of_it(model: Path) -> None:

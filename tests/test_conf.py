@@ -22,7 +22,8 @@ from pipelines.configuration import (
     groups,
     read_config,
 )
-from pipelines.generate import contexts
+from pipelines.plan import CONTEXTS
+from pipelines.product import plan
 from tests.tabular import TabularAdapter, random_adapter
 
 ROOT = CONF_DIR.parent
@@ -181,7 +182,8 @@ def test_an_experiment_opens_with_purpose_command_time_and_result(path: Path) ->
     command, stage, name = commands[0]
     assert name == path.stem == read(path)["name"]
     benchmarks = ("benchmarks.decoder", "benchmarks.training", "benchmarks.drift")
-    assert stage in ("target", "distill", "evaluate", "serve", "online", *benchmarks)
+    scripts = (*benchmarks, "experiments.serve_and_refit")
+    assert stage in ("distill", "evaluate", "serve", *scripts)
     given = [word for word in overrides(path) if ".path=" in word]
     assert [word.split("=")[0] for word in command.split()[4:]] == [
         word.split("=")[0] for word in given
@@ -251,8 +253,8 @@ def test_the_sampling_of_the_target_is_all_that_stages_see_and_it_is_printed_onc
     assert capsys.readouterr().out == ""
     by_model = compose_config([*advised, "sampling.from=model"])
     assert by_model.sampling == settings.SamplingConfig(temperature=0.6, top_k=20, top_p=0.95)
-    assert contexts.step(by_model).address == contexts.step(by_hand).address
-    assert contexts.step(by_model).address != contexts.step(compose_config(advised)).address
+    assert plan(CONTEXTS, by_model).address == plan(CONTEXTS, by_hand).address
+    assert plan(CONTEXTS, by_model).address != plan(CONTEXTS, compose_config(advised)).address
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("sampling.from=model: temperature 0.6, top_k 20, top_p 0.95, ")
     assert line.endswith("generation_config.json")

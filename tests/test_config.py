@@ -104,7 +104,6 @@ REFUSED: list[tuple[str, Make]] = [
     ("hardware.threads", lambda: HardwareConfig(threads=0)),
     ("serve.port", lambda: ServeConfig(port=-1)),
     ("serve.top_logprobs", lambda: ServeConfig(top_logprobs=-1)),
-    ("online.task", lambda: OnlineConfig(task="train")),
     ("online.teacher", lambda: OnlineConfig(teacher="draft")),
     ("online.prompts", lambda: OnlineConfig(prompts=True, teacher="stored")),
     ("online.routes", lambda: OnlineConfig(routes=["default", "../code"])),

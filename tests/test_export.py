@@ -6,8 +6,9 @@ import pytest
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from pipelines.export import export
-from pipelines.plan import SUMMARY
+from pipelines.command import launch
+from pipelines.plan import EXPORT
+from pipelines.product import SUMMARY, plan
 from tests.engines import making
 from tests.engines.making import REAL
 from tests.smoke import smoke
@@ -23,8 +24,8 @@ def given(tmp_path: Path) -> list[str]:
 
 
 def folder_of(config: Config) -> Path:
-    export.launch(config)
-    return export.path(config)
+    launch(EXPORT, config)
+    return plan(EXPORT, config).folder
 
 
 def test_a_given_pair_is_written_with_the_commands_of_each_engine(
@@ -46,4 +47,4 @@ def test_nothing_is_made_again_and_another_choice_is_refused(
     folder_of(smoke(tmp_path, *given))
     assert "nothing to do" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"export\.dtype was None, now 'bfloat16'"):
-        export.launch(smoke(tmp_path, *given, "export.dtype=bfloat16"))
+        launch(EXPORT, smoke(tmp_path, *given, "export.dtype=bfloat16"))

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-import pipelines.run
+import pipelines.stage
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
+from pipelines.command import launch
+from pipelines.product import plan
 from tests.toy import Toy
 
 
@@ -19,7 +21,7 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
-    monkeypatch.setattr(pipelines.run, "provenance", lambda: {"git_commit": None})
+    monkeypatch.setattr(pipelines.stage, "provenance", lambda: {"git_commit": None})
     return Toy()
 
 
@@ -37,29 +39,29 @@ FOREIGN = {
 def test_a_folder_with_the_manifest_of_somebody_else_is_not_emptied(
     toy: Toy, config: Config, manifest: Any, overwrite: bool
 ) -> None:
-    path = toy.down.path(config)
+    path = plan(toy.down, config).folder
     (path / "src").mkdir(parents=True)
     write_json(path / "manifest.json", manifest)
     (path / "src" / "code.py").write_text("precious")
     with pytest.raises(ValueError, match=r"manifest\.json, \.\.\.\): move them away, or use name="):
-        toy.down.launch(replace(config, overwrite=overwrite))
+        launch(toy.down, replace(config, overwrite=overwrite))
     assert (path / "src" / "code.py").read_text() == "precious"
     assert read_json(path / "manifest.json") == manifest
     assert "down" not in toy.runs
 
 
 def test_names_with_a_dot_are_somebody_elses_too(toy: Toy, config: Config) -> None:
-    path = toy.down.path(config)
+    path = plan(toy.down, config).folder
     (path / ".git").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"\.git, \.\.\."):
-        toy.down.launch(config)
+        launch(toy.down, config)
     assert (path / ".git").is_dir()
 
 
 def test_a_folder_that_was_being_cleared_is_gone_on_with(toy: Toy, config: Config) -> None:
-    path = toy.down.path(config)
+    path = plan(toy.down, config).folder
     path.mkdir(parents=True)
     write_json(path / "manifest.json", {"stage": "down", "cleared": True})
     (path / "stray").write_text("of the product before")
-    toy.down.launch(config)
+    launch(toy.down, config)
     assert not (path / "stray").exists()

@@ -5,8 +5,8 @@ tokens equal, keys of summaries present, refusals to the word. The numbers lie i
 that changes with a reason is written there by hand, and the reason into the commit.
 """
 
-import importlib
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ import pytest
 import draftkit
 from draftkit.artifacts import read_json
 from draftkit.config import Config, DecodeConfig
+from pipelines.command import launch
 from pipelines.configuration import compose_config
-from pipelines.distill import distill
-from pipelines.train import train
+from pipelines.plan import DISTILL, TRAIN
+from pipelines.stage import ensure
 from tests.smoke import TEXT, made_in, numbers, smoke
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
@@ -61,7 +62,7 @@ def small(root: Path, *overrides: str) -> Config:
 @pytest.fixture(scope="module")
 def finished(root: Path) -> Path:
     """The folder of a finished smoke experiment."""
-    distill.launch(small(root))
+    launch(DISTILL, small(root))
     return root / "smoke"
 
 
@@ -103,13 +104,13 @@ def test_quickstart_learns_as_it_did(root: Path) -> None:
     given += [*EACH_STEP, *HERE, "optim.per_device_train_batch_size=4", "draft.shrink.steps=4"]
     given += ["evaluate.validation_prompts=6", "evaluate.prompts=6"]
     given += ["evaluate.max_new_tokens=16", "data.max_length=64", "data.prompt_tokens=16"]
-    folder = train.ensure(compose_config(given))
+    folder = ensure(TRAIN, compose_config(given))
     assert losses(folder) == near(GOLDEN["quickstart"]["losses"])
     assert alphas(folder) == near(GOLDEN["quickstart"]["alphas"])
 
 
 def test_a_parallel_drafter_learns_as_it_did(root: Path, finished: Path) -> None:
-    assert losses(train.ensure(small(root, *PARD))) == near(GOLDEN["pard"]["losses"])
+    assert losses(ensure(TRAIN, small(root, *PARD))) == near(GOLDEN["pard"]["losses"])
 
 
 def key_paths(value: Any, depth: int = 2) -> list[str]:
@@ -136,6 +137,7 @@ def test_summaries_keep_their_keys(finished: Path, root: Path) -> None:
     assert {stage: names for stage, names in missing.items() if names} == {}
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 @pytest.mark.parametrize(("command", "overrides", "line"), GOLDEN["refusals"])
 def test_a_refusal_is_the_same_line(
     command: str,
@@ -150,8 +152,7 @@ def test_a_refusal_is_the_same_line(
     (tmp_path / "torn.jsonl").write_text('{"prompt": "half\n')
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.setattr(sys, "argv", [command, "tracker=none", *overrides])
-    stage = getattr(importlib.import_module(f"pipelines.{command}"), command)
     with pytest.raises(SystemExit) as end:
-        stage.main()
+        runpy.run_module(f"pipelines.{command}", run_name="__main__")
     assert (end.value.code, capsys.readouterr().err) == (2, f"{line}\n")
     assert not list(tmp_path.rglob("manifest.json"))

@@ -11,8 +11,9 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from draftkit.__main__ import commands, main, package_of
+from pipelines.command import launch
 from pipelines.configuration import CONF_DIR, compose_config
-from pipelines.distill import distill
+from pipelines.plan import DISTILL
 
 ROOT = CONF_DIR.parent
 OWN = "# @package _global_\ndefaults:\n  - smoke\nname: mine\nseed: 5\n"
@@ -100,7 +101,7 @@ def test_an_installation_plans_what_the_clone_plans_and_writes_nothing_into_itse
     assert sorted(path.name for path in tmp_path.iterdir()) == ["outputs", "own"]
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
-    distill.launch(compose_config(["+experiment=smoke", "name=mine", "seed=5", "plan=true"]))
+    launch(DISTILL, compose_config(["+experiment=smoke", "name=mine", "seed=5", "plan=true"]))
     assert capsys.readouterr().out == done.stdout
 
 

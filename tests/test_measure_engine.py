@@ -18,8 +18,9 @@ from draftkit.config import DraftConfig, HardwareConfig, TargetConfig
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.engines import counters
 from draftkit.models.loading import load_draft, load_target
-from pipelines.measure_engine import measure_engine
-from pipelines.plan import SUMMARY
+from pipelines.command import launch
+from pipelines.plan import MEASURE_ENGINE
+from pipelines.product import SUMMARY
 from tests.engines import making
 from tests.engines.counts import Answer, OurDecoder
 from tests.smoke import smoke
@@ -130,7 +131,7 @@ def measured(tmp_path: Path, pair: Path, monkeypatch: pytest.MonkeyPatch) -> Any
         text = ["data=local", f"data.path={tmp_path / 'rows.jsonl'}", "data.test_fraction=0.4"]
         size = ["evaluate.prompts=24", "evaluate.max_new_tokens=24", "hardware.threads=1"]
         given = [*paths, *text, *size, "hardware.dtype=float32", "evaluate.draft=given"]
-        return measure_engine.launch(smoke(tmp_path, *given, f"engine.url={URL}", *more))
+        return launch(MEASURE_ENGINE, smoke(tmp_path, *given, f"engine.url={URL}", *more))
 
     return measure
 
@@ -194,7 +195,7 @@ def test_a_server_that_cannot_be_measured_is_refused_before_anything_is_made(
 
 def test_a_server_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^engine\.url: name the server that runs"):
-        measure_engine.launch(smoke(tmp_path, "engine.url=null"))
+        launch(MEASURE_ENGINE, smoke(tmp_path, "engine.url=null"))
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import sys
 import pytest
 import torch
 
-from pipelines.run import peak_memory_bytes
+from draftkit.models.memory import peak_bytes
 from tests.launching import ROOT
 
 FAULTS = """
 import resource, sys
 from draftkit.models.memory import give_back_freed_memory, keep_freed_memory
-from pipelines.run import peak_memory_bytes
+import torch
+from draftkit.models.memory import peak_bytes
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def take():
@@ -22,7 +23,7 @@ for _ in range(3):
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20):
     take()
-assert peak_memory_bytes() > 64 << 20
+assert peak_bytes(torch.device('cpu')) > 64 << 20
 faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 held = int(open("/proc/self/statm").read().split()[1])
 give_back_freed_memory()
@@ -46,4 +47,4 @@ def test_freed_memory_is_used_again_without_page_faults() -> None:
 
 def test_a_process_that_uses_no_device_has_used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert peak_memory_bytes() > 1 << 20
+    assert peak_bytes(torch.device("cpu")) > 1 << 20

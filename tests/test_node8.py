@@ -7,7 +7,8 @@ import pytest
 
 from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
-from pipelines.train import train
+from pipelines.plan import TRAIN
+from pipelines.stage import ensure
 from tests.launching import run_processes
 
 RANKS = 8
@@ -35,7 +36,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 def test_eight_processes_train_as_one_that_accumulates(tmp_path: Path) -> None:
     """Sharded target, each process its rows of the draft's own texts, the same losses."""
     alone = compose_config(overrides(tmp_path, "alone", rows=2, accumulation=RANKS))
-    expected = steps_of(train.ensure(alone))
+    expected = steps_of(ensure(TRAIN, alone))
     node = overrides(tmp_path, "node", rows=2, accumulation=1)
     run_processes("pipelines.distill", "hardware=node8", *node, count=RANKS, seconds=500)
     found = steps_of(tmp_path / "node" / "train")

@@ -18,13 +18,16 @@ from draftkit.online.buffer import Entry
 from draftkit.tracking import read_metrics
 from pipelines.benchmarks import drift as drift_module
 from pipelines.benchmarks import drift_parts
-from pipelines.benchmarks.drift import EARLY, drift, early_enough, recovered
+from pipelines.benchmarks.drift import EARLY, STAGE, early_enough, recovered
 from pipelines.benchmarks.drift_report import drift_table
+from pipelines.command import launch
 from pipelines.configuration import compose_config
-from pipelines.generate import generate
 from pipelines.online import check_drafter
-from pipelines.refitting import daemon_folder, rollback
+from pipelines.plan import GENERATE
+from pipelines.refitting import daemon_folder
+from pipelines.rollback import rollback
 from pipelines.service import registry_of
+from pipelines.stage import ensure
 from tests.launching import Forked
 from tests.online import making
 from tests.services import buffer_of
@@ -85,7 +88,7 @@ def drifted(root: Path) -> Iterator[Path]:
     patch.setattr(drift_parts, "MAX_NEW_TOKENS", 12)
     patch.setattr(drift_module, "POINTS", 4)
     patch.setattr(drift_module, "ORACLE_STEPS", 12)
-    yield drift.ensure(composed(root, "+experiment=drift"))
+    yield ensure(STAGE, composed(root, "+experiment=drift"))
     patch.undo()
 
 
@@ -136,7 +139,7 @@ def test_an_interrupted_run_goes_on_and_finds_the_same(drifted: Path, root: Path
     made = (drifted / "static" / "model.safetensors").stat().st_mtime_ns
     (drifted / "summary.json").unlink()
     (drifted / "curve.json").unlink()
-    drift.ensure(composed(root, "+experiment=drift"))
+    ensure(STAGE, composed(root, "+experiment=drift"))
     assert (drifted / "static" / "model.safetensors").stat().st_mtime_ns == made
     again = read_json(drifted / "curve.json")
     assert again["points"] == curve["points"]
@@ -150,7 +153,7 @@ def test_an_interrupted_run_goes_on_and_finds_the_same(drifted: Path, root: Path
 @pytest.mark.parametrize("domains", ["[prose]", "[prose,cpp,prose]"])
 def test_domains_that_cannot_follow_each_other_are_refused(root: Path, domains: str) -> None:
     with pytest.raises(ValueError, match=r"^data\.domains must name at least two, and none twice"):
-        drift.launch(composed(root, "+experiment=drift", "name=other", f"data.domains={domains}"))
+        launch(STAGE, composed(root, "+experiment=drift", "name=other", f"data.domains={domains}"))
 
 
 def test_recovery_is_the_share_of_the_way_that_was_come() -> None:
@@ -188,7 +191,7 @@ BARE = ["online.anchor_fraction=0", "online.gate.anchors=0"]  # no text to sampl
 
 @pytest.fixture(scope="module")
 def records(root: Path) -> list[Record]:
-    return list(read_parts(generate.ensure(composed(root, "+experiment=serve"))))
+    return list(read_parts(ensure(GENERATE, composed(root, "+experiment=serve"))))
 
 
 def fill(config: Any, records: list[Record]) -> None:
@@ -286,7 +289,7 @@ def test_a_killed_daemon_goes_on(root: Path, records: list) -> None:
 
 
 def test_a_version_is_taken_back_by_command(root: Path, capsys: pytest.CaptureFixture) -> None:
-    config = composed(root, "+experiment=serve", "name=back", "online.task=rollback")
+    config = composed(root, "+experiment=serve", "name=back")
     registry = registry_of(config, "default")
 
     def write(folder: Path) -> None:

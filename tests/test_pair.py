@@ -10,7 +10,8 @@ from draftkit.artifacts import read_json
 from draftkit.config import Config, SamplingConfig
 from draftkit.models.loading import new_llama, save_model
 from draftkit.models.vocabulary import train_byte_bpe
-from pipelines.distill import distill
+from pipelines.command import launch
+from pipelines.plan import DISTILL
 from tests.smoke import TEXT, same_weights, smoke
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
@@ -53,7 +54,7 @@ def pair_config(own: Path, root: Path, *overrides: str) -> Config:
 
 def test_two_folders_and_a_file_are_enough(own, tmp_path):
     """And are judged as the target's authors advise, which summary and card say."""
-    distill.launch(pair_config(own, tmp_path, "sampling.from=model", "sampling.top_p=0.9"))
+    launch(DISTILL, pair_config(own, tmp_path, "sampling.from=model", "sampling.top_p=0.9"))
     summary = read_json(tmp_path / "pair" / "evaluate" / "summary.json")
     assert summary["lossless"]["passed"]
     assert summary["sampling"] == vars(SamplingConfig(temperature=0.8, top_k=20, top_p=0.9))
@@ -70,7 +71,7 @@ def test_two_folders_and_a_file_are_enough(own, tmp_path):
 
 def test_a_run_that_makes_the_drafter_worse_says_so_and_keeps_the_start(own, tmp_path, capsys):
     config = pair_config(own, tmp_path, "optim.learning_rate=3", "optim.warmup_steps=0")
-    distill.launch(config)
+    launch(DISTILL, config)
     summary = read_json(tmp_path / "pair" / "distill" / "summary.json")
     assert "no step beat the starting drafter" in capsys.readouterr().out
     assert summary["best_step"] == 0
@@ -83,7 +84,7 @@ def test_too_few_held_out_documents_for_a_verdict_are_said_before_anything_is_tr
 ):
     """And nothing is refused: what can be measured is, and the verdict says what is missing."""
     many = ["evaluate.timing_batch_size=9", "evaluate.prompts=54", "evaluate.timing_prompts=54"]
-    distill.launch(pair_config(own, tmp_path, *many))
+    launch(DISTILL, pair_config(own, tmp_path, *many))
     shown = capsys.readouterr().out
     said = " held-out documents will be timed, a verdict needs 180: it will be inconclusive"
     assert shown.index(said) < shown.index("\ntrain: ")
@@ -106,6 +107,6 @@ def test_too_few_held_out_documents_for_a_verdict_are_said_before_anything_is_tr
 )
 def test_bad_input_is_one_line_and_leaves_no_stage_folder(own, tmp_path, override, line):
     with pytest.raises(ValueError, match=line) as error:
-        distill.launch(pair_config(own, tmp_path, override.format(own=own)))
+        launch(DISTILL, pair_config(own, tmp_path, override.format(own=own)))
     assert "\n" not in str(error.value)
     assert not list(tmp_path.rglob("manifest.json"))

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from draftkit.artifacts import read_json
-from pipelines.distill import distill
-from pipelines.evaluate import evaluate
-from pipelines.export import export
-from pipelines.train import train
+from pipelines.command import launch
+from pipelines.plan import DISTILL, EVALUATE, EXPORT, TRAIN
+from pipelines.stage import ensure
 from tests.smoke import numbers, same_weights, smoke
 from tests.test_pipelines import kill_when
 
@@ -25,7 +24,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def finished(root: Path) -> Path:
     """A finished smoke experiment."""
-    distill.launch(smoke(root, *PARD))
+    launch(DISTILL, smoke(root, *PARD))
     return root / "smoke"
 
 
@@ -41,7 +40,7 @@ def test_the_plain_drafter_becomes_a_parallel_one(finished: Path, root: Path) ->
 
 
 def test_what_engines_are_told_of_it(finished: Path, root: Path) -> None:
-    export.launch(smoke(root, *PARD))
+    launch(EXPORT, smoke(root, *PARD))
     folder = finished / "export"
     text = (folder / "launch.md").read_text()
     assert '"parallel_drafting": true' in text
@@ -57,23 +56,24 @@ def test_what_engines_are_told_of_it(finished: Path, root: Path) -> None:
 @pytest.mark.parametrize("source", ["target", "draft", "block", "mix"])
 def test_every_source_trains_it(root: Path, source: str) -> None:
     config = smoke(root, *PARD, f"source={source}", f"name=by_{source}")
-    lines = [line for line in numbers(train.ensure(config)) if "loss" in line]
+    lines = [line for line in numbers(ensure(TRAIN, config)) if "loss" in line]
     assert lines[-1]["step"] == config.optim.max_steps
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
 def test_stored_scores_train_it(root: Path) -> None:
     options = ("source=target", "generate.top_k=40", "name=stored")
-    lines = [line for line in numbers(train.ensure(smoke(root, *PARD, *options))) if "loss" in line]
+    folder = ensure(TRAIN, smoke(root, *PARD, *options))
+    lines = [line for line in numbers(folder) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
 def test_a_killed_training_ends_like_an_uninterrupted_one(root: Path, finished: Path) -> None:
     config = smoke(root, *PARD, "name=killed", "optim.save_steps=3")
     folder = root / "killed" / "train"
-    kill_when(lambda: (folder / "checkpoint.safetensors").exists(), train, config)
-    train.ensure(config)
-    whole = train.ensure(smoke(root, *PARD, "name=whole", "optim.save_steps=3"))
+    kill_when(lambda: (folder / "checkpoint.safetensors").exists(), TRAIN, config)
+    ensure(TRAIN, config)
+    whole = ensure(TRAIN, smoke(root, *PARD, "name=whole", "optim.save_steps=3"))
     assert same_weights(first=folder / "draft", second=whole / "draft")
 
 
@@ -81,7 +81,7 @@ def test_training_goes_on_from_a_parallel_drafter(root: Path, finished: Path) ->
     start = finished / "train" / "draft"
     target = next(root.glob("shared/target/*/target"))
     given = (f"draft.path={start}", f"target.path={target}", "name=on", *PARD[:1])
-    folder = train.ensure(smoke(root, *given, "draft.pard.tokens=6"))
+    folder = ensure(TRAIN, smoke(root, *given, "draft.pard.tokens=6"))
     before, after = (read_json(path / "config.json") for path in (start, folder / "draft"))
     assert after["pard_token"] == before["pard_token"]
     assert after["pard_k"] == 6
@@ -91,11 +91,11 @@ def test_a_plain_drafter_is_not_judged_as_a_parallel_one(root: Path, finished: P
     plain = next(root.glob("shared/prepare/*/draft"))
     target = next(root.glob("shared/target/*/target"))
     given = (f"draft.path={plain}", f"target.path={target}", "evaluate.draft=given", "name=plain")
-    for command in (evaluate, export):
+    for command in (EVALUATE, EXPORT):
         with pytest.raises(
             ValueError, match=r"^draft\.path .*: a plain drafter .* draft\.kind=plain$"
         ):
-            command.launch(smoke(root, *PARD, *given))
+            launch(command, smoke(root, *PARD, *given))
 
 
 def test_more_proposals_than_it_was_trained_for_are_said(
@@ -104,5 +104,5 @@ def test_more_proposals_than_it_was_trained_for_are_said(
     start = finished / "train" / "draft"
     target = next(root.glob("shared/target/*/target"))
     given = (f"draft.path={start}", f"target.path={target}", "evaluate.draft=given")
-    evaluate.launch(smoke(root, *PARD, *given, "decode.gamma=6", "name=six"))
+    launch(EVALUATE, smoke(root, *PARD, *given, "decode.gamma=6", "name=six"))
     assert "trained for 4 proposals a pass: the last of 6 were never" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import draftkit.models.files
-import pipelines.folder
+import pipelines.stage
 from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
@@ -23,15 +23,12 @@ from draftkit.evaluation.engines import best_gamma_of
 from draftkit.models.files import CARD
 from draftkit.tracking import read_metrics
 from pipelines.benchmarks import decoder, training
+from pipelines.command import launch
 from pipelines.configuration import compose_config
-from pipelines.distill import distill
-from pipelines.evaluate import evaluate
-from pipelines.export import export
-from pipelines.generate import generate, read_contexts, scores
-from pipelines.prepare import prepare
-from pipelines.run import Stage
-from pipelines.target import target
-from pipelines.train import train
+from pipelines.contexts import read_contexts
+from pipelines.plan import DISTILL, EVALUATE, EXPORT, GENERATE, PREPARE, SCORES, TARGET, TRAIN
+from pipelines.product import Stage, plan
+from pipelines.stage import ensure
 from tests.smoke import made_in, numbers, same_weights, smoke
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
@@ -46,7 +43,7 @@ def root(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def finished(root) -> Path:
     """A finished smoke experiment."""
-    distill.launch(smoke(root))
+    launch(DISTILL, smoke(root))
     return root / "smoke"
 
 
@@ -54,7 +51,7 @@ def kill_when(ready: Callable[[], bool], stage: Stage, config: Config) -> None:
     """Launch `stage` in a process of its own and kill it as soon as `ready()`."""
 
     def child() -> None:
-        stage.launch(config)
+        launch(stage, config)
         os._exit(0)
 
     process = multiprocessing.get_context("fork").Process(target=child)
@@ -92,18 +89,18 @@ def test_one_command_runs_every_stage_and_answers_the_question(finished, root, c
     assert summary["peak_memory_bytes"] > 1e7
     assert not list((finished / "train").glob("*.safetensors"))  # what a resumed run would need
     assert (finished / "train/training.png").stat().st_size > 1000
-    distill.launch(smoke(root))
+    launch(DISTILL, smoke(root))
     shown = capsys.readouterr().out
     assert "nothing to do" in shown
     assert "tokens a target pass" in shown
     assert (finished / "evaluate" / "samples.txt").read_text() in shown
-    evaluate.launch(smoke(root))
+    launch(EVALUATE, smoke(root))
     assert "tau, tokens a target pass" in capsys.readouterr().out
 
 
 def test_an_export_launches_the_judged_drafter_and_says_what_to_expect(finished, root, capsys):
     judged = read_json(finished / "evaluate" / "summary.json")
-    summary = export.launch(smoke(root))
+    summary = launch(EXPORT, smoke(root))
     assert summary["gamma"] == max(1, judged["best_gamma"])
     argmax = max(1, judged["best_gamma_by_mode"]["alpha_greedy_draft"])
     assert summary["engines"]["sglang"]["gamma"] == argmax
@@ -120,7 +117,7 @@ def test_an_export_launches_the_judged_drafter_and_says_what_to_expect(finished,
 
 
 def test_a_target_that_was_trained_carries_a_card_of_its_recipe_and_scores(finished, root):
-    folder = target.step(smoke(root)).folder
+    folder = plan(TARGET, smoke(root)).folder
     summary, card = read_json(folder / "summary.json"), (folder / "target" / CARD).read_text()
     assert summary["steps"] == smoke(root).target.pretrain.max_steps
     assert summary["tokens"] > 0
@@ -181,7 +178,7 @@ def test_every_way_is_timed_at_its_own_number_and_every_chunk_of_it_is_kept(fini
     for key in ("acceptance_length_by_k", "speedup_by_k"):
         assert [*judged[key]] == [*judged["before"][key]] == numbers
     assert judged["best_gamma_factor"] == max(1.0, *judged["speedup_by_k"].values())
-    distill.launch(smoke(root))
+    launch(DISTILL, smoke(root))
     shown = capsys.readouterr().out
     for name in ("drafter", "drafter + prompt lookup", "prompt lookup", "plain", "drafter before"):
         assert re.search(rf"│ {re.escape(name)} +│", shown)
@@ -189,7 +186,7 @@ def test_every_way_is_timed_at_its_own_number_and_every_chunk_of_it_is_kept(fini
 
 def test_a_number_of_proposals_stays_that_number_for_every_way(finished, root):
     options = ["evaluate.draft=given", "evaluate.calibration_turns=1", "decode.gamma=3"]
-    summary = evaluate.launch(smoke(root, "name=three", *options))
+    summary = launch(EVALUATE, smoke(root, "name=three", *options))
     assert {way["gamma"] for way in summary["ways"].values()} == {summary["gamma"]} == {3}
 
 
@@ -198,7 +195,7 @@ def test_a_number_of_proposals_stays_that_number_for_every_way(finished, root):
 def test_the_drafter_is_judged_as_it_is_served(root, capsys, name):
     """An argmax draft is accepted as often as `alpha_greedy_draft` says; sampled text differs."""
     options = [f"name={name}", "evaluate.draft=given", "evaluate.calibration_turns=1"]
-    summary = evaluate.launch(smoke(root, f"decode.proposer={name}", *options))
+    summary = launch(EVALUATE, smoke(root, f"decode.proposer={name}", *options))
     assert summary["proposer"] == name
     assert summary["lossless"]["passed"] is True
     assert summary["acceptance_rate"]["n"] >= summary["alpha_decoding"]["n"] > 0
@@ -218,7 +215,7 @@ def test_smoke_says_that_it_only_shows_that_all_works(finished, root, capsys):
     assert judged["verdict"] == judged["before"]["verdict"] == "inconclusive"
     assert judged["reason"].startswith("this run only shows that every part works: ")
     assert judged["best_of"] == "none"
-    evaluate.launch(smoke(root))
+    launch(EVALUATE, smoke(root))
     shown = " ".join(capsys.readouterr().out.split())
     assert "INCONCLUSIVE" in shown
     assert "DEPLOY" not in shown
@@ -305,7 +302,7 @@ def test_transformers_proposes_as_many_tokens_as_pay_by_what_the_folder_says(fin
 @pytest.mark.parametrize("source", ["fixed", "draft"])
 def test_every_source_trains(root, source):
     config = smoke(root, f"source={source}", f"name=by_{source}")
-    lines = [line for line in numbers(train.ensure(config)) if "loss" in line]
+    lines = [line for line in numbers(ensure(TRAIN, config)) if "loss" in line]
     assert lines[-1]["step"] == config.optim.max_steps
     assert lines[-1]["loss"] < lines[0]["loss"]
 
@@ -313,16 +310,16 @@ def test_every_source_trains(root, source):
 @pytest.mark.parametrize("source", ["fixed", "target"])
 def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monkeypatch):
     config = smoke(tmp_path, f"source={source}", "generate.top_k=40", "data.max_rows=40")
-    scores.ensure(config)
+    ensure(SCORES, config)
     carried = [r.topk_ids for path in tmp_path.glob("shared/generate/*") for r in read_parts(path)]
-    assert carried == [r.topk_ids for r in read_parts(scores.path(config))][: len(carried)]
+    assert carried == [r.topk_ids for r in read_parts(plan(SCORES, config).folder)][: len(carried)]
     assert bool(carried) == (source == "target")
 
     def absent(*_, **__):
         raise AssertionError("the target was loaded")
 
     monkeypatch.setattr("draftkit.distillation.assembly.load_target", absent)
-    folder = train.ensure(config)
+    folder = ensure(TRAIN, config)
     lines = [line for line in numbers(folder) if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert 0 < read_json(folder / "summary.json")["alpha_error_bound"] < 1
@@ -330,14 +327,14 @@ def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monk
 
 def test_a_drafter_of_other_settings_is_not_judged(finished, root):
     options = ["name=unfinished", "source=fixed", "optim.max_steps=2"]
-    train.ensure(smoke(root, *options))
+    ensure(TRAIN, smoke(root, *options))
     with pytest.raises(ValueError, match=r"divergence\.name was 'forward_kl', now 'jsd'"):
-        evaluate.launch(smoke(root, *options, "divergence=jsd"))
+        launch(EVALUATE, smoke(root, *options, "divergence=jsd"))
     assert not (root / "unfinished" / "evaluate").exists()
 
 
 def test_a_plan_says_what_would_be_done_and_does_nothing(finished, root, tmp_path, capsys):
-    assert distill.launch(smoke(tmp_path, "plan=true")) == {}
+    assert launch(DISTILL, smoke(tmp_path, "plan=true")) == {}
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["distill:", "8", "steps,", "training", "in", "1", "process"]
     steps = ["texts", "target", "prepare", "generate", "contexts", "train", "evaluate", "distill"]
@@ -345,7 +342,7 @@ def test_a_plan_says_what_would_be_done_and_does_nothing(finished, root, tmp_pat
     assert {tuple(line[1:3]) for line in lines[1:-1]} == {("to", "do")}
     assert lines[-1][:3] == ["on", "a", "card:"]
     assert list(tmp_path.iterdir()) == []
-    distill.launch(smoke(root, "plan=true"))
+    launch(DISTILL, smoke(root, "plan=true"))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {line[1] for line in lines[1:]} == {"complete"}
 
@@ -354,7 +351,7 @@ def test_each_product_is_hashed_once(finished, root, tmp_path, monkeypatch):
     """Also a given target, which five steps need; a second command remembers its checksum."""
     target_path, _ = made_in(root)
     hashed = []
-    for module in (draftkit.models.files, pipelines.folder):
+    for module in (draftkit.models.files, pipelines.stage):
         original = module.sha256_tree
 
         def count(folder, *, skip=None, original=original):
@@ -363,19 +360,19 @@ def test_each_product_is_hashed_once(finished, root, tmp_path, monkeypatch):
 
         monkeypatch.setattr(module, "sha256_tree", count)
     config = smoke(tmp_path, f"target.path={target_path}", "optim.max_steps=2")
-    distill.launch(config)
+    launch(DISTILL, config)
     assert len(hashed) == len(set(hashed))
     assert hashed.count(target_path) == 1
     hashed.clear()
-    distill.launch(config)
+    launch(DISTILL, config)
     assert hashed == []
 
 
-@pytest.mark.parametrize("stage", [distill, evaluate], ids=["distill", "evaluate"])
+@pytest.mark.parametrize("stage", [DISTILL, EVALUATE], ids=["distill", "evaluate"])
 def test_without_proposals_there_is_nothing_to_judge_and_nothing_is_made(tmp_path, stage):
     for setting, way_out in (("decode.gamma=0", "1 or more"), ("decode.proposer=none", "another")):
         with pytest.raises(ValueError, match=rf"^{setting} proposes nothing.*use {way_out}"):
-            stage.launch(smoke(tmp_path, setting))
+            launch(stage, smoke(tmp_path, setting))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -387,7 +384,7 @@ def test_several_temperatures_are_evaluated_in_one_go(finished, root):
         "evaluate.temperatures=[0,0.7]",
         f"draft.path={finished / 'distill' / 'draft'}",
     )
-    summary = evaluate.launch(config)
+    summary = launch(EVALUATE, config)
     assert list(summary["by_temperature"]) == ["0", "0.7"]
     assert summary["temperature"] == 0
     assert "before" not in summary
@@ -407,7 +404,7 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
     monkeypatch.setitem(decoder.BATCH_SIZES, "cpu", (1, 2))
     monkeypatch.setattr(decoder, "PROMPTS", 4)
     monkeypatch.setattr(decoder, "MAX_NEW_TOKENS", 8)
-    summary = decoder.benchmark.launch(smoke(root))
+    summary = launch(decoder.STAGE, smoke(root))
     assert summary == read_json(root / "smoke" / "benchmark" / "summary.json")
     assert all(summary[key] is not None for key in HEADLINE)
     assert set(summary["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
@@ -429,7 +426,7 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
     assert "HF prompt lookup" in shown
     assert max(map(len, shown.splitlines())) <= 80
     manifest = read_json(root / "smoke" / "benchmark" / "manifest.json")
-    assert manifest["inputs"]["trained"] != manifest["inputs"]["draft"]
+    assert manifest["inputs"]["train"] != manifest["inputs"]["draft"]
     assert manifest["provenance"]["hardware"]["cores"] >= 1
 
 
@@ -438,16 +435,16 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
 def test_a_benchmark_without_its_gpu_is_one_line_and_leaves_no_folder(tmp_path, script):
     config = compose_config(["+experiment=bench_gpu", f"root={tmp_path}", "tracker=none"])
     with pytest.raises(ValueError, match="no CUDA device is visible") as error:
-        script.benchmark.launch(config)
+        launch(script.STAGE, config)
     assert "\n" not in str(error.value)
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.rglob("manifest.json"))
 
 
 @pytest.mark.usefixtures("finished")
 def test_a_batch_that_needs_more_prompts_than_there_are_is_refused(root, monkeypatch):
     monkeypatch.setitem(decoder.BATCH_SIZES, "cpu", (100,))
     with pytest.raises(ValueError, match=r"^evaluate\.prompts: 100 rows need 200 held-out"):
-        decoder.benchmark.launch(smoke(root, "name=crowd", "evaluate.draft=given"))
+        launch(decoder.STAGE, smoke(root, "name=crowd", "evaluate.draft=given"))
 
 
 # The same run again, interrupted or not
@@ -460,12 +457,12 @@ def run_distill(root: Path, name: str) -> Config:
 
 @pytest.mark.usefixtures("finished")
 def test_a_killed_distillation_ends_like_an_uninterrupted_one(root):
-    train.ensure(run_distill(root, "whole"))
-    train.ensure(run_distill(root, "again"))
+    ensure(TRAIN, run_distill(root, "whole"))
+    ensure(TRAIN, run_distill(root, "again"))
     checkpoint = root / "killed" / "train" / "checkpoint.safetensors"
-    kill_when(checkpoint.exists, train, run_distill(root, "killed"))
+    kill_when(checkpoint.exists, TRAIN, run_distill(root, "killed"))
     assert not (root / "killed" / "train" / "summary.json").exists()
-    train.ensure(run_distill(root, "killed"))
+    ensure(TRAIN, run_distill(root, "killed"))
     for other in ("again", "killed"):
         whole, run = root / "whole" / "train", root / other / "train"
         assert numbers(run) == numbers(whole)
@@ -476,11 +473,11 @@ def test_a_killed_distillation_ends_like_an_uninterrupted_one(root):
 
 def test_a_killed_preparation_ends_like_an_uninterrupted_one(finished, root, tmp_path):
     config = smoke(tmp_path, "optim.save_steps=5")
-    trained = target.path(config)
-    kill_when((trained / "target-training" / "checkpoint.safetensors").exists, prepare, config)
-    kill_when((trained / "target" / "config.json").exists, prepare, config)
-    kill_when(lambda: any(tmp_path.rglob("draft-training/checkpoint.safetensors")), prepare, config)
-    prepare.launch(config)
+    trained = plan(TARGET, config).folder
+    kill_when((trained / "target-training" / "checkpoint.safetensors").exists, PREPARE, config)
+    kill_when((trained / "target" / "config.json").exists, PREPARE, config)
+    kill_when(lambda: any(tmp_path.rglob("draft-training/checkpoint.safetensors")), PREPARE, config)
+    launch(PREPARE, config)
     for made, whole in zip(made_in(tmp_path), made_in(root), strict=True):
         assert same_weights(first=made, second=whole)
         assert numbers(made.parent) == numbers(whole.parent)
@@ -490,12 +487,12 @@ def test_killed_rollouts_go_on_with_the_next_part(finished, root, tmp_path):
     paths = made_in(root)
     models = [f"target.path={paths[0]}", f"draft.path={paths[1]}"]
     config = smoke(tmp_path, *models, "generate.batch_size=4")
-    first = generate.path(config) / "part-00000000.parquet"
-    kill_when(first.exists, generate, config)
+    first = plan(GENERATE, config).folder / "part-00000000.parquet"
+    kill_when(first.exists, GENERATE, config)
     before = first.stat().st_mtime_ns
-    generate.launch(config)
+    launch(GENERATE, config)
     assert first.stat().st_mtime_ns == before
     # In parts as large: in half precision a row may differ by rounding with those beside it.
     whole = smoke(tmp_path / "whole", *models, "generate.batch_size=4")
-    found = [read_parts(generate.ensure(one)) for one in (config, whole)]
+    found = [read_parts(ensure(GENERATE, one)) for one in (config, whole)]
     assert [r.output_ids for r in found[0]] == [r.output_ids for r in found[1]]

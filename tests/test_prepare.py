@@ -14,9 +14,11 @@ from draftkit.config import Config
 from draftkit.data.rollouts import read_parts
 from draftkit.models.loading import load_draft, load_target
 from draftkit.tracking import read_metrics
+from pipelines.command import launch
 from pipelines.configuration import compose_config
-from pipelines.generate import generate
-from pipelines.prepare import prepare
+from pipelines.plan import GENERATE, PREPARE
+from pipelines.product import plan
+from pipelines.stage import ensure
 from tests.smoke import models, splits_of
 
 TEXT = "{0} quick brown foxes jump over {1} lazy dogs, and {2} cats look on in wonder."
@@ -60,19 +62,21 @@ def test_a_drafter_is_cut_from_the_target_that_was_trained_or_given(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained = smoke(root, *SHRUNK)
-    made = prepare.ensure(trained)
+    made = ensure(PREPARE, trained)
     target = Path(str(models(trained)[0].path))
     check_cut(target, made / "draft")
     assert not read_metrics(made / "metrics.jsonl")  # no drafter was trained
     assert "% of the validation text" in capsys.readouterr().out
     copied = shutil.copytree(target, root / "copied")
     given = [smoke(root, *SHRUNK, f"target.path={path}") for path in (target, copied)]
-    assert prepare.path(given[0]) == prepare.path(given[1])  # the same target, wherever it lies
+    assert (
+        plan(PREPARE, given[0]).folder == plan(PREPARE, given[1]).folder
+    )  # the same target, wherever it lies
 
 
 def test_a_drafter_that_was_cut_is_trained_on_the_text(root: Path) -> None:
     cut, trained = (
-        prepare.ensure(smoke(root, *SHRUNK, f"draft.shrink.steps={steps}")) for steps in (0, 3)
+        ensure(PREPARE, smoke(root, *SHRUNK, f"draft.shrink.steps={steps}")) for steps in (0, 3)
     )
     assert read_metrics(trained / "metrics.jsonl")[-1]["step"] == 3
     before, after = (load_file(made / "draft" / "model.safetensors") for made in (cut, trained))
@@ -85,7 +89,7 @@ def test_a_drafter_that_was_cut_is_trained_on_the_text(root: Path) -> None:
 def test_another_drafter_is_made_for_the_same_target(root: Path) -> None:
     kinds = ([], SHRUNK, ["draft.pretrain.num_hidden_layers=2"])
     configs = [smoke(root, *options) for options in kinds]
-    assert len({prepare.ensure(config) for config in configs}) == 3
+    assert len({ensure(PREPARE, config) for config in configs}) == 3
     assert len({models(config)[0].path for config in configs}) == 1
 
 
@@ -109,24 +113,24 @@ def test_ids_are_counted_on_the_targets_answers_where_the_run_has_them(
 ) -> None:
     few = ["draft.shrink.layers=1", "draft.shrink.vocabulary=8"]
     of_text, of_both = (smoke(root, *few, f"source={name}") for name in ("fixed", "target"))
-    prepare.ensure(of_text)
+    ensure(PREPARE, of_text)
     assert "own answers" not in capsys.readouterr().out
-    made = prepare.ensure(of_both)
+    made = ensure(PREPARE, of_both)
     note = capsys.readouterr().out
     share = re.search(r"% of the validation text, (\d+)\.(\d)% of the target's own answers", note)
     assert share is not None
     assert "has layers 0 of the target" in note
     kept = read_json(made / "draft" / "kept_ids.json")
-    records = read_parts(generate.path(of_both))
+    records = read_parts(plan(GENERATE, of_both).folder)
     own = [token for record in records[::10] for token in record.output_ids]
     expected = sum(token in kept for token in own) / len(own)
     assert float(f"{share[1]}.{share[2]}") == pytest.approx(100 * expected, abs=0.06)
-    assert kept != read_json(prepare.path(of_text) / "draft" / "kept_ids.json")
+    assert kept != read_json(plan(PREPARE, of_text).folder / "draft" / "kept_ids.json")
 
 
 def test_layers_and_ids_are_part_of_what_was_made(root: Path) -> None:
     paths = {
-        prepare.path(smoke(root, *options))
+        plan(PREPARE, smoke(root, *options)).folder
         for options in ([], SHRUNK, ["draft.shrink.layers=[1]"], ["draft.shrink.layers=[0]"])
     }
     assert len(paths) == 4
@@ -144,6 +148,6 @@ def test_more_than_the_target_has_is_refused_before_it_is_trained(
 ) -> None:
     config = smoke(tmp_path, *SHRUNK, override)
     with pytest.raises(ValueError, match=told) as error:
-        prepare.launch(config)
+        launch(PREPARE, config)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.rglob("target*"))

@@ -18,7 +18,7 @@ from draftkit.models.loading import load_target, save_model
 from draftkit.online.registry import Registry
 from draftkit.serving.server import listen
 from pipelines.configuration import compose_config
-from pipelines.folder import locked
+from pipelines.lock import locked
 from pipelines.serve import KEY_VARIABLE, answered_at, api_key, serve
 from pipelines.service import service_folder
 from tests import tiny

@@ -14,8 +14,9 @@ from draftkit.config import Config
 from draftkit.online.buffer import Buffer
 from draftkit.online.versions import Version
 from pipelines.configuration import compose_config
-from pipelines.folder import locked
-from pipelines.refitting import daemon, daemon_folder, rollback
+from pipelines.lock import locked
+from pipelines.refitting import daemon, daemon_folder
+from pipelines.rollback import rollback
 from pipelines.serve import serve
 from pipelines.service import registry_of, service_folder
 from tests.online.traffic import entry
@@ -168,7 +169,7 @@ def test_a_pair_that_cannot_be_used_clears_nothing(config: Config, tmp_path: Pat
 
 
 def test_a_refused_rollback_leaves_nothing(tmp_path: Path) -> None:
-    config = compose_config(["+experiment=serve", f"root={tmp_path}", "online.task=rollback"])
+    config = compose_config(["+experiment=serve", f"root={tmp_path}"])
     with pytest.raises(ValueError, match="has no version yet"):
         rollback(config)
     assert list(tmp_path.iterdir()) == []

@@ -9,8 +9,9 @@ import pytest
 
 from draftkit.data.rollouts import Record, read_parts
 from draftkit.online.buffer import Buffer
-from pipelines.generate import generate
+from pipelines.plan import GENERATE
 from pipelines.service import registry_of
+from pipelines.stage import ensure
 from tests.services import buffer_of
 from tests.test_online import BARE, composed, ended, fill, start, until
 
@@ -24,7 +25,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def records(root: Path) -> list[Record]:
-    return list(read_parts(generate.ensure(composed(root, "+experiment=serve"))))
+    return list(read_parts(ensure(GENERATE, composed(root, "+experiment=serve"))))
 
 
 @pytest.mark.soak

@@ -14,8 +14,9 @@ from draftkit.data.rollouts import read_parts
 from draftkit.models.loading import load_target
 from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
-from pipelines.generate import generate
-from pipelines.train import decoding_of, train
+from pipelines.plan import GENERATE, TRAIN
+from pipelines.product import plan
+from pipelines.stage import ensure
 from tests.distillation.serving import Engine, served
 from tests.smoke import models
 
@@ -54,7 +55,7 @@ def test_every_source_trains_and_writes_no_texts(
 ) -> None:
     name = "-".join([source, *(option.split("=")[1] for option in options)])
     config = smoke(root, f"source={source}", "source.refresh_steps=3", f"name={name}", *options)
-    folder = train.ensure(config)
+    folder = ensure(TRAIN, config)
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert not [*folder.rglob("*.parquet")]
@@ -64,12 +65,12 @@ def test_a_run_stopped_inside_a_block_ends_like_an_uninterrupted_one(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ["source=mix", "source.refresh_steps=2", "optim.save_steps=1"]
-    whole = train.ensure(smoke(root, "name=whole", *options))
+    whole = ensure(TRAIN, smoke(root, "name=whole", *options))
     monkeypatch.setattr("draftkit.distillation.fit.train", stopping_at(3))
     with pytest.raises(KeyboardInterrupt):
-        train.ensure(smoke(root, "name=cut", *options))
+        ensure(TRAIN, smoke(root, "name=cut", *options))
     monkeypatch.undo()
-    cut = train.ensure(smoke(root, "name=cut", *options))
+    cut = ensure(TRAIN, smoke(root, "name=cut", *options))
     lines = [line for line in read_metrics(cut / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]  # it went on at step 2
     first, second = (load_file(path / "draft" / "model.safetensors") for path in (whole, cut))
@@ -95,40 +96,42 @@ def stopping_at(step: int) -> Any:
 def test_nothing_to_draft_is_refused_by_its_key(root: Path, source: str) -> None:
     config = smoke(root, f"source={source}", "decode.gamma=0", f"name=no-{source}")
     with pytest.raises(ValueError, match=r"^decode\.gamma=0 proposes nothing") as error:
-        train.ensure(config)
+        ensure(TRAIN, config)
     assert "\n" not in str(error.value)
     assert not (root / f"no-{source}").exists()
 
 
 def test_decoding_counts_only_where_texts_depend_on_it(tmp_path: Path) -> None:
-    def marks(source: str) -> list[list[Any]]:
+    def settings(source: str) -> list[dict[str, Any]]:
         changes = [[], ["decode.gamma=2"], ["decode.verification=block"]]
-        return [decoding_of(smoke(tmp_path, f"source={source}", *change)) for change in changes]
+        configs = [smoke(tmp_path, f"source={source}", *change) for change in changes]
+        kept = [plan(TRAIN, config).settings for config in configs]
+        return [{k: v for k, v in one.items() if k.startswith("decode.")} for one in kept]
 
-    assert marks("draft") == marks("mix") == [[], [], []]
-    first, gamma, verification = marks("block")
+    assert settings("draft") == settings("mix") == [{}, {}, {}]
+    first, gamma, verification = settings("block")
     assert first == verification != gamma
-    first, gamma, verification = marks("replay")
-    assert len({str(first), str(gamma), str(verification)}) == 3
+    first, gamma, verification = settings("replay")
+    assert first != gamma != verification != first
 
 
 def test_an_engine_over_http_gives_the_rollouts_of_the_decoder(root: Path) -> None:
     # In float32: a batch and single rows may part at near-ties in bfloat16.
     greedy = ["sampling.temperature=0", "divergence.temperature=1", "hardware.dtype=float32"]
     ours = smoke(root, *greedy)
-    plain = generate.ensure(ours)
+    plain = ensure(GENERATE, ours)
     target = load_target(models(ours)[0], ours.hardware)
     with served(Engine(target.adapter, target.eos_token_ids, target.tokenizer.decode)) as engine:
         http = ["generate.engine=openai", f"generate.url={engine.url}", "generate.batch_size=3"]
         asked = smoke(root, *greedy, *http)
-        folder = generate.ensure(asked)
+        folder = ensure(GENERATE, asked)
     expected = [replace(record, sampler="openai") for record in read_parts(plain)]
     assert list(read_parts(folder)) == expected
     assert {request["model"] for request in engine.asked} == {models(ours)[0].path}
     assert read_json(folder / "summary.json")["retokenised"] == 0
     # Complete: nobody is asked again, not even at another address.
     elsewhere = replace(asked, generate=replace(asked.generate, url="http://127.0.0.1:9/v1"))
-    assert generate.ensure(elsewhere) == folder
+    assert ensure(GENERATE, elsewhere) == folder
 
 
 def test_an_engine_that_refuses_is_one_line_and_leaves_no_folder(root: Path) -> None:
@@ -137,6 +140,6 @@ def test_an_engine_that_refuses_is_one_line_and_leaves_no_folder(root: Path) -> 
         http = ["generate.engine=openai", f"generate.url={engine.url}"]
         config = smoke(root, *http, "generate.model=other")
         with pytest.raises(ValueError, match=r"^generate\.url http.*status 401") as error:
-            generate.ensure(config)
+            ensure(GENERATE, config)
     assert "\n" not in str(error.value)
-    assert not generate.path(config).exists()
+    assert not plan(GENERATE, config).folder.exists()

@@ -12,22 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-import pipelines.run
+import pipelines.stage
 from draftkit.artifacts import fingerprint, read_json, write_json
 from draftkit.config import Config, HardwareConfig
-from pipelines.folder import LOCK, locked
-from pipelines.generate import contexts, generate, scores
-from pipelines.plan import StageFolder
-from pipelines.run import Stage, stage
-from pipelines.texts import texts
-from tests.toy import CHECKPOINT, Toy, metrics, result, with_steps
+from pipelines.command import launch
+from pipelines.lock import LOCK, locked
+from pipelines.plan import CONTEXTS, GENERATE, SCORES, TEXTS
+from pipelines.product import Stage, plan
+from pipelines.stage import StageFolder, ensure
+from tests.toy import CHECKPOINT, Toy, metrics, result, stage, with_steps
 
 RECORDS = [LOCK, "config.yaml", "manifest.json", "metrics.jsonl", "summary.json"]
 
 
 @pytest.fixture(autouse=True)
 def _quick_provenance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelines.run, "provenance", lambda: {"git_commit": None})
+    monkeypatch.setattr(pipelines.stage, "provenance", lambda: {"git_commit": None})
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -42,9 +42,9 @@ def toy() -> Toy:
 
 
 def test_a_fresh_run_leaves_records_product_and_summary(toy: Toy, config: Config) -> None:
-    summary = toy.down.launch(with_steps(config, 3))
+    summary = launch(toy.down, with_steps(config, 3))
     path = Path(config.root) / "toy" / "down"
-    assert path == toy.down.path(with_steps(config, 3))
+    assert path == plan(toy.down, with_steps(config, 3)).folder
     assert sorted(child.name for child in path.iterdir()) == sorted([*RECORDS, "model"])
     assert summary == read_json(path / "summary.json") == {"weight": 4.25, "seconds": 1.0}
     manifest = read_json(path / "manifest.json")
@@ -60,37 +60,38 @@ def test_the_summary_is_written_last(
     toy: Toy, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
-    original = pipelines.run.write_json
+    original = pipelines.stage.write_json
 
     def note(path: Path, value: Any) -> None:
         written.append(Path(path).name)
         original(path, value)
 
-    monkeypatch.setattr(pipelines.run, "write_json", note)
-    toy.up.launch(config)
+    monkeypatch.setattr(pipelines.stage, "write_json", note)
+    launch(toy.up, config)
     assert written == ["manifest.json", "manifest.json", "summary.json"]
 
 
 def test_a_complete_stage_is_not_redone(
     toy: Toy, config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = toy.down.launch(config)
+    first = launch(toy.down, config)
     capsys.readouterr()
-    assert toy.down.launch(config) == first
+    assert launch(toy.down, config) == first
     assert toy.runs == ["up", "down"]
     assert "complete, nothing to do" in capsys.readouterr().out
 
 
 def test_what_a_stage_does_not_declare_does_not_count(toy: Toy, config: Config) -> None:
-    toy.down.launch(config)
-    toy.down.launch(
+    launch(toy.down, config)
+    launch(
+        toy.down,
         replace(
             config,
             hardware=HardwareConfig(device="cpu", threads=1),
             tracker="disabled",
             runs=["elsewhere"],
             sampling=replace(config.sampling, top_k=5),
-        )
+        ),
     )
     assert toy.runs == ["up", "down"]
 
@@ -98,34 +99,34 @@ def test_what_a_stage_does_not_declare_does_not_count(toy: Toy, config: Config) 
 @pytest.mark.parametrize("section", ["hardware.dtype", "tracker", "root", "optim.lr"])
 def test_a_stage_cannot_declare_what_never_counts_or_is_unknown(section: str) -> None:
     with pytest.raises(AssertionError):
-        stage(sections=(section,), name="x")(lambda config, folder: {})
+        stage("x", lambda config, folder: {}, reads=(section,))
 
 
 def test_another_configuration_is_refused_with_key_values_and_both_ways_out(
     toy: Toy, config: Config
 ) -> None:
-    toy.down.launch(config)
-    before = result(toy.down.path(config))
+    launch(toy.down, config)
+    before = result(plan(toy.down, config).folder)
     with pytest.raises(ValueError, match="was made with other settings") as error:
-        toy.down.launch(replace(with_steps(config, 7), seed=5))
+        launch(toy.down, replace(with_steps(config, 7), seed=5))
     text = str(error.value)
     for part in ("seed was 0, now 5", "optim.max_steps was 100, now 7", "name=", "overwrite=true"):
         assert part in text
     assert "\n" not in text
-    assert result(toy.down.path(config)) == before
+    assert result(plan(toy.down, config).folder) == before
     with pytest.raises(ValueError, match="seed was 0, now 5"):
-        toy.down.ensure(replace(config, seed=5))
+        ensure(toy.down, replace(config, seed=5))
 
 
 def test_overwrite_redoes_the_launched_stage_and_no_other(
     toy: Toy, config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    toy.down.launch(config)
-    (toy.down.path(config) / "model" / "stray").write_text("old")
-    toy.down.launch(replace(with_steps(config, 2), overwrite=True))
+    launch(toy.down, config)
+    (plan(toy.down, config).folder / "model" / "stray").write_text("old")
+    launch(toy.down, replace(with_steps(config, 2), overwrite=True))
     assert toy.runs == ["up", "down", "down"]
     assert "overwrite=true" in capsys.readouterr().out
-    path = toy.down.path(config)
+    path = plan(toy.down, config).folder
     assert read_json(path / "summary.json")["weight"] == 2.5
     assert not (path / "model" / "stray").exists()
     assert len(metrics(path)) == 2
@@ -134,39 +135,39 @@ def test_overwrite_redoes_the_launched_stage_and_no_other(
 def test_a_changed_input_makes_the_stage_stale_and_it_says_so(
     toy: Toy, config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    toy.down.launch(config)
+    launch(toy.down, config)
     toy.content = "other text"
-    toy.up.launch(replace(config, overwrite=True))
+    launch(toy.up, replace(config, overwrite=True))
     capsys.readouterr()
-    toy.down.launch(config)
+    launch(toy.down, config)
     assert toy.runs == ["up", "down", "up", "down"]
     assert "stale, redoing it (changed: up)" in capsys.readouterr().out
 
 
 def test_a_redone_but_equal_input_keeps_what_was_made_of_it(toy: Toy, config: Config) -> None:
-    toy.down.launch(config)
-    toy.up.launch(replace(config, overwrite=True))
-    toy.down.launch(config)
+    launch(toy.down, config)
+    launch(toy.up, replace(config, overwrite=True))
+    launch(toy.down, config)
     assert toy.runs == ["up", "down", "up"]
 
 
 def test_a_missing_stage_is_run_aloud_and_a_complete_one_used_in_silence(
     toy: Toy, config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    toy.down.launch(config)
+    launch(toy.down, config)
     out = capsys.readouterr().out
     assert out.startswith("down: 2 steps, training in 1 process\n  up    to do ")
     assert out.index("up: running\n") < out.index("down: running\n")
-    assert toy.up.ensure(config) == toy.up.path(config)
+    assert ensure(toy.up, config) == plan(toy.up, config).folder
     assert capsys.readouterr().out == ""
 
 
 def test_experiments_share_a_shared_stage(toy: Toy, config: Config) -> None:
-    toy.down.launch(config)
-    toy.down.launch(replace(config, name="other", seed=3))
+    launch(toy.down, config)
+    launch(toy.down, replace(config, name="other", seed=3))
     assert toy.runs == ["up", "down", "down"]
     longer = replace(config, name="third", data=replace(config.data, max_length=99))
-    toy.down.launch(longer)
+    launch(toy.down, longer)
     assert toy.runs[3:] == ["up", "down"]
     folders = list((Path(config.root) / "shared" / "up").iterdir())
     assert len(folders) == 2
@@ -177,7 +178,7 @@ def test_an_interrupted_stage_goes_on_and_equals_an_uninterrupted_one(
     toy: Toy, config: Config
 ) -> None:
     config = with_steps(config, 9)
-    toy.down.launch(config)
+    launch(toy.down, config)
 
     def interrupt(step: int) -> None:
         if step == 7:
@@ -186,52 +187,50 @@ def test_an_interrupted_stage_goes_on_and_equals_an_uninterrupted_one(
     toy.trouble = interrupt
     other = replace(config, name="interrupted")
     with pytest.raises(KeyboardInterrupt):
-        toy.down.launch(other)
-    assert len(metrics(toy.down.path(other))) == 7
+        launch(toy.down, other)
+    assert len(metrics(plan(toy.down, other).folder)) == 7
     toy.trouble = lambda step: None
-    toy.down.launch(other)
+    launch(toy.down, other)
     assert toy.runs == ["up", "down", "down", "resumed down"]
-    assert result(toy.down.path(other)) == result(toy.down.path(config))
-    manifest = read_json(toy.down.path(other) / "manifest.json")
+    assert result(plan(toy.down, other).folder) == result(plan(toy.down, config).folder)
+    manifest = read_json(plan(toy.down, other).folder / "manifest.json")
     assert len(manifest["resumed"]) == 1
 
 
 def test_a_second_launch_on_a_folder_in_use_is_refused_in_one_line(
     toy: Toy, config: Config
 ) -> None:
-    toy.up.launch(config)
+    launch(toy.up, config)
     with (
-        locked(toy.down.path(config), wait=False),
+        locked(plan(toy.down, config).folder, wait=False),
         pytest.raises(ValueError, match="in use by another run") as error,
     ):
-        toy.down.launch(config)
+        launch(toy.down, config)
     assert "name=" in str(error.value)
     assert toy.runs == ["up"]
-    toy.down.launch(config)
+    launch(toy.down, config)
 
 
 def test_a_second_launch_is_refused_wherever_the_first_one_is(config: Config) -> None:
     """Also in a step before the last one that the command makes."""
-    before = stage(sections=("seed",), name="before", command="after")(lambda c, folder: {})
-    after = stage(sections=(), name="after", needs=lambda c: {"before": before.step(c)})(
-        lambda c, folder: {}
-    )
+    before = stage("before", lambda c, folder: {}, reads=("seed",), command="after")
+    after = stage("after", lambda c, folder: {}, inputs=(before,))
     with (
-        locked(before.path(config), wait=False),
+        locked(plan(before, config).folder, wait=False),
         pytest.raises(ValueError, match="in use by another run"),
     ):
-        after.launch(config)
+        launch(after, config)
 
 
 def test_a_needed_stage_that_another_run_is_making_is_waited_for(toy: Toy, config: Config) -> None:
-    path = toy.up.path(config)
+    path = plan(toy.up, config).folder
     with locked(path, wait=False):
-        waiting = threading.Thread(target=toy.up.ensure, args=(config,))
+        waiting = threading.Thread(target=ensure, args=(toy.up, config))
         waiting.start()
         other = Toy()
         elsewhere = replace(config, root=config.root + "-other")
-        other.up.launch(elsewhere)
-        made = other.up.path(elsewhere)
+        launch(other.up, elsewhere)
+        made = plan(other.up, elsewhere).folder
         shutil.copytree(made, path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(LOCK))
     waiting.join(timeout=60)
     assert not waiting.is_alive()
@@ -250,33 +249,33 @@ def test_a_refused_run_leaves_no_folder_and_a_checkpoint_is_never_thrown_away(
 
     toy.trouble = refuse_at(1)
     with pytest.raises(ValueError, match=r"data\.path"):
-        toy.down.launch(config)
+        launch(toy.down, config)
     assert not (Path(config.root) / "toy").exists()
     toy.trouble = refuse_at(5)
     with pytest.raises(ValueError, match=r"data\.path"):
-        toy.down.launch(config)
-    assert read_json(toy.down.path(config) / CHECKPOINT / "step") == 4
+        launch(toy.down, config)
+    assert read_json(plan(toy.down, config).folder / CHECKPOINT / "step") == 4
 
 
 def test_a_killed_removal_of_a_refused_run_does_not_stand_in_the_way(
     toy: Toy, config: Config
 ) -> None:
-    path = toy.down.path(config)
+    path = plan(toy.down, config).folder
     left = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     for folder in (path, left):
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text("name: toy\n")
-    toy.down.launch(config)
+    launch(toy.down, config)
     assert not left.exists()
 
 
 def test_files_of_somebody_else_are_not_touched(toy: Toy, config: Config) -> None:
-    path = toy.down.path(config)
+    path = plan(toy.down, config).folder
     path.mkdir(parents=True)
     (path / "thesis.txt").write_text("years of work")
     for overwrite in (False, True):
         with pytest.raises(ValueError, match=r"thesis\.txt"):
-            toy.down.launch(replace(config, overwrite=overwrite))
+            launch(toy.down, replace(config, overwrite=overwrite))
     assert (path / "thesis.txt").read_text() == "years of work"
 
 
@@ -296,16 +295,16 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on_later(
 
     toy.trouble = fill
     with pytest.raises(ValueError, match="no space left") as error:
-        toy.down.launch(config)
+        launch(toy.down, config)
     monkeypatch.setattr(os, "fsync", real)
     toy.trouble = lambda step: None
-    path = toy.down.path(config)
+    path = plan(toy.down, config).folder
     assert str(path) in str(error.value)
     assert "root=" in str(error.value)
     assert "\n" not in str(error.value)
     assert read_json(path / CHECKPOINT / "step") == 4
     assert not list(path.glob(".*.tmp-*"))
-    assert toy.down.launch(config)["weight"] > 0
+    assert launch(toy.down, config)["weight"] > 0
     assert toy.runs == ["up", "down", "resumed down"]
 
 
@@ -320,29 +319,30 @@ def test_results_do_not_depend_on_whether_an_input_had_to_be_made(config: Config
         drawn.append(torch.rand(()).item())
         return {}
 
-    up = stage(sections=("seed",), name="up")(up_run)
-    down = stage(sections=("seed",), needs=lambda c: {"up": up.step(c)}, name="down")(down_run)
+    up = stage("up", up_run, reads=("seed",))
+    down = stage("down", down_run, reads=("seed",), inputs=(up,))
     state = torch.get_rng_state()
-    down.launch(config)
-    down.launch(replace(config, overwrite=True))
+    launch(down, config)
+    launch(down, replace(config, overwrite=True))
     assert drawn[0] == drawn[1]
     assert torch.equal(state, torch.get_rng_state())
-    down.launch(replace(config, name="other", seed=1))
+    launch(down, replace(config, name="other", seed=1))
     assert drawn[2] != drawn[0]
 
 
-def test_after_follows_every_launch_and_no_ensure(config: Config) -> None:
+def test_what_is_shown_follows_every_launch_and_no_ensure(config: Config) -> None:
     told: list[Path] = []
 
-    def after(config: Config, path: Path) -> None:
+    def show(config: Config, path: Path) -> None:
         assert (path / "summary.json").is_file()
         told.append(path)
 
-    toy = stage(sections=("seed",), after=after, name="toy")(lambda config, folder: {})
-    path = toy.ensure(config)
+    toy = stage("toy", lambda config, folder: {}, reads=("seed",))
+    toy.code.show = show
+    path = ensure(toy, config)
     assert told == []
-    toy.launch(config)
-    toy.launch(replace(config, overwrite=True))
+    launch(toy, config)
+    launch(toy, replace(config, overwrite=True))
     assert told == [path, path]
 
 
@@ -357,7 +357,7 @@ def _ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_another_rank_computes_and_writes_nothing(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pipelines.run, "agree", lambda value: value)
+    monkeypatch.setattr(pipelines.stage, "agree", lambda value: value)
     seen: list[StageFolder] = []
 
     def run(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -366,7 +366,7 @@ def test_another_rank_computes_and_writes_nothing(
         folder.tracker.log("train", 1, {"loss": 1.0})
         return {"loss": 1.0}
 
-    stage(sections=("seed",), name="toy", everywhere=True)(run).launch(config)
+    launch(stage("toy", run, reads=("seed",), everywhere=True), config)
     assert not seen[0].is_main
     assert not Path(config.root).exists()
     assert capsys.readouterr().out == ""
@@ -381,25 +381,23 @@ def test_a_plan_says_how_many_processes_train(
     """A launcher that was asked for two may have started one."""
     for count, text in (("1", "1 process\n"), ("2", "2 processes\n")):
         monkeypatch.setenv("WORLD_SIZE", count)
-        toy.down.launch(replace(config, plan=True))
+        launch(toy.down, replace(config, plan=True))
         assert f"down: 2 steps, training in {text}" in capsys.readouterr().out
 
 
 def test_what_more_processes_trained_is_not_complete_for_fewer_but_can_be_read(
     toy: Toy, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipelines.run, "agree", lambda value: value)
+    monkeypatch.setattr(pipelines.stage, "agree", lambda value: value)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    toy.down.launch(config)
+    launch(toy.down, config)
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ValueError, match=r"made with 8 processes.* has 1.*overwrite=true"):
-        toy.down.launch(config)
-    reading = stage(
-        sections=(), needs=lambda config: {"down": toy.down.step(config)}, name="reading"
-    )(lambda config, folder: {})
-    reading.launch(config)
+        launch(toy.down, config)
+    reading = stage("reading", lambda config, folder: {}, inputs=(toy.down,))
+    launch(reading, config)
     assert toy.runs == ["up", "down"]
-    toy.down.launch(replace(config, overwrite=True))
+    launch(toy.down, replace(config, overwrite=True))
     assert toy.runs == ["up", "down", "down"]
 
 
@@ -407,22 +405,22 @@ def test_what_another_version_of_a_stage_made_is_not_used(config: Config) -> Non
     """A shared product lies elsewhere; the folder of an experiment is refused."""
 
     def made(version: int, *, shared: bool) -> Stage:
-        return stage(sections=("seed",), name="made", shared=shared, version=version)(
-            lambda config, folder: {}
+        return stage(
+            "made", lambda config, folder: {}, reads=("seed",), shared=shared, version=version
         )
 
-    first, second = (made(version, shared=True).path(config) for version in (1, 2))
+    first, second = (plan(made(version, shared=True), config).folder for version in (1, 2))
     assert first != second
-    made(1, shared=False).launch(config)
+    launch(made(1, shared=False), config)
     with pytest.raises(ValueError, match=r"version of the stage was 1, now 2.*overwrite=true"):
-        made(2, shared=False).launch(config)
+        launch(made(2, shared=False), config)
 
 
-@pytest.mark.parametrize("made", [texts, generate, contexts, scores], ids=lambda made: made.name)
+@pytest.mark.parametrize("made", [TEXTS, GENERATE, CONTEXTS, SCORES], ids=lambda made: made.name)
 def test_what_draftkit_made_before_tokens_splits_and_noise_changed_is_not_used(
     made: Stage, config: Config
 ) -> None:
-    step = made.step(config)
+    step = plan(made, config)
     parts = {"stage": step.name, "settings": step.settings, "needs": step.addresses}
     assert step.address != fingerprint(parts)  # as it was when no stage had a version
 
@@ -433,12 +431,12 @@ def test_a_model_that_was_edited_in_place_is_another_one(config: Config) -> None
         write_json(folder.path / "model" / "config.json", {"hidden_size": 1})
         return {}
 
-    made = stage(sections=(), name="made", product="model")(write)
-    judged = stage(sections=(), name="judged", needs=lambda config: {"made": made.step(config)})(
-        lambda config, folder: {"digest": folder.needs["made"].digest}
+    made = stage("made", write, product="model")
+    judged = stage(
+        "judged", lambda config, folder: {"digest": folder.digests["made"]}, inputs=(made,)
     )
-    before = judged.launch(config)["digest"]
-    (made.path(config) / "model" / "notes.txt").write_text("fine")
-    assert judged.launch(config)["digest"] == before
-    write_json(made.path(config) / "model" / "config.json", {"hidden_size": 2})
-    assert judged.launch(config)["digest"] != before
+    before = launch(judged, config)["digest"]
+    (plan(made, config).folder / "model" / "notes.txt").write_text("fine")
+    assert launch(judged, config)["digest"] == before
+    write_json(plan(made, config).folder / "model" / "config.json", {"hidden_size": 2})
+    assert launch(judged, config)["digest"] != before

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-import pipelines.run
+import pipelines.stage
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from pipelines.plan import StageFolder
-from pipelines.run import stage
-from tests.toy import CHECKPOINT, Toy, metrics
+from pipelines.command import launch, main
+from pipelines.stage import StageFolder
+from tests.toy import CHECKPOINT, Toy, metrics, stage
 
 ROOT = Path(__file__).resolve().parents[1]
 Command = Callable[..., tuple[int, str, str]]
@@ -33,14 +33,14 @@ def command(
     """`python -m pipelines.down <arguments>` in `tmp_path`: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    monkeypatch.setattr(pipelines.run, "provenance", lambda: {"git_commit": None})
+    monkeypatch.setattr(pipelines.stage, "provenance", lambda: {"git_commit": None})
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["down", "tracker=none", *arguments])
         monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
         code = 0
         try:
-            toy.down.main()
+            main(toy.down)
         except SystemExit as end:
             code = int(end.code or 0)
         return code, *capsys.readouterr()
@@ -192,7 +192,7 @@ def test_who_asks_for_whole_errors_gets_them(
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(sys, "argv", ["down", "decode.gamma=-1"])
     with pytest.raises(ValueError, match=r"decode\.gamma must"):
-        toy.down.main()
+        main(toy.down)
 
 
 @pytest.mark.parametrize("flag_first", [True, False])
@@ -243,18 +243,19 @@ def test_the_stage_sets_threads_and_seed(
     config = Config(root=str(tmp_path), seed=5)
     config.hardware.threads = 3
     config.tracker = "none"
-    stage(sections=("seed",), name="toy")(run).launch(config)
+    launch(stage("toy", run, reads=("seed",)), config)
     assert seen == [3, 5]
 
 
 SCRIPT = """
 import os
 from pathlib import Path
+from pipelines.command import main
 from tests.toy import Toy
 if __name__ == "__main__":
     toy = Toy()
     toy.trouble = lambda step: Path(f"rank-{os.environ.get('RANK', 'alone')}").touch()
-    toy.down.main()
+    main(toy.down)
 """
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-import pipelines.run
+import pipelines.stage
 from draftkit.config import Config
-from pipelines.folder import LOCK
+from pipelines.command import launch
+from pipelines.lock import LOCK
 from tests.toy import Toy, result, with_steps
 
 TOUCHES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
@@ -26,23 +27,23 @@ def interrupted(toy: Toy, config: Config) -> None:
 
     toy.trouble = interrupt
     with pytest.raises(KeyboardInterrupt):
-        toy.down.launch(config)
+        launch(toy.down, config)
     toy.trouble = lambda step: None
 
 
 def stale(toy: Toy, config: Config) -> None:
     toy.content = "old text"
-    toy.down.launch(config)
+    launch(toy.down, config)
     toy.content = "text"
-    toy.up.launch(replace(config, overwrite=True))
+    launch(toy.up, replace(config, overwrite=True))
 
 
 def complete(toy: Toy, config: Config) -> None:
-    toy.down.launch(config)
+    launch(toy.down, config)
 
 
 def other(toy: Toy, config: Config) -> None:
-    toy.down.launch(with_steps(config, 3))
+    launch(toy.down, with_steps(config, 3))
 
 
 # What lies there before; whether the killed launch and the one after it say overwrite=true.
@@ -94,12 +95,12 @@ def test_a_kill_at_any_moment_leaves_a_folder_that_the_next_launch_finishes(
 ) -> None:
     """Each (sixth) touch of the disk in turn is where the process dies; a relaunch goes on."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a killed process loses no cache
-    monkeypatch.setattr(pipelines.run, "provenance", dict)
+    monkeypatch.setattr(pipelines.stage, "provenance", dict)
     root, before = tmp_path / "outputs", tmp_path / "before"
     quiet = "none"
     config = with_steps(Config(root=str(root), name="toy", tracker=quiet), 5)
     path = root / "toy" / "down"
-    Toy().down.launch(config)
+    launch(Toy().down, config)
     expected = result(path)
     shutil.rmtree(root)
     prepare, *overwrite = SCENARIOS[scenario]
@@ -112,8 +113,8 @@ def test_a_kill_at_any_moment_leaves_a_folder_that_the_next_launch_finishes(
         event += stride
         shutil.rmtree(root)
         shutil.copytree(before, root)
-        killed = killed_at(event, root, lambda: Toy().down.launch(first))
-        Toy().down.launch(second)
+        killed = killed_at(event, root, lambda: launch(Toy().down, first))
+        launch(Toy().down, second)
         assert result(path) == expected, f"killed at event {event}"
         assert not [file for file in root.rglob(".*") if file.name != LOCK], event
     assert event > 30

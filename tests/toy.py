@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from draftkit.artifacts import atomic_path, read_json, remove, write_json
 from draftkit.config import Config, OptimConfig
 from draftkit.tracking import read_metrics
-from pipelines.folder import product_digest
-from pipelines.plan import StageFolder, Step
-from pipelines.run import stage
+from pipelines.product import Stage
+from pipelines.stage import StageFolder, product_digest
 
 CHECKPOINT = "checkpoint"
 
@@ -24,6 +24,11 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     return {name: read_json(path / name) for name in ("step", "weight")}
 
 
+def stage(name: str, run: Callable[[Config, StageFolder], Any], **options: Any) -> Stage:
+    """A stage of one function, outside of any module."""
+    return Stage(name=name, code=SimpleNamespace(**{name: run}), **options)
+
+
 class Toy:
     """A shared `up` and a `down` that trains on it with checkpoints, and how often they ran."""
 
@@ -31,18 +36,15 @@ class Toy:
         self.runs: list[str] = []
         self.content = "text"
         self.trouble: Callable[[int], None] = lambda step: None
-        self.up = stage(sections=("data.max_length",), shared=True, name="up")(self._up)
+        self.up = stage("up", self._up, reads=("data.max_length",), shared=True)
         self.down = stage(
-            sections=("seed", "optim"), needs=self._needs, name="down", everywhere=True
-        )(self._down)
+            "down", self._down, reads=("seed", "optim"), inputs=(self.up,), everywhere=True
+        )
 
     def _up(self, config: Config, folder: StageFolder) -> dict[str, Any]:
         self.runs.append("up")
         write_json(folder.path / "data.json", self.content)
         return {"rows": 3}
-
-    def _needs(self, config: Config) -> dict[str, Step]:
-        return {"up": self.up.step(config)}
 
     def _down(self, config: Config, folder: StageFolder) -> dict[str, Any]:
         self.runs.append("resumed down" if folder.resumed else "down")

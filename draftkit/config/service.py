@@ -53,7 +53,7 @@ class GateConfig(Section, key="online.gate"):
 
 @dataclass(kw_only=True)
 class TrafficConfig(Section, key="online.traffic"):
-    """The load that `online.task=serve_and_refit` puts on its own server."""
+    """The load that `experiments/serve_and_refit` puts on its own server."""
 
     requests: int = positive(800)
     max_new_tokens: int = positive(64)
@@ -65,10 +65,9 @@ class TrafficConfig(Section, key="online.traffic"):
 class OnlineConfig(Section, key="online"):
     """The refit loop. `optim` says how it steps, `divergence` what it minimises."""
 
-    task: str = setting("daemon", names=("daemon", "rollback", "serve_and_refit"))
     routes: list[str] = field(default_factory=lambda: [DEFAULT_ROUTE])  # each with its drafter
-    route: str = DEFAULT_ROUTE  # task=rollback: of which
-    version: str | None = None  # task=rollback: to which; null: the one before
+    route: str = DEFAULT_ROUTE  # which `rollback` takes back
+    version: str | None = None  # to which; null: the one before
     # target: in memory; stored: its scores in the buffer, exact for the kept ids.
     teacher: str = setting("target", names=("stored", "target"))
     prompts: bool = False  # learn from prompts too: for short ones that differ; asks the target

@@ -6,7 +6,7 @@ is the experiment's, its drafter the one that `evaluate.draft` names. On CUDA mo
 weights follow, an 8 B shape with each of its drafters, for speed and bandwidth alone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -25,13 +25,15 @@ from draftkit.evaluation.walltime import PLAIN, Setting, row_capacity
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.devices import resolve_device
 from draftkit.models.loading import load_draft, load_target
+from draftkit.models.memory import peak_bytes
 from draftkit.theory.speedup import expected_tokens, speedup_from_length
 
-from ..evaluate import drafts_of, judged_inputs, prompts_in
-from ..generate import contexts
-from ..plan import Given, StageFolder, Step
+from ..command import main
+from ..evaluate import drafts_of, prompts_in
+from ..plan import CONTEXTS, JUDGED
 from ..prepare import check_pair
-from ..run import peak_memory_bytes, stage
+from ..product import Stage
+from ..stage import StageFolder
 from .decoder_points import (
     ADAPTIVE,
     HF_ASSISTED,
@@ -64,6 +66,17 @@ MIN_CHUNKS = 6  # of a setting: fewer admit no 95 % interval of a median
 MAX_NEW_TOKENS = 96
 RANDOM_PROMPT_TOKENS, RANDOM_CALIBRATION_PROMPTS = 32, 8
 LIKELY_ALPHA = 0.8  # for which the measured costs of random models are turned into a speed-up
+STAGE = Stage(
+    name="benchmark",
+    code="benchmarks.decoder",
+    reads=(
+        *("seed", "data", "sampling", "decode"),
+        *("evaluate.draft", "evaluate.prompts", "evaluate.validation_prompts"),
+    ),
+    inputs=(*JUDGED, CONTEXTS),
+    version=3,
+    product=None,
+)
 LEGEND = (
     "HF: Hugging Face generate; all else is this decoder. Tokens per second from request to last "
     "token, prefill included: medians over chunks with quartiles. Ratios: medians of paired "
@@ -71,13 +84,10 @@ LEGEND = (
 )
 
 
-def needs(config: Config) -> Mapping[str, Given | Step]:
-    """Checksums of the pair, the text and the drafter.
-
-    Raises ValueError for a device that is not there, before anything is made for it.
-    """
+def check(config: Config) -> None:
+    """Raise ValueError for a pair that does not fit together, and a device that is not there."""
+    check_pair(config)
     resolve_device(config.hardware)
-    return {**judged_inputs(config), "contexts": contexts.step(config)}
 
 
 def prompts_of(batch_size: int) -> int:
@@ -242,18 +252,6 @@ def remarks(point: Point) -> Iterator[str]:
         )
 
 
-@stage(
-    name="benchmark",
-    sections=(
-        *("seed", "data", "sampling", "decode"),
-        *("evaluate.draft", "evaluate.prompts", "evaluate.validation_prompts"),
-    ),
-    version=3,
-    needs=needs,
-    check=check_pair,
-    product=None,
-    after=show,
-)
 def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Measure all settings; the numbers of greedy decoding of one row stand at the top."""
     compiling = -compile_seconds()
@@ -272,10 +270,10 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
         "dtype": str(target.adapter.dtype).removeprefix("torch."),
         "random": random_points(config, folder) if on_cuda else {},
         "compile_seconds": compiling + compile_seconds(),
-        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_memory_bytes": peak_bytes(target.adapter.device),
         "points": points,
     }
 
 
 if __name__ == "__main__":
-    benchmark.main()
+    main(STAGE)

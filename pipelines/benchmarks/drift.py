@@ -29,10 +29,10 @@ from draftkit.models.loading import load_target
 from draftkit.online.refit import Anchors, Update
 from draftkit.theory.acceptance import Estimate, Rate, estimate
 
-from ..generate import ROLLOUT_SETTINGS
-from ..plan import SUMMARY, StageFolder
-from ..run import stage
-from ..target import text_and_target
+from ..command import main
+from ..plan import ROLLOUTS, TARGET_MODEL, TEXTS
+from ..product import SUMMARY, Stage
+from ..stage import StageFolder
 from .drift_parts import Experiment
 from .drift_report import drift_figure, drift_table
 
@@ -43,6 +43,18 @@ SCORED = 24  # requests of a point of the curve
 EARLY = 0.1  # of a domain's stream: where recovery is read off
 ENOUGH = 0.7  # of the gap: recovered
 CURVE = "curve.json"
+STAGE = Stage(
+    name="drift",
+    code="benchmarks.drift",
+    reads=(
+        *("seed", "data", "sampling", "divergence", "optim", "decode", "online"),
+        *("draft.pretrain", "draft.shrink", "draft.lora", *ROLLOUTS),
+        *("evaluate.prompts", "evaluate.validation_prompts", "evaluate.batch_size"),
+    ),
+    inputs=(TEXTS, TARGET_MODEL),
+    version=3,
+    product=None,
+)
 
 Rows = list[dict[str, Any]]
 
@@ -160,20 +172,6 @@ def show(config: Config, folder: Path) -> None:
     Console(width=80).print(drift_table(read_json(folder / SUMMARY)))
 
 
-@stage(
-    name="online",
-    sections=(
-        *("seed", "data", "sampling", "divergence", "optim", "decode", "online"),
-        *("draft.pretrain", "draft.shrink", "draft.lora"),
-        *ROLLOUT_SETTINGS,
-        *("evaluate.prompts", "evaluate.validation_prompts", "evaluate.batch_size"),
-    ),
-    version=3,
-    needs=text_and_target,
-    check=check,
-    product=None,
-    after=show,
-)
 def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Run the experiment in `folder`; figure and curve lie there, the table is in the summary."""
     target = load_target(folder.model(config, "target"), config.hardware)
@@ -204,4 +202,4 @@ def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    drift.main()
+    main(STAGE)

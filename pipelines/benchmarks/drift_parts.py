@@ -30,7 +30,7 @@ from draftkit.online.refit import Anchors, Refit, Update
 from draftkit.online.registry import Registry
 from draftkit.online.rows import row_of
 
-from ..plan import StageFolder
+from ..stage import StageFolder
 
 SAMPLED = 512  # answers of a file
 REQUESTS = 3000  # of each domain

@@ -25,7 +25,7 @@ from draftkit.artifacts import read_json, remove, write_json
 from draftkit.models.devices import resolve_device
 
 from ..configuration import CONF_DIR, compose_config
-from ..plan import MANIFEST, SUMMARY
+from ..product import MANIFEST, SUMMARY
 
 SECONDS = 530.0  # of all parts together
 LIMITS = {"tests": 160.0, "decoder": 280.0, "training": 150.0}  # of each, where so much is left

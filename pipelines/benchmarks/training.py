@@ -11,7 +11,7 @@ of random weights: drafters under a target of 8 B.
 import copy
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,16 @@ from draftkit.distillation.chunked import chunked_sum
 from draftkit.distillation.losses import Objective
 from draftkit.distillation.sources import source_sampler
 from draftkit.distillation.teacher import FullScores
+from draftkit.models import memory
 from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.models.devices import resolve_device
 from draftkit.models.loading import Target, load_draft, load_target
 
-from ..plan import Given, StageFolder, Step
-from ..prepare import check_pair, pair_and_text
-from ..run import peak_memory_bytes, stage
+from ..command import main
+from ..plan import PAIR_AND_TEXT
+from ..prepare import check_pair
+from ..product import Stage
+from ..stage import StageFolder
 from .decoder_points import spread
 from .random_models import DRAFTERS, TARGET, random_model, random_texts
 from .timing import seconds_of
@@ -48,12 +51,23 @@ WARM_STEPS, STEPS = 4, 20  # of both trainers: those that do not count, and thos
 RANDOM_WARM_STEPS, RANDOM_STEPS = 2, 6
 LOSS_TOKENS, LOSS_VOCAB_SIZE = 2048, 152_064
 LOSS_REPEATS = 2  # of half a minute each, on two cores
+STAGE = Stage(
+    name="benchmark",
+    code="benchmarks.training",
+    reads=(
+        *("seed", "data", "sampling", "divergence", "optim.compile"),
+        *("optim.learning_rate", "optim.per_device_train_batch_size"),
+    ),
+    inputs=PAIR_AND_TEXT,
+    version=3,
+    product=None,
+)
 
 
-def needs(config: Config) -> Mapping[str, Given | Step]:
-    """The pair and its text. Raises ValueError for a device that is not there."""
+def check(config: Config) -> None:
+    """Raise ValueError for a pair that does not fit together, and a device that is not there."""
+    check_pair(config)
     resolve_device(config.hardware)
-    return pair_and_text(config)
 
 
 def beside_trl(
@@ -192,13 +206,12 @@ def random_steps(config: Config) -> dict[str, dict[str, float]]:
     precise, measured = replace(config.hardware, dtype="float32"), {}
     for drafter, small in DRAFTERS.items():
         draft = random_model(small, precise, seed=config.seed + 1, trains=True)
-        if draft.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(draft.device)
+        memory.reset_peak(draft.device)
         step = our_step(target, draft, texts, config)
         rates = [step(number) for number in range(RANDOM_WARM_STEPS + RANDOM_STEPS)]
         measured[f"{name}, {drafter}"] = {
             "tokens_per_second": statistics.median(rates[RANDOM_WARM_STEPS:]),
-            "peak_memory_bytes": peak_memory_bytes(),
+            "peak_memory_bytes": memory.peak_bytes(draft.device),
         }
     return measured
 
@@ -237,18 +250,6 @@ def show(config: Config, folder: Path) -> None:
         )
 
 
-@stage(
-    name="benchmark",
-    sections=(
-        *("seed", "data", "sampling", "divergence", "optim.compile"),
-        *("optim.learning_rate", "optim.per_device_train_batch_size"),
-    ),
-    version=3,
-    needs=needs,
-    check=check_pair,
-    product=None,
-    after=show,
-)
 def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Time both trainers, then the loss both ways, then on CUDA our steps on random models."""
     rows = config.optim.per_device_train_batch_size
@@ -273,4 +274,4 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    benchmark.main()
+    main(STAGE)

@@ -1,4 +1,4 @@
-"""Server and daemon as two real processes on loopback, and clients that keep the server busy.
+"""`python -m pipelines.experiments.serve_and_refit`: server and daemon under load.
 
 Shows that a service gets better while it serves: clients send prompts of one domain, the daemon
 refits the drafter from what was recorded, the server takes each version that the gate lets
@@ -29,17 +29,39 @@ from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.serving.intake import ROUTE_HEADER
 
-from ..folder import SUMMARY
-from ..plan import StageFolder
+from ..command import main
+from ..online import check_drafter
+from ..plan import ANCHORS, PAIR_AND_TEXT, ROLLOUTS
+from ..prepare import check_pair
+from ..product import SUMMARY, Stage
 from ..refitting import daemon
 from ..serve import serve
 from ..service import begin_anew, buffer_of, checksums_of, daemon_folder, service_folder
+from ..stage import StageFolder
 
 START_SECONDS = 300.0  # until the server must have answered
 END_SECONDS = 60.0  # until a process that was told to stop must have
 REQUEST_SECONDS = 120.0
 CLIENTS = 4  # that wait for their answers before they ask again
 BEGUN = "service.json"  # in the stage folder: the service folder's content is this experiment's
+STAGE = Stage(
+    name="serve_and_refit",
+    code="experiments.serve_and_refit",
+    reads=(
+        *("seed", "data", "sampling", "divergence", "optim", "decode", "serve", "online"),
+        *("draft.pretrain", "draft.lora", *ROLLOUTS, "evaluate.prompts"),
+        *("evaluate.validation_prompts", "evaluate.max_new_tokens", "evaluate.batch_size"),
+    ),
+    inputs=(*PAIR_AND_TEXT, *ANCHORS),
+    version=3,
+    product=None,
+)
+
+
+def check(config: Config) -> None:
+    """Raise ValueError for a pair that does not fit together, and a drafter that nobody refits."""
+    check_pair(config)
+    check_drafter(config)
 
 
 def free_port(host: str) -> int:
@@ -177,3 +199,7 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
             drafted = f", alpha {row['alpha']:.3f}, tau {row['acceptance_length']:.2f}"
         folder.note(f"{row['route']}/{row['version']}: {row['requests']} answers{drafted}")
     return {**updates, **load, "alive": alive, "served": rows}
+
+
+if __name__ == "__main__":
+    main(STAGE)

@@ -12,7 +12,7 @@ from draftkit.tracking import Tracker
 from pipelines.benchmarks import decoder, gpu, training
 from pipelines.benchmarks.random_models import shape
 from pipelines.configuration import compose_config
-from pipelines.plan import StageFolder
+from pipelines.stage import StageFolder
 
 TINY = shape(1, 32, 64, 4, vocab_size=300)
 

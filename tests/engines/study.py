@@ -19,7 +19,7 @@ from rich.console import Console
 from draftkit.artifacts import machine, provenance, read_json, write_text
 from draftkit.evaluation.report import interval, signed
 from pipelines.configuration import compose_config
-from pipelines.measure_engine import measure_engine
+from pipelines.plan import MEASURE_ENGINE
 from tests.engines.servers import DRAFTS, PLUGIN, Launch, export_pair, serving
 
 GAMMA, PROMPTS, TOKENS, TEMPERATURES = 4, 48, 48, (0.0, 1.0)
@@ -83,7 +83,7 @@ def measured(
             version = version_of(url)
             for temperature in TEMPERATURES:
                 given = [f"engine.url={url}", f"sampling.temperature={temperature:g}"]
-                summary = measure_engine.launch(compose_config([*words, *given]))
+                summary = launch(MEASURE_ENGINE, compose_config([*words, *given]))
                 (row,) = (one for one in summary["rows"] if one["drafts"] == drafts)
                 yield {
                     **{"engine": f"{summary['engine']} {version}", "plugin": plugin},

@@ -7,7 +7,8 @@ import pytest
 from draftkit.config import DataConfig
 from draftkit.config.text import EMBEDDED
 from pipelines.configuration import compose_config
-from pipelines.prepare import prepare
+from pipelines.plan import PREPARE
+from pipelines.stage import ensure
 from tests.evaluation.predictions import cells, holm, load, two_sided
 
 PROMPTS = 150
@@ -22,7 +23,7 @@ def test_holm_multiplies_the_smallest_by_their_number_and_never_falls() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_predictions_are_what_decoding_shows(tmp_path: Path) -> None:
-    made = prepare.ensure(compose_config(["+experiment=quickstart", f"root={tmp_path}"]))
+    made = ensure(PREPARE, compose_config(["+experiment=quickstart", f"root={tmp_path}"]))
     models = load(EMBEDDED, str(made / "draft"), DataConfig(), PROMPTS)
     rows = [*cells("embedded", models)]
     assert min(holm([one.p_value for one in rows])) > LEVEL

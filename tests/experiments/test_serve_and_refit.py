@@ -16,14 +16,16 @@ import pytest
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
 from draftkit.online.buffer import Served
+from pipelines.command import launch
 from pipelines.configuration import compose_config
 from pipelines.experiments import serve_and_refit
-from pipelines.experiments.serve_and_refit import requests_of
-from pipelines.online import online
+from pipelines.experiments.serve_and_refit import STAGE, requests_of
+from pipelines.plan import TEXTS
+from pipelines.product import plan
 from pipelines.refitting import daemon_folder
 from pipelines.serve import serve
 from pipelines.service import registry_of
-from pipelines.texts import texts
+from pipelines.stage import ensure
 from tests.online.traffic import entry
 from tests.pairs import OTHERS, paths, save_pairs
 from tests.services import buffer_of, seeded_registry
@@ -46,7 +48,7 @@ def test_each_route_is_served_recorded_and_refitted_by_itself(tmp_path: Path) ->
     """The whole experiment, then a daemon that has time enough for one update of each route."""
     words = ["+experiment=serve_and_refit", *ROUTES, *LOAD, *EAGER]
     config = composed(tmp_path, *words)
-    summary = read_json(online.ensure(config) / "summary.json")
+    summary = read_json(ensure(STAGE, config) / "summary.json")
     assert summary["alive"] == {"server": True, "daemon": True}
     assert summary["requests"] == 120
     served = {"default": 0, "code": 0}
@@ -85,7 +87,7 @@ def test_domains_that_are_not_there_are_named(tmp_path: Path) -> None:
     words = ["+experiment=serve_and_refit", "online.routes=[default,code]"]
     with pytest.raises(ValueError, match=r"online.traffic.domains names 1 domains for 2"):
         requests_of(composed(tmp_path, *words), tmp_path)
-    read = texts.ensure(composed(tmp_path, *words))
+    read = ensure(TEXTS, composed(tmp_path, *words))
     with pytest.raises(ValueError, match=r"online.traffic.domains: .* no prompts of 'poems'"):
         requests_of(composed(tmp_path, *words, "online.traffic.domains=[prose,poems]"), read)
     requests = requests_of(
@@ -149,12 +151,12 @@ def test_each_run_begins_with_the_starting_drafter_and_counts_its_own_requests(
     config: Config, begun: list[str], overwrite: bool
 ) -> None:
     """Redone, or resumed after a kill that came before its summary."""
-    first = online.launch(config)
+    first = launch(STAGE, config)
     assert first["versions_published"] == 1
     assert [(row["version"], row["requests"]) for row in first["served"]] == [("v000001", 3)]
     if not overwrite:
-        (online.path(config) / "summary.json").unlink()
-    again = online.launch(replace(config, overwrite=overwrite))
+        (plan(STAGE, config).folder / "summary.json").unlink()
+    again = launch(STAGE, replace(config, overwrite=overwrite))
     assert begun == ["v000001", "v000001"]
     assert [(row["version"], row["requests"]) for row in again["served"]] == [("v000001", 3)]
     assert "versions_published" not in again
@@ -171,11 +173,11 @@ def test_a_service_that_was_there_before_is_not_cleared_unasked(
     buffer.close()
     for _ in range(2):  # a refused run does not make it the experiment's own
         with pytest.raises(ValueError, match=r"has not begun: use name=\.\.\., or overwrite=true"):
-            online.launch(config)
+            launch(STAGE, config)
     buffer = buffer_of(config)
     assert sum(buffer.count("default", held_out=side) for side in (False, True)) == 1
     buffer.close()
-    online.launch(replace(config, overwrite=True))
+    launch(STAGE, replace(config, overwrite=True))
     assert begun == ["v000001"]
 
 
@@ -192,9 +194,9 @@ USED = [
 
 def test_a_setting_that_the_experiment_uses_makes_it_another(pairs: Path, config: Config) -> None:
     words = ["+experiment=serve_and_refit", *BARE, *paths(pairs / "pair"), *SMALL]
-    known = online.step(config).settings
+    known = plan(STAGE, config).settings
     changed = {
-        used: online.step(compose_config([*words, f"root={config.root}", used])).settings
+        used: plan(STAGE, compose_config([*words, f"root={config.root}", used])).settings
         for used in USED
     }
     assert [used for used, settings in changed.items() if settings == known] == []
@@ -206,7 +208,7 @@ def test_another_pair_makes_it_another_experiment(
 ) -> None:
     names = [f"{model}.path={pairs / other / model}" for model in ("target", "draft")]
     changed = composed(tmp_path, "+experiment=serve_and_refit", *BARE, *names)
-    assert online.step(changed).inputs != online.step(config).inputs
+    assert plan(STAGE, changed).digests != plan(STAGE, config).digests
 
 
 def killed_parent(found: Connection) -> None:

@@ -1,0 +1,72 @@
+"""`python -m pipelines.contexts`: held-out prompts that the target has continued, once.
+
+Every drafter is judged on the same continuations: they are shared by the experiments with the same
+target, text and sampling. Those of the validation split choose the weights in `train`, those of the
+test split are for the tables alone.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from draftkit.config import Config
+from draftkit.data.lengths import Room
+from draftkit.data.prompts import read_splits
+from draftkit.data.rollouts import Record, document_of, read_records, write_records
+from draftkit.distillation.progress import Countdown
+from draftkit.distillation.samplers import TEST, VALIDATION, answered, noise_seed, target_sampler
+from draftkit.models.loading import load_target
+
+from .command import main
+from .lengths import answer_tokens
+from .plan import CONTEXTS
+from .stage import StageFolder
+
+
+def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Let the target continue held-out prompts of both splits, once, for every draft.
+
+    Validation contexts choose the weights in `train`; test contexts are for the tables alone.
+    """
+    options, splits = config.evaluate, read_splits(folder.input("texts"))
+    if (new := answer_tokens(config)) < options.max_new_tokens:
+        folder.note(f"{new} tokens an answer, all that the models' context leaves after a prompt")
+    target = load_target(folder.model(config, "target"), config.hardware)
+    folder.mark("loaded")
+    summary, before = {}, 0
+    parts = (
+        (VALIDATION, splits.validation[: options.validation_prompts]),
+        (TEST, splits.test[: options.prompts]),
+    )
+    total = sum(len(prompts) for _, prompts in parts)
+    countdown = Countdown(total, folder.note)
+
+    def watch(done: float, tokens: int) -> None:
+        countdown(before + done, f"{before + int(done)} of {total} answers to held-out prompts")
+
+    for name, prompts in parts:
+        sampler = target_sampler(
+            target,
+            config.sampling,
+            Room(new, target.adapter.max_positions),
+            seed=noise_seed(config.seed, name),
+            batch_size=options.batch_size,
+            watch=watch,
+        )
+        records = answered(
+            sampler, prompts, rows=range(len(prompts)), version=folder.digests["target"]
+        )
+        write_records(folder.path / f"{name}.parquet", records)
+        before += len(records)
+        tokens = sum(len(record.output_ids) for record in records)
+        documents = len({document_of(record) for record in records})
+        summary[name] = {"prompts": len(records), "documents": documents, "tokens": tokens}
+    return summary
+
+
+def read_contexts(folder: Path, split: str) -> list[Record]:
+    """The contexts of `split` in a complete folder of `contexts`, or of `scores` (validation)."""
+    return read_records(folder / f"{split}.parquet")
+
+
+if __name__ == "__main__":
+    main(CONTEXTS)

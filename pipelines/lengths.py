@@ -1,0 +1,33 @@
+"""How long texts and answers may be, by the contexts of the two models, before any is loaded."""
+
+from draftkit.config import Config
+from draftkit.config.text import CORPUS
+from draftkit.data.lengths import Lengths, lengths_within
+from draftkit.models.loading import longest_text
+
+
+def context_of(config: Config) -> int:
+    """The context of the target or of the draft, whichever is smaller; nothing is loaded or made.
+
+    Raises ValueError naming the model that is not there.
+    """
+    target, draft = config.target, config.draft
+    whole = target.pretrain.max_position_embeddings
+    if target.path is not None:
+        whole = longest_text(target)
+    if draft.path is not None:
+        return min(whole, longest_text(draft))
+    return whole if draft.shrink.layers else min(whole, draft.pretrain.max_position_embeddings)
+
+
+def lengths_of(config: Config) -> Lengths:
+    """How long rows may be, for both models."""
+    return lengths_within(context_of(config), config.data)
+
+
+def answer_tokens(config: Config) -> int:
+    """`evaluate.max_new_tokens`, or what the context leaves behind the longest prompt."""
+    longest = config.data.prompt_tokens
+    if config.data.path != CORPUS:  # which has no chats and no prompts
+        longest = max(longest, lengths_of(config).prompt)
+    return min(config.evaluate.max_new_tokens, context_of(config) - longest)

@@ -1,0 +1,413 @@
+"""One stage: its folder is locked, resumed or refused; records come first, the summary last.
+
+    <root>/<name>/<stage>/   config.yaml  manifest.json  metrics.jsonl  the product  summary.json
+    <root>/shared/<stage>/<fingerprint>/     the same, for stages that experiments share
+
+`manifest.json` holds the settings and inputs that the product is made of; `summary.json` means
+complete. Stages run in order and never call each other: each is given the folders of its inputs.
+Relaunching the same goes on where it stopped, something else is refused; a process killed between
+any two lines leaves a folder that the next one can use. Never sees Hydra.
+"""
+
+import gc
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from draftkit.artifacts import (
+    provenance,
+    recover,
+    recover_tree,
+    remove,
+    sha256_tree,
+    write_json,
+    write_text,
+)
+from draftkit.config import Config, ModelConfig
+from draftkit.distillation.ranks import agree, processes
+from draftkit.evaluation.walltime import now
+from draftkit.models.devices import resolve_device
+from draftkit.models.memory import give_back_freed_memory, keep_freed_memory, reset_peak
+from draftkit.tracking import FILE_NAME, Tracker
+
+from .checksums import digest_of_model
+from .errors import disk_is_full
+from .lock import LOCK, locked
+from .product import (
+    MANIFEST,
+    SUMMARY,
+    Product,
+    Stage,
+    changed_inputs,
+    complete_summary,
+    foreign,
+    ordered,
+    own_manifest,
+    pending,
+    plan,
+    stored_manifest,
+    table,
+)
+from .weights import on_a_card, refuse_too_large
+
+CONFIG = "config.yaml"
+RECORDS = (CONFIG, MANIFEST, FILE_NAME, SUMMARY, "wandb")
+POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class StageFolder:
+    """What a stage is given: its folder, its tracker, and its inputs by name, made by now.
+
+    inputs, digests: where they lie, and their checksums. `resumed`: an interrupted run began there.
+    `is_main` is false on the other processes of a distributed launch: they read and never write.
+    marks: moments by a clock that stands still while code compiles.
+    """
+
+    path: Path
+    tracker: Tracker
+    resumed: bool = False
+    is_main: bool = True
+    stage: str = ""
+    inputs: Mapping[str, Path] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    marks: list[tuple[str, float]] = field(default_factory=list)
+
+    def mark(self, moment: str) -> None:
+        """Record when the stage came so far: what the dry run tells its parts apart by."""
+        self.marks.append((moment, now()))
+
+    def note(self, text: str) -> None:
+        """Print one line to the person who started the stage; a mark too."""
+        self.mark(text)
+        if self.is_main:
+            print(f"{self.stage}: {text}" if self.stage else text, flush=True)
+
+    def input(self, name: str) -> Path:
+        """Where the product of the input `name` lies."""
+        return self.inputs[name]
+
+    def each(self, name: str) -> list[Path]:
+        """Where the products of an input lie of which there may be none or several."""
+        return [path for key, path in self.inputs.items() if key.partition(" ")[0] == name]
+
+    def model(self, config: Config, key: str) -> Any:
+        """The model of section `key` (`target` or `draft`): as it is given, or as it was made.
+
+        One of the hub at the commit that the plan has seen, whatever is uploaded since.
+        """
+        section: ModelConfig = getattr(config, key)
+        if section.path is None:
+            return replace(section, path=str(self.input(key)), revision=None)
+        name, _, commit = self.digests[key].rpartition("@")
+        return replace(section, revision=commit) if name == section.path else section
+
+
+def module_of(stage: Stage) -> Any:
+    """The module whose function of the stage's name makes the product."""
+    if isinstance(stage.code, str):
+        return import_module(f".{stage.code or stage.name}", __package__)
+    return stage.code
+
+
+def check(product: Product) -> None:
+    """Raise ValueError for what the stage can refuse before anything runs."""
+    refuse = getattr(module_of(product.stage), "check", None)
+    if refuse is not None:
+        refuse(product.config)
+
+
+def is_record(name: str) -> bool:
+    """Whether a name directly inside a stage folder is ours to write and no part of the product."""
+    return name in RECORDS or name.startswith(".")
+
+
+def product_digest(folder: Path) -> str:
+    """SHA-256 of all that the stage made, without the records about it."""
+    return sha256_tree(folder, skip=is_record)
+
+
+def is_first() -> bool:
+    """Whether this is the first process of its launch, which writes and prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Print a line once a launch."""
+    if is_first():
+        print(text, flush=True)
+
+
+def tracker_of(config: Config, path: Path, stage_name: str, manifest: Mapping[str, Any]) -> Tracker:
+    """The tracker of a stage in `path`, labelled as people look for it."""
+    tags = {"divergence": config.divergence.name, "source": config.source.name}
+    for key, model in (("target", config.target), ("draft", config.draft)):
+        tags[key] = Path(model.path).name if model.path else "fresh"
+    return Tracker(
+        path,
+        mode=config.tracker,
+        group=config.name,
+        job_type=stage_name,
+        name="-".join(filter(None, (config.name, stage_name, config.job))),
+        tags=[f"{key}={value}"[:64] for key, value in tags.items()],
+        config=asdict(config)
+        | {"provenance": manifest["provenance"], "inputs": manifest["inputs"]},
+    )
+
+
+# A whole plan
+
+
+def counted(goals: Iterable[Product], to_do: Iterable[Product] = ()) -> str:
+    """How many stages a plan has, and how many processes train where that is to do."""
+    count, ranks = len(ordered(goals)), processes()
+    steps = f"{count} step{'s' * (count != 1)}"
+    if any(product.stage.everywhere for product in to_do):
+        return f"{steps}, training in {ranks} process{'es' * (ranks != 1)}"
+    return steps
+
+
+def show_plan(name: str, goals: Sequence[Product], redo: str = "") -> None:
+    """Print what a command would do, and what weights take on a card that may not be here."""
+    to_do = pending(goals, redo)
+    say(f"{name}: {counted(goals, to_do)}\n{table(goals, to_do)}")
+    if line := on_a_card(to_do):
+        say(line)
+
+
+def make_all(name: str, goals: Sequence[Product], *, redo: str = "", mine: str = "") -> bool:
+    """Print the plan for `goals` and make what is missing or stale; whether anything was.
+
+    `redo`: the command whose stages run in any case. `mine`: the command whose stages are refused,
+    not waited for, where another process is making them.
+    """
+    to_do = pending(goals, redo)
+    if to_do:
+        say(f"{name}: {counted(goals, to_do)}\n{table(goals, to_do)}")
+    for product in ordered(goals):
+        concerned = product in to_do or product.command == mine
+        if product.stage.everywhere and concerned and product.command != redo:
+            refuse_other_processes(product)
+    for product in to_do:
+        check(product)
+    refuse_too_large(to_do)
+    unread = list(to_do)
+    for product in to_do:
+        unread = [later for later in unread if not notice(later)]
+        make(
+            product,
+            overwrite=bool(redo) and product.command == redo,
+            wait=product.command != mine,
+        )
+    return bool(to_do)
+
+
+def ensure(stage: Stage, config: Config) -> Path:
+    """The complete folder: what is missing or stale is made first. `overwrite` does not apply.
+
+    Raises ValueError when the folder was made with other settings.
+    """
+    product = plan(stage, config)
+    make_all(stage.name, [product])
+    return product.folder
+
+
+def inputs_of(stage: Stage, config: Config) -> StageFolder:
+    """The inputs of a service, which has no product of its own, made where they are missing."""
+    service = plan(stage, config)
+    make_all(stage.name, service.made())
+    return StageFolder(
+        Path(), Tracker(None), stage=stage.name, inputs=service.paths, digests=service.digests
+    )
+
+
+def notice(product: Product) -> bool:
+    """Whether the text of a stage was there to be looked at; prints what it says of it."""
+    look = getattr(module_of(product.stage), "notice", None)
+    if look is None:
+        return True
+    texts = product.inputs["texts"]
+    if texts.digest and (line := look(product.config, texts.path)):
+        say(f"{product.name}: {line}")
+    return bool(texts.digest)
+
+
+def refuse_other_processes(product: Product) -> None:
+    """Raise ValueError where another number of processes has begun to make the product.
+
+    Each brings rows of its own to a training step, so another number is another training. It is no
+    part of the identity: one process evaluates, exports and serves what eight have trained.
+    """
+    manifest, launched = own_manifest(product), processes()
+    before = launched if manifest is None else manifest.get("processes", launched)
+    if before != launched:
+        raise ValueError(
+            f"{product.folder} was made with {before} processes, and this launch has {launched}, "
+            f"whose steps have other rows: launch {before}, use name=... for another experiment, or"
+            f" `draftkit {product.command} ... overwrite=true` to redo this one"
+        )
+
+
+# One product
+
+
+def make(product: Product, *, overwrite: bool = False, wait: bool = True) -> None:
+    """Make one product whose inputs are complete, unless it is there already.
+
+    In a distributed launch the first process makes it, or all do (`Stage.everywhere`).
+    """
+    ready = not overwrite and complete_summary(product) is not None
+    if product.stage.everywhere:
+        ready = agree(ready)
+    if ready:
+        return
+    if product.config.hardware.threads is not None:  # before the records name the machine
+        torch.set_num_threads(product.config.hardware.threads)
+    if is_first():
+        _make_alone(product, overwrite=overwrite, wait=wait)
+    elif product.stage.everywhere:
+        resumed = agree(None)
+        _compute(product, Tracker(None), resumed=resumed, is_main=False)
+    else:
+        while complete_summary(product) is None:  # the launcher ends us if the first process fails
+            time.sleep(POLL_SECONDS)
+
+
+def _make_alone(product: Product, *, overwrite: bool, wait: bool) -> None:
+    """Lock, claim and run; a refused run that has stored nothing leaves no folder."""
+    path = product.folder
+    try:
+        with locked(path, wait=wait):
+            if not overwrite and complete_summary(product) is not None:
+                return  # the process that we waited for has made it
+            stored, message = _claim(product, overwrite=overwrite)
+            say(f"{product.name}: {message or 'running'}")
+            try:
+                _run(product, stored)
+            except (ValueError, OSError):
+                _discard_if_empty(path)
+                raise
+    except Exception as error:
+        if not disk_is_full(error):
+            raise
+        raise ValueError(
+            f"no space left on the device of {path}: free some and run the same command again"
+            " (what was complete is intact), or use root=... on another device"
+        ) from error
+
+
+def _discard_if_empty(path: Path) -> None:
+    """Remove a folder in which a refused run has stored nothing but records."""
+    if all(is_record(child.name) for child in path.iterdir()):
+        remove(path)
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
+
+
+def _claim(product: Product, *, overwrite: bool) -> tuple[dict[str, Any] | None, str]:
+    """Make the locked folder usable: its manifest if an interrupted run goes on, and what was done.
+
+    The second value is a line for the person, or empty. Raises ValueError when the folder was made
+    with other settings (unless `overwrite`), or holds the files of somebody else.
+    """
+    path = product.folder
+    recover(path)
+    recover_tree(path)
+    if not (path / MANIFEST).is_file():
+        strangers = sorted({child.name for child in path.iterdir()} - {*RECORDS, LOCK})
+        if strangers:
+            raise foreign(product, strangers[0])
+        return None, ""
+    stored = own_manifest(product) if overwrite else stored_manifest(product)
+    if stored is None or overwrite:
+        _clear(product)
+        return None, f"redoing {path} (overwrite=true)" if overwrite else ""
+    if changed := changed_inputs(product, stored):
+        _clear(product)
+        return None, f"{path} is stale, redoing it (changed: {', '.join(sorted(changed))})"
+    return stored, f"going on in {path}"
+
+
+def _clear(product: Product) -> None:
+    """Empty the folder but for its lock. A kill inside leaves a manifest that says so."""
+    path = product.folder
+    (path / SUMMARY).unlink(missing_ok=True)
+    write_json(path / MANIFEST, {"stage": product.name, "cleared": True})
+    for child in list(path.iterdir()):
+        if child.name in (LOCK, MANIFEST):
+            continue
+        if child.is_dir() and not child.is_symlink():
+            shutil.rmtree(child)
+        else:
+            child.unlink()
+
+
+def _run(product: Product, stored: dict[str, Any] | None) -> None:
+    """Write the records around the computation, the summary last."""
+    path, stage, config, origin = product.folder, product.stage, product.config, provenance()
+    manifest = stored or {
+        "stage": product.name,
+        "experiment": config.name,
+        "seed": config.seed,
+        "version": stage.version,
+        "settings": product.settings,
+        "inputs": product.digests,
+        "addresses": product.addresses,
+        "provenance": origin,
+        "resumed": [],
+        **({"processes": processes()} if stage.everywhere else {}),
+    }
+    if stored is not None:
+        manifest["resumed"].append(origin)
+    write_json(path / MANIFEST, manifest)
+    write_text(path / CONFIG, yaml.safe_dump(asdict(config), sort_keys=False))
+    tracker = tracker_of(config, path, product.name, manifest)
+    resumed = stored is not None
+    if stage.everywhere:
+        agree(resumed)
+    exit_code = 1
+    try:
+        summary = _compute(product, tracker, resumed=resumed)
+        tracker.summary(summary)
+        exit_code = 0
+    finally:
+        tracker.finish(exit_code)
+    if stage.product is not None:
+        model = bool(stage.product)
+        made = digest_of_model(product.path, config.root) if model else product_digest(path)
+        write_json(path / MANIFEST, manifest | {"product": made})
+    write_json(path / SUMMARY, summary)
+    for pattern in stage.scratch:
+        for file in path.glob(pattern):
+            file.unlink()
+
+
+def _compute(
+    product: Product, tracker: Tracker, *, resumed: bool, is_main: bool = True
+) -> dict[str, Any]:
+    """The stage's own function, seeded; random state outside stays as it was."""
+    keep_freed_memory()
+    reset_peak(resolve_device(product.config.hardware))
+    name = product.name
+    folder = StageFolder(
+        product.folder, tracker, resumed, is_main, name, product.paths, product.digests
+    )
+    started = time.perf_counter()
+    try:
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            torch.manual_seed(product.config.seed)
+            summary = dict(getattr(module_of(product.stage), name)(product.config, folder))
+    finally:
+        gc.collect()  # models stand in reference cycles, and the next stage needs the memory
+        torch.cuda.empty_cache()
+        give_back_freed_memory()
+    summary.setdefault("seconds", round(time.perf_counter() - started, 2))
+    return summary

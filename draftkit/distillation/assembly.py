@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftkit.config import Config, DraftConfig, HardwareConfig, OptimConfig, TargetConfig
+from draftkit.distillation.losses import Objective
 from draftkit.distillation.ranks import join_group
 from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, Teacher
 from draftkit.distillation.trainer import Trainer
@@ -86,15 +87,17 @@ def make_trainer(
     return Trainer(
         draft,
         teacher,
+        Objective(
+            divergence,
+            config.sampling,
+            config.training_temperature,
+            compiled=config.optim.compiles,
+            own=loss,
+        ),
         optim=optim or config.optim,
-        divergence=divergence,
-        sampling=config.sampling,
-        temperature=config.training_temperature,
         autocast=served if served != torch.float32 else None,
         reference=reference,
-        compiled=config.optim.compiles,
         seed=config.seed,
-        loss=loss,
     )
 
 

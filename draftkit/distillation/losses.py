@@ -20,7 +20,7 @@ of per-token divergences, not the gradient of a sequence-level divergence (Disti
 Shapes: M generated tokens of a batch, m of them, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -51,8 +51,8 @@ class Objective:
     """
 
     divergence: DivergenceConfig
-    sampling: SamplingConfig
-    temperature: float
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    temperature: float = 1.0
     compiled: bool = False
     outcomes: Outcomes | None = None  # of a draft that cannot propose all ids
     own: Divergence | None = None

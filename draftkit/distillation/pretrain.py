@@ -17,7 +17,6 @@ from draftkit.config import (
     DivergenceConfig,
     OptimConfig,
     PretrainConfig,
-    SamplingConfig,
     TargetConfig,
     TargetPretrainConfig,
     has_compiler,
@@ -27,6 +26,7 @@ from draftkit.data.rollouts import Record
 from draftkit.data.store import Mapped
 from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.loop import train
+from draftkit.distillation.losses import Objective
 from draftkit.distillation.optimizers import OPTIMIZERS
 from draftkit.distillation.progress import reporting
 from draftkit.distillation.ranks import alone
@@ -168,6 +168,7 @@ def pretrain(
     trainer = Trainer(
         model,
         None,
+        Objective(DivergenceConfig(name="next_token"), compiled=compiled),
         optim=OptimConfig(
             learning_rate=shape.learning_rate,
             max_steps=shape.max_steps,
@@ -178,10 +179,7 @@ def pretrain(
             save_steps=config.optim.save_steps,
             logging_steps=config.optim.logging_steps,
         ),
-        divergence=DivergenceConfig(name="next_token"),
-        sampling=SamplingConfig(),
         autocast=dtype if dtype != torch.float32 else None,
-        compiled=compiled,
         optimizer=OPTIMIZERS[optimizer],
     )
     texts = Mapped(partial(predicted, kept=learned_ids(rows, model.kept_ids)), [*rows])

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 
-from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.config import OptimConfig
 from draftkit.distillation.batch import Batch
 from draftkit.distillation.chunked import LossOf, chunked_sum
 from draftkit.distillation.losses import Objective, token_weights
@@ -26,7 +26,6 @@ from draftkit.distillation.optimizers import OptimizerOf, adamw
 from draftkit.distillation.teacher import Outcomes, TargetScores, Teacher
 from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.models.parallel import Chains, kept_share
-from draftkit.theory.divergences import Divergence
 from draftkit.theory.noise import DROPOUT, uniform
 
 RATE_TIMES_WIDTH = 0.1
@@ -95,10 +94,10 @@ def dropout_seed(*, seed: int, process: int, step: int) -> int:
 class Trainer:
     """A draft, its optimizer, and the teacher that it learns from (None for `next_token`).
 
+    objective: what is minimised, here over the ids that the draft can propose.
     reference: the draft against which `divergence.tokens=top` measures what there is to learn.
     seed: of the noise of dropout, which is a function of it, the step and the process: a run that
     is resumed repeats it, and no two processes share a mask.
-    loss: minimised instead of `divergence.name`, over the ids that the draft can propose.
     optimizer: makes the optimizer of the weights.
     """
 
@@ -106,16 +105,12 @@ class Trainer:
         self,
         draft: CausalAdapter,
         teacher: Teacher | None,
+        objective: Objective,
         *,
         optim: OptimConfig,
-        divergence: DivergenceConfig,
-        sampling: SamplingConfig,
-        temperature: float = 1.0,
         autocast: torch.dtype | None = None,
         reference: CausalAdapter | None = None,
-        compiled: bool = False,
         seed: int = 0,
-        loss: Divergence | None = None,
         optimizer: OptimizerOf = adamw,
     ) -> None:
         self.draft = draft
@@ -124,9 +119,7 @@ class Trainer:
         self.optim = optim
         kept, size = draft.kept_ids, draft.vocab_size
         outcomes = None if kept is None else Outcomes.of(kept, size)
-        self.objective = Objective(
-            divergence, sampling, temperature, compiled, outcomes=outcomes, own=loss
-        )
+        self.objective = replace(objective, outcomes=outcomes)
         self.reference = reference
         self.steps = self.tokens = 0
         self._begun = 0  # step at which the schedule of the rate began

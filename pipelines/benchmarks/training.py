@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 from draftkit.artifacts import read_json
-from draftkit.config import Config, DivergenceConfig, SamplingConfig
+from draftkit.config import Config, DivergenceConfig
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import read_splits
 from draftkit.distillation.assembly import make_trainer
@@ -145,7 +145,7 @@ def chunked_costs(
     head, leaves = Head(weight, None), (states, weight)
     target_head = Head(0.05 * random(vocab_size, target_width), None)
     scores = FullScores(random(tokens, target_width), target_head)
-    objective = Objective(DivergenceConfig(name=divergence), SamplingConfig(), 1.0)
+    objective = Objective(DivergenceConfig(name=divergence))
     ids = torch.zeros(tokens, dtype=torch.long, device=device)
 
     def loss_of(logits: Tensor, rows: slice) -> Tensor:

@@ -12,9 +12,9 @@ from draftkit.config import (
     DataConfig,
     DivergenceConfig,
     OptimConfig,
-    SamplingConfig,
 )
 from draftkit.distillation.batch import collate, continued
+from draftkit.distillation.losses import Objective
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.loading import Target
@@ -50,9 +50,8 @@ def test_the_peers_loss_is_ours_on_the_same_tokens(tokenizer, divergence):
     ours = Trainer(
         start,
         TargetTeacher(target),
+        Objective(DivergenceConfig(name=divergence)),
         optim=OptimConfig(learning_rate=1e-3),
-        divergence=DivergenceConfig(name=divergence),
-        sampling=SamplingConfig(),
     )
     texts = [continued(prompt, completion) for prompt, completion in found[0].texts]
     metrics = ours.step(collate(texts, device=torch.device("cpu")))

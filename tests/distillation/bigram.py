@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
-from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.config import DivergenceConfig, OptimConfig
 from draftkit.distillation.batch import TokenSequence, collate
+from draftkit.distillation.losses import Objective
 from draftkit.distillation.optimizers import adamw
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
@@ -57,9 +58,8 @@ def trainer(draft=None, target=None, divergence="forward_kl", optimizer=adamw, *
     return Trainer(
         draft or Bigram(0),
         TargetTeacher(target or Bigram(1, spread=2.0)),
+        Objective(DivergenceConfig(name=divergence)),
         optim=OptimConfig(**{**options, **optim}),
-        divergence=DivergenceConfig(name=divergence),
-        sampling=SamplingConfig(),
         optimizer=optimizer,
     )
 

@@ -3,9 +3,10 @@
 import torch
 import torch.distributed
 
-from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.config import DivergenceConfig, OptimConfig
 from draftkit.distillation.batch import TokenSequence, collate
 from draftkit.distillation.loop import train
+from draftkit.distillation.losses import Objective
 from draftkit.distillation.ranks import agree, leave_group
 from draftkit.distillation.sources import Source, shuffled
 from draftkit.distillation.teacher import TargetTeacher
@@ -30,9 +31,8 @@ def small(architecture="llama", **optim):
     return Trainer(
         tiny.adapter(architecture, seed=1, **layers),
         TargetTeacher(tiny.adapter(seed=2, num_hidden_layers=1)),
+        Objective(DivergenceConfig()),
         optim=OptimConfig(**options),
-        divergence=DivergenceConfig(),
-        sampling=SamplingConfig(),
     )
 
 
@@ -94,14 +94,13 @@ def losses(divergence, dtype, *, accumulation):
     trainer = Trainer(
         tiny.adapter(seed=1, dtype=dtype),
         TargetTeacher(tiny.adapter(seed=2, dtype=dtype)),
+        Objective(DivergenceConfig(name=divergence)),
         optim=OptimConfig(
             learning_rate=1e-2,
             max_steps=STEPS,
             per_device_train_batch_size=ROWS,
             gradient_accumulation_steps=accumulation,
         ),
-        divergence=DivergenceConfig(name=divergence),
-        sampling=SamplingConfig(),
     )
     ranks = trainer.accelerator
     source = Source(

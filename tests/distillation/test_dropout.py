@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.config import DivergenceConfig, OptimConfig
 from draftkit.distillation import losses
 from draftkit.distillation import trainer as training
 from draftkit.distillation.assembly import checkpoint_activations
 from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.loop import train
+from draftkit.distillation.losses import Objective
 from draftkit.distillation.sources import Source, shuffled
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
@@ -61,6 +62,7 @@ def trainer_of(name: str, **options: int) -> Trainer:
     return Trainer(
         MAKERS[name](),
         TargetTeacher(tiny.adapter(seed=2, num_hidden_layers=1)),
+        Objective(DivergenceConfig(), compiled=name == "compiled"),
         optim=OptimConfig(
             learning_rate=1e-2,
             warmup_steps=0,
@@ -69,9 +71,6 @@ def trainer_of(name: str, **options: int) -> Trainer:
             logging_steps=1,
             gradient_accumulation_steps=2 if name == "accumulated" else 1,
         ),
-        divergence=DivergenceConfig(),
-        sampling=SamplingConfig(),
-        compiled=name == "compiled",
         **options,
     )
 

@@ -11,6 +11,7 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, make_requests
 from draftkit.decoding.proposers import ParallelProposer
 from draftkit.distillation.batch import block_of_record, collate, continued, sequence_of_record
+from draftkit.distillation.losses import Objective
 from draftkit.distillation.samplers import AnswerSettings, BlockSampler
 from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, stored_scores
 from draftkit.distillation.trainer import Trainer
@@ -41,9 +42,8 @@ def learner(draft: CausalAdapter, teacher: object, **options: object) -> Trainer
     return Trainer(
         draft,
         teacher,
+        Objective(divergence),
         optim=OptimConfig(**settings),
-        divergence=divergence,
-        sampling=SamplingConfig(),
     )
 
 

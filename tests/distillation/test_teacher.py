@@ -79,7 +79,7 @@ def test_few_ids_teach_finitely_even_where_the_draft_has_none_of_them(name):
 
 def test_the_best_id_is_one_that_the_draft_can_propose():
     _, full, stored = batch_and_scores(VOCAB - 1, 1.0)
-    warp = Objective(DivergenceConfig(), SamplingConfig(), 1.0).warp("ce_argmax")
+    warp = Objective(DivergenceConfig()).warp("ce_argmax")
     assert torch.equal(stored.best(slice(None), warp), full.best(slice(None), warp))
     never = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, stored.ids[:, 0].unique(), True)
     outcomes = outcomes_without(never)

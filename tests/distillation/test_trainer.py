@@ -6,8 +6,9 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig
 from draftkit.distillation.assembly import checkpoint_activations
+from draftkit.distillation.losses import Objective
 from draftkit.distillation.optimizers import BETAS
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer, learning_rate_for, schedule
@@ -248,9 +249,8 @@ def adapted(**options):
     learner = Trainer(
         draft,
         TargetTeacher(tiny.adapter(seed=2)),
+        Objective(DivergenceConfig()),
         optim=OptimConfig(learning_rate=1e-2, max_steps=5),
-        divergence=DivergenceConfig(),
-        sampling=SamplingConfig(),
     )
     batch = batch_of(([3, 4, 5, 6, 7], 1), ([9, 8, 7], 1))
     return learner, [learner.step(batch).loss for _ in range(3)]
@@ -276,9 +276,8 @@ def test_a_draft_of_some_ids_samples_with_the_head_that_it_has_learned():
     learner = Trainer(
         draft,
         TargetTeacher(tiny.adapter(seed=2)),
+        Objective(DivergenceConfig(name="tvd")),
         optim=OptimConfig(learning_rate=0.1, max_steps=5),
-        divergence=DivergenceConfig(name="tvd"),
-        sampling=SamplingConfig(),
     )
     texts, start = torch.tensor([[5], [9]]), torch.zeros(2, 1, dtype=torch.long)
 
@@ -300,9 +299,8 @@ def test_the_tokens_with_most_to_learn_are_trained_on_alone(reference):
     learner = Trainer(
         draft,
         TargetTeacher(target),
+        Objective(DivergenceConfig(tokens="top", top_fraction=0.5)),
         optim=OptimConfig(learning_rate=1e-9, max_grad_norm=1e9),
-        divergence=DivergenceConfig(tokens="top", top_fraction=0.5),
-        sampling=SamplingConfig(),
         reference=None if reference is None else Bigram(reference),
     )
     ids = [1, 2, 3, 4, 5, 6]

@@ -16,6 +16,7 @@ from draftkit.config import (
     OnlineConfig,
     OptimConfig,
 )
+from draftkit.distillation.losses import Objective
 from draftkit.distillation.teacher import StoredTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
@@ -63,9 +64,8 @@ def make_trainer(folder: Path, lora: int = 0) -> Trainer:
     return Trainer(
         load(folder, lora),
         StoredTeacher(),
+        Objective(DivergenceConfig(name="forward_kl"), making.SAMPLING),
         optim=OPTIM,
-        divergence=DivergenceConfig(name="forward_kl"),
-        sampling=making.SAMPLING,
     )
 
 

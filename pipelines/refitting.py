@@ -14,7 +14,6 @@ from draftkit.artifacts import provenance, write_json
 from draftkit.config import Config
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.assembly import load_teaching_target
-from draftkit.models.loading import Outline, outline_of
 from draftkit.online.assembly import make_refit
 from draftkit.online.daemon import Daemon
 from draftkit.online.refit import Anchors, Refit, Update
@@ -72,7 +71,6 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
     target = load_teaching_target(
         made.model(config, "target"), config.hardware, stored=config.online.teacher == "stored"
     )
-    outline = target if isinstance(target, Outline) else outline_of(target)
     anchors = load_anchors(config, made)
     start = made.model(config, "draft")
     refits = [
@@ -82,7 +80,7 @@ def watch(config: Config, folder: Path, stop: Event) -> None:
             start=start,
             target=target,
             buffer=buffer,
-            registry=seeded_registry(config, route, start, outline, fingerprints),
+            registry=seeded_registry(config, route, start, target, fingerprints),
             anchors=anchors,
             folder=folder / STATE / route,
         )

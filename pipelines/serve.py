@@ -25,7 +25,7 @@ import torch
 
 from draftkit.config import Config
 from draftkit.decoding.catalogue import PROPOSERS
-from draftkit.models.loading import Target, load_draft, load_target, outline_of
+from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.serving.api import make_app
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
@@ -86,7 +86,7 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
     for name in config.online.routes:
         registry = None
         if decode.has_drafter:
-            registry = seeded_registry(config, name, draft, outline_of(target), checksums_of(made))
+            registry = seeded_registry(config, name, draft, target, checksums_of(made))
         proposer = PROPOSERS[decode.proposer](
             lambda: load_draft(draft, target),
             lambda: training_texts(made.input("texts")),

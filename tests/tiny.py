@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from draftkit.models.adapter import CausalAdapter
+from draftkit.models.loading import Target
 from draftkit.models.seq2seq import Seq2SeqAdapter
 
 END, PAD = "<|end|>", "<|pad|>"
@@ -193,6 +194,17 @@ def pair(
     return (
         CausalAdapter(target, vocab_size=VOCAB_SIZE),
         CausalAdapter(draft, vocab_size=VOCAB_SIZE),
+    )
+
+
+def target_of(adapter: CausalAdapter, tokenizer: Any, *ends: int) -> Target:
+    """`adapter` with all that goes with the model of a target."""
+    return Target(
+        adapter=adapter,
+        tokenizer=tokenizer,
+        eos_token_ids=ends,
+        dtype=adapter.dtype,
+        device=adapter.device,
     )
 
 

@@ -23,7 +23,6 @@ from draftkit.models.loading import (
     load_draft,
     load_outline,
     load_target,
-    outline_of,
 )
 from draftkit.models.lora import with_lora
 from draftkit.models.parallel import PARD, PLAIN, Parallel, check_unused, declare, free_id
@@ -34,7 +33,7 @@ from draftkit.theory.divergences import Divergence
 
 def load_teaching_target(
     target: TargetConfig, hardware: HardwareConfig, *, stored: bool
-) -> Target | Outline:
+) -> Outline:
     """The target to learn from, its outline alone where its scores are `stored` with the texts.
 
     Split over the processes of a distributed launch where `hardware.shard_target` says so.
@@ -47,7 +46,7 @@ def load_teaching_target(
     return load_sharded_target(target, hardware)
 
 
-def load_learner(draft: DraftConfig, target: Target | Outline) -> CausalAdapter:
+def load_learner(draft: DraftConfig, target: Outline) -> CausalAdapter:
     """The draft to begin with, in float32; one of `draft.kind=pard` may be a plain one yet."""
     return load_draft(replace(draft, kind=PLAIN), target, dtype=torch.float32)
 
@@ -55,7 +54,7 @@ def load_learner(draft: DraftConfig, target: Target | Outline) -> CausalAdapter:
 def make_trainer(
     config: Config,
     draft: CausalAdapter,
-    target: Target | Outline,
+    target: Outline,
     *,
     optim: OptimConfig | None = None,
     loss: Divergence | None = None,
@@ -68,10 +67,9 @@ def make_trainer(
     scores that are stored with its texts. loss: minimised instead of `divergence.name`. texts: none
     of which may use the id of the masks, where the draft is a parallel one.
     """
-    outline = target if isinstance(target, Outline) else outline_of(target)
-    served = dtype_named(config.draft) or outline.dtype
+    served = dtype_named(config.draft) or target.dtype
     if config.draft.kind == PARD:
-        draft = made_parallel(draft, config.draft.pard.tokens, outline.tokenizer, texts)
+        draft = made_parallel(draft, config.draft.pard.tokens, target.tokenizer, texts)
     if draft.parallel is not None:
         check_unused(draft.parallel, texts)
     draft = with_lora(draft, config.draft.lora, seed=config.seed)
@@ -79,7 +77,7 @@ def make_trainer(
         checkpoint_activations(draft.model)
     divergence, reference = config.divergence, None
     if divergence.reference is not None:
-        reference = load_draft(DraftConfig(path=divergence.reference), outline)
+        reference = load_draft(DraftConfig(path=divergence.reference), target)
     teacher: Teacher | None = None
     if loss is not None or divergence.names != {"next_token"}:
         known = isinstance(target, Target)

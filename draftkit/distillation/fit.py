@@ -85,7 +85,7 @@ class Fitting:
 
     config: Config
     trainer: Trainer
-    target: Target | Outline
+    target: Outline
     texts: TrainingTexts
     validation: Sequence[Record]
     folder: Path
@@ -195,7 +195,7 @@ class Fitting:
         """
         config, draft, metrics = self.config, self.trainer.draft, {}
         how = {"sampling": config.sampling, "batch_size": config.evaluate.batch_size}
-        if isinstance(self.target, Outline):
+        if not isinstance(self.target, Target):
             scored, missing = score_stored(draft, self.validation, **how)
             metrics["alpha_error_bound"] = float(missing.sum() / scored.counts.sum())
         else:

@@ -47,11 +47,11 @@ LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 WHOLE = "give a complete folder written by save_pretrained"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outline:
     """A target without its weights: what a draft of it must share.
 
-    dtype: of drafts whose section names none.
+    eos_token_ids: that end its texts. dtype: of drafts whose section names none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -60,34 +60,19 @@ class Outline:
     device: torch.device
 
 
-@dataclass(frozen=True)
-class Target:
-    """A target with its tokenizer and the ids that end its texts.
-
-    draft_dtype: of drafts whose section names none; None: the target's own.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Target(Outline):
+    """A target with its weights."""
 
     adapter: CausalAdapter
-    tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: tuple[int, ...]
-    draft_dtype: torch.dtype | None = None
 
 
-@dataclass(frozen=True)
-class Seq2SeqTarget:
+@dataclass(frozen=True, kw_only=True)
+class Seq2SeqTarget(Outline):
     """An encoder-decoder target; a decoder's text begins with `start_token_id`, its prompt."""
 
     adapter: Seq2SeqAdapter
-    tokenizer: PreTrainedTokenizerBase
-    eos_token_ids: tuple[int, ...]
     start_token_id: int
-    draft_dtype: torch.dtype | None = None
-
-
-def outline_of(target: Target | Seq2SeqTarget) -> Outline:
-    """All but the weights."""
-    dtype, device = target.draft_dtype or target.adapter.dtype, target.adapter.device
-    return Outline(target.tokenizer, target.eos_token_ids, dtype, device)
 
 
 def dtype_named(model: ModelConfig) -> torch.dtype | None:
@@ -258,7 +243,8 @@ def load_outline(model: TargetConfig, hardware: HardwareConfig) -> Outline:
     """What `load_target` loads, but the weights. Raises ValueError naming `target.path`."""
     device, tokenizer = resolve_device(hardware), load_tokenizer(model)
     ends = declared_ends(model, tokenizer)
-    return Outline(tokenizer, ends, resolve_dtype(hardware, device), device)
+    dtype = resolve_dtype(hardware, device)
+    return Outline(tokenizer=tokenizer, eos_token_ids=ends, dtype=dtype, device=device)
 
 
 def declared_ends(target: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -283,10 +269,10 @@ def load_target(
 
     Raises ValueError naming `target.path` for a model that cannot be loaded.
     """
-    loaded, tokenizer, size = _target_model(model, hardware, dtype, encoder_decoder=False)
-    ends = end_of_text_ids(loaded.generation_config, tokenizer)
+    outline = load_outline(model, hardware)
+    loaded, size = _target_model(model, outline, dtype, encoder_decoder=False)
     adapter = CausalAdapter(fit_to_device(loaded), vocab_size=size)
-    return Target(adapter, tokenizer, ends, resolve_dtype(hardware, adapter.device))
+    return Target(adapter=adapter, **vars(outline))
 
 
 def load_seq2seq_target(
@@ -297,7 +283,8 @@ def load_seq2seq_target(
     Raises ValueError naming `target.path` for a model that cannot be loaded or does not say how a
     decoder's text begins, and the type of one that cannot be decoded.
     """
-    loaded, tokenizer, size = _target_model(model, hardware, dtype, encoder_decoder=True)
+    outline = load_outline(model, hardware)
+    loaded, size = _target_model(model, outline, dtype, encoder_decoder=True)
     declared = (loaded.generation_config, loaded.config)
     starts = [getattr(config, "decoder_start_token_id", None) for config in declared]
     if (start := next((i for i in starts if i is not None), None)) is None:
@@ -306,29 +293,27 @@ def load_seq2seq_target(
             "add the first id of decoder texts to generation_config.json (0 for T5)"
         )
     adapter = Seq2SeqAdapter(loaded, vocab_size=size)
-    ends = end_of_text_ids(loaded.generation_config, tokenizer)
-    return Seq2SeqTarget(adapter, tokenizer, ends, start, resolve_dtype(hardware, adapter.device))
+    return Seq2SeqTarget(adapter=adapter, start_token_id=start, **vars(outline))
 
 
 def _target_model(
     model: TargetConfig,
-    hardware: HardwareConfig,
+    outline: Outline,
     dtype: torch.dtype | Literal["auto"] | None,
     *,
     encoder_decoder: bool,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
-    """A target's weights, which stay as they are, its tokenizer, and its real vocabulary's size."""
-    device, tokenizer = resolve_device(hardware), load_tokenizer(model)
-    dtype = dtype or dtype_named(model) or resolve_dtype(hardware, device)
-    loaded = load_model(model, dtype=dtype, device=device, encoder_decoder=encoder_decoder)
-    size = real_vocab_size(tokenizer, loaded.config, "target")
+) -> tuple[PreTrainedModel, int]:
+    """A target's weights, which stay as they are, and its real vocabulary's size."""
+    dtype = dtype or dtype_named(model) or outline.dtype
+    loaded = load_model(model, dtype=dtype, device=outline.device, encoder_decoder=encoder_decoder)
     # A target never changes, so compiled code may pack its weights.
-    return loaded.requires_grad_(False), tokenizer, size
+    loaded.requires_grad_(False)
+    return loaded, real_vocab_size(outline.tokenizer, loaded.config, "target")
 
 
 def load_draft(
     model: DraftConfig,
-    target: Target | Seq2SeqTarget | Outline,
+    target: Outline,
     *,
     dtype: torch.dtype | None = None,
 ) -> CausalAdapter:
@@ -366,7 +351,7 @@ def load_kept_ids(model: DraftConfig, vocab_size: int) -> Tensor | None:
 
 
 def load_seq2seq_draft(
-    model: DraftConfig, target: Seq2SeqTarget, *, dtype: torch.dtype | None = None
+    model: DraftConfig, target: Outline, *, dtype: torch.dtype | None = None
 ) -> Seq2SeqAdapter:
     """`load_draft` for a draft that is an encoder-decoder model as its target is."""
     loaded, size = _draft_model(model, target, dtype, encoder_decoder=True)
@@ -375,18 +360,17 @@ def load_seq2seq_draft(
 
 def _draft_model(
     model: DraftConfig,
-    target: Target | Seq2SeqTarget | Outline,
+    target: Outline,
     dtype: torch.dtype | None,
     *,
     encoder_decoder: bool,
 ) -> tuple[PreTrainedModel, int]:
     """A draft with the target's vocabulary, and the real size of it."""
-    outline = target if isinstance(target, Outline) else outline_of(target)
     tokenizer = load_tokenizer(model)
-    check_same_tokenizer(target_tokenizer=outline.tokenizer, draft_tokenizer=tokenizer)
-    dtype, device = dtype or dtype_named(model) or outline.dtype, outline.device
-    loaded = load_model(model, dtype=dtype, device=device, encoder_decoder=encoder_decoder)
-    return loaded, real_vocab_size(outline.tokenizer, loaded.config, "draft")
+    check_same_tokenizer(target_tokenizer=target.tokenizer, draft_tokenizer=tokenizer)
+    dtype = dtype or dtype_named(model) or target.dtype
+    loaded = load_model(model, dtype=dtype, device=target.device, encoder_decoder=encoder_decoder)
+    return loaded, real_vocab_size(target.tokenizer, loaded.config, "draft")
 
 
 def save_model(

@@ -33,7 +33,7 @@ def load_sharded_target(model: TargetConfig, hardware: HardwareConfig) -> Target
     mapped = replace(hardware, device="cpu")
     target = load_target(model, mapped, dtype="auto")  # any other would be a copy of the whole
     shard_layers(target.adapter.model, device=device, dtype=dtype)
-    return replace(target, draft_dtype=resolve_dtype(hardware, device))
+    return replace(target, dtype=resolve_dtype(hardware, device), device=device)
 
 
 def check_group() -> None:

@@ -20,7 +20,7 @@ def make_refit(
     *,
     route: str,
     start: DraftConfig,
-    target: Target | Outline,
+    target: Outline,
     buffer: Buffer,
     registry: Registry,
     anchors: Anchors,

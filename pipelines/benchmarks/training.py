@@ -196,7 +196,10 @@ def random_steps(config: Config) -> dict[str, dict[str, float]]:
     config = replace(config, optim=replace(config.optim, compile="false"))
     adapter = random_model(shape, config.hardware, seed=config.seed)
     no_tokenizer: Any = None
-    target = Target(adapter, no_tokenizer, eos_token_ids=())
+    dtype, device = adapter.dtype, adapter.device
+    target = Target(
+        adapter=adapter, tokenizer=no_tokenizer, eos_token_ids=(), dtype=dtype, device=device
+    )
     texts = random_texts(
         config.optim.per_device_train_batch_size,
         config.data.prompt_tokens,

@@ -10,7 +10,6 @@ from draftkit.config import (
     OptimConfig,
 )
 from draftkit.distillation import chunked
-from draftkit.models.loading import Target
 from draftkit.models.vocabulary import train_byte_bpe
 from pipelines.benchmarks import training
 from pipelines.benchmarks.training import beside_trl, chunked_costs, peak_bytes
@@ -25,7 +24,7 @@ def test_both_trainers_are_timed_on_the_same_prompts_step_by_step(monkeypatch):
     monkeypatch.setattr(training, "WARM_STEPS", 1)
     monkeypatch.setattr(training, "STEPS", 2)
     target, draft = tiny.pair()
-    pair = Target(target, train_byte_bpe(["a b c"], 300), eos_token_ids=(0,))
+    pair = tiny.target_of(target, train_byte_bpe(["a b c"], 300), 0)
     config = Config(
         divergence=DivergenceConfig(name="reverse_kl"),
         data=DataConfig(prompt_tokens=7, max_length=12),

@@ -17,7 +17,6 @@ from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.losses import Objective
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
-from draftkit.models.loading import Target
 from draftkit.models.vocabulary import train_byte_bpe
 from pipelines.benchmarks.training_peers import BETAS, trl_steps
 from tests import tiny
@@ -37,7 +36,8 @@ def steps_of(target, draft, tokenizer, divergence, between=lambda: None):
         data=DataConfig(prompt_tokens=9, max_length=16),
         optim=OptimConfig(per_device_train_batch_size=2, learning_rate=1e-3),
     )
-    return trl_steps(Target(target, tokenizer, ()), draft.model, PROMPTS, config, 3, between)
+    whole = tiny.target_of(target, tokenizer)
+    return trl_steps(whole, draft.model, PROMPTS, config, 3, between)
 
 
 @pytest.mark.parametrize("divergence", BETAS)

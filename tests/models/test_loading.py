@@ -23,7 +23,6 @@ from draftkit.models.loading import (
     load_seq2seq_target,
     load_target,
     new_llama,
-    outline_of,
     save_model,
 )
 from draftkit.models.shrink import write_kept_ids
@@ -275,7 +274,7 @@ def test_each_model_has_the_dtype_that_its_section_names(folder):
     asked = load_draft(DraftConfig(path=path, dtype="bfloat16"), half, dtype=torch.float32)
     assert asked.dtype == torch.float32
     outline = load_outline(TargetConfig(path=path, dtype="bfloat16"), CPU32)
-    assert outline.dtype == outline_of(half).dtype == torch.float32
+    assert outline.dtype == half.dtype == torch.float32
 
 
 def test_weights_can_be_read_by_whoever_the_umask_allows(tmp_path, tokenizer):

@@ -17,11 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from draftkit.artifacts import fingerprint, read_json, write_json
+from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config, flatten
-from draftkit.tracking import scalars
 
-from .command import main
+from .command import run_command
 from .evaluate import PROMPTS
 from .experiments.matrix import (
     Cell,
@@ -32,8 +31,8 @@ from .experiments.matrix import (
     matrix_table,
     temperatures,
 )
-from .product import MANIFEST, SUMMARY, Input, Product, Stage
-from .stage import CONFIG, StageFolder
+from .product import MANIFEST, SUMMARY
+from .stage import CONFIG
 
 STAGES = ("evaluate", "distill")  # the first that is there gives the numbers
 TRAINING = "train"
@@ -249,42 +248,29 @@ def cells_of_rows(rows: list[Row]) -> list[Cell]:
     return [Cell(**cell) for row in rows for cell in row.get("cells", ())]
 
 
-def show(config: Config, path: Path) -> None:
-    """Print a comparison that was made."""
-    product = read_json(path / PRODUCT)
-    render(product["runs"], product["findings"], Console())
-
-
-def rows_given(config: Config) -> list[Product]:
-    """The rows by their content."""
-    return [Product(config, given=fingerprint(repr(row))) for row in read_runs(config.runs)]
-
-
-STAGE = Stage(name="compare", inputs=(Input("runs", rows_given),), product=None)
-
-
-def compare(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Write `compare.json`: the rows, the settings that differ and the findings."""
-    rows = read_runs(config.runs)
+def comparison(runs: list[str]) -> dict[str, Any]:
+    """The rows of all `runs`, the settings that differ, and what can be said of the numbers."""
+    rows = read_runs(runs)
     findings = [
         finding(rows, "alpha", "alpha", _SAME_QUESTION),
         finding(rows, "acceptance_length", "tau", (*_SAME_QUESTION, "decode.gamma")),
         finding(rows, "end_to_end", "speedup end to end", _SAME_MACHINE),
     ]
     findings = [line for line in findings if line]
-    if folder.is_main:
-        product = {"runs": rows, "differing": differing(rows), "findings": findings}
-        write_json(folder.path / PRODUCT, product)
-        if is_matrix(cells := cells_of_rows(rows)):
-            heat_map(cells, folder.path / HEAT_MAP)
-            folder.tracker.figure("compare/heat_map", folder.path / HEAT_MAP)
-    columns = {key: key for key in ("run", "alpha", "acceptance_length", "end_to_end")}
-    columns |= {"speedup": "speedup/measured", "verdict": "verdict"}
-    flat = [dict(scalars(row)) for row in rows]
-    table = [[row.get(key) for key in columns.values()] for row in flat]
-    folder.tracker.table("compare", list(columns), table)
-    return {"runs": [row["run"] for row in rows], "findings": findings}
+    return {"runs": rows, "differing": differing(rows), "findings": findings}
+
+
+def compare(config: Config, swept: str = "") -> None:
+    """Print a comparison, and leave it in `<root>/<name>/compare`.
+
+    Raises ValueError naming a run that cannot be read.
+    """
+    made, folder = comparison(config.runs), Path(config.root) / config.name / "compare"
+    write_json(folder / PRODUCT, made)
+    if is_matrix(cells := cells_of_rows(made["runs"])):
+        heat_map(cells, folder / HEAT_MAP)
+    render(made["runs"], made["findings"], Console())
 
 
 if __name__ == "__main__":
-    main(STAGE)
+    run_command("compare", compare)

@@ -7,7 +7,6 @@ or hold connections open, are the proxy's in front (docs/online.md). Knows no ro
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -27,15 +26,11 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises ValueError naming serve.host and serve.port where it cannot listen there.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        made = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise ValueError(f"serve.host={host}: no such address ({error.strerror})") from error
-    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    try:
-        made = socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
+        reason = str(error.strerror).partition(" (")[0]  # without the address, which follows
         raise ValueError(
             f"cannot listen on serve.host={host} serve.port={port} ({reason}): "
             "stop what listens there, or give another (serve.port=0 takes any that is free)"

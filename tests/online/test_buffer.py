@@ -1,6 +1,5 @@
 """The buffer gives back what it was given: by route, side, age, to many readers."""
 
-import multiprocessing
 import os
 import sqlite3
 from collections import Counter
@@ -200,34 +199,6 @@ def test_ids_rise_over_deletions_and_over_a_new_file(tmp_path: Path) -> None:
         buffer.close()
         path.unlink()
         clock.pass_time(1)
-
-
-def write(path: Path, route: str, count: int) -> None:
-    buffer = Buffer(path, settings())
-    for number in range(count):
-        buffer.append([entry(number, route)])
-    buffer.close()
-
-
-def test_processes_write_and_read_at_once(tmp_path: Path) -> None:
-    """Two writers and this reader; every look sees whole appends, and none is lost."""
-    path = tmp_path / "b.sqlite"
-    buffer = Buffer(path, settings(), gate_fraction=1.0)
-    context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=write, args=(path, route, 60)) for route in ("a", "b")]
-    for writer in writers:
-        writer.start()
-    looks = 0
-    while any(writer.is_alive() for writer in writers):
-        found = seeds(buffer.newest("a", 99, held_out=True))
-        assert found == list(range(len(found)))[::-1]
-        looks += 1
-    for writer in writers:
-        writer.join()
-        assert writer.exitcode == 0
-    assert [buffer.count(route, held_out=True) for route in ("a", "b")] == [60, 60]
-    assert looks > 5
-    buffer.close()
 
 
 def test_a_reader_in_the_middle_of_a_look_does_not_hold_up_a_writer(buffer: Buffer) -> None:

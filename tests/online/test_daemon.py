@@ -55,44 +55,6 @@ class FakeRefit:
         self.backed_off += 1
 
 
-class Hours(Event):
-    """A `stop` whose waits take no time but move a clock, and that is set after `hours` of it."""
-
-    def __init__(self, hours: float) -> None:
-        super().__init__()
-        self.seconds, self.last = 0.0, 3600 * hours
-
-    def clock(self) -> float:
-        return self.seconds
-
-    def wait(self, timeout: float | None = None) -> bool:
-        assert timeout is not None
-        self.seconds += timeout
-        if self.seconds >= self.last:
-            self.set()
-        return self.is_set()
-
-
-class TimedRefit(FakeRefit):
-    """Is due every `every` seconds of a clock; `fails(seconds)` says whether its update does."""
-
-    def __init__(self, route: str, clock, *, every: float, fails=lambda seconds: False) -> None:
-        super().__init__(route)
-        self.clock, self.every, self.fails = clock, every, fails
-        self.last = -every
-        self.trained: list[float] = []
-
-    def due(self) -> bool:
-        return self.clock() >= self.last + self.every
-
-    def update(self, hold) -> Any:
-        self.trained.append(self.clock())
-        if self.fails(self.clock()):
-            raise ValueError("the loss became nan")
-        self.last = self.clock()
-        return SimpleNamespace(number=0, version=None)
-
-
 def make(*refits: FakeRefit, buffer: FakeBuffer | None = None, **changes: Any):
     buffer = buffer or FakeBuffer()
     told: list[str] = []
@@ -205,21 +167,22 @@ def test_an_error_after_an_update_ends_nothing_and_trains_nothing_again(step, er
     assert str(error) in caplog.text
 
 
-def test_a_route_whose_updates_fail_is_left_alone_for_a_while_and_no_other_is():
-    stop = Hours(1)
-    bad = TimedRefit("bad", stop.clock, every=0, fails=lambda seconds: True)
-    good = TimedRefit("good", stop.clock, every=60)
-    daemon: Any = Daemon(
-        [bad, good],  # type: ignore[list-item]
-        buffer=FakeBuffer(),  # type: ignore[arg-type]
-        settings=OnlineConfig(poll_seconds=2),
-        log=lambda *_: None,
-        stop=stop,
-        clock=stop.clock,
-    )
-    daemon.run()
-    assert bad.trained == list(range(0, 3600, 60))
-    assert good.trained == list(range(0, 3600, 60))
+def test_a_route_whose_updates_fail_is_left_alone_for_a_while_and_no_other_is(caplog):
+    seconds, tried = [0.0], []
+    bad, good = FakeRefit("bad", turns=9), FakeRefit("good", turns=9)
+
+    def fails(hold: Any) -> Any:
+        tried.append(seconds[0])
+        raise ValueError("the loss became nan")
+
+    bad.update = fails  # type: ignore[method-assign]
+    daemon, _, told, _ = make(bad, good, poll_seconds=2)
+    daemon.clock = lambda: seconds[0]
+    for seconds[0] in range(0, 180, 20):
+        for refit in (bad, good):
+            daemon._turn(refit)
+    assert tried == [0, 60, 120]
+    assert told == ["good"] * 9
 
 
 def test_told_to_stop_it_ends_though_errors_are_caught():

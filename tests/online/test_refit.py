@@ -152,12 +152,6 @@ def test_rows_are_recent_older_and_anchors_in_their_shares(tmp_path, records, mo
     assert kinds == {"recent": 4 * 6, "old": 2 * 6, "anchor": 2 * 6}
 
 
-def test_a_kind_that_is_missing_leaves_its_room_to_recent_rows(shop):
-    shop.refit._restore()
-    recent = [entry.record for entry in shop.buffer.newest("default", 8, held_out=False)]
-    assert len(shop.refit._batch((recent, []), 0, 0).input_ids) == 8
-
-
 def test_a_restart_goes_on_where_the_last_update_ended(tmp_path, records):
     """Two updates in one process give the very weights of two processes."""
     found = []

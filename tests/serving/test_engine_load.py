@@ -1,4 +1,4 @@
-"""Under load: throughput, fairness, what recording costs, and for how long a swap holds rounds.
+"""Under load: throughput, what recording costs, and for how long a swap holds rounds.
 
 Ratios of neighbours in time, medians of them: other work on the machine hits both sides.
 """
@@ -7,9 +7,7 @@ import copy
 import statistics
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,95 +30,30 @@ def draft() -> Adapter:
     return copy.deepcopy(DRAFT)
 
 
-@dataclass(frozen=True)
-class Span:
-    """When a request came and when its answer was whole."""
-
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-    def overlaps(self, other: "Span") -> bool:
-        return self.start < other.end and other.start < self.end
-
-
-def run(engine: Engine, clients: int, each: int) -> tuple[float, list[list[Span]]]:
-    """Requests a second of so many clients at once, and the spans of each one's requests."""
-    spans: list[list[Span]] = [[] for _ in range(clients)]
-    failures: list[BaseException] = []
+def run(engine: Engine, clients: int, each: int) -> float:
+    """Requests a second of so many clients at once."""
 
     def client(number: int) -> None:
-        try:
-            for _ in range(each):
-                started = time.monotonic()
-                (found,) = answers(engine, job(PROMPTS[number], NEW, sampling=SAMPLING))
-                spans[number].append(Span(started, time.monotonic()))
-                assert found.reason == "length"
-                assert len(found.ids) == NEW
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(each):
+            (one,) = answers(engine, job(PROMPTS[number], NEW, sampling=SAMPLING))
+            assert (one.reason, len(one.ids)) == ("length", NEW)
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
     started = time.monotonic()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    return clients * each / (time.monotonic() - started), spans
-
-
-def unfairness(spans: Sequence[Sequence[Span]]) -> float:
-    """The longest wait over the median one of those that waited beside it.
-
-    Of requests that came before any client had ended: after that the queue empties.
-    Mates share whatever stalls the machine, so other work on it does not count as unfair.
-    """
-    end = min(mine[-1].end for mine in spans)
-    steady = [span for mine in spans for span in mine if span.start < end]
-    worst = 0.0
-    for span in steady:
-        mates = [other.seconds for other in steady if other.overlaps(span) and other is not span]
-        worst = max(worst, span.seconds / statistics.median(mates))
-    return worst
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(client, range(clients)))
+    return clients * each / (time.monotonic() - started)
 
 
 @pytest.mark.soak
-def test_many_clients_are_served_at_twice_the_rate_of_one_and_fairly() -> None:
+def test_many_clients_are_served_at_twice_the_rate_of_one() -> None:
     with serving(TARGET, draft, slots=16, queue=64) as engine:
         run(engine, 16, 1)
         ratios = []
         for _ in range(3):
-            single, _ = run(engine, 1, 6)
-            many, _ = run(engine, 32, 3)
-            ratios.append(many / single)
+            single = run(engine, 1, 6)
+            ratios.append(run(engine, 32, 3) / single)
         assert statistics.median(ratios) >= 2
-        _, spans = run(engine, 32, 20)
         assert engine.counters().errors == 0
-    assert unfairness(spans) <= 2
-    totals = [sum(span.seconds for span in mine) for mine in spans]  # of 20 requests each
-    assert max(totals) <= 2 * statistics.median(totals)
-
-
-@pytest.mark.soak
-def test_who_joins_last_first_is_not_fair(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measure above bites: where the newest job joins first, old ones wait."""
-    with serving(TARGET, draft, slots=16, queue=64) as engine:
-        admit, arrivals = engine._admit, {}
-
-        def newest_first() -> None:
-            with engine._changed:
-                for answer in engine._waiting:
-                    arrivals.setdefault(answer, len(arrivals))
-                engine._waiting = deque(sorted(engine._waiting, key=arrivals.get, reverse=True))
-            admit()
-
-        monkeypatch.setattr(engine, "_admit", newest_first)
-        _, spans = run(engine, 32, 6)
-    assert unfairness(spans) > 2
 
 
 @pytest.mark.soak

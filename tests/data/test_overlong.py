@@ -6,12 +6,9 @@ import pytest
 
 from draftkit.config import DataConfig
 from draftkit.data.corpora import read_documents
-from draftkit.data.lengths import shares_cut
 from draftkit.data.prompts import make_splits
 from draftkit.models.vocabulary import train_byte_bpe
 from tests.templates import CHAT, byte_bpe, chat, headers
-
-ROWS = [{"prompt": f"{n}", "completion": "the " * (1 + 90 * (n % 5 == 0))} for n in range(100)]
 
 
 def splits_of(folder, rows, tokenizer=None, **options):
@@ -20,18 +17,6 @@ def splits_of(folder, rows, tokenizer=None, **options):
     data = DataConfig(name="local", path=str(path), max_completion_tokens=50, **options)
     documents, tokenizer = list(read_documents(data)), tokenizer or train_byte_bpe(["of a b"], 300)
     return make_splits(documents, data, tokenizer, folder, context=512)
-
-
-def test_answers_that_are_too_long_are_cut_and_counted(tmp_path):
-    splits = splits_of(tmp_path, ROWS)
-    assert shares_cut(splits.counts) == {
-        "prompts_cut_share": 0,
-        "completions_cut_share": 0.2,
-        "rows_dropped_share": 0,
-    }
-    examples = [*splits.train, *splits.validation, *splits.test]
-    assert len(examples) == 100
-    assert max(sum(example.loss_mask) for example in examples) <= 50
 
 
 def test_nothing_left_names_the_lengths(tmp_path):

@@ -411,13 +411,6 @@ def test_no_document_is_in_two_splits(tmp_path: Path, tokenizer: Fast) -> None:
     assert len(set.union(*parts)) == 40
 
 
-def test_the_first_examples_come_from_many_documents(tmp_path: Path, tokenizer: Fast) -> None:
-    rows = [{"text": numbers(n)} for n in range(40)]
-    train = splits_of(tmp_path, rows, tokenizer).train
-    assert len(train) > 36 * 4
-    assert len({example.document for example in train[:40]}) > 15
-
-
 def test_every_document_gives_one_example_before_any_gives_a_second(
     tmp_path: Path, tokenizer: Fast
 ) -> None:

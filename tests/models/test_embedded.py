@@ -1,8 +1,6 @@
 """The target that comes with the package: it loads from anywhere, is small, and has learned."""
 
-import ast
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +8,10 @@ import torch
 from safetensors import safe_open
 
 import draftkit
-from draftkit.config import DataConfig, HardwareConfig, SamplingConfig, TargetConfig
+from draftkit.config import DataConfig, HardwareConfig, TargetConfig
 from draftkit.config.text import EMBEDDED
 from draftkit.data.corpora import Document, read_documents, split_documents
-from draftkit.data.lengths import Room
 from draftkit.data.prompts import RowReader
-from draftkit.distillation.samplers import target_sampler
 from draftkit.evaluation.compression import TextScore, score_texts
 from draftkit.models.loading import Target, load_target
 
@@ -23,8 +19,6 @@ FOLDER = Path(draftkit.__file__).parent / "embedded"
 MODEL = TargetConfig(path=EMBEDDED)
 HARDWARE = HardwareConfig(device="cpu", dtype="float32")
 MOST_BYTES = 16e6
-STATEMENTS = 200
-PROMPT_TOKENS, STATEMENT_TOKENS = 160, 48
 
 
 @pytest.fixture(scope="module")
@@ -62,67 +56,3 @@ def test_it_has_learned_its_text(target: Target) -> None:
     for domain, score in scores(target, documents, windows=6).items():
         assert score.bits_per_byte < 2, domain
         assert score.argmax_probability > 0.35, domain
-
-
-def openings(documents: list[Document]) -> Iterator[tuple[str, str]]:
-    """Held-out code up to the line on which the last statement of a function begins.
-
-    Beside it the function alone, up to there.
-    """
-    for document in documents:
-        code = document.row["text"]
-        try:
-            tree = ast.parse(code)
-        except SyntaxError:  # cut where the room ended
-            continue
-        lines = code.splitlines(keepends=True)
-        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        for function in functions[:4]:
-            end = function.body[-1].lineno - 1
-            if len(function.body) > 1:
-                yield "".join(lines[:end]), "".join(lines[function.lineno - 1 : end])
-
-
-def parses(before: str, text: str) -> bool:
-    """Whether the first line of `text`, or its first few, go on with the function `before`.
-
-    A block is given a body.
-    """
-    lines, indented = text.splitlines(keepends=True), before.startswith(" ")
-    for count in range(1, len(lines) + 1):
-        added = "".join(lines[:count]).rstrip()
-        for body in ("", " pass"):
-            try:
-                ast.parse(f"if True:\n{before}{added}{body}" if indented else before + added + body)
-            except SyntaxError:
-                continue
-            if added:
-                return True
-    return False
-
-
-def test_statements_parse_and_halves_of_them_do_not() -> None:
-    before = "    def f(x):\n        if x:\n            y = 1\n"
-    for good in ("return x", "f(\n  1,\n)", "for x in y:", "else:"):
-        assert parses(before, f"        {good}\n        nonsense here(")
-    for bad in ("return x +", "except:", ")", "x = = 1"):
-        assert not parses(before, f"        {bad}\n")
-
-
-@pytest.mark.soak
-def test_at_least_half_of_sampled_statements_parse(target: Target) -> None:
-    data = DataConfig(domains=["python"])
-    places = list(openings(held_out(data)))[:STATEMENTS]
-    assert len(places) == STATEMENTS
-    prompts = [target.tokenizer(code).input_ids[-PROMPT_TOKENS:] for code, _ in places]
-    sampler = target_sampler(
-        target,
-        SamplingConfig(),
-        Room(STATEMENT_TOKENS, PROMPT_TOKENS + STATEMENT_TOKENS),
-        seed=0,
-        batch_size=50,
-    )
-    answers = sampler.sample(prompts, rows=range(STATEMENTS), version="")
-    texts = [str(target.tokenizer.decode(answer.output_ids)) for answer in answers]
-    count = sum(parses(before, text) for (_, before), text in zip(places, texts, strict=True))
-    assert count >= STATEMENTS / 2, f"{count} of {STATEMENTS} parse"

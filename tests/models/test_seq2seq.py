@@ -194,14 +194,6 @@ def test_a_narrower_view_of_short_encoder_texts_changes_nothing() -> None:
     assert not torch.allclose(adapter.step(**fed, cache=cache)[1], logits[1], atol=1e-3)
 
 
-def test_a_row_without_a_text_shows_its_first_place() -> None:
-    assert inside(torch.tensor([0, 1, 3]), 3).tolist() == [
-        [True, False, False],
-        [True, False, False],
-        [True, True, True],
-    ]
-
-
 @torch.no_grad()
 def test_rows_without_a_text_stay_finite_in_half_precision() -> None:
     adapter = adapter_of(dtype=torch.float16)

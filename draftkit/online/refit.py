@@ -31,7 +31,7 @@ from draftkit.models.lora import merged_weights
 from draftkit.online.buffer import Buffer, Stored
 from draftkit.online.gate import Judge, Verdict, judge, judge_served
 from draftkit.online.registry import Registry, Version
-from draftkit.online.rows import drawn, with_scores
+from draftkit.online.rows import Anchors, drawn, with_scores
 from draftkit.theory.acceptance import Estimate
 from draftkit.theory.speedup import expected_tokens
 
@@ -41,16 +41,8 @@ NEWEST = 32  # records by which a drift shows, and after which it is looked for 
 
 
 @dataclass(frozen=True)
-class Anchors:
-    """Text of before: rows to mix in, and held-out ones for the gate. Either may be empty."""
-
-    train: Sequence[Record] = ()
-    held_out: Sequence[Record] = ()
-
-
-@dataclass(frozen=True)
 class Update:
-    """What one update did. Losses and `trained_alpha` are means over its steps."""
+    """What one update did; `loss` is the mean over its steps."""
 
     number: int
     records: int  # new ones since the update before
@@ -103,7 +95,6 @@ class Refit:
         }
         self._path = self.folder / STATE
         self._trainer: Trainer | None = None
-        self._first_on_anchors: PromptTotals | None = None
         self._drift_looked_at = 0  # new records at the last look for a drift
 
     # When
@@ -216,9 +207,12 @@ class Refit:
         state, published = self.state, update.version is not None
         change = update.verdict.anchor_change
         pays = published and update.verdict.gain.mean >= self.settings.worth
-        wait = 1.0 if pays else state["wait"] * BACKOFF
         state["gates"][base.name] = state["gates"].get(base.name, 0) + 1
         self._drift_looked_at = 0
+        if pays:
+            state["wait"] = 1.0
+        else:
+            self.back_off()
         if update.version is not None:
             state["chosen"][update.version] = self.buffer.last_id(self.route)
         if change is not None:
@@ -226,7 +220,6 @@ class Refit:
         state |= {
             "update": update.number + 1,
             "last_id": last_id,
-            "wait": min(wait, BACKOFF_MOST),
             "base": update.version or base.name,
             "alpha_low": (update.after if published else update.before).low,
             "seconds": state["seconds"] + update.seconds,
@@ -325,15 +318,16 @@ class Refit:
         traffic, _ = self._scorable(gate.records, held_out=True)
         after = self.judge.score(weights, traffic)
         before = self.judge.score(self.registry.read(base), traffic)
-        anchors = list(self.anchors.held_out)
-        if anchors and self._first_on_anchors is None:
-            first = self.registry.versions()[0]
-            self._first_on_anchors = self.judge.score(self.registry.read(first), anchors)
+        anchor_after = anchor_first = None
+        if self.anchors.held_out:
+            first = self.registry.read(self.registry.versions()[0])
+            anchor_first = self.judge.score(first, self.anchors.held_out)
+            anchor_after = self.judge.score(weights, self.anchors.held_out)
         verdict = judge(
             after=after,
             before=before,
-            anchor_after=self.judge.score(weights, anchors) if anchors else None,
-            anchor_first=self._first_on_anchors,
+            anchor_after=anchor_after,
+            anchor_first=anchor_first,
             tolerance=gate.anchor_tolerance,
             gate=self.state["gates"].get(base.name, 0) + 1,
             measure=self.judge.measure,

@@ -4,13 +4,21 @@ Pure functions of records and settings; knows no file and no model.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from draftkit.config import OnlineConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.batch import TokenSequence, all_learned, sequence_of_record
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Text of before: rows to mix in, and held-out ones for the gate. Either may be empty."""
+
+    train: Sequence[Record] = ()
+    held_out: Sequence[Record] = ()
 
 
 def with_scores(records: Sequence[Record], *, temperature: float, width: int) -> list[Record]:

@@ -26,7 +26,8 @@ from draftkit.data.rollouts import Record
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import load_target
-from draftkit.online.refit import Anchors, Update
+from draftkit.online.refit import Update
+from draftkit.online.rows import Anchors
 from draftkit.theory.acceptance import Estimate, Rate, estimate
 
 from ..command import main

@@ -26,9 +26,9 @@ from draftkit.models.loading import Target, load_draft, save_draft, with_path
 from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.assembly import make_refit
 from draftkit.online.buffer import Buffer, Entry
-from draftkit.online.refit import Anchors, Refit, Update
+from draftkit.online.refit import Refit, Update
 from draftkit.online.registry import Registry
-from draftkit.online.rows import row_of
+from draftkit.online.rows import Anchors, row_of
 
 from ..stage import StageFolder
 

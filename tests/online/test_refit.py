@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from draftkit.online import refit as refit_module
-from draftkit.online.refit import Anchors
 from draftkit.online.registry import Registry
+from draftkit.online.rows import Anchors
 from draftkit.theory.speedup import expected_tokens
 from pipelines.refitting import summary_of
 from tests.online import making

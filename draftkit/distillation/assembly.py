@@ -26,7 +26,6 @@ from draftkit.models.loading import (
 )
 from draftkit.models.lora import with_lora
 from draftkit.models.parallel import PARD, PLAIN, Parallel, check_unused, declare, free_id
-from draftkit.models.remembered import RememberedAdapter
 from draftkit.models.sharding import load_sharded_target
 from draftkit.theory.divergences import Divergence
 
@@ -58,14 +57,13 @@ def make_trainer(
     *,
     optim: OptimConfig | None = None,
     loss: Divergence | None = None,
-    reader: RememberedAdapter | None = None,
     texts: Iterable[Sequence[int]] = (),
 ) -> Trainer:
     """A trainer of `draft`, in float32, with all that the section `draft` says of how it learns.
 
-    The draft is changed in place. It learns from `target`, which `reader` may stand for, or from
-    scores that are stored with its texts. loss: minimised instead of `divergence.name`. texts: none
-    of which may use the id of the masks, where the draft is a parallel one.
+    The draft is changed in place. It learns from `target`, or from scores that are stored with its
+    texts. loss: minimised instead of `divergence.name`. texts: none of which may use the id of the
+    masks, where the draft is a parallel one.
     """
     served = dtype_named(config.draft) or target.dtype
     if config.draft.kind == PARD:
@@ -81,7 +79,7 @@ def make_trainer(
     teacher: Teacher | None = None
     if loss is not None or divergence.names != {"next_token"}:
         known = isinstance(target, Target)
-        teacher = TargetTeacher(reader or target.adapter) if known else StoredTeacher()
+        teacher = TargetTeacher(target.adapter) if known else StoredTeacher()
     return Trainer(
         draft,
         teacher,

@@ -18,7 +18,6 @@ from draftkit.data.rollouts import Record
 from draftkit.distillation.batch import Batch, collate, continued
 from draftkit.distillation.chunked import chunks
 from draftkit.models.adapter import CausalAdapter, Head
-from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.truncation import coarse_draft, coarse_target, most_likely
 from draftkit.theory.warping import SamplingParams, tempered, warped_logits
 
@@ -173,7 +172,7 @@ TargetScores = FullScores | TopKScores  # what the target makes of the M generat
 class TargetTeacher:
     """Scores batches with a frozen target."""
 
-    target: CausalAdapter | RememberedAdapter
+    target: CausalAdapter
 
     @torch.no_grad()
     def score(self, batch: Batch) -> TargetScores:

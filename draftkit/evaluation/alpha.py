@@ -24,7 +24,6 @@ from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record, document_of
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.parallel import chains
-from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import (
     MODES,
     SHARES,
@@ -96,7 +95,7 @@ class PromptTotals:
 
 
 def score_contexts(
-    target: Adapter | RememberedAdapter,
+    target: Adapter,
     draft: Adapter,
     contexts: Sequence[Record],
     *,
@@ -110,7 +109,7 @@ def score_contexts(
 
 @torch.inference_mode()
 def score_drafts(
-    target: Adapter | RememberedAdapter,
+    target: Adapter,
     drafts: Mapping[str, Adapter],
     contexts: Sequence[Record],
     *,
@@ -166,7 +165,7 @@ def _by_prompt(contexts: Sequence[Record], totals: dict[str, list[float]]) -> Pr
 
 
 def _served(
-    model: Adapter | RememberedAdapter,
+    model: Adapter,
     contexts: Sequence[Record],
     *samplings: SamplingConfig | None,
 ) -> Iterator[list[Tensor]]:

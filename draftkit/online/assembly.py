@@ -8,7 +8,6 @@ from draftkit.decoding.catalogue import served_mode
 from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.loading import Outline, Target, load_draft, save_draft, with_path
-from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.buffer import Buffer
 from draftkit.online.gate import Judge
 from draftkit.online.refit import Refit
@@ -26,12 +25,11 @@ def make_refit(
     registry: Registry,
     anchors: Anchors,
     folder: Path,
-    reader: RememberedAdapter | None = None,
 ) -> Refit:
     """The refit of `route`, as its last update left it in `folder`.
 
     start: how the drafter of a version is loaded. target: its outline alone where the buffer's
-    stored scores stand for it; `reader` may read texts in its place. The registry has a version.
+    stored scores stand for it. The registry has a version.
     """
     current = registry.current()
     assert current is not None
@@ -39,11 +37,11 @@ def make_refit(
     # Of the hybrid's proposals, those that the drafter makes are sampled.
     proposer = "sampled" if config.decode.proposer == "hybrid" else config.decode.proposer
     mode = served_mode(proposer, config.decode.verification) or "alpha"
-    knows = reader or (target.adapter if isinstance(target, Target) else None)
+    knows = target.adapter if isinstance(target, Target) else None
 
     def trainer_of(path: Path) -> Trainer:
         draft = load_learner(with_path(start, path), target)
-        return make_trainer(config, draft, target, optim=optim, reader=reader)
+        return make_trainer(config, draft, target, optim=optim)
 
     return Refit(
         route=route,

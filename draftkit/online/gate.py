@@ -26,7 +26,6 @@ from draftkit.data.rollouts import Record
 from draftkit.evaluation.alpha import PromptTotals, score_contexts, score_stored
 from draftkit.evaluation.report import signed
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.remembered import RememberedAdapter
 from draftkit.theory.acceptance import Estimate, gain_p_value
 
 FALSE_PASSES = 0.05  # of weights that gain nothing, over all gates of a version in force
@@ -65,7 +64,7 @@ class Judge:
     """
 
     draft: CausalAdapter
-    target: CausalAdapter | RememberedAdapter | None
+    target: CausalAdapter | None
     batch_size: int
     acceptance: str = "alpha"
 

@@ -23,7 +23,6 @@ from draftkit.distillation.sources import Source, shuffled
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.loading import Target, load_draft, save_draft, with_path
-from draftkit.models.remembered import RememberedAdapter
 from draftkit.online.assembly import make_refit
 from draftkit.online.buffer import Buffer, Entry
 from draftkit.online.refit import Refit, Update
@@ -76,7 +75,6 @@ class Experiment:
 
     def __init__(self, config: Config, folder: StageFolder, target: Target) -> None:
         self.config, self.folder, self.target = config, folder, target
-        self.reader = RememberedAdapter(target.adapter)  # which reads each text once
         self.splits = read_splits(folder.input("texts"))
 
     def texts(self, domain: str) -> Texts:
@@ -117,7 +115,8 @@ class Experiment:
     ) -> dict[str, PromptTotals]:
         """Exact alpha of several drafts on the same records."""
         size, sampling = self.config.evaluate.batch_size, self.config.sampling
-        return score_drafts(self.reader, drafts, records, sampling=sampling, batch_size=size)
+        target = self.target.adapter
+        return score_drafts(target, drafts, records, sampling=sampling, batch_size=size)
 
     def draft(self, path: Path) -> CausalAdapter:
         return load_draft(with_path(self.config.draft, path), self.target)
@@ -149,7 +148,7 @@ class Experiment:
         every = max(1, steps // 4)
         optim = replace(config.optim, max_steps=steps, eval_steps=every, save_steps=every)
         draft = load_learner(with_path(config.draft, start), self.target)
-        trainer = make_trainer(config, draft, self.target, optim=optim, reader=self.reader)
+        trainer = make_trainer(config, draft, self.target, optim=optim)
         rows = [row_of(record, prompts=config.online.prompts) for record in texts.train]
         source = Source(
             shuffled(rows, config.seed),
@@ -188,7 +187,6 @@ class Experiment:
             registry=registry,
             anchors=anchors,
             folder=folder,
-            reader=self.reader,
         )
         return Service(self.draft(static), buffer, refit)
 

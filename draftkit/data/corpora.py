@@ -102,15 +102,22 @@ def split_documents(
     what a source holds out itself is that split instead. Raises ValueError if there are fewer than
     3. Of a document a hash is kept in memory.
     """
-    domains, keys, given = [], bytearray(), []  # a document's
+    keys, given = bytearray(), []  # a document's
     for document in documents:
-        domains.append(document.domain)
         given.append(document.split)
         keys += hash_order(f"split {document.id}")
     key = np.frombuffer(keys, ORDER)
     distinct, number = np.unique(key, return_inverse=True)  # numbers in hash order
-    of_source = {name: np.unique(number[np.asarray(given, str) == name]) for name in SPLITS}
-    part = _parts_by_rank(np.asarray(domains), number, len(distinct), data, of_source)
+    count, rank, sizes = len(distinct), np.arange(len(distinct)), {}
+    fractions = {"validation": data.validation_fraction, "test": data.test_fraction}
+    for before, (name, fraction) in enumerate(fractions.items(), start=1):
+        of_source = np.unique(number[np.asarray(given, str) == name])
+        rank[of_source] = of_source - before * count
+        sizes[name] = len(of_source) or max(1, math.floor(count * fraction))
+    by_rank, of_number = np.argsort(rank), np.full(count, "train", dtype="<U10")
+    of_number[by_rank[: sizes["test"] + sizes["validation"]]] = "validation"
+    of_number[by_rank[: sizes["test"]]] = "test"
+    part = of_number[number]
     if len(distinct) < 3 or any(name not in part for name in SPLITS):
         raise ValueError(
             f"{setting(data)} gives {len(distinct)} different documents, and train, validation and "
@@ -120,35 +127,6 @@ def split_documents(
         )
     ordered = np.argsort(key, kind="stable")
     return {name: Picked(documents, ordered[part[ordered] == name]) for name in SPLITS}
-
-
-def _parts_by_rank(
-    domains: np.ndarray,
-    number: np.ndarray,
-    count: int,
-    data: DataConfig,
-    of_source: dict[str, np.ndarray],
-) -> np.ndarray:
-    """The split of each document, by the rank of its `number`, below `count`, in its domain.
-
-    of_source: numbers of those that the source holds out, by split; where it has some, no others.
-    """
-    rank = np.full(count, -1.0)  # a domain's lie evenly in (0, 1): each split gets its share
-    for domain in np.unique(domains):  # sorted
-        mine = np.unique(number[domains == domain])
-        new = mine[rank[mine] < 0]
-        rank[new] = (np.arange(len(new)) + 0.5) / max(1, len(new))
-    rank[of_source["validation"]], rank[of_source["test"]] = -0.5, -1.0
-    sizes = {"test": data.test_fraction, "validation": data.validation_fraction}
-    tests, validations = (
-        len(of_source[name]) or max(1, math.floor(count * share)) for name, share in sizes.items()
-    )
-    last = tests + validations
-    part = np.full(count, "train", dtype="<U10")
-    by_rank = np.argsort(rank, kind="stable")
-    part[by_rank[:last]] = "validation"
-    part[by_rank[:tests]] = "test"
-    return part[number]
 
 
 # Files and data sets: (where it stands in the source, row)

@@ -335,15 +335,6 @@ def test_stored_documents_come_back_as_they_were_read(tmp_path: Path) -> None:
     assert list(store_documents(data, tmp_path / "b.arrow")) == list(read_documents(data))
 
 
-def test_every_domain_is_in_every_split_in_proportion() -> None:
-    documents = documents_of({"a": 300, "b": 20, "c": 40})
-    documents = [replace(document, id=f"{document.id}{document.domain}") for document in documents]
-    data = replace(OF_A_FILE, validation_fraction=0.1, test_fraction=0.1)
-    parts = split_documents(documents, data)
-    for name in ("validation", "test"):
-        assert Counter(document.domain for document in parts[name]) == {"a": 30, "b": 2, "c": 4}
-
-
 def test_repeated_rows_and_other_answers_to_a_question_share_a_split(tmp_path: Path) -> None:
     asked = [f"What is {number} + {number}?" for number in range(50)]
     rows = [

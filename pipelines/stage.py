@@ -39,7 +39,6 @@ from draftkit.models.memory import give_back_freed_memory, keep_freed_memory, re
 from draftkit.tracking import FILE_NAME, Tracker
 
 from .checksums import digest_of_model
-from .errors import disk_is_full
 from .lock import LOCK, locked
 from .product import (
     MANIFEST,
@@ -284,24 +283,16 @@ def make(product: Product, *, overwrite: bool = False, wait: bool = True) -> Non
 def _make_alone(product: Product, *, overwrite: bool, wait: bool) -> None:
     """Lock, claim and run; a refused run that has stored nothing leaves no folder."""
     path = product.folder
-    try:
-        with locked(path, wait=wait):
-            if not overwrite and complete_summary(product) is not None:
-                return  # the process that we waited for has made it
-            stored, message = _claim(product, overwrite=overwrite)
-            say(f"{product.name}: {message or 'running'}")
-            try:
-                _run(product, stored)
-            except (ValueError, OSError):
-                _discard_if_empty(path)
-                raise
-    except Exception as error:
-        if not disk_is_full(error):
+    with locked(path, wait=wait):
+        if not overwrite and complete_summary(product) is not None:
+            return  # the process that we waited for has made it
+        stored, message = _claim(product, overwrite=overwrite)
+        say(f"{product.name}: {message or 'running'}")
+        try:
+            _run(product, stored)
+        except (ValueError, OSError):
+            _discard_if_empty(path)
             raise
-        raise ValueError(
-            f"no space left on the device of {path}: free some and run the same command again"
-            " (what was complete is intact), or use root=... on another device"
-        ) from error
 
 
 def _discard_if_empty(path: Path) -> None:

@@ -348,7 +348,7 @@ def test_a_plan_says_what_would_be_done_and_does_nothing(finished, root, tmp_pat
 
 
 def test_each_product_is_hashed_once(finished, root, tmp_path, monkeypatch):
-    """Also a given target, which five steps need; a second command remembers its checksum."""
+    """Also a given target, which four stages read; a second command remembers its checksum."""
     target_path, _ = made_in(root)
     hashed = []
     for module in (draftkit.models.files, pipelines.stage):
@@ -360,11 +360,11 @@ def test_each_product_is_hashed_once(finished, root, tmp_path, monkeypatch):
 
         monkeypatch.setattr(module, "sha256_tree", count)
     config = smoke(tmp_path, f"target.path={target_path}", "optim.max_steps=2")
-    launch(DISTILL, config)
+    launch(TRAIN, config)
     assert len(hashed) == len(set(hashed))
     assert hashed.count(target_path) == 1
     hashed.clear()
-    launch(DISTILL, config)
+    launch(TRAIN, config)
     assert hashed == []
 
 

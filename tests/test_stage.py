@@ -1,6 +1,5 @@
 """The stage folder: complete, resumed, refused, redone, stale, locked, cleared of refused runs."""
 
-import errno
 import os
 import shutil
 import threading
@@ -277,35 +276,6 @@ def test_files_of_somebody_else_are_not_touched(toy: Toy, config: Config) -> Non
         with pytest.raises(ValueError, match=r"thesis\.txt"):
             launch(toy.down, replace(config, overwrite=overwrite))
     assert (path / "thesis.txt").read_text() == "years of work"
-
-
-def test_a_full_disk_is_one_line_and_the_same_command_goes_on_later(
-    toy: Toy, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = with_steps(config, 9)
-    real = os.fsync
-
-    def fill(step: int) -> None:
-        if step == 5:
-
-            def full(descriptor: int) -> None:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-            monkeypatch.setattr(os, "fsync", full)
-
-    toy.trouble = fill
-    with pytest.raises(ValueError, match="no space left") as error:
-        launch(toy.down, config)
-    monkeypatch.setattr(os, "fsync", real)
-    toy.trouble = lambda step: None
-    path = plan(toy.down, config).folder
-    assert str(path) in str(error.value)
-    assert "root=" in str(error.value)
-    assert "\n" not in str(error.value)
-    assert read_json(path / CHECKPOINT / "step") == 4
-    assert not list(path.glob(".*.tmp-*"))
-    assert launch(toy.down, config)["weight"] > 0
-    assert toy.runs == ["up", "down", "resumed down"]
 
 
 def test_results_do_not_depend_on_whether_an_input_had_to_be_made(config: Config) -> None:

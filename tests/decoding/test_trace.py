@@ -149,13 +149,6 @@ def test_what_a_limit_or_an_end_of_text_cuts_off_is_unused(step: TraceRound, kin
     assert committed == step.emitted[: step.committed]
 
 
-def test_tokens_that_share_a_character_are_one_part() -> None:
-    smile = ids_of("😀")
-    step = TraceRound([CAT, *smile, SAT], 6, ON, 7)
-    shown = [(part.ids, part.text) for part in parts(step, [THE], decode)]
-    assert shown == [([CAT], " cat"), (smile, "😀"), ([SAT], " sat"), ([ON], " on")]
-
-
 def test_a_character_that_two_rounds_share_is_whole_in_the_second_and_in_the_answer() -> None:
     smile = ids_of("😀")
     trace = trace_of(
@@ -166,16 +159,6 @@ def test_a_character_that_two_rounds_share_is_whole_in_the_second_and_in_the_ans
         [REPLACEMENT + " cat", "😀"],
     ]
     assert list(answer(trace, decode)) == [Part("correction", smile, "😀")]
-
-
-def test_every_token_is_spelt_behind_those_that_it_was_proposed_behind() -> None:
-    smile = ids_of("😀")
-
-    def texts(step: TraceRound) -> list[str]:
-        return [part.text for part in parts(step, [THE], decode)]
-
-    assert texts(TraceRound([*smile[:3], smile[0]], 3, smile[3], 4))[-1] == "😀"
-    assert texts(TraceRound(smile, 0, CAT, 1)) == [REPLACEMENT, " cat", "😀"]
 
 
 def test_tokens_that_were_not_committed_are_no_part_of_the_text() -> None:
@@ -190,17 +173,37 @@ def test_tokens_that_were_not_committed_are_no_part_of_the_text() -> None:
     ]
 
 
-def test_a_word_keeps_the_space_that_a_decoder_drops_at_the_beginning() -> None:
-    def dropping(ids: list[int]) -> str:
-        return decode(ids).removeprefix(" ")
-
-    shown = parts(FIRST, [THE], dropping)
-    assert [part.text for part in shown] == [" cat", " sat", " in", " on", " mat"]
+def dropping(ids: list[int]) -> str:
+    return decode(ids).removeprefix(" ")
 
 
-def test_a_token_without_text_is_shown_by_its_id() -> None:
-    shown = parts(TraceRound([CAT, END], 2, None, 2), [THE], decode)
-    assert [part.text for part in shown] == [" cat", f"⟨{END}⟩"]
+SMILE = ids_of("😀")
+SPELT = {
+    "tokens that share a character are one part": (
+        TraceRound([CAT, *SMILE, SAT], 6, ON, 7),
+        [" cat", "😀", " sat", " on"],
+    ),
+    "each behind those that it was proposed behind": (
+        TraceRound([*SMILE[:3], SMILE[0]], 3, SMILE[3], 4),
+        [REPLACEMENT, 2 * REPLACEMENT, "😀"],
+    ),
+    "a rejected part of a character": (
+        TraceRound(SMILE, 0, CAT, 1),
+        [REPLACEMENT, " cat", "😀"],
+    ),
+    "no text at all": (TraceRound([CAT, END], 2, None, 2), [" cat", f"⟨{END}⟩"]),
+    "a space that a decoder drops at the beginning": (
+        FIRST,
+        [" cat", " sat", " in", " on", " mat"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPELT)
+def test_every_token_is_spelt_in_its_place(name: str) -> None:
+    step, texts = SPELT[name]
+    own = dropping if "drops" in name else decode
+    assert [part.text for part in parts(step, [THE], own)] == texts
 
 
 def test_text_before_a_token_is_decoded_only_so_far() -> None:
@@ -252,12 +255,6 @@ def test_no_line_is_wider_than_asked_for(width: int, colour: bool) -> None:
     rounds = text.index("\n 1  "), whole.index("\n 1  ")
     assert "".join(text[rounds[0] :].split()) == "".join(whole[rounds[1] :].split())
     assert re.search("prompt  ….*日本語\n", text)
-
-
-def test_a_prompt_is_cut_at_its_beginning_and_says_so() -> None:
-    for prompt in ([MAT] * 79 + [CAT], [CAT] + [END] * 80 + [CAT]):
-        line = terminal(trace_of(prompt, [])).splitlines()[2]
-        assert re.fullmatch("prompt  ….* cat", line)
 
 
 def test_control_characters_of_a_text_never_reach_the_terminal() -> None:

@@ -46,7 +46,7 @@ from draftkit.distillation.samplers import (
 )
 from draftkit.distillation.sources import TrainingTexts, reads_rollouts
 from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
-from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather, proposer_of
+from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather, proposer_of
 from draftkit.evaluation.summary import compare
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.files import commit_of, model_sha256
@@ -306,9 +306,9 @@ def evaluate(
         raise ValueError(f"prompts: {len(examples)} are too few to measure: give {least}")
     contexts = _contexts(pair, examples, config, TEST)
     if timed:
-        evidence = _timed(pair, examples, contexts, config, note)
-        scored = evidence["given"].scored
-        summary = compare(evidence, "given", config.sampling, config)
+        measured = _timed(pair, examples, contexts, config, note)
+        scored = measured.scored["given"]
+        summary = compare(measured, "given", config.sampling, config)
     else:
         size, summary = config.evaluate.batch_size, None
         scored = score_contexts(
@@ -319,7 +319,7 @@ def evaluate(
 
 def _timed(
     pair: Pair, examples: Sequence[Example], contexts: Sequence[Record], config: Config, note: Note
-) -> dict[str, Evidence]:
+) -> Measured:
     """All that is measured of the draft, as "given"."""
     calibration = [example.prompt_ids for example in examples[CALIBRATING - 1 :: CALIBRATING]]
     timed = [one for row, one in enumerate(examples, 1) if row % CALIBRATING]

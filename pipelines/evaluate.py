@@ -17,8 +17,7 @@ from draftkit.config import Config, DraftConfig
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import answers, as_page, as_text, rounds
-from draftkit.evaluation.choice import HYBRID, LOOKUP
-from draftkit.evaluation.judge import Evidence, Prompts, check_lossless, gather
+from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather
 from draftkit.evaluation.report import (
     engine_table,
     evaluation_table,
@@ -26,7 +25,7 @@ from draftkit.evaluation.report import (
     ways_table,
 )
 from draftkit.evaluation.summary import compare
-from draftkit.evaluation.walltime import PLAIN
+from draftkit.evaluation.walltime import Timed
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
 from draftkit.models.parallel import kind_of
@@ -95,7 +94,7 @@ def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
     )
 
 
-def track(tracker: Tracker, temperature: float, summary: dict[str, Any], main: Evidence) -> None:
+def track(tracker: Tracker, temperature: float, summary: dict[str, Any], timed: Timed) -> None:
     """One line of metrics, and for W&B a row for each timed prompt."""
     speedup = summary["speedup"]
     numbers = {name: summary[name]["mean"] for name in ("alpha", "acceptance_length")}
@@ -105,16 +104,13 @@ def track(tracker: Tracker, temperature: float, summary: dict[str, Any], main: E
     columns = ["prompt", "tokens", "rounds", "accepted", "acceptance"]
     rows = [
         [i, len(c.output_ids), c.rounds, c.accepted, c.acceptance_total / max(1, c.tested)]
-        for i, c in enumerate(main.timed.completions)
+        for i, c in enumerate(timed.completions)
     ]
     tracker.table(f"eval/prompts_at_{temperature:g}", columns, rows)
 
 
-def chunks_of(evidence: dict[str, Evidence]) -> dict[str, Any]:
+def chunks_of(measured: Measured) -> dict[str, Any]:
     """Every chunk of every way, in the order of the clock."""
-    (*_, main) = evidence.values()
-    ways = {PLAIN: main.plain, LOOKUP: main.lookup, HYBRID: main.hybrid}
-    ways |= {name: one.timed for name, one in evidence.items()}
     return {
         name: {
             "gamma": one.gamma,
@@ -123,14 +119,13 @@ def chunks_of(evidence: dict[str, Evidence]) -> dict[str, Any]:
             "tokens": [chunk.tokens for chunk in one.chunks],
             "rounds": [sum(each.rounds for each in chunk.completions) for chunk in one.chunks],
         }
-        for name, one in ways.items()
-        if one is not None
+        for name, one in measured.timed.items()
     }
 
 
-def write_traces(folder: Path, main: Evidence, target: Target) -> None:
+def write_traces(folder: Path, timed: Timed, target: Target) -> None:
     """Leave the first answers as pages to look at: what was proposed, accepted and corrected."""
-    traces = main.timed.completions[:TRACES]
+    traces = timed.completions[:TRACES]
 
     def decode(ids: list[int]) -> str:
         return str(target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
@@ -178,7 +173,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     for temperature in config.evaluate.temperatures or [served]:
         sampling, key = replace(config.sampling, temperature=temperature), f"{temperature:g}"
         answers = answers_at[temperature]
-        evidence = gather(
+        measured = gather(
             target,
             drafts,
             contexts=read_contexts(answers, "test"),
@@ -191,13 +186,13 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         )
         folder.mark("timed")
         if not by_temperature:
-            write_traces(folder.path, evidence[judged], target)
+            write_traces(folder.path, measured.timed[judged], target)
         computes = machine(gpu=target.adapter.device.type == "cuda")
-        by_temperature[key] = compare(evidence, judged, sampling, config) | {"machine": computes}
-        scored = {name: part.scored.as_dict() for name, part in evidence.items()}
+        by_temperature[key] = compare(measured, judged, sampling, config) | {"machine": computes}
+        scored = {name: totals.as_dict() for name, totals in measured.scored.items()}
         by_prompt[key] = {"contexts": answers.name, **scored}
-        by_chunk[key] = chunks_of(evidence)
-        track(folder.tracker, temperature, by_temperature[key], evidence[judged])
+        by_chunk[key] = chunks_of(measured)
+        track(folder.tracker, temperature, by_temperature[key], measured.timed[judged])
     write_json(folder.path / PROMPTS, by_prompt)
     write_json(folder.path / TIMING, by_chunk)
     first = next(iter(by_temperature.values()))

@@ -26,7 +26,6 @@ from draftkit.evaluation.walltime import (
     CALIBRATED_GAMMAS,
     FIRST_LOOK,
     MOST_GAMMA,
-    PLAIN,
     PromptIds,
     Setting,
     Timed,
@@ -59,17 +58,18 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """All that was measured of one draft, and of the ways beside it, under one sampling."""
+class Measured:
+    """All that was measured under one sampling, by the name of a draft.
 
-    scored: PromptTotals
-    timed: Timed
-    plain: Timed
-    costs: Costs  # c and v at its number of proposals
-    lossless: Losslessness
-    lookup: Timed
+    timed: of every way by its name, plain decoding, prompt lookup and the hybrid of it and the last
+    draft among them. What proposes without a draft stands for each of them.
+    """
+
+    scored: Mapping[str, PromptTotals]
+    timed: Mapping[str, Timed]
+    costs: Mapping[str, Costs]  # c and v at its number of proposals
+    lossless: Mapping[str, Losslessness]
     compile_seconds: float = 0.0  # for all drafts together; in none of the times
-    hybrid: Timed | None = None  # with prompt lookup where it has a guess
 
 
 def proposer_of(target: Adapter, draft: Adapter, prompts: Prompts, config: Config) -> Proposer:
@@ -94,7 +94,7 @@ def gather(
     lossless: dict[str, Losslessness],
     config: Config,
     note: Callable[[str], None],
-) -> dict[str, Evidence]:
+) -> Measured:
     """Measure every draft under `sampling`: shared contexts, shared prompts, shared baseline.
 
     others: what the target says after other prompts than `prompts.test`, by which the numbers of
@@ -143,20 +143,15 @@ def gather(
     compiling += compile_seconds()
     if setting.compiled:
         note(f"{compiling:.0f} s went into compiling; no measured time holds them")
-    last, evidence = [*drafts][-1], {}
-    for name in drafts:
-        key = name if name in judged else last  # without a draft there is one for all
-        evidence[name] = Evidence(
-            scored=scored[name],
-            timed=timed[key],
-            plain=timed[PLAIN],
-            costs=meters[key].costs(gammas[key]),
-            lossless=lossless[key],
-            lookup=timed[LOOKUP if LOOKUP in ways else key],
-            compile_seconds=compiling,
-            hybrid=timed.get(HYBRID) if name == last else None,
-        )
-    return evidence
+    last = [*drafts][-1]
+    same = {name: name if name in judged else last for name in drafts}
+    return Measured(
+        scored,
+        {LOOKUP: timed[last]} | timed | {name: timed[key] for name, key in same.items()},
+        {name: meters[key].costs(gammas[key]) for name, key in same.items()},
+        {name: lossless[key] for name, key in same.items()},
+        compiling,
+    )
 
 
 def note_untaught(

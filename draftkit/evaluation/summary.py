@@ -11,9 +11,9 @@ from draftkit.decoding.catalogue import served_mode
 from draftkit.evaluation.alpha import PromptTotals, estimates
 from draftkit.evaluation.choice import HYBRID, LOOKUP, factors_of, taus_of
 from draftkit.evaluation.engines import engine_rows
-from draftkit.evaluation.judge import Evidence, prediction_error
+from draftkit.evaluation.judge import Measured, prediction_error
 from draftkit.evaluation.lossless import Losslessness
-from draftkit.evaluation.walltime import Timed
+from draftkit.evaluation.walltime import PLAIN, Timed
 from draftkit.theory.acceptance import (
     LEAST_UNITS,
     Estimate,
@@ -36,64 +36,63 @@ DEPLOY, DO_NOT_DEPLOY, INCONCLUSIVE = "deploy", "do_not_deploy", "inconclusive"
 
 
 def compare(
-    evidence: Mapping[str, Evidence], main: str, sampling: SamplingConfig, config: Config
+    measured: Measured, main: str, sampling: SamplingConfig, config: Config
 ) -> dict[str, Any]:
     """The summary of draft `main`, with prompt lookup, the draft `before` it and paired gains."""
-    summary = summarise(evidence[main], sampling, config)
-    has_drafter = config.decode.has_drafter
+    summary = summarise(measured, main, sampling, config)
+    scored, timed, has_drafter = measured.scored, measured.timed, config.decode.has_drafter
     if has_drafter:
-        scored, costs = evidence[main].scored, evidence[main].costs
+        totals, costs = scored[main], measured.costs[main]
         summary["best_gamma_by_mode"] = {
-            mode: largest(factors_of(taus_of(scored, mode), scored.rate(mode).mean, costs))[0]
-            for mode in scored.totals
+            mode: largest(factors_of(taus_of(totals, mode), totals.rate(mode).mean, costs))[0]
+            for mode in totals.totals
         }
         summary["engines"] = engine_rows(
-            scored,
+            totals,
             own=served_mode(config.decode.proposer, config.decode.verification),
-            gamma=evidence[main].timed.gamma,
+            gamma=timed[main].gamma,
             best_gammas=summary["best_gamma_by_mode"],
         )
-    one, judged = evidence[main], "drafter" if has_drafter else config.decode.proposer
-    lookup = way(one.lookup, one.plain)
-    ways = {LOOKUP: lookup, judged: way(one.timed, one.plain, one.lossless)}
-    if one.hybrid:
-        ways[HYBRID] = way(one.hybrid, one.plain, one.lossless)
+    judged = "drafter" if has_drafter else config.decode.proposer
+    lookup = way(timed[LOOKUP], timed[PLAIN])
+    ways = {LOOKUP: lookup, judged: way(timed[main], timed[PLAIN], measured.lossless[main])}
+    if HYBRID in timed:
+        ways[HYBRID] = way(timed[HYBRID], timed[PLAIN], measured.lossless[main])
     others: dict[str, Any] = {LOOKUP: lookup}
-    if main != "before" and "before" in evidence:
-        after, before = evidence[main].scored, evidence["before"].scored
-        for mode in after.totals:
-            gain = after.gain(before, mode)
-            others[f"{mode}_gain"] = gain.as_dict()
-        lengths = (tokens_a_pass(evidence[draft].timed) for draft in (main, "before"))
+    if main != "before" and "before" in scored:
+        for mode in scored[main].totals:
+            others[f"{mode}_gain"] = scored[main].gain(scored["before"], mode).as_dict()
+        lengths = (tokens_a_pass(timed[draft]) for draft in (main, "before"))
         longer = estimate(*lengths, compare=operator.sub)
         others["acceptance_length_gain"] = longer.as_dict()
-        others["before"] = summarise(evidence["before"], sampling, config)
+        others["before"] = summarise(measured, "before", sampling, config)
         if has_drafter:
-            start = evidence["before"]
-            ways["before"] = way(start.timed, start.plain, start.lossless)
+            ways["before"] = way(timed["before"], timed[PLAIN], measured.lossless["before"])
     named = {"best_of": best_of(ways, judged), "ways": ways}
     return {**summary, **best_use(summary, ways), **named, **others}
 
 
-def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> dict[str, Any]:
-    """The `evaluate` keys of one draft under one sampling."""
-    timed, costs = evidence.timed, evidence.costs
-    gamma, plain = timed.gamma, evidence.plain
-    acceptance, counted = estimates(evidence.scored), count_rounds(timed)
+def summarise(
+    measured: Measured, draft: str, sampling: SamplingConfig, config: Config
+) -> dict[str, Any]:
+    """The `evaluate` keys of one draft."""
+    scored, timed, plain = measured.scored[draft], measured.timed[draft], measured.timed[PLAIN]
+    costs, lossless, gamma = measured.costs[draft], measured.lossless[draft], timed.gamma
+    acceptance, counted = estimates(scored), count_rounds(timed)
     rounds, answers = speedups(timed, plain)
     predicted = speedup_from_length(timed.full_length, gamma, **costs.ratios)
     limit, break_even = ceiling(gamma, **costs.ratios), break_even_alpha(gamma, **costs.ratios)
     decision, reason = verdict(
         speedup=answers,
         rounds=rounds,
-        lossless=evidence.lossless,
+        lossless=lossless,
         ceiling=limit,
         break_even_alpha=break_even,
         batch_size=config.evaluate.timing_batch_size,
     )
     served = served_mode(config.decode.proposer, config.decode.verification)
     alpha = acceptance[served].mean if served else counted["acceptance_per_position"][0]
-    taus = taus_of(evidence.scored, served) if served else []
+    taus = taus_of(scored, served) if served else []
     gained = factors_of(taus, alpha, costs)
     best, best_factor = largest(gained)
     return {
@@ -106,7 +105,7 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
         "batch_size": config.evaluate.timing_batch_size,
         **costs.ratios,
         "plain_step_seconds": costs.plain_seconds,
-        "compile_seconds": evidence.compile_seconds,
+        "compile_seconds": measured.compile_seconds,
         "tokens_per_second": {
             "autoregressive": plain.rounds.mean,
             "speculative": timed.rounds.mean,
@@ -122,11 +121,11 @@ def summarise(evidence: Evidence, sampling: SamplingConfig, config: Config) -> d
             "ceiling": limit,
             "predicted_by_gamma": gained,
         },
-        **by_number(evidence.scored, served, taus, gained),
+        **by_number(scored, served, taus, gained),
         "break_even_alpha": break_even,
         "best_gamma": best,
         "best_gamma_factor": best_factor,
-        "lossless": evidence.lossless.as_dict(),
+        "lossless": lossless.as_dict(),
         "verdict": decision,
         "reason": reason,
     }

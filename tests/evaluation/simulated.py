@@ -9,7 +9,7 @@ stop timing by the width of the best interval, and the best of four ways.
 """
 
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 from draftkit.config import Config, DecodeConfig, EvaluateConfig, SamplingConfig
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.alpha import PromptTotals, estimates
-from draftkit.evaluation.judge import Evidence
+from draftkit.evaluation.choice import HYBRID, LOOKUP
+from draftkit.evaluation.judge import Measured
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import best_of, best_use, summarise, way
 from draftkit.evaluation.walltime import PLAIN, Chunk, FullBatch, Timed, until_certain
@@ -115,28 +116,25 @@ class Nothing:
         }
         return Costs(0.02, COST, verify[1], OVERHEAD, verify)
 
-    def evidence(self, generator: torch.Generator) -> Iterator[Evidence]:
+    def measured(self, generator: torch.Generator) -> Measured:
         """A draft and the one before it, each decoded at the gamma that seemed best for it."""
         names = [f"document {number}" for number in range(self.documents)]
         plain = self.timed(torch.ones(self.documents, dtype=torch.float64), generator, names)
         rate, *others = (rates(ALPHA, self.documents, generator) for _ in range(3))
         lookup, hybrid = (self.timed(self.gains(one, 4), generator, names) for one in others)
-        for _ in range(2):
+        scored, costs, lossless = {}, {}, {}
+        timed = {PLAIN: plain, LOOKUP: lookup, HYBRID: hybrid}
+        for draft in ("before", "after"):
             rate = (rate + 0.02 * torch.randn(len(rate), generator=generator)).clamp(0.01, 0.99)
             counts = lengths(self.documents, generator)
             totals = {"alpha": torch.binomial(counts, rate, generator=generator)}
-            found = Evidence(
-                scored=PromptTotals(totals, counts, documents=names),
-                timed=plain,
-                plain=plain,
-                costs=self.costs(generator),
-                lossless=Losslessness(32, 0, 0),
-                lookup=lookup,
-                hybrid=hybrid,
-            )
-            best = summarise(found, SamplingConfig(), CONFIG)["best_gamma"]
+            scored[draft] = PromptTotals(totals, counts, documents=names)
+            costs[draft], lossless[draft] = self.costs(generator), Losslessness(32, 0, 0)
+            found = Measured(scored, timed | {draft: plain}, costs, lossless)
+            best = summarise(found, draft, SamplingConfig(), CONFIG)["best_gamma"]
             gains = self.gains(rate, min(max(best, 1), max(GAMMAS)))
-            yield replace(found, timed=self.timed(gains, generator, names))
+            timed[draft] = self.timed(gains, generator, names)
+        return Measured(scored, timed, costs, lossless)
 
     def gains(self, rate: Tensor, gamma: int) -> Tensor:
         """The factor by which documents of these acceptances are decoded faster [P]."""
@@ -160,27 +158,14 @@ def tau(rate: Tensor, gamma: int) -> Tensor:
     return sum((rate**i for i in range(1, gamma + 1)), start=torch.ones_like(rate))
 
 
-def stopped(evidence: dict[str, Evidence], names: list[Hashable]) -> dict[str, Evidence]:
-    """The evidence as far as it is timed: up to the look at which it is enough."""
+def stopped(timed: Mapping[str, Timed]) -> dict[str, Timed]:
+    """The ways as far as they are timed: up to the look at which it is enough."""
     enough = until_certain(float("inf"), lambda line: None)
-    judged = evidence["after"]
-    timed = {PLAIN: judged.plain, "lookup": judged.lookup, "hybrid": judged.hybrid}
-    timed |= {name: one.timed for name, one in evidence.items()}
-
-    def begun(one: Timed, count: int) -> Timed:
-        return replace(one, chunks=one.chunks[:count], documents=names)
-
     for count in (24, 48, 96, 192):
-        if count >= len(names) or enough({n: begun(one, count) for n, one in timed.items()}):
+        begun = {name: replace(one, chunks=one.chunks[:count]) for name, one in timed.items()}
+        if count >= len(timed[PLAIN].chunks) or enough(begun):
             break
-    return {
-        name: replace(
-            one,
-            **{part: begun(getattr(one, part), count) for part in ("timed", "plain", "lookup")},
-            hybrid=begun(one.hybrid, count),
-        )
-        for name, one in evidence.items()
-    }
+    return begun
 
 
 def named(documents: int, *, noise: float, repetitions: int, seed: int = 0) -> dict[str, float]:
@@ -190,19 +175,14 @@ def named(documents: int, *, noise: float, repetitions: int, seed: int = 0) -> d
     documents than 24 are timed only where the width of the best interval asks for them.
     """
     generator, nothing = torch.Generator().manual_seed(seed), Nothing.of(documents, noise)
-    names = [f"document {number}" for number in range(documents)]
     counts = dict.fromkeys(("deploy", "best_of", "either", "held", "documents"), 0)
     for _ in range(repetitions):
-        before, after = nothing.evidence(generator)
-        evidence = stopped({"before": before, "after": after}, names)
-        before, after = evidence.values()
-        summary = summarise(after, SamplingConfig(), CONFIG)
-        ways = {
-            "prompt_lookup": way(after.lookup, after.plain),
-            "drafter": way(after.timed, after.plain, after.lossless),
-            "hybrid": way(after.hybrid, after.plain, after.lossless),
-            "before": way(before.timed, before.plain, before.lossless),
-        }
+        measured = nothing.measured(generator)
+        measured = replace(measured, timed=stopped(measured.timed))
+        timed, summary = measured.timed, summarise(measured, "after", SamplingConfig(), CONFIG)
+        own, plain = measured.lossless["after"], timed[PLAIN]
+        ways = {LOOKUP: way(timed[LOOKUP], plain), "drafter": way(timed["after"], plain, own)}
+        ways |= {name: way(timed[name], plain, own) for name in (HYBRID, "before")}
         use = best_use(summary, ways)
         found = [use["verdict"] == "deploy", best_of(ways, "drafter") != "none"]
         whole = summary["speedup"]["end_to_end"]

@@ -20,7 +20,7 @@ from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.evaluation.judge import (
-    Evidence,
+    Measured,
     Prompts,
     check_lossless,
     float32_bytes,
@@ -32,7 +32,7 @@ from draftkit.evaluation.judge import (
 )
 from draftkit.evaluation.lossless import Losslessness
 from draftkit.evaluation.summary import compare, count_rounds, summarise
-from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed
+from draftkit.evaluation.walltime import PLAIN, Chunk, FullBatch, Setting, Timed
 from draftkit.models.loading import load_target, save_model
 from draftkit.theory.speedup import Costs, best_gamma, factors
 from tests import tiny
@@ -58,7 +58,7 @@ def lookup(seconds=3.0, drafted=1):
     return Timed([Chunk(0.05, seconds, [one], full)] * 20, gamma=2)
 
 
-def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True, pairs=10):
+def measured(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True, pairs=10):
     timed = [
         Chunk(prefill, seconds, [answer], FullBatch(seconds, 12, 6, emitted))
         for answer, emitted in (
@@ -76,18 +76,28 @@ def evidence(alpha=0.75, seconds=2.0, prefill=0.1, looked_up=3.0, correct=True, 
     }
     # Alike at every token, so that tau is that of the i.i.d. model.
     shares = {mode: [*(sums / column)[:, None].expand(-1, 3)] for mode, sums in totals.items()}
-    return Evidence(
-        scored=PromptTotals(totals, column, shares),
-        timed=Timed(timed, gamma=2),
-        plain=Timed([plain] * 2 * pairs),
-        costs=Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 2: 1.1, 4: 1.2, 8: 1.4}),
-        lossless=Losslessness(4, 0 if correct else 1, 0),
-        lookup=lookup(looked_up),
+    return Measured(
+        {"given": PromptTotals(totals, column, shares)},
+        {
+            PLAIN: Timed([plain] * 2 * pairs),
+            "prompt_lookup": lookup(looked_up),
+            "given": Timed(timed, gamma=2),
+        },
+        {"given": Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 2: 1.1, 4: 1.2, 8: 1.4})},
+        {"given": Losslessness(4, 0 if correct else 1, 0)},
     )
 
 
+def both(before, after):
+    """What was measured of each of the two, as of a drafter and the one before it."""
+    parts = {"before": before, "after": after}
+    names = ("scored", "timed", "costs", "lossless")
+    own = {key: {n: getattr(one, key)["given"] for n, one in parts.items()} for key in names}
+    return Measured(**own | {"timed": after.timed | own["timed"]})
+
+
 def test_counts_follow_from_the_histogram_of_all_rounds():
-    counted = count_rounds(evidence().timed)
+    counted = count_rounds(measured().timed["given"])
     assert counted["accept_counts"] == [30, 40, 50]
     assert counted["acceptance_length"]["mean"] == pytest.approx(1 + 14 / 12)
     assert counted["acceptance_length"]["n"] == 120
@@ -97,12 +107,12 @@ def test_counts_follow_from_the_histogram_of_all_rounds():
 
 
 def test_the_prediction_uses_tau_and_calibrated_costs_alone():
-    summary = summarise(evidence(), SERVED, CONFIG)
+    summary = summarise(measured(), "given", SERVED, CONFIG)
     tau = 1 + 14 / 12
     assert summary["speedup"]["predicted"] == pytest.approx(tau / (2 * 0.2 + 1.1 + 0.1))
     assert summary["speedup"]["ceiling"] == pytest.approx(3 / 1.6)
     assert summary["speedup"]["measured"] == pytest.approx(2.0)
-    slower = summarise(evidence(seconds=8.0), SERVED, CONFIG)
+    slower = summarise(measured(seconds=8.0), "given", SERVED, CONFIG)
     assert slower["speedup"]["predicted"] == summary["speedup"]["predicted"]
     assert slower["speedup"]["measured"] == pytest.approx(0.5)
     assert slower["speedup"]["prediction_error"] == pytest.approx(0.5 / (tau / 1.6) - 1)
@@ -119,10 +129,10 @@ def test_the_prediction_uses_tau_and_calibrated_costs_alone():
 )
 def test_best_gamma_curve_and_own_row_are_of_what_the_rule_accepts(proposer, verification, mode):
     decode = DecodeConfig(gamma=2, proposer=proposer, verification=verification)
-    judged = evidence()
-    summary = compare({"given": judged}, "given", SERVED, replace(CONFIG, decode=decode))
+    judged = measured()
+    summary = compare(judged, "given", SERVED, replace(CONFIG, decode=decode))
     acceptance = {"alpha": 0.75, "alpha_greedy_draft": 0.5, "alpha_exact_match": 0.25}[mode]
-    expected = factors(acceptance, judged.costs, 12)
+    expected = factors(acceptance, judged.costs["given"], 12)
     assert summary["speedup"]["predicted_by_gamma"] == pytest.approx(expected)
     assert summary["best_gamma"] == summary["best_gamma_by_mode"][mode]
     own = summary["engines"][0]
@@ -130,8 +140,8 @@ def test_best_gamma_curve_and_own_row_are_of_what_the_rule_accepts(proposer, ver
 
 
 def test_verdict_and_break_even_follow():
-    fast = summarise(evidence(), SERVED, CONFIG)
-    slow = summarise(evidence(seconds=8.0), SERVED, CONFIG)
+    fast = summarise(measured(), "given", SERVED, CONFIG)
+    slow = summarise(measured(seconds=8.0), "given", SERVED, CONFIG)
     assert (fast["verdict"], slow["verdict"]) == ("deploy", "do_not_deploy")
     alpha = fast["break_even_alpha"]
     assert 1 + alpha + alpha**2 == pytest.approx(1.6)
@@ -140,7 +150,7 @@ def test_verdict_and_break_even_follow():
 
 
 def test_six_documents_decide_nothing_however_fast_and_are_not_refused():
-    summary = summarise(evidence(seconds=0.5, pairs=3), SERVED, CONFIG)
+    summary = summarise(measured(seconds=0.5, pairs=3), "given", SERVED, CONFIG)
     assert summary["verdict"] == "inconclusive"
     assert "every part works: it timed 6 documents, a verdict needs 20" in summary["reason"]
     assert summary["speedup"]["end_to_end"]["ci95"] is None
@@ -157,12 +167,12 @@ def test_rows_of_a_batch_that_is_timed_are_of_different_documents():
 
 def test_a_draft_whose_prefill_costs_more_than_its_rounds_save_is_not_deployed():
     """A chunk takes 4.05 s without it; 2 s of rounds with it, and 2.5 s or 0.5 s of prefill."""
-    slow, fast = (evidence(prefill=seconds) for seconds in (2.5, 0.5))
+    slow, fast = (measured(prefill=seconds) for seconds in (2.5, 0.5))
     for judged, decision, speedup in (
         (slow, "do_not_deploy", 4.05 / 4.5),
         (fast, "deploy", 4.05 / 2.5),
     ):
-        summary = summarise(judged, SERVED, CONFIG)
+        summary = summarise(judged, "given", SERVED, CONFIG)
         assert summary["verdict"] == decision
         assert summary["speedup"]["measured"] == pytest.approx(2.0)
         assert summary["speedup"]["end_to_end"]["mean"] == pytest.approx(speedup)
@@ -172,17 +182,17 @@ def test_a_draft_whose_prefill_costs_more_than_its_rounds_save_is_not_deployed()
 
 
 def test_before_and_after_stand_side_by_side_with_a_paired_gain():
-    pair = {"before": evidence(alpha=0.5), "after": evidence(alpha=0.75)}
+    pair = both(measured(alpha=0.5), measured(alpha=0.75))
     summary = compare(pair, "after", SERVED, CONFIG)
     assert summary["alpha"]["mean"] == pytest.approx(0.75)
     assert summary["before"]["alpha"]["mean"] == pytest.approx(0.5)
     # the same shift in every prompt leaves a paired interval of no width
     assert summary["alpha_gain"]["ci95"] == pytest.approx([0.25, 0.25])
-    assert "before" not in compare({"given": evidence()}, "given", SERVED, CONFIG)
+    assert "before" not in compare(measured(), "given", SERVED, CONFIG)
 
 
 def test_prompt_lookup_stands_beside_the_drafter_with_its_own_speedups():
-    beside = compare({"given": evidence()}, "given", SERVED, CONFIG)["prompt_lookup"]
+    beside = compare(measured(), "given", SERVED, CONFIG)["prompt_lookup"]
     assert beside["acceptance_length"]["mean"] == 1
     assert beside["speedup"]["measured"] == pytest.approx(4 / 3)
     assert beside["speedup"]["end_to_end"]["mean"] == pytest.approx(4.05 / 3.05)
@@ -201,13 +211,13 @@ def test_prompt_lookup_stands_beside_the_drafter_with_its_own_speedups():
     ],
 )
 def test_the_best_way_is_the_fastest_that_is_lossless_and_pays(before, after, best):
-    pair = {"before": evidence(**{"seconds": 3.5, **before}), "after": evidence(**after)}
+    pair = both(measured(**{"seconds": 3.5, **before}), measured(**after))
     assert compare(pair, "after", SERVED, CONFIG)["best_of"] == best
 
 
 def test_a_proposer_without_a_draft_goes_by_its_own_name():
     config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer="bigram"))
-    pair = {"before": evidence(), "after": evidence(looked_up=5.0)}
+    pair = both(measured(), measured(looked_up=5.0))
     summary = compare(pair, "after", SERVED, config)
     assert summary["proposer"] == summary["best_of"] == "bigram"
 
@@ -217,16 +227,16 @@ def test_a_proposer_without_a_draft_goes_by_its_own_name():
 )
 def test_the_best_gamma_is_that_of_the_acceptance_that_is_served(proposer, alpha):
     config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer=proposer))
-    found = evidence(alpha=0.9)
-    summary, costs = summarise(found, SERVED, config), found.costs
+    found = measured(alpha=0.9)
+    summary, costs = summarise(found, "given", SERVED, config), found.costs["given"]
     chosen = best_gamma(alpha, costs, 12)
     assert (summary["best_gamma"], summary["best_gamma_factor"]) == pytest.approx(chosen)
 
 
 def test_each_way_to_draft_has_the_gamma_that_is_best_at_its_own_acceptance():
     """By hand, from tau / (gamma c + v + o): argmax drafts of the same drafter are worth fewer."""
-    judged = evidence(alpha=0.9)
-    summary, costs = compare({"given": judged}, "given", SERVED, CONFIG), judged.costs
+    judged = measured(alpha=0.9)
+    summary, costs = compare(judged, "given", SERVED, CONFIG), judged.costs["given"]
     accepted = {"alpha": 0.9, "alpha_greedy_draft": 0.5, "alpha_exact_match": 0.25}
     for mode, alpha in accepted.items():
         speedups = [1.0] + [
@@ -245,12 +255,12 @@ def test_each_way_to_draft_has_the_gamma_that_is_best_at_its_own_acceptance():
 @pytest.mark.parametrize("proposer", ["sampled", "argmax"])
 def test_the_best_gamma_of_a_way_to_draft_is_the_same_whichever_is_served(proposer):
     config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer=proposer))
-    summary = compare({"given": evidence(alpha=0.9)}, "given", SERVED, config)
+    summary = compare(measured(alpha=0.9), "given", SERVED, config)
     served = {"sampled": "alpha", "argmax": "alpha_greedy_draft"}[proposer]
     assert summary["best_gamma"] == summary["best_gamma_by_mode"][served]
     assert summary["best_gamma_by_mode"]["alpha"] == 6
     bigram = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer="bigram"))
-    assert "best_gamma_by_mode" not in compare({"given": evidence()}, "given", SERVED, bigram)
+    assert "best_gamma_by_mode" not in compare(measured(), "given", SERVED, bigram)
 
 
 def test_rates_of_proposals_that_were_never_made_are_null():

@@ -36,14 +36,7 @@ from draftkit.data.store import rank_in_group
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.fit import Fitted, Fitting
-from draftkit.distillation.samplers import (
-    ROLLOUTS,
-    TEST,
-    VALIDATION,
-    answered,
-    noise_seed,
-    target_sampler,
-)
+from draftkit.distillation.samplers import ROLLOUTS, TEST, VALIDATION, target_answers
 from draftkit.distillation.sources import TrainingTexts, reads_rollouts
 from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather, proposer_of
@@ -222,7 +215,7 @@ def distill(
             count = config.generate.rollouts
             note(f"sampling {count} answers of the target")
             again = [examples[row % len(examples)] for row in range(count)]
-            rollouts = _answers(pair.target, again, config, room, ROLLOUTS)
+            rollouts = target_answers(pair.target, again, config, ROLLOUTS, room)
         target, learns_on = pair.target, TrainingTexts(examples, room, rollouts)
         draft = load_learner(config.draft, target)  # what is served may be rounded
         trainer = make_trainer(config, draft, target, loss=loss, texts=learns_on.token_ids)
@@ -385,20 +378,11 @@ def generate(
     return Generated(str(text), done.output_ids, done.ended, done.rounds, done.accepted)
 
 
-def _answers(
-    target: Target, examples: Sequence[Example], config: Config, room: Room, use: str
-) -> list[Record]:
-    """The target's own answers to the prompts of `examples`, by the noise of their `use`."""
-    seed, size = noise_seed(config.seed, use), config.generate.batch_size
-    sampler = target_sampler(target, config.sampling, room, seed=seed, batch_size=size)
-    return answered(sampler, examples, rows=range(len(examples)), version="target")
-
-
 def _contexts(pair: Pair, examples: Sequence[Example], config: Config, use: str) -> list[Record]:
     """What the target says after held-out prompts, sampled once for all drafts beside it."""
     room = Room(config.evaluate.max_new_tokens, pair.context)
     prompts = [[example.document, example.prompt_ids] for example in examples]
     key = fingerprint([prompts, vars(config.sampling), config.seed, vars(room), use])
     if key not in pair._contexts:
-        pair._contexts[key] = _answers(pair.target, examples, config, room, use)
+        pair._contexts[key] = target_answers(pair.target, examples, config, use, room)
     return pair._contexts[key]

@@ -13,7 +13,7 @@ from draftkit.data.lengths import Room
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import Record, document_of, read_records, write_records
 from draftkit.distillation.progress import Countdown
-from draftkit.distillation.samplers import TEST, VALIDATION, answered, noise_seed, target_sampler
+from draftkit.distillation.samplers import TEST, VALIDATION, target_answers
 from draftkit.models.loading import load_target
 
 from .command import main
@@ -31,6 +31,7 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     if (new := answer_tokens(config)) < options.max_new_tokens:
         folder.note(f"{new} tokens an answer, all that the models' context leaves after a prompt")
     target = load_target(folder.model(config, "target"), config.hardware)
+    room = Room(new, target.adapter.max_positions)
     folder.mark("loaded")
     summary, before = {}, 0
     parts = (
@@ -44,16 +45,8 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
         countdown(before + done, f"{before + int(done)} of {total} answers to held-out prompts")
 
     for name, prompts in parts:
-        sampler = target_sampler(
-            target,
-            config.sampling,
-            Room(new, target.adapter.max_positions),
-            seed=noise_seed(config.seed, name),
-            batch_size=options.batch_size,
-            watch=watch,
-        )
-        records = answered(
-            sampler, prompts, rows=range(len(prompts)), version=folder.digests["target"]
+        records = target_answers(
+            target, prompts, config, name, room, version=folder.digests["target"], watch=watch
         )
         write_records(folder.path / f"{name}.parquet", records)
         before += len(records)

@@ -19,7 +19,7 @@ from draftkit.data.prompts import ABOUT, SCHEMA, Example, read_splits
 from draftkit.data.store import write_rows
 from draftkit.distillation.progress import duration
 from draftkit.distillation.ranks import processes
-from draftkit.distillation.sources import SCORED_AT_ONCE
+from draftkit.distillation.scores import SCORED_AT_ONCE
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import free_bytes
 

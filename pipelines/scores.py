@@ -12,7 +12,8 @@ from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts, write_parts, write_records
 from draftkit.distillation.progress import Countdown
-from draftkit.distillation.sources import TrainingTexts, scored_by, texts_to_score
+from draftkit.distillation.scores import scored_by, texts_to_score
+from draftkit.distillation.sources import TrainingTexts
 from draftkit.models.loading import load_target
 
 from .command import main

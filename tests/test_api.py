@@ -333,7 +333,7 @@ def test_the_target_continues_held_out_prompts_once_for_all_drafts(pair, folder,
     def absent(*_, **__):
         raise AssertionError("sampled again")
 
-    monkeypatch.setattr("draftkit.api.target_sampler", absent)
+    monkeypatch.setattr("draftkit.api.target_answers", absent)
     same = draftkit.evaluate(pair.with_draft(folder / "DRAFT"), held_out)
     assert same.alpha == before.alpha
     assert same.gain(before).mean == 0

@@ -62,8 +62,8 @@ def make_trainer(
     """A trainer of `draft`, in float32, with all that the section `draft` says of how it learns.
 
     The draft is changed in place. It learns from `target`, or from scores that are stored with its
-    texts. loss: minimised instead of `divergence.name`. texts: none of which may use the id of the
-    masks, where the draft is a parallel one.
+    texts where that has no weights. loss: minimised instead of `divergence.name`. texts: none
+    of which may use the id of the masks, where the draft is a parallel one.
     """
     served = dtype_named(config.draft) or target.dtype
     if config.draft.kind == PARD:

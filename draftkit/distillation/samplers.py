@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from draftkit.config import SamplingConfig
+from draftkit.config import Config, SamplingConfig
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
@@ -27,7 +27,6 @@ from draftkit.decoding.generation import (
 )
 from draftkit.decoding.proposers import drafting
 from draftkit.decoding.state import Request
-from draftkit.distillation.teacher import check_top_k
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.loading import Target
 from draftkit.theory.noise import DRAFT, sample, uniform
@@ -299,6 +298,14 @@ def answered(
     ]
 
 
+def check_top_k(k: int, vocab_size: int) -> None:
+    """Raise ValueError for `generate.top_k` that is no less than the vocabulary."""
+    if k >= vocab_size:
+        raise ValueError(
+            f"generate.top_k: {k} of {vocab_size} ids are all there are: lower it, or use 0"
+        )
+
+
 def target_sampler(
     target: Target,
     sampling: SamplingConfig,
@@ -322,3 +329,20 @@ def target_sampler(
     return DecoderSampler(
         model=target.adapter, name="target", settings=settings, top_k=top_k, watch=watch
     )
+
+
+def target_answers(
+    target: Target,
+    examples: Sequence[Example],
+    config: Config,
+    use: str,
+    room: Room,
+    *,
+    version: str = "target",
+    watch: Watch | None = None,
+) -> list[Record]:
+    """The target's answers to the prompts of `examples`, for one `use` of a run."""
+    size = (config.generate if use == ROLLOUTS else config.evaluate).batch_size
+    seed = noise_seed(config.seed, use)
+    sampler = target_sampler(target, config.sampling, room, seed=seed, batch_size=size, watch=watch)
+    return answered(sampler, examples, rows=range(len(examples)), version=version)

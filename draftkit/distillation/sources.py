@@ -44,7 +44,6 @@ from draftkit.distillation.samplers import (
     SpeculativeSampler,
     noise_seed,
 )
-from draftkit.distillation.teacher import sampled_scores, stored_scores
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Target
 from draftkit.theory.noise import ACCEPT, uniform
@@ -52,7 +51,6 @@ from draftkit.theory.noise import ACCEPT, uniform
 Item = TypeVar("Item")
 
 GROUPED = 32  # batches among which items of like length are brought together
-SCORED_AT_ONCE = 16  # texts that the target reads for its scores
 
 
 @dataclass(frozen=True)
@@ -363,57 +361,3 @@ def stored_sequences(
         return with_stored_scores(sequence_of_example(examples[row]), scored[row])
 
     return Mapped(with_scores, range(len(examples)))
-
-
-def texts_to_score(config: Config, texts: TrainingTexts) -> Sequence[Record]:
-    """What carries the target's scores (`generate.top_k`): its rollouts, or the data's own texts.
-
-    Raises ValueError for a source whose texts change as the draft learns.
-    """
-    if config.source.name == "target":
-        assert texts.rollouts is not None
-        return texts.rollouts
-    if config.source.name != "fixed":
-        raise ValueError(
-            f"generate.top_k: source={config.source.name} makes new texts, which have no scores: "
-            "use source=target or fixed, or generate.top_k=0"
-        )
-    examples = completed(texts.examples)
-
-    def record(row: int) -> Record:  # a text of the data as if it had been sampled
-        prompt = examples[row].prompt_ids
-        return Record(
-            prompt_ids=prompt,
-            output_ids=examples[row].token_ids[len(prompt) :],
-            sampler="data",
-            sampler_version="",
-            sampling=dict(vars(config.sampling)),
-            seed=config.seed,
-            row=row,
-            document=examples[row].document,
-            domain=examples[row].domain,
-        )
-
-    return Mapped(record, range(len(examples)))
-
-
-def scored_by(
-    target: CausalAdapter,
-    records: Sequence[Record],
-    *,
-    top_k: int,
-    temperature: float,
-    watch: Callable[[int], None] = lambda done: None,
-) -> list[Record]:
-    """`records` with the target's `top_k` most likely ids, for a loss at `temperature`.
-
-    Those that carry them need no pass of the target. `watch` hears how many are done.
-    """
-    scored: list[Record] = []
-    for first in range(0, len(records), SCORED_AT_ONCE):
-        lot = records[first : first + SCORED_AT_ONCE]
-        scored += sampled_scores(lot, loss_temperature=temperature) or stored_scores(
-            target, lot, k=top_k, loss_temperature=temperature
-        )
-        watch(len(scored))
-    return scored

@@ -7,18 +7,15 @@ target's logits were made of its states just now, or come from a store of its mo
 Shapes: M tokens of a batch, m of them, V vocabulary, W outcomes, k stored ids.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from draftkit.data.rollouts import Record
-from draftkit.distillation.batch import Batch, collate, continued
-from draftkit.distillation.chunked import chunks
+from draftkit.distillation.batch import Batch
 from draftkit.models.adapter import CausalAdapter, Head
-from draftkit.theory.truncation import coarse_draft, coarse_target, most_likely
+from draftkit.theory.truncation import coarse_draft, coarse_target
 from draftkit.theory.warping import SamplingParams, tempered, warped_logits
 
 
@@ -197,63 +194,3 @@ class StoredTeacher:
 
 
 Teacher = TargetTeacher | StoredTeacher
-
-
-def check_top_k(k: int, vocab_size: int) -> None:
-    """Raise ValueError for `generate.top_k` that is no less than the vocabulary."""
-    if k >= vocab_size:
-        raise ValueError(
-            f"generate.top_k: {k} of {vocab_size} ids are all there are: lower it, or use 0"
-        )
-
-
-def sampled_scores(records: Sequence[Record], *, loss_temperature: float) -> list[Record] | None:
-    """What `stored_scores` makes of `records` that carry the ids named while they were sampled.
-
-    None where a pass is needed: they do not, or the tail was taken at another temperature. At 1 it
-    is what the stored log-probabilities leave.
-    """
-    scored = []
-    for record in records:
-        served = record.sampling["temperature"] or 1.0
-        if record.topk_log_probs is None or loss_temperature not in (served, 1.0):
-            return None
-        tail = record.tail_mass
-        if loss_temperature != served:
-            kept = torch.tensor(record.topk_log_probs, dtype=torch.float64).exp().sum(-1)
-            tail = (1 - kept).clamp(min=0).tolist()
-        scored.append(replace(record, loss_tail_mass=tail))
-    return scored
-
-
-@torch.no_grad()
-def stored_scores(
-    target: CausalAdapter, records: Sequence[Record], *, k: int, loss_temperature: float
-) -> list[Record]:
-    """`records` with the target's k most likely ids at every output token, and the mass of others.
-
-    One pass over all records together: give as many as fit. Raises ValueError for k that is no
-    less than the vocabulary.
-    """
-    check_top_k(k, target.vocab_size)
-    texts = [continued(record.prompt_ids, record.output_ids) for record in records]
-    batch = collate(texts, device=target.device)
-    states, head = target.states(batch.input_ids, batch.predicting), target.head
-    parts = []
-    for rows in chunks(len(states), target.vocab_size, states.device):
-        logits = states[rows] if head is None else head(states[rows])
-        served = records[0].sampling["temperature"] or 1.0
-        ids, log_probs, tails = most_likely(logits, k, [served, loss_temperature])
-        parts.append((ids, log_probs, *tails))
-    lengths = [len(record.output_ids) for record in records]
-    columns = [torch.cat(column).cpu().split(lengths) for column in zip(*parts, strict=True)]
-    return [
-        replace(
-            record,
-            topk_ids=ids.tolist(),
-            topk_log_probs=log_probs.tolist(),
-            tail_mass=tail.tolist(),
-            loss_tail_mass=loss_tail.tolist(),
-        )
-        for record, ids, log_probs, tail, loss_tail in zip(records, *columns, strict=True)
-    ]

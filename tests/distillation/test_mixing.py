@@ -77,7 +77,6 @@ def surprise(answers, expected):
 @pytest.mark.parametrize(
     ("ahead", "fraction", "sampling"),
     [
-        (1, 0.5, SamplingConfig()),
         (2, 0.5, SamplingConfig()),
         (4, 0.8, SamplingConfig(temperature=0.7, top_p=0.9)),
         (4, 0.3, SamplingConfig(temperature=0.0)),
@@ -90,9 +89,8 @@ def test_every_token_is_the_drafts_by_a_coin_else_the_targets(
     assert surprise(texts(fraction, sampling), law(fraction, sampling)) > 1e-3
 
 
-@pytest.mark.parametrize("wrong", [0.4, 0.6])
-def test_another_fraction_would_be_noticed(wrong):
-    assert surprise(texts(wrong, SamplingConfig()), law(0.5, SamplingConfig())) < 1e-6
+def test_another_fraction_would_be_noticed():
+    assert surprise(texts(0.4, SamplingConfig()), law(0.5, SamplingConfig())) < 1e-6
 
 
 def test_a_bonus_of_the_target_after_a_run_of_drafted_tokens_would_be_noticed(monkeypatch):

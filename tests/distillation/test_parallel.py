@@ -13,7 +13,8 @@ from draftkit.decoding.proposers import ParallelProposer
 from draftkit.distillation.batch import block_of_record, collate, continued, sequence_of_record
 from draftkit.distillation.losses import Objective
 from draftkit.distillation.samplers import AnswerSettings, BlockSampler
-from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, stored_scores
+from draftkit.distillation.scores import stored_scores
+from draftkit.distillation.teacher import StoredTeacher, TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.parallel import (

@@ -11,8 +11,8 @@ from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
-from draftkit.distillation.sources import TrainingTexts, scored_by, texts_to_score
-from draftkit.distillation.teacher import sampled_scores, stored_scores
+from draftkit.distillation.scores import sampled_scores, scored_by, stored_scores, texts_to_score
+from draftkit.distillation.sources import TrainingTexts
 from tests import tiny
 from tests.distillation.fittings import CONFIG
 

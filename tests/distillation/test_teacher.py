@@ -7,7 +7,8 @@ from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, SamplingConfig
 from draftkit.data.rollouts import Record, read_records, write_records
 from draftkit.distillation.batch import collate, sequence_of_record
 from draftkit.distillation.losses import Objective
-from draftkit.distillation.teacher import Outcomes, StoredTeacher, TargetTeacher, stored_scores
+from draftkit.distillation.scores import stored_scores
+from draftkit.distillation.teacher import Outcomes, StoredTeacher, TargetTeacher
 from tests.distillation.bigram import CPU, VOCAB, Bigram
 
 TEXTS = [([1, 2], [3, 4, 5]), ([0], [6, 6]), ([5, 4, 3, 2], [1])]

@@ -8,7 +8,7 @@ from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.proposers import ParallelProposer
-from draftkit.distillation.teacher import stored_scores
+from draftkit.distillation.scores import stored_scores
 from draftkit.evaluation import alpha
 from draftkit.evaluation.alpha import score_drafts, score_stored
 from draftkit.models.adapter import CausalAdapter

@@ -8,7 +8,7 @@ import torch
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
-from draftkit.distillation.teacher import stored_scores
+from draftkit.distillation.scores import stored_scores
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.models.adapter import CausalAdapter
 from tests import tiny

@@ -1,0 +1,127 @@
+"""The target's most likely ids at every token, stored with texts, to learn without the target.
+
+What carries them (`generate.top_k`) are the target's rollouts, or the data's own texts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from draftkit.config import Config
+from draftkit.data.rollouts import Record
+from draftkit.data.store import Mapped
+from draftkit.distillation.batch import collate, continued
+from draftkit.distillation.chunked import chunks
+from draftkit.distillation.samplers import check_top_k
+from draftkit.distillation.sources import TrainingTexts, completed
+from draftkit.models.adapter import CausalAdapter
+from draftkit.theory.truncation import most_likely
+
+SCORED_AT_ONCE = 16  # texts that the target reads for its scores
+
+
+def texts_to_score(config: Config, texts: TrainingTexts) -> Sequence[Record]:
+    """What carries the target's scores (`generate.top_k`): its rollouts, or the data's own texts.
+
+    Raises ValueError for a source whose texts change as the draft learns.
+    """
+    if config.source.name == "target":
+        assert texts.rollouts is not None
+        return texts.rollouts
+    if config.source.name != "fixed":
+        raise ValueError(
+            f"generate.top_k: source={config.source.name} makes new texts, which have no scores: "
+            "use source=target or fixed, or generate.top_k=0"
+        )
+    examples = completed(texts.examples)
+
+    def record(row: int) -> Record:  # a text of the data as if it had been sampled
+        prompt = examples[row].prompt_ids
+        return Record(
+            prompt_ids=prompt,
+            output_ids=examples[row].token_ids[len(prompt) :],
+            sampler="data",
+            sampler_version="",
+            sampling=dict(vars(config.sampling)),
+            seed=config.seed,
+            row=row,
+            document=examples[row].document,
+            domain=examples[row].domain,
+        )
+
+    return Mapped(record, range(len(examples)))
+
+
+def scored_by(
+    target: CausalAdapter,
+    records: Sequence[Record],
+    *,
+    top_k: int,
+    temperature: float,
+    watch: Callable[[int], None] = lambda done: None,
+) -> list[Record]:
+    """`records` with the target's `top_k` most likely ids, for a loss at `temperature`.
+
+    Those that carry them need no pass of the target. `watch` hears how many are done.
+    """
+    scored: list[Record] = []
+    for first in range(0, len(records), SCORED_AT_ONCE):
+        lot = records[first : first + SCORED_AT_ONCE]
+        scored += sampled_scores(lot, loss_temperature=temperature) or stored_scores(
+            target, lot, k=top_k, loss_temperature=temperature
+        )
+        watch(len(scored))
+    return scored
+
+
+def sampled_scores(records: Sequence[Record], *, loss_temperature: float) -> list[Record] | None:
+    """What `stored_scores` makes of `records` that carry the ids named while they were sampled.
+
+    None where a pass is needed: they do not, or the tail was taken at another temperature. At 1 it
+    is what the stored log-probabilities leave.
+    """
+    scored = []
+    for record in records:
+        served = record.sampling["temperature"] or 1.0
+        if record.topk_log_probs is None or loss_temperature not in (served, 1.0):
+            return None
+        tail = record.tail_mass
+        if loss_temperature != served:
+            kept = torch.tensor(record.topk_log_probs, dtype=torch.float64).exp().sum(-1)
+            tail = (1 - kept).clamp(min=0).tolist()
+        scored.append(replace(record, loss_tail_mass=tail))
+    return scored
+
+
+@torch.no_grad()
+def stored_scores(
+    target: CausalAdapter, records: Sequence[Record], *, k: int, loss_temperature: float
+) -> list[Record]:
+    """`records` with the target's k most likely ids at every output token, and the mass of others.
+
+    One pass over all records together: give as many as fit. Raises ValueError for k that is no
+    less than the vocabulary.
+    """
+    check_top_k(k, target.vocab_size)
+    texts = [continued(record.prompt_ids, record.output_ids) for record in records]
+    batch = collate(texts, device=target.device)
+    states, head = target.states(batch.input_ids, batch.predicting), target.head
+    parts = []
+    for rows in chunks(len(states), target.vocab_size, states.device):
+        logits = states[rows] if head is None else head(states[rows])
+        served = records[0].sampling["temperature"] or 1.0
+        ids, log_probs, tails = most_likely(logits, k, [served, loss_temperature])
+        parts.append((ids, log_probs, *tails))
+    lengths = [len(record.output_ids) for record in records]
+    columns = [torch.cat(column).cpu().split(lengths) for column in zip(*parts, strict=True)]
+    return [
+        replace(
+            record,
+            topk_ids=ids.tolist(),
+            topk_log_probs=log_probs.tolist(),
+            tail_mass=tail.tolist(),
+            loss_tail_mass=loss_tail.tolist(),
+        )
+        for record, ids, log_probs, tail, loss_tail in zip(records, *columns, strict=True)
+    ]

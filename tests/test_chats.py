@@ -87,7 +87,8 @@ def served(words: list[str], chats: list[list[dict[str, str]]]) -> list[list[int
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3", "llama3", pytest.param("qwen3 without thinking", marks=pytest.mark.soak)]
+    "kind",
+    ["qwen3", *(pytest.param(one, marks=pytest.mark.soak) for one in [*KINDS][1:])],
 )
 def test_ids_are_those_of_the_template_from_the_data_to_the_server(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -81,7 +81,7 @@ def served(words: list[str], chats: list[list[dict[str, str]]]) -> list[list[int
     buffer = buffer_of(compose_config([*words, *fixed]))
     entries = [e for held in (True, False) for e in buffer.newest("default", 99, held_out=held)]
     buffer.close()
-    recorded = [entry.record.prompt_ids for entry in entries]
+    recorded = [entry.prompt_ids for entry in entries]
     assert sorted(map(len, recorded)) == sorted(prompts)
     return recorded
 

@@ -202,7 +202,6 @@ def fill(config: Any, records: list[Record]) -> None:
                 **{**vars(record), "prompt_ids": [1 + turn, *record.prompt_ids[1:]], "document": ""}
             ),
             route="default",
-            version="v000001",
         )
         for turn in range(6)
         for record in records

@@ -116,7 +116,7 @@ def test_a_server_from_start_to_end(pair: list[str], tmp_path: Path) -> None:
         entry for held in (True, False) for entry in buffer.newest("default", 9, held_out=held)
     ]
     buffer.close()
-    assert sorted(len(entry.record.output_ids) for entry in stored) == [5, 100]
+    assert sorted(len(entry.output_ids) for entry in stored) == [5, 100]
     with Forked("pipelines.serve", *arguments) as again:
         address = address_in(again.stdout.readline())
         assert ask(address, "/health").status == 200

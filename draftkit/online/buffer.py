@@ -33,7 +33,7 @@ CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
     id INTEGER PRIMARY KEY AUTOINCREMENT, route TEXT NOT NULL,
     number INTEGER NOT NULL, -- of its route, from 1 on
-    version TEXT NOT NULL, kept REAL NOT NULL, split REAL NOT NULL, -- kept: since, unix time
+    kept REAL NOT NULL, split REAL NOT NULL, -- kept: since, unix time
     size INTEGER NOT NULL, content BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS records_by_route ON records (route, id, split, size);
 CREATE INDEX IF NOT EXISTS records_by_time ON records (kept);
@@ -62,14 +62,6 @@ class Entry:
 
     record: Record
     route: str
-    version: str  # of the drafter that proposed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stored(Entry):
-    """An entry of the buffer."""
-
-    id: int  # rises with every append, never used twice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,13 +190,12 @@ class Buffer:
         now, rows = self.clock(), []
         for entry in entries:
             content = to_bytes(entry.record)
-            columns = (entry.route, entry.version, now, split(entry.record))
-            rows.append((*columns, len(content), content))
+            rows.append((entry.route, now, split(entry.record), len(content), content))
         with self._database.writing() as connection:
             connection.executemany(
-                "INSERT INTO records (route, number, version, kept, split, size, content) VALUES"
+                "INSERT INTO records (route, number, kept, split, size, content) VALUES"
                 " (?1, 1 + coalesce((SELECT number FROM records WHERE route = ?1 ORDER BY id DESC"
-                " LIMIT 1), 0), ?2, ?3, ?4, ?5, ?6)",
+                " LIMIT 1), 0), ?2, ?3, ?4, ?5)",
                 rows,
             )
         self._grown += sum(len(row[-1]) for row in rows)
@@ -273,21 +264,19 @@ class Buffer:
         query = f"SELECT id {_SIDE[held_out]} AND id > ? ORDER BY id DESC"
         return [row[0] for row in connection.execute(query, (route, self.gate_fraction, after))]
 
-    def _read(self, connection: sqlite3.Connection, ids: Sequence[int]) -> list[Stored]:
+    def _read(self, connection: sqlite3.Connection, ids: Sequence[int]) -> list[Record]:
         """The records of `ids`, in their order, without damaged ones."""
-        stored = []
+        records = []
         for record_id in ids:
-            query = "SELECT route, version, content FROM records WHERE id = ?"
-            route, version, content = connection.execute(query, (record_id,)).fetchone()
+            query = "SELECT content FROM records WHERE id = ?"
+            (content,) = connection.execute(query, (record_id,)).fetchone()
             try:
-                record = from_bytes(content)
+                records.append(from_bytes(content))
             except ValueError as error:
                 _log.warning("%s: record %d: %s", self.path, record_id, error)
-                continue
-            stored.append(Stored(id=record_id, record=record, route=route, version=version))
-        return stored
+        return records
 
-    def newest(self, route: str, count: int, *, held_out: bool, after: int = 0) -> list[Stored]:
+    def newest(self, route: str, count: int, *, held_out: bool, after: int = 0) -> list[Record]:
         """The `count` newest records of a side with an id above `after`, the newest first."""
         with self._database.reading() as connection:
             ids = self._ids(connection, route, held_out=held_out, after=after)
@@ -295,7 +284,7 @@ class Buffer:
 
     def older(
         self, route: str, count: int, *, held_out: bool, seed: int, recent: int
-    ) -> list[Stored]:
+    ) -> list[Record]:
         """`count` different records (fewer if there are fewer), uniform, in random order.
 
         Drawn from all of that side of `route` but the newest `recent`. The same content and seed

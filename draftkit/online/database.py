@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FORMAT = 4  # in the file's header; rises with the tables
+FORMAT = 5  # in the file's header; rises with the tables
 BUSY_SECONDS = 10.0  # how long a writer waits for another one
 _PRAGMAS = (
     "auto_vacuum=INCREMENTAL",  # before there is a table

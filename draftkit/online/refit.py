@@ -12,7 +12,7 @@ steps of one. This module knows no server, no clock to wait by and no configurat
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from draftkit.distillation.checkpoint import load_checkpoint, save_checkpoint
 from draftkit.distillation.trainer import Trainer
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.models.lora import merged_weights
-from draftkit.online.buffer import Buffer, Stored
+from draftkit.online.buffer import Buffer
 from draftkit.online.gate import Judge, Verdict, judge, judge_served
 from draftkit.online.registry import Registry, Version
 from draftkit.online.rows import Anchors, drawn, with_scores
@@ -285,9 +285,8 @@ class Refit:
         )
         return self._learnable(recent), self._learnable(older)
 
-    def _learnable(self, stored: Sequence[Stored]) -> list[Record]:
+    def _learnable(self, records: list[Record]) -> list[Record]:
         """The records that the teacher can use."""
-        records = [one.record for one in stored]
         if self.stored_at is None:
             return records
         others = self._working().draft.vocab_size - 1
@@ -308,8 +307,8 @@ class Refit:
         """Those of the `count` newest records that the judge can score, the newest first, and how
         many conversations they are of.
         """
-        stored = self.buffer.newest(self.route, count, held_out=held_out, after=after)
-        records = [one.record for one in stored if self.judge.can_score(one.record)]
+        newest = self.buffer.newest(self.route, count, held_out=held_out, after=after)
+        records = list(filter(self.judge.can_score, newest))
         return records, len(set(map(document_of, records)))
 
     def _test(self, trainer: Trainer, base: Version) -> tuple[Verdict, Estimate, Estimate]:

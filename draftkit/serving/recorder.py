@@ -156,7 +156,7 @@ def entry(answer: Answer, *, with_scores: bool) -> Entry:
         rejected=rejected[:count],
         **scores,
     )
-    return Entry(record=record, route=job.route, version=answer.version)
+    return Entry(record=record, route=job.route)
 
 
 def served(route: str, version: str, now: DrafterCounters, before: DrafterCounters) -> Served:

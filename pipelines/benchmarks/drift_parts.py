@@ -46,8 +46,7 @@ class Service:
 
     def record(self, records: Sequence[Record]) -> Iterator[Update]:
         """Put what was served into the buffer; yield the updates that follow, each in force."""
-        served = {"route": DEFAULT_ROUTE, "version": self.version}
-        self._buffer.append([Entry(record=record, **served) for record in records])
+        self._buffer.append([Entry(record=record, route=DEFAULT_ROUTE) for record in records])
         while self._refit.due():
             update = self._refit.update()
             self._follow()

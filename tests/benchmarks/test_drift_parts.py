@@ -42,4 +42,4 @@ def test_records_are_of_the_version_that_served_them_and_each_version_is_taken_o
         [2, 3],
     ]
     assert loaded == ["v0", "v1", "v2", "v3"]
-    assert [entry.version for entry in refit.entries] == ["v0"] * 10 + ["v1"] * 20
+    assert [entry.record for entry in refit.entries] == [record] * 30

@@ -62,7 +62,7 @@ def test_each_route_is_served_recorded_and_refitted_by_itself(tmp_path: Path) ->
     }
     for route, domain in (("default", "prose"), ("code", "cpp")):
         kept = [
-            tuple(stored.record.prompt_ids)
+            tuple(stored.prompt_ids)
             for held_out in (False, True)
             for stored in buffer.newest(route, 1000, held_out=held_out)
         ]

@@ -74,8 +74,8 @@ def save(trainer: Trainer, folder: Path) -> None:
     save_model(trainer.draft.model, tiny.byte_tokenizer(), folder)
 
 
-def entries(records, version="v000001"):
-    return [Entry(record=record, route="default", version=version) for record in records]
+def entries(records):
+    return [Entry(record=record, route="default") for record in records]
 
 
 class Shop:

@@ -50,7 +50,7 @@ def flip(path: Path, place: int) -> None:
 
 def seeds(buffer: Buffer) -> list[int]:
     return sorted(
-        stored.record.seed
+        stored.seed
         for held_out in (True, False)
         for stored in buffer.newest("default", 999, held_out=held_out)
     )
@@ -157,7 +157,7 @@ def test_another_format_is_refused_untouched(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA user_version=1")
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"^.* of format 1, this is 4: move it away.*$"):
+    with pytest.raises(ValueError, match=r"^.* of format 1, this is 5: move it away.*$"):
         Buffer(path, settings())
     assert path.read_bytes() == before
 

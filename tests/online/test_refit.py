@@ -50,11 +50,11 @@ def test_what_is_known_of_a_version_comes_from_records_after_the_gate_that_chose
     assert "v000002" not in state["growth"]
     assert "v000002" not in state["alphas"]
     assert summary_of([shop.refit])["alpha_by_version"] == {"default/v000002": None}
-    seen = {one.id for one in shop.buffer.newest("default", 999, held_out=True)}
+    seen = shop.buffer.newest("default", 999, held_out=True)
     shop.buffer.append(entries(records[60:]))
     shop.refit.update()
     stored = shop.buffer.newest("default", SETTINGS.gate.records, held_out=True)
-    fresh = [one.record for one in stored if one.id not in seen]
+    fresh = [record for record in stored if record not in seen]
     assert 20 <= len(fresh) < len(stored)
     alphas = []
     for name in ("v000001", "v000002"):
@@ -82,7 +82,7 @@ def test_many_answers_to_few_prompts_are_no_gate(tmp_path, records):
     """16 answers to each of 8 held-out prompts: texts of one prompt are one observation."""
     shop = Shop(tmp_path)
     shop.buffer.append(entries(records[:60]))
-    few = [entry.record for entry in shop.buffer.newest("default", 8, held_out=True)]
+    few = shop.buffer.newest("default", 8, held_out=True)
     shop.buffer.append(
         entries([dataclasses.replace(one, row=row) for row in range(16) for one in few])
     )
@@ -125,7 +125,7 @@ def test_prompts_of_the_gate_are_never_trained_on(shop, monkeypatch):
 
     def texts(held_out):
         found = shop.buffer.newest("default", 1000, held_out=held_out)
-        return {(*e.record.prompt_ids, *e.record.output_ids) for e in found}
+        return {(*record.prompt_ids, *record.output_ids) for record in found}
 
     assert seen <= texts(False)
     assert not seen & texts(True)
@@ -136,7 +136,7 @@ def test_rows_are_recent_older_and_anchors_in_their_shares(tmp_path, records, mo
     shop = Shop(tmp_path, anchors=Anchors(train=records[100:110]))
     shop.buffer.append(entries(records[:100]))
     newest = shop.buffer.newest("default", SETTINGS.recent, held_out=False)
-    recent = {tuple(entry.record.output_ids) for entry in newest}
+    recent = {tuple(record.output_ids) for record in newest}
     anchors = {tuple(record.output_ids) for record in records[100:110]}
     kinds: Counter[str] = Counter()
     collate = refit_module.collate

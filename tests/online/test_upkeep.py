@@ -17,7 +17,7 @@ from tests.online.traffic import DAY, Clock, entries, entry, settings
 def numbers(buffer: Buffer, route: str = "default") -> list[int]:
     """Of all records of a route, the oldest first."""
     found = [
-        stored.record.seed
+        stored.seed
         for held_out in (False, True)
         for stored in buffer.newest(route, 10**6, held_out=held_out)
     ]

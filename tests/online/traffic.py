@@ -36,7 +36,7 @@ def record(number: int, *, tokens: int = 8, width: int = 3) -> Record:
 
 def entry(number: int, route: str = "default", **shape: int) -> Entry:
     """The answer of that number on `route`."""
-    return Entry(record=record(number, **shape), route=route, version=f"v{number:06d}")
+    return Entry(record=record(number, **shape), route=route)
 
 
 def entries(numbers: Sequence[int] | range, route: str = "default", **shape: int) -> list[Entry]:

@@ -278,10 +278,9 @@ def machine(*, gpu: bool) -> str:
     return hardware["gpu"][0] if gpu else processor(hardware)
 
 
-def provenance(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Which code, versions, machine and command made a product (`arguments` null: this process)."""
+def provenance() -> dict[str, Any]:
+    """Which code, versions, machine and command make a product in this process."""
     status = _git("status", "--porcelain")
-    command = sys.argv if arguments is None else arguments
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "git_commit": _git("rev-parse", "HEAD"),
@@ -290,5 +289,5 @@ def provenance(arguments: list[str] | None = None) -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": _versions(),
         "hardware": _hardware(),
-        "argv": [Path(command[0]).name, *command[1:]] if command else [],
+        "argv": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }

@@ -211,7 +211,8 @@ def test_a_fingerprint_stands_for_the_value_not_for_the_order() -> None:
 def test_provenance_names_code_versions_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {"rev-parse": "abc123", "status": " M draftkit/config.py"}
     monkeypatch.setattr(artifacts, "_git", lambda command, *rest: said[command])
-    origin = provenance(["/somewhere/pipelines/distill.py", "seed=1"])
+    monkeypatch.setattr(sys, "argv", ["/somewhere/pipelines/distill.py", "seed=1"])
+    origin = provenance()
     assert origin["git_commit"] == "abc123"
     assert origin["git_dirty"] is True
     assert origin["argv"] == ["distill.py", "seed=1"]

@@ -120,21 +120,12 @@ class Decoder:
 
     def attach(self, proposer_id: str, proposer: Proposer) -> None:
         """Let requests name `proposer` by `proposer_id`. ValueError while rows use that id."""
-        self._check_unused(proposer_id)
+        if any(slot.request.proposer_id == proposer_id for slot in self.state.slots.values()):
+            raise ValueError(f"proposer {proposer_id} still serves rows; let them leave first")
         proposer.allocate(self.cache.rows, self.capacity, self.cache.encoder_capacity)
         self._proposers[proposer_id] = proposer
         self._made.clear()  # others may share the caches that are new
-        self._units.forget([*self._proposers])
-
-    def detach(self, proposer_id: str) -> None:
-        """Remove a proposer. Raises ValueError while a row still uses it."""
-        self._check_unused(proposer_id)
-        del self._proposers[proposer_id]
-        self._units.forget([proposer_id])
-
-    def _check_unused(self, proposer_id: str) -> None:
-        if any(slot.request.proposer_id == proposer_id for slot in self.state.slots.values()):
-            raise ValueError(f"proposer {proposer_id} still serves rows; let them leave first")
+        self._units.forget()
 
     def swap(self, proposer_id: str, state_dict: dict[str, Tensor], version: str) -> None:
         """Give a proposer new weights; rows in flight go on, and stay exact."""

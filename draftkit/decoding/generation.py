@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder, RoundResult, tokens_needed
-from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import Adapter
@@ -147,8 +146,6 @@ def decode(
     batch_size: int,
     proposer: Proposer | None = None,
     verification: str = "speculative",
-    gamma_policy: GammaPolicy | None = None,
-    compiled: bool = False,
     top_k: int = 0,
     watch: Watch | None = None,
 ) -> list[Completion]:
@@ -162,8 +159,6 @@ def decode(
         encoder_capacity=max(len(request.encoder_ids) for request in requests),
         eos_token_ids=eos_token_ids,
         verification=verification,
-        gamma_policy=gamma_policy,
-        compiled=compiled,
         top_k=top_k,
     )
     if proposer is not None:

@@ -114,10 +114,9 @@ class Units:
         self._captured[holder, key] = captured
         return captured(inputs)
 
-    def forget(self, holders: Sequence[Hashable]) -> None:
-        """Drop the captures of `holders`, whose resident objects have moved or go."""
-        gone = [key for key in self._captured if key[0] in holders]
-        for key in gone:
+    def forget(self) -> None:
+        """Drop the captures of all holders, whose resident objects have moved or go."""
+        for key in [key for key in self._captured if key[0] is not None]:
             del self._captured[key]
 
     def _capture(

@@ -113,23 +113,20 @@ def test_a_transformer_is_captured_with_its_caches(tapes: list[Tape]) -> None:
     assert len(tapes) == 2
 
 
-def again(captures: bool, *, detached: bool) -> list[Answer]:
+def again(captures: bool) -> list[Answer]:
     """Answers by a proposer that is attached a second time."""
     decoder = decoder_of(captures=captures)
     proposer = DraftModelProposer(relative(decoder.target, 2))
     decoder.attach("one", proposer)
     answers = drive(decoder, requests("one"))
-    if detached:
-        decoder.detach("one")
     decoder.attach("one", proposer)
     return answers + drive(decoder, requests("one", first=5))
 
 
-@pytest.mark.parametrize("detached", [True, False])
 def test_a_proposer_that_is_attached_again_has_new_caches_and_new_captures(
-    tapes: list[Tape], detached: bool
+    tapes: list[Tape],
 ) -> None:
-    assert_same(again(True, detached=detached), again(False, detached=detached), atol=EXACT)
+    assert_same(again(True), again(False), atol=EXACT)
     assert len(tapes) == 3
 
 
@@ -147,12 +144,12 @@ def test_a_proposer_whose_caches_another_one_renews_is_captured_anew(tapes: list
     assert_same(shared(True), shared(False), atol=EXACT)
 
 
-def test_a_detached_proposer_goes_with_its_captures(tapes: list[Tape]) -> None:
+def test_a_replaced_proposer_goes_with_its_captures(tapes: list[Tape]) -> None:
     decoder = decoder_of(captures=True)
     proposer = DraftModelProposer(relative(decoder.target, 2))
     decoder.attach("one", proposer)
     drive(decoder, requests("one"))
-    decoder.detach("one")
+    decoder.attach("one", DraftModelProposer(relative(decoder.target, 3)))
     gone = weakref.ref(proposer)
     del proposer
     assert gone() is None

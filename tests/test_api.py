@@ -197,13 +197,6 @@ def test_every_source_trains(pair, source):
     assert (fitted.outcome.steps, fitted.outcome.tokens > 0) == (2, True)
 
 
-@pytest.mark.parametrize("source", ["block", "replay"])
-def test_nothing_to_draft_is_refused_by_its_key(pair, source):
-    nothing = replace(pair.config.decode, gamma=0)
-    with pytest.raises(ValueError, match=rf"^decode\.gamma=0 .* source={source}"):
-        draftkit.distill(pair, texts(12), source=source, max_length=16, decode=nothing)
-
-
 def test_a_folder_keeps_a_run_which_goes_on_and_is_no_other_runs(pair, tmp_path):
     options: dict[str, Any] = {"max_length": 16, "folder": tmp_path}
     whole = draftkit.distill(pair, texts(24), steps=4, **options)

@@ -15,6 +15,7 @@ from tests.distillation.serving import Engine, served
 GREEDY = SamplingConfig(temperature=0.0)
 TOKENIZER = tiny.byte_tokenizer()
 PROMPTS = [TOKENIZER.encode(text) for text in ("Once upon a time", "x", "def f(", "1 + 1 =")]
+NO_COMPLETIONS = [b"<html>", {"choices": []}, {"choices": [{}]}, {"error": "no"}, [1, 2]]
 LIMITS = {"max_new_tokens": 12, "max_length": 24, "batch_size": 4, "seed": 3}
 
 
@@ -117,12 +118,6 @@ def test_a_prompt_that_does_not_survive_tokenising_is_refused(engine):
     assert "\n" not in str(error.value)
 
 
-def test_an_engine_that_adds_to_the_prompt_is_refused(engine):
-    engine.changes_prompts = True
-    with pytest.raises(ValueError, match=r"^generate\.url .*changes prompts"):
-        sampler_of(engine)[0].sample(PROMPTS, rows=range(4), version="")
-
-
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_busy_engine_is_asked_again_after_longer_and_longer_waits(engine, status):
     engine.failures = [status] * 3
@@ -142,22 +137,24 @@ def test_an_engine_that_stays_busy_is_given_up_in_one_line(engine):
     assert len(engine.asked) == TRIES == len(waits) + 1
 
 
-@pytest.mark.parametrize("status", [400, 401, 404])
-def test_a_refusal_is_not_asked_again(engine, status):
-    engine.failures = [status] * 99
-    sampler, waits = sampler_of(engine)
-    with pytest.raises(ValueError, match=rf"^generate\.url .*status {status}.*not now"):
-        sampler.sample(PROMPTS[:1], rows=[0], version="")
-    assert waits == []
-
-
 @pytest.mark.parametrize(
-    "body", [b"<html>", {"choices": []}, {"choices": [{}]}, {"error": "no"}, [1, 2]]
+    ("engine_says", "words"),
+    [
+        *(
+            ({"failures": [status] * 99}, rf"status {status}.*not now")
+            for status in (400, 401, 404)
+        ),
+        *(({"body": body}, "its answer is not") for body in NO_COMPLETIONS),
+        ({"changes_prompts": True}, "changes prompts"),
+    ],
 )
-def test_an_answer_that_is_no_completion_is_refused(engine, body):
-    engine.body = body
-    with pytest.raises(ValueError, match=r"^generate\.url .*its answer is not"):
-        sampler_of(engine)[0].sample(PROMPTS[:1], rows=[0], version="")
+def test_a_refusal_or_no_completion_is_one_line_and_not_asked_again(engine, engine_says, words):
+    vars(engine).update(engine_says)
+    sampler, waits = sampler_of(engine)
+    with pytest.raises(ValueError, match=rf"^generate\.url .*{words}") as error:
+        sampler.sample(PROMPTS[:1], rows=[0], version="")
+    assert "\n" not in str(error.value)
+    assert waits == []
 
 
 def test_nobody_at_the_address_is_one_line_after_all_tries():

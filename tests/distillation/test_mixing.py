@@ -22,16 +22,15 @@ TARGET = random_adapter(VOCAB, 3)
 DRAFT = random_adapter(VOCAB, 4)
 
 
+def settings(sampling, **changes):
+    given = {"max_new_tokens": NEW, "max_length": 99, "batch_size": 3000}
+    return AnswerSettings(sampling=sampling, eos_token_ids=[END], seed=7, **given | changes)
+
+
 def texts(fraction, sampling, rows=ROWS, **limits):
     """Answers to PROMPT in rows 0 .. rows - 1."""
-    settings = AnswerSettings(
-        sampling=sampling,
-        eos_token_ids=[END],
-        batch_size=3000,
-        seed=7,
-        **{"max_new_tokens": NEW, "max_length": 99} | limits,
-    )
-    sampler = MixtureSampler(target=TARGET, draft=DRAFT, fraction=fraction, settings=settings)
+    how = {"fraction": fraction, "settings": settings(sampling, **limits)}
+    sampler = MixtureSampler(target=TARGET, draft=DRAFT, **how)
     return sampler.sample([PROMPT] * rows, rows=range(rows), version="step 3")
 
 
@@ -123,15 +122,12 @@ def test_coins_keep_a_run_of_proposals_and_hand_over_to_the_target():
 
 def test_a_row_is_the_same_alone_and_among_others():
     together = texts(0.5, SamplingConfig(), rows=40, max_new_tokens=20)
-    settings = AnswerSettings(
-        sampling=SamplingConfig(),
-        eos_token_ids=[END],
-        batch_size=4,
-        seed=7,
-        max_new_tokens=20,
-        max_length=99,
+    sampler = MixtureSampler(
+        target=TARGET,
+        draft=DRAFT,
+        fraction=0.5,
+        settings=settings(SamplingConfig(), batch_size=4, max_new_tokens=20),
     )
-    sampler = MixtureSampler(target=TARGET, draft=DRAFT, fraction=0.5, settings=settings)
     rows = [33, 5, 12]
     alone = sampler.sample([PROMPT] * 3, rows=rows, version="step 3")
     assert alone == [together[row] for row in rows]

@@ -162,13 +162,6 @@ def to_config(composed: DictConfig) -> Config:
     return config
 
 
-def read_config(path: Path) -> Config:
-    """The `Config` of a stage, from the `config.yaml` that it has written."""
-    merged = OmegaConf.merge(OmegaConf.structured(Schema), OmegaConf.load(path))
-    assert isinstance(merged, DictConfig)
-    return to_config(merged)
-
-
 def spelled_out(words: Sequence[str]) -> list[str]:
     """The overrides `words` as Hydra needs them.
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from pipelines.configuration import (
     compose_config,
     compose_settings,
     groups,
-    read_config,
 )
 from pipelines.plan import CONTEXTS
 from pipelines.product import plan
@@ -197,13 +195,6 @@ def test_an_experiment_holds_deltas_only(path: Path) -> None:
     changed = {key for key in after if after[key] != before[key]}
 
     assert set(leaves(content)) == changed
-
-
-def test_what_a_stage_writes_of_its_configuration_is_read_back(tmp_path: Path) -> None:
-    config = compose_config(["+experiment=bench_gpu", "decode.gamma=3"])
-    written = tmp_path / "config.yaml"
-    written.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
-    assert read_config(written) == config
 
 
 def test_smoke_goes_through_every_stage_and_is_small() -> None:

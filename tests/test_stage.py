@@ -131,6 +131,15 @@ def test_overwrite_redoes_the_launched_stage_and_no_other(
     assert len(metrics(path)) == 2
 
 
+def test_a_part_of_a_command_is_redone_by_its_own_name_too(config: Config) -> None:
+    runs: list[str] = []
+    part = stage("part", lambda c, folder: runs.append("part") or {}, command="whole")
+    whole = stage("whole", lambda c, folder: {}, inputs=(part,))
+    for again in (whole, part, whole):
+        launch(again, replace(config, overwrite=bool(runs)))
+    assert runs == ["part"] * 3
+
+
 def test_a_changed_input_makes_the_stage_stale_and_it_says_so(
     toy: Toy, config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -87,6 +87,8 @@ class Engine:
         if self.name == "llama.cpp" and path == "/props":
             return httpx.Response(200, json={"build_info": "b1-0c1e570"})
         if self.name == "llama.cpp" and path == "/completion":
+            if body["repeat_last_n"] < 0:  # which llama-server refuses
+                return httpx.Response(400)
             made = self.answer(body)
             # It counts what is proposed, not the passes, and proposes nothing past the end.
             ended, passes = made.ids[-1] in self.target.eos_token_ids, len(made.accepted)

@@ -146,7 +146,8 @@ class Server:
         of its own, the first one of the prompt's; an end of text cuts what a pass accepted."""
         request = {
             **{**request, "n_predict": limit, "top_k": sampling.top_k, "cache_prompt": False},
-            **{"repeat_penalty": sampling.repetition_penalty, "repeat_last_n": -1},
+            **{"repeat_penalty": sampling.repetition_penalty},
+            "repeat_last_n": len(request["prompt"]) + limit,  # all of the text
             **{"typical_p": 1.0, "samplers": ["penalties", "temperature", "top_k", "top_p"]},
         }
         started = time.perf_counter()

@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("engines", nargs="*", default=[*DRAFTS])
     parser.add_argument("--plugin", default="", help=f"of vLLM: {PLUGIN}")
     parser.add_argument("--name", required=True, help="of the pair")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     for engine in given.engines:
         folder = given.folder / given.name
         try:

@@ -37,7 +37,6 @@ class Route:
         self.name = name
         self.proposer = proposer
         self.registry = registry
-        self.refused: set[str] = set()
         self.seen: Hashable = None  # the pointer that has been followed
         self.trouble = ""  # with the registry, as it was told
 
@@ -139,7 +138,7 @@ class Drafters:
         if pointer == route.seen:
             return
         current = registry.current()
-        if current is not None and current.name not in (route.proposer.version, *route.refused):
+        if current is not None and current.name != route.proposer.version:
             self._load(route, registry, current)
         route.seen = pointer
 
@@ -158,7 +157,6 @@ class Drafters:
             self.wake()
 
     def _refuse(self, route: Route, version: str, reason: str) -> None:
-        route.refused.add(version)
         self.refused += 1
         names = (route.name, version, route.proposer.version)
         log.error("route %s: version %s is refused, %s goes on: %s", *names, reason)

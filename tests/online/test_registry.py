@@ -7,7 +7,6 @@ import pytest
 
 from draftkit.artifacts import read_json
 from draftkit.online.registry import NotInForce, Registry
-from draftkit.online.versions import is_whole, read_version
 from tests.online.drafters import TOLD, chain, name_of, publish, weights
 
 
@@ -154,15 +153,6 @@ def test_routes_are_apart_and_names_of_versions_are_checked(tmp_path: Path) -> N
     for wrong in ("..", "v1", "current", "v000001/", "V000001", "v000001\n"):
         with pytest.raises(ValueError, match="is no version"):
             one.version(wrong)
-
-
-def test_a_moved_registry_is_the_same_registry(tmp_path: Path) -> None:
-    chain(Registry(tmp_path / "a"), 2)
-    (tmp_path / "a").rename(tmp_path / "b")
-    moved = Registry(tmp_path / "b").current()
-    assert moved is not None
-    assert moved == read_version(tmp_path / "b" / "default" / "versions" / "v000002")
-    assert is_whole(moved)
 
 
 def test_writers_wait_for_each_other(registry: Registry) -> None:

@@ -13,11 +13,6 @@ from draftkit.config.choices import (
     setting,
 )
 
-# What decides how a template is applied, which is not for its variables to change.
-RENDERING = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation"}
-RENDERING |= {"max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"}
-RENDERING |= {"return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs"}
-RENDERING |= {"truncation"}
 EMBEDDED = "draftkit/embedded"  # a small target that comes with the package, and its folder there
 CORPUS = "draftkit/corpus"  # texts of three domains that come with it
 QUESTIONS = "draftkit/questions"  # chats that come with it
@@ -182,8 +177,6 @@ class DataConfig(Section, key="data"):
         super().__post_init__()
         exceeds = self.max_length > self.prompt_tokens
         self.require(exceeds, "max_length", "exceed data.prompt_tokens")
-        wrong = sorted(RENDERING.intersection(self.template_options))
-        self.require(not wrong, "template_options", f"hold variables of the template, not {wrong}")
 
     @property
     def file(self) -> Path:

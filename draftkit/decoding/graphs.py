@@ -99,8 +99,8 @@ class Units:
         key share a graph. `freeze` makes constants of the weights; `packs` lets graphs read copies
         of them that are arranged for the processor. `written` are the tensors of `resident` that a
         second call would change again: capturing needs some calls before the first that counts. A
-        capture is of what one `holder` has, until `forget`; parts
-        of `inputs` that are frozen dataclasses must not change in place.
+        capture is of what one `holder` has, until `forget`; parts of `inputs` that are frozen
+        dataclasses must not change in place.
         """
         if not self.is_fixed:
             return unit(resident, inputs)

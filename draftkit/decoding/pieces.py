@@ -34,21 +34,21 @@ _packed: Any = WeakTensorKeyDictionary()  # the first weight -> (what was joined
 
 
 @torch.library.custom_op("draftkit::packed_linear", mutates_args=())
-def packed_linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """states [..., I] @ weight.T + bias with a packed `weight` [O, I]: [..., O]."""
-    return torch.ops.mkldnn._linear_pointwise(states, weight, bias, "none", [], "")
+def packed_linear(states: Tensor, weight: Tensor) -> Tensor:
+    """states [..., I] @ weight.T with a packed `weight` [O, I]: [..., O]."""
+    return torch.ops.mkldnn._linear_pointwise(states, weight, None, "none", [], "")
 
 
 @packed_linear.register_fake
-def _(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _(states: Tensor, weight: Tensor) -> Tensor:
     return states.new_empty(*states.shape[:-1], weight.shape[0])
 
 
 # The compiler takes packed weights as constants only; here they are inputs, which it takes for
 # plain ones while it compiles.
 @lowering.register_lowering(torch.ops.draftkit.packed_linear.default, type_promotion_kind=None)
-def _(states: Any, weight: Any, bias: Any = None) -> Any:
-    return TensorBox.create(LinearUnary.create(states, weight, bias, "none", [], ""))
+def _(states: Any, weight: Any) -> Any:
+    return TensorBox.create(LinearUnary.create(states, weight, None, "none", [], ""))
 
 
 def by_layers(

@@ -34,7 +34,7 @@ from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
 from draftkit.data.store import rank_in_group
 from draftkit.decoding.generation import decode, make_requests
-from draftkit.distillation.assembly import load_learner, make_trainer
+from draftkit.distillation.assembly import load_learner
 from draftkit.distillation.fit import Fitted, Fitting
 from draftkit.distillation.samplers import ROLLOUTS, TEST, VALIDATION, target_answers
 from draftkit.distillation.sources import TrainingTexts, reads_rollouts
@@ -216,18 +216,16 @@ def distill(
             note(f"sampling {count} answers of the target")
             again = [examples[row % len(examples)] for row in range(count)]
             rollouts = target_answers(pair.target, again, config, ROLLOUTS, room)
-        target, learns_on = pair.target, TrainingTexts(examples, room, rollouts)
-        draft = load_learner(config.draft, target)  # what is served may be rounded
-        trainer = make_trainer(config, draft, target, loss=loss, texts=learns_on.token_ids)
         return Fitting(
             config=config,
-            trainer=trainer,
-            target=target,
-            texts=learns_on,
+            target=pair.target,
+            draft=load_learner(config.draft, pair.target),  # what is served may be rounded
+            texts=TrainingTexts(examples, room, rollouts),
             validation=_contexts(pair, held_out, config, VALIDATION),
             folder=work,
             tracker=Tracker(work),
             note=note,
+            loss=loss,
         ).run()
 
 

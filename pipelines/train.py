@@ -12,7 +12,7 @@ from draftkit.config import Config
 from draftkit.data.lengths import shares_cut
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
-from draftkit.distillation.assembly import load_learner, load_teaching_target, make_trainer
+from draftkit.distillation.assembly import load_learner, load_teaching_target
 from draftkit.distillation.fit import Fitting, with_warmup
 from draftkit.distillation.progress import training_seconds
 from draftkit.distillation.sources import TrainingTexts
@@ -53,18 +53,16 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     target = load_teaching_target(
         folder.model(config, "target"), config.hardware, stored=scored is not None
     )
-    draft = load_learner(folder.model(config, "draft"), target)
-    texts = TrainingTexts(
-        splits.train,
-        splits.room,
-        read_parts(rollouts) if rollouts else None,
-        read_parts(scored) if scored else None,
-    )
     fitted = Fitting(
         config=config,
-        trainer=make_trainer(config, draft, target, texts=texts.token_ids),
         target=target,
-        texts=texts,
+        draft=load_learner(folder.model(config, "draft"), target),
+        texts=TrainingTexts(
+            splits.train,
+            splits.room,
+            read_parts(rollouts) if rollouts else None,
+            read_parts(scored) if scored else None,
+        ),
         validation=read_contexts(scored or folder.input("contexts"), "validation"),
         folder=folder.path,
         tracker=folder.tracker,

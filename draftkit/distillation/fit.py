@@ -7,7 +7,7 @@ the drafter had. Everything that a resumed run needs lies in a folder.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config, OptimConfig
 from draftkit.data.rollouts import Record
+from draftkit.distillation.assembly import make_trainer
 from draftkit.distillation.batch import Batch
 from draftkit.distillation.loop import Outcome, discard_state, train
 from draftkit.distillation.progress import CLOSING, OPENING, reporting, row_text
@@ -25,6 +26,7 @@ from draftkit.distillation.trainer import Trainer, TrainingFailed
 from draftkit.evaluation.alpha import estimates, score_contexts, score_stored
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import Outline, Target, save_draft
+from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
 
 TRAIN = "train"  # what metrics of the run itself are called
@@ -76,21 +78,29 @@ def with_warmup(config: Config) -> Config:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitting:
-    """The draft of `trainer` on its way towards `target`.
+    """`draft`, in float32, on its way towards `target`, which changes it in place.
 
-    target: its outline alone where its scores are stored with the texts. validation: what chooses
+    target: its outline alone where its scores are stored with the texts. loss: minimised instead of
+    `divergence.name`. validation: what chooses
     the weights: answers of the target to held-out prompts, with its scores where it is not in
     memory. Of several processes that train together the first one writes to `folder`.
     """
 
     config: Config
-    trainer: Trainer
     target: Outline
+    draft: CausalAdapter
     texts: TrainingTexts
     validation: Sequence[Record]
     folder: Path
     tracker: Tracker
     note: Callable[[str], None]
+    loss: Divergence | None = None
+
+    @cached_property
+    def trainer(self) -> Trainer:
+        """One for all trials and the run."""
+        config, texts = self.config, self.texts.token_ids
+        return make_trainer(config, self.draft, self.target, loss=self.loss, texts=texts)
 
     def run(self) -> Fitted:
         """Train by the best of the rates that are to be tried, or by the one that is given."""

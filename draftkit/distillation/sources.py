@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -192,7 +191,8 @@ def make_source(
         assert texts.rollouts is not None
         prompt_of, read = cut_texts(texts.rollouts, seed), block_of_record
     else:
-        prompt_of = in_turn(Mapped(attrgetter("prompt_ids"), texts.examples), len)
+        example_of = in_turn(texts.examples, lambda one: len(one.prompt_ids))
+        prompt_of = prompts_of(example_of)
         if source.name == "mix" and not source.mixes_tokens:
             other_of = shuffled(stored_sequences(texts, source.other, "source.other"), seed)
             prompt_of = some_rows(prompt_of, fraction=source.fraction, seed=seed)
@@ -308,6 +308,11 @@ def row_uniform(seed: int, row: int) -> float:
     # No text has length 0, so no round ever has this key.
     key = [torch.tensor([number]) for number in (seed, row, 0)]
     return float(uniform(seed=key[0], row=key[1], length=key[2], count=1, purpose=ACCEPT))
+
+
+def prompts_of(example_of: Callable[[int], Example]) -> Callable[[int], Sequence[int]]:
+    """The prompts of the examples of rows."""
+    return lambda row: example_of(row).prompt_ids
 
 
 def some_rows(

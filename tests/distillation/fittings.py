@@ -16,7 +16,7 @@ from draftkit.config import (
 )
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
-from draftkit.distillation.assembly import load_learner, make_trainer
+from draftkit.distillation.assembly import load_learner
 from draftkit.distillation.fit import Fitting
 from draftkit.distillation.samplers import target_sampler
 from draftkit.distillation.sources import TrainingTexts
@@ -63,11 +63,10 @@ def make_fitting(pair: Path, folder: Path, config: Config = CONFIG, **changes: A
     target, examples, records = _known(pair)
     target = changes.pop("target", target)
     folder.mkdir(parents=True, exist_ok=True)
-    draft = load_learner(DraftConfig(path=str(pair / "draft")), target)
     fitting = Fitting(
         config=config,
-        trainer=make_trainer(config, draft, target),
         target=target,
+        draft=load_learner(DraftConfig(path=str(pair / "draft")), target),
         texts=TrainingTexts(examples[:20], Room(1018, 1024), records[:20]),
         validation=records[20:],
         folder=folder,

@@ -221,6 +221,10 @@ def explain(error: BaseException) -> str:
         if typed and typed.group(1).startswith(f"{key}."):  # a wrong section: show it whole
             key = typed.group(1)
         return where + _unknown_key(key)
+    if "Invalid type assigned" in detail:
+        return f"{where}{key} is a section: give its settings, {key}.NAME=VALUE"
+    if "Cannot convert 'dict'" in detail:
+        return f"{where}{key} is one setting: give {key}=VALUE"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if file and cause is error:

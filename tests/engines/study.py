@@ -18,6 +18,7 @@ from rich.console import Console
 
 from draftkit.artifacts import machine, provenance, read_json, write_text
 from draftkit.evaluation.report import interval, signed
+from pipelines.command import launch
 from pipelines.configuration import compose_config
 from pipelines.plan import MEASURE_ENGINE
 from tests.engines.servers import DRAFTS, PLUGIN, Launch, export_pair, serving
@@ -71,7 +72,7 @@ def measured(
         *(f"{key.replace('__', '.')}={value}" for key, value in changes.items()),
     ]
     for drafts in DRAFTS[engine]:
-        launch = Launch(
+        started = Launch(
             folder=folder.absolute(),
             target=target.absolute(),
             gamma=GAMMA,
@@ -79,7 +80,7 @@ def measured(
             length=LENGTH,
             plugin=plugin,
         )
-        with serving(engine, launch) as url:
+        with serving(engine, started) as url:
             version = version_of(url)
             for temperature in TEMPERATURES:
                 given = [f"engine.url={url}", f"sampling.temperature={temperature:g}"]

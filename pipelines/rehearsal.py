@@ -98,7 +98,7 @@ def few_steps(config: Config, limit: int) -> int:
 def shortened(job: Job, *, longest: bool) -> Config:
     """The configuration with few steps and rows; batches are as large as ever."""
     config, limit, options = job.config, job.limit, job.config.evaluate
-    # What is freed is given back at logged steps: memory is at its peak right before one.
+    # Freed memory gathers over steps, in the gaps between tensors of ever other sizes.
     logged = config.optim.logging_steps if longest else 1
     steps = max(limit, logged) if longest else few_steps(config, limit)
     chunks = 1 if longest else 2 * limit

@@ -54,15 +54,7 @@ def _add_generation(app: FastAPI, engine: Engine, intake: Intake, metrics: Metri
     async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
         began = time.monotonic()
         reply = await intake.prepare(body, request.headers, request.state.request_id)
-        try:
-            delivery = Delivery(engine, reply, metrics, began=began, seconds=seconds)
-        except QueueFull as full:
-            retry = {"retry-after": "1"}
-            raise ApiError(str(full), status=429, code="queue_full", headers=retry) from full
-        except Draining as draining:
-            reason = "the server is stopping and takes no more requests"
-            retry = {"retry-after": "5"}
-            raise ApiError(reason, status=503, code="draining", headers=retry) from draining
+        delivery = Delivery(engine, reply, metrics, began=began, seconds=seconds)
         return delivery.stream() if reply.streams else await delivery.whole(request)
 
     @app.post(COMPLETIONS)
@@ -113,6 +105,16 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def refused(_: Request, error: ApiError) -> Response:
         return error.response
+
+    @app.exception_handler(QueueFull)
+    async def full(_: Request, error: QueueFull) -> Response:
+        retry = {"retry-after": "1"}
+        return ApiError(str(error), status=429, code="queue_full", headers=retry).response
+
+    @app.exception_handler(Draining)
+    async def draining(_: Request, error: Draining) -> Response:
+        retry = {"retry-after": "5"}
+        return ApiError(str(error), status=503, code="draining", headers=retry).response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

@@ -102,7 +102,7 @@ class Engine:
             answers.append(Answer(job, listener, decode=self._decode, seed=seed))
         with self._changed:
             if self.draining:
-                raise Draining("the server is about to stop")
+                raise Draining("the server is stopping and takes no more requests")
             busy = len(self._waiting) + len(self._rows)
             if busy + len(jobs) > self._serve.queue + self.slots:
                 raise QueueFull("the queue is full")

@@ -83,7 +83,7 @@ class FakeEngine:
 
     def submit(self, jobs: Sequence[Job], listeners: Sequence[Listener]) -> list[int]:
         if self.draining:
-            raise Draining
+            raise Draining("the server is stopping")
         if len(self.running) + len(jobs) > self.room:
             raise QueueFull("the queue is full")
         ids = list(range(len(self.jobs), len(self.jobs) + len(jobs)))

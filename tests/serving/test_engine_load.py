@@ -7,8 +7,10 @@ import copy
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from draftkit.config import BufferConfig, SamplingConfig
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Buffer
 from draftkit.serving.engine import Engine
+from draftkit.serving.recorder import Recorder
 from tests import tiny
 from tests.serving.running import Shelf, answers, job, serving, until
 
@@ -57,28 +60,36 @@ def test_many_clients_are_served_at_twice_the_rate_of_one() -> None:
 
 
 @pytest.mark.soak
-def test_recording_costs_at_most_three_hundredths_of_the_processor(tmp_path: Path) -> None:
-    """By processor time, which other work on the machine moves less than the rate.
+def test_what_recording_adds_is_at_most_three_hundredths_of_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is done for records alone, by a clock of its own: whole runs differ by more."""
+    spent: list[float] = []
 
-    What is refused is a median of ten ratios that lies surely, at 97 %, above the bound.
-    """
+    def clocked(work: Callable[..., Any]) -> Callable[..., Any]:
+        def clocking(*given: Any) -> Any:
+            started = time.thread_time()
+            try:
+                return work(*given)
+            finally:
+                spent.append(time.thread_time() - started)
+
+        return clocking
+
+    for name in ("offer", "_write", "_write_counts"):
+        monkeypatch.setattr(Recorder, name, clocked(getattr(Recorder, name)))
     buffer = Buffer(tmp_path / "traffic.db", BufferConfig())
-    none, all_of_them = BufferConfig(fraction=0.0), BufferConfig()
-    with (
-        serving(TARGET, draft, slots=16, queue=64, buffer=none) as bare,
-        serving(TARGET, draft, slots=16, queue=64, disk=buffer, buffer=all_of_them) as recording,
-    ):
-        ratios = []
-        for _ in range(12):
-            spent = []
-            for engine in (bare, recording):
-                started = time.process_time()
-                run(engine, 32, 2)
-                spent.append(time.process_time() - started)
-            ratios.append(spent[1] / spent[0])
+    shares = []
+    with serving(TARGET, draft, slots=16, queue=64, disk=buffer, buffer=BufferConfig()) as engine:
+        for _ in range(6):
+            spent.clear()
+            started = time.process_time()
+            run(engine, 32, 4)
+            whole = time.process_time() - started
+            shares.append(sum(spent) / (whole - sum(spent)))
+    assert buffer.count("default", held_out=False) > 500
     buffer.close()
-    least = sorted(ratios[2:])[1]  # of ten: the lower end of the median's interval
-    assert least <= 1.03, ratios
+    assert statistics.median(shares) <= 0.03, shares
 
 
 @pytest.mark.soak

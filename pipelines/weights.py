@@ -6,8 +6,8 @@ measured by the dry run (`limit=3`).
 """
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -29,8 +29,7 @@ REMEDIES = {"target": "give target.pretrain a smaller shape"}
 REMEDIES |= {"prepare": "give a smaller drafter, or draft.shrink.layers", "train": SMALLER_DRAFT}
 
 
-@dataclass(frozen=True)
-class Weights:
+class Weights(NamedTuple):
     """A model by the number of its weights, and bytes as it is served."""
 
     count: int
@@ -80,13 +79,12 @@ def pair_weights(config: Config, *, here: bool = True) -> dict[str, Weights]:
     return {key: weights(key, shape) for key, shape in pair_shapes(config).items()}
 
 
-def step_bytes(step: Product, pair: Mapping[str, Weights]) -> float:
-    """What weights, gradients and moments of `step`, one of `WITH_MODELS`, take at least."""
-    config, target, draft = step.config, pair["target"], pair["draft"]
+def stage_bytes(name: str, config: Config, pair: Mapping[str, Weights]) -> float:
+    """What weights, gradients and moments of a stage take at least; nothing of one without."""
+    target, draft, shrink = pair["target"], pair["draft"], config.draft.shrink
     # What LoRA trains is a share of the weights too small to count.
     learns = 0 if config.draft.lora.rank else draft.count
     training = FLOAT32 * draft.count + (TRAINED - FLOAT32) * learns
-    shrink = config.draft.shrink
     judged = 2 if config.evaluate.draft == "trained" else 1
     return {
         "target": TRAINED * target.count,
@@ -96,34 +94,27 @@ def step_bytes(step: Product, pair: Mapping[str, Weights]) -> float:
         "scores": target.served,
         "train": training + (0 if config.generate.top_k else target.served),
         "evaluate": target.served + judged * draft.served,
-    }[step.name]
+    }.get(name, 0)
 
 
-def _bytes_of(steps: Iterable[Product], *, here: bool) -> dict[str, float]:
-    """`step_bytes` by the names of `steps`; the pair of a configuration is looked at once."""
-    pairs: dict[tuple[int, int], dict[str, Weights]] = {}
-    needed: dict[str, float] = {}
-    for step in steps:
-        if step.name not in WITH_MODELS:
-            continue
-        key = id(step.config.target), id(step.config.draft)
-        if key not in pairs:
-            pairs[key] = pair_weights(step.config, here=here)
-        needed[step.name] = max(needed.get(step.name, 0), step_bytes(step, pairs[key]))
-    return needed
+def bytes_of(products: Sequence[Product], *, here: bool) -> dict[str, float]:
+    """`stage_bytes` by name: all stages of a plan are of one pair."""
+    if not any(product.name in WITH_MODELS for product in products):
+        return {}
+    pair = pair_weights(products[0].config, here=here)
+    return {one.name: stage_bytes(one.name, one.config, pair) for one in products}
 
 
-def refuse_too_large(steps: Iterable[Product]) -> None:
-    """Raise ValueError for a step whose weights, gradients and moments exceed the free memory.
+def refuse_too_large(products: Sequence[Product]) -> None:
+    """Raise ValueError for a stage whose weights, gradients and moments exceed the free memory.
 
     A target that is split over processes is not looked at.
     """
-    with_models = (step for step in steps if step.name in WITH_MODELS)
-    looked_at = [step for step in with_models if not step.config.hardware.shard_target]
-    if not looked_at or int(os.environ.get("RANK", "0")) > 0:
+    first = int(os.environ.get("RANK", "0")) == 0
+    if not first or not products or products[0].config.hardware.shard_target:
         return
-    free = free_bytes(resolve_device(looked_at[0].config.hardware))
-    for name, needed in _bytes_of(looked_at, here=True).items():
+    free = free_bytes(resolve_device(products[0].config.hardware))
+    for name, needed in bytes_of(products, here=True).items():
         if needed > free:
             raise ValueError(
                 f"{name} takes {gigabytes(needed)} of memory for weights, gradients and moments "
@@ -131,9 +122,9 @@ def refuse_too_large(steps: Iterable[Product]) -> None:
             )
 
 
-def on_a_card(steps: Iterable[Product]) -> str:
-    """What the largest of `steps` takes on a card: one line, empty where none has a model."""
-    needed = _bytes_of(steps, here=False)
+def on_a_card(products: Sequence[Product]) -> str:
+    """What the largest of the stages takes on a card: one line, empty where none has a model."""
+    needed = bytes_of(products, here=False)
     if not needed:
         return ""
     name, count = max(needed.items(), key=lambda item: item[1])

@@ -6,7 +6,6 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,7 +225,7 @@ def test_a_target_of_8b_and_a_drafter_of_1b_fit_a_card_of_80_gb(tmp_path: Path) 
 
     def needed(*options: str) -> float:
         given = compose_config(["+experiment=pair", *GIVEN, *pair, *options])
-        return weights.step_bytes(SimpleNamespace(name="train", config=given), sizes)
+        return weights.stage_bytes("train", given, sizes)
 
     full = sizes["target"].served + 16 * sizes["draft"].count
     assert needed() == pytest.approx(full)

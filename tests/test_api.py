@@ -84,11 +84,9 @@ def test_the_lines_of_the_readme_raise_alpha(folder, monkeypatch, capsys):
     assert names["drafter"].outcome.best_step > 0
 
 
-@pytest.mark.parametrize("module", ["draftkit", "draftkit.theory", "draftkit.theory.acceptance"])
-def test_importing_a_part_loads_no_more_than_it_needs(module):
+def test_importing_theory_loads_torch_alone():
     heavy = {"transformers", "hydra", "accelerate", "datasets", "wandb", "pyarrow"}
-    heavy |= {"torch"} if module == "draftkit" else set()
-    code = f"import sys, {module}; print(*sorted(set(sys.modules) & {heavy!r}))"
+    code = f"import sys, draftkit.theory.acceptance; print(*sorted(set(sys.modules) & {heavy!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "\n", done.stderr
 

@@ -172,7 +172,7 @@ def distill(
 ) -> Fitted:
     """Train the draft of `pair` towards its target; the weights that are best on validation stay.
 
-    divergence: a name, its settings, or a function of one's own (docs/adding.md). source: whose
+    divergence: a name, its settings, or a function of one's own (docs/extending.md). source: whose
     texts the loss is taken on; `fixed` needs prompts that have answers. max_length: tokens of
     prompt and answer together, instead of `data.max_prompt_tokens` and
     `data.max_completion_tokens`. validation: prompts that choose the weights; by default the last

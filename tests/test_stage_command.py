@@ -286,8 +286,8 @@ def test_help_shows_how_the_command_is_used(command: Command, toy: Toy) -> None:
 def test_experiments_of_ones_own_are_added_by_their_folder(
     command: Command, tmp_path: Path
 ) -> None:
-    """The one of docs/adding.md, and what may be wrong with it."""
-    page = (ROOT / "docs" / "adding.md").read_text(encoding="utf-8")
+    """The one of docs/extending.md, and what may be wrong with it."""
+    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
     example = page.partition("```yaml\n")[2].partition("```")[0]
     for group in ("experiment", "optim"):
         (tmp_path / "own" / group).mkdir(parents=True)

@@ -1,6 +1,6 @@
 """Every proposer by its name in `decode.proposer`: a new one is a line of `PROPOSERS`.
 
-How to add one: `docs/adding.md`. Each is held against the target's law by enumeration
+How to add one: `docs/extending.md`. Each is held against the target's law by enumeration
 (`tests/decoding/test_exactness.py`, over this dict).
 """
 

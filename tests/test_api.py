@@ -112,7 +112,9 @@ def test_a_loss_of_ones_own_that_is_forward_kl_trains_as_forward_kl_does(pair):
 
 
 def test_the_loss_of_the_page_on_adding_one_trains(pair):
-    page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8").partition("## A divergence")[2]
+    page = (
+        (ROOT / "docs" / "extending.md").read_text(encoding="utf-8").partition("## A divergence")[2]
+    )
     block = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert block is not None
     names: dict[str, Any] = {"draftkit": draftkit, "pair": pair, "prompts": texts(24)}

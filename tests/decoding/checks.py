@@ -27,7 +27,7 @@ from draftkit.decoding.proposers import DraftModelProposer, Proposer
 from draftkit.decoding.state import NoiseFunction, Request
 from draftkit.theory import noise
 from draftkit.theory.verification import Verifier
-from tests.decoding.boxes import Cells, Rows, measure
+from tests.decoding.measuring import Cells, Rows, measure
 from tests.tabular import TabularAdapter, random_adapter, relative
 from tests.theory.laws import START, LawBroken, check_sample, pair_laws, sequences
 
@@ -319,11 +319,11 @@ def _new_states(
     return torch.tensor([k[0] for k in kept]).long(), torch.tensor([k[1] for k in kept]).long()
 
 
-def check_swapped(parts: Parts, setting: Setting) -> tuple[Cells, dict[int, Text]]:
+def check_swapped(parts: Parts, setting: Setting) -> None:
     """New draft weights after the first round, met by caches of the old ones, change no law.
 
     Every state that the first round can leave is continued by a measured round of the new draft,
-    and then by the target. Returns the cells of that round and the texts of its states.
+    and then by the target.
     """
     rows = rows_of(parts, setting, [setting.request(())])
     before = measure(rows)
@@ -344,7 +344,6 @@ def check_swapped(parts: Parts, setting: Setting) -> tuple[Cells, dict[int, Text
                 if full[: len(longer)] == longer:
                     law[full] += mass * own(full, before=longer)
         _compare(law, {full: own(full, before=text) for full in whole}, f"after {text}")
-    return after, texts
 
 
 def check_sampled(
@@ -357,10 +356,12 @@ def check_sampled(
     tokens: int = 6,
     gamma: int = 3,
     seed: int = 0,
-) -> None:
+    level: float = 1e-3,
+) -> dict[tuple[int, int], float]:
     """With real noise, over several rounds, positions and pairs have the target's law.
 
-    tables: probabilities [V, V, V] of target and draft by the last two tokens.
+    tables: probabilities [V, V, V] of target and draft by the last two tokens. Returns the p-values
+    by position and pair.
     """
     sampling = sampling or SamplingConfig()
     target, draft = (TabularAdapter(torch.cat([t, t[:1]]).double().log()) for t in tables)
@@ -388,4 +389,4 @@ def check_sampled(
         sample.append(some.state.tokens[:, len(START) : len(START) + tokens])
     size = target.vocab_size
     law = served(target, sequences(size, 2), sampling).view(size, size, size)
-    check_sample(torch.cat(sample), pair_laws(law, tokens))
+    return check_sample(torch.cat(sample), pair_laws(law, tokens), level)

@@ -75,6 +75,20 @@ def view_of(
     return units.round_view(bench, RoundInputs(group, visible))
 
 
+def ready(proposer: Any, texts: Sequence[Sequence[int]]) -> Any:
+    """`proposer` with all of each text but its last token in its cache, in rows of these texts."""
+    proposer.allocate(len(texts), 32)
+    for row, text in enumerate(texts):
+        if len(text) > 1:
+            proposer.prefill(
+                torch.tensor([text[:-1]]),
+                positions=torch.arange(len(text) - 1)[None],
+                rows=torch.tensor([row]),
+                visible=len(text),
+            )
+    return proposer
+
+
 @dataclass
 class Answer:
     """What was read of one request: a line of host facts and one of numbers a round."""

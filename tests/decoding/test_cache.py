@@ -18,7 +18,7 @@ from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.models import cache as cache_module
 from draftkit.models.adapter import CausalAdapter
-from draftkit.models.cache import BUCKET, SlotCache, visible_slots
+from draftkit.models.cache import BUCKET, SlotCache
 from tests import tiny
 
 ATOL = 1e-5  # models compute norms and rotations in float32
@@ -186,50 +186,6 @@ def test_new_weights_are_met_by_old_caches_and_a_fresh_row_gets_a_fresh_one() ->
 # The cache itself
 
 
-def written(cache: SlotCache, positions: list[list[int]], value: float) -> Tensor:
-    rows, count = len(positions), len(positions[0])
-    states = torch.full((rows, 2, count, 3), value)
-    keys, values = cache.at(torch.tensor(positions)).update(states, -states, 0)
-    assert torch.equal(keys, -values)
-    return keys[:, 0, :, 0]
-
-
-def test_tokens_lie_in_the_slots_of_their_positions_and_rows() -> None:
-    cache = SlotCache(3, 6)
-    everything = written(cache, [[0, 1], [2, 3], [4, 5]], 1.0)
-    assert everything.tolist() == [[1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]]
-    cache.select(torch.tensor([2, 0]), visible=6)
-    assert written(cache, [[4], [1]], 2.0).tolist() == [[0, 0, 0, 0, 2, 1], [1, 2, 0, 0, 0, 0]]
-    cache.select(None, visible=6)
-    rows = written(cache, [[5]] * 3, 3.0)
-    assert rows.tolist() == [[1, 2, 0, 0, 0, 3], [0, 0, 1, 1, 0, 3], [0, 0, 0, 0, 2, 3]]
-
-
-@pytest.mark.parametrize(
-    ("longest", "visible"), [(1, BUCKET), (BUCKET, BUCKET), (BUCKET + 1, 2 * BUCKET), (150, 150)]
-)
-def test_few_numbers_of_slots_are_visible_and_never_more_than_there_are(
-    longest: int, visible: int
-) -> None:
-    assert visible_slots(longest, 150) == visible
-    cache = SlotCache(2, 150).select(None, visible=visible)
-    assert written(cache, [[0], [1]], 1.0).shape == (2, visible)
-
-
-def test_layers_keep_their_own_buffers() -> None:
-    cache = SlotCache(1, 4).at(torch.tensor([[0]]))
-    first = cache.update(torch.ones(1, 2, 1, 3), torch.ones(1, 2, 1, 5), 0)
-    second = cache.update(torch.zeros(1, 1, 1, 3), torch.zeros(1, 1, 1, 3), 1)
-    assert [part.shape for part in (*first, *second)] == [
-        (1, 2, 4, 3),
-        (1, 2, 4, 5),
-        (1, 1, 4, 3),
-        (1, 1, 4, 3),
-    ]
-    assert first[0].sum() == 6
-    assert second[0].sum() == 0
-
-
 # A wrong cache is seen
 
 
@@ -247,22 +203,3 @@ def test_a_cache_that_writes_elsewhere_is_rejected(
     monkeypatch.setattr(SlotCache, "at", lambda self, positions: real(self, place(positions)))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         play(Session("llama"))
-
-
-def test_a_draft_that_feeds_the_last_token_alone_is_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    real = Watched.step
-
-    def step(
-        self: Watched, tokens: Tensor, *, positions: Tensor, cache: Any, last: int = 0
-    ) -> Tensor:
-        if self in drafts and tokens.shape[1] == 2:
-            tokens, positions = tokens[:, 1:], positions[:, 1:]
-        return real(self, tokens, positions=positions, cache=cache, last=last)
-
-    session = Session("llama")
-    drafts = list(session.drafts.values())
-    monkeypatch.setattr(Watched, "step", step)
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        play(session)

@@ -17,10 +17,8 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
-from tests import tiny
 from tests.decoding.driving import (
     SAMPLINGS,
-    SMALL,
     Answer,
     assert_same,
     drive,
@@ -102,46 +100,25 @@ def test_captured_rounds_that_are_read_late_have_left_before_the_next_replay(
     assert len(tapes) == 2
 
 
-def test_a_transformer_is_captured_with_its_caches(tapes: list[Tape]) -> None:
-    target, draft = tiny.pair(**SMALL)
-    found = []
-    for captures in (True, False):
-        decoder = decoder_of(captures=captures, target=target)
-        decoder.attach("draft", DraftModelProposer(draft))
-        found.append(drive(decoder, requests("draft")))
-    assert_same(found[0], found[1], atol=1e-5)
-    assert len(tapes) == 2
-
-
-def again(captures: bool) -> list[Answer]:
-    """Answers by a proposer that is attached a second time."""
-    decoder = decoder_of(captures=captures)
-    proposer = DraftModelProposer(relative(decoder.target, 2))
-    decoder.attach("one", proposer)
-    answers = drive(decoder, requests("one"))
-    decoder.attach("one", proposer)
-    return answers + drive(decoder, requests("one", first=5))
-
-
-def test_a_proposer_that_is_attached_again_has_new_caches_and_new_captures(
-    tapes: list[Tape],
-) -> None:
-    assert_same(again(True), again(False), atol=EXACT)
-    assert len(tapes) == 3
-
-
-def shared(captures: bool) -> list[Answer]:
-    """Answers by a proposer whose model is given to another one meanwhile."""
+def renewed(captures: bool, shared: bool) -> list[Answer]:
+    """Answers by a proposer whose caches are made anew: attached again, or by another's."""
     decoder = decoder_of(captures=captures)
     model = DraftModelProposer(relative(decoder.target, 2))
     decoder.attach("one", model)
     answers = drive(decoder, requests("one"))
-    decoder.attach("two", HybridProposer(PromptLookup(min_ngram=3), model))
+    if shared:
+        decoder.attach("two", HybridProposer(PromptLookup(min_ngram=3), model))
+    else:
+        decoder.attach("one", model)
     return answers + drive(decoder, requests("one", first=5))
 
 
-def test_a_proposer_whose_caches_another_one_renews_is_captured_anew(tapes: list[Tape]) -> None:
-    assert_same(shared(True), shared(False), atol=EXACT)
+@pytest.mark.parametrize("shared", [False, True], ids=["again", "by another"])
+def test_a_proposer_whose_caches_are_renewed_is_captured_anew(
+    tapes: list[Tape], shared: bool
+) -> None:
+    assert_same(renewed(True, shared), renewed(False, shared), atol=EXACT)
+    assert len(tapes) == 3
 
 
 def test_a_replaced_proposer_goes_with_its_captures(tapes: list[Tape]) -> None:

@@ -1,7 +1,6 @@
 """Two proposers in one: who proposes for which row, and from which law."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView
 from tests.decoding.checks import served
-from tests.decoding.driving import view_of
+from tests.decoding.driving import ready, view_of
 from tests.tabular import TabularAdapter, random_adapter
 
 PLAIN = SamplingConfig()
@@ -36,19 +35,6 @@ def hybrid_of(draft: TabularAdapter, tokens: str = "sampled") -> HybridProposer:
     return HybridProposer(PromptLookup(min_ngram=2), DraftModelProposer(draft, tokens=tokens))
 
 
-def ready(proposer: Any, texts: list[list[int]] = TEXTS) -> Any:
-    """The proposer with all of each text but its last token in its cache."""
-    proposer.allocate(len(texts), 32)
-    for row, text in enumerate(texts):
-        proposer.prefill(
-            torch.tensor([text[:-1] or text]),
-            positions=torch.arange(max(len(text) - 1, 1))[None],
-            rows=torch.tensor([row]),
-            visible=32,
-        )
-    return proposer
-
-
 def check_own_law(draft: TabularAdapter, proposal: Proposal, row: int) -> None:
     """All proposals of the row come with the served law of `draft`."""
     assert proposal.draft_probs is not None
@@ -62,7 +48,7 @@ def check_own_law(draft: TabularAdapter, proposal: Proposal, row: int) -> None:
 
 
 def test_rows_that_repeat_themselves_are_the_guessers_and_the_others_the_models() -> None:
-    proposal = ready(hybrid_of(model_of())).propose(view_of(TEXTS, SAMPLINGS, 3), 3)
+    proposal = ready(hybrid_of(model_of()), TEXTS).propose(view_of(TEXTS, SAMPLINGS, 3), 3)
     assert proposal.tokens[[0, 3]].tolist() == [[4, 3, 1], [0, 7, 0]]
     one_hot = torch.nn.functional.one_hot(proposal.tokens[[0, 3]], 8).double()
     torch.testing.assert_close(proposal.draft_probs[[0, 3]], one_hot, rtol=0, atol=0)
@@ -73,8 +59,8 @@ def test_rows_that_repeat_themselves_are_the_guessers_and_the_others_the_models(
 
 def test_the_rows_of_the_model_are_drawn_as_by_the_model_alone() -> None:
     view = view_of(TEXTS, SAMPLINGS, 3)
-    alone = ready(DraftModelProposer(model_of())).propose(view, 3)
-    proposal = ready(hybrid_of(model_of())).propose(view, 3)
+    alone = ready(DraftModelProposer(model_of()), TEXTS).propose(view, 3)
+    proposal = ready(hybrid_of(model_of()), TEXTS).propose(view, 3)
     assert torch.equal(proposal.tokens[1:3], alone.tokens[1:3])
 
 
@@ -82,37 +68,18 @@ def test_a_guess_shorter_than_gamma_stays_short() -> None:
     memory = NgramMemory(max_ngram=2, min_ngram=2)
     memory.learn([[3, 1, 6, 2]])
     proposer = HybridProposer(memory, DraftModelProposer(model_of()))
-    proposal = ready(proposer).propose(view_of(TEXTS, SAMPLINGS, 4), 4)
+    proposal = ready(proposer, TEXTS).propose(view_of(TEXTS, SAMPLINGS, 4), 4)
     assert proposal.lengths.tolist() == [2, 4, 4, 4]
     assert proposal.tokens[0, :2].tolist() == [6, 2]
 
 
 def test_a_hybrid_with_an_argmax_draft_states_no_law() -> None:
     view = view_of(TEXTS, SAMPLINGS, 3)
-    proposal = ready(hybrid_of(model_of(), "argmax")).propose(view, 3)
-    alone = ready(DraftModelProposer(model_of(), tokens="argmax")).propose(view, 3)
+    proposal = ready(hybrid_of(model_of(), "argmax"), TEXTS).propose(view, 3)
+    alone = ready(DraftModelProposer(model_of(), tokens="argmax"), TEXTS).propose(view, 3)
     assert proposal.draft_probs is None
     assert proposal.tokens[[0, 3]].tolist() == [[4, 3, 1], [0, 7, 0]]
     assert torch.equal(proposal.tokens[1:3], alone.tokens[1:3])
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [([0, 3], PromptLookup), ([1, 2], DraftModelProposer), ([0, 1], HybridProposer)],
-)
-def test_the_part_that_is_picked_proposes_what_the_whole_would(
-    rows: list[int], expected: type
-) -> None:
-    texts, samplings = [TEXTS[row] for row in rows], [SAMPLINGS[row] for row in rows]
-    view = view_of(texts, samplings, 3)
-    hybrid = ready(hybrid_of(model_of()), texts)
-    part = hybrid.pick(view)
-    assert type(part) is expected
-    whole, own = hybrid.propose(view, 3), part.propose(view, 3)
-    assert torch.equal(whole.tokens, own.tokens)
-    assert torch.equal(whole.lengths, own.lengths)
-    if own.draft_probs is not None:
-        torch.testing.assert_close(own.draft_probs, whole.draft_probs, rtol=0, atol=0)
 
 
 def test_fillers_have_no_say_in_what_is_picked() -> None:
@@ -124,7 +91,7 @@ def test_fillers_have_no_say_in_what_is_picked() -> None:
 def test_a_hybrid_refuses_guesses_that_are_drawn() -> None:
     hybrid = HybridProposer(CountTable(torch.zeros(8)), DraftModelProposer(model_of()))
     with pytest.raises(AssertionError, match="one-hot"):
-        ready(hybrid).propose(view_of(TEXTS, SAMPLINGS, 3), 3)
+        ready(hybrid, TEXTS).propose(view_of(TEXTS, SAMPLINGS, 3), 3)
 
 
 # Staged
@@ -146,7 +113,9 @@ class Guess(Proposer):
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 @pytest.mark.parametrize("guesser", [PromptLookup(), CountTable(torch.zeros(8).double())])
 def test_staged_proposals_come_with_the_models_served_law(guesser: Proposer, gamma: int) -> None:
-    proposer = ready(StagedProposer(guesser, DraftModelProposer(model_of()), width=2, passes=3))
+    proposer = ready(
+        StagedProposer(guesser, DraftModelProposer(model_of()), width=2, passes=3), TEXTS
+    )
     proposal = proposer.propose(view_of(TEXTS, SAMPLINGS, gamma), gamma)
     assert proposal.tokens.shape == (4, gamma)
     for row in range(4):
@@ -157,7 +126,9 @@ def test_staged_proposals_come_with_the_models_served_law(guesser: Proposer, gam
 def argmax_answers(gamma: int) -> Tensor:
     """The texts, then the argmax of the draft, under each row's penalty."""
     view = view_of(TEXTS, SAMPLINGS, gamma)
-    drafted = ready(DraftModelProposer(model_of(), tokens="argmax")).propose(view, gamma).tokens
+    drafted = (
+        ready(DraftModelProposer(model_of(), tokens="argmax"), TEXTS).propose(view, gamma).tokens
+    )
     answers = torch.full((4, 64), -1)
     return answers.scatter(1, view.length[:, None] + torch.arange(gamma), drafted)
 
@@ -166,7 +137,7 @@ def test_few_passes_yield_all_proposals_where_every_guess_is_right() -> None:
     staged = StagedProposer(
         Guess(argmax_answers(8)), DraftModelProposer(model_of(), tokens="argmax"), width=3, passes=2
     )
-    proposal = ready(staged).propose(view_of(TEXTS, SAMPLINGS, 8), 8)
+    proposal = ready(staged, TEXTS).propose(view_of(TEXTS, SAMPLINGS, 8), 8)
     assert proposal.draft_probs is None
     assert proposal.lengths.tolist() == [8] * 4
     places = torch.tensor([[len(text)] for text in TEXTS]) + torch.arange(8)
@@ -180,30 +151,13 @@ def test_a_pass_without_a_good_guess_yields_one_token() -> None:
         staged = StagedProposer(
             Guess(guess), DraftModelProposer(model_of(), tokens="argmax"), width=3, passes=2
         )
-        proposal = ready(staged).propose(view_of(TEXTS, SAMPLINGS, 8), 8)
+        proposal = ready(staged, TEXTS).propose(view_of(TEXTS, SAMPLINGS, 8), 8)
         places = torch.tensor([[len(text)] for text in TEXTS]) + torch.arange(2)
         assert proposal.lengths.tolist() == [2] * 4
         assert torch.equal(proposal.tokens[:, :2], answers.gather(1, places))
 
 
-# What code and context depend on
-
-
-def test_composites_that_need_other_code_have_other_signatures() -> None:
-    model = DraftModelProposer(model_of())
-    different = [
-        HybridProposer(PromptLookup(), model),
-        HybridProposer(PromptLookup(min_ngram=2), model),
-        HybridProposer(PromptLookup(), DraftModelProposer(model_of(), tokens="argmax")),
-        StagedProposer(PromptLookup(), model),
-        StagedProposer(PromptLookup(), model, width=4),
-        StagedProposer(PromptLookup(), model, passes=3),
-    ]
-    assert len({proposer.signature for proposer in different}) == len(different)
-    assert (
-        different[0].signature
-        == HybridProposer(PromptLookup(), DraftModelProposer(model_of(2))).signature
-    )
+# Context
 
 
 def test_a_composite_has_the_context_of_its_model() -> None:

@@ -268,17 +268,6 @@ def test_requests_without_sense_are_refused(changes: dict[str, Any], message: st
         request_of([1], **changes)
 
 
-@pytest.mark.parametrize("gamma", [0, 1, 4])
-def test_a_row_may_fill_cache_and_context_to_the_last_slot(gamma: int) -> None:
-    request = request_of([1, 2, 3], new=9, gamma=gamma)
-    decoder = tabular_decoder(slots=1, capacity=tokens_needed(request), context=12)
-    decoder.join([request])
-    emitted = 0
-    while results := decoder.round():
-        emitted += results[0].committed[0]
-    assert emitted == 9
-
-
 # Proposers
 
 
@@ -314,22 +303,3 @@ def test_swapped_weights_change_proposals_and_version_and_swapping_back_restores
     decoder.leave([0])
     decoder.swap("draft", old, "v1")
     assert proposals(decoder) == first
-
-
-def test_the_table_reads_its_context_out_of_the_cache() -> None:
-    """A check of the test model: a stale slot changes its law, so the laws above see one."""
-    model = random_adapter(4, 0)
-    decoder = Decoder(model, slots=1, capacity=32)
-    decoder.join([request_of([1, 2, 3], gamma=0)])
-    decoder.prefill()
-    good = decoder.round()[0].log_sum_exp.item()
-    own = model.logits(torch.tensor([[1, 2, 3]]))[0, -1].logsumexp(-1).item()
-    assert good == pytest.approx(own, abs=1e-12)
-    for slot in (0, 1):
-        stale = Decoder(model, slots=1, capacity=32)
-        stale.join([request_of([1, 2, 3], gamma=0)])
-        stale.prefill()
-        with torch.inference_mode():
-            stale.cache._keys[0][0, :, slot] = 1.0  # token 0
-            stale.cache._values[0][0, :, slot] = model.memory[0]
-        assert stale.round()[0].log_sum_exp.item() != pytest.approx(own, abs=1e-6)

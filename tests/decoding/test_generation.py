@@ -245,16 +245,6 @@ def test_plain_decoding_counts_one_round_a_token_and_tests_nothing() -> None:
     assert (answer.accepted, answer.tested, answer.acceptance_total) == (0, 0, 0.0)
 
 
-def test_acceptance_is_summed_over_tested_proposals_alone() -> None:
-    """Emitted tokens of a round and its tests: rejected at n means n + 1 tests, but K at most."""
-    pair = pair_in_double()
-    answers = run(pair, requests_of(tiny.prompts(LENGTHS), SAMPLED, gamma=3))
-    for answer in answers:
-        tests = sum(min(n + 1, 3) * count for n, count in enumerate(answer.accept_counts))
-        assert answer.tested == tests
-        assert 0 < answer.acceptance_total < answer.tested
-
-
 # The loop
 
 

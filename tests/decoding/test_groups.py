@@ -244,3 +244,5 @@ def test_on_cuda_the_last_bucket_is_joined_by_all_that_is_more_than_half_of_it()
         1034: {256, 512, 1034},
     }
     assert {visible_slots(n, 306, BUCKET) for n in range(1, 307)} == {64, 128, 256, 306}
+    few = [visible_slots(n, 150, BUCKET) for n in (1, BUCKET, BUCKET + 1, 150)]
+    assert few == [BUCKET, BUCKET, 2 * BUCKET, 150]

@@ -16,7 +16,6 @@ from draftkit.theory.noise import DRAFT, sample
 from tests.decoding.checks import LawBroken, Parts, Setting, check_joint_law, measured, served
 from tests.decoding.driving import view_of
 from tests.tabular import TabularAdapter
-from tests.theory import mutants as theory_mutants
 from tests.theory.mutants import mutate
 
 PLAIN = SamplingConfig()
@@ -144,18 +143,6 @@ def test_lookup_goes_on_after_the_last_occurrence_of_the_longest_end(
     assert 20 < sum(map(bool, expected)) < 400
 
 
-def test_the_last_of_several_matches_counts() -> None:
-    assert guessed(PromptLookup(), [[1, 2, 3, 1, 2, 4, 5, 1, 2]], 2) == [[4, 5]]
-
-
-def test_a_longer_match_counts_more_than_a_later_one() -> None:
-    assert guessed(PromptLookup(), [[1, 2, 3, 0, 2, 4, 1, 2]], 2) == [[3, 0]]
-
-
-def test_a_text_that_repeats_itself_is_taken_to_go_on() -> None:
-    assert guessed(PromptLookup(), [[5, 1, 2, 3, 1, 2, 3]], 5) == [[1, 2, 3, 1, 2]]
-
-
 def check_reads_text_alone(lookup: Proposer) -> None:
     """Whatever earlier rounds have left behind a text, the same is proposed."""
     texts = some_texts(200, 4, 16, seed=3)
@@ -261,39 +248,8 @@ def test_a_full_memory_goes_on_guessing_and_costs_no_exactness() -> None:
     assert (result.cells.outcome.accepted * result.cells.mass).sum() > 1
 
 
-def test_a_fresh_token_from_the_target_after_a_mismatch_is_rejected() -> None:
-    """The n-gram decoder that draws from p anew: P(x) = p + (1 - p) p for a proposal x."""
-    memory = NgramMemory(max_ngram=2)
-    memory.learn(some_texts(4, 3, 10, seed=9))
-    broken = theory_mutants.verification_mutant("correction drawn afresh from the target")
-    parts = Parts(proposer=lambda _: memory, verifier=broken.VERIFIERS["speculative"])
-    result = measured(parts, Setting(gamma=1, tokens=2))
-    with pytest.raises(LawBroken, match="joint law"):
-        check_joint_law(result)
-
-
 @pytest.mark.parametrize("guesser", [PromptLookup, NgramMemory])
 def test_orders_that_make_no_sense_are_refused(guesser: type) -> None:
     for max_ngram, min_ngram in ((2, 3), (2, 0)):
         with pytest.raises(ValueError, match="n-grams of"):
             guesser(max_ngram=max_ngram, min_ngram=min_ngram)
-
-
-# As parts of compiled rounds
-
-
-def test_proposers_that_need_other_code_have_other_signatures() -> None:
-    different: list[Proposer] = [
-        CountTable(bigram()),
-        CountTable(bigram().float()),
-        CountTable(bigram()[0]),
-        PromptLookup(),
-        PromptLookup(max_ngram=4),
-        PromptLookup(min_ngram=2),
-        NgramMemory(),
-        NgramMemory(max_ngram=3),
-        NgramMemory(max_ngram=5, min_ngram=2),
-        NgramMemory(cells=1 << 10),
-    ]
-    assert len({guesser.signature for guesser in different}) == len(different)
-    assert CountTable(bigram(1)).signature == CountTable(bigram(2)).signature

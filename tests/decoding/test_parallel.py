@@ -40,8 +40,7 @@ from tests.decoding.checks import (
     measured,
     served,
 )
-from tests.decoding.driving import DRAFT, assert_same, drive, request, strict_compiler
-from tests.tabular import TabularAdapter, random_adapter, relative, with_masks
+from tests.tabular import TabularAdapter, with_masks
 from tests.theory import checks as theory_checks
 from tests.theory.laws import LawBroken, sequences
 from tests.theory.mutants import mutate
@@ -289,14 +288,3 @@ def test_enumeration_sees(name: str) -> None:
     parts, setting = Parts(proposer=lambda draft: made(draft, mutant)), Setting(gamma=2, tokens=3)
     with pytest.raises(LawBroken):
         check_joint_law(measured(parts, setting))
-
-
-def test_compiled_rounds_are_eager_ones() -> None:
-    target, found = random_adapter(8, 1), []
-    requests = [request(prompt, gamma=3, row=row) for row, prompt in enumerate(([5, 2, 7], [3]))]
-    with strict_compiler():
-        for compiled in (False, True):
-            decoder = Decoder(target, slots=2, capacity=32, compiled=compiled)
-            decoder.attach(DRAFT, made(relative(target, 2)))
-            found.append(drive(decoder, requests))
-    assert_same(found[1], found[0], atol=1e-10)

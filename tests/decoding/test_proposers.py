@@ -1,4 +1,8 @@
-"""A proposer returns the law that it drew from, of the text that the rows really have."""
+"""Which tokens a draft proposes, in which precision, and what a new proposer must define.
+
+That proposals have the law that is stated, of the text that the rows have, is enumerated in
+`test_exactness.py`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,12 +15,10 @@ from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView
-from draftkit.models.adapter import CausalAdapter
 from draftkit.models.cache import SlotCache
-from draftkit.theory.noise import DRAFT, sample, uniform
 from tests import tiny
 from tests.decoding.checks import served
-from tests.decoding.driving import view_of
+from tests.decoding.driving import ready, view_of
 from tests.tabular import TabularAdapter, random_adapter
 
 SAMPLINGS = [
@@ -29,25 +31,8 @@ TEXTS = [[3, 1, 4, 1], [5], [2, 6, 5, 3, 5, 0], [0, 7]]
 VOCAB_SIZE = 8
 
 
-def proposer_with(
-    model: TabularAdapter, texts: list[list[int]], tokens: str = "sampled"
-) -> DraftModelProposer:
-    """A proposer whose cache holds all of each text but its last token."""
-    proposer = DraftModelProposer(model, version="v1", tokens=tokens)
-    proposer.allocate(len(texts), 32)
-    for row, text in enumerate(texts):
-        if len(text) > 1:
-            proposer.prefill(
-                torch.tensor([text[:-1]]),
-                positions=torch.arange(len(text) - 1)[None],
-                rows=torch.tensor([row]),
-                visible=len(text),
-            )
-    return proposer
-
-
 def own_probs(
-    model: TabularAdapter, proposal: Proposal, samplings: Sequence[SamplingConfig] = SAMPLINGS
+    model: TabularAdapter, proposal: Proposal, samplings: Sequence[SamplingConfig]
 ) -> Tensor:
     """The served law of `model` before each proposal, by the processors of transformers."""
     rows = []
@@ -57,64 +42,9 @@ def own_probs(
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 5])
-def test_the_law_returned_is_the_served_law_of_the_text_and_the_tokens_are_drawn_from_it(
-    gamma: int,
-) -> None:
-    model = random_adapter(VOCAB_SIZE, 1)
-    view = view_of(TEXTS, SAMPLINGS, gamma)
-    proposal = proposer_with(model, TEXTS).propose(view, gamma)
-    assert proposal.draft_probs is not None
-    assert proposal.tokens.shape == (4, gamma)
-    assert proposal.lengths.tolist() == [gamma] * 4
-    torch.testing.assert_close(proposal.draft_probs, own_probs(model, proposal))
-    drawn = uniform(
-        seed=torch.full((4,), 11),
-        row=torch.arange(4),
-        length=torch.tensor([len(text) for text in TEXTS]),
-        count=gamma,
-        purpose=DRAFT,
-    )
-    for i in range(gamma):
-        token = sample(probs=proposal.draft_probs[:, i], uniform=drawn[:, i])
-        assert torch.equal(proposal.tokens[:, i], token)
-
-
-def test_a_slot_that_lacks_the_last_proposal_is_filled_by_the_next_round() -> None:
-    """After full acceptance the cache ends two tokens before the text."""
-    model = random_adapter(VOCAB_SIZE, 1)
-    short = [text[:-1] if len(text) > 1 else text for text in TEXTS]
-    view = view_of(TEXTS, SAMPLINGS, 2)
-    proposal = proposer_with(model, short).propose(view, 2)
-    torch.testing.assert_close(proposal.draft_probs, own_probs(model, proposal))
-
-
-def test_what_lies_behind_the_text_in_the_cache_is_not_seen() -> None:
-    model = random_adapter(VOCAB_SIZE, 1)
-    longer = [[*text, 6, 2, 7, 7] for text in TEXTS]
-    proposer = proposer_with(model, longer)
-    proposal = proposer.propose(view_of(TEXTS, SAMPLINGS, 3), 3)
-    torch.testing.assert_close(proposal.draft_probs, own_probs(model, proposal))
-
-
-def test_new_weights_and_their_version_come_into_force_together() -> None:
-    model, new = random_adapter(VOCAB_SIZE, 1), random_adapter(VOCAB_SIZE, 2)
-    proposer = proposer_with(model, TEXTS)
-    view = view_of(TEXTS, SAMPLINGS, 1)
-    before = proposer.propose(view, 1)
-    proposer.swap(new.state_dict(), "v2")
-    after = proposer.propose(view, 1)
-    assert proposer.version == "v2"
-    assert before.draft_probs is not None
-    assert after.draft_probs is not None
-    assert (after.draft_probs - before.draft_probs).abs().amax() > 0.1
-    fresh = proposer_with(model, TEXTS).propose(view, 1)
-    torch.testing.assert_close(fresh.draft_probs, own_probs(new, fresh))
-
-
 @pytest.mark.parametrize("name", ["table", "memory"])
 def test_a_version_whose_weights_do_not_fit_never_comes_into_force(name: str) -> None:
-    proposer = proposer_with(random_adapter(VOCAB_SIZE, 1), TEXTS)
+    proposer = ready(DraftModelProposer(random_adapter(VOCAB_SIZE, 1), version="v1"), TEXTS)
     view = view_of(TEXTS, SAMPLINGS, 2)
     before = proposer.propose(view, 2)
     weights = random_adapter(VOCAB_SIZE, 2).state_dict()
@@ -145,7 +75,8 @@ def test_a_draft_in_half_precision_is_sampled_from_a_law_in_single_precision() -
 
 def test_an_argmax_draft_proposes_the_most_likely_token_under_penalties_and_states_no_law() -> None:
     model = random_adapter(VOCAB_SIZE, 1)
-    proposal = proposer_with(model, TEXTS, "argmax").propose(view_of(TEXTS, SAMPLINGS, 4), 4)
+    proposer = ready(DraftModelProposer(model, tokens="argmax"), TEXTS)
+    proposal = proposer.propose(view_of(TEXTS, SAMPLINGS, 4), 4)
     assert proposal.draft_probs is None
     assert proposal.lengths.tolist() == [4] * 4
     greedy = [replace(sampling, temperature=0.0) for sampling in SAMPLINGS]
@@ -158,17 +89,10 @@ def test_an_argmax_draft_proposes_the_most_likely_token_under_penalties_and_stat
 def test_a_draft_whose_rows_are_all_greedy_is_an_argmax_draft() -> None:
     model = random_adapter(VOCAB_SIZE, 1)
     view = view_of(TEXTS, [SamplingConfig(temperature=0.0, top_k=2)] * 4, 3)
-    sampled = proposer_with(model, TEXTS).propose(view, 3)
-    argmax = proposer_with(model, TEXTS, "argmax").propose(view, 3)
+    sampled = ready(DraftModelProposer(model), TEXTS).propose(view, 3)
+    argmax = ready(DraftModelProposer(model, tokens="argmax"), TEXTS).propose(view, 3)
     assert sampled.draft_probs is None
     assert torch.equal(sampled.tokens, argmax.tokens)
-
-
-def test_how_tokens_are_chosen_is_part_of_a_signature() -> None:
-    model = random_adapter(VOCAB_SIZE, 1)
-    sampled, argmax = (DraftModelProposer(model, tokens=name) for name in ("sampled", "argmax"))
-    assert sampled.signature != argmax.signature
-    assert sampled.signature == DraftModelProposer(random_adapter(VOCAB_SIZE, 2)).signature
 
 
 class Repeats(Proposer):
@@ -206,8 +130,3 @@ def test_every_attribute_of_a_proposer_is_in_its_signature_but_the_contents_of_t
     assert Repeats().signature == same.signature
     for other in (Repeats(2), Repeats(1, torch.ones(9)), Repeats(1, torch.ones(8).double())):
         assert other.signature != same.signature
-
-
-def test_the_context_of_a_proposer_is_its_models() -> None:
-    adapter: CausalAdapter = tiny.adapter(max_position_embeddings=48)
-    assert DraftModelProposer(adapter).max_positions == 48

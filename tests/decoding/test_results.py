@@ -52,17 +52,6 @@ def launched(
     return Launched(group, [*held.values()], "v1", [], pack(outcome), None), held
 
 
-def test_a_report_is_read_into_lists() -> None:
-    report = [[3, 3, 0, 0, 2], [1, 1, 1, 1, 1], [2, 1, 0, 1, 2]]
-    result = read(*launched(slots=[0, 1, 2], rows=3, report=report))
-    assert result.slots == [0, 1, 2]
-    assert (result.emitted, result.committed) == ([3, 1, 2], [3, 1, 1])
-    assert (result.ended, result.done) == ([False, True, False], [False, True, True])
-    assert (result.gamma, result.lengths) == (GAMMA, [2, 1, 2])
-    assert result.proposer_version == "v1"
-    assert result.tokens[:, 0].tolist() == [0, 1, 2]
-
-
 def numbers(result: RoundResult) -> list[list[int]]:
     """The rows that each tensor of `result` holds."""
     tensors = (

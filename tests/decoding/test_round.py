@@ -14,9 +14,14 @@ from draftkit.decoding import round as units
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
-from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
+from draftkit.decoding.proposers import (
+    DraftModelProposer,
+    ParallelProposer,
+    Proposal,
+    Proposer,
+)
 from draftkit.decoding.results import Outcome
-from draftkit.decoding.round import RoundInputs, no_proposal
+from draftkit.decoding.round import RoundInputs
 from draftkit.decoding.state import Request, make_group
 from tests import tiny
 from tests.decoding.driving import (
@@ -29,7 +34,7 @@ from tests.decoding.driving import (
     strict_compiler,
 )
 from tests.decoding.test_cache import Session
-from tests.tabular import random_adapter, relative
+from tests.tabular import random_adapter, relative, with_masks
 
 EXACT = 1e-10
 
@@ -102,14 +107,6 @@ def test_a_finished_row_stands_still_in_a_round_begun_before_that_was_known() ->
     assert decoder.state.length[1] > before[1]
 
 
-def test_no_proposal_is_zero_wide() -> None:
-    inputs = ready(decoder_of(), 3)
-    proposal = no_proposal(inputs)
-    assert proposal.tokens.shape == (3, 0)
-    assert proposal.draft_probs is None
-    assert proposal.lengths.tolist() == [0, 0, 0]
-
-
 # Compiled rounds of every proposer
 
 
@@ -132,12 +129,13 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "lookup": lambda: PromptLookup(),
     "memory": lambda: memory(),
     "table": lambda: pairs_table(),
+    "parallel": lambda: ParallelProposer(with_masks(relative(TARGET, 2))),
     "hybrid": lambda: HybridProposer(PromptLookup(min_ngram=2), model()),
     "staged": lambda: StagedProposer(pairs_table(), model(), width=2),
     "staged lookup": lambda: StagedProposer(PromptLookup(), model(), width=3, passes=1),
 }
 soak = pytest.mark.soak
-IN_SHORT = ("memory", "hybrid")
+IN_SHORT = ("memory", "hybrid", "parallel")
 
 
 @pytest.mark.parametrize(
@@ -258,11 +256,6 @@ def compare_with_fresh_decoders(schedule: list[int], **options: Any) -> int:
             length += count
         assert length == len(answer.text)
     return compared
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_acceptance_after_plain_rounds_is_that_of_a_fresh_decoder(late: bool) -> None:
-    assert compare_with_fresh_decoders(PLAIN_BETWEEN, late=late) > 12
 
 
 def test_compiled_rounds_follow_plain_ones_as_well() -> None:

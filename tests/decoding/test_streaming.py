@@ -190,13 +190,6 @@ def check_final_text_grows(ids: list[int], decode: Decode) -> None:
         assert longer.startswith(shorter)
 
 
-def test_a_character_waits_for_its_last_byte() -> None:
-    decode = byte_level().decode
-    stream = TextStream(decode)
-    emoji = byte_level().encode("😀").ids
-    assert [stream.push([i]) for i in emoji] == ["", "", "", "😀"]
-
-
 def test_byte_fallback_waits_for_the_whole_run_of_a_round() -> None:
     """Its unfinished run shows a sign for every byte, finished characters included."""
     tokenizer = llama()
@@ -273,23 +266,6 @@ def test_text_that_may_begin_a_stop_string_is_held_until_it_does_not() -> None:
     assert stream.push(tokenizer.encode("r: b").ids) == ""
     assert stream.stop == Stop("\n\nUser:", 8, 8)
     assert stream.push(tokenizer.encode("more").ids) + stream.flush() == ""
-
-
-def test_the_fewest_tokens_hold_the_answer_and_the_text_is_cut_inside_the_last() -> None:
-    tokenizer = byte_bpe()
-    ids = tokenizer.encode("the cat").ids
-    found = watched(iter([ids]), TextStream(tokenizer.decode, ["at"]))
-    assert found is not None
-    assert tokenizer.decode(ids[: found.tokens]) == "the cat"
-    assert tokenizer.decode(ids)[: found.characters] == "the c"
-
-
-def test_a_stop_string_at_the_very_beginning_leaves_no_token() -> None:
-    tokenizer = byte_level()
-    stream = TextStream(tokenizer.decode, ["ab"])
-    for part, stop in (("a", None), ("bc", Stop("ab", 0, 0)), ("d", Stop("ab", 0, 0))):
-        assert stream.push(tokenizer.encode(part).ids) == ""
-        assert stream.stop == stop
 
 
 def test_an_empty_stop_string_is_refused() -> None:

@@ -11,16 +11,12 @@ from torch import Tensor
 
 from draftkit.theory import noise
 from draftkit.theory.verification import Verification, Verifier
+from tests.theory.boxes import LARGEST
 from tests.theory.laws import (
-    LARGEST,
-    Draw,
     Law,
     LawBroken,
     check_round,
-    check_sample,
-    decode,
     markov,
-    pair_laws,
     random_logits,
     warped_table,
 )
@@ -215,36 +211,3 @@ def small_tables() -> tuple[Tensor, Tensor]:
     return random_logits(4, 31, spread=1.0).softmax(-1), random_logits(4, 32, spread=1.0).softmax(
         -1
     )
-
-
-def check_decoding(
-    verify: Verifier,
-    tables: tuple[Tensor, Tensor],
-    *,
-    rows: int,
-    draw: Draw = noise.uniform,
-    tokens: int = 6,
-    gamma: int = 3,
-) -> None:
-    """Real noise over several rounds: positions and pairs of tokens have the target's law."""
-    target, draft = tables
-    sample = decode(
-        verify, target=target, draft=draft, rows=rows, tokens=tokens, gamma=gamma, draw=draw
-    )
-    check_sample(sample, pair_laws(target.double(), tokens))
-
-
-def check_told_decoding(verify: Verifier, *, rows: int) -> None:
-    """The sampled control: told raw q while proposals come from top-k q, it must fail."""
-    target, draft = adversarial_tables()
-    cut = torch.where(draft >= draft.topk(8).values[..., -1:], draft, 0.0)
-    sample = decode(
-        verify,
-        target=target,
-        draft=cut / cut.sum(-1, keepdim=True),
-        stated_draft=draft,
-        rows=rows,
-        tokens=6,
-        gamma=3,
-    )
-    check_sample(sample, pair_laws(target.double(), 6))

@@ -6,7 +6,6 @@ the noise wrap `noise.uniform`. `test_mutants.py` names the check that must reje
 """
 
 import inspect
-from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -107,9 +106,6 @@ VERIFICATION_EDITS = {
 def verification_mutant(name: str) -> ModuleType:
     """verification.py with the edit of that name."""
     return mutate(verification, *VERIFICATION_EDITS[name])
-
-
-Draw = Callable[..., Tensor]
 
 
 def tests_share_proposal_noise(*, purpose: int, **key: Tensor | int) -> Tensor:

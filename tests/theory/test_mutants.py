@@ -7,13 +7,10 @@ they prove their power.
 from collections.abc import Callable
 
 import pytest
-from torch import Tensor
 
 from draftkit.theory.verification import VERIFIERS, Verifier
 from tests.theory import checks, mutants
-from tests.theory.laws import Draw, LawBroken
-
-ROWS = 20_000  # enough for every mutant below; the shipped rules are tested with more
+from tests.theory.laws import LawBroken
 
 # mutant of verification.py: (its rule, the check that must reject it)
 REJECTED_BY: list[tuple[str, str, Callable[[Verifier], None]]] = [
@@ -42,17 +39,6 @@ REJECTED_BY: list[tuple[str, str, Callable[[Verifier], None]]] = [
     ("match: compared with the position after", "match", checks.check_joint_law),
     ("match: next token from the position before", "match", checks.check_joint_law),
     ("match: every position from the same noise", "match", checks.check_joint_law),
-]
-SAMPLED = [
-    ("inverted ratio", "speculative"),
-    ("correction drawn afresh from the target", "speculative"),
-    ("correction drawn afresh from the draft", "speculative"),
-    ("bonus from the wrong position", "speculative"),
-    ("correction shares the noise of the tests", "speculative"),
-    ("match: correction drawn afresh", "match"),
-    ("match: compared with the position after", "match"),
-    ("match: next token from the position before", "match"),
-    ("match: every position from the same noise", "match"),
 ]
 
 
@@ -87,58 +73,6 @@ def test_every_mutant_of_verification_has_a_check_that_rejects_it() -> None:
 def test_being_told_raw_q_for_warped_proposals_breaks_the_joint_law(rule: str) -> None:
     with pytest.raises(LawBroken, match="joint law is off"):
         checks.check_told_law(VERIFIERS[rule])
-
-
-@pytest.mark.parametrize("rule", checks.RATIO_RULES)
-def test_being_told_raw_q_for_warped_proposals_fails_the_chi_square(rule: str) -> None:
-    with pytest.raises(LawBroken, match="chi-square"):
-        checks.check_told_decoding(VERIFIERS[rule], rows=ROWS)
-
-
-@pytest.mark.parametrize(("mutant", "rule"), SAMPLED)
-def test_a_broken_rule_fails_the_chi_square(mutant: str, rule: str) -> None:
-    broken = mutants.verification_mutant(mutant).VERIFIERS[rule]
-    with pytest.raises(LawBroken, match="chi-square"):
-        checks.check_decoding(broken, checks.adversarial_tables(), rows=ROWS)
-
-
-NOISE_MUTANTS: list[tuple[Draw, str]] = [
-    (mutants.tests_share_proposal_noise, "speculative"),
-    (mutants.tests_share_proposal_noise, "block"),
-    (mutants.correction_shares_proposal_noise, "speculative"),
-    (mutants.correction_shares_test_noise, "speculative"),
-    (mutants.correction_shares_test_noise, "block"),
-    (mutants.forgets_the_length, "speculative"),
-    (mutants.forgets_the_length, "block"),
-    (mutants.forgets_the_length, "match"),
-    (mutants.keyed_by_position, "block"),
-]
-
-
-@pytest.mark.parametrize(
-    ("draw", "rule"), NOISE_MUTANTS, ids=[f"{draw.__name__}-{rule}" for draw, rule in NOISE_MUTANTS]
-)
-def test_shared_or_reused_noise_fails_the_chi_square(draw: Draw, rule: str) -> None:
-    with pytest.raises(LawBroken, match="chi-square"):
-        checks.check_decoding(VERIFIERS[rule], checks.small_tables(), rows=ROWS, draw=draw)
-
-
-@pytest.mark.parametrize("rule", VERIFIERS)
-@pytest.mark.parametrize("tables", [checks.adversarial_tables, checks.small_tables])
-def test_the_shipped_rule_with_the_shipped_noise_passes_those_chi_squares(
-    rule: str, tables: Callable[[], tuple[Tensor, Tensor]]
-) -> None:
-    checks.check_decoding(VERIFIERS[rule], tables(), rows=ROWS)
-
-
-def test_noise_keyed_by_position_alone_leaves_plain_speculative_sampling_intact() -> None:
-    # Why block verification needs the round in the key, and tests of the plain rule miss it.
-    checks.check_decoding(
-        VERIFIERS["speculative"],
-        checks.small_tables(),
-        rows=ROWS,
-        draw=mutants.keyed_by_position,
-    )
 
 
 def test_a_stale_edit_is_reported_instead_of_testing_the_shipped_code() -> None:

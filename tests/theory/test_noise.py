@@ -9,7 +9,8 @@ from torch import Tensor
 
 from draftkit.theory import noise
 from tests.indices import indices_inside_int32
-from tests.theory.laws import LARGEST, chi_square_p_value
+from tests.theory.boxes import LARGEST
+from tests.theory.laws import chi_square_p_value
 
 LEVEL = 1e-4  # every p-value below is of fixed numbers: passing once is passing always
 

@@ -147,14 +147,6 @@ def test_one_measured_gamma_gives_a_constant_cost_and_none_is_refused() -> None:
         Costs(0.01, 0.1, 1.2, 0.1, verify_ratios={})
 
 
-def test_the_best_gamma_follows_from_a_table_of_costs() -> None:
-    cheap = Costs(0.01, 0.05, 1.0, 0.0, verify_ratios={1: 1.0})
-    steep = Costs(0.01, 0.05, 1.6, 0.0, verify_ratios={1: 1.6, 2: 2.2})
-    for costs, gamma in ((cheap, 8), (steep, 1)):
-        found, _ = best_gamma(0.8, costs, 12)
-        assert found == gamma
-
-
 def test_what_proposing_costs_lies_on_the_line_between_measured_numbers() -> None:
     serial = Costs(0.01, 0.1, 1.0, 0.1, {1: 1.0}, draft_units={1: 0.1, 4: 0.4, 12: 1.2})
     plain = Costs(0.01, 0.1, 1.0, 0.1, {1: 1.0})

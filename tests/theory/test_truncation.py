@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from draftkit.config import DivergenceConfig
-from draftkit.theory.acceptance import sampled_acceptance, tail_bound
 from draftkit.theory.divergences import DIVERGENCES
 from draftkit.theory.truncation import (
     coarse_draft,
@@ -86,21 +85,6 @@ def test_fewer_outcomes_never_make_a_divergence_larger_and_all_but_one_make_it_w
     assert (coarse <= whole + 1e-12).all()
     if k == VOCAB - 1:
         torch.testing.assert_close(coarse, whole, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("k", [1, 3, 6])
-def test_alpha_lies_in_the_bound(logits, k):
-    target, draft = logits
-    ids, log_probs, tail = stored(target, k, 1.0)
-    p = coarse_target(log_probs, tail, temperature=1.0).exp()
-    q = coarse_draft(draft, ids).exp()
-    overlap = torch.minimum(p, q)[:, :k].sum(-1)
-    low, high = tail_bound(kept_overlap=overlap, target_tail=p[:, k], draft_tail=q[:, k])
-    alpha = sampled_acceptance(target_probs=target.softmax(-1), draft_probs=draft.softmax(-1))
-    assert (low <= alpha + 1e-12).all()
-    assert (alpha <= high + 1e-12).all()
-    assert (high - low <= torch.minimum(p[:, k], q[:, k]) + 1e-12).all()
-    assert bool((high - low > 1e-3).any())
 
 
 def test_gradients_are_those_of_the_divergence_over_fewer_outcomes(logits):

@@ -16,7 +16,6 @@ from transformers import (
 
 from draftkit.theory import warping
 from draftkit.theory.acceptance import sampled_acceptance
-from draftkit.theory.verification import VERIFIERS
 from draftkit.theory.warping import (
     SamplingParams,
     promote,
@@ -26,7 +25,6 @@ from draftkit.theory.warping import (
     warped_logits,
 )
 from tests.params import params_of, select
-from tests.theory.laws import check_round, conditionals, random_logits
 
 VOCAB_SIZE = 40
 SETTINGS = [
@@ -279,54 +277,6 @@ def test_a_whole_round_under_a_penalty_equals_hugging_face_position_by_position(
             history = torch.cat([prefix[row, : length[row]], block[row, :position]])[None]
             theirs = hugging_face(logits[row : row + 1, position], history, **settings)
             torch.testing.assert_close(ours[row, position], theirs.softmax(-1)[0])
-
-
-@pytest.mark.parametrize("rule", ["speculative", "block"])
-@pytest.mark.parametrize("is_tracked", [True, False])
-def test_a_penalty_keeps_the_law_only_if_drafted_tokens_count_as_history(
-    rule: str, is_tracked: bool
-) -> None:
-    penalty = {"repetition_penalty": 3.0, "temperature": 0.8}
-    size, gamma = 4, 3
-
-    def penalised(logits: Tensor, history: Tensor) -> Tensor:
-        length = torch.full((len(history),), history.shape[1])
-        seen = seen_tokens(history, length, size)[:, None]
-        params = SamplingParams.uniform(len(history), **penalty)
-        return warp(logits[history[:, -2], history[:, -1]][:, None], params, seen)[:, 0]
-
-    target_logits, draft_logits = random_logits(size, 8), random_logits(size, 9)
-
-    def target(history: Tensor) -> Tensor:
-        return penalised(target_logits, history)
-
-    def in_one_pass(**round_inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The rule, with the target warped for the whole round at once as a decoder would."""
-        tokens = round_inputs["draft_tokens"]
-        assert tokens is not None
-        raw = conditionals(lambda past: target_logits[past[:, -2], past[:, -1]], tokens)
-        seen = torch.zeros(len(tokens), size, dtype=torch.bool)
-        seen[:, 0] = True  # the tokens of START
-        along = seen_along(seen, tokens)
-        along = along if is_tracked else seen[:, None].expand_as(along)
-        params = SamplingParams.uniform(len(tokens), **penalty)
-        round_inputs["target_probs"] = warp(raw, params, along)
-        return VERIFIERS[rule](**round_inputs)
-
-    def judge() -> None:
-        check_round(
-            in_one_pass,
-            target=target,
-            draft=lambda history: penalised(draft_logits, history),
-            vocab_size=size,
-            gamma=gamma,
-        )
-
-    if is_tracked:
-        judge()
-    else:
-        with pytest.raises(AssertionError, match="joint law is off"):
-            judge()
 
 
 def test_warping_the_draft_too_raises_acceptance() -> None:

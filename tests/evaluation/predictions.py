@@ -19,7 +19,6 @@ from itertools import islice
 from draftkit.config import DataConfig, DraftConfig, HardwareConfig, SamplingConfig, TargetConfig
 from draftkit.data.chats import text_ids
 from draftkit.data.corpora import read_documents
-from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
@@ -27,6 +26,7 @@ from draftkit.evaluation.engines import ARGMAX, SAMPLED
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import load_draft, load_target
 from draftkit.theory.acceptance import Estimate, Rate, estimate, gain_p_value
+from tests.records import records_of
 
 MODES = {"sampled": SAMPLED, "argmax": ARGMAX}  # what the drafter proposes
 TEMPERATURES, GAMMAS = (0.0, 1.0), (2, 5)
@@ -96,18 +96,8 @@ class Models:
 
     def scored(self, sampling: SamplingConfig) -> PromptTotals:
         """Texts that the target samples alone, scored by both."""
-        contexts = [
-            Record(
-                prompt_ids=one.prompt_ids,
-                output_ids=one.output_ids,
-                sampler="target",
-                sampler_version="",
-                sampling=vars(sampling),
-                seed=CONTEXTS_SEED,
-                row=row,
-            )
-            for row, one in enumerate(self.decoded(sampling, seed=CONTEXTS_SEED))
-        ]
+        texts = self.decoded(sampling, seed=CONTEXTS_SEED)
+        contexts = records_of(texts, sampling, seed=CONTEXTS_SEED)
         drafts: Mapping[str, Adapter] = {"draft": self.draft}
         return score_drafts(
             self.target,

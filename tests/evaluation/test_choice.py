@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from draftkit.config import Config, DecodeConfig, SamplingConfig
-from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer
@@ -15,6 +14,7 @@ from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.choice import chosen_numbers, correct, guessed_lengths, without_draft
 from draftkit.theory.acceptance import MODES, Rate, estimate
 from draftkit.theory.speedup import Costs
+from tests.records import records_of
 from tests.tabular import random_adapter, relative
 
 COSTS = Costs(0.01, 0.1, 1.1, 0.05, {1: 1.0, 12: 1.2}, {1: 0.1, 12: 1.2})
@@ -30,25 +30,10 @@ def decoded(target, count, tokens, gamma=0, *, sampling=SERVED, seed=0):
     return decode(target, [*requests], eos_token_ids=(), batch_size=64, proposer=proposer)
 
 
-def as_records(answers, sampling=SERVED):
-    return [
-        Record(
-            prompt_ids=one.prompt_ids,
-            output_ids=one.output_ids,
-            sampler="target",
-            sampler_version="",
-            sampling=vars(sampling),
-            seed=0,
-            row=row,
-        )
-        for row, one in enumerate(answers)
-    ]
-
-
 def test_replayed_guesses_are_the_rounds_of_greedy_decoding():
     """Greedy text is the same whoever proposes, so every pass of the target can be compared."""
     target, greedy = random_adapter(8, 0), SamplingConfig(temperature=0)
-    texts = as_records(decoded(target, 24, 30, sampling=greedy))
+    texts = records_of(decoded(target, 24, 30, sampling=greedy), greedy)
     taus = guessed_lengths(PromptLookup(), texts)
     for gamma in (1, 3, 12):
         answers = decoded(target, 24, 30, gamma, sampling=greedy)
@@ -60,7 +45,7 @@ def test_replayed_guesses_are_the_rounds_of_greedy_decoding():
 
 def test_replayed_guesses_have_the_length_that_sampled_decoding_shows():
     target = random_adapter(8, 0)
-    texts = as_records(decoded(target, 300, 40))
+    texts = records_of(decoded(target, 300, 40), SERVED)
     right = [correct(PromptLookup(), one) for one in texts]
     answers = decoded(target, 300, 40, 3, seed=1)
 
@@ -81,7 +66,7 @@ def test_replayed_guesses_have_the_length_that_sampled_decoding_shows():
 def test_guesses_see_nothing_of_what_follows():
     """Whatever stands behind a token, what is guessed before it stays the same."""
     text = [1, 2, 3, 1, 2, 4, 1, 2, 4, 5]
-    (one,) = as_records(decoded(random_adapter(8, 0), 1, 3))
+    (one,) = records_of(decoded(random_adapter(8, 0), 1, 3), SERVED)
     whole = correct(PromptLookup(), replace(one, prompt_ids=[1], output_ids=text[1:]))
     other = correct(PromptLookup(), replace(one, prompt_ids=[1], output_ids=[*text[1:5], 7, 7, 7]))
     assert whole == [0, 0, 0, 1, 0, 0, 2, 1, 0]  # 2; 2, 4 and then 5 for 1; 4
@@ -98,7 +83,7 @@ def chosen(alpha, costs=COSTS, **decode):
         "hybrid": lambda: DraftModelProposer(relative(target, 1)),
         "prompt_lookup": PromptLookup,
     }
-    texts = as_records(decoded(target, 8, 30))
+    texts = records_of(decoded(target, 8, 30), SERVED)
     config = Config(decode=DecodeConfig(gamma="auto", **decode))
     return chosen_numbers(ways, {"after": costs}, {"after": scored}, texts, config), texts
 
@@ -131,7 +116,7 @@ def test_a_drafter_that_pays_nowhere_still_has_a_number_to_be_timed_with():
 def test_lengths_follow_from_the_scores_of_both_models():
     """The whole way: a real draft, its scores and the number that its decoding would choose."""
     target = random_adapter(8, 0)
-    texts = as_records(decoded(target, 60, 40))
+    texts = records_of(decoded(target, 60, 40), SERVED)
     draft = relative(target, 1)
     scored = score_drafts(target, {"after": draft}, texts, sampling=SERVED, batch_size=32)
     config = Config(decode=DecodeConfig(gamma="auto"))

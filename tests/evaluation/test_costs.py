@@ -182,22 +182,6 @@ def test_single_slow_rounds_do_not_move_a_median(clock):
     assert found.costs().cost_ratio == pytest.approx(0.1)
 
 
-def test_kinds_of_rounds_take_turns_and_the_first_are_left_out(clock, monkeypatch):
-    order = []
-    real = Flow.burst
-
-    def recorded(self, *counts):
-        order.append(self.gamma)
-        return real(self, *counts)
-
-    monkeypatch.setattr(Flow, "burst", recorded)
-    calibrate(Slow(0, clock, lambda n: 1.0), Slow(1, clock, lambda n: 1.0), SETTING, gammas=(8,))
-    turns = [order[i : i + 3] for i in range(0, len(order), 3)]
-    assert len(turns) == costs.WARM_TURNS + 4
-    assert all(sorted(turn) == [0, 3, 8] for turn in turns)
-    assert len({turn[0] for turn in turns}) == 3
-
-
 def test_a_burst_is_measured_once_it_has_settled(clock):
     """The first rounds behind other work are slow; those that follow each other count, all."""
     seconds = iter([50.0, 20.0, 4.0, 5.0, 9.0])

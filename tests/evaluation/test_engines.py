@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from draftkit.config import SamplingConfig
-from draftkit.data.rollouts import Record
 from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation.alpha import UNCUT, PromptTotals, score_drafts
@@ -18,6 +17,7 @@ from draftkit.evaluation.engines import (
     engine_rows,
 )
 from draftkit.models.adapter import Adapter
+from tests.records import records_of
 from tests.tabular import random_adapter, relative
 
 VOCAB, EOS, TEXTS, TOKENS = 8, 7, 400, 30
@@ -43,18 +43,7 @@ def decoded(
 
 
 def scored(texts: list[Completion], sampling: SamplingConfig) -> PromptTotals:
-    records = [
-        Record(
-            prompt_ids=one.prompt_ids,
-            output_ids=one.output_ids,
-            sampler="target",
-            sampler_version="",
-            sampling=vars(sampling),
-            seed=0,
-            row=row,
-        )
-        for row, one in enumerate(texts)
-    ]
+    records = records_of(texts, sampling)
     drafts: dict[str, Adapter] = {"draft": DRAFT}
     return score_drafts(
         TARGET, drafts, records, sampling=sampling, batch_size=50, eos_token_ids=[EOS]

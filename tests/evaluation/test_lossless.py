@@ -34,14 +34,14 @@ def table(seed):
     return TabularAdapter(random_adapter(VOCAB, seed).table)
 
 
-def check(target, draft, prompts=PROMPTS):
+def check(target, draft, prompts=PROMPTS, tokens=12, batch_size=3):
     found = greedy_identity(
         target,
         {"draft": DraftModelProposer(draft)},
         prompts,
-        max_new_tokens=12,
+        max_new_tokens=tokens,
         gamma=3,
-        batch_size=3,
+        batch_size=batch_size,
         eos_token_ids=(),
     )
     return found["draft"]
@@ -87,20 +87,6 @@ def test_a_mismatch_is_tolerated_only_where_the_two_best_logits_nearly_tie(
 HALF_PROMPTS = tiny.prompts([5, 9, 12, 7] * 4)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_in_the_served_dtype_near_ties_are_no_fault_and_a_wrong_decoder_is(
-    monkeypatch, architecture
-):
-    target, draft = tiny.pair(architecture, dtype=torch.bfloat16)
-    right = check(target, draft, HALF_PROMPTS)
-    assert right.passed
-    assert right.as_dict()["method"] == "greedy identity in bfloat16"
-    monkeypatch.setattr(units, "greedy_verification", accept_everything)
-    wrong = check(target, draft, HALF_PROMPTS)
-    assert not wrong.passed
-    assert wrong.mismatches > wrong.near_ties
-
-
 def accept_one_too_many(*, target_probs, draft_tokens, lengths):
     right = greedy_verification(
         target_probs=target_probs, draft_tokens=draft_tokens, lengths=lengths
@@ -109,9 +95,12 @@ def accept_one_too_many(*, target_probs, draft_tokens, lengths):
     return Verification(accepted, target_probs[range(len(accepted)), accepted].argmax(-1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_decoder_that_accepts_one_proposal_too_many_is_caught(monkeypatch, dtype):
-    target, draft = tiny.pair(dtype=dtype)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [("llama", torch.bfloat16), ("llama", torch.float32), ("gemma2", torch.bfloat16)],
+)
+def test_a_decoder_that_accepts_one_proposal_too_many_is_caught(monkeypatch, architecture, dtype):
+    target, draft = tiny.pair(architecture, dtype=dtype)
     assert check(target, draft, HALF_PROMPTS).passed
     monkeypatch.setattr(units, "greedy_verification", accept_one_too_many)
     assert not check(target, draft, HALF_PROMPTS).passed
@@ -179,27 +168,13 @@ def lossy_by(monkeypatch, nats):
     monkeypatch.setattr(units, "greedy_verification", accept)
 
 
-def rounded(pair, batch_size=4):
-    target, draft, prompts, tokens = pair
-    proposers = {"draft": DraftModelProposer(draft)}
-    return greedy_identity(
-        target,
-        proposers,
-        prompts,
-        max_new_tokens=tokens,
-        gamma=3,
-        batch_size=batch_size,
-        eos_token_ids=(),
-    )["draft"]
-
-
 def test_in_bfloat16_a_decoder_that_is_lossy_by_half_a_nat_fails_and_a_sound_one_passes(
     monkeypatch,
 ):
     pair = rounding_pair("random", 12)
-    assert rounded(pair).passed
+    assert check(*pair, batch_size=4).passed
     lossy_by(monkeypatch, 0.5)
-    found = rounded(pair)
+    found = check(*pair, batch_size=4)
     assert found.passed is False
     assert found.mismatches > found.near_ties
 
@@ -213,8 +188,8 @@ def test_in_bfloat16_thirty_sound_runs_pass_and_lossy_ones_fail(monkeypatch, kin
         sound, place = run < 30, 12 * (run % 30)
         if run == 30:
             lossy_by(monkeypatch, 0.5)
-        mine = (target, draft, prompts[place : place + 12], tokens)
-        found = rounded(mine, batch_size=(4, 6, 12)[run % 3])
+        some = prompts[place : place + 12]
+        found = check(target, draft, some, tokens, batch_size=(4, 6, 12)[run % 3])
         assert found.passed is sound, (run, found)
         ties += found.near_ties
     assert ties > 0
@@ -226,7 +201,7 @@ def test_more_near_ties_than_plain_decoding_has_with_itself_are_a_fault(monkeypa
     lossy_by(monkeypatch, 0.5)
     everything = "draftkit.evaluation.lossless.differ_by_rounding"
     monkeypatch.setattr(everything, lambda target, pairs, shapes: [True] * len(pairs))
-    found = rounded(pair)
+    found = check(*pair, batch_size=4)
     assert found.mismatches == found.near_ties > 9
     assert found.passed is False
     assert found.p_value == found.as_dict()["p_value"] < 1e-3

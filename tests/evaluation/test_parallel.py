@@ -22,6 +22,7 @@ from draftkit.theory.acceptance import (
 )
 from draftkit.theory.warping import SamplingParams, warp
 from tests import tiny
+from tests.records import records_of
 
 MASK, BLOCKS = 250, 4
 SAMPLINGS = {
@@ -46,18 +47,7 @@ def contexts_of(
     prompts = tiny.prompts([4 + row % 5 for row in range(count)], seed=seed)
     requests = [*make_requests(prompts, max_new_tokens=tokens, sampling=sampling, seed=seed)]
     answers = decode(target, requests, eos_token_ids=(), batch_size=count)
-    return [
-        Record(
-            prompt_ids=prompt,
-            output_ids=answer.output_ids,
-            sampler="target",
-            sampler_version="",
-            sampling=dict(vars(sampling)),
-            seed=seed,
-            row=row,
-        )
-        for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
+    return records_of(answers, sampling, seed=seed)
 
 
 def rounds_by_hand(share: Tensor, gamma: int, begin: int = 0) -> float:

@@ -26,7 +26,7 @@ from draftkit.evaluation.walltime import (
     warm_up,
 )
 from draftkit.theory.acceptance import speedup
-from tests.evaluation.scripted import VOCAB, Clock, Slow
+from tests.evaluation.scripted import Clock, Slow
 
 SETTING = Setting(
     sampling=SamplingConfig(),
@@ -80,23 +80,6 @@ def timed_of(prefill_seconds, seconds, tokens, full=None):
     answers = [[Completion([], [0] * count)] for count in tokens]
     chunks = zip(prefill_seconds, seconds, answers, [full] * len(tokens), strict=True)
     return Timed([Chunk(*chunk) for chunk in chunks])
-
-
-def test_the_rate_of_rounds_leaves_out_the_prefill():
-    plain = timed_of([9.0, 9.0] * 10, [2.0, 4.0] * 10, [20, 40] * 10)
-    fast = timed_of([1.0, 1.0] * 10, [1.0, 1.0] * 10, [20, 30] * 10)
-    estimate = speedup(fast.rounds, plain.rounds)
-    assert estimate.mean == pytest.approx(25 / 10)
-    assert estimate.low < estimate.mean < estimate.high
-
-
-def test_the_rate_of_answers_holds_the_prefill():
-    plain = timed_of([1.0, 3.0] * 10, [2.0, 4.0] * 10, [20, 40] * 10)
-    fast = timed_of([5.0, 3.0] * 10, [1.0, 1.0] * 10, [20, 30] * 10)
-    estimate = speedup(fast.answers, plain.answers)
-    assert estimate.mean == pytest.approx((50 / 10) / (60 / 10))
-    assert (20 / 6) / (20 / 3) < estimate.low < estimate.high < (30 / 4) / (40 / 7)
-    assert estimate.prompts == estimate.documents == 20
 
 
 def test_what_is_one_observation_of_time_is_a_document_or_a_batch():
@@ -170,16 +153,6 @@ def test_answers_are_cut_behind_the_end_of_text_and_counted_so(clock):
         counts = [len(c.output_ids) for c in completions]
         tokens = [chunk.tokens for chunk in timed[name].chunks]
         assert tokens == [sum(counts[:2]), sum(counts[2:])]
-
-
-def test_completions_hold_the_tokens_that_were_timed(clock):
-    target = Slow(0, clock, lambda tokens: 1.0)
-    timed = time_methods(target, {}, PROMPTS, PROMPTS, SETTING)
-    outputs = [c.output_ids for c in timed[PLAIN].completions]
-    assert all(len(output) == 10 for output in outputs)
-    assert all(0 <= token < VOCAB for output in outputs for token in output)
-    assert [c.prompt_ids for c in timed[PLAIN].completions] == PROMPTS
-    assert torch.tensor(outputs).unique().numel() > 2
 
 
 def test_the_same_method_may_run_again_and_answers_the_same(clock):

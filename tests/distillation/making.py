@@ -12,6 +12,10 @@ TEXTS = [TokenSequence([*p, 1, 4], [False, False, True, True]) for p in PROMPTS]
 BATCH, GAMMA, SEED, LENGTH = 3, 3, 1, 8
 
 
+class Killed(Exception):
+    """The process ended here."""
+
+
 def settings(new=LENGTH, sampling=None, batch_size=4):
     return AnswerSettings(
         sampling=sampling or SamplingConfig(),

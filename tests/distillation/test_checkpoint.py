@@ -11,22 +11,24 @@ from draftkit.distillation.checkpoint import (
     save_checkpoint,
     save_weights,
 )
+from draftkit.distillation.optimizers import Muon, adamw
 from tests.distillation.bigram import Bigram, batch_of, trainer
 
 BATCH = ([1, 2, 3, 4], 1), ([7, 6, 5], 1)
 
 
-def trained(steps):
-    learner = trainer()
+def trained(steps, optimizer=adamw):
+    learner = trainer(optimizer=optimizer)
     for _ in range(steps):
         learner.step(batch_of(*BATCH))
     return learner
 
 
-def test_a_restored_trainer_goes_on_as_the_saved_one_would_have(tmp_path):
-    saved = trained(3)
+@pytest.mark.parametrize("optimizer", [adamw, Muon])
+def test_a_restored_trainer_goes_on_as_the_saved_one_would_have(tmp_path, optimizer):
+    saved = trained(3, optimizer)
     save_checkpoint(tmp_path / "c", saved, {"best_alpha": 0.25})
-    restored = trainer(Bigram(9))
+    restored = trainer(Bigram(9), optimizer=optimizer)
     assert load_checkpoint(tmp_path / "c", restored) == {"best_alpha": 0.25}
     assert (restored.steps, restored.tokens) == (saved.steps, saved.tokens)
     for learner in (saved, restored):

@@ -21,15 +21,12 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.divergences import DIVERGENCES, Divergence
 from tests import tiny
 from tests.distillation.bigram import CPU
+from tests.distillation.making import Killed
 
 TEXTS = [
     TokenSequence(ids, [i >= 2 for i in range(len(ids))])
     for ids in tiny.prompts([6 + 3 * (row % 4) for row in range(8)], seed=3)
 ]
-
-
-class Killed(Exception):
-    """The process ended here."""
 
 
 def gpt2(rate: float = 0.1) -> CausalAdapter:

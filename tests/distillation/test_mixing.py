@@ -9,7 +9,7 @@ from scipy import stats
 
 from draftkit.config import SamplingConfig
 from draftkit.distillation import mixing
-from draftkit.distillation.mixing import MixtureSampler, coins, never_greedy
+from draftkit.distillation.mixing import MixtureSampler, never_greedy
 from draftkit.distillation.samplers import AnswerSettings
 from draftkit.theory.noise import sample
 from draftkit.theory.verification import Verification
@@ -104,20 +104,6 @@ def test_a_bonus_of_the_target_after_a_run_of_drafted_tokens_would_be_noticed(mo
     monkeypatch.setattr(mixing, "AHEAD", 1)
     monkeypatch.setattr(mixing, "coins", with_bonus)
     assert surprise(texts(0.5, SamplingConfig()), law(0.5, SamplingConfig())) < 1e-6
-
-
-def test_coins_keep_a_run_of_proposals_and_hand_over_to_the_target():
-    fraction, one_hot = 0.5, torch.eye(5, dtype=torch.float64)
-    verdict = coins(fraction)(
-        target_probs=one_hot[torch.tensor([[1, 2, 3, 4]] * 4)],
-        draft_probs=None,
-        draft_tokens=torch.tensor([[0, 0, 0]] * 4),
-        lengths=None,
-        accept_uniform=torch.tensor([[0.5, 0, 0], [0, 0.9, 0], [0, 0, 0.9], [0, 0, 0.499]]),
-        next_uniform=torch.zeros(4),
-    )
-    assert verdict.accepted.tolist() == [0, 1, 2, 2]
-    assert verdict.next_token.tolist() == [1, 2, 3, 0]  # the last one is the draft's own
 
 
 def test_a_row_is_the_same_alone_and_among_others():

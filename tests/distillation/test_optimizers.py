@@ -1,13 +1,10 @@
 """Muon turns a matrix by its momentum with all singular values near one; AdamW does the rest."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 from draftkit.config import OptimConfig
-from draftkit.distillation.checkpoint import load_checkpoint, save_checkpoint
 from draftkit.distillation.optimizers import Muon, adamw
 from tests.distillation.bigram import Bigram, batch_of, trainer
 
@@ -77,17 +74,3 @@ def test_the_schedule_of_a_trainer_reaches_both() -> None:
     assert len(change[0]) == 2
     assert all(change[0])
     assert change[1000] == pytest.approx([value / 1000 for value in change[0]], rel=0.02)
-
-
-def test_a_restored_run_goes_on_as_the_saved_one(tmp_path: Path) -> None:
-    batch = batch_of(([1, 2, 3, 4], 1), ([7, 6, 5], 1))
-    saved = trainer(Bigram(0), optimizer=Muon)
-    for _ in range(3):
-        saved.step(batch)
-    save_checkpoint(tmp_path / "c", saved, {})
-    restored = trainer(Bigram(9), optimizer=Muon)
-    load_checkpoint(tmp_path / "c", restored)
-    for learner in (saved, restored):
-        learner.step(batch)
-    assert torch.equal(saved.draft.table, restored.draft.table)
-    assert set(restored.optimizer.state[restored.draft.table]) == {"momentum_buffer"}

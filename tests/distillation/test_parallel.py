@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
-from draftkit.data.rollouts import Record
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, make_requests
 from draftkit.decoding.proposers import ParallelProposer
@@ -25,6 +24,7 @@ from draftkit.models.parallel import (
 )
 from draftkit.theory.divergences import DIVERGENCES
 from tests import tiny
+from tests.records import record
 
 MASK, BLOCKS, CPU = 250, 3, torch.device("cpu")
 # The longest first, as micro-batches have them.
@@ -122,15 +122,12 @@ def test_alpha_of_a_step_is_that_of_the_first_proposals() -> None:
 
 
 def test_stored_scores_give_the_loss_of_the_target_itself_where_they_hold_all() -> None:
-    target, sampling = tiny.adapter("llama", seed=4, dtype=torch.float64), vars(SamplingConfig())
+    target, sampling = tiny.adapter("llama", seed=4, dtype=torch.float64), SamplingConfig()
     records = [
-        Record(
-            prompt_ids=[*text.token_ids[: text.generated.index(True)]],
-            output_ids=[*text.token_ids[text.generated.index(True) :]],
-            sampler="target",
-            sampler_version="",
-            sampling=dict(sampling),
-            seed=0,
+        record(
+            text.token_ids[: text.generated.index(True)],
+            text.token_ids[text.generated.index(True) :],
+            sampling=sampling,
             row=row,
         )
         for row, text in enumerate(TEXTS)

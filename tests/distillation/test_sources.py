@@ -22,6 +22,7 @@ from tests.distillation.making import (
     PROMPTS,
     SAMPLED,
     TEXTS,
+    Killed,
     block_source,
     draft_source,
     mix_source,
@@ -33,10 +34,6 @@ from tests.distillation.making import (
 
 STEPS, SAVE = 8, 3
 SOURCES = {"text": text_source, **SAMPLED}
-
-
-class Killed(Exception):
-    """The process ended here."""
 
 
 def run(folder, make_source, *, refresh_steps=1, kill_at=None):

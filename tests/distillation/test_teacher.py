@@ -4,27 +4,20 @@ import pytest
 import torch
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, SamplingConfig
-from draftkit.data.rollouts import Record, read_records, write_records
+from draftkit.data.rollouts import read_records, write_records
 from draftkit.distillation.batch import collate, sequence_of_record
 from draftkit.distillation.losses import Objective
 from draftkit.distillation.scores import stored_scores
 from draftkit.distillation.teacher import Outcomes, StoredTeacher, TargetTeacher
 from tests.distillation.bigram import CPU, VOCAB, Bigram
+from tests.records import record
 
 TEXTS = [([1, 2], [3, 4, 5]), ([0], [6, 6]), ([5, 4, 3, 2], [1])]
 
 
 def records(temperature=1.0):
     return [
-        Record(
-            prompt_ids=prompt,
-            output_ids=output,
-            sampler="target",
-            sampler_version="",
-            sampling={"temperature": temperature},
-            seed=0,
-            row=row,
-        )
+        record(prompt, output, sampling=SamplingConfig(temperature=temperature), row=row)
         for row, (prompt, output) in enumerate(TEXTS)
     ]
 
@@ -33,7 +26,7 @@ def batch_and_scores(k, temperature):
     """A batch with stored scores, and what target and store make of it."""
     target = Bigram(1, spread=2.0)
     scored = stored_scores(target, records(), k=k, loss_temperature=temperature)
-    batch = collate([sequence_of_record(record) for record in scored], device=CPU)
+    batch = collate([sequence_of_record(one) for one in scored], device=CPU)
     return batch, TargetTeacher(target).score(batch), StoredTeacher().score(batch)
 
 
@@ -93,14 +86,14 @@ def test_scores_survive_their_file(tmp_path):
     scored = stored_scores(Bigram(1), records(0.5), k=3, loss_temperature=1.0)
     write_records(tmp_path / "scored.parquet", scored)
     assert read_records(tmp_path / "scored.parquet") == scored
-    assert [len(record.topk_ids) for record in scored] == [3, 2, 1]
+    assert [len(one.topk_ids) for one in scored] == [3, 2, 1]
     assert scored[0].tail_mass != scored[0].loss_tail_mass  # at 0.5 and at 1
     p = Bigram(1).table[scored[0].prompt_ids[-1]].detach().softmax(-1)
     assert scored[0].loss_tail_mass[0] == pytest.approx(1 - float(p.topk(3).values.sum()), rel=1e-5)
 
 
 def test_texts_without_scores_are_refused_with_the_way_out():
-    batch = collate([sequence_of_record(record) for record in records()], device=CPU)
+    batch = collate([sequence_of_record(one) for one in records()], device=CPU)
     with pytest.raises(ValueError, match=r"^generate\.top_k: .* use source=target or fixed"):
         StoredTeacher().score(batch)
     with pytest.raises(ValueError, match=r"^generate\.top_k: 8 of 8 ids"):

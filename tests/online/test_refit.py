@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from draftkit.online import refit as refit_module
+from draftkit.online.buffer import Served
 from draftkit.online.registry import Registry
 from draftkit.online.rows import Anchors
 from draftkit.theory.speedup import expected_tokens
@@ -26,6 +27,19 @@ def shop(tmp_path, records):
     made.buffer.append(entries(records[:60]))
     yield made
     made.buffer.close()
+
+
+@pytest.fixture
+def collated(monkeypatch):
+    """The rows that updates have trained on, in order."""
+    rows, collate = [], refit_module.collate
+
+    def watched(some, **options):
+        rows.extend(some)
+        return collate(some, **options)
+
+    monkeypatch.setattr(refit_module, "collate", watched)
+    return rows
 
 
 def test_an_update_that_learns_is_published(shop):
@@ -112,16 +126,9 @@ def test_each_gate_of_a_version_asks_for_more(shop, records, monkeypatch):
     assert shop.refit.state["gates"] == {"v000001": 1, "v000002": 1}
 
 
-def test_prompts_of_the_gate_are_never_trained_on(shop, monkeypatch):
-    seen = set()
-    collate = refit_module.collate
-
-    def watched(rows, **options):
-        seen.update(tuple(row.token_ids) for row in rows)
-        return collate(rows, **options)
-
-    monkeypatch.setattr(refit_module, "collate", watched)
+def test_prompts_of_the_gate_are_never_trained_on(shop, collated):
     shop.refit.update()
+    seen = {tuple(row.token_ids) for row in collated}
 
     def texts(held_out):
         found = shop.buffer.newest("default", 1000, held_out=held_out)
@@ -132,23 +139,17 @@ def test_prompts_of_the_gate_are_never_trained_on(shop, monkeypatch):
     assert len(seen) > 20
 
 
-def test_rows_are_recent_older_and_anchors_in_their_shares(tmp_path, records, monkeypatch):
+def test_rows_are_recent_older_and_anchors_in_their_shares(tmp_path, records, collated):
     shop = Shop(tmp_path, anchors=Anchors(train=records[100:110]))
     shop.buffer.append(entries(records[:100]))
     newest = shop.buffer.newest("default", SETTINGS.recent, held_out=False)
     recent = {tuple(record.output_ids) for record in newest}
     anchors = {tuple(record.output_ids) for record in records[100:110]}
-    kinds: Counter[str] = Counter()
-    collate = refit_module.collate
-
-    def watched(rows, **options):
-        for row in rows:
-            output = tuple(t for t, made in zip(row.token_ids, row.generated, strict=True) if made)
-            kinds["anchor" if output in anchors else "recent" if output in recent else "old"] += 1
-        return collate(rows, **options)
-
-    monkeypatch.setattr(refit_module, "collate", watched)
     shop.refit.update()
+    kinds: Counter[str] = Counter()
+    for row in collated:
+        output = tuple(t for t, made in zip(row.token_ids, row.generated, strict=True) if made)
+        kinds["anchor" if output in anchors else "recent" if output in recent else "old"] += 1
     assert kinds == {"recent": 4 * 6, "old": 2 * 6, "anchor": 2 * 6}
 
 
@@ -306,15 +307,7 @@ def test_low_rank_updates_are_published_as_plain_weights(tmp_path, records, monk
     assert any(not torch.equal(before[name], after[name]) for name in plain)
 
 
-def test_prompts_are_learned_from_where_asked(tmp_path, records, monkeypatch):
-    seen = []
-
-    def watched(rows, **options):
-        seen.extend(rows)
-        return collate(rows, **options)
-
-    collate = refit_module.collate
-    monkeypatch.setattr(refit_module, "collate", watched)
+def test_prompts_are_learned_from_where_asked(tmp_path, records, collated):
     for prompts in (False, True):
         shop = Shop(tmp_path / str(prompts), prompts=prompts)
         shop.buffer.append(entries(records[:60]))
@@ -323,18 +316,16 @@ def test_prompts_are_learned_from_where_asked(tmp_path, records, monkeypatch):
             tuple(record.prompt_ids + record.output_ids): len(record.prompt_ids)
             for record in records
         }
-        for row in seen:
+        for row in collated:
             first = 1 if prompts else given[tuple(row.token_ids)]
             assert row.generated.index(True) == first
             assert all(row.generated[first:])
-        assert tokens == sum(sum(row.generated) for row in seen)
-        seen.clear()
+        assert tokens == sum(sum(row.generated) for row in collated)
+        collated.clear()
         shop.buffer.close()
 
 
 def test_seconds_saved_are_what_was_served_times_the_growth(shop):
-    from draftkit.online.buffer import Served
-
     shop.refit.state["growth"] = {"v000002": 1.25}
     rows = [
         Served(route="default", version=version, tokens=10, rounds=5, seconds=8.0)

@@ -19,10 +19,8 @@ from tests.serving.fakes import (
     completion,
     events,
     serving,
-    wait_for,
 )
 
-ERROR = "internal_error"
 SERVED = SamplingConfig(temperature=0.7, top_k=5)
 
 
@@ -203,22 +201,6 @@ def test_log_probs_of_a_chat(client: OpenAI) -> None:
     assert [top.logprob for top in found.content[0].top_logprobs] == [-0.5, -1.5]
 
 
-def test_what_speculation_did(address: str) -> None:
-    expected = {
-        "rounds": 6,
-        "drafted": 18,
-        "accepted": 12,
-        "acceptance_length": 3.0,
-        "alpha": 0.8,
-        "drafter_version": "v000002",
-    }
-    assert ask(address, "/v1/completions", completion(n=2)).json["speculative"] == expected
-    *chunks, done = events(ask(address, "/v1/completions", completion(stream=True)).body)
-    assert done == "[DONE]"
-    assert chunks[-1]["speculative"]["rounds"] == 3
-    assert all("speculative" not in chunk for chunk in chunks[:-1])
-
-
 def test_models(client: OpenAI, address: str) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME
@@ -249,14 +231,6 @@ def test_latencies_are_measured(client: OpenAI, address: str) -> None:
     client.completions.create(model=NAME, prompt="a", max_tokens=8)
     after = [count(f"{name}_count") for name in names]
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 1, 6]
-
-
-def test_the_key() -> None:
-    with serving(FakeEngine(), key="secret") as address:
-        with client_for(address, "wrong") as wrong, pytest.raises(openai.AuthenticationError):
-            wrong.completions.create(model=NAME, prompt="a")
-        with client_for(address, "secret") as right:
-            assert right.completions.create(model=NAME, prompt="a").choices
 
 
 def test_a_full_queue() -> None:
@@ -303,21 +277,6 @@ def test_health_is_that_of_the_engine() -> None:
         assert ask(address, "/health").status == 200
         engine.is_healthy = False
         assert ask(address, "/health").status == 503
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_client_that_leaves_frees_its_rows(streams: bool) -> None:
-    engine = FakeEngine(endless=True, round_seconds=0.01)
-    with serving(engine) as address, httpx.Client(trust_env=False, timeout=0.3) as client:
-        body: Any = completion(n=2, stream=streams)
-        if streams:
-            with client.stream("POST", f"http://{address}/v1/completions", json=body) as answer:
-                next(answer.iter_raw())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post(f"http://{address}/v1/completions", json=body)
-        assert wait_for(lambda: engine.cancelled == {0, 1})
-        assert wait_for(lambda: not engine.running)
 
 
 def test_an_answer_that_ended_is_not_cancelled(address: str, engine: FakeEngine) -> None:

@@ -114,6 +114,7 @@ def test_the_statistics_of_a_response_are_its_own(address: str) -> None:
         ask(address, "/v1/completions", completion(max_tokens=30, seed=3, stream=True)).body
     )
     assert streamed[-2]["speculative"] == found
+    assert all("speculative" not in chunk for chunk in streamed[:-2])
 
 
 @pytest.mark.parametrize("streams", [True, False])

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from draftkit.config import SamplingConfig
 from draftkit.serving import delivery
-from draftkit.serving.delivery import FAILURES, Delivery, failure
+from draftkit.serving.delivery import Delivery
 from draftkit.serving.jobs import Job, Listener, Piece, TokenScore
 from draftkit.serving.metrics import Metrics
 from draftkit.serving.protocol import ApiError
@@ -69,18 +69,6 @@ def run(test: Callable[[Handed], Coroutine[Any, Any, None]]) -> Handed:
     engine = Handed()
     asyncio.run(test(engine))
     return engine
-
-
-def test_pieces_arrive_in_order_until_all_jobs_have_ended() -> None:
-    async def test(engine: Handed) -> None:
-        made = submitted(engine, 2)
-        engine.say(0, Piece("a", SCORES), Piece("b", SCORES, "length"))
-        engine.say(1, Piece("x", (), "stop"))
-        texts = [(index, piece.text) async for index, piece in made.pieces()]
-        assert texts == [(0, "a"), (0, "b"), (1, "x")]
-        made.cancel()
-
-    assert run(test).cancelled == set()  # nothing was left to cancel
 
 
 def test_a_reader_that_falls_behind_loses_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,11 +132,6 @@ def test_an_answer_that_fails_ends_all_of_them() -> None:
         assert caught.value.status_code == 500
 
     assert run(test).cancelled == {10, 11}
-
-
-def test_complete_answers_are_no_failures() -> None:
-    assert not {"stop", "length", None} & FAILURES.keys()
-    assert failure("timeout").status_code == 408
 
 
 def test_a_stream_waits_for_its_reader() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from draftkit.config import DRAFTED_NAMES
 from draftkit.models.adapter import Adapter
 from draftkit.online.registry import Registry
-from draftkit.serving.drafters import START, Drafters, same
+from draftkit.serving.drafters import START, same
 from draftkit.serving.engine import Engine
 from tests import tiny
 from tests.serving.running import (
@@ -20,7 +20,6 @@ from tests.serving.running import (
     answers,
     ask,
     job,
-    route_of,
     serving,
     until,
 )
@@ -71,14 +70,6 @@ def test_without_a_drafter_answers_are_the_targets_and_there_is_nothing_to_follo
         expected = [client.ids for client in answers(engine, *jobs)]
     with serving(TARGET, lambda: pytest.fail("loaded"), proposer=proposer) as engine:
         assert [client.ids for client in answers(engine, *jobs)] == expected
-
-
-def test_the_current_version_is_in_force_before_the_first_job() -> None:
-    shelf = Shelf()
-    name = shelf.publish(EXACT)
-    with serving(TARGET, draft, registries={"default": shelf}) as engine:
-        assert engine.versions() == {"default": name}
-        assert served(engine, 1) == [name]
 
 
 def test_a_row_in_flight_goes_on_with_the_new_weights() -> None:
@@ -191,19 +182,6 @@ def test_routes_have_their_own_drafters() -> None:
         assert served(engine, 2) == [START] * 2
         assert served(engine, 2, route="code") == [name] * 2
         assert set(engine.counters().drafters) == {("default", START), ("code", name)}
-
-
-def test_without_a_registry_there_is_one_drafter() -> None:
-    made: list[int] = []
-
-    def make() -> Adapter:
-        made.append(1)
-        return draft()
-
-    drafters = Drafters([route_of("default", make)])
-    drafters.poll()
-    assert len(made) == 1
-    assert drafters.versions() == {"default": START}
 
 
 def test_a_version_of_the_real_registry_comes_into_force(tmp_path: Path) -> None:

@@ -56,21 +56,12 @@ class Saying(FakeEngine):
             piece = answer.take([-1.0], version="v", done=number == len(SAID_IDS))
             if piece is not None:
                 listener(piece)
-            if answer._stream.stop is not None:
-                return
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     with serving(Saying(), tokenizer=TOKENIZER) as found:
         yield found
-
-
-def test_the_tokenizer_is_of_that_kind() -> None:
-    ids = TOKENIZER("Once upon a")["input_ids"]
-    assert TOKENIZER.convert_ids_to_tokens(ids) == ["<s>", "▁Once", "▁upon", "▁a"]
-    assert decode(ids) == "Once upon a"
-    assert decode(SAID_IDS) == "time there was"
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -83,25 +74,6 @@ def test_an_answer_goes_on_from_its_prompt(address: str, as_ids: bool) -> None:
     body = completion(prompt=prompt, stream=True)
     chunks = [c["choices"][0] for c in events(ask(address, "/v1/completions", body).body)[:-1]]
     assert "".join(chunk["text"] for chunk in chunks) == " time there was"
-
-
-def test_where_nothing_comes_before_there_is_no_space(address: str) -> None:
-    """The opening token has no text."""
-    (choice,) = ask(address, "/v1/completions", completion(prompt="")).json["choices"]
-    assert choice["text"] == "time there was"
-
-
-@pytest.mark.parametrize(
-    ("stop", "text", "tokens"), [(" time", "", 0), (" there", " time", 1), ("time", " ", 1)]
-)
-def test_stop_strings_that_begin_with_a_space(
-    address: str, stop: str, text: str, tokens: int
-) -> None:
-    for prompt in ("Once upon a", "Once upon a time"):  # in which nothing is looked for
-        made = ask(address, "/v1/completions", completion(prompt=prompt, stop=stop)).json
-        assert made["choices"][0]["text"] == text
-        assert made["choices"][0]["finish_reason"] == "stop"
-        assert made["usage"]["completion_tokens"] == tokens
 
 
 def test_the_answer_of_a_chat_is_a_text_of_its_own(address: str) -> None:

@@ -134,18 +134,3 @@ def test_an_answer_that_cannot_join_ends_alone(caplog: pytest.LogCaptureFixture)
     assert bad.reason == "error"
     stand.finish()
     assert good.reason == "length"
-
-
-def test_a_listener_that_failed_is_not_called_again(caplog: pytest.LogCaptureFixture) -> None:
-    stand = Stand()
-    calls: list[int] = []
-
-    def broken(_: object) -> None:
-        calls.append(1)
-        raise OSError("gone")
-
-    one = job(PROMPT, 50)
-    stand.rows.join(Answer(one, broken, decode=bytes_text, seed=1))
-    stand.rows.round()
-    assert len(stand.rows) == 0
-    assert calls == [1]

@@ -94,27 +94,6 @@ def test_a_read_error_that_passes_delays_a_version_and_nothing_else(
     assert os.strerror(number) in caplog.text
 
 
-def test_damage_is_refused_once_and_for_good(
-    registry: Registry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drafters = following(registry)
-    second = registry.publish(write(NEXT), metrics={})
-    own = drafters.routes["default"].registry
-    assert own is not None
-    own._whole(second.name)  # and then the disk fails
-    read = Path.read_bytes
-
-    def other(path: Path) -> bytes:
-        content = read(path)
-        return content if path.parent != second.path else content[:-1] + bytes([content[-1] ^ 1])
-
-    monkeypatch.setattr(Path, "read_bytes", other)
-    for _ in range(3):
-        drafters.poll()
-    assert drafters.refused == 1
-    assert drafters.versions() == {"default": "v000001"}
-
-
 def test_a_start_does_not_begin_anew_for_a_read_error(
     registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from accelerate.state import AcceleratorState, PartialState
 
 ROOT = Path(__file__).resolve().parents[1]
-RUN = subprocess.run  # for which a test may put another function
 
 
 def free_port() -> int:
@@ -135,18 +134,6 @@ class Forked:
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
-
-
-def run_forked(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run`, of `python -c code` in a fork of this process, as `Forked` does it.
-
-    What that prints, also to stderr, is the `stderr` of the result.
-    """
-    if command[1] != "-c":
-        return RUN(command, **options)
-    with Forked("tests.launched", command[2]) as process:
-        printed = process.stdout.read()
-    return subprocess.CompletedProcess(command, process.returncode, "", printed)
 
 
 def _become(module: str, arguments: tuple[str, ...], writing: int) -> NoReturn:

@@ -188,15 +188,6 @@ def test_seeds_tell_sampled_answers_apart(pair):
     assert answers[0] == answers[1] != answers[2]
 
 
-@pytest.mark.parametrize("source", ["target", "block", "mix", "fixed"])
-def test_every_source_trains(pair, source):
-    prompts: list[Any] = texts(12)
-    if source == "fixed":
-        prompts = [{"prompt": text, "completion": text[::-1]} for text in prompts]
-    fitted = draftkit.distill(pair, prompts, source=source, max_length=16, steps=2)
-    assert (fitted.outcome.steps, fitted.outcome.tokens > 0) == (2, True)
-
-
 def test_a_folder_keeps_a_run_which_goes_on_and_is_no_other_runs(pair, tmp_path):
     options: dict[str, Any] = {"max_length": 16, "folder": tmp_path}
     whole = draftkit.distill(pair, texts(24), steps=4, **options)

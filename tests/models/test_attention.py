@@ -1,7 +1,9 @@
 """Plain attention equals the fused kernel, and stands in for it only where it shall."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,91 +90,6 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize(
-    ("dtype", "length", "wants", "options", "plain"),
-    [
-        (torch.bfloat16, 7, True, {}, True),
-        (torch.bfloat16, LONGEST, True, {}, True),
-        (torch.bfloat16, LONGEST + 1, True, {}, False),
-        (torch.bfloat16, FEW, False, {}, True),
-        (torch.bfloat16, FEW + 1, False, {}, False),
-        (torch.float32, 7, False, {}, False),
-        (torch.float32, 7, True, {}, False),
-        (torch.bfloat16, 7, True, {"dropout": 0.1}, False),
-        (torch.bfloat16, 7, True, {"position_bias": torch.zeros(1, 4, 7, 7)}, False),
-    ],
-)
-def test_products_are_for_short_texts_in_half_precision_that_learn(
-    taken: list[str],
-    dtype: torch.dtype,
-    length: int,
-    wants: bool,
-    options: dict[str, object],
-    plain: bool,
-) -> None:
-    layer = torch.nn.Module()
-    layer.num_key_value_groups = 2
-    states = [s.detach().to(dtype).requires_grad_(wants) for s in states_of(4, 2, length)]
-    named = {"dropout": 0.0, **options}
-    output, _ = attention(layer, *states, None, scaling=0.5, **named)
-    assert taken == ["plain_attention" if plain else "sdpa_attention_forward"]
-    if "dropout" in options or "position_bias" in options:
-        return
-    query, key, value = (s.detach().double() for s in states)
-    expected = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=causal(length), scale=0.5, enable_gqa=True
-    )
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    torch.testing.assert_close(
-        output.double(), expected.transpose(1, 2), rtol=tolerance, atol=tolerance
-    )
-
-
-@pytest.mark.parametrize(
-    ("rows", "heads", "shared", "tokens", "plain"),
-    [
-        (1, 4, 4, 1, False),
-        (MANY // 4 - 1, 4, 4, 1, False),
-        (MANY // 4, 4, 4, 1, True),
-        (MANY // 4, 4, 4, 5, False),
-        (5 * MANY // 4, 4, 4, 5, True),
-        (1, 4, 2, 1, True),
-        (1, 4, 2, FEW, True),
-        (1, 4, 2, FEW + 1, False),
-        (9, 4, 4, FEW + 1, False),
-    ],
-)
-@pytest.mark.parametrize("matrix_units", [False, True])
-def test_products_decode_heads_that_share_keys_and_without_matrix_units_many_rows(
-    taken: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    matrix_units: bool,
-    rows: int,
-    heads: int,
-    shared: int,
-    tokens: int,
-    plain: bool,
-) -> None:
-    monkeypatch.setattr(module, "HAS_MATRIX_UNITS", matrix_units)
-    plain = plain and not (matrix_units and heads == shared)
-    generator = torch.Generator().manual_seed(rows)
-    query, key, value = (
-        torch.randn(rows, count, length, 8, generator=generator)
-        for count, length in ((heads, tokens), (shared, 32), (shared, 32))
-    )
-    mask = torch.rand(rows, 1, tokens, 32, generator=generator) < 0.5
-    mask[..., 0] = True
-    layer = torch.nn.Module()
-    layer.num_key_value_groups = heads // shared
-    states = [one.bfloat16() for one in (query, key, value)]
-    output, _ = attention(layer, *states, mask)
-    assert taken == ["plain_attention" if plain else "sdpa_attention_forward"]
-    expected = functional.scaled_dot_product_attention(
-        *(one.double() for one in states), attn_mask=mask, enable_gqa=True
-    )
-    torch.testing.assert_close(output.double(), expected.transpose(1, 2), rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize(("heads", "shared"), [(4, 2), (3, 1), (8, 2)])
 @pytest.mark.parametrize("kind", ["bool", "added", "one for all"])
 def test_heads_that_share_keys_may_be_queries_of_one_head(
@@ -196,29 +113,90 @@ class OnCuda(Tensor):
         return True
 
 
-@pytest.mark.parametrize(
-    ("shared", "tokens", "wants", "grouped"),
-    [
-        (2, 1, False, True),
-        (2, FEW, False, True),
-        (2, FEW + 1, False, False),
-        (4, 1, False, False),
-        (2, 1, True, False),
-    ],
-)
-def test_on_cuda_rounds_repeat_no_keys_and_all_else_is_as_it_was(
-    taken: list[str], shared: int, tokens: int, wants: bool, grouped: bool
+@dataclass(frozen=True)
+class Call:
+    """What a layer asks for; keys: 32 and a mask, or None: as many as queries, and causal."""
+
+    rows: int = 2
+    heads: int = 4
+    shared: int = 2
+    tokens: int = 7
+    keys: int | None = 32
+    learns: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    on_cuda: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def text(tokens: int = 7, **others: Any) -> Call:
+    """A whole text."""
+    return Call(tokens=tokens, keys=None, **others)
+
+
+PLAIN, GROUPED, FUSED = "plain_attention", "grouped_attention", "sdpa_attention_forward"
+BIAS = {"position_bias": torch.zeros(1, 4, 7, 7)}
+TAKEN = [
+    # Short texts in half precision that learn, and very short ones.
+    (text(learns=True), PLAIN),
+    (text(LONGEST, learns=True), PLAIN),
+    (text(LONGEST + 1, learns=True), FUSED),
+    (text(FEW), PLAIN),
+    (text(FEW + 1), FUSED),
+    (text(dtype=torch.float32), FUSED),
+    (text(dtype=torch.float32, learns=True), FUSED),
+    (text(learns=True, options={"dropout": 0.1}), FUSED),
+    (text(learns=True, options=BIAS), FUSED),
+    # Rounds: heads that share keys, and many rows where there are no matrix units.
+    (Call(rows=1, shared=4, tokens=1), FUSED),
+    (Call(rows=MANY // 4 - 1, shared=4, tokens=1), FUSED),
+    (Call(rows=MANY // 4, shared=4, tokens=1), PLAIN),
+    (Call(rows=MANY // 4, shared=4, tokens=5), FUSED),
+    (Call(rows=5 * MANY // 4, shared=4, tokens=5), PLAIN),
+    (Call(rows=1, tokens=1), PLAIN),
+    (Call(rows=1, tokens=FEW), PLAIN),
+    (Call(rows=1, tokens=FEW + 1), FUSED),
+    (Call(rows=9, shared=4, tokens=FEW + 1), FUSED),
+    # On CUDA rounds repeat no keys, and all else is as it was.
+    (Call(rows=40, tokens=1, on_cuda=True), GROUPED),
+    (Call(rows=40, tokens=FEW, on_cuda=True), GROUPED),
+    (Call(rows=40, tokens=FEW + 1, on_cuda=True), FUSED),
+    (Call(rows=40, shared=4, tokens=1, on_cuda=True), FUSED),
+    (Call(rows=40, tokens=1, on_cuda=True, learns=True), FUSED),
+]
+
+
+@pytest.mark.parametrize("matrix_units", [False, True])
+@pytest.mark.parametrize(("call", "way"), TAKEN)
+def test_each_call_takes_the_way_that_is_fast_for_it(
+    taken: list[str], monkeypatch: pytest.MonkeyPatch, call: Call, way: str, matrix_units: bool
 ) -> None:
+    monkeypatch.setattr(module, "HAS_MATRIX_UNITS", matrix_units)
+    if matrix_units and call.heads == call.shared:
+        way = FUSED
+    generator = torch.Generator().manual_seed(call.rows)
+    keys = call.keys or call.tokens
     query, key, value = (
-        torch.randn(40, heads, length, 8).bfloat16().as_subclass(OnCuda)
-        for heads, length in ((4, tokens), (shared, 32), (shared, 32))
+        torch.randn(call.rows, heads, length, 8, generator=generator).to(call.dtype)
+        for heads, length in ((call.heads, call.tokens), (call.shared, keys), (call.shared, keys))
     )
-    mask = torch.ones(40, 1, tokens, 32, dtype=torch.bool)
+    mask = None if call.keys is None else torch.rand(call.rows, 1, call.tokens, keys) < 0.5
+    if mask is not None:
+        mask[..., 0] = True
     layer = torch.nn.Module()
-    layer.num_key_value_groups = 4 // shared
-    output, _ = attention(layer, query.requires_grad_(wants), key, value, mask)
-    assert output.shape == (40, tokens, 4, 8)
-    assert taken == ["grouped_attention" if grouped else "sdpa_attention_forward"]
+    layer.num_key_value_groups = call.heads // call.shared
+    states = [query.requires_grad_(call.learns), key, value]
+    if call.on_cuda:
+        states = [one.as_subclass(OnCuda) for one in states]
+    output, _ = attention(layer, *states, mask, **call.options)
+    assert taken == [way]
+    assert output.shape == (call.rows, call.tokens, call.heads, 8)
+    if call.on_cuda or call.options:
+        return
+    seen = causal(call.tokens) if mask is None else mask
+    expected = functional.scaled_dot_product_attention(
+        *(one.detach().double() for one in states), attn_mask=seen, enable_gqa=True
+    )
+    torch.testing.assert_close(output.double(), expected.transpose(1, 2), rtol=2e-2, atol=2e-2)
 
 
 def test_without_a_mask_nobody_says_what_a_few_queries_see(taken: list[str]) -> None:

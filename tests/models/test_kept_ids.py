@@ -1,6 +1,5 @@
 """Drafts that propose some ids alone: their logits, their freshness, and the law of decoding."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,9 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftkit.config import SamplingConfig
-from draftkit.data.rollouts import Record
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation.alpha import score_contexts
 from draftkit.models.adapter import CausalAdapter, Head
@@ -20,6 +17,7 @@ from draftkit.models.shrink import shrink
 from tests import tiny
 from tests.decoding.checks import VOCAB_SIZE, Parts, Setting, check_joint_law, measured
 from tests.decoding.driving import DRAFT, SMALL, request, strict_compiler
+from tests.records import record
 
 KEPT = torch.tensor([0, 7, 65, 200, 257])
 ATOL = 1e-5  # models compute norms and rotations in float32
@@ -172,45 +170,6 @@ def test_the_joint_law_is_the_targets_whatever_the_draft_cannot_say(rule: str) -
     check_joint_law(result)
 
 
-def generated(target: Any, prompt: list[int], count: int) -> list[int]:
-    given = torch.tensor([prompt])
-    text = target.generate(
-        given, attention_mask=torch.ones_like(given), max_new_tokens=count, do_sample=False
-    )
-    return text[0, len(prompt) :].tolist()
-
-
-def test_greedy_text_is_the_targets_own() -> None:
-    target = deep()
-    cut = shrink(target, [0, 2, 3])
-    prompts = tiny.prompts([1, 5, 12, 30])
-    requests = list(make_requests(prompts, max_new_tokens=24, sampling=GREEDY, gamma=4))
-    completions = decode(
-        CausalAdapter(target, vocab_size=tiny.VOCAB_SIZE),
-        requests,
-        eos_token_ids=(),
-        batch_size=4,
-        proposer=DraftModelProposer(keeping(cut, torch.arange(0, tiny.VOCAB_SIZE, 2))),
-    )
-    assert [c.output_ids for c in completions] == [generated(target, p, 24) for p in prompts]
-    assert 0 < sum(c.accepted for c in completions) < sum(c.tested for c in completions)
-
-
-def contexts(texts: Sequence[Sequence[int]]) -> list[Record]:
-    return [
-        Record(
-            prompt_ids=list(text[:3]),
-            output_ids=list(text[3:]),
-            sampler="target",
-            sampler_version="",
-            sampling={},
-            seed=0,
-            row=row,
-        )
-        for row, text in enumerate(texts)
-    ]
-
-
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(top_k=4, top_p=0.9)])
 def test_alpha_counts_what_the_target_says_outside_of_the_kept_ids_as_lost(
     sampling: SamplingConfig,
@@ -218,14 +177,14 @@ def test_alpha_counts_what_the_target_says_outside_of_the_kept_ids_as_lost(
     target = tiny.adapter(dtype=torch.float64)
     kept = torch.arange(0, tiny.VOCAB_SIZE, 2)
     itself = keeping(target.model, kept)
-    records = contexts(tiny.prompts([9, 20]))
+    records = [record(text[:3], text[3:]) for text in tiny.prompts([9, 20])]
     scored = score_contexts(target, itself, records, sampling=sampling, batch_size=2)
     whole = score_contexts(target, target, records, sampling=sampling, batch_size=2)
     assert bool((scored.totals["alpha"] < 0.9 * whole.totals["alpha"]).all())
     if sampling.top_k:
         return
-    for prompt, record in enumerate(records):
-        text = torch.tensor([[*record.prompt_ids, *record.output_ids]])
+    for prompt, one in enumerate(records):
+        text = torch.tensor([[*one.prompt_ids, *one.output_ids]])
         law = full_logits(target.model, text)[0, 2:-1].softmax(-1)
         # q is p divided by its mass on the kept ids, so that min(p, q) is p there.
         mass = float(law[:, kept].sum())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -74,47 +75,56 @@ def test_new_models_repeat_for_a_seed_and_differ_between_seeds(tokenizer):
     assert torch.equal(torch.rand(1), before)  # the caller's random state is left alone
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"^target\.path .*nowhere: no such folder"):
-        target_of(tmp_path / "nowhere")
+def pickled(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
 
 
-def test_a_folder_without_a_model_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"target\.path .* holds no config\.json"):
-        target_of(tmp_path)
-
-
-def test_a_corrupt_configuration_is_named(folder):
-    (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json. is not a valid JSON"):
-        target_of(folder)
-
-
-def test_corrupt_weights_are_named(folder):
-    (folder / "model.safetensors").write_bytes(b"\x10\x00\x00\x00garbage")
-    with pytest.raises(ValueError, match=r"target\.path .* cannot load the model"):
-        target_of(folder)
-
-
-def test_truncated_weights_are_named(folder):
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"target\.path .* cannot load the model"):
-        target_of(folder)
-
-
-def test_a_missing_tensor_is_not_replaced_by_random_numbers(folder):
+def without_a_tensor(folder):
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("model.norm.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"1 weights are missing.*model\.norm\.weight"):
-        target_of(folder)
 
 
-def test_pickled_weights_are_refused(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"cannot load the model"):
+def with_more_ids(folder):
+    grown = train_byte_bpe(TEXT, 300)
+    grown.add_tokens(["<one>", "<two>"])
+    grown.save_pretrained(folder)
+
+
+def damaged(name, damage):
+    """A file of the folder with other content; None: without it."""
+
+    def change(folder):
+        content = damage((folder / name).read_bytes())
+        (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+
+    return change
+
+
+WEIGHTS = "model.safetensors"
+REFUSED = {
+    "no folder": (shutil.rmtree, r"^target\.path .*model: no such folder"),
+    "no model": (damaged("config.json", lambda _: None), r"target\.path .* holds no config\.json"),
+    "no JSON": (damaged("config.json", lambda _: b"{"), r"config\.json. is not a valid JSON"),
+    "no weights": (
+        damaged(WEIGHTS, lambda _: b"\x10\x00\x00\x00garbage"),
+        r"target\.path .* cannot load the model",
+    ),
+    "half the weights": (
+        damaged(WEIGHTS, lambda whole: whole[: len(whole) // 2]),
+        r"target\.path .* cannot load the model",
+    ),
+    "a tensor less": (without_a_tensor, r"1 weights are missing.*model\.norm\.weight"),
+    "pickled": (pickled, r"cannot load the model"),
+    "fewer rows than ids": (with_more_ids, r"target\.path: the model has \d+ embedding rows"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_whole_model_is_refused(folder, damage, message):
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
         target_of(folder)
 
 
@@ -245,14 +255,6 @@ def test_padded_embeddings_are_cut_to_the_real_vocabulary(folder, tmp_path, toke
     padded = target_of(tmp_path / "padded").adapter.score(tokens, keep)
     assert padded.shape == (3, len(tokenizer))
     torch.testing.assert_close(padded, target_of(folder).adapter.score(tokens, keep))
-
-
-def test_a_model_with_fewer_rows_than_ids_is_refused(folder, tokenizer):
-    grown = train_byte_bpe(TEXT, 300)
-    grown.add_tokens(["<one>", "<two>"])
-    grown.save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"target\.path: the model has \d+ embedding rows"):
-        target_of(folder)
 
 
 def test_all_ids_that_end_a_text_are_known(folder, tokenizer):

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from draftkit.config import Config, DataConfig
-from draftkit.data.corpora import as_document, name_of, row_form
-from draftkit.data.lengths import Room, lengths_within, reading_lines
+from draftkit.data.corpora import Document, name_of, question_id, row_form
+from draftkit.data.lengths import Room, lengths_within, reading_notes
 from draftkit.data.prompts import Example, RowReader
 from draftkit.models.loading import Target
 
@@ -30,17 +30,18 @@ def examples_of(
     """
     if isinstance(prompts, str):
         raise ValueError("prompts must be a list of prompts, and is one text")
-    size, lengths = target.adapter.vocab_size, lengths_within(context, data)
-    data = replace(data, name="local", path="prompts", max_length=lengths.window)
+    size, window = target.adapter.vocab_size, lengths_within(context, data).window
+    data = replace(data, name="local", path="prompts", max_length=window)
     reader = RowReader(target.tokenizer, data)
     first: dict[str, str] = {}  # what the first prompt with an id is called
     examples: list[Example] = []
     for number, prompt in enumerate(prompts):
         name, row = f"prompt {number}", row_of(prompt)
         if row is not None:
-            (document,) = reader.named([as_document(row_form(row, data, name))])
+            form = row_form(row, data, name)
+            ((document, read),) = reader.read([Document(question_id(form), "", form)])
             called = first.setdefault(document.id, name)
-            (made,) = reader.read([replace(document, id=called)])
+            made = [replace(example, document=called) for example in read]
         else:
             ids: Any = [*prompt]
             if not all(isinstance(one, int) and 0 <= one < size for one in ids):
@@ -54,7 +55,7 @@ def examples_of(
                 f"{name} has {longest} tokens, and the models' context is {context}: shorten it"
             )
         examples += made
-    for line in reading_lines(reader.counts, lengths)[1:]:  # nothing is cut here
+    for line in reading_notes(reader.counts):
         note(line)
     return examples
 

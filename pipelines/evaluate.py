@@ -39,7 +39,7 @@ from .plan import EVALUATE, at_temperatures
 from .prepare import check_pair
 from .product import SUMMARY
 from .stage import StageFolder
-from .texts import shares_of, training_texts
+from .texts import shares_of, training_ids
 
 TRACES, WIDTH = 3, 80  # cells of a line
 SAMPLES = {True: "samples.ansi", False: "samples.txt"}  # as read: with colours, with marks
@@ -90,7 +90,7 @@ def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
         test=[record.prompt_ids for record in test],
         calibration=[record.prompt_ids for record in validation],
         documents=[document_of(record) for record in test],
-        texts=lambda: training_texts(texts),
+        texts=lambda: training_ids(texts),
     )
 
 

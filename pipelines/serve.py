@@ -49,7 +49,7 @@ from .service import (
     service_folder,
 )
 from .stage import StageFolder, inputs_of, show_plan
-from .texts import training_texts
+from .texts import training_ids
 
 KEY_VARIABLE = "DRAFTKIT_API_KEY"
 
@@ -89,7 +89,7 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
             registry = seeded_registry(config, name, draft, target, checksums_of(made))
         proposer = PROPOSERS[decode.proposer](
             lambda: load_draft(draft, target),
-            lambda: training_texts(made.input("texts")),
+            lambda: training_ids(made.input("texts")),
             target.adapter,
         )
         proposer.version = "" if decode.has_drafter else decode.proposer

@@ -137,8 +137,10 @@ def test_what_the_context_lowers_is_printed_and_holds(
     assert (splits.room.new, splits.room.total) == (50, 100)
     assert max(len(example.token_ids) for example in splits.train) <= 100
     printed = capsys.readouterr().out
-    assert "texts: the smaller context of both models has 100 tokens: data.max_prompt" in printed
-    assert "30 answers of at most 50, 100.0% cut" in printed
+    assert (
+        "texts: 30 prompts of at most 50 tokens, 0.0% cut; 30 answers of at most 50, 1" in printed
+    )
+    assert "rows of at most 100 tokens; the models' context has 100, the vocabulary" in printed
     assert "30 prompts became a user turn of the chat template" in printed
 
 

@@ -10,10 +10,9 @@ This module does not know tokens, models or what the text is for.
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain, islice
+from dataclasses import dataclass
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ import pyarrow.parquet as pq
 
 from draftkit.artifacts import first_line
 from draftkit.config import DataConfig
-from draftkit.data.store import ORDER, Picked, Stored, hash_order, write_rows
+from draftkit.data.store import hash_order
 from draftkit.hub import hub_has
 
 PARAGRAPHS = 2_000  # characters up to which the paragraphs of a text file are joined
-SCHEMA = pa.schema([(name, pa.large_string()) for name in ("id", "domain", "row", "split")])
 SPLITS = ("train", "validation", "test")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -45,47 +43,29 @@ class Document:
     row: dict[str, Any]
     split: str = ""
 
+    @property
+    def key(self) -> int:
+        """By this, documents of an equal `id` are one, and are put in order to be split."""
+        return hash_order(f"split {self.id}")
+
 
 def read_documents(data: DataConfig) -> Iterator[Document]:
-    """The documents that `data` names, in an order that only their content decides.
+    """The documents that `data` names, in their order, one at a time: text may exceed memory.
 
     Raises ValueError, one line that names `data.path`, for whatever cannot be used.
     """
     rows = _hub_rows(data) if data.name == "hub" else _file_rows(data.file)
+    name = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     if data.is_packaged:
         rows = (row for row in rows if row[1].get("domain", data.domains[0]) in data.domains)
-    domain = Path(str(data.path)).stem if data.name == "local" else str(data.path)
     empty = True
     for origin, row in islice(rows, data.max_rows):
-        document = as_document(row_form(row, data, f"{setting(data)}, {origin}"), domain)
-        if data.is_packaged:
-            domain_of = row.get("domain", domain)
-            document = replace(document, domain=domain_of, split=row["split"])
-        yield document
+        form = row_form(row, data, f"{setting(data)}, {origin}")
+        own = (row.get("domain", name), row["split"]) if data.is_packaged else (name, "")
+        yield Document(question_id(form), own[0], form, own[1])
         empty = False
     if empty:
         raise ValueError(f"{setting(data)} is empty: it needs at least 3 rows of text")
-
-
-def as_document(form: dict[str, Any], domain: str = "") -> Document:
-    """A row, as `row_form` gives it, with the id that all rows of the same question have."""
-    return Document(_content_hash(form), domain, form)
-
-
-def store_documents(data: DataConfig, path: Path) -> Sequence[Document]:
-    """`read_documents`, kept in the file `path`: text may exceed memory.
-
-    Raises ValueError as it does.
-    """
-    rows = (
-        {**vars(document), "row": json.dumps(document.row)} for document in read_documents(data)
-    )
-    write_rows(path, SCHEMA, rows)
-    return Stored(path, _stored_document)
-
-
-def _stored_document(id: str, domain: str, row: str, split: str) -> Document:
-    return Document(id, domain, json.loads(row), split)
 
 
 def setting(data: DataConfig) -> str:
@@ -93,40 +73,39 @@ def setting(data: DataConfig) -> str:
     return f"data.path {data.path}"
 
 
-def split_documents(
-    documents: Sequence[Document], data: DataConfig
-) -> dict[str, Sequence[Document]]:
-    """Part documents into `train`, `validation` and `test`, none of them empty, in hash order.
+def split_documents(keys: np.ndarray, own: Sequence[str], data: DataConfig) -> np.ndarray:
+    """The split of each document, by its place in SPLITS [N]; none of them is empty.
 
-    The shares are `data.validation_fraction` and `data.test_fraction` of the distinct documents;
-    what a source holds out itself is that split instead. Raises ValueError if there are fewer than
-    3. Of a document a hash is kept in memory.
+    keys, own: of each document its `key` [N] and its `split`, the one that its source has it in. A
+    split that the source does not hold out gets the first of the distinct documents left, in hash
+    order: `data.test_fraction` or `data.validation_fraction` of all. Raises ValueError if there are
+    fewer than 3.
     """
-    keys, given = bytearray(), []  # a document's
-    for document in documents:
-        given.append(document.split)
-        keys += hash_order(f"split {document.id}")
-    key = np.frombuffer(keys, ORDER)
-    distinct, number = np.unique(key, return_inverse=True)  # numbers in hash order
-    count, rank, sizes = len(distinct), np.arange(len(distinct)), {}
-    fractions = {"validation": data.validation_fraction, "test": data.test_fraction}
-    for before, (name, fraction) in enumerate(fractions.items(), start=1):
-        of_source = np.unique(number[np.asarray(given, str) == name])
-        rank[of_source] = of_source - before * count
-        sizes[name] = len(of_source) or max(1, math.floor(count * fraction))
-    by_rank, of_number = np.argsort(rank), np.full(count, "train", dtype="<U10")
-    of_number[by_rank[: sizes["test"] + sizes["validation"]]] = "validation"
-    of_number[by_rank[: sizes["test"]]] = "test"
-    part = of_number[number]
-    if len(distinct) < 3 or any(name not in part for name in SPLITS):
+    distinct, number = np.unique(keys, return_inverse=True)  # numbers in hash order
+    split_of = np.zeros(len(distinct), np.int8)
+    for name, fraction in (("test", data.test_fraction), ("validation", data.validation_fraction)):
+        left = np.flatnonzero(split_of == 0)
+        held_out = np.intersect1d(left, number[np.asarray(own, str) == name])
+        share = left[: max(1, math.floor(len(distinct) * fraction))]
+        split_of[held_out if len(held_out) else share] = SPLITS.index(name)
+    if len(np.unique(split_of)) < len(SPLITS):
         raise ValueError(
             f"{setting(data)} gives {len(distinct)} different documents, and train, validation and "
             "test need one each: give more text (in a text file, blank lines part documents; texts "
             f"with the same first data.prompt_tokens={data.prompt_tokens} are one: a larger number "
             "tells more of them apart)"
         )
-    ordered = np.argsort(key, kind="stable")
-    return {name: Picked(documents, ordered[part[ordered] == name]) for name in SPLITS}
+    return split_of[number]
+
+
+def training_texts(data: DataConfig) -> Iterator[str]:
+    """The texts of the documents that `data` names, of the training split alone."""
+    read = ((document.key, document.split) for document in read_documents(data))
+    keys, own = zip(*read, strict=True)
+    splits = split_documents(np.asarray(keys, np.uint64), own, data)
+    for document, split in zip(read_documents(data), splits, strict=True):
+        if split == SPLITS.index("train"):
+            yield from map(str, document.row.values())
 
 
 # Files and data sets: (where it stands in the source, row)
@@ -136,8 +115,8 @@ def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     known = ", ".join(READERS)
     if path.is_dir():
         inside = sorted(file.name for file in path.iterdir() if file.suffix in READERS)
-        hint = f"it holds {', '.join(inside[:5])}" if inside else f"it holds none of {known}"
-        raise ValueError(f"data.path {path} is a folder: name one file in it ({hint})")
+        held = ", ".join(inside[:5]) or f"none of {known}"
+        raise ValueError(f"data.path {path} is a folder: name one file in it (it holds {held})")
     if not path.is_file():
         raise ValueError(f"data.path {path} does not exist: name a file ({known})")
     if path.suffix not in READERS:
@@ -176,17 +155,22 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _text_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Paragraphs, which blank lines part; short ones are joined."""
+    number, joined = 1, ""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            for blank, lines in groupby(file, key=lambda line: not line.strip(" \t\n")):
+                paragraph = "" if blank else "".join(lines).removesuffix("\n")
+                if number == 1 and not joined:
+                    paragraph = paragraph.lstrip()
+                if joined and paragraph and len(joined) + len(paragraph) > PARAGRAPHS:
+                    yield f"document {number}", {"text": joined}
+                    number, joined = number + 1, ""
+                joined = "\n\n".join(filter(None, (joined, paragraph)))
     except UnicodeDecodeError as error:
         raise ValueError(f"data.path {path}: not UTF-8 text ({error.reason})") from error
-    joined, number = "", 0
-    for paragraph in [*re.split(r"\n(?:[ \t]*\n)+", text.strip()), ""]:
-        if joined and (not paragraph or len(joined) + len(paragraph) > PARAGRAPHS):
-            number += 1
-            yield f"document {number}", {"text": joined}
-            joined = ""
-        joined = f"{joined}\n\n{paragraph}" if joined else paragraph
+    if joined := joined.rstrip():
+        yield f"document {number}", {"text": joined}
 
 
 READERS = {".jsonl": _json_rows, ".json": _json_rows, ".parquet": _parquet_rows}
@@ -323,7 +307,7 @@ def _without_nulls(value: Any) -> Any:
     return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
-def _content_hash(form: dict[str, Any]) -> str:
+def question_id(form: dict[str, Any]) -> str:
     """16 hex digits of the question: rows that differ in the answer alone share a split.
 
     Of a chat that is what comes up to its first user turn, but for a system turn: there the same

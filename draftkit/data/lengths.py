@@ -60,23 +60,6 @@ def lengths_within(context: int, data: DataConfig) -> Lengths:
     return Lengths(prompt, min(data.max_completion_tokens, context - prompt), window)
 
 
-def capped_line(counts: Mapping[str, int], lengths: Lengths, data: DataConfig, context: int) -> str:
-    """What the context has lowered for the rows of `counts`, in one line; empty for nothing."""
-    limits: dict[str, int] = {}
-    if counts["rows"]:
-        limits |= {"max_prompt_tokens": lengths.prompt, "max_completion_tokens": lengths.completion}
-    if counts["windows"]:
-        limits["max_length"] = lengths.window
-    lowered = [
-        f"data.{name} is {limit} instead of {getattr(data, name)}"
-        for name, limit in limits.items()
-        if limit < getattr(data, name)
-    ]
-    if not lowered:
-        return ""
-    return f"the smaller context of both models has {context} tokens: {', '.join(lowered)}"
-
-
 def shares_cut(counts: Mapping[str, int]) -> dict[str, float]:
     """Of all rows: the share of prompts cut, of answers cut, and of rows dropped."""
     rows, answers = max(1, counts["rows"]), max(1, counts["completions"])
@@ -87,32 +70,28 @@ def shares_cut(counts: Mapping[str, int]) -> dict[str, float]:
     }
 
 
-def shared_line(counts: Mapping[str, int]) -> str:
-    """Which prompts are alike, in one line; empty where none are."""
-    shared, repeated = counts["prompts_shared"], counts["test_prompts_repeated"]
-    if not shared and not repeated:
-        return ""
-    return (
-        f"{shared:,} examples are left out of training and validation, since their prompts are "
-        f"held out; {repeated:,} of {counts['test']:,} test prompts repeat another"
-    )
-
-
-def reading_lines(counts: Mapping[str, int], lengths: Lengths) -> list[str]:
-    """What became of the rows that are no plain text, in lines for the person who gave them."""
-    if not counts["rows"]:
-        return []
+def cut_line(counts: Mapping[str, int], lengths: Lengths) -> str:
+    """What was cut of the rows that are no plain text, in one line."""
     prompts, answers, dropped = shares_cut(counts).values()
-    lines = [
+    return (
         f"{counts['rows']:,} prompts of at most {lengths.prompt:,} tokens, {prompts:.1%} cut; "
         f"{counts['completions']:,} answers of at most {lengths.completion:,}, {answers:.1%} cut; "
         f"{dropped:.1%} of the rows dropped"
-    ]
-    notes = {
-        "prompts_templated": "prompts became a user turn of the chat template",
-        "rows_naming_special": "rows hold names of special tokens, which are text there (prompts "
-        "that hold the chat template already need data.chat_template=never)",
-        "answers_unused": "answers train nothing: the chat template writes them otherwise than "
-        "after its own generation prompt",
-    }
-    return lines + [f"{counts[name]:,} {text}" for name, text in notes.items() if counts[name]]
+    )
+
+
+NOTES = {
+    "prompts_templated": "prompts became a user turn of the chat template",
+    "rows_naming_special": "rows hold names of special tokens, which are text there (prompts that "
+    "hold the chat template already need data.chat_template=never)",
+    "answers_unused": "answers train nothing: the chat template writes them otherwise than after "
+    "its own generation prompt",
+    "prompts_shared": "examples are left out of training and validation, since their prompts are "
+    "held out",
+    "test_prompts_repeated": "test prompts repeat an earlier one",
+}
+
+
+def reading_notes(counts: Mapping[str, int]) -> list[str]:
+    """What else became of the rows, in lines for the person who gave them."""
+    return [f"{counts[name]:,} {text}" for name, text in NOTES.items() if counts[name]]

@@ -12,12 +12,14 @@ not know models, batches or losses.
 """
 
 import hashlib
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,19 +31,10 @@ from draftkit.data.chats import ChatFormat, TemplateRefusal, chat_format, text_i
 from draftkit.data.corpora import SPLITS, Document, name_of, setting, split_documents
 from draftkit.data.history import answers
 from draftkit.data.lengths import UNCUT, WHOLE, Lengths, Room, lengths_within
-from draftkit.data.store import (
-    ORDER,
-    Mapped,
-    Picked,
-    Stored,
-    hash_order,
-    rank_in_group,
-    write_rows,
-)
+from draftkit.data.store import Lazy, hash_order, rank_in_group, read_rows, write_rows
 
 SHORT_WINDOW = 8  # tokens after the prompt below which the rest of a text is not worth a row
-DOCUMENTS = 256  # tokenised together
-HEAD = 16  # characters of a text for each token of its prompt: enough to know the prompt by
+TOGETHER = 256  # documents whose texts are tokenised at once
 ABOUT = "splits.json"  # beside their files: what is known of them
 UNSORTED = "unsorted.arrow"
 SCHEMA = pa.schema(
@@ -69,15 +62,7 @@ COUNTS = (
 )
 
 Chat = list[dict[str, Any]]
-
-
-class Piece(NamedTuple):
-    """Ids of a prompt and of its answer."""
-
-    prompt: list[int]
-    answer: list[int]
-    is_chat: bool = False
-    is_cut: bool = False  # turns of the chat are left out of the prompt
+Piece = tuple[list[int], list[int], bool]  # prompt, answer, whether the prompt lacks turns
 
 
 @dataclass(frozen=True)
@@ -118,7 +103,7 @@ class Splits:
 
 
 def make_splits(
-    documents: Sequence[Document],
+    documents: Iterable[Document],
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
@@ -132,42 +117,86 @@ def make_splits(
     document. Where a prompt is in two splits all the same (that of a later window, or what is left
     of a longer one) it is held out: no training or validation example has a prompt of test.
 
-    Raises ValueError, one line, for rows that cannot be used, and for a split without a usable row.
+    Documents are read once; of each, and of each example, some hashes are in memory. Raises
+    ValueError, one line, for rows that cannot be used, and for a split without a usable row.
     """
     lengths = lengths_within(context, data)
-    reader = RowReader(tokenizer, data, lengths)
-    counts, digest = reader.counts, hashlib.sha256()
-    held_out: set[bytes] = set()  # hashes of prompts
-    members = split_documents(reader.named(documents), data)
-    for split in reversed(SPLITS):  # what is for tests first
-        path = folder / f"{split}.arrow"
-        examples, prompts = _documents_in_turn(members[split], folder / UNSORTED, reader, held_out)
-        write_rows(path, SCHEMA, map(vars, examples))
-        remove(folder / UNSORTED)
-        counts[split] = len(examples)
-        digest.update(split.encode())
-        for example in Stored(path, Example):
-            digest.update(np.asarray([len(example.token_ids), *example.token_ids], "<i8").tobytes())
-            digest.update(np.asarray(example.loss_mask, bool).tobytes())
-        if split != "train":
-            held_out |= (distinct := {key.tobytes() for key in prompts})
-            if split == "test":
-                counts["test_prompts_repeated"] = len(prompts) - len(distinct)
-    if empty := [split for split in SPLITS if not counts[split]]:
-        raise _unusable(empty[0], data, lengths, too_long=counts["rows_dropped"] > 0)
+    reader, unsorted = RowReader(tokenizer, data, lengths), folder / UNSORTED
+    keys, own, sizes = array("Q"), [], []  # of every document
+    contents, prompts = array("Q"), array("Q")  # of every example
+
+    def read() -> Iterator[dict[str, Any]]:
+        for document, examples in reader.read(documents):
+            keys.append(document.key)
+            own.append(document.split)
+            sizes.append(len(examples))
+            for example in examples:
+                contents.append(hash_order(f"{example.document} {example.token_ids}"))
+                prompts.append(hash_order(str(example.prompt_ids)))
+                yield vars(example)
+
+    try:
+        write_rows(unsorted, SCHEMA, read())
+        of_document, split_of = np.asarray(keys), split_documents(np.asarray(keys), own, data)
+        splits, documents_of = np.repeat(split_of, sizes), np.repeat(of_document, sizes)
+        chosen = _in_turn(splits, documents_of, np.asarray(contents), np.asarray(prompts))
+        if empty := [split for split in SPLITS if not len(chosen[split])]:
+            raise _unusable(empty[0], data, lengths, too_long=reader.counts["rows_dropped"] > 0)
+        sha256 = _write_splits(read_rows(unsorted, Example), chosen, folder)
+    finally:
+        remove(unsorted)
+    counts = reader.counts | Counter({split: len(rows) for split, rows in chosen.items()})
+    counts["prompts_shared"] = len(prompts) - sum(map(len, chosen.values()))
+    tested = np.asarray(prompts)[chosen["test"]]
+    counts["test_prompts_repeated"] = len(tested) - len(np.unique(tested))
     numbers = {name: counts[name] for name in (*SPLITS, *COUNTS)}
     room = lengths.room(data, texts=counts["windows"] > 0, chats=counts["rows"] > 0)
-    about = {"sha256": digest.hexdigest(), "counts": numbers, "room": vars(room)}
-    write_json(folder / ABOUT, about)
+    write_json(folder / ABOUT, {"sha256": sha256, "counts": numbers, "room": vars(room)})
     return read_splits(folder)
 
 
 def read_splits(folder: Path) -> Splits:
     """What `make_splits` left in `folder`, mapped into memory."""
-    parts = {split: Stored(folder / f"{split}.arrow", Example) for split in SPLITS}
+    parts = {split: read_rows(folder / f"{split}.arrow", Example) for split in SPLITS}
     about: dict[str, Any] = read_json(folder / ABOUT)
     room = Room(**about["room"])
     return Splits(**parts, sha256=about["sha256"], counts=about["counts"], room=room)
+
+
+def _in_turn(
+    splits: np.ndarray, documents: np.ndarray, contents: np.ndarray, prompts: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The numbers of the examples of each split, tests first, in the order that `Splits` has.
+
+    splits, documents, contents, prompts: of every example [N], the last three as hashes. Examples
+    with a prompt that an earlier split holds are left out. The others are scattered by what they
+    hold: the order of the rows in a file says nothing.
+    """
+    chosen, held_out = {}, np.empty(0, np.uint64)
+    for split in reversed(SPLITS):
+        rows = np.flatnonzero(splits == SPLITS.index(split))
+        rows = rows[~np.isin(prompts[rows], held_out)]
+        held_out = np.union1d(held_out, prompts[rows])
+        by_hash = rows[np.argsort(contents[rows], kind="stable")]
+        rank = rank_in_group(documents[by_hash])
+        chosen[split] = by_hash[np.argsort(rank, kind="stable")]
+    return chosen
+
+
+def _write_splits(examples: Sequence[Example], chosen: dict[str, np.ndarray], folder: Path) -> str:
+    """Write the `chosen` examples of each split; the SHA-256 of their ids and masks, in order."""
+    digest = hashlib.sha256()
+
+    def row(example: Example) -> dict[str, Any]:
+        length = len(example.token_ids)
+        digest.update(np.asarray([length, *example.token_ids], "<i8").tobytes())
+        digest.update(np.asarray(example.loss_mask, bool).tobytes())
+        return vars(example)
+
+    for split, numbers in chosen.items():
+        digest.update(split.encode())
+        write_rows(folder / f"{split}.arrow", SCHEMA, map(row, Lazy(examples.__getitem__, numbers)))
+    return digest.hexdigest()
 
 
 def _unusable(split: str, data: DataConfig, lengths: Lengths, *, too_long: bool) -> ValueError:
@@ -179,36 +208,6 @@ def _unusable(split: str, data: DataConfig, lengths: Lengths, *, too_long: bool)
             "shorter rows, or models of a longer context"
         )
     return ValueError(f"{setting(data)}: no row of the {split} split is usable, all are {reason}")
-
-
-def _documents_in_turn(
-    documents: Sequence[Document], path: Path, reader: "RowReader", held_out: set[bytes]
-) -> tuple[Sequence[Example], np.ndarray]:
-    """The examples of `documents`, through the file `path`, and the hashes of their prompts.
-
-    Those with a prompt of `held_out` are left out. Their hashes alone are in memory. They are
-    scattered by what they hold: the order of the rows in a file says nothing.
-    """
-    contents, names, prompts = bytearray(), bytearray(), bytearray()
-
-    def examples() -> Iterator[dict[str, Any]]:
-        for start in range(0, len(documents), DOCUMENTS):
-            for windows in reader.read(list(documents[start : start + DOCUMENTS])):
-                for example in windows:
-                    prompt = hash_order(str(example.prompt_ids))
-                    if prompt in held_out:
-                        reader.counts["prompts_shared"] += 1
-                        continue
-                    prompts.extend(prompt)
-                    contents.extend(hash_order(f"{example.document} {example.token_ids}"))
-                    names.extend(hash_order(example.document))
-                    yield vars(example)
-
-    write_rows(path, SCHEMA, examples())
-    by_hash = np.argsort(np.frombuffer(contents, ORDER), kind="stable")
-    rank = rank_in_group(np.frombuffer(names, ORDER)[by_hash])
-    order = by_hash[np.argsort(rank, kind="stable")]
-    return Picked(Stored(path, Example), order), np.frombuffer(prompts, ORDER)
 
 
 class RowReader:
@@ -234,71 +233,75 @@ class RowReader:
         begins = text_ids(tokenizer, ["a"])[0][:1]
         self._begin = begins if begins == [tokenizer.bos_token_id] else []
 
-    def named(self, documents: Sequence[Document]) -> Sequence[Document]:
-        """`documents`, those of `text` rows renamed by their prompts: who begins alike is one.
+    def read(self, documents: Iterable[Document]) -> Iterator[tuple[Document, list[Example]]]:
+        """Each document and its examples, none where it is too short.
 
-        Those that have a split of their own keep their names.
+        A text has the name of its prompt, so that those that begin alike are one document; but for
+        texts with a split of their own. Raises ValueError for a row that cannot be used.
         """
-        names: list[str] = []
-        for start in range(0, len(documents), DOCUMENTS):
-            lot = list(documents[start : start + DOCUMENTS])
-            texts = ["" if one.split else one.row.get("text", "") for one in lot]
-            prompts = iter(self._prompts_of([*filter(None, texts)]))
-            names += [
-                name_of(next(prompts)) if text else one.id
-                for one, text in zip(lot, texts, strict=True)
-            ]
-
-        def renamed(index: int) -> Document:
-            return replace(documents[index], id=names[index])
-
-        return Mapped(renamed, range(len(names)))
-
-    def _prompts_of(self, texts: Sequence[str]) -> Iterator[str]:
-        """What `data.prompt_tokens` make of each of `texts`, read no further than that needs."""
-        count = self._data.prompt_tokens
-        heads = text_ids(
-            self._tokenizer, [text[: HEAD * count] for text in texts], literal=self._literal
-        )
-        for text, head in zip(texts, heads, strict=True):
-            if len(head) < 2 * count:
-                (head,) = text_ids(self._tokenizer, [text], literal=self._literal)
-            prompt = self._tokenizer.decode(head[:count], clean_up_tokenization_spaces=False)
-            yield str(prompt)
-
-    def read(self, documents: Sequence[Document]) -> list[list[Example]]:
-        """The examples of each document, none where it is too short.
-
-        Texts are tokenised together, which is fast. Raises ValueError for a row that cannot be
-        used.
-        """
-        chats = [self._chat_of(document.row) for document in documents]
-        rows = [row.row for row, chat in zip(documents, chats, strict=True) if chat is None]
-        literal = self._literal or self._data.chat_template != "never"
-        ids = partial(text_ids, self._tokenizer)
-        text = iter(ids([row["text"] for row in rows if "text" in row], literal=self._literal))
-        prompt = iter(ids([row["prompt"] for row in rows if "text" not in row], literal=literal))
-        completions = [row["completion"] for row in rows if "completion" in row]
-        answer = iter(ids(completions, special=False, literal=literal))
-        examples: list[list[Example]] = []
-        for document, chat in zip(documents, chats, strict=True):
-            row = document.row
-            if "text" in row:
-                examples.append(self._windows(document, next(text)))
-                self.counts["windows"] += len(examples[-1])
-            else:
-                named = (literal or chat is not None) and self._format.names_special(row)
-                self.counts["rows_naming_special"] += named
-                if chat is not None:
-                    pieces = [*self._answers(chat, self._format_of(row))]
+        left = iter(documents)
+        while lot := list(islice(left, TOGETHER)):
+            texts = [document.row["text"] for document in lot if "text" in document.row]
+            ids = iter(text_ids(self._tokenizer, texts, literal=self._literal))
+            for document in lot:
+                if "text" in document.row:
+                    document, examples = self._windows(document, next(ids))
+                    self.counts["windows"] += len(examples)
                 else:
-                    ended = self._ended([*next(answer)]) if "completion" in row else []
-                    pieces = [Piece(next(prompt), ended)]
-                fitted = [self._fitted(document, piece) for piece in pieces if piece.prompt]
-                examples.append([example for example in fitted if example is not None])
-            self.counts["documents_dropped"] += not examples[-1]
-        self.counts["documents"] += len(documents)
-        return examples
+                    examples = [*self._answers(document)]
+                self.counts["documents"] += 1
+                self.counts["documents_dropped"] += not examples
+                yield document, examples
+
+    def _windows(self, document: Document, ids: list[int]) -> tuple[Document, list[Example]]:
+        """Cut a text's ids into windows without overlap; EOS marks its true end where it fits."""
+        length, prompt = min(self._data.max_length, self._lengths.window), self._data.prompt_tokens
+        if document.row["text"] and not document.split:
+            text = self._tokenizer.decode(ids[:prompt], clean_up_tokenization_spaces=False)
+            document = replace(document, id=name_of(text))
+        begin = len(self._begin)
+        starts = range(begin, max(len(ids), begin + 1), length - begin)
+        windows = [[*self._begin, *ids[start : start + length - begin]] for start in starts]
+        if len(windows[-1]) < length:
+            windows[-1] = self._ended(windows[-1])
+        if len(windows) > 1 and len(windows[-1]) < min(length, prompt + SHORT_WINDOW):
+            windows.pop()
+        kept = [window for window in windows if len(window) > prompt]
+        return document, [_example(document, window[:prompt], window[prompt:]) for window in kept]
+
+    def _answers(self, document: Document) -> Iterator[Example]:
+        """The answers of a row that is no plain text, each after its prompt, or a prompt alone.
+
+        The answer is cut on the right, the prompt on the left, or of a chat its oldest turns. A
+        chat whose last turn is too long is dropped: a template cut open is no prompt that any
+        server sees.
+        """
+        row, chat, most = document.row, self._chat_of(document.row), self._lengths
+        literal = chat is not None or self._literal or self._data.chat_template != "never"
+        self.counts["rows_naming_special"] += literal and self._format.names_special(row)
+        pieces = self._of_prompt(row, literal) if chat is None else self._of_chat(chat, row)
+        for prompt, answer, is_cut in pieces:
+            if not prompt:
+                continue
+            too_long = len(prompt) > most.prompt
+            self.counts["rows"] += 1
+            self.counts["completions"] += bool(answer)
+            if chat is not None and too_long:
+                self.counts["rows_dropped"] += 1
+                continue
+            self.counts["prompts_cut"] += too_long or is_cut
+            self.counts["completions_cut"] += len(answer) > most.completion
+            if too_long:
+                kept = most.prompt - len(self._begin)
+                prompt = [*self._begin, *prompt[len(prompt) - kept :]]
+            yield _example(document, prompt, answer[: most.completion])
+
+    def _of_prompt(self, row: dict[str, Any], literal: bool) -> Iterator[Piece]:
+        """Prompt and completion of a row, tokenised apart."""
+        ids = partial(text_ids, self._tokenizer, literal=literal)
+        (prompt,) = ids([row["prompt"]])
+        answers = ids([row["completion"]] if "completion" in row else [], special=False)
+        yield prompt, [id for answer in answers for id in self._ended(answer)], False
 
     def _chat_of(self, row: dict[str, Any]) -> Chat | None:
         """The conversation of a row; None for plain text."""
@@ -329,16 +332,17 @@ class RowReader:
                 "does not speak: take a model that calls tools, or rows without them"
             ) from error
 
-    def _answers(self, messages: Chat, template: ChatFormat) -> Iterator[Piece]:
+    def _of_chat(self, messages: Chat, row: dict[str, Any]) -> Iterator[Piece]:
         """Each answer to a user with what comes before it, and a last turn that awaits one.
 
         A template may write a turn otherwise than after its own generation prompt: then there is
         the prompt alone. Raises ValueError for a chat that the template refuses.
         """
+        template = self._format_of(row)
         try:
             for prompt, answer, is_cut in answers(messages, template, self._lengths.prompt):
                 self.counts["answers_unused"] += answer is None
-                yield Piece(prompt, answer or [], is_chat=True, is_cut=is_cut)
+                yield prompt, answer or [], is_cut
         except TemplateRefusal as error:
             begins = str(messages[0].get("content"))
             raise ValueError(
@@ -347,48 +351,12 @@ class RowReader:
             ) from error
 
     def _ended(self, ids: list[int]) -> list[int]:
-        return ids if ids and ids[-1] == self._eos else [*ids, self._eos]
-
-    @property
-    def _eos(self) -> int:
-        if self._tokenizer.eos_token_id is None:
+        end = self._tokenizer.eos_token_id
+        if end is None:
             raise ValueError(
                 "target.path: its tokenizer has no EOS token, so that no text could end"
             )
-        return self._tokenizer.eos_token_id
-
-    def _fitted(self, document: Document, piece: Piece) -> Example | None:
-        """Cut the answer on the right, the prompt on the left, or of a chat its oldest turns.
-
-        None for a chat whose last turn is too long: a template cut open is no prompt that any
-        server sees.
-        """
-        too_long = len(piece.prompt) > self._lengths.prompt
-        self.counts["rows"] += 1
-        self.counts["completions"] += bool(piece.answer)
-        if piece.is_chat and too_long:
-            self.counts["rows_dropped"] += 1
-            return None
-        self.counts["prompts_cut"] += too_long or piece.is_cut
-        self.counts["completions_cut"] += len(piece.answer) > self._lengths.completion
-        prompt = piece.prompt
-        if too_long:
-            kept = self._lengths.prompt - len(self._begin)
-            prompt = [*self._begin, *prompt[len(prompt) - kept :]]
-        return _example(document, prompt, piece.answer[: self._lengths.completion])
-
-    def _windows(self, document: Document, ids: list[int]) -> list[Example]:
-        """Cut a text's ids into windows without overlap; EOS marks its true end where it fits."""
-        length, prompt = min(self._data.max_length, self._lengths.window), self._data.prompt_tokens
-        begin = len(self._begin)
-        starts = range(begin, max(len(ids), begin + 1), length - begin)
-        windows = [[*self._begin, *ids[start : start + length - begin]] for start in starts]
-        if len(windows[-1]) < length:
-            windows[-1] = self._ended(windows[-1])
-        if len(windows) > 1 and len(windows[-1]) < min(length, prompt + SHORT_WINDOW):
-            windows.pop()
-        kept = [window for window in windows if len(window) > prompt]
-        return [_example(document, window[:prompt], window[prompt:]) for window in kept]
+        return ids if ids[-1:] == [end] else [*ids, end]
 
 
 def _example(document: Document, prompt: list[int], answer: list[int]) -> Example:

@@ -26,7 +26,7 @@ from draftkit.data.store import Lazy
 
 FORMAT = "rollouts-2"
 ADVICE = "remove it and make the rollouts again"
-KEPT = 64  # files of a `RecordParts` in memory
+KEPT = 64  # files of `read_parts` in memory
 _FORMAT_KEY = b"draftkit.format"
 
 _IDS = pa.list_(pa.int32())
@@ -171,26 +171,6 @@ def _reading(path: str | Path) -> Iterator[None]:
         raise ValueError(f"{path} is not a whole rollout file ({reason}): {ADVICE}") from error
 
 
-class RecordParts(Lazy[Record]):
-    """The records of several files, one after the other.
-
-    A file is read when a record of it is asked for; the `KEPT` that were last asked for stay in
-    memory. Raises ValueError, one line that names the file, for one that is not whole.
-    """
-
-    def __init__(self, paths: Sequence[str | Path]) -> None:
-        self._paths = list(paths)
-        self._ends = list(accumulate(_count(path) for path in self._paths))
-        self._read = lru_cache(maxsize=KEPT)(read_records)
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def _at(self, index: int) -> Record:
-        part = bisect_right(self._ends, index)
-        return self._read(self._paths[part])[index - self._ends[part]]  # from the part's end
-
-
 def write_parts(
     folder: Path,
     count: int,
@@ -211,6 +191,18 @@ def write_parts(
         yield read_records(path)
 
 
-def read_parts(folder: Path) -> RecordParts:
-    """All records that `write_parts` has written as `part`, in order."""
-    return RecordParts(sorted(folder.glob("part-*.parquet")))
+def read_parts(folder: Path) -> Sequence[Record]:
+    """All records that `write_parts` has written as `part`, in order.
+
+    A file is read when a record of it is asked for; the `KEPT` that were last asked for stay in
+    memory. Raises ValueError, one line that names the file, for one that is not whole.
+    """
+    paths = sorted(folder.glob("part-*.parquet"))
+    ends = [*accumulate(map(_count, paths))]
+    read = lru_cache(KEPT)(read_records)
+
+    def record(row: int) -> Record:
+        part = bisect_right(ends, row)
+        return read(paths[part])[row - ends[part]]  # from the part's end
+
+    return Lazy(record, range(ends[-1] if ends else 0))

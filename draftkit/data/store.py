@@ -1,15 +1,14 @@
-"""Sequences that need not fit into memory: rows on disk, some of them, others made of them.
+"""Sequences that need not fit into memory, and hashes that order what is in them.
 
 Rows are written once, in order, as an Arrow file, and mapped into memory to be read: what has
 been read is the system's to forget. This module does not know what a row means.
 """
 
 import hashlib
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,66 +16,29 @@ import pyarrow as pa
 from draftkit.artifacts import atomic_path
 
 Item = TypeVar("Item")
-Made = TypeVar("Made")
 
-ORDER = np.dtype([("high", ">u8"), ("low", ">u8")])  # what `hash_order` gives, as a number
 WRITTEN = 256  # rows of a batch: what is in memory while a file is written
 
 
 class Lazy(Sequence[Item]):
-    """A sequence that makes an item when it is asked for; a slice is lazy too."""
+    """`make` of each of `items`, made when it is asked for; a slice is lazy too."""
 
-    @abstractmethod
-    def _at(self, index: int) -> Item:
-        """The item at `index`, which is in range."""
-
-    def __getitem__(self, index: Any) -> Any:
-        indices = range(len(self))[index]  # counts from the end, and refuses, as lists do
-        return Picked(self, indices) if isinstance(index, slice) else self._at(indices)
-
-
-class Mapped(Lazy[Made], Generic[Item, Made]):
-    """`function` of each of `items`."""
-
-    def __init__(self, function: Callable[[Item], Made], items: Sequence[Item]) -> None:
-        self._function = function
+    def __init__(self, make: Callable[[Any], Item], items: Sequence[Any] | np.ndarray) -> None:
+        self._make = make
         self._items = items
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def _at(self, index: int) -> Made:
-        return self._function(self._items[index])
-
-    def __iter__(self) -> Iterator[Made]:
-        return map(self._function, self._items)
+    def __getitem__(self, index: Any) -> Any:
+        some = self._items[index]
+        return Lazy(self._make, some) if isinstance(index, slice) else self._make(some)
 
 
-class Picked(Mapped[Any, Item]):
-    """Those of `items` at `indices`, in that order."""
-
-    def __init__(self, items: Sequence[Item], indices: Sequence[int] | np.ndarray) -> None:
-        kept: Any = indices if isinstance(indices, range) else np.asarray(indices, np.int64)
-        super().__init__(items.__getitem__, kept)
-
-
-class Stored(Lazy[Item]):
-    """The rows of an Arrow file, each read by `make(**columns)`."""
-
-    def __init__(self, path: str | Path, make: Callable[..., Item]) -> None:
-        self._table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        self._make = make
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def _at(self, index: int) -> Item:
-        return self._make(**self._table.slice(index, 1).to_pylist()[0])
-
-    def __iter__(self) -> Iterator[Item]:
-        for batch in self._table.to_batches():
-            for row in batch.to_pylist():
-                yield self._make(**row)
+def read_rows(path: str | Path, make: Callable[..., Item]) -> Lazy[Item]:
+    """The rows of an Arrow file, each as `make(**columns)`."""
+    table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    return Lazy(lambda row: make(**table.slice(row, 1).to_pylist()[0]), range(table.num_rows))
 
 
 def write_rows(path: str | Path, schema: pa.Schema, rows: Iterable[dict[str, Any]]) -> None:
@@ -97,6 +59,6 @@ def rank_in_group(groups: Sequence[str] | np.ndarray) -> np.ndarray:
     return rank
 
 
-def hash_order(name: str) -> bytes:
-    """A sort key that scatters names evenly and never changes."""
-    return hashlib.blake2b(name.encode(), digest_size=16).digest()
+def hash_order(name: str) -> int:
+    """A sort key of 64 bits that scatters names evenly and never changes."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest()[:8])

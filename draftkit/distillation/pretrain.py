@@ -23,7 +23,7 @@ from draftkit.config import (
 )
 from draftkit.data.prompts import Example, Splits
 from draftkit.data.rollouts import Record
-from draftkit.data.store import Mapped
+from draftkit.data.store import Lazy
 from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.loop import train
 from draftkit.distillation.losses import Objective
@@ -182,7 +182,7 @@ def pretrain(
         autocast=dtype if dtype != torch.float32 else None,
         optimizer=OPTIMIZERS[optimizer],
     )
-    texts = Mapped(partial(predicted, kept=learned_ids(rows, model.kept_ids)), [*rows])
+    texts = Lazy(partial(predicted, kept=learned_ids(rows, model.kept_ids)), rows)
     batch_size = shape.per_device_train_batch_size
     source = Source(shuffled(texts, config.seed), batch_size=batch_size, device=device)
     training = folder.with_name(f"{folder.name}-training")

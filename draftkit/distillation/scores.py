@@ -10,7 +10,7 @@ import torch
 
 from draftkit.config import Config
 from draftkit.data.rollouts import Record
-from draftkit.data.store import Mapped
+from draftkit.data.store import Lazy
 from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.chunked import chunks
 from draftkit.distillation.samplers import check_top_k
@@ -50,7 +50,7 @@ def texts_to_score(config: Config, texts: TrainingTexts) -> Sequence[Record]:
             domain=examples[row].domain,
         )
 
-    return Mapped(record, range(len(examples)))
+    return Lazy(record, range(len(examples)))
 
 
 def scored_by(

@@ -24,7 +24,7 @@ from draftkit.config import Config
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
 from draftkit.data.rollouts import Record
-from draftkit.data.store import Mapped, Picked
+from draftkit.data.store import Lazy
 from draftkit.distillation.batch import (
     Batch,
     TokenSequence,
@@ -342,7 +342,7 @@ def completed(examples: Sequence[Example], key: str = "source") -> Sequence[Exam
     rows = [row for row, example in enumerate(examples) if example.has_completion]
     if not rows:
         raise ValueError(f"{key}=fixed: the data hold prompts only; use target")
-    return Picked(examples, rows)
+    return Lazy(examples.__getitem__, rows)
 
 
 def stored_sequences(
@@ -356,13 +356,13 @@ def stored_sequences(
     if name == "target":
         records = texts.rollouts if scored is None else scored
         assert records is not None
-        return Mapped(sequence_of_record, records)
+        return Lazy(sequence_of_record, records)
     examples = completed(texts.examples, key)
     if scored is None:
-        return Mapped(sequence_of_example, examples)
+        return Lazy(sequence_of_example, examples)
     assert len(scored) == len(examples)
 
     def with_scores(row: int) -> TokenSequence:
         return with_stored_scores(sequence_of_example(examples[row]), scored[row])
 
-    return Mapped(with_scores, range(len(examples)))
+    return Lazy(with_scores, range(len(examples)))

@@ -85,7 +85,7 @@ def read_characters(answers: int) -> int:
     data = DataConfig(name="local", path="a", max_prompt_tokens=128)
     reader = RowReader(tokenizer, data, lengths_within(4096, data))
     before = tokenizer.characters
-    (made,) = reader.read([Document("id", "", {"messages": turns})])
+    ((_, made),) = reader.read([Document("id", "", {"messages": turns})])
     assert len(made) == answers
     return tokenizer.characters - before
 

@@ -9,14 +9,11 @@ from draftkit.config import DataConfig
 from draftkit.data.lengths import (
     Lengths,
     Room,
-    capped_line,
+    cut_line,
     lengths_within,
-    reading_lines,
-    shared_line,
+    reading_notes,
     shares_cut,
 )
-
-CHATS = Counter(rows=9)
 
 
 def data(prompt: int = 1024, completion: int = 1024, **options: Any) -> DataConfig:
@@ -44,21 +41,6 @@ def test_prompt_and_answer_fit_the_context(
     assert (lengths.prompt, lengths.completion) == expected
     assert lengths.prompt + lengths.completion <= context
     assert lengths.window == min(1024, context)
-    line = capped_line(CHATS, lengths, given, context)
-    assert bool(line) == (expected != (prompt, completion))
-
-
-def test_what_the_context_has_lowered_is_told() -> None:
-    given = data()
-    assert capped_line(CHATS, lengths_within(1500, given), given, 1500) == (
-        "the smaller context of both models has 1500 tokens: data.max_prompt_tokens is 750 instead "
-        "of 1024, data.max_completion_tokens is 750 instead of 1024"
-    )
-    windows = Counter(windows=9)
-    assert capped_line(windows, lengths_within(1500, given), given, 1500) == ""
-    assert capped_line(windows, lengths_within(900, given), given, 900) == (
-        "the smaller context of both models has 900 tokens: data.max_length is 900 instead of 1024"
-    )
 
 
 def test_a_context_no_longer_than_the_prompt_of_a_text_is_refused() -> None:
@@ -74,19 +56,13 @@ def test_answers_to_texts_and_to_chats_have_their_own_room() -> None:
 
 
 def test_lines_for_the_person_who_gave_the_rows() -> None:
-    counts = Counter(rows=2000, completions=1000, prompts_cut=3, completions_cut=20, rows_dropped=0)
-    first, *others = reading_lines(counts, Lengths(1024, 512, 128))
-    assert first == (
+    counts = Counter(rows=2000, completions=1000, prompts_cut=3, completions_cut=20, windows=9)
+    assert cut_line(counts, Lengths(1024, 512, 128)) == (
         "2,000 prompts of at most 1,024 tokens, 0.1% cut; 1,000 answers of at most 512, 2.0% cut; "
         "0.0% of the rows dropped"
     )
-    assert others == []
     assert shares_cut(counts)["completions_cut_share"] == 0.02
-    more = reading_lines(counts | Counter(rows_naming_special=7), Lengths(1024, 512, 128))
-    assert more[1].startswith("7 rows hold names of special tokens, which are text there")
-    assert reading_lines(Counter(windows=9), Lengths(1, 1, 1)) == []
-    assert shared_line(Counter(test=9)) == ""
-    assert shared_line(Counter(test=9, prompts_shared=2)) == (
-        "2 examples are left out of training and validation, since their prompts are held out; "
-        "0 of 9 test prompts repeat another"
-    )
+    assert reading_notes(counts) == []
+    naming, shared = reading_notes(counts | Counter(rows_naming_special=7, prompts_shared=2000))
+    assert naming.startswith("7 rows hold names of special tokens, which are text there")
+    assert shared.startswith("2,000 examples are left out of training and validation")

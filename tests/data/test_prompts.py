@@ -11,7 +11,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast as Fast
 
 from draftkit.config import DataConfig
-from draftkit.data.corpora import Document, store_documents
+from draftkit.data.corpora import Document, read_documents
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import SPLITS, Example, RowReader, Splits, make_splits
 from tests.templates import CHAT, FORGETFUL, WORDS, byte_bpe, chat, headers, thinking
@@ -28,20 +28,16 @@ def settings(**options: Any) -> DataConfig:
 
 
 def examples_of(row: dict[str, Any], tokenizer: Fast, **options: Any) -> list[Example]:
-    (made,) = RowReader(tokenizer, settings(**options)).read([Document("id", "domain", row)])
+    ((_, made),) = RowReader(tokenizer, settings(**options)).read([Document("id", "domain", row)])
     return made
 
 
 def splits_of(folder: Path, rows: Sequence[object], tokenizer: Fast, **options: Any) -> Splits:
+    """The splits of `rows`, in memory, to be compared."""
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_splits(settings(path=str(path), **options), tokenizer, folder)
-
-
-def load_splits(data: DataConfig, tokenizer: Fast, folder: Path) -> Splits:
-    """The splits of `data`, in memory, to be compared."""
-    documents = store_documents(data, folder / "documents.arrow")
-    splits = make_splits(documents, data, tokenizer, folder, context=4096)
+    data = settings(path=str(path), **options)
+    splits = make_splits(read_documents(data), data, tokenizer, folder, context=4096)
     lists: dict[str, Any] = {name: list(getattr(splits, name)) for name in SPLITS}
     return replace(splits, **lists)
 
@@ -212,7 +208,7 @@ def test_special_tokens_in_the_corpus_are_words_and_in_a_file_they_are_control(
     row = {"text": f"eos = '<|im_end|>'  # {WORDS}"}
     document = Document("python:a.py", "python", row)
     corpus = DataConfig(prompt_tokens=8)
-    ((literal,),) = RowReader(tokenizer, corpus).read([document])
+    ((_, (literal,)),) = RowReader(tokenizer, corpus).read([document])
     (control,) = examples_of(row, tokenizer)
     assert literal.token_ids.count(1) == 1  # the end of the text
     assert control.token_ids.count(1) == 2

@@ -16,8 +16,8 @@ from draftkit.data.rollouts import (
     OPTIONAL,
     SCHEMA,
     Record,
-    RecordParts,
     from_bytes,
+    read_parts,
     read_records,
     to_bytes,
 )
@@ -86,23 +86,23 @@ def test_several_files_read_as_one_sequence_and_few_of_them_stay_in_memory(
     monkeypatch.setattr(rollouts, "read_records", read)
     sizes = [3, 0, 1, 4]
     records = [replace(PLAIN, row=row) for row in range(sum(sizes))]
-    paths = [tmp_path / f"part-{number}.parquet" for number in range(4)]
-    for number, path in enumerate(paths):
-        write(path, records[sum(sizes[:number]) : sum(sizes[: number + 1])])
-    parts = RecordParts(paths)
+    for number in range(4):
+        some = records[sum(sizes[:number]) : sum(sizes[: number + 1])]
+        write(tmp_path / f"part-{number}.parquet", some)
+    parts = read_parts(tmp_path)
     assert (len(parts), opened) == (8, [])
     assert list(parts) == records
     assert list(parts[2:7:2]) == records[2:7:2]
     assert opened == ["part-0.parquet", "part-2.parquet", "part-3.parquet", "part-0.parquet"]
     assert parts[-1] == records[-1]
     assert len(opened) == 4
-    assert list(RecordParts([])) == []
+    assert list(read_parts(tmp_path / "none")) == []
 
 
 def test_a_file_that_is_not_whole_is_named_when_the_sequence_is_made(tmp_path: Path) -> None:
-    (tmp_path / "part.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"part\.parquet is not a whole rollout file \("):
-        RecordParts([tmp_path / "part.parquet"])
+    (tmp_path / "part-0.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"part-0\.parquet is not a whole rollout file \("):
+        read_parts(tmp_path)
 
 
 def test_every_field_has_its_column() -> None:

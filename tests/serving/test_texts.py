@@ -83,7 +83,7 @@ def test_a_chat_is_what_the_template_and_training_make_of_it(make) -> None:
         ]
     )
     document = Document("id", "", {"messages": turns})
-    ((_, trained),) = RowReader(tokenizer, data).read([document])
+    ((_, (_, trained)),) = RowReader(tokenizer, data).read([document])
     assert trained.prompt_ids == ids
 
 

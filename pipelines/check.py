@@ -38,11 +38,11 @@ def check(config: Config) -> None:
     if config.plan:
         show_plan("check", [goal])
         return
-    dry_run("check", [goal], config.limit or LIMIT)
+    dry_run("check", goal, config.limit or LIMIT)
 
 
 def main() -> None:
-    run_command("check", lambda config, job: check(config))
+    run_command("check", check)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import hydra
@@ -23,7 +24,6 @@ from .configuration import (
     CONF_DIR,
     check_own_files,
     explain,
-    fixed_overrides,
     register_schema,
     spelled_out,
     swept_label,
@@ -36,8 +36,6 @@ from .stage import is_first, make_all, module_of, say, show_plan
 
 DRY = ("distill", "evaluate", "generate", "export", "check")  # what takes `limit`
 OVERRIDE = re.compile(r"[^-].*=|~")  # a word that is neither an option nor its value
-
-Launch = Callable[[Config, str], Any]
 
 
 def _guard(name: str, call: Callable[[], Any], *, raw: bool) -> None:
@@ -59,16 +57,15 @@ def _guard(name: str, call: Callable[[], Any], *, raw: bool) -> None:
     raise SystemExit(code)
 
 
-def run_command(name: str, launch: Launch) -> None:
-    """Compose `sys.argv`, validate, and call `launch(config, swept)` for every job.
+def run_command(name: str, launch: Callable[[Config], Any]) -> None:
+    """Compose `sys.argv`, validate, and call `launch` for every job.
 
-    `swept` tells the jobs of a sweep apart and is empty otherwise. With HYDRA_FULL_ERROR=1 in the
-    environment errors come out whole.
+    `Config.job` tells the jobs of a sweep apart. With HYDRA_FULL_ERROR=1 in the environment errors
+    come out whole.
     """
     register_schema()
     raw = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
-    sys.argv[1:] = spelled_out(sys.argv[1:])
-    fixed = fixed_overrides(sys.argv[1:])
+    sys.argv[1:] = arguments = spelled_out(sys.argv[1:])
     # argparse reads overrides in one piece: let options stand among them.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: bool(OVERRIDE.match(word)))
 
@@ -79,7 +76,9 @@ def run_command(name: str, launch: Launch) -> None:
             config = to_config(composed)
             if config.limit is not None and name not in DRY:
                 raise ValueError(f"limit: there is a dry run of {', '.join(DRY)}, none of {name}")
-            launch(config, swept_label(fixed))
+            if label := swept_label(arguments):
+                say(f"{name}: sweep job {label}")
+            launch(replace(config, job=label or None))
 
         _guard(name, checked, raw=raw)
 
@@ -100,7 +99,7 @@ def launch(stage: Stage, config: Config) -> dict[str, Any]:
         show_plan(name, [product], redo)
         return {}
     if config.limit is not None:
-        dry_run(name, [product], config.limit)
+        dry_run(name, product, config.limit)
         return {}
     if not make_all(name, [product], redo=redo, mine=product.command):
         say(f"{name}: {product.folder} is complete, nothing to do (overwrite=true redoes it)")
@@ -116,12 +115,7 @@ def launch(stage: Stage, config: Config) -> dict[str, Any]:
 def main(stage: Stage) -> None:
     """The command `python -m pipelines.<stage>`."""
 
-    def job(config: Config, swept: str) -> None:
-        if swept:
-            say(f"{stage.name}: sweep job {swept}")
-        launch(stage, replace(config, job=swept or None))
-
     try:
-        run_command(stage.name, job)
+        run_command(stage.name, partial(launch, stage))
     finally:
         leave_group()

@@ -260,7 +260,7 @@ def comparison(runs: list[str]) -> dict[str, Any]:
     return {"runs": rows, "differing": differing(rows), "findings": findings}
 
 
-def compare(config: Config, swept: str = "") -> None:
+def compare(config: Config) -> None:
     """Print a comparison, and leave it in `<root>/<name>/compare`.
 
     Raises ValueError naming a run that cannot be read.

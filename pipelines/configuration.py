@@ -99,15 +99,12 @@ def groups() -> list[str]:
 
 
 def _did_you_mean(wrong: str, known: list[str]) -> str:
-    """`: did you mean X?`, or nothing: a key that ends so, one like it, one with a like end."""
-    close = [key for key in known if key.endswith(f".{wrong}")][:1]
-    close = close or difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
-    if not close:
-        leaf = wrong.rpartition(".")[2]
-        leaves = [key.rpartition(".")[2] for key in known]
-        best = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.7)
-        close = [key for key, last in zip(known, leaves, strict=True) if last in best]
-    return f": did you mean {close[0]}?" if close else ""
+    """`: did you mean X?`, or nothing: a key like it, or one with a like end."""
+    if close := difflib.get_close_matches(wrong, known, n=1, cutoff=0.6):
+        return f": did you mean {close[0]}?"
+    by_end = {key.rpartition(".")[2]: key for key in reversed(known)}
+    ends = difflib.get_close_matches(wrong.rpartition(".")[2], by_end, n=1, cutoff=0.7)
+    return f": did you mean {by_end[ends[0]]}?" if ends else ""
 
 
 def _unknown_key(key: str) -> str:
@@ -147,9 +144,9 @@ def to_config(composed: DictConfig) -> Config:
     if any(model.names_gguf for model in (config.target, config.draft)):
         from .checksums import unpacked  # which imports torch, as `served` does
 
-        target, line = unpacked(config.target, config.root)
-        draft, other = unpacked(config.draft, config.root)
-        config, lines = replace(config, target=target, draft=draft), [*lines, line, other]
+        for key in ("target", "draft"):
+            model, line = unpacked(getattr(config, key), config.root)
+            config, lines = replace(config, **{key: model}), [*lines, line]
     if origin == "model":
         from draftkit.models.served import served_sampling
 
@@ -251,30 +248,24 @@ def check_own_files() -> None:
                 raise ValueError(f"{own} is hidden by draftkit's own of that name: rename it")
 
 
-def fixed_overrides(arguments: Sequence[str]) -> set[str]:
-    """Keys with one value on the command line: they are the same in all jobs of a sweep."""
-    parser = OverridesParser.create()
-    fixed = set(_CHOOSE_THE_FOLDER)
+def swept_label(arguments: Sequence[str]) -> str:
+    """`divergence=jsd,source=draft`: what other jobs of a sweep have otherwise than this one.
+
+    `arguments`: of the command line. Empty outside a sweep. Asked inside a Hydra job.
+    """
+    active, parser = HydraConfig.get(), OverridesParser.create()
+    if active.mode != RunMode.MULTIRUN:
+        return ""
+    fixed = set(_CHOOSE_THE_FOLDER)  # and what has one value on the command line
     for argument in arguments:
         with suppress(HydraException):  # an option such as --multirun
             override = parser.parse_override(argument)
             if not override.is_sweep_override():
                 fixed.add(override.key_or_group)
-    return fixed
-
-
-def swept_label(fixed: set[str]) -> str:
-    """`divergence=jsd,source=draft`: the overrides of this job that others have otherwise.
-
-    Empty outside a sweep. Asked inside a Hydra job.
-    """
-    active = HydraConfig.get()
-    if active.mode != RunMode.MULTIRUN:
-        return ""
-    parser = OverridesParser.create()
-    swept = []
-    for argument in active.overrides.task:
-        if parser.parse_override(argument).key_or_group not in fixed:
-            swept.append(str(argument).lstrip("+~"))
+    swept = [
+        str(argument).lstrip("+~")
+        for argument in active.overrides.task
+        if parser.parse_override(argument).key_or_group not in fixed
+    ]
     label = re.sub(r"[^\w.,=+-]", "_", ",".join(swept))
     return label if len(label) <= 120 else f"{label[:100]}-{fingerprint(swept)}"

@@ -5,21 +5,37 @@ target, text and sampling. Those of the validation split choose the weights in `
 test split are for the tables alone.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from draftkit.config import Config
 from draftkit.data.lengths import Room
-from draftkit.data.prompts import read_splits
+from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, document_of, read_records, write_records
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.samplers import TEST, VALIDATION, target_answers
 from draftkit.models.loading import load_target
+from draftkit.theory.acceptance import LEAST_UNITS
 
 from .command import main
 from .lengths import answer_tokens
 from .plan import CONTEXTS
 from .stage import StageFolder
+
+
+def too_few(config: Config, test: Sequence[Example]) -> str:
+    """What to say where documents will not suffice for a verdict, before hours go into the rest."""
+    options = config.evaluate
+    needed = LEAST_UNITS * options.timing_batch_size
+    held_out = test[: min(needed, options.prompts, options.timing_prompts)]
+    documents = len({example.document for example in held_out})  # all that there are, if too few
+    if documents >= needed:
+        return ""
+    return (
+        f"{documents} held-out documents will be timed, a verdict needs {needed}: it will be "
+        "inconclusive (evaluate.timing_prompts, evaluate.prompts, data.test_fraction)"
+    )
 
 
 def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -30,6 +46,8 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
     options, splits = config.evaluate, read_splits(folder.input("texts"))
     if (new := answer_tokens(config)) < options.max_new_tokens:
         folder.note(f"{new} tokens an answer, all that the models' context leaves after a prompt")
+    if line := too_few(config, splits.test):
+        folder.note(line)
     target = load_target(folder.model(config, "target"), config.hardware)
     room = Room(new, target.adapter.max_positions)
     folder.mark("loaded")

@@ -7,15 +7,20 @@ begins. Texts are read as the run will use them; all else is deleted at the end.
 
 import heapq
 import multiprocessing
+import re
 import shutil
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import remove
 from draftkit.data.corpora import SPLITS
 from draftkit.data.prompts import ABOUT, SCHEMA, Example, read_splits
+from draftkit.data.rollouts import OPTIONAL, Record, read_records, write_records
 from draftkit.data.store import write_rows
 from draftkit.distillation.progress import duration
 from draftkit.distillation.ranks import processes
@@ -25,9 +30,9 @@ from draftkit.models.memory import free_bytes
 
 from .lengths import answer_tokens
 from .lock import LOCK, locked
-from .product import GIVEN, SUMMARY, Product, ordered, pending
-from .rehearsal import Job, lengthen, main
-from .stage import check, make, notice
+from .product import Product, ordered, pending, table
+from .rehearsal import LONGEST, OWN, rehearse
+from .stage import check, make
 from .weights import gigabytes, refuse_too_large
 
 FOLDER = ".dry"
@@ -35,6 +40,10 @@ METHOD = "forkserver"  # of starting processes: they share the imports of the fi
 # Not the command, which each process imports under another name and would warn to have already.
 PRELOADED = ["draftkit.evaluation.judge", "draftkit.distillation.fit", "draftkit.api"]
 LOOKED_AT = 1 << 15  # rows among which the longest are sought
+FILES = 3  # of answers whose lengths are changed
+ANSWERS = ("generate", "contexts")
+# How the allocators of CPU and CUDA say that there is no more.
+NO_MEMORY = re.compile(r"allocate memory|out of memory|not enough memory|bad_alloc", re.IGNORECASE)
 REMEDIES = {
     "generate": "lower generate.batch_size or data.max_completion_tokens",
     "contexts": "lower evaluate.batch_size or evaluate.max_new_tokens",
@@ -45,123 +54,116 @@ REMEDIES = {
 SMALLER = "use a smaller model, or a lower per_device_train_batch_size of its pretrain"
 
 
-def dry_run(name: str, goals: Sequence[Product], limit: int) -> None:
-    """Print what every stage to do for `goals` takes. Raises ValueError for what does not fit."""
+def dry_run(name: str, goal: Product, limit: int) -> None:
+    """Print what every stage to do for `goal` takes. Raises ValueError for what does not fit."""
     if processes() > 1:
         raise ValueError("limit: a dry run is one process, and each of a launch takes as much")
-    to_do = pending(goals)
+    to_do = pending([goal])
     for step in to_do:
         check(step)
     refuse_too_large(to_do)
     for step in to_do:
         if step.name == "texts":
             make(step)
-    for step in to_do:
-        notice(step)
-    config = goals[0].config
-    free, root = free_bytes(resolve_device(config.hardware)), Path(config.root) / FOLDER
     waiting = [step for step in to_do if step.name != "texts"]
-    measured: dict[Path, dict[str, float]] = {}
+    free = free_bytes(resolve_device(goal.config.hardware))
+    root, taken = Path(goal.config.root) / FOLDER, dict[Path, dict[str, float]]()
+    folders = {step.folder: root / f"{n}-{step.name}" for n, step in enumerate(waiting)}
     with locked(root, wait=False):
         _empty(root)
         try:
-            stages = Rehearsals(root, waiting, limit)
+            texts = texts_by_order(goal, waiting, root, limit)
             for number, step in enumerate(waiting, 1):
                 print(f"{name}: dry run of {step.name} ({number} of {len(waiting)})", flush=True)
-                result = stages.measure(step)
-                if "failed" in result:
-                    show(ordered(goals), to_do, measured)
-                    raise ValueError(
-                        f"{step.name} does not fit: {result['failed']} with {gigabytes(free)} "
-                        f"free: {REMEDIES.get(step.name, SMALLER)}"
-                    )
-                measured[step.folder] = result
+                inputs = {order: inputs_of(step, order, folders, texts) for order in (OWN, LONGEST)}
+                taken[step.folder] = measured(step, limit, folders[step.folder], inputs)
+        except MemoryError as error:
+            raise ValueError(
+                f"{step.name} does not fit: {error} with {gigabytes(free)} free: "
+                f"{REMEDIES.get(step.name, SMALLER)}"
+            ) from None
         finally:
             _empty(root)
-    show(ordered(goals), to_do, measured)
-    peak = max((one["peak"] for one in measured.values()), default=0)
-    seconds = duration(sum(one["seconds"] for one in measured.values()))
+            sizes = {
+                folder: f"{gigabytes(one['peak']):>8} {duration(one['seconds']):>13}  "
+                for folder, one in taken.items()
+            }
+            print(table([goal], waiting, sizes))
+    peak = max((one["peak"] for one in taken.values()), default=0)
+    seconds = duration(sum(one["seconds"] for one in taken.values()))
     print(f"fits: {gigabytes(peak)} of {gigabytes(free)}, about {seconds}")
 
 
-class Rehearsals:
-    """The stages that are `waiting`, of which each reads what those before it have left."""
+def _empty(folder: Path) -> None:
+    for child in folder.iterdir():
+        if child.name != LOCK:
+            remove(child)
 
-    def __init__(self, root: Path, waiting: Sequence[Product], limit: int) -> None:
-        self.root, self.limit = root, limit
-        self.dry = {one.folder: root / f"{n}-{one.name}" for n, one in enumerate(waiting)}
-        self.scored = any(one.name == "scores" for one in waiting)
 
-    def measure(self, step: Product) -> dict[str, Any]:
-        """What the process of `step` sends. Raises ValueError for what it refuses."""
-        texts = next(one.path for one in ordered([step]) if one.name == "texts")
-        own, longest = (self._inputs(step, texts, longest=value) for value in (False, True))
-        folder, digests = self.dry[step.folder], step.digests
-        job = Job(step.name, step.config, self.limit, folder, texts, own, longest, digests)
-        context: Any = multiprocessing.get_context(METHOD)
-        if METHOD == "forkserver":
-            context.set_forkserver_preload(PRELOADED)
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=main, args=(job, sender))
-        process.start()
-        sender.close()
+def measured(
+    step: Product, limit: int, folder: Path, inputs: Mapping[str, Mapping[str, Path]]
+) -> dict[str, float]:
+    """What `rehearse` gives, in a process of its own. Raises what it raises, and MemoryError."""
+    context: Any = multiprocessing.get_context(METHOD)
+    if METHOD == "forkserver":
+        context.set_forkserver_preload(PRELOADED)
+    job = (step.name, step.config, limit, folder, inputs, step.digests)
+    with ProcessPoolExecutor(1, context) as pool:
         try:
-            result = receiver.recv()
-        except EOFError:
-            result = {}
-        process.join()
-        if "refused" in result:
-            raise ValueError(result["refused"])
-        if "bug" in result or (not result and process.exitcode >= 0):
-            raise RuntimeError(f"the dry run of {step.name} failed:\n{result.get('bug', '')}")
-        return result or {"failed": "the system ended its process"}  # as a control group ends it
+            return pool.submit(rehearse, *job).result()
+        except BrokenProcessPool:  # as a control group ends it
+            raise MemoryError("the system ended its process") from None
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
+                raise MemoryError("it ran out of memory") from None
+            raise
 
-    def _inputs(self, step: Product, texts: Path, *, longest: bool) -> dict[str, Path]:
-        """What `step` needs, as it is given, made already, or left by the dry run."""
-        inputs: dict[str, Path] = {}
-        for name, need in step.inputs.items():
-            if need.stage is GIVEN:
-                inputs[name] = need.path
-            elif need.name == "texts":
-                inputs[name] = self._texts(step, texts, longest=longest)
-            elif need.folder in self.dry:
-                records = need.name in ("generate", "contexts", "scores")
-                folder = self.dry[need.folder] / ("longest" if longest and records else "own")
-                inputs[name] = folder / (need.stage.product or "")
-            elif longest and need.name in ("generate", "contexts"):
-                inputs[name] = self._lengthened(step, need, texts)
-            else:
-                inputs[name] = need.path
-        return inputs
 
-    def _texts(self, step: Product, texts: Path, *, longest: bool) -> Path:
-        """The texts in their own order (few, where all would be scored), or the longest."""
-        config = step.config
-        fixed = config.source.name == "fixed"
-        stored = fixed and config.generate.top_k > 0 and step.name in ("scores", "train")
-        if stored and not self.scored:  # what is scored already has those rows
-            return texts
-        if not longest:
-            rows = 2 * self.limit * SCORED_AT_ONCE
-            return write_texts(texts, self.root / "few", rows) if stored else texts
-        rows = max(config.generate.batch_size, config.evaluate.batch_size, 32)
-        rows = max(rows, config.optim.rows_of_a_process)
-        return write_texts(texts, self.root / "longest", rows, key="whole" if fixed else "prompt")
+def inputs_of(
+    step: Product, order: str, folders: Mapping[Path, Path], texts: Mapping[str, Path]
+) -> dict[str, Path]:
+    """What `step` needs, as it is given, made already, or left by the dry run in `folders`.
 
-    def _lengthened(self, step: Product, need: Product, texts: Path) -> Path:
-        """Answers that are made already, behind the longest prompts and as long as they get."""
-        folder = self.root / f"{need.name}-{need.address}"
-        if not folder.exists():
-            splits = read_splits(self._texts(step, texts, longest=True))
-            new = splits.room.new if need.name == "generate" else answer_tokens(need.config)
-            lengthen(need.path, folder, vars(splits), new)
-        return folder
+    Of the longest order are texts, and answers behind the longest prompts, as long as they get.
+    """
+    inputs = dict(step.paths)
+    for name, need in step.inputs.items():
+        left, scored = folders.get(need.folder), step.inputs.get("scores")
+        if need.name == "texts" and (scored is None or scored.folder in folders):
+            inputs[name] = texts[order]  # what is scored already has the rows of all texts
+        elif left is not None:
+            own = need.name not in (*ANSWERS, "scores")
+            inputs[name] = left / (OWN if own else order) / (need.stage.product or "")
+        if order == LONGEST and need.name in ANSWERS:
+            folder = texts[LONGEST].parent / f"{need.name}-{need.address}"
+            if not folder.exists():
+                lengthen(need, inputs[name], texts[LONGEST], folder)
+            inputs[name] = folder
+    return inputs
+
+
+# Rows as long as they get
+
+
+def texts_by_order(
+    goal: Product, waiting: Sequence[Product], root: Path, limit: int
+) -> dict[str, Path]:
+    """The texts in their own order (few, where all would be scored), and the longest, in `root`."""
+    texts = next((one.path for one in ordered([goal]) if one.name == "texts"), None)
+    if texts is None:
+        return {}
+    config, own = goal.config, texts
+    fixed = config.source.name == "fixed"
+    if fixed and any(one.name == "scores" for one in waiting):
+        own = write_texts(texts, root / OWN, 2 * limit * SCORED_AT_ONCE)
+    rows = max(config.generate.batch_size, config.evaluate.batch_size, 32)
+    rows = max(rows, config.optim.rows_of_a_process)
+    longest = write_texts(texts, root / LONGEST, rows, key="whole" if fixed else "prompt")
+    return {OWN: own, LONGEST: longest}
 
 
 def write_texts(texts: Path, folder: Path, rows: int, key: str = "") -> Path:
     """Leave `rows` of each split in `folder`: the first, or the longest (`prompt` or `whole`)."""
-    if folder.exists():
-        return folder
     splits = read_splits(texts)
 
     def length(example: Example) -> int:
@@ -178,25 +180,20 @@ def write_texts(texts: Path, folder: Path, rows: int, key: str = "") -> Path:
     return folder
 
 
-def _empty(folder: Path) -> None:
-    for child in folder.iterdir():
-        if child.name != LOCK:
-            remove(child)
+def lengthened(record: Record, prompt: Sequence[int], new: int) -> Record:
+    """`record` behind `prompt`, its answer (and what is stored for its tokens) of `new` tokens."""
+    names = [n for n in ("output_ids", *OPTIONAL) if getattr(record, n) is not None]
+    values: Any = {name: list(islice(cycle(getattr(record, name)), new)) for name in names}
+    return replace(record, prompt_ids=list(prompt), **values)
 
 
-def show(
-    steps: Sequence[Product], to_do: Sequence[Product], measured: Mapping[Path, Mapping[str, float]]
-) -> None:
-    """Print the plan with what each step takes, at 80 columns."""
-    print(f"  {'step':<9} {'':<9} {'memory':>8} {'time':>13}  folder")
-    waiting = {step.folder for step in to_do if step.name != "texts"}
-    for step in steps:
-        state, folder = "complete", step.folder.relative_to(step.config.root)
-        memory = seconds = ""
-        if step.folder in waiting:
-            state, result = "to do", measured.get(step.folder)
-            memory = gigabytes(result["peak"]) if result else ""
-            seconds = duration(result["seconds"]) if result else ""
-        elif not (step.folder / SUMMARY).is_file():
-            state = "not needed"
-        print(f"  {step.name:<9} {state:<10}{memory:>8} {seconds:>13}  {folder}"[:80])
+def lengthen(answers: Product, source: Path, texts: Path, folder: Path) -> None:
+    """Leave answers of `source` in `folder`, behind the prompts in `texts` of their split."""
+    splits = read_splits(texts)
+    new = splits.room.new if answers.name == "generate" else answer_tokens(answers.config)
+    folder.mkdir()
+    for path in sorted(source.glob("*.parquet"))[:FILES]:
+        rows = cycle([*getattr(splits, path.stem, splits.train)])
+        pairs = zip(read_records(path), rows, strict=False)
+        longest = [lengthened(record, row.prompt_ids, new) for record, row in pairs]
+        write_records(folder / path.name, longest)

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from draftkit.artifacts import machine, read_json, write_json, write_text
 from draftkit.config import Config, DraftConfig
-from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import answers, as_page, as_text, rounds
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather
@@ -29,7 +28,6 @@ from draftkit.evaluation.walltime import Timed
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
 from draftkit.models.parallel import kind_of
-from draftkit.theory.acceptance import LEAST_UNITS
 from draftkit.tracking import Tracker
 
 from .command import main
@@ -66,20 +64,6 @@ def check(config: Config) -> None:
             key, way_out = "decode.proposer=none", "another one"
         raise ValueError(f"{key} proposes nothing, so there is no drafter to judge: use {way_out}")
     check_pair(config)
-
-
-def notice(config: Config, texts: Path) -> str:
-    """What to say where documents will not suffice for a verdict, before hours go into the rest."""
-    options = config.evaluate
-    needed = LEAST_UNITS * options.timing_batch_size
-    held_out = read_splits(texts).test[: min(needed, options.prompts, options.timing_prompts)]
-    documents = len({example.document for example in held_out})  # all that there are, if too few
-    if documents >= needed:
-        return ""
-    return (
-        f"{documents} held-out documents will be timed, a verdict needs {needed}: it will be "
-        "inconclusive (evaluate.timing_prompts, evaluate.prompts, data.test_fraction)"
-    )
 
 
 def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
@@ -157,8 +141,9 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     options = replace(config.evaluate, max_new_tokens=answer_tokens(config))
     config, served = replace(config, evaluate=options), config.sampling.temperature
     temperatures = [one.sampling.temperature for one in at_temperatures(config)]
+    answers = [path for name, path in folder.inputs.items() if name.startswith("contexts")]
     # Not strict: the dry run judges fewer temperatures than it has answers for.
-    answers_at = dict(zip(temperatures, folder.each("contexts"), strict=False))
+    answers_at = dict(zip(temperatures, answers, strict=False))
     prompts = prompts_in(folder, answers_at[served])
     target = load_target(folder.model(config, "target"), config.hardware)
     folder.mark("loaded")

@@ -30,11 +30,11 @@ def check_drafter(config: Config) -> None:
         )
 
 
-def launch(config: Config, swept: str) -> None:
-    """`swept`: there is one daemon of a service, so the jobs of a sweep run in turn."""
+def online(config: Config) -> None:
+    """Run the daemon. There is one of a service, so the jobs of a sweep run in turn."""
     check_drafter(config)
     daemon(config)
 
 
 if __name__ == "__main__":
-    run_command("online", launch)
+    run_command("online", online)

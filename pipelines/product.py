@@ -19,7 +19,6 @@ from .checksums import digest_of_model
 
 MANIFEST, SUMMARY = "manifest.json", "summary.json"
 VERSION = "draftkit's version of the stage"
-NEVER_COUNT = ("name", "root", "job", "overwrite", "plan", "limit", "runs", "hardware", "tracker")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +38,8 @@ class Stage:
 
     `code`: the module of this package whose function `name` makes the product, by default the one
     of that name; `check(config)` there raises ValueError for what can be refused before anything
-    runs. `reads`: dotted prefixes of the settings that the product depends on (`optim`, `seed`);
-    those of `NEVER_COUNT` cannot be. `derived`: what it depends on that no setting says by itself;
+    runs. `reads`: dotted prefixes of the settings that the product depends on (`optim`, `seed`).
+    `derived`: what it depends on that no setting says by itself;
     None does not count. `shared`: one folder for all experiments. `product`: the part of the folder
     that other stages read: empty for all of it, None where none reads any. `everywhere`: all
     processes of a launch take part; else the first one makes it and the others wait. `command`: the
@@ -65,13 +64,6 @@ class Stage:
     command: str = ""
     scratch: Sequence[str] = ()
     code: Any = ""
-
-    def __post_init__(self) -> None:
-        known = flatten(Config())
-        for section in self.reads:
-            counted = section.split(".")[0] not in NEVER_COUNT
-            assert counted, f"{section} is never part of a stage's identity"
-            assert any(is_below(key, section) for key in known), f"no setting begins with {section}"
 
     def products(self, config: Config) -> "Sequence[Product]":
         """As an input: the product under the same configuration."""
@@ -193,12 +185,9 @@ def own_manifest(product: Product) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     manifest = read_json(path)
-    if isinstance(manifest, dict) and manifest.get("stage") == product.name:
-        if "settings" in manifest:
-            return manifest
-        if manifest.get("cleared") is True:
-            return None
-    raise foreign(product, MANIFEST)
+    if not isinstance(manifest, dict) or manifest.get("stage") != product.name:
+        raise foreign(product, MANIFEST)
+    return None if manifest.get("cleared") else manifest
 
 
 def foreign(product: Product, name: str) -> ValueError:
@@ -214,14 +203,10 @@ def stored_manifest(product: Product) -> dict[str, Any] | None:
     manifest = own_manifest(product)
     if manifest is None:
         return None
-    stored = {**manifest["settings"], VERSION: manifest.get("version", 1)}
+    stored = manifest["settings"] | {VERSION: manifest["version"]}
     wanted = {**product.settings, VERSION: product.stage.version}
-
-    def shown(settings: Mapping[str, Any], key: str) -> str:
-        return repr(settings[key]) if key in settings else "(not known)"
-
     if differences := [
-        f"{key} was {shown(stored, key)}, now {shown(wanted, key)}"
+        f"{key} was {stored.get(key)!r}, now {wanted.get(key)!r}"
         for key in {**wanted, **stored}
         if stored.get(key) != wanted.get(key)
     ]:
@@ -238,7 +223,7 @@ def changed_inputs(product: Product, manifest: Mapping[str, Any]) -> list[str]:
 
     A shared product may have been deleted since: then it is the same if its address is.
     """
-    stored, addresses = manifest["inputs"], manifest.get("addresses", {})
+    stored, addresses = manifest["inputs"], manifest["addresses"]
 
     def same(name: str, one: Product) -> bool:
         if one.digest:
@@ -254,8 +239,7 @@ def complete_summary(product: Product) -> dict[str, Any] | None:
 
     Raises ValueError as `stored_manifest` does, for it and the experiment's own inputs.
     """
-    manifest = stored_manifest(product)
-    summary = product.folder / SUMMARY
+    manifest, summary = stored_manifest(product), product.folder / SUMMARY
     if manifest is None or not summary.is_file():
         return None
     if any(complete_summary(one) is None for one in product.made(shared=False)):
@@ -302,18 +286,21 @@ def pending(goals: Iterable[Product], redo: str = "") -> list[Product]:
     return [product for product in ordered(goals) if required.get(product.folder)]
 
 
-def table(goals: Iterable[Product], to_do: Iterable[Product]) -> str:
-    """The plan in lines of stage, state and folder below the root."""
+def table(
+    goals: Iterable[Product], to_do: Iterable[Product], sizes: Mapping[Path, str] | None = None
+) -> str:
+    """The plan in lines of stage, state and folder below the root; `sizes` stand before folders."""
     products, waiting = ordered(goals), {product.folder for product in to_do}
     width = max((len(product.name) for product in products), default=0)
-
-    def state(product: Product) -> str:
-        if product.folder in waiting:
-            return "to do"
-        return "complete" if (product.folder / SUMMARY).is_file() else "not needed"
+    sizes = sizes or {}
+    room = max(map(len, sizes.values()), default=0)
 
     def line(product: Product) -> str:
+        state = "complete" if (product.folder / SUMMARY).is_file() else "not needed"
+        if product.folder in waiting:
+            state = "to do"
+        size = sizes.get(product.folder, "")
         below = product.folder.relative_to(product.config.root)
-        return f"  {product.name:<{width}}  {state(product):<10}  {below}"
+        return f"  {product.name:<{width}}  {state:<10}  {size:<{room}}{below}"
 
     return "\n".join(map(line, products))

@@ -9,7 +9,7 @@ from .command import run_command
 from .service import registry_of
 
 
-def rollback(config: Config, swept: str = "") -> None:
+def rollback(config: Config) -> None:
     """Raises ValueError where there is no such version."""
     options = config.online
     version = registry_of(config, options.route).rollback(options.version, reason="by command")

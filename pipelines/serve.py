@@ -103,9 +103,9 @@ def answered_at(address: Sequence[Any]) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(config: Config, swept: str = "") -> None:
-    """Serve until told to stop. `swept`: there is one server, so a sweep is refused."""
-    if swept:
+def serve(config: Config) -> None:
+    """Serve until told to stop. There is one server, so a sweep is refused."""
+    if config.job:
         raise ValueError("a server cannot be swept: start one for each setting, without -m")
     if config.plan:
         return show_plan("serve", plan(SERVE, config).made())

@@ -11,9 +11,8 @@ any two lines leaves a folder that the next one can use. Never sees Hydra.
 
 import gc
 import os
-import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -94,10 +93,6 @@ class StageFolder:
         """Where the product of the input `name` lies."""
         return self.inputs[name]
 
-    def each(self, name: str) -> list[Path]:
-        """Where the products of an input lie of which there may be none or several."""
-        return [path for key, path in self.inputs.items() if key.partition(" ")[0] == name]
-
     def model(self, config: Config, key: str) -> Any:
         """The model of section `key` (`target` or `draft`): as it is given, or as it was made.
 
@@ -127,11 +122,6 @@ def check(product: Product) -> None:
 def is_record(name: str) -> bool:
     """Whether a name directly inside a stage folder is ours to write and no part of the product."""
     return name in RECORDS or name.startswith(".")
-
-
-def product_digest(folder: Path) -> str:
-    """SHA-256 of all that the stage made, without the records about it."""
-    return sha256_tree(folder, skip=is_record)
 
 
 def is_first() -> bool:
@@ -165,19 +155,19 @@ def tracker_of(config: Config, path: Path, stage_name: str, manifest: Mapping[st
 # A whole plan
 
 
-def counted(goals: Iterable[Product], to_do: Iterable[Product] = ()) -> str:
-    """How many stages a plan has, and how many processes train where that is to do."""
+def announce(name: str, goals: Sequence[Product], to_do: Sequence[Product]) -> None:
+    """Print the stages of a plan, and how many processes train where that is to do."""
     count, ranks = len(ordered(goals)), processes()
-    steps = f"{count} step{'s' * (count != 1)}"
+    line = f"{name}: {count} step{'s' * (count != 1)}"
     if any(product.stage.everywhere for product in to_do):
-        return f"{steps}, training in {ranks} process{'es' * (ranks != 1)}"
-    return steps
+        line += f", training in {ranks} process{'es' * (ranks != 1)}"
+    say(f"{line}\n{table(goals, to_do)}")
 
 
 def show_plan(name: str, goals: Sequence[Product], redo: str = "") -> None:
     """Print what a command would do, and what weights take on a card that may not be here."""
     to_do = pending(goals, redo)
-    say(f"{name}: {counted(goals, to_do)}\n{table(goals, to_do)}")
+    announce(name, goals, to_do)
     if line := on_a_card(to_do):
         say(line)
 
@@ -190,22 +180,13 @@ def make_all(name: str, goals: Sequence[Product], *, redo: str = "", mine: str =
     """
     to_do = pending(goals, redo)
     if to_do:
-        say(f"{name}: {counted(goals, to_do)}\n{table(goals, to_do)}")
-    for product in ordered(goals):
-        concerned = product in to_do or product.command == mine
-        if product.stage.everywhere and concerned and product.command != redo:
-            refuse_other_processes(product)
+        announce(name, goals, to_do)
     for product in to_do:
         check(product)
     refuse_too_large(to_do)
-    unread = list(to_do)
     for product in to_do:
-        unread = [later for later in unread if not notice(later)]
-        make(
-            product,
-            overwrite=bool(redo) and product.command == redo,
-            wait=product.command != mine,
-        )
+        overwrite = bool(redo) and product.command == redo
+        make(product, overwrite=overwrite, wait=product.command != mine)
     return bool(to_do)
 
 
@@ -226,33 +207,6 @@ def inputs_of(stage: Stage, config: Config) -> StageFolder:
     return StageFolder(
         Path(), Tracker(None), stage=stage.name, inputs=service.paths, digests=service.digests
     )
-
-
-def notice(product: Product) -> bool:
-    """Whether the text of a stage was there to be looked at; prints what it says of it."""
-    look = getattr(module_of(product.stage), "notice", None)
-    if look is None:
-        return True
-    texts = product.inputs["texts"]
-    if texts.digest and (line := look(product.config, texts.path)):
-        say(f"{product.name}: {line}")
-    return bool(texts.digest)
-
-
-def refuse_other_processes(product: Product) -> None:
-    """Raise ValueError where another number of processes has begun to make the product.
-
-    Each brings rows of its own to a training step, so another number is another training. It is no
-    part of the identity: one process evaluates, exports and serves what eight have trained.
-    """
-    manifest, launched = own_manifest(product), processes()
-    before = launched if manifest is None else manifest.get("processes", launched)
-    if before != launched:
-        raise ValueError(
-            f"{product.folder} was made with {before} processes, and this launch has {launched}, "
-            f"whose steps have other rows: launch {before}, use name=... for another experiment, or"
-            f" `draftkit {product.command} ... overwrite=true` to redo this one"
-        )
 
 
 # One product
@@ -324,21 +278,25 @@ def _claim(product: Product, *, overwrite: bool) -> tuple[dict[str, Any] | None,
     if changed := changed_inputs(product, stored):
         _clear(product)
         return None, f"{path} is stale, redoing it (changed: {', '.join(sorted(changed))})"
+    before, launched = stored["processes"], processes()
+    if product.stage.everywhere and before != launched:
+        # Each brings rows of its own to a step, so another number is another training.
+        raise ValueError(
+            f"{path} was begun with {before} processes, and this launch has {launched}, whose "
+            f"steps have other rows: launch {before}, use name=... for another experiment, or "
+            f"`draftkit {product.command} ... overwrite=true` to redo this one"
+        )
     return stored, f"going on in {path}"
 
 
 def _clear(product: Product) -> None:
     """Empty the folder but for its lock. A kill inside leaves a manifest that says so."""
     path = product.folder
-    (path / SUMMARY).unlink(missing_ok=True)
+    remove(path / SUMMARY)
     write_json(path / MANIFEST, {"stage": product.name, "cleared": True})
-    for child in list(path.iterdir()):
-        if child.name in (LOCK, MANIFEST):
-            continue
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child)
-        else:
-            child.unlink()
+    for child in [*path.iterdir()]:
+        if child.name not in (LOCK, MANIFEST):
+            remove(child)
 
 
 def _run(product: Product, stored: dict[str, Any] | None) -> None:
@@ -353,8 +311,8 @@ def _run(product: Product, stored: dict[str, Any] | None) -> None:
         "inputs": product.digests,
         "addresses": product.addresses,
         "provenance": origin,
+        "processes": processes(),
         "resumed": [],
-        **({"processes": processes()} if stage.everywhere else {}),
     }
     if stored is not None:
         manifest["resumed"].append(origin)
@@ -372,8 +330,9 @@ def _run(product: Product, stored: dict[str, Any] | None) -> None:
     finally:
         tracker.finish(exit_code)
     if stage.product is not None:
-        model = bool(stage.product)
-        made = digest_of_model(product.path, config.root) if model else product_digest(path)
+        made = sha256_tree(path, skip=is_record)
+        if stage.product:
+            made = digest_of_model(product.path, config.root)
         write_json(path / MANIFEST, manifest | {"product": made})
     write_json(path / SUMMARY, summary)
     for pattern in stage.scratch:

@@ -6,34 +6,26 @@ measured by the dry run (`limit=3`).
 """
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedConfig
 
-from draftkit.config import Config, ModelConfig
+from draftkit.config import Config
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import dtype_named, llama_config, model_config
 from draftkit.models.memory import free_bytes, weight_count
-from draftkit.models.shrink import chosen_layers
+from draftkit.models.shrink import cut_shape
 
 from .product import Product
 
 FLOAT32 = 4  # bytes of a drafter's weight while it learns
 TRAINED = 16  # bytes of a weight that learns: itself, its gradient, two moments
-WITH_MODELS = ("target", "prepare", "generate", "contexts", "scores", "train", "evaluate")
 SMALLER_TARGET = "target.dtype=bfloat16 halves the target's, or give a smaller one"
 SMALLER_DRAFT = "give a smaller drafter, or draft.lora.rank=16, which trains a small part of it"
-REMEDIES = {"target": "give target.pretrain a smaller shape"}
-REMEDIES |= {"prepare": "give a smaller drafter, or draft.shrink.layers", "train": SMALLER_DRAFT}
-
-
-class Weights(NamedTuple):
-    """A model by the number of its weights, and bytes as it is served."""
-
-    count: int
-    served: int
+REMEDIES = dict.fromkeys(("generate", "contexts", "scores", "evaluate"), SMALLER_TARGET)
+REMEDIES |= {"target": "give target.pretrain a smaller shape", "train": SMALLER_DRAFT}
+REMEDIES |= {"prepare": "give a smaller drafter, or draft.shrink.layers"}
 
 
 def gigabytes(count: float) -> str:
@@ -42,67 +34,49 @@ def gigabytes(count: float) -> str:
     return f"{size:.0f} GB" if size >= 9.95 else f"{size:.1f} GB" if size >= 0.095 else "< 0.1 GB"
 
 
-def pair_shapes(config: Config) -> dict[str, PreTrainedConfig]:
+def pair_shapes(config: Config) -> tuple[PreTrainedConfig, PreTrainedConfig]:
     """Those of target and draft, of files or to be made. ValueError naming what is not there."""
-    given = {key: getattr(config, key) for key in ("target", "draft")}
-    shapes = {key: model_config(one) for key, one in given.items() if one.path is not None}
-    if "target" not in shapes:
-        shapes["target"] = llama_config(config.target.pretrain, config.data.vocab_size)
-    whole, cut = shapes["target"], config.draft.shrink.layers
-    if "draft" not in shapes and cut:
-        shapes["draft"] = type(whole).from_dict(whole.to_dict())
-        text = shapes["draft"].get_text_config()
-        layers = chosen_layers(cut, text.num_hidden_layers)
-        text.num_hidden_layers = len(layers)
-        if getattr(text, "layer_types", None):
-            text.layer_types = [text.layer_types[one] for one in layers]
-    elif "draft" not in shapes:
-        size = whole.get_text_config().vocab_size
-        shapes["draft"] = llama_config(config.draft.pretrain, size)
-    return shapes
+    target, draft, size = config.target, config.draft, config.data.vocab_size
+    whole = model_config(target) if target.path else llama_config(target.pretrain, size)
+    if draft.path:
+        return whole, model_config(draft)
+    if draft.shrink.layers:
+        return whole, cut_shape(whole, draft.shrink.layers)
+    return whole, llama_config(draft.pretrain, whole.get_text_config().vocab_size)
 
 
-def pair_weights(config: Config, *, here: bool = True) -> dict[str, Weights]:
-    """Of target and draft. Not `here`: as on a card that computes in bfloat16."""
-    device = resolve_device(config.hardware)
-    served = resolve_dtype(config.hardware, device) if here else torch.bfloat16
+def stage_bytes(config: Config, *, here: bool = True) -> dict[str, float]:
+    """What weights, gradients and moments of each stage with models take at least.
 
-    def weights(key: str, shape: PreTrainedConfig) -> Weights:
-        model: ModelConfig = getattr(config, key)
-        count = weight_count(shape)
-        dtype = dtype_named(model) or served
-        # On a CPU weights of the same dtype are pages of their files, and no memory of the process.
-        stored = shape.dtype if model.path is not None else None
-        mapped = here and device.type == "cpu" and stored in (dtype, None)
-        return Weights(count, 0 if mapped else count * dtype.itemsize)
-
-    return {key: weights(key, shape) for key, shape in pair_shapes(config).items()}
-
-
-def stage_bytes(name: str, config: Config, pair: Mapping[str, Weights]) -> float:
-    """What weights, gradients and moments of a stage take at least; nothing of one without."""
-    target, draft, shrink = pair["target"], pair["draft"], config.draft.shrink
+    Not `here`: as on a card that computes in bfloat16.
+    """
+    target, draft = map(weight_count, pair_shapes(config))
+    served = torch.bfloat16
+    if here:
+        served = resolve_dtype(config.hardware, resolve_device(config.hardware))
+    held = target * (dtype_named(config.target) or served).itemsize
+    proposing = draft * (dtype_named(config.draft) or served).itemsize
     # What LoRA trains is a share of the weights too small to count.
-    learns = 0 if config.draft.lora.rank else draft.count
-    training = FLOAT32 * draft.count + (TRAINED - FLOAT32) * learns
-    judged = 2 if config.evaluate.draft == "trained" else 1
+    learning = (FLOAT32 if config.draft.lora.rank else TRAINED) * draft
+    made, judged = config.draft.shrink, 2 if config.evaluate.draft == "trained" else 1
     return {
-        "target": TRAINED * target.count,
-        "prepare": TRAINED * draft.count if shrink.steps or not shrink.layers else target.served,
-        "generate": 0 if config.generate.engine == "openai" else target.served,
-        "contexts": target.served,
-        "scores": target.served,
-        "train": training + (0 if config.generate.top_k else target.served),
-        "evaluate": target.served + judged * draft.served,
-    }.get(name, 0)
+        "target": TRAINED * target,
+        "prepare": TRAINED * draft if made.steps or not made.layers else held,
+        "generate": 0 if config.generate.engine == "openai" else held,
+        "contexts": held,
+        "scores": held,
+        "train": learning + (0 if config.generate.top_k else held),
+        "evaluate": held + judged * proposing,
+    }
 
 
 def bytes_of(products: Sequence[Product], *, here: bool) -> dict[str, float]:
-    """`stage_bytes` by name: all stages of a plan are of one pair."""
-    if not any(product.name in WITH_MODELS for product in products):
+    """`stage_bytes` of those that have models: all stages of a plan are of one pair."""
+    names = [product.name for product in products if product.name in REMEDIES]
+    if not names:
         return {}
-    pair = pair_weights(products[0].config, here=here)
-    return {one.name: stage_bytes(one.name, one.config, pair) for one in products}
+    sizes = stage_bytes(products[0].config, here=here)
+    return {name: sizes[name] for name in names}
 
 
 def refuse_too_large(products: Sequence[Product]) -> None:
@@ -110,7 +84,7 @@ def refuse_too_large(products: Sequence[Product]) -> None:
 
     A target that is split over processes is not looked at.
     """
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = os.environ.get("RANK", "0") == "0"
     if not first or not products or products[0].config.hardware.shard_target:
         return
     free = free_bytes(resolve_device(products[0].config.hardware))
@@ -118,7 +92,7 @@ def refuse_too_large(products: Sequence[Product]) -> None:
         if needed > free:
             raise ValueError(
                 f"{name} takes {gigabytes(needed)} of memory for weights, gradients and moments "
-                f"alone, and {gigabytes(free)} are free: {REMEDIES.get(name, SMALLER_TARGET)}"
+                f"alone, and {gigabytes(free)} are free: {REMEDIES[name]}"
             )
 
 
@@ -127,5 +101,6 @@ def on_a_card(products: Sequence[Product]) -> str:
     needed = bytes_of(products, here=False)
     if not needed:
         return ""
-    name, count = max(needed.items(), key=lambda item: item[1])
-    return f"on a card: {gigabytes(count)} of weights (bfloat16), gradients and moments ({name})"
+    name = max(needed, key=needed.__getitem__)
+    size = gigabytes(needed[name])
+    return f"on a card: {size} of weights (bfloat16), gradients and moments ({name})"

@@ -17,7 +17,7 @@ from draftkit.config import Config
 from draftkit.data.rollouts import Record
 from draftkit.distillation.progress import duration
 from draftkit.models import memory
-from pipelines import dry, rehearsal, weights
+from pipelines import dry, weights
 from pipelines.check import check, goal_of
 from pipelines.command import launch, run_command
 from pipelines.configuration import compose_config
@@ -57,14 +57,13 @@ def left(config: Config) -> list[str]:
 def check_shown(shown: str, goal: Product) -> None:
     """Every step stands in the table, with memory and time where it was to do."""
     assert re.search(r"\nfits: \S+ GB of \d+ GB, about .* s\n", shown)
-    table = shown[shown.rindex("  step ") :]
-    assert max(map(len, table.splitlines())) <= 80
     for step in ordered([goal]):
         folder = str(step.folder.relative_to(step.config.root))
         line = next(line for line in shown.splitlines() if line.endswith(f"  {folder}"))
         state = "complete" if step.name == "texts" else "to do"
-        assert line.startswith(f"  {step.name:<9} {state}")
+        assert re.match(rf"  {step.name} +{state} ", line)
         assert ("GB" in line) == (" s  " in line) == (step.name != "texts")
+        assert len(line) <= 80
 
 
 @pytest.mark.parametrize(
@@ -141,10 +140,7 @@ def raising(error: Exception) -> Callable[..., dict[str, Any]]:
         (raising(MemoryError()), r"^target does not fit: it ran out of memory with .* free: "),
         (raising(RuntimeError("DefaultCPUAllocator: can't allocate memory")), "out of memory"),
         (raising(RuntimeError("CUDA out of memory. Tried to allocate")), "ran out of memory"),
-        (
-            raising(ValueError("draft.shrink.layers: too many")),
-            r"^draft\.shrink\.layers: too many$",
-        ),
+        (raising(ValueError("draft.shrink.layers: many")), r"^draft\.shrink\.layers: many$"),
     ],
 )
 def test_a_stage_that_cannot_run_ends_the_dry_run_in_one_line(
@@ -164,9 +160,8 @@ def test_a_stage_that_cannot_run_ends_the_dry_run_in_one_line(
 def test_a_bug_in_a_stage_is_no_lack_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = raising(RuntimeError("shapes differ"))
-    monkeypatch.setattr(pipelines.target, "target", run)
-    with pytest.raises(RuntimeError, match=r"(?s)^the dry run of target failed:.*shapes differ"):
+    monkeypatch.setattr(pipelines.target, "target", raising(RuntimeError("shapes differ")))
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"):
         check(smoke(tmp_path))
 
 
@@ -181,7 +176,7 @@ def test_answers_become_as_long_as_they_get() -> None:
         row=0,
         tail_mass=[0.1, 0.2],
     )
-    long = rehearsal.lengthened(record, [7, 8, 9], 5)
+    long = dry.lengthened(record, [7, 8, 9], 5)
     assert long.prompt_ids == [7, 8, 9]
     assert long.output_ids == [2, 3, 2, 3, 2]
     assert long.tail_mass == [0.1, 0.2, 0.1, 0.2, 0.1]
@@ -220,18 +215,17 @@ def test_a_target_of_8b_and_a_drafter_of_1b_fit_a_card_of_80_gb(tmp_path: Path) 
     target, draft = shaped(tmp_path / "8b", **EIGHT), shaped(tmp_path / "1b", **ONE)
     pair = [f"target.path={target}", f"draft.path={draft}"]
     config = compose_config(["+experiment=pair", *GIVEN, *pair])
-    sizes = weights.pair_weights(config, here=False)
-    assert sizes["target"].served == pytest.approx(16.06e9, rel=0.01)
+    target = weights.stage_bytes(config, here=False)["contexts"]
+    assert target == pytest.approx(16.06e9, rel=0.01)
 
     def needed(*options: str) -> float:
         given = compose_config(["+experiment=pair", *GIVEN, *pair, *options])
-        return weights.stage_bytes("train", given, sizes)
+        return weights.stage_bytes(given, here=False)["train"]
 
-    full = sizes["target"].served + 16 * sizes["draft"].count
-    assert needed() == pytest.approx(full)
-    assert full < 80e9
-    assert needed("draft.lora.rank=8") == sizes["target"].served + 4 * sizes["draft"].count
-    assert needed("generate.top_k=8") == 16 * sizes["draft"].count
+    learning = needed("generate.top_k=8")
+    assert learning == pytest.approx(16 * 1.50e9, rel=0.01)
+    assert needed() == target + learning < 80e9
+    assert needed("draft.lora.rank=8") == target + learning / 4
 
 
 def test_a_plan_tells_what_weights_take_on_a_card(

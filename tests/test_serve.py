@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -186,7 +187,7 @@ def test_a_second_server_of_a_service_is_refused(pair: list[str], tmp_path: Path
     ):
         serve(config)
     with pytest.raises(ValueError, match="cannot be swept"):
-        serve(config, "swept")
+        serve(replace(config, job="swept"))
 
 
 def test_the_key_and_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+import pipelines.plan
 import pipelines.stage
 from draftkit.artifacts import fingerprint, read_json, write_json
-from draftkit.config import Config, HardwareConfig
+from draftkit.config import Config, HardwareConfig, flatten
+from pipelines.benchmarks import decoder, drift, training
 from pipelines.command import launch
+from pipelines.experiments import serve_and_refit
 from pipelines.lock import LOCK, locked
 from pipelines.plan import CONTEXTS, GENERATE, SCORES, TEXTS
-from pipelines.product import Stage, plan
+from pipelines.product import Stage, is_below, plan
 from pipelines.stage import StageFolder, ensure
 from tests.toy import CHECKPOINT, Toy, metrics, result, stage, with_steps
 
@@ -38,6 +41,16 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture
 def toy() -> Toy:
     return Toy()
+
+
+def interrupt_at(when: int) -> Callable[[int], None]:
+    """The trouble of a user who stops the toy at that step."""
+
+    def interrupt(step: int) -> None:
+        if step == when:
+            raise KeyboardInterrupt
+
+    return interrupt
 
 
 def test_a_fresh_run_leaves_records_product_and_summary(toy: Toy, config: Config) -> None:
@@ -95,10 +108,16 @@ def test_what_a_stage_does_not_declare_does_not_count(toy: Toy, config: Config) 
     assert toy.runs == ["up", "down"]
 
 
-@pytest.mark.parametrize("section", ["hardware.dtype", "tracker", "root", "optim.lr"])
-def test_a_stage_cannot_declare_what_never_counts_or_is_unknown(section: str) -> None:
-    with pytest.raises(AssertionError):
-        stage("x", lambda config, folder: {}, reads=(section,))
+STAGES = [one for one in vars(pipelines.plan).values() if isinstance(one, Stage)]
+STAGES += [script.STAGE for script in (decoder, drift, training, serve_and_refit)]
+NEVER_COUNT = {"name", "root", "job", "overwrite", "plan", "limit", "runs", "hardware", "tracker"}
+
+
+def test_a_stage_reads_settings_that_are_there_and_none_that_never_counts() -> None:
+    known = flatten(Config())
+    for section in (section for one in STAGES for section in one.reads):
+        assert section.split(".")[0] not in NEVER_COUNT, section
+        assert any(is_below(key, section) for key in known), section
 
 
 def test_another_configuration_is_refused_with_key_values_and_both_ways_out(
@@ -188,11 +207,7 @@ def test_an_interrupted_stage_goes_on_and_equals_an_uninterrupted_one(
     config = with_steps(config, 9)
     launch(toy.down, config)
 
-    def interrupt(step: int) -> None:
-        if step == 7:
-            raise KeyboardInterrupt
-
-    toy.trouble = interrupt
+    toy.trouble = interrupt_at(7)
     other = replace(config, name="interrupted")
     with pytest.raises(KeyboardInterrupt):
         launch(toy.down, other)
@@ -364,20 +379,33 @@ def test_a_plan_says_how_many_processes_train(
         assert f"down: 2 steps, training in {text}" in capsys.readouterr().out
 
 
-def test_what_more_processes_trained_is_not_complete_for_fewer_but_can_be_read(
+def test_what_more_processes_began_no_other_number_goes_on_with(
     toy: Toy, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipelines.stage, "agree", lambda value: value)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    launch(toy.down, config)
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ValueError, match=r"made with 8 processes.* has 1.*overwrite=true"):
+    toy.trouble = interrupt_at(7)
+    with pytest.raises(KeyboardInterrupt):
         launch(toy.down, config)
-    reading = stage("reading", lambda config, folder: {}, inputs=(toy.down,))
-    launch(reading, config)
+    toy.trouble = lambda step: None
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ValueError, match=r"begun with 8 processes.* has 1.*overwrite=true"):
+        launch(toy.down, config)
     assert toy.runs == ["up", "down"]
     launch(toy.down, replace(config, overwrite=True))
     assert toy.runs == ["up", "down", "down"]
+
+
+def test_what_more_processes_made_is_complete_for_fewer(
+    toy: Toy, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipelines.stage, "agree", lambda value: value)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    summary = launch(toy.down, config)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    launch(stage("reading", lambda config, folder: {}, inputs=(toy.down,)), config)
+    assert launch(toy.down, config) == summary
+    assert toy.runs == ["up", "down"]
 
 
 def test_what_another_version_of_a_stage_made_is_not_used(config: Config) -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from draftkit.artifacts import atomic_path, read_json, remove, write_json
+from draftkit.artifacts import atomic_path, read_json, remove, sha256_tree, write_json
 from draftkit.config import Config, OptimConfig
 from draftkit.tracking import read_metrics
 from pipelines.product import Stage
-from pipelines.stage import StageFolder, product_digest
+from pipelines.stage import StageFolder, is_record
 
 CHECKPOINT = "checkpoint"
 
@@ -74,7 +74,8 @@ def result(path: Path) -> tuple[Any, ...]:
     manifest = read_json(path / "manifest.json")
     made = {key: manifest[key] for key in ("settings", "inputs", "addresses", "product")}
     names = sorted(child.name for child in path.iterdir())
-    return lines, read_json(path / "summary.json"), made, product_digest(path), names
+    content = sha256_tree(path, skip=is_record)
+    return lines, read_json(path / "summary.json"), made, content, names
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:

@@ -139,6 +139,12 @@ def cut_draft(
     return CausalAdapter(model.to(device), vocab_size=size, kept_ids=kept_ids)
 
 
+def compiles(optim: OptimConfig, steps: int) -> bool:
+    """Whether the passes of a model that is trained for so many steps run as machine code."""
+    worth = steps >= WORTH_COMPILING and has_compiler()
+    return optim.compile == "true" or (optim.compile == "auto" and worth)
+
+
 @alone()  # in a distributed launch the first process makes the model, the others wait for it
 def pretrain(
     model: CausalAdapter,
@@ -160,9 +166,7 @@ def pretrain(
     """
     device = model.device
     dtype = resolve_dtype(config.hardware, device)
-    compiled = config.optim.compile == "true" or (
-        config.optim.compile == "auto" and shape.max_steps >= WORTH_COMPILING and has_compiler()
-    )
+    compiled = compiles(config.optim, shape.max_steps)
     if compiled:
         model.model.base_model.compile(dynamic=False)  # rows are of one length
     trainer = Trainer(

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftkit.models.files import KEPT_IDS
 
@@ -45,6 +45,17 @@ def chosen_layers(layers: int | Sequence[int], count: int) -> list[int]:
     )
 
 
+def cut_shape(config: PreTrainedConfig, layers: int | Sequence[int]) -> PreTrainedConfig:
+    """The shapes of a model that has the `chosen_layers` of one of `config`, all else as there.
+
+    Raises ValueError as `chosen_layers` does.
+    """
+    cut = copy.deepcopy(config)
+    text = cut.get_text_config()
+    _cut_lists(text, chosen_layers(layers, text.num_hidden_layers))
+    return cut
+
+
 def shrink(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedModel:
     """Return a model of the `chosen_layers` of `target`, all else copied.
 
@@ -52,9 +63,8 @@ def shrink(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedMo
     naming `draft.shrink.layers` for other numbers than the target's, and for a target that builds
     some layers otherwise once their numbers change.
     """
-    config = copy.deepcopy(target.config)
-    layers = chosen_layers(layers, config.get_text_config().num_hidden_layers)
-    _cut_lists(config.get_text_config(), layers)
+    config = cut_shape(target.config, layers)
+    layers = chosen_layers(layers, target.config.get_text_config().num_hidden_layers)
     with torch.random.fork_rng(devices=[]):  # the first weights are random, and overwritten
         made: Any = type(target)._from_config(config, dtype=target.dtype)
     own = made.state_dict()

@@ -17,7 +17,7 @@ from draftkit.config import SamplingConfig
 from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
-from draftkit.decoding.proposers import DraftModelProposer, Proposer
+from draftkit.decoding.proposers import DraftModelProposer, ParallelProposer, Proposer
 from draftkit.decoding.state import Request
 from draftkit.theory import noise
 from draftkit.theory.verification import Verification
@@ -34,7 +34,7 @@ from tests.decoding.checks import (
     check_text_alone,
     measured,
 )
-from tests.tabular import TabularAdapter, random_adapter, relative
+from tests.tabular import TabularAdapter, random_adapter, relative, with_masks
 from tests.theory import checks as theory_checks
 from tests.theory import mutants as theory_mutants
 from tests.theory.laws import LawBroken
@@ -186,6 +186,10 @@ ALL_PROPOSERS: dict[str, Made] = {
     "staged on bigram": lambda draft: StagedProposer(
         table_of(draft, 2), DraftModelProposer(draft), width=1
     ),
+    "parallel": lambda draft: ParallelProposer(with_masks(draft)),
+    "hybrid of parallel": lambda draft: HybridProposer(
+        PromptLookup(min_ngram=2), ParallelProposer(with_masks(draft))
+    ),
 }
 proposers = pytest.mark.parametrize("make", ALL_PROPOSERS.values(), ids=ALL_PROPOSERS)
 all_rules = pytest.mark.parametrize("rule", ["speculative", "block", "match"])
@@ -216,7 +220,12 @@ def test_a_broken_rule_is_seen_whoever_proposes(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("ngram", "block"), ("hybrid of lookup", "match"), ("staged on bigram", "block")],
+    [
+        ("ngram", "block"),
+        ("hybrid of lookup", "match"),
+        ("staged on bigram", "block"),
+        ("parallel", "block"),
+    ],
 )
 def test_the_joint_law_is_the_targets_under_other_rules(name: str, rule: str) -> None:
     setting = Setting(gamma=2, tokens=3, verification=rule, samplings=(PLAIN, ALL))

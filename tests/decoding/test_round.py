@@ -107,6 +107,16 @@ def test_a_finished_row_stands_still_in_a_round_begun_before_that_was_known() ->
     assert decoder.state.length[1] > before[1]
 
 
+def test_an_end_of_text_beyond_the_length_limit_is_emitted_but_ends_nothing() -> None:
+    cut = units.cut_round(
+        torch.tensor([[5, 6, 9]]),
+        accepted=torch.tensor([2]),
+        remaining=torch.tensor([2]),
+        eos_token_ids=torch.tensor([9]),
+    )
+    assert [part.tolist() for part in cut] == [[3], [2], [False], [True]]
+
+
 # Compiled rounds of every proposer
 
 

@@ -24,6 +24,7 @@ from draftkit.serving.engine import Engine
 from draftkit.serving.jobs import Job, Piece, Speculation
 from draftkit.serving.recorder import Recorder
 from tests import tiny
+from tests.serving.fakes import wait_for
 
 PATIENCE = 60.0  # seconds that any answer may take
 GREEDY = SamplingConfig(temperature=0.0)
@@ -236,9 +237,4 @@ def serving(
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for `condition`."""
-    pause = threading.Event()
-    for _ in range(int(PATIENCE / 0.01)):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it did not come to that")
+    assert wait_for(condition, PATIENCE), "it did not come to that"

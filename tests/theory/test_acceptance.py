@@ -45,19 +45,6 @@ def test_the_three_modes_of_a_small_pair_are_computed_by_hand() -> None:
     torch.testing.assert_close(exact_match_acceptance(**pair), torch.tensor([0.33, 0.9]))
 
 
-def test_the_modes_bound_one_another() -> None:
-    generator = torch.Generator().manual_seed(1)
-    target_probs, draft_probs = (
-        (2 * torch.randn(500, 20, generator=generator)).softmax(-1) for _ in range(2)
-    )
-    pair = {"target_probs": target_probs, "draft_probs": draft_probs}
-    assert (exact_match_acceptance(**pair) <= sampled_acceptance(**pair) + 1e-6).all()
-    best = target_probs.argmax(-1, keepdim=True)
-    one_hot = torch.zeros_like(draft_probs).scatter(-1, best, 1.0)
-    same_argmax = greedy_draft_acceptance(target_probs=target_probs, draft_probs=one_hot)
-    assert torch.equal(same_argmax, target_probs.amax(-1))
-
-
 @pytest.mark.parametrize(
     "mode", [sampled_acceptance, greedy_draft_acceptance, exact_match_acceptance]
 )
@@ -120,18 +107,6 @@ def test_texts_of_the_target_tell_how_many_rounds_decoding_takes(mode: str, gamm
     found = rounds_of_texts([*SHARES[mode](**both)], gamma)
     expected = rounds_by_enumeration(mode, gamma)
     assert float(found.counts @ likelihood) == pytest.approx(expected, rel=1e-12)
-
-
-def test_shares_that_are_alphas_would_be_wrong() -> None:
-    """Tokens that are accepted have another distribution than those of the target."""
-    target, draft = tables(1)
-    texts = torch.cartesian_prod(*[torch.arange(VOCAB)] * LENGTH)
-    before = torch.cat([torch.zeros(len(texts), 1, dtype=torch.long), texts[:, :-1]], dim=1)
-    both = {"target_probs": target[before], "draft_probs": draft[before]}
-    found = rounds_of_texts([*sampled_acceptance(**both)], 2).counts @ target[before, texts].prod(
-        -1
-    )
-    assert abs(float(found) - rounds_by_enumeration("sampled", 2)) > 1e-3
 
 
 def test_ragged_texts_count_as_if_alone_and_cut_ones_go_on_with_the_average() -> None:

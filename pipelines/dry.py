@@ -51,7 +51,7 @@ REMEDIES = {
     "optim.gradient_accumulation_steps, or use optim.activation_checkpointing=true",
     "evaluate": "lower evaluate.batch_size or evaluate.max_new_tokens, or evaluate.lossless=off",
 }
-SMALLER = "use a smaller model, or a lower per_device_train_batch_size of its pretrain"
+SMALLER = "use a smaller model, or a lower draft.pretrain.per_device_train_batch_size"
 
 
 def dry_run(name: str, goal: Product, limit: int) -> None:

@@ -30,7 +30,7 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Let the target continue the prompts of the training split.
 
     Under the served distribution, by our decoder or by an engine that serves the target over HTTP
-    (`generate.engine=openai`).
+    (`generate.url`).
     """
     size, total = config.generate.batch_size, config.generate.rollouts
     splits, target = read_splits(folder.input("texts")), folder.model(config, "target")
@@ -44,7 +44,7 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
         )
 
     sampler: Sampler
-    if config.generate.engine == "openai":
+    if config.generate.by_engine:
         sampler = engine_sampler(target, config, splits.room)
     else:
         sampler = target_sampler(

@@ -3,7 +3,7 @@
 from draftkit.config import Config
 from draftkit.config.text import CORPUS
 from draftkit.data.lengths import Lengths, lengths_within
-from draftkit.models.loading import longest_text
+from draftkit.models.loading import CONTEXT, longest_text
 
 
 def context_of(config: Config) -> int:
@@ -12,12 +12,10 @@ def context_of(config: Config) -> int:
     Raises ValueError naming the model that is not there.
     """
     target, draft = config.target, config.draft
-    whole = target.pretrain.max_position_embeddings
-    if target.path is not None:
-        whole = longest_text(target)
+    whole = longest_text(target)
     if draft.path is not None:
         return min(whole, longest_text(draft))
-    return whole if draft.shrink.layers else min(whole, draft.pretrain.max_position_embeddings)
+    return whole if draft.shrink.layers else min(whole, CONTEXT)
 
 
 def lengths_of(config: Config) -> Lengths:

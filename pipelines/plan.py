@@ -26,7 +26,7 @@ def given_model(key: str, config: Config) -> list[Product]:
 def carries_scores(config: Config) -> bool:
     """Whether rollouts carry the target's most likely ids, which it has in its hands."""
     options = config.generate
-    return bool(options.top_k) and options.engine == "decoder" and config.source.name == "target"
+    return bool(options.top_k) and not options.by_engine and config.source.name == "target"
 
 
 def learns_from_scores(config: Config) -> bool:
@@ -77,31 +77,25 @@ def is_judged(config: Config) -> bool:
 
 
 # Where an engine answers, and to how many at a time, is no part of what it answers.
-ROLLOUTS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "engine", "model"))
+ROLLOUTS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "model"))
 
 DATA = Input("data", given_text)
+TARGET_MODEL = Input("target", lambda config: given_model("target", config))
 TEXTS = Stage(
     name="texts",
     reads=("data",),
     derived={"lengths": lambda config: vars(lengths_of(config))},
-    inputs=(DATA, Input("target", lambda config: given_model("target", config))),
+    inputs=(DATA, TARGET_MODEL),
     version=2,
     shared=True,
-)
-TARGET = Stage(
-    name="target",
-    reads=("seed", "data", "target.pretrain"),
-    inputs=(TEXTS,),
-    product="target",
-    shared=True,
-)
-TARGET_MODEL = Input(
-    "target", lambda config: given_model("target", config) or TARGET.products(config)
 )
 GENERATE = Stage(
     name="generate",
     reads=("seed", "data", "sampling", *ROLLOUTS),
-    derived={"top_k": lambda config: config.generate.top_k if carries_scores(config) else None},
+    derived={
+        "by_engine": lambda config: config.generate.by_engine or None,
+        "top_k": lambda config: config.generate.top_k if carries_scores(config) else None,
+    },
     inputs=(TEXTS, TARGET_MODEL),
     version=2,
     shared=True,

@@ -1,8 +1,9 @@
-"""`python -m pipelines.prepare`: a base drafter where none is given, for the target of `target.py`.
+"""`python -m pipelines.prepare`: a base drafter where none is given.
 
-It is trained on the same text, by plain next-token prediction; with `draft.shrink.layers` it is cut
-out of the target first, and trained for `draft.shrink.steps`. Shared by every experiment with the
-same data, target and drafter; a kill at any moment costs the steps since the last checkpoint.
+It is trained on the text of `data`, by plain next-token prediction; with `draft.shrink.layers` it
+is cut out of the target first, and trained for `draft.shrink.steps`. Shared by every experiment
+with the same data, target and drafter; a kill at any moment costs the steps since the last
+checkpoint.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.pretrain import make_draft
-from draftkit.models.loading import load_tokenizer
+from draftkit.models.loading import load_tokenizer, model_config
 from draftkit.models.shrink import check_vocabulary, chosen_layers
 from draftkit.models.vocabulary import check_same_tokenizer
 
@@ -22,10 +23,11 @@ from .stage import StageFolder
 
 def check(config: Config) -> None:
     """Raise ValueError for a drafter that cannot be cut out of the target to be trained."""
-    options, given = config.draft.shrink, config.target.path is not None
-    if options.layers and not given:
-        chosen_layers(options.layers, config.target.pretrain.num_hidden_layers)
-        check_vocabulary(options.vocabulary, config.data.vocab_size)
+    options = config.draft.shrink
+    if options.layers:
+        whole = model_config(config.target).get_text_config()
+        chosen_layers(options.layers, whole.num_hidden_layers)
+        check_vocabulary(options.vocabulary, len(load_tokenizer(config.target)))
 
 
 def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -46,11 +48,8 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 
 def check_pair(config: Config) -> None:
-    """Raise ValueError for a given draft of another vocabulary than the given target's.
-
-    A model that is made has the tokenizer of the other one, or of the text.
-    """
-    if config.target.path is not None and config.draft.path is not None:
+    """Raise ValueError for a given draft of another vocabulary than the target's."""
+    if config.draft.path is not None:
         check_same_tokenizer(
             target_tokenizer=load_tokenizer(config.target),
             draft_tokenizer=load_tokenizer(config.draft),

@@ -36,12 +36,14 @@ from .service import (
 )
 from .stage import StageFolder, inputs_of, show_plan, tracker_of
 
+NICE = 10  # what serves comes first
+
 
 def daemon(config: Config) -> None:
     """Refit until told to stop. Raises ValueError where a daemon of this service runs already."""
     if config.plan:
         return show_plan("online", plan(ONLINE, config).made())
-    os.nice(config.online.nice)
+    os.nice(NICE)
     if config.hardware.threads is not None:
         torch.set_num_threads(config.hardware.threads)
     folder = service_folder(config)

@@ -36,7 +36,6 @@ from .product import MANIFEST, SUMMARY
 from .stage import StageFolder
 
 OWN, LONGEST = "own", "longest"  # orders of rows
-MADE = ("target", "prepare")  # stages that make a model
 READS_LONGEST = ("generate", "contexts", "scores", "train", "evaluate")
 TIMING = "timing.json"  # of `evaluate`
 WEIGHTS_OF_STATE = 1 / 3  # of a checkpoint's bytes
@@ -46,13 +45,12 @@ WEIGHTS_OF_STATE = 1 / 3  # of a checkpoint's bytes
 class Run:
     """A stage that has run on few rows.
 
-    config, few: the settings of the whole stage, and those of this run. folder: what the run was
-    given, has marked and has left. started: seconds since 1970. seconds, compiling: of the run
-    without what went into compiling, and that.
+    config: the settings of the whole stage. folder: what the run was given, has marked and has
+    left. started: seconds since 1970. seconds, compiling: of the run without what went into
+    compiling, and that.
     """
 
     config: Config
-    few: Config
     folder: StageFolder
     started: float
     seconds: float
@@ -71,8 +69,6 @@ class Run:
 
 def steps_of(name: str, config: Config) -> int:
     """Of the training in a stage."""
-    if name == "target":
-        return config.target.pretrain.max_steps
     if name == "prepare":
         cut = config.draft.shrink
         return cut.steps if cut.layers else config.draft.pretrain.max_steps
@@ -91,14 +87,13 @@ def shortened(name: str, config: Config, limit: int, order: str) -> Config:
         logged = optim.logging_steps
         steps, chunks, turns = max(limit, logged), 1, 1
     whole = steps_of(name, config)
-    compiled = compiles(optim, whole) if name in MADE else optim.compiles
+    compiled = compiles(optim, whole) if name == "prepare" else optim.compiles
     few: Any = OmegaConf.structured(config)
     for key, value in {
-        "target.pretrain.max_steps": min(steps, config.target.pretrain.max_steps),
         "draft.pretrain.max_steps": min(steps, config.draft.pretrain.max_steps),
         "draft.shrink.steps": min(steps, config.draft.shrink.steps),
         "generate.rollouts": min(config.generate.rollouts, config.generate.batch_size),
-        "generate.engine": "decoder",
+        "generate.url": None,
         "optim.max_steps": steps,
         "optim.eval_steps": steps,
         "optim.save_steps": max(1, steps - 1),
@@ -107,7 +102,6 @@ def shortened(name: str, config: Config, limit: int, order: str) -> Config:
         "optim.compile": str(compiled).lower(),
         "evaluate.prompts": min(options.prompts, max(32, options.batch_size)),
         "evaluate.validation_prompts": min(options.validation_prompts, options.batch_size),
-        "evaluate.lossless_prompts": min(options.lossless_prompts, options.batch_size),
         "evaluate.timing_prompts": min(options.timing_prompts, chunks * options.timing_batch_size),
         "evaluate.temperatures": (options.temperatures or [config.sampling.temperature])[:1],
         "evaluate.calibration_turns": turns,
@@ -131,15 +125,15 @@ def run(config: Config, few: Config, folder: StageFolder) -> Run:
     write_json(folder.path / MANIFEST, {"provenance": provenance()})
     write_json(folder.path / SUMMARY, summary)
     (_, first), (_, last) = folder.marks[0], folder.marks[-1]
-    return Run(config, few, folder, started, last - first, compile_seconds() - compiled)
+    return Run(config, folder, started, last - first, compile_seconds() - compiled)
 
 
 # What a whole stage takes, from one run of few steps and rows
 
 
 def pretraining_seconds(run: Run) -> float:
-    """Of `target` and `prepare`: loading and saving, and what a step takes times their number."""
-    lines = run.times(f"prepare_{'target' if run.folder.stage == 'target' else 'draft'}")
+    """Of `prepare`: loading and saving, and what a step takes times their number."""
+    lines = run.times("prepare_draft")
     if len(lines) < 4:
         return run.seconds
     a_step = (lines[-1] - lines[1]) / (len(lines) - 2)
@@ -180,11 +174,9 @@ def training_seconds(run: Run) -> float:
 
 def judging_seconds(run: Run) -> float:
     """The identity check, scoring and timed decoding, each times its own count."""
-    options, few = run.config.evaluate, run.few.evaluate
+    options = run.config.evaluate
     records = read_records(run.folder.input("contexts") / "test.parquet")
     lossless = run.until("alpha on") - run.until("loaded")
-    lossless *= ceil(options.lossless_prompts / options.batch_size)
-    lossless /= ceil(few.lossless_prompts / options.batch_size)
     chosen = "choosing the number" if run.config.decode.gamma == "auto" else "proposals a round"
     scored = run.until(chosen) - run.until("alpha on")
     scored *= max(1.0, options.prompts / len(records))
@@ -201,7 +193,7 @@ def judging_seconds(run: Run) -> float:
     return rest + lossless + (scored + timed) * len(options.temperatures or [0])
 
 
-SECONDS = dict.fromkeys(MADE, pretraining_seconds)
+SECONDS = dict.fromkeys(("prepare",), pretraining_seconds)
 SECONDS |= dict.fromkeys(("generate", "contexts", "scores"), answering_seconds)
 SECONDS |= {"train": training_seconds, "evaluate": judging_seconds}
 
@@ -234,5 +226,5 @@ def rehearse(
     gc.collect()
     if name in READS_LONGEST:
         in_order(LONGEST)
-    gaps = KEPT_BYTES if name in (*MADE, "train") and device.type == "cpu" else 0
+    gaps = KEPT_BYTES if name in ("prepare", "train") and device.type == "cpu" else 0
     return {"seconds": seconds, "peak": peak_bytes(device) + gaps}

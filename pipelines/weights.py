@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from draftkit.config import Config
 from draftkit.models.devices import resolve_device, resolve_dtype
-from draftkit.models.loading import dtype_named, llama_config, model_config
+from draftkit.models.loading import llama_config, model_config
 from draftkit.models.memory import free_bytes, weight_count
 from draftkit.models.shrink import cut_shape
 
@@ -21,11 +21,10 @@ from .product import Product
 
 FLOAT32 = 4  # bytes of a drafter's weight while it learns
 TRAINED = 16  # bytes of a weight that learns: itself, its gradient, two moments
-SMALLER_TARGET = "target.dtype=bfloat16 halves the target's, or give a smaller one"
+SMALLER_TARGET = "hardware.dtype=bfloat16 halves the target's, or give a smaller one"
 SMALLER_DRAFT = "give a smaller drafter, or draft.lora.rank=16, which trains a small part of it"
 REMEDIES = dict.fromkeys(("generate", "contexts", "scores", "evaluate"), SMALLER_TARGET)
-REMEDIES |= {"target": "give target.pretrain a smaller shape", "train": SMALLER_DRAFT}
-REMEDIES |= {"prepare": "give a smaller drafter, or draft.shrink.layers"}
+REMEDIES |= {"prepare": "give a smaller drafter, or draft.shrink.layers", "train": SMALLER_DRAFT}
 
 
 def gigabytes(count: float) -> str:
@@ -36,8 +35,7 @@ def gigabytes(count: float) -> str:
 
 def pair_shapes(config: Config) -> tuple[PreTrainedConfig, PreTrainedConfig]:
     """Those of target and draft, of files or to be made. ValueError naming what is not there."""
-    target, draft, size = config.target, config.draft, config.data.vocab_size
-    whole = model_config(target) if target.path else llama_config(target.pretrain, size)
+    draft, whole = config.draft, model_config(config.target)
     if draft.path:
         return whole, model_config(draft)
     if draft.shrink.layers:
@@ -54,15 +52,13 @@ def stage_bytes(config: Config, *, here: bool = True) -> dict[str, float]:
     served = torch.bfloat16
     if here:
         served = resolve_dtype(config.hardware, resolve_device(config.hardware))
-    held = target * (dtype_named(config.target) or served).itemsize
-    proposing = draft * (dtype_named(config.draft) or served).itemsize
+    held, proposing = target * served.itemsize, draft * served.itemsize
     # What LoRA trains is a share of the weights too small to count.
     learning = (FLOAT32 if config.draft.lora.rank else TRAINED) * draft
     made, judged = config.draft.shrink, 2 if config.evaluate.draft == "trained" else 1
     return {
-        "target": TRAINED * target,
         "prepare": TRAINED * draft if made.steps or not made.layers else held,
-        "generate": 0 if config.generate.engine == "openai" else held,
+        "generate": 0 if config.generate.by_engine else held,
         "contexts": held,
         "scores": held,
         "train": learning + (0 if config.generate.top_k else held),

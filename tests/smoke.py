@@ -13,14 +13,18 @@ from pipelines.configuration import compose_config
 from pipelines.plan import TEXTS
 from pipelines.stage import ensure
 from tests.services import pair_of
+from tests.trained import trained_target
 
 TIMES = ("time", "seconds", "tokens_per_second")
 TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
 
 
 def smoke(root: Path, *overrides: str) -> Config:
-    """The smallest experiment, in `root`, nothing compiled."""
+    """The smallest experiment, in `root`, nothing compiled, for a target that is smaller too."""
     given = ["+experiment=smoke", f"root={root}", "tracker=none", "decode.compile=false"]
+    if not any(one.startswith("target.path=") for one in overrides):
+        text = [one for one in overrides if one.startswith(("data", "hardware."))]
+        given += ["target=local", f"target.path={trained_target(*text)}"]
     return compose_config([*given, *overrides])
 
 
@@ -52,8 +56,7 @@ def same_weights(*, first: Path, second: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def made_in(root: Path) -> tuple[Path, Path]:
-    """Target and draft, of the one pair that was made in `root`."""
-    shared = root / "shared"
-    (target_path,), (draft_path,) = shared.glob("target/*/target"), shared.glob("prepare/*/draft")
-    return target_path, draft_path
+def paths_of(config: Config) -> tuple[Path, Path]:
+    """Folders of target and starting draft of `config`, made first where they are missing."""
+    target, draft = models(config)
+    return Path(str(target.path)), Path(str(draft.path))

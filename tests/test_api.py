@@ -25,7 +25,7 @@ from tests import tiny
 from tests.launching import ROOT
 
 SHORT = OptimConfig(max_steps=4, per_device_train_batch_size=4, learning_rate=3e-4, eval_steps=4)
-FEW = EvaluateConfig(max_new_tokens=12, lossless_prompts=4)
+FEW = EvaluateConfig(max_new_tokens=12)
 CHAT = "{% for message in messages %}{{ message['role'] + ':' + message['content'] }}{% endfor %}"
 
 

@@ -20,7 +20,7 @@ from pipelines.command import launch
 from pipelines.configuration import compose_config
 from pipelines.plan import DISTILL, TRAIN
 from pipelines.stage import ensure
-from tests.smoke import TEXT, made_in, numbers, smoke
+from tests.smoke import TEXT, numbers, paths_of, smoke
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
 GOLDEN: dict[str, Any] = read_json(Path(__file__).with_name("golden.json"))
@@ -76,7 +76,7 @@ def alphas(folder: Path) -> list[float]:
 
 def answers(root: Path, draft: Path) -> list[list[int]]:
     """Tokens that the target and the drafter in `draft` generate together, at temperature 1."""
-    pair = draftkit.load_pair(made_in(root)[0], draft, device="cpu", dtype="float32")
+    pair = draftkit.load_pair(paths_of(small(root))[0], draft, device="cpu", dtype="float32")
     decoding = DecodeConfig(gamma=3, compile="false")
     return [
         draftkit.generate(

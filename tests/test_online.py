@@ -31,27 +31,18 @@ from pipelines.stage import ensure
 from tests.launching import Forked
 from tests.online import making
 from tests.services import buffer_of
+from tests.trained import trained_target
 
 Process = subprocess.Popen[str] | Forked
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = [
-    "target=fresh",
     "draft=fresh",
     "hardware.threads=1",
     "hardware.dtype=float32",
-    "target.pretrain.num_hidden_layers=2",
-    "target.pretrain.hidden_size=64",
-    "target.pretrain.intermediate_size=128",
-    "target.pretrain.num_attention_heads=4",
-    "target.pretrain.max_position_embeddings=128",
-    "target.pretrain.max_steps=20",
     "draft.pretrain.num_hidden_layers=1",
     "draft.pretrain.hidden_size=32",
-    "draft.pretrain.intermediate_size=64",
-    "draft.pretrain.max_position_embeddings=128",
     "draft.pretrain.max_steps=10",
     "data.max_rows=120",
-    "data.vocab_size=512",
     "data.prompt_tokens=16",
     "data.max_length=48",
     "generate.rollouts=32",
@@ -71,13 +62,17 @@ SMALL = [
 ]
 
 
+def given_target() -> list[str]:
+    return ["target=local", f"target.path={trained_target('data.max_rows=120')}"]
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("online")
 
 
 def composed(root: Path, *overrides: str) -> Any:
-    return compose_config([*overrides, f"root={root}", *SMALL])
+    return compose_config([*overrides, f"root={root}", *SMALL, *given_target()])
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +207,8 @@ def fill(config: Any, records: list[Record]) -> None:
 
 
 def words_of(root: Path, name: str, *overrides: str) -> list[str]:
-    return ["+experiment=serve", f"root={root}", f"name={name}", *SMALL, *overrides]
+    given = ["+experiment=serve", f"root={root}", f"name={name}", *SMALL, *given_target()]
+    return [*given, *overrides]
 
 
 def fork(root: Path, name: str, *overrides: str) -> Forked:

@@ -9,10 +9,10 @@ import torch
 from draftkit.artifacts import read_json
 from draftkit.config import Config, SamplingConfig
 from draftkit.models.loading import new_llama, save_model
-from draftkit.models.vocabulary import train_byte_bpe
 from pipelines.command import launch
 from pipelines.plan import DISTILL
 from tests.smoke import TEXT, same_weights, smoke
+from tests.trained import SHAPE, train_byte_bpe
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
 
@@ -26,7 +26,7 @@ def own(tmp_path_factory) -> Path:
     config = smoke(folder)
     cpu = torch.device("cpu")
     for name, shape, seed in (
-        ("target", config.target.pretrain, 1),
+        ("target", SHAPE, 1),
         ("draft", config.draft.pretrain, 2),
     ):
         save_model(new_llama(shape, tokenizer, seed=seed, device=cpu), tokenizer, folder / name)

@@ -79,8 +79,7 @@ def test_a_killed_training_ends_like_an_uninterrupted_one(root: Path, finished: 
 
 def test_training_goes_on_from_a_parallel_drafter(root: Path, finished: Path) -> None:
     start = finished / "train" / "draft"
-    target = next(root.glob("shared/target/*/target"))
-    given = (f"draft.path={start}", f"target.path={target}", "name=on", *PARD[:1])
+    given = (f"draft.path={start}", "name=on", *PARD[:1])
     folder = ensure(TRAIN, smoke(root, *given, "draft.pard.tokens=6"))
     before, after = (read_json(path / "config.json") for path in (start, folder / "draft"))
     assert after["pard_token"] == before["pard_token"]
@@ -89,8 +88,7 @@ def test_training_goes_on_from_a_parallel_drafter(root: Path, finished: Path) ->
 
 def test_a_plain_drafter_is_not_judged_as_a_parallel_one(root: Path, finished: Path) -> None:
     plain = next(root.glob("shared/prepare/*/draft"))
-    target = next(root.glob("shared/target/*/target"))
-    given = (f"draft.path={plain}", f"target.path={target}", "evaluate.draft=given", "name=plain")
+    given = (f"draft.path={plain}", "evaluate.draft=given", "name=plain")
     for command in (EVALUATE, EXPORT):
         with pytest.raises(
             ValueError, match=r"^draft\.path .*: a plain drafter .* draft\.kind=plain$"
@@ -102,7 +100,6 @@ def test_more_proposals_than_it_was_trained_for_are_said(
     root: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = finished / "train" / "draft"
-    target = next(root.glob("shared/target/*/target"))
-    given = (f"draft.path={start}", f"target.path={target}", "evaluate.draft=given")
+    given = (f"draft.path={start}", "evaluate.draft=given")
     launch(EVALUATE, smoke(root, *PARD, *given, "decode.gamma=6", "name=six"))
     assert "trained for 4 proposals a pass: the last of 6 were never" in capsys.readouterr().out

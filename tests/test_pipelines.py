@@ -18,7 +18,6 @@ from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
-from draftkit.distillation.pretrain import recipe
 from draftkit.evaluation.engines import best_gamma_of
 from draftkit.models.files import CARD
 from draftkit.tracking import read_metrics
@@ -26,10 +25,10 @@ from pipelines.benchmarks import decoder, training
 from pipelines.command import launch
 from pipelines.configuration import compose_config
 from pipelines.contexts import read_contexts
-from pipelines.plan import DISTILL, EVALUATE, EXPORT, GENERATE, PREPARE, SCORES, TARGET, TRAIN
+from pipelines.plan import DISTILL, EVALUATE, EXPORT, GENERATE, PREPARE, SCORES, TRAIN
 from pipelines.product import Stage, plan
 from pipelines.stage import ensure
-from tests.smoke import made_in, numbers, same_weights, smoke
+from tests.smoke import numbers, paths_of, same_weights, smoke
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
 
@@ -114,18 +113,6 @@ def test_an_export_launches_the_judged_drafter_and_says_what_to_expect(finished,
     assert "Trained and judged by draftkit (experiment smoke)" in (folder / "hf" / CARD).read_text()
     tokens = expected["acceptance_length"]["mean"]
     assert f"sglang    {tokens:.2f} tokens a pass at gamma" in capsys.readouterr().out
-
-
-def test_a_target_that_was_trained_carries_a_card_of_its_recipe_and_scores(finished, root):
-    folder = plan(TARGET, smoke(root)).folder
-    summary, card = read_json(folder / "summary.json"), (folder / "target" / CARD).read_text()
-    assert summary["steps"] == smoke(root).target.pretrain.max_steps
-    assert summary["tokens"] > 0
-    assert 0 < summary["hours"] < 1
-    assert f"sha256 of its tokens {summary['text_sha256']}" in card
-    assert recipe(smoke(root).target.pretrain) in card
-    for domain, bits in summary["bits_per_byte"].items():
-        assert f"| {domain} | {bits:.2f} | {summary['argmax_probability'][domain]:.2f} |" in card
 
 
 def test_the_evaluation_holds_every_key_that_others_rely_on(finished):
@@ -272,7 +259,7 @@ def test_the_trained_drafter_is_a_plain_model_folder_with_the_targets_tokenizer(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = finished / "distill" / "draft"
-    target_path, draft_path = made_in(root)
+    target_path, draft_path = paths_of(smoke(root))
     AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(target_path).get_vocab()
@@ -336,12 +323,12 @@ def test_a_drafter_of_other_settings_is_not_judged(finished, root):
 def test_a_plan_says_what_would_be_done_and_does_nothing(finished, root, tmp_path, capsys):
     assert launch(DISTILL, smoke(tmp_path, "plan=true")) == {}
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == ["distill:", "8", "steps,", "training", "in", "1", "process"]
-    steps = ["texts", "target", "prepare", "generate", "contexts", "train", "evaluate", "distill"]
+    assert lines[0] == ["distill:", "7", "steps,", "training", "in", "1", "process"]
+    steps = ["texts", "prepare", "generate", "contexts", "train", "evaluate", "distill"]
     assert [line[0] for line in lines[1:-1]] == steps
     assert {tuple(line[1:3]) for line in lines[1:-1]} == {("to", "do")}
     assert lines[-1][:3] == ["on", "a", "card:"]
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.rglob("manifest.json"))
     launch(DISTILL, smoke(root, "plan=true"))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {line[1] for line in lines[1:]} == {"complete"}
@@ -349,7 +336,7 @@ def test_a_plan_says_what_would_be_done_and_does_nothing(finished, root, tmp_pat
 
 def test_each_product_is_hashed_once(finished, root, tmp_path, monkeypatch):
     """Also a given target, which four stages read; a second command remembers its checksum."""
-    target_path, _ = made_in(root)
+    target_path, _ = paths_of(smoke(root))
     hashed = []
     for module in (draftkit.models.files, pipelines.stage):
         original = module.sha256_tree
@@ -373,7 +360,7 @@ def test_without_proposals_there_is_nothing_to_judge_and_nothing_is_made(tmp_pat
     for setting, way_out in (("decode.gamma=0", "1 or more"), ("decode.proposer=none", "another")):
         with pytest.raises(ValueError, match=rf"^{setting} proposes nothing.*use {way_out}"):
             launch(stage, smoke(tmp_path, setting))
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.rglob("manifest.json"))
 
 
 def test_several_temperatures_are_evaluated_in_one_go(finished, root):
@@ -473,18 +460,15 @@ def test_a_killed_distillation_ends_like_an_uninterrupted_one(root):
 
 def test_a_killed_preparation_ends_like_an_uninterrupted_one(finished, root, tmp_path):
     config = smoke(tmp_path, "optim.save_steps=5")
-    trained = plan(TARGET, config).folder
-    kill_when((trained / "target-training" / "checkpoint.safetensors").exists, PREPARE, config)
-    kill_when((trained / "target" / "config.json").exists, PREPARE, config)
     kill_when(lambda: any(tmp_path.rglob("draft-training/checkpoint.safetensors")), PREPARE, config)
     launch(PREPARE, config)
-    for made, whole in zip(made_in(tmp_path), made_in(root), strict=True):
-        assert same_weights(first=made, second=whole)
-        assert numbers(made.parent) == numbers(whole.parent)
+    made, whole = paths_of(config)[1], paths_of(smoke(root))[1]
+    assert same_weights(first=made, second=whole)
+    assert numbers(made.parent) == numbers(whole.parent)
 
 
 def test_killed_rollouts_go_on_with_the_next_part(finished, root, tmp_path):
-    paths = made_in(root)
+    paths = paths_of(smoke(root))
     models = [f"target.path={paths[0]}", f"draft.path={paths[1]}"]
     config = smoke(tmp_path, *models, "generate.batch_size=4")
     first = plan(GENERATE, config).folder / "part-00000000.parquet"

@@ -20,7 +20,9 @@ from pipelines.plan import GENERATE, PREPARE
 from pipelines.product import plan
 from pipelines.stage import ensure
 from tests.smoke import models, splits_of
+from tests.trained import trained_target
 
+VOCAB = 300
 TEXT = "{0} quick brown foxes jump over {1} lazy dogs, and {2} cats look on in wonder."
 SHRUNK = ["draft.shrink.layers=[1]", "draft.shrink.vocabulary=64"]
 
@@ -31,10 +33,10 @@ def smoke(root: Path, *overrides: str) -> Config:
     if not path.exists():
         rows = [{"text": TEXT.format(i, i * 7, i * 13)} for i in range(80)]
         path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    small = ["data=local", f"data.path={path}", "data.vocab_size=300", "data.prompt_tokens=4"]
-    steps = ["target.pretrain.max_steps=4", "draft.pretrain.max_steps=2"]
+    small = ["data=local", f"data.path={path}", "data.prompt_tokens=4"]
+    small += ["target=local", f"target.path={trained_target(*small, vocab_size=VOCAB)}"]
     given = ["+experiment=smoke", f"root={root / 'outputs'}", "tracker=none"]
-    return compose_config([*given, *small, *steps, *overrides])
+    return compose_config([*given, *small, "draft.pretrain.max_steps=2", *overrides])
 
 
 def layer(weights: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
@@ -58,9 +60,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("prepare")
 
 
-def test_a_drafter_is_cut_from_the_target_that_was_trained_or_given(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_drafter_is_cut_from_the_target(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trained = smoke(root, *SHRUNK)
     made = ensure(PREPARE, trained)
     target = Path(str(models(trained)[0].path))
@@ -101,7 +101,7 @@ def test_it_proposes_the_most_frequent_ids_of_the_training_split(root: Path) -> 
     assert draft.kept_ids is not None
     kept = draft.kept_ids.tolist()
     train = splits_of(config).train
-    counts = torch.bincount(torch.tensor([i for e in train for i in e.token_ids]), minlength=300)
+    counts = torch.bincount(torch.tensor([i for e in train for i in e.token_ids]), minlength=VOCAB)
     assert 64 <= len(kept) <= 64 + len(target.eos_token_ids)
     assert set(target.eos_token_ids) <= set(kept)
     others = [token for token in range(len(counts)) if token not in kept]
@@ -143,11 +143,11 @@ def test_layers_and_ids_are_part_of_what_was_made(root: Path) -> None:
         ("draft.shrink.vocabulary=400", r"^draft\.shrink\.vocabulary: 400 of \d+ ids"),
     ],
 )
-def test_more_than_the_target_has_is_refused_before_it_is_trained(
+def test_more_than_the_target_has_is_refused_at_once(
     tmp_path: Path, override: str, told: str
 ) -> None:
     config = smoke(tmp_path, *SHRUNK, override)
     with pytest.raises(ValueError, match=told) as error:
         launch(PREPARE, config)
     assert "\n" not in str(error.value)
-    assert not list(tmp_path.rglob("target*"))
+    assert not list(tmp_path.rglob("manifest.json"))

@@ -24,7 +24,7 @@ from tests.pairs import OTHERS, paths, save_pairs
 from tests.services import buffer_of, seeded_registry
 
 FIXED = ["name=service", "serve.port=0", "hardware=cpu", "hardware.threads=1", "tracker=none"]
-FIXED += ["decode.compile='false'", "online.nice=0", "optim.compile='false'"]
+FIXED += ["decode.compile='false'", "optim.compile='false'"]
 FIXED += ["online.anchor_fraction=0", "online.gate.anchors=0"]
 KEYS = {name: " and ".join(models) for name, models in OTHERS.items()}
 KEYS["top_k"] = "online.buffer.top_k"
@@ -83,6 +83,7 @@ def _in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
     monkeypatch.setattr("pipelines.serve.run", lambda *_, **__: None)
+    monkeypatch.setattr("os.nice", lambda more: more)
     monkeypatch.setattr("draftkit.online.daemon.Daemon.run", lambda self: None)
     yield
     for number, handler in zip(numbers, before, strict=True):

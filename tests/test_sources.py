@@ -1,4 +1,4 @@
-"""`source` and `generate.engine` as the commands see them: who samples, what is kept or refused."""
+"""`source` and `generate.url` as the commands see them: who samples, what is kept or refused."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +19,14 @@ from pipelines.product import plan
 from pipelines.stage import ensure
 from tests.distillation.serving import Engine, served
 from tests.smoke import models
+from tests.trained import trained_target
 
 
 def smoke(root: Path, *overrides: str) -> Config:
     """The smallest experiment, in `root`."""
     given = ["+experiment=smoke", f"root={root}", "tracker=none", "decode.compile=false"]
     short = ["generate.rollouts=8", "optim.max_steps=4", "optim.logging_steps=1"]
+    given += ["target=local", f"target.path={trained_target()}"]
     return compose_config([*given, *short, "optim.save_steps=2", "optim.eval_steps=4", *overrides])
 
 
@@ -122,7 +124,7 @@ def test_an_engine_over_http_gives_the_rollouts_of_the_decoder(root: Path) -> No
     plain = ensure(GENERATE, ours)
     target = load_target(models(ours)[0], ours.hardware)
     with served(Engine(target.adapter, target.eos_token_ids, target.tokenizer.decode)) as engine:
-        http = ["generate.engine=openai", f"generate.url={engine.url}", "generate.batch_size=3"]
+        http = [f"generate.url={engine.url}", "generate.batch_size=3"]
         asked = smoke(root, *greedy, *http)
         folder = ensure(GENERATE, asked)
     expected = [replace(record, sampler="openai") for record in read_parts(plain)]
@@ -137,8 +139,7 @@ def test_an_engine_over_http_gives_the_rollouts_of_the_decoder(root: Path) -> No
 def test_an_engine_that_refuses_is_one_line_and_leaves_no_folder(root: Path) -> None:
     with served(Engine(None, (0,), str)) as engine:
         engine.failures = [401] * 99
-        http = ["generate.engine=openai", f"generate.url={engine.url}"]
-        config = smoke(root, *http, "generate.model=other")
+        config = smoke(root, f"generate.url={engine.url}", "generate.model=other")
         with pytest.raises(ValueError, match=r"^generate\.url http.*status 401") as error:
             ensure(GENERATE, config)
     assert "\n" not in str(error.value)

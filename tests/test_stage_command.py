@@ -69,7 +69,7 @@ def test_a_command_composes_runs_and_then_has_nothing_to_do(command: Command, to
     assert read_json(path / "summary.json")["weight"] == 4.25
     stored = yaml.safe_load((path / "config.yaml").read_text())
     assert stored["optim"]["max_steps"] == 3
-    assert stored["data"]["vocab_size"] == 512
+    assert stored["data"]["max_length"] == 48
     code, out, err = command("+experiment=smoke", "optim.max_steps=3")
     assert (code, err) == (0, "")
     assert "nothing to do" in one_line(out)

@@ -15,7 +15,6 @@ from draftkit.config.choices import (
     DOMAIN_NAMES,
     DRAFTED_NAMES,
     MIXTURE,
-    OPTIMIZER_NAMES,
     PROPOSER_NAMES,
     SAMPLING_FROM_NAMES,
     SOURCE_NAMES,
@@ -50,7 +49,6 @@ from draftkit.config.text import (
     SamplingConfig,
     ShrinkConfig,
     TargetConfig,
-    TargetPretrainConfig,
 )
 from draftkit.config.training import (
     DivergenceConfig,

@@ -83,7 +83,6 @@ class EvaluateConfig(Section, key="evaluate"):
     # The identity check: in float32, which is the sharper; in the dtype that is served, which takes
     # no memory beyond; auto: float32 where it fits.
     lossless: str = setting("auto", names=("auto", "float32", "served", "off"))
-    lossless_prompts: int = positive(32)
 
     def __post_init__(self) -> None:
         if str(self.lossless).lower() == "false":

@@ -20,10 +20,7 @@ class ServeConfig(Section, key="serve"):
     slots: int = positive(16)  # rows that are decoded at once
     max_length: int = positive(2048)  # tokens of prompt and answer; at most the models' context
     queue: int = positive(64)  # requests that may wait for a slot; more are answered with 429
-    max_body_bytes: int = positive(1_000_000)
-    top_logprobs: int = setting(20, least=0)  # the most alternatives a request may ask for
     request_seconds: float = positive(300.0)
-    drain_seconds: float = positive(30.0)
     adapts: bool = True  # gamma by load and acceptance; requests with a seed keep decode.gamma
 
 
@@ -75,12 +72,10 @@ class OnlineConfig(Section, key="online"):
     min_records: int = positive(64)  # new ones that an update waits for
     steps: int = positive(20)  # of an update
     recent: int = positive(512)  # how many of the newest records count as recent
-    recent_fraction: float = setting(0.5, least=0, most=1)  # of the rows of a step
-    # Of the rows of a step; the rest is of older traffic.
-    anchor_fraction: float = setting(0.25, least=0, most=1)
+    # Of the rows of a step; half of them are of recent traffic, the rest of older.
+    anchor_fraction: float = setting(0.25, least=0, most=0.5)
     most_updates: int | None = positive(None)  # null: until told to stop
     worth: float = setting(0.005, least=0)  # alpha that an update must gain, lest the next wait
-    nice: int = setting(10, least=0, most=19)  # niceness of the training process
     keep: int = positive(5)  # versions; ancestors of what is served stay too
     buffer: BufferConfig = field(default_factory=BufferConfig)
     gate: GateConfig = field(default_factory=GateConfig)
@@ -96,5 +91,3 @@ class OnlineConfig(Section, key="online"):
         unique = len(set(self.routes)) == len(self.routes) and DEFAULT_ROUTE in self.routes
         self.require(unique, "routes", f"hold {DEFAULT_ROUTE}, and none twice")
         self.require(self.route in self.routes, "route", "be in online.routes")
-        fits = self.recent_fraction + self.anchor_fraction <= 1
-        self.require(fits, "recent_fraction", "leave room beside online.anchor_fraction")

@@ -6,8 +6,6 @@ from typing import Any
 
 from draftkit.config.choices import (
     DOMAIN_NAMES,
-    DTYPE_NAMES,
-    OPTIMIZER_NAMES,
     Section,
     positive,
     setting,
@@ -21,35 +19,26 @@ GGUF, PACKAGE = ".gguf", "package:"  # what paths of such a file end and begin w
 
 @dataclass(kw_only=True)
 class PretrainConfig(Section, key="draft.pretrain"):
-    """The Llama-type drafter that is built and trained where `draft.path` is null."""
+    """The Llama-type drafter that is built and trained where `draft.path` is null.
+
+    Its feed-forward is twice as wide as it. A head is 64 wide, or a fourth of it if that is less.
+    """
 
     num_hidden_layers: int = positive(2)
     hidden_size: int = positive(128)
-    intermediate_size: int = positive(384)
-    num_attention_heads: int = positive(4)
-    max_position_embeddings: int = positive(512)
     max_steps: int = positive(400)
     per_device_train_batch_size: int = positive(8)
     learning_rate: float = positive(2e-3)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole = self.hidden_size % self.num_attention_heads == 0
-        self.require(whole, "hidden_size", "be a multiple of num_attention_heads")
+        whole = self.hidden_size % 4 == 0 and self.hidden_size % self.heads == 0
+        self.require(whole, "hidden_size", "be a multiple of 64, or a smaller one of 4")
 
-
-@dataclass(kw_only=True)
-class TargetPretrainConfig(PretrainConfig, key="target.pretrain"):
-    """The same of a target."""
-
-    num_hidden_layers: int = positive(8)
-    hidden_size: int = positive(384)
-    intermediate_size: int = positive(1024)
-    num_attention_heads: int = positive(6)
-    max_steps: int = positive(330)
-    # muon: faster from nothing, and the more so the larger a step, whose matrices it turns once
-    optimizer: str = setting("adamw", names=OPTIMIZER_NAMES)
-    dtype: str = setting("float32", names=DTYPE_NAMES)  # of the weights as they are saved
+    @property
+    def heads(self) -> int:
+        """Attention heads."""
+        return max(4, self.hidden_size // 64)
 
 
 @dataclass(kw_only=True)
@@ -57,7 +46,6 @@ class LoraConfig(Section, key="draft.lora"):
     """How `distill` trains the draft: rank 0 trains all weights, another one updates of it."""
 
     rank: int = setting(0, least=0, hint=" (0: no LoRA)")
-    alpha: float = positive(16.0)  # updates are scaled by alpha / rank
 
 
 @dataclass(kw_only=True)
@@ -92,7 +80,7 @@ class PardConfig(Section, key="draft.pard"):
 
 @dataclass(kw_only=True)
 class ModelConfig(Section, key="model"):
-    """A model: a local folder, a hub name, `draftkit/embedded`, or null for one to be made.
+    """A model: a local folder, a hub name or `draftkit/embedded`; null: a drafter to be made.
 
     Commands also take a GGUF file, or `package:NAME`, the one that an installed package holds.
     """
@@ -100,8 +88,6 @@ class ModelConfig(Section, key="model"):
     path: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
-    # As it is served and scored, never part of a stage's identity; null: as `hardware.dtype` says.
-    dtype: str | None = setting(None, names=DTYPE_NAMES)
 
     @property
     def location(self) -> str:
@@ -122,7 +108,7 @@ class ModelConfig(Section, key="model"):
 class TargetConfig(ModelConfig, key="target"):
     """The model that is served, which never learns."""
 
-    pretrain: TargetPretrainConfig = field(default_factory=TargetPretrainConfig)
+    path: str | None = EMBEDDED
 
 
 @dataclass(kw_only=True)
@@ -152,7 +138,6 @@ class DataConfig(Section, key="data"):
     # Of `draftkit/corpus`.
     domains: list[str] = setting(DOMAIN_NAMES, names=DOMAIN_NAMES, filled=True)
     max_rows: int | None = positive(None)  # the first of the file or data set; null: all
-    vocab_size: int = setting(4096, least=300)  # of the tokenizer that `texts` trains
     prompt_column: str | None = None
     completion_column: str | None = None
     # Prompts that are strings: a user turn where the tokenizer has a chat template (auto), the same

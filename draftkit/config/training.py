@@ -43,9 +43,7 @@ class DivergenceConfig(Section, key="divergence"):
     # Of forward_kl, before all else. null: a fifth of `optim.max_steps` for a drafter that was cut
     # and not trained, under a divergence whose gradient vanishes there, else 0.
     warmup_steps: int | None = setting(None, least=0)
-    tokens: str = setting("all", names=("all", "rejected", "top"))
-    top_fraction: float = setting(0.4, above=0, most=1)  # of each text, where tokens=top
-    reference: str | None = None  # tokens=top: a draft; null takes where the loss is largest
+    tokens: str = setting("all", names=("all", "rejected"))
     # Weight of a proposal over the one before it, in a block (source=block) and in the chains of
     # a parallel drafter; null: 0.7 for the latter, else 1
     position_decay: float | None = setting(None, above=0, most=1)
@@ -114,27 +112,28 @@ class SourceConfig(Section, key="source"):
 class GenerateConfig(Section, key="generate"):
     """Target rollouts, stored once and shared by every experiment with the same settings.
 
-    `engine`: our decoder, or one that serves the target over HTTP as OpenAI does. A key is read
-    from the environment variable OPENAI_API_KEY alone.
+    Our decoder makes them, or an engine that serves the target over HTTP as OpenAI does. A key is
+    read from the environment variable OPENAI_API_KEY alone.
     """
 
     rollouts: int = positive(1024)
-    batch_size: int = positive(128)  # prompts at a time; openai: requests
+    batch_size: int = positive(128)  # prompts at a time; of an engine: requests
     # Ids of the target stored for every token, to train without it; 0: none.
     top_k: int = setting(0, least=0, hint=" (0 stores none)")
-    engine: str = setting("decoder", names=("decoder", "openai"))
-    url: str | None = None  # openai: as http://127.0.0.1:8000/v1
-    model: str | None = None  # openai: the name that it serves; null: `target.path`
+    url: str | None = None  # of an engine, as http://127.0.0.1:8000/v1; null: our decoder
+    model: str | None = None  # the name that the engine serves; null: `target.path`
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        url = self.url or ""
-        self.require(
-            self.engine == "decoder" or url.startswith(("http://", "https://")),
-            "url",
-            "be the address of an API, as http://127.0.0.1:8000/v1, when generate.engine=openai",
-        )
+        url = self.url or "http://"
+        rule = "be the address of an API, as http://127.0.0.1:8000/v1"
+        self.require(url.startswith(("http://", "https://")), "url", rule)
         require("@" not in url, "generate.url", "hold no password", "...@...")
+
+    @property
+    def by_engine(self) -> bool:
+        """Whether an engine makes the rollouts."""
+        return self.url is not None
 
 
 def has_compiler() -> bool:

@@ -98,16 +98,6 @@ def split_documents(keys: np.ndarray, own: Sequence[str], data: DataConfig) -> n
     return split_of[number]
 
 
-def training_texts(data: DataConfig) -> Iterator[str]:
-    """The texts of the documents that `data` names, of the training split alone."""
-    read = ((document.key, document.split) for document in read_documents(data))
-    keys, own = zip(*read, strict=True)
-    splits = split_documents(np.asarray(keys, np.uint64), own, data)
-    for document, split in zip(read_documents(data), splits, strict=True):
-        if split == SPLITS.index("train"):
-            yield from map(str, document.row.values())
-
-
 # Files and data sets: (where it stands in the source, row)
 
 

@@ -19,7 +19,6 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import (
     Outline,
     Target,
-    dtype_named,
     load_draft,
     load_outline,
     load_target,
@@ -65,7 +64,6 @@ def make_trainer(
     texts where that has no weights. loss: minimised instead of `divergence.name`. texts: none
     of which may use the id of the masks, where the draft is a parallel one.
     """
-    served = dtype_named(config.draft) or target.dtype
     if config.draft.kind == PARD:
         draft = made_parallel(draft, config.draft.pard.tokens, target.tokenizer, texts)
     if draft.parallel is not None:
@@ -73,9 +71,7 @@ def make_trainer(
     draft = with_lora(draft, config.draft.lora, seed=config.seed)
     if config.optim.activation_checkpointing:
         checkpoint_activations(draft.model)
-    divergence, reference = config.divergence, None
-    if divergence.reference is not None:
-        reference = load_draft(DraftConfig(path=divergence.reference), target)
+    divergence = config.divergence
     teacher: Teacher | None = None
     if loss is not None or divergence.names != {"next_token"}:
         known = isinstance(target, Target)
@@ -91,8 +87,7 @@ def make_trainer(
             own=loss,
         ),
         optim=optim or config.optim,
-        autocast=served if served != torch.float32 else None,
-        reference=reference,
+        autocast=target.dtype if target.dtype != torch.float32 else None,
         seed=config.seed,
     )
 

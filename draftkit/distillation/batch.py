@@ -121,12 +121,6 @@ class Batch:
         return self.generated(self.input_ids)
 
     @property
-    def texts(self) -> Tensor:
-        """[M] the row of each generated token, ascending."""
-        rows = torch.arange(len(self.input_ids), device=self.input_ids.device)
-        return self.generated(rows[:, None].expand_as(self.input_ids))
-
-    @property
     def entries(self) -> Chains:
         """The rows as a plain draft reads them: each entry predicts one of the M, in order."""
         order = torch.arange(int(self.predicting.sum()), device=self.input_ids.device)

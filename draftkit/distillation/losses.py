@@ -7,11 +7,10 @@ taken at the served temperature without the cut. Penalties depend on a history t
 not keep, and are left out.
 
 A sum of divergences is one too, and the forward KL may come first, since the gradient of the total
-variation vanishes where the draft is far (LK losses 2602.23881). Tokens may be chosen: those that
-verification refused (OSD 2310.07177), or of every text those on which the draft is worst, or the
-farthest behind a reference draft (AdaSPEC 2510.19779); a loss is a mean over the chosen, so that
-its scale does not depend on how many they are. Proposals late in a block may weigh less, since
-they are reached less often.
+variation vanishes where the draft is far (LK losses 2602.23881). The tokens that verification
+refused may be chosen (OSD 2310.07177); a loss is a mean over the chosen, so that its scale does not
+depend on how many they are. Proposals late in a block may weigh less, since they are reached less
+often.
 
 Samples are constants here: what is minimised is the expectation over fixed sequences of the sum
 of per-token divergences, not the gradient of a sequence-level divergence (DistillSpec
@@ -129,11 +128,10 @@ class Objective:
         )
 
 
-def token_weights(batch: Batch, divergence: DivergenceConfig, lag: Tensor | None = None) -> Tensor:
+def token_weights(batch: Batch, divergence: DivergenceConfig) -> Tensor:
     """The weight [M] of each token in the sum that is divided by the sum of all weights.
 
-    lag: [M], how much each token has to learn, for `divergence.tokens=top`. Raises ValueError
-    where the batch does not tell what the settings ask for.
+    Raises ValueError where the batch does not tell what the settings ask for.
     """
     weights = torch.ones(len(batch.token_ids), device=batch.input_ids.device)
     if divergence.tokens == "rejected":
@@ -143,9 +141,6 @@ def token_weights(batch: Batch, divergence: DivergenceConfig, lag: Tensor | None
                 "use source=replay, or divergence.tokens=all"
             )
         weights *= batch.generated(batch.rejected)
-    elif divergence.tokens == "top":
-        assert lag is not None
-        weights *= top_of_each_text(lag, batch.texts, divergence.top_fraction)
     if divergence.position_decay not in (None, 1):
         if batch.block_offset is None:
             raise ValueError(
@@ -153,17 +148,3 @@ def token_weights(batch: Batch, divergence: DivergenceConfig, lag: Tensor | None
             )
         weights *= divergence.position_decay ** batch.generated(batch.block_offset)
     return weights
-
-
-def top_of_each_text(values: Tensor, texts: Tensor, fraction: float) -> Tensor:
-    """Whether each of `values` [M] is among the largest `fraction` of its text, rounded up.
-
-    texts: [M], ascending. The choice in a text does not depend on what it is trained beside.
-    """
-    sizes = torch.unique_consecutive(texts, return_counts=True)[1]
-    by_value = values.argsort(descending=True, stable=True)
-    order = by_value[texts[by_value].argsort(stable=True)]  # by text, then by value
-    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    rank = torch.arange(len(values), device=values.device) - starts
-    kept = rank < (fraction * sizes).ceil().repeat_interleave(sizes)
-    return torch.zeros_like(kept).scatter(0, order, kept)

@@ -18,7 +18,6 @@ from draftkit.config import (
     OptimConfig,
     PretrainConfig,
     TargetConfig,
-    TargetPretrainConfig,
     has_compiler,
 )
 from draftkit.data.prompts import Example, Splits
@@ -27,7 +26,6 @@ from draftkit.data.store import Lazy
 from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.loop import train
 from draftkit.distillation.losses import Objective
-from draftkit.distillation.optimizers import OPTIMIZERS
 from draftkit.distillation.progress import reporting
 from draftkit.distillation.ranks import alone
 from draftkit.distillation.sources import Source, shuffled
@@ -53,7 +51,6 @@ from draftkit.tracking import Tracker
 
 DRAFT = "draft"
 WARMUP, DECAY = 20, 0.1  # one step in so many; weight decay
-OPTIMIZER_TEXTS = {"adamw": "AdamW", "muon": "Muon, with AdamW for embeddings and vectors,"}
 WORTH_COMPILING = 1_000  # steps: the passes of a model compile in half a minute
 UNCOUNTED = 10  # every so many-th answer tells the share of answers instead
 CPU = torch.device("cpu")
@@ -155,12 +152,9 @@ def pretrain(
     shape: PretrainConfig,
     config: Config,
     log: Callable[[int, Mapping[str, float]], None],
-    optimizer: str = "adamw",
-    saved_as: str = "float32",
 ) -> None:
     """Train `model`, in float32, to predict the tokens of `rows` [N, T], and save it to `folder`.
 
-    optimizer: a name of `OPTIMIZERS`. saved_as: the dtype of the weights in the file.
     Ids that it cannot propose it does not learn. What a resumed run needs lies beside the folder
     until the model is whole.
     """
@@ -184,7 +178,6 @@ def pretrain(
             logging_steps=config.optim.logging_steps,
         ),
         autocast=dtype if dtype != torch.float32 else None,
-        optimizer=OPTIMIZERS[optimizer],
     )
     texts = Lazy(partial(predicted, kept=learned_ids(rows, model.kept_ids)), rows)
     batch_size = shape.per_device_train_batch_size
@@ -193,17 +186,9 @@ def pretrain(
     training.mkdir(exist_ok=True)
     train(trainer, source, training, log=log)
     trained: Any = model.model
-    trained.to(getattr(torch, saved_as))
+    trained.to(torch.float32)
     save_draft(model, tokenizer, folder)
     remove(training)  # the model is whole: nothing resumes from here
-
-
-def recipe(shape: TargetPretrainConfig) -> str:
-    """How `pretrain` takes the steps of a model of `shape`, for its card."""
-    return (
-        f"{OPTIMIZER_TEXTS[shape.optimizer]} at {shape.learning_rate:g}, one step in {WARMUP} to "
-        f"warm up, then linearly to 0; weight decay {DECAY:g}"
-    )
 
 
 def full_rows(texts: Sequence[Example], length: int) -> np.ndarray:

@@ -22,12 +22,12 @@ from draftkit.config import OptimConfig
 from draftkit.distillation.batch import Batch
 from draftkit.distillation.chunked import LossOf, chunked_sum
 from draftkit.distillation.losses import Objective, token_weights
-from draftkit.distillation.optimizers import OptimizerOf, adamw
 from draftkit.distillation.teacher import Outcomes, TargetScores, Teacher
 from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.models.parallel import Chains, kept_share
 from draftkit.theory.noise import DROPOUT, uniform
 
+BETAS = (0.9, 0.98)  # of AdamW: decay of the first and the second moment
 RATE_TIMES_WIDTH = 0.1
 CHAIN_DECAY = 0.7  # of a parallel draft, where `divergence.position_decay` is null
 
@@ -95,10 +95,8 @@ class Trainer:
     """A draft, its optimizer, and the teacher that it learns from (None for `next_token`).
 
     objective: what is minimised, here over the ids that the draft can propose.
-    reference: the draft against which `divergence.tokens=top` measures what there is to learn.
     seed: of the noise of dropout, which is a function of it, the step and the process: a run that
     is resumed repeats it, and no two processes share a mask.
-    optimizer: makes the optimizer of the weights.
     """
 
     def __init__(
@@ -109,9 +107,7 @@ class Trainer:
         *,
         optim: OptimConfig,
         autocast: torch.dtype | None = None,
-        reference: CausalAdapter | None = None,
         seed: int = 0,
-        optimizer: OptimizerOf = adamw,
     ) -> None:
         self.draft = draft
         self.parallel = draft.parallel
@@ -120,7 +116,6 @@ class Trainer:
         kept, size = draft.kept_ids, draft.vocab_size
         outcomes = None if kept is None else Outcomes.of(kept, size)
         self.objective = replace(objective, outcomes=outcomes)
-        self.reference = reference
         self.steps = self.tokens = 0
         self._begun = 0  # step at which the schedule of the rate began
         self.peak_rate = optim.learning_rate or learning_rate_for(draft.width)
@@ -133,7 +128,13 @@ class Trainer:
             dynamo_backend="no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
-        self.optimizer = optimizer(self.trained(), optim, self.peak_rate)
+        self.optimizer = torch.optim.AdamW(
+            [weight for _, weight in self.trained()],
+            lr=self.peak_rate,
+            betas=BETAS,
+            weight_decay=optim.weight_decay,
+            fused=True,
+        )
         self._module: nn.Module
         self._module, self._step_optimizer = self.accelerator.prepare(draft, self.optimizer)
 
@@ -262,10 +263,9 @@ class Trainer:
     def _weights(self, part: Batch, entries: Chains) -> Tensor:
         """How much each entry [N] of a micro-batch counts."""
         divergence, chained = self.objective.divergence, self.parallel is not None
-        lag = self._lag(part) if divergence.tokens == "top" else None
         if not chained:
-            return token_weights(part, divergence, lag)
-        weights = token_weights(part, replace(divergence, position_decay=None), lag)
+            return token_weights(part, divergence)
+        weights = token_weights(part, replace(divergence, position_decay=None))
         # What was dropped is made up for by what is left.
         dropped, most = part.block_offset is None, int(entries.blocks.max()) + 1
         of_blocks = [
@@ -273,25 +273,6 @@ class Trainer:
             for block in range(most)
         ]
         return weights[entries.predicted] * weights.new_tensor(of_blocks)[entries.blocks]
-
-    @torch.no_grad()
-    def _lag(self, part: Batch) -> Tensor:
-        """How far [M] the draft is behind the reference, or from the target without one."""
-        entries = part.entries
-        losses, _ = self._losses(part, entries)
-
-        def values_of(draft: CausalAdapter) -> Tensor:
-            values = torch.empty(len(part.token_ids), device=draft.device)
-
-            def keep(logits: Tensor, rows: slice) -> Tensor:
-                values[rows] = losses(logits, rows).float()
-                return values[rows].sum()
-
-            self._summed(keep, entries, draft, draft.head)
-            return values
-
-        behind = values_of(self.draft)
-        return behind if self.reference is None else behind - values_of(self.reference)
 
     def _loss(
         self, part: Batch, entries: Chains, weights: Tensor, measure: bool

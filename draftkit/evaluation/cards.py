@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import processor
-from draftkit.config import Config
 from draftkit.evaluation.engines import best_gamma_of
 from draftkit.evaluation.report import (
     MODES,
@@ -195,35 +194,3 @@ inputs = tokenizer("Once upon a time", return_tensors="pt")
 answer = target.generate(**inputs, assistant_model=draft, max_new_tokens=64)
 print(tokenizer.decode(answer[0]))
 """
-
-
-def target_card(
-    config: Config, summary: dict[str, Any], *, recipe: str, origin: dict[str, Any]
-) -> str:
-    """The README of a target that was trained here: recipe, text, scores.
-
-    recipe: how its steps were taken. origin: as `provenance` gives it.
-    """
-    shape, data, hardware = config.target.pretrain, config.data, origin["hardware"]
-    machine = ", ".join([*hardware["gpu"], processor(hardware)])
-    scores = (
-        f"| {domain} | {bits:.2f} | {summary['argmax_probability'][domain]:.2f} |\n"
-        for domain, bits in sorted(summary["bits_per_byte"].items())
-    )
-    return (
-        "# A small target for trying speculative decoding\n\n"
-        "Trained from nothing by draftkit: "
-        f"`draftkit target +experiment={config.name}`. It continues text like that "
-        "below; it has not been taught to answer.\n\n"
-        f"- Llama type: {shape.num_hidden_layers} layers of width {shape.hidden_size} "
-        f"(feed-forward {shape.intermediate_size}, {shape.num_attention_heads} heads), "
-        f"vocabulary {data.vocab_size}, windows of {data.max_length} tokens, stored in "
-        f"{shape.dtype}.\n"
-        f"- {summary['steps']:,} steps of {shape.per_device_train_batch_size} rows, "
-        f"{summary['tokens'] / 1e6:.1f} million tokens in {summary['hours']:.2f} hours on "
-        f"{machine}. {recipe}; seed {config.seed}.\n"
-        f"- Text: {data.path}; sha256 of its tokens {summary['text_sha256']}.\n"
-        "\nOn held-out text, windows read alone:\n\n"
-        "| domain | bits a byte | mean probability of the most likely token |\n|---|---|---|\n"
-        + "".join(scores)
-    )

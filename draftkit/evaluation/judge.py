@@ -39,6 +39,7 @@ from draftkit.models.memory import free_bytes, in_float32, weight_count
 from draftkit.theory.speedup import Costs, speedup_from_length
 
 PREDICTION_TOLERANCE = 0.1
+LOSSLESS_PROMPTS = 32
 CHOOSING_TURNS = 3  # of calibration, by which numbers of proposals are chosen
 RESERVE = 1.25  # for caches and logits beside the weights
 
@@ -254,7 +255,7 @@ def check_lossless(
 
     For float32 `target` is held in it meanwhile, in place.
     """
-    options, texts = config.evaluate, prompts.test[: config.evaluate.lossless_prompts]
+    options, texts = config.evaluate, prompts.test[:LOSSLESS_PROMPTS]
     if options.lossless == "off":
         note("losslessness: not checked (evaluate.lossless=off)")
         return dict.fromkeys(drafts, NOT_CHECKED)

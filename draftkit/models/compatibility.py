@@ -29,13 +29,10 @@ class Finding:
 
 
 def findings(config: Config) -> Iterator[Finding]:
-    """What there is to say of the pair, as far as it is given.
+    """What there is to say of the pair, as far as it is there.
 
     Raises ValueError naming `target.path` or `draft.path` for what cannot be read at all.
     """
-    if config.target.path is None:
-        yield Finding(NOTE, "target", "trained here, with a tokenizer of its own text")
-        return
     target = load_tokenizer(config.target)
     shapes = {"target": model_config(config.target)}
     tokenizers = {"target": target}

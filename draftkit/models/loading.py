@@ -43,6 +43,7 @@ from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
 Model = TypeVar("Model", bound=ModelConfig)
 
+CONTEXT = 512  # of a drafter that is built here
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 WHOLE = "give a complete folder written by save_pretrained"
 
@@ -51,7 +52,7 @@ WHOLE = "give a complete folder written by save_pretrained"
 class Outline:
     """A target without its weights: what a draft of it must share.
 
-    eos_token_ids: that end its texts. dtype: of drafts whose section names none.
+    eos_token_ids: that end its texts. dtype: of both models as they are served.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -73,11 +74,6 @@ class Seq2SeqTarget(Outline):
 
     adapter: Seq2SeqAdapter
     start_token_id: int
-
-
-def dtype_named(model: ModelConfig) -> torch.dtype | None:
-    """The dtype that the section names, None where it leaves it to the hardware."""
-    return None if model.dtype is None else getattr(torch, model.dtype)
 
 
 @contextmanager
@@ -202,11 +198,11 @@ def llama_config(
     return LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=pretrain.hidden_size,
-        intermediate_size=pretrain.intermediate_size,
+        intermediate_size=2 * pretrain.hidden_size,
         num_hidden_layers=pretrain.num_hidden_layers,
-        num_attention_heads=pretrain.num_attention_heads,
-        num_key_value_heads=pretrain.num_attention_heads,
-        max_position_embeddings=pretrain.max_position_embeddings,
+        num_attention_heads=pretrain.heads,
+        num_key_value_heads=pretrain.heads,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         **(special or {}),
     )
@@ -304,7 +300,7 @@ def _target_model(
     encoder_decoder: bool,
 ) -> tuple[PreTrainedModel, int]:
     """A target's weights, which stay as they are, and its real vocabulary's size."""
-    dtype = dtype or dtype_named(model) or outline.dtype
+    dtype = dtype or outline.dtype
     loaded = load_model(model, dtype=dtype, device=outline.device, encoder_decoder=encoder_decoder)
     # A target never changes, so compiled code may pack its weights.
     loaded.requires_grad_(False)
@@ -368,7 +364,7 @@ def _draft_model(
     """A draft with the target's vocabulary, and the real size of it."""
     tokenizer = load_tokenizer(model)
     check_same_tokenizer(target_tokenizer=target.tokenizer, draft_tokenizer=tokenizer)
-    dtype = dtype or dtype_named(model) or target.dtype
+    dtype = dtype or target.dtype
     loaded = load_model(model, dtype=dtype, device=target.device, encoder_decoder=encoder_decoder)
     return loaded, real_vocab_size(target.tokenizer, loaded.config, "draft")
 

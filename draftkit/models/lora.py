@@ -19,6 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from draftkit.config.text import LoraConfig
 from draftkit.models.adapter import CausalAdapter
 
+SCALE = 2  # of the updates B A
+
 
 def with_lora(draft: CausalAdapter, lora: LoraConfig, *, seed: int) -> CausalAdapter:
     """Return `draft` with fresh updates in its model, which change no logit before training.
@@ -35,7 +37,7 @@ def with_lora(draft: CausalAdapter, lora: LoraConfig, *, seed: int) -> CausalAda
     names = linear_layers(model)
     settings = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_alpha=SCALE * lora.rank,
         target_modules=names,
         fan_in_fan_out=isinstance(model.get_submodule(names[0]), Conv1D),
     )

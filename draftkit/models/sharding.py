@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.models.devices import resolve_device, resolve_dtype
-from draftkit.models.loading import Target, dtype_named, load_target
+from draftkit.models.loading import Target, load_target
 
 
 def load_sharded_target(model: TargetConfig, hardware: HardwareConfig) -> Target:
@@ -29,7 +29,7 @@ def load_sharded_target(model: TargetConfig, hardware: HardwareConfig) -> Target
     """
     check_group()
     device = resolve_device(hardware)
-    dtype = dtype_named(model) or resolve_dtype(hardware, device)
+    dtype = resolve_dtype(hardware, device)
     mapped = replace(hardware, device="cpu")
     target = load_target(model, mapped, dtype="auto")  # any other would be a copy of the whole
     shard_layers(target.adapter.model, device=device, dtype=dtype)

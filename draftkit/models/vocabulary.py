@@ -1,36 +1,11 @@
-"""One vocabulary for both models: checked, trimmed, and made where there is none.
+"""One vocabulary for both models: checked and trimmed.
 
 Speculative sampling compares p(x) and q(x) id by id, so target and draft must mean the same text
 by the same id. Embedding tables may be padded beyond the tokenizer (151936 and 152064 rows for
 one and the same Qwen vocabulary): logits are cut at the *real* size that this module computes.
 """
 
-from collections.abc import Iterable
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-END_OF_TEXT = "<|endoftext|>"
-
-
-def train_byte_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer of at most `vocab_size` ids; id 0 ends a text and pads."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def check_same_tokenizer(

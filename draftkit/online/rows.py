@@ -12,6 +12,8 @@ from draftkit.config import OnlineConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.batch import TokenSequence, all_learned, sequence_of_record
 
+RECENT_FRACTION = 0.5  # of the rows of a step
+
 
 @dataclass(frozen=True)
 class Anchors:
@@ -49,7 +51,7 @@ def kinds(
     A kind of which there is nothing leaves its room to recent ones.
     """
     anchors = round(size * settings.anchor_fraction) if has_anchors else 0
-    fresh = min(round(size * settings.recent_fraction), size - anchors)
+    fresh = min(round(size * RECENT_FRACTION), size - anchors)
     older = size - anchors - fresh if has_older else 0
     return size - anchors - older, older, anchors
 

@@ -40,8 +40,7 @@ def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
         responses={"4XX": {"description": "What is wrong, in OpenAI's form of errors"}},
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    limits = {"key": key, "host": settings.host, "max_body_bytes": settings.max_body_bytes}
-    app.add_middleware(Limits, **limits)
+    app.add_middleware(Limits, key=key, host=settings.host)
     _add_generation(app, engine, intake, metrics)
     _add_information(app, engine, intake.model_name, metrics)
     _add_errors(app)

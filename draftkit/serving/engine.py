@@ -24,6 +24,7 @@ from draftkit.models.adapter import Adapter
 from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import Drafters
 from draftkit.serving.jobs import Counters, Draining, Job, Listener, QueueFull
+from draftkit.serving.protocol import TOP_LOGPROBS
 from draftkit.serving.recorder import Recorder
 from draftkit.serving.rows import Rows
 
@@ -62,10 +63,10 @@ class Engine:
         self._gamma = decoding.proposals
         self._clock = clock
         self._decode = decode
-        if 0 < recorder.top_k < serve.top_logprobs:
+        if 0 < recorder.top_k < TOP_LOGPROBS:
             raise ValueError(
-                f"online.buffer.top_k must be 0 or at least serve.top_logprobs = "
-                f"{serve.top_logprobs}, got {recorder.top_k}: both come from one list of a round"
+                f"online.buffer.top_k must be 0 or at least {TOP_LOGPROBS}, got {recorder.top_k}: "
+                "clients may ask for as many, and both come from one list of a round"
             )
         proposers = [route.proposer for route in drafters.routes.values()]
         contexts = [model.max_positions for model in (target, *proposers)]
@@ -78,7 +79,7 @@ class Engine:
             verification=decoding.verification,
             compiled=decoding.compile == "true",
             captured=decoding.compile in ("auto", "captured"),
-            top_k=max(serve.top_logprobs, recorder.top_k),
+            top_k=max(TOP_LOGPROBS, recorder.top_k),
         )
         drafters.attach(self.decoder)
         self._rows = Rows(self.decoder, recorder, gamma=decoding.proposals, clock=clock)

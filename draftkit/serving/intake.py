@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
 from draftkit.serving.jobs import Job
-from draftkit.serving.protocol import SHOWN, ApiError, ChatRequest, CompletionRequest
+from draftkit.serving.protocol import SHOWN, TOP_LOGPROBS, ApiError, ChatRequest, CompletionRequest
 from draftkit.serving.replies import ChatReply, CompletionReply
 from draftkit.serving.texts import Texts
 
@@ -107,9 +107,8 @@ class Intake:
             raise no_model(body.model)
         body.check()
         top = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
-        if (wanted := body.alternatives or 0) > settings.top_logprobs:
-            most = f"must be at most {settings.top_logprobs} (serve.top_logprobs)"
-            raise ApiError(f"{top} {most}, got {wanted}", param=top)
+        if (wanted := body.alternatives or 0) > TOP_LOGPROBS:
+            raise ApiError(f"{top} must be at most {TOP_LOGPROBS}, got {wanted}", param=top)
         prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
         room = settings.queue + settings.slots
         if prompts * body.choices > room:

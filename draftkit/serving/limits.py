@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftkit.serving.protocol import SHOWN, ApiError
 
+MAX_BODY_BYTES = 4_000_000
 OPEN_PATHS = ("/health",)  # answered without the key
 
 
@@ -24,7 +25,7 @@ class Limits:
     repeated.
     """
 
-    def __init__(self, app: ASGIApp, *, key: str | None, max_body_bytes: int, host: str) -> None:
+    def __init__(self, app: ASGIApp, *, key: str | None, host: str) -> None:
         """`key`: what `Authorization: Bearer` must hold, None to let everybody in.
 
         Everybody is not the pages of other sites, to whose names a browser may be made to find
@@ -33,7 +34,6 @@ class Limits:
         self._app = app
         self._hosts = ("", "localhost", host.lower())  # no header is no browser's
         self._key = None if key is None else key.encode()
-        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -44,8 +44,8 @@ class Limits:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if size > self._max_body_bytes:
-                reason = f"the body exceeds {self._max_body_bytes} bytes (serve.max_body_bytes)"
+            if size > MAX_BODY_BYTES:
+                reason = f"the body exceeds {MAX_BODY_BYTES} bytes"
                 raise ApiError(reason, status=413, code="too_large")
             return message
 

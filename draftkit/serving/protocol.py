@@ -20,6 +20,7 @@ from draftkit.config import SamplingConfig
 Json = dict[str, Any]
 LARGEST_SEED = 2**63 - 1
 MOST_STOPS = 16
+TOP_LOGPROBS = 20  # the most alternatives that a request may ask for
 MOST_CHOICES = 16  # of a prompt
 COMPLETION_TOKENS = 16  # where a completion names no bound, as OpenAI's
 MOST_PROMPTS = 4096  # no longer list is looked through

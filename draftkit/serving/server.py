@@ -13,10 +13,9 @@ from typing import Any
 
 import uvicorn
 
-from draftkit.config import ServeConfig
-
 KEEP_ALIVE_SECONDS = 30
 CONNECTIONS = 512  # at once; more are answered with 503
+DRAIN_SECONDS = 30  # in which answers under way end
 CLOSING_SECONDS = 5  # for the last answers to be sent, after the engine has drained
 LOOK_SECONDS = 0.1  # between two looks whether the server was told to stop
 
@@ -39,7 +38,7 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def server_of(app: Any, settings: ServeConfig) -> uvicorn.Server:
+def server_of(app: Any) -> uvicorn.Server:
     """A server of `app`, for `run`; set its `should_exit` to end it."""
     logging.getLogger("uvicorn.access").disabled = True  # whatever handlers a host program has
     return uvicorn.Server(
@@ -52,7 +51,7 @@ def server_of(app: Any, settings: ServeConfig) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(settings.drain_seconds) + CLOSING_SECONDS,
+            timeout_graceful_shutdown=DRAIN_SECONDS + CLOSING_SECONDS,
             limit_concurrency=CONNECTIONS,
         )
     )

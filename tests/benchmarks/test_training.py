@@ -10,10 +10,10 @@ from draftkit.config import (
     OptimConfig,
 )
 from draftkit.distillation import chunked
-from draftkit.models.vocabulary import train_byte_bpe
 from pipelines.benchmarks import training
 from pipelines.benchmarks.training import beside_trl, chunked_costs, peak_bytes
 from tests import tiny
+from tests.trained import train_byte_bpe
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -17,9 +17,9 @@ from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.losses import Objective
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
-from draftkit.models.vocabulary import train_byte_bpe
 from pipelines.benchmarks.training_peers import BETAS, trl_steps
 from tests import tiny
+from tests.trained import train_byte_bpe
 
 pytest.importorskip("trl", minversion="1.16")  # older ones have no such trainer
 PROMPTS = tiny.prompts([6, 3, 9, 4], seed=1)

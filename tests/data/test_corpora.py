@@ -22,7 +22,6 @@ from draftkit.data.corpora import (
     Document,
     read_documents,
     split_documents,
-    training_texts,
 )
 from draftkit.data.store import hash_order
 from pipelines.configuration import compose_config
@@ -333,14 +332,6 @@ def test_the_first_rows_of_the_corpus_are_of_all_domains_and_splits() -> None:
     )
     (domain,) = {one.domain for one in read_documents(DataConfig(domains=["cpp"], max_rows=9))}
     assert domain == "cpp"
-
-
-def test_the_texts_to_train_a_tokenizer_on_are_those_of_the_training_split(tmp_path: Path) -> None:
-    chats = [{"messages": [{"role": "user", "content": f"chat {n}"}]} for n in range(20)]
-    data = DataConfig(name="local", path=str(jsonl(tmp_path / "a.jsonl", [*ROWS, *chats])))
-    rows = [document.row for document in split(load(str(data.path)), data)["train"]]
-    assert 20 < len(rows) < 25
-    assert list(training_texts(data)) == [str(value) for row in rows for value in row.values()]
 
 
 def test_repeated_rows_and_other_answers_to_a_question_share_a_split(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 from draftkit.config import DataConfig
 from draftkit.data.corpora import read_documents
 from draftkit.data.prompts import make_splits
-from draftkit.models.vocabulary import train_byte_bpe
 from tests.templates import CHAT, byte_bpe, chat, headers
+from tests.trained import train_byte_bpe
 
 
 def splits_of(folder, rows, tokenizer=None, **options):

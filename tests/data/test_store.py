@@ -74,7 +74,7 @@ from pathlib import Path
 from draftkit.config import DataConfig
 from draftkit.data.corpora import read_documents
 from draftkit.data.prompts import make_splits
-from draftkit.models.vocabulary import train_byte_bpe
+from tests.trained import train_byte_bpe
 
 file, how, room = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 data = DataConfig(name="local", path=str(file), max_length=2048)

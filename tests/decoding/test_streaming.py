@@ -20,8 +20,8 @@ from draftkit.decoding.streaming import (
     TextStream,
     final_text,
 )
-from draftkit.models.vocabulary import train_byte_bpe
 from tests import tiny
+from tests.trained import train_byte_bpe
 
 TEXT = (
     "The cat sat on the mat.\n\tdef f(x):  return 'ä' * 3\r\nGrüße, 日本語 und 👩‍👩‍👧 oder 🇩🇪!"

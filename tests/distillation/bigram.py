@@ -6,7 +6,6 @@ from torch import nn
 from draftkit.config import DivergenceConfig, OptimConfig
 from draftkit.distillation.batch import TokenSequence, collate
 from draftkit.distillation.losses import Objective
-from draftkit.distillation.optimizers import adamw
 from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 
@@ -52,7 +51,7 @@ class Bigram(nn.Module):
         """Nothing is kept beside the table."""
 
 
-def trainer(draft=None, target=None, divergence="forward_kl", optimizer=adamw, **optim):
+def trainer(draft=None, target=None, divergence="forward_kl", **optim):
     """A trainer of `draft` towards `target`, both bigrams."""
     options = {"learning_rate": 0.05, "warmup_steps": 0, "max_steps": 12, "logging_steps": 1}
     return Trainer(
@@ -60,7 +59,6 @@ def trainer(draft=None, target=None, divergence="forward_kl", optimizer=adamw, *
         TargetTeacher(target or Bigram(1, spread=2.0)),
         Objective(DivergenceConfig(name=divergence)),
         optim=OptimConfig(**{**options, **optim}),
-        optimizer=optimizer,
     )
 
 

@@ -19,7 +19,6 @@ def test_padding_predicts_nothing_and_is_predicted_by_nothing():
     batch = collate(TEXTS[:2], device=CPU)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]]
     assert batch.token_ids.tolist() == [3, 4, 5, 7]
-    assert batch.texts.tolist() == [0, 0, 0, 1]
     assert batch.predicting.tolist() == [[False, True, True, True, False], [True] + [False] * 4]
 
 

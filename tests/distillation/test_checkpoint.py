@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from draftkit.distillation.optimizers import Muon, adamw
 from safetensors import safe_open
 
 from draftkit.distillation.checkpoint import (
@@ -11,7 +12,6 @@ from draftkit.distillation.checkpoint import (
     save_checkpoint,
     save_weights,
 )
-from draftkit.distillation.optimizers import Muon, adamw
 from tests.distillation.bigram import Bigram, batch_of, trainer
 
 BATCH = ([1, 2, 3, 4], 1), ([7, 6, 5], 1)

@@ -124,9 +124,9 @@ def row(size, **facts):
     return TokenSequence([1] * (size + 1), [False] + [True] * size, **facts)
 
 
-def weights_of(rows, lag=None, **options):
+def weights_of(rows, **options):
     batch = collate(rows, device=torch.device("cpu"))
-    return token_weights(batch, DivergenceConfig(**options), lag).tolist()
+    return token_weights(batch, DivergenceConfig(**options)).tolist()
 
 
 def test_all_tokens_weigh_the_same():
@@ -139,13 +139,6 @@ def test_refused_tokens_alone_can_be_chosen():
     assert weights_of(rows, tokens="rejected") == [1, 0, 0, 1]
     with pytest.raises(ValueError, match=r"^divergence\.tokens=rejected: .* use source=replay"):
         weights_of([row(2)], tokens="rejected")
-
-
-def test_of_every_text_the_tokens_with_most_to_learn_can_be_chosen():
-    rows, lag = [row(5), row(1), row(3)], torch.tensor([0.1, 3, 1, 2, -1, -9, 5, 5, 4])
-    assert weights_of(rows, lag, tokens="top", top_fraction=0.4) == [0, 1, 0, 1, 0, 1, 1, 1, 0]
-    alone = weights_of(rows[:1], lag[:5], tokens="top", top_fraction=0.4)
-    assert alone == [0, 1, 0, 1, 0]
 
 
 def test_proposals_late_in_a_block_can_weigh_less():

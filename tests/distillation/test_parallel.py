@@ -55,7 +55,7 @@ def test_chains_end_with_their_text() -> None:
     batch = collate(TEXTS, device=CPU)
     rows = chains(batch.input_ids, batch.predicting, batch.predicting * BLOCKS, token=MASK)
     entries = list(zip(rows.predicted.tolist(), rows.blocks.tolist(), strict=True))
-    texts = batch.texts.tolist()
+    texts = batch.predicting.nonzero()[:, 0].tolist()
     expected = {
         (token, block)
         for token in range(len(texts))

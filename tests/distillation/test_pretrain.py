@@ -23,10 +23,7 @@ from tests.launching import fork_ranks
 
 SHAPE = PretrainConfig(
     hidden_size=32,
-    intermediate_size=64,
     num_hidden_layers=3,
-    num_attention_heads=2,
-    max_position_embeddings=64,
     per_device_train_batch_size=4,
     max_steps=4,
     learning_rate=1e-2,

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftkit.config import TargetConfig
 from draftkit.models.loading import save_model
-from draftkit.models.vocabulary import train_byte_bpe
 from tests import tiny
+from tests.trained import train_byte_bpe
 
 TEXT = ["def add(first, second):\n    return first + second  # 1234 times, isn't it?\n" * 20]
 

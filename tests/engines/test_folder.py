@@ -19,9 +19,9 @@ from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import load_draft, load_target
 from draftkit.models.lora import with_lora
 from draftkit.models.shrink import KEPT_IDS
-from draftkit.models.vocabulary import END_OF_TEXT
 from tests.engines import making
 from tests.engines.making import REAL
+from tests.trained import END_OF_TEXT
 
 ROWS = REAL + 14  # of a padded target
 IDS = torch.arange(24)[None]

@@ -12,7 +12,6 @@ from draftkit.config import DataConfig, HardwareConfig, TargetConfig
 from draftkit.config.text import EMBEDDED
 from draftkit.data.corpora import Document, read_documents
 from draftkit.data.prompts import RowReader
-from draftkit.evaluation.compression import TextScore, score_texts
 from draftkit.models.loading import Target, load_target
 
 FOLDER = Path(draftkit.__file__).parent / "embedded"
@@ -43,17 +42,20 @@ def test_it_loads_from_any_folder_and_is_small(
         assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
 
 
-def scores(target: Target, documents: list[Document], windows: int) -> dict[str, TextScore]:
-    reader = RowReader(target.tokenizer, DataConfig(max_length=256))
-    by_domain: dict[str, list] = {}
-    for document, examples in reader.read(documents):
-        by_domain.setdefault(document.domain, []).extend(examples)
-    some = [example for examples in by_domain.values() for example in examples[:windows]]
-    return score_texts(target.adapter, target.tokenizer, some, batch_size=16)
-
-
+@torch.inference_mode()
 def test_it_has_learned_its_text(target: Target) -> None:
-    documents = held_out(DataConfig())
-    for domain, score in scores(target, documents, windows=6).items():
-        assert score.bits_per_byte < 2, domain
-        assert score.argmax_probability > 0.35, domain
+    """In every domain it needs less than 2 bits a byte, and is sure of a third of the tokens."""
+    reader = RowReader(target.tokenizer, DataConfig(max_length=256))
+    windows: dict[str, list[list[int]]] = {}
+    for document, examples in reader.read(held_out(DataConfig())):
+        windows.setdefault(document.domain, []).extend(one.token_ids for one in examples)
+    for domain, texts in windows.items():
+        bits, size, sure = 0.0, 0, []
+        for ids in texts[:6]:
+            keep = torch.arange(len(ids)) < len(ids) - 1
+            p = target.adapter.score(torch.tensor([ids]), keep[None]).double().softmax(-1)
+            bits -= float(p[range(len(ids) - 1), ids[1:]].log2().sum())
+            size += len(str(target.tokenizer.decode(ids[1:], skip_special_tokens=True)).encode())
+            sure.append(p.max(-1).values)
+        assert bits / size < 2, domain
+        assert torch.cat(sure).mean() > 0.35, domain

@@ -14,7 +14,7 @@ from draftkit.models.loading import save_model
 from draftkit.models.lora import linear_layers, merged_weights, with_lora
 from tests import tiny
 
-LORA = LoraConfig(rank=4, alpha=8.0)
+LORA = LoraConfig(rank=4)
 architectures = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 
 

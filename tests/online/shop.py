@@ -34,7 +34,6 @@ SETTINGS = OnlineConfig(
     min_records=16,
     steps=6,
     recent=32,
-    recent_fraction=0.5,
     anchor_fraction=0.25,
     buffer=BufferConfig(top_k=making.TOP_K),
     gate=GateConfig(fraction=0.4, records=48, anchors=8, anchor_tolerance=1),

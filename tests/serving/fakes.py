@@ -204,7 +204,7 @@ def serving(
     if send_buffer is not None:
         socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)
     address = "{}:{}".format(*socket.getsockname())
-    server = server_of(app, replace(settings, drain_seconds=1.0))
+    server = server_of(app)
     thread = threading.Thread(target=run, args=(server, socket), kwargs={"drain": drain})
     thread.start()
     try:

@@ -211,7 +211,7 @@ def serving(
     **serve: Any,
 ) -> Iterator[Engine]:
     """A running engine of `target` and one drafter a route: `make` makes each of them."""
-    settings = {"slots": 4, "max_length": 96, "adapts": False, "top_logprobs": 5}
+    settings = {"slots": 4, "max_length": 96, "adapts": False}
     routes = registries or {"default": None}
     drafters = Drafters(
         [route_of(name, make, registry, proposer=proposer) for name, registry in routes.items()],
@@ -224,7 +224,7 @@ def serving(
         eos_token_ids=eos,
         serve=ServeConfig(**settings | serve),
         decoding=DecodeConfig(gamma=gamma, compile="false", verification=verification),
-        recorder=Recorder(disk or Disk(), buffer or BufferConfig(top_k=6)),
+        recorder=Recorder(disk or Disk(), buffer or BufferConfig(top_k=24)),
         clock=clock,
     )
     if started:

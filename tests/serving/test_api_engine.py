@@ -11,7 +11,6 @@ import pytest
 import torch
 from openai import OpenAI
 
-from draftkit.config import ServeConfig
 from draftkit.models.adapter import Adapter
 from draftkit.serving.engine import Engine
 from tests import tiny
@@ -36,7 +35,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def address(engine: Engine) -> Iterator[str]:
-    with serving(engine, ServeConfig(top_logprobs=5)) as found:
+    with serving(engine) as found:
         yield found
 
 

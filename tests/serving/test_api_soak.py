@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from draftkit.config import ServeConfig
 from tests import tiny
 from tests.serving import running
 from tests.serving.fakes import ask, chat, completion, serving, wait_for
@@ -56,7 +55,7 @@ def test_ten_thousand_requests_leave_no_memory_behind() -> None:
     target, draft = tiny.pair()
     with (
         running.serving(target, lambda: draft, slots=8, max_length=64) as engine,
-        serving(engine, ServeConfig(top_logprobs=5)) as address,
+        serving(engine) as address,
         ThreadPoolExecutor(4) as pool,
     ):
         sizes = []

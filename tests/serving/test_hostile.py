@@ -8,11 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draftkit.config import ServeConfig
 from draftkit.serving.protocol import ChatRequest, CompletionRequest
 from tests.serving.fakes import NAME, FakeEngine, Reply, ask, chat, completion, serving
 
-SETTINGS = ServeConfig(max_body_bytes=20_000)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FIXED: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": NAME, "prompt": "a", "max_tokens": 4, "n": 2},
@@ -43,7 +41,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture(scope="module")
 def address(engine: FakeEngine) -> Iterator[str]:
-    with serving(engine, SETTINGS) as found:
+    with serving(engine) as found:
         yield found
 
 

@@ -172,11 +172,7 @@ def test_a_clock_tells_where_the_time_of_a_round_went() -> None:
     (result,) = decoder.round()
     assert result.seconds == RoundSeconds(propose=2.0, verify=3.0, rest=4.0)
     assert result.proposer_version == ""
-
-
-def test_without_a_clock_no_time_is_told() -> None:
-    decoder = tabular_decoder()
-    decoder.join([request_of([1])])
+    decoder.clock = None
     assert decoder.round()[0].seconds == RoundSeconds(0.0, 0.0, 0.0)
 
 

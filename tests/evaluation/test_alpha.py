@@ -13,7 +13,7 @@ from draftkit.evaluation.alpha import (
     score_drafts,
     score_stored,
 )
-from draftkit.theory.truncation import most_likely, most_likely_served
+from draftkit.theory.truncation import most_likely
 from draftkit.theory.warping import SamplingParams, warp
 from tests.records import record
 
@@ -118,68 +118,10 @@ def test_answers_of_one_document_are_one_observation():
     assert (sixteen.prompts, sixteen.documents) == (640, 40)
 
 
-def stored(target, sampling, k):
-    """Contexts with the target's scores."""
-    found = []
-    for context in contexts():
-        text = [*context.prompt_ids, *context.output_ids]
-        lasts = text[len(context.prompt_ids) - 1 : -1]
-        ids, log_probs, (tail,) = most_likely(target.table[lasts], k, [sampling.temperature or 1.0])
-        found.append(
-            replace(
-                context,
-                topk_ids=ids.tolist(),
-                topk_log_probs=log_probs.tolist(),
-                tail_mass=tail.tolist(),
-            )
-        )
-    return found
-
-
 def test_a_penalty_is_refused_where_scores_are_stored():
     sampling = SamplingConfig(repetition_penalty=1.1)
-    records = stored(BigramModel(0), sampling, 2)
     with pytest.raises(ValueError, match=r"^generate\.top_k: .* repetition penalty"):
-        score_stored(BigramModel(1), records, sampling=sampling, batch_size=1)
-
-
-def greedy_as_recorded(target, k):
-    """Contexts with the scores that a server's rounds give to greedy rows."""
-    found = []
-    for context in stored(target, SamplingConfig(), k):
-        text = [*context.prompt_ids, *context.output_ids]
-        logits = target.table[text[len(context.prompt_ids) - 1 : -1]]
-        sums = logits.logsumexp(-1)
-        ids, log_probs, tail = most_likely_served(
-            logits,
-            k,
-            log_sum_exp=sums,
-            temperature=torch.zeros(len(logits)),
-            served_log_sum_exp=sums,
-        )
-        found.append(
-            replace(
-                context,
-                topk_ids=ids.tolist(),
-                topk_log_probs=log_probs.tolist(),
-                tail_mass=tail.tolist(),
-            )
-        )
-    return found
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_recorded_greedy_answers_have_the_alpha_of_the_whole_target(temperature):
-    """At the loss's temperature 1 too: their tail is not all there is."""
-    target, sampling = BigramModel(0), SamplingConfig(temperature=temperature)
-    recorded = greedy_as_recorded(target, VOCAB - 1)
-    for draft in (target, BigramModel(1)):
-        whole = score_contexts(target, draft, contexts(), sampling=sampling, batch_size=2)
-        scored, missing = score_stored(draft, recorded, sampling=sampling, batch_size=2)
-        gap = whole.totals["alpha"] - scored.totals["alpha"]
-        assert (gap >= -1e-5).all()
-        assert (gap <= missing + 1e-5).all()
-        assert missing.max() < 1
+        score_stored(BigramModel(1), contexts(), sampling=sampling, batch_size=1)
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 20}, {"top_p": 0.7, "top_k": 30}])
@@ -217,6 +159,7 @@ def test_the_error_of_alpha_is_bounded_where_a_cut_goes_beyond_the_stored_ids(cu
     [
         ({}, 10, 0.2),
         ({"temperature": 0.0}, 10, 0),
+        ({"temperature": 1.0}, 10, 0.3),
         ({"top_k": 5}, 10, 0),
         ({"top_k": 30}, 10, 0.2),
         ({"top_p": 0.9}, 10, 0.2),
@@ -228,7 +171,10 @@ def test_the_error_of_alpha_is_bounded_where_a_cut_goes_beyond_the_stored_ids(cu
     ],
 )
 def test_bounds_of_stored_scores_hold_the_alpha_of_the_whole_target(cut, k, wide):
-    """At every one of 500 positions of random laws, and they are `wide` apart on average."""
+    """At every one of 500 positions of random laws, and they are `wide` apart on average.
+
+    At temperature 0 the tail is that of temperature 1, as servers record it.
+    """
     sampling = SamplingConfig(**{"temperature": 0.8, **cut})
     generator = torch.Generator().manual_seed(3)
     target, draft = 2.5 * torch.randn(2, 500, 60, generator=generator, dtype=torch.float64)

@@ -58,15 +58,6 @@ def accept_everything(*, target_probs, draft_tokens, lengths):
     return Verification(lengths, target_probs[:, -1].argmax(-1))
 
 
-def test_a_decoder_that_accepts_everything_is_caught(monkeypatch):
-    monkeypatch.setattr(units, "greedy_verification", accept_everything)
-    found = check(table(0), table(1))
-    assert not found.passed
-    assert found.mismatches > 0
-    assert found.as_dict()["passed"] is False
-    assert found.as_dict()["statistic"] == found.mismatches
-
-
 @pytest.mark.parametrize(("gap", "tolerated"), [(1e-7, True), (1e-3, False)])
 def test_a_mismatch_is_tolerated_only_where_the_two_best_logits_nearly_tie(
     monkeypatch, gap, tolerated
@@ -103,7 +94,9 @@ def test_a_decoder_that_accepts_one_proposal_too_many_is_caught(monkeypatch, arc
     target, draft = tiny.pair(architecture, dtype=dtype)
     assert check(target, draft, HALF_PROMPTS).passed
     monkeypatch.setattr(units, "greedy_verification", accept_one_too_many)
-    assert not check(target, draft, HALF_PROMPTS).passed
+    found = check(target, draft, HALF_PROMPTS).as_dict()
+    assert found["passed"] is False
+    assert found["statistic"] > 0
 
 
 def test_what_follows_a_near_tie_must_be_the_best_as_well():

@@ -75,13 +75,6 @@ def test_rounds_of_texts_by_place_are_those_of_all_outcomes(gamma: int) -> None:
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_shares_that_are_the_same_at_every_place_are_those_of_a_plain_draft() -> None:
-    share = torch.rand(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    plain, placed = (rounds_of_texts([one], 3) for one in (share, share[:, None].repeat(1, 3)))
-    assert plain.counts.tolist() == pytest.approx(placed.counts.tolist(), rel=1e-12)
-    assert plain.totals.tolist() == pytest.approx(placed.totals.tolist(), abs=0.2)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_shares_are_those_of_each_chain_read_by_itself(

@@ -254,22 +254,6 @@ def test_logits_are_cut_to_the_real_vocabulary() -> None:
 # Weights
 
 
-@torch.no_grad()
-def test_loaded_weights_are_the_new_ones_in_the_old_tensors() -> None:
-    adapter, new = adapter_of("mt5"), adapter_of("mt5", seed=5)
-    places = [weight.data_ptr() for weight in adapter.parameters()]
-    adapter.load_weights(new.model.state_dict())
-    assert [weight.data_ptr() for weight in adapter.parameters()] == places
-    tokens, lengths = padded(tiny.prompts([6]))
-    ours, theirs = (
-        one.score(tokens, inside(lengths, 6), encoder=tokens, lengths=lengths)
-        for one in (adapter, new)
-    )
-    assert torch.equal(ours, theirs)
-    with pytest.raises(ValueError, match="it has no another"):
-        adapter.load_weights(new.model.state_dict() | {"another": torch.zeros(1)})
-
-
 def test_models_of_one_signature_differ_in_values_only() -> None:
     signatures = [
         adapter_of().signature,

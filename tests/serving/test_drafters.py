@@ -117,48 +117,50 @@ def test_what_does_not_fit_is_refused_told_and_serving_goes_on(
     assert reason in caplog.text
 
 
-def test_weights_that_read_back_otherwise_are_taken_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def lossy_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New weights read back other than they were written."""
+    draft: Any = engine.drafters.routes["default"].proposer.draft
+    load = draft.load_weights
+
+    def failing(state_dict: dict[str, Tensor]) -> None:
+        load(state_dict)
+        if not same(state_dict, WEIGHTS):
+            draft.weights()["model.norm.weight"][5] += 1
+
+    monkeypatch.setattr(draft, "load_weights", failing)
+
+
+def no_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copy fails."""
+    swap, calls = engine.decoder.swap, []
+
+    def failing(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("no memory")
+        swap(*arguments)
+
+    monkeypatch.setattr(engine.decoder, "swap", failing)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "reason"),
+    [(lossy_memory, "read back other than they were written"), (no_memory, "no memory")],
+)
+def test_weights_that_do_not_arrive_are_taken_back(
+    breaks: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shelf = Shelf()
     first = shelf.publish(WEIGHTS)
     with serving(TARGET, draft, registries={"default": shelf}) as engine:
-        proposer: Any = engine.drafters.routes["default"].proposer
-        load = proposer.draft.load_weights
-
-        def failing(state_dict: dict[str, Tensor]) -> None:
-            load(state_dict)
-            if not same(state_dict, WEIGHTS):
-                proposer.draft.weights()["model.norm.weight"][5] += 1
-
-        monkeypatch.setattr(proposer.draft, "load_weights", failing)
+        breaks(engine, monkeypatch)
         shelf.publish(EXACT)
         until(lambda: engine.counters().refused_versions == 1)
         assert served(engine, 4) == [first] * 4
-        assert same(proposer.draft.weights(), WEIGHTS)
+        assert same(engine.drafters.routes["default"].proposer.weights(), WEIGHTS)
         assert engine.counters().swaps == 1
-    assert "read back other than they were written" in caplog.text
-
-
-def test_a_copy_that_fails_is_taken_back(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    shelf = Shelf()
-    first = shelf.publish(WEIGHTS)
-    with serving(TARGET, draft, registries={"default": shelf}) as engine:
-        swap, calls = engine.decoder.swap, []
-
-        def failing(*arguments: Any) -> None:
-            calls.append(1)
-            if len(calls) == 1:
-                raise RuntimeError("no memory")
-            swap(*arguments)
-
-        monkeypatch.setattr(engine.decoder, "swap", failing)
-        shelf.publish(EXACT)
-        until(lambda: engine.counters().refused_versions == 1)
-        assert served(engine, 4) == [first] * 4
         assert engine.healthy()
+    assert reason in caplog.text
 
 
 def test_a_registry_out_of_reach_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:

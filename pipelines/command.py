@@ -17,7 +17,7 @@ import hydra
 from omegaconf import DictConfig
 
 from draftkit.config import Config
-from draftkit.distillation.ranks import leave_group
+from draftkit.distillation.ranks import is_first, leave_group
 
 from .configuration import (
     COMPOSITION_ERRORS,
@@ -32,7 +32,7 @@ from .configuration import (
 from .dry import dry_run
 from .errors import user_line
 from .product import Stage, complete_summary, plan
-from .stage import is_first, make_all, module_of, say, show_plan
+from .stage import make_all, module_of, say, show_plan
 
 DRY = ("distill", "evaluate", "generate", "export", "check")  # what takes `limit`
 OVERRIDE = re.compile(r"[^-].*=|~")  # a word that is neither an option nor its value

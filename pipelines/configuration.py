@@ -11,7 +11,6 @@ so that a value that was set differs from a default.
 """
 
 import difflib
-import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -41,6 +40,7 @@ from draftkit.config import (
     SamplingConfig,
     flatten,
 )
+from draftkit.distillation.ranks import is_first
 
 CONF_DIR = Path(__file__).resolve().parents[1] / "conf"
 _CHOOSE_THE_FOLDER = ("name", "root", "experiment")  # no need to repeat them in a job's folder
@@ -121,7 +121,7 @@ def to_config(composed: DictConfig) -> Config:
     or the file that cannot be read.
     """
     known, values = known_settings(), flatten(OmegaConf.to_container(composed, resolve=True))
-    for key in values:
+    for key in values:  # Hydra adds what has a plus
         if key not in known:
             raise ValueError(_unknown_key(key))
     missing = [key for key, value in values.items() if value in ("", MISSING)]
@@ -153,7 +153,7 @@ def to_config(composed: DictConfig) -> Config:
         set_here = {key: getattr(config.sampling, key) for key in given}
         sampling, line = served_sampling(config.target, set_here)
         config, lines = replace(config, sampling=sampling), [*lines, line]
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_first():
         for line in filter(None, lines):
             print(line, flush=True)
     return config

@@ -10,7 +10,6 @@ any two lines leaves a folder that the next one can use. Never sees Hydra.
 """
 
 import gc
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -31,7 +30,7 @@ from draftkit.artifacts import (
     write_text,
 )
 from draftkit.config import Config, ModelConfig
-from draftkit.distillation.ranks import agree, processes
+from draftkit.distillation.ranks import agree, is_first, processes
 from draftkit.evaluation.walltime import now
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import give_back_freed_memory, keep_freed_memory, reset_peak
@@ -122,11 +121,6 @@ def check(product: Product) -> None:
 def is_record(name: str) -> bool:
     """Whether a name directly inside a stage folder is ours to write and no part of the product."""
     return name in RECORDS or name.startswith(".")
-
-
-def is_first() -> bool:
-    """Whether this is the first process of its launch, which writes and prints."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str) -> None:

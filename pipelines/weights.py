@@ -5,13 +5,13 @@ nothing else: what is refused here cannot run, whatever its texts. What a stage 
 measured by the dry run (`limit=3`).
 """
 
-import os
 from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedConfig
 
 from draftkit.config import Config
+from draftkit.distillation.ranks import is_first
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import llama_config, model_config
 from draftkit.models.memory import free_bytes, weight_count
@@ -80,8 +80,7 @@ def refuse_too_large(products: Sequence[Product]) -> None:
 
     A target that is split over processes is not looked at.
     """
-    first = os.environ.get("RANK", "0") == "0"
-    if not first or not products or products[0].config.hardware.shard_target:
+    if not is_first() or not products or products[0].config.hardware.shard_target:
         return
     free = free_bytes(resolve_device(products[0].config.hardware))
     for name, needed in bytes_of(products, here=True).items():

@@ -16,6 +16,11 @@ def processes() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def is_first() -> bool:
+    """Whether this is the first process of its launch, which writes and prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def is_alone() -> bool:
     """Whether this process was launched by itself."""
     return processes() == 1

@@ -195,15 +195,6 @@ def test_an_experiment_holds_deltas_only(path: Path) -> None:
     assert set(leaves(content)) == changed
 
 
-def test_smoke_goes_through_every_stage_and_is_small() -> None:
-    smoke = compose_config(["+experiment=smoke"])
-    assert smoke.source.name == "target", "only then does generate run"
-    assert smoke.evaluate.draft == "trained"
-    assert smoke.draft.path is None
-    assert smoke.draft.pretrain.max_steps <= 30
-    assert smoke.optim.max_steps <= 20
-
-
 def test_benches_take_the_embedded_pair() -> None:
     for name in ("bench_decoder", "bench_distill", "bench_gpu"):
         bench = compose_config([f"+experiment={name}"])
@@ -282,19 +273,6 @@ def test_options_of_a_template_need_no_plus(word: str) -> None:
     assert added.data.template_options == {"enable_thinking": False, "a": "b"}
 
 
-def test_defaults_are_for_chats_of_real_models_and_the_toys_set_their_own() -> None:
-    given = [*(f"{key}.path=x" for key in GIVEN), "sampling.from=config"]  # which reads no file
-    real = compose_config(["+experiment=pair", "hardware.device=cuda", *given])
-    lengths = [real.data.max_prompt_tokens, real.data.max_completion_tokens, real.data.max_length]
-    assert lengths == [1024] * 3
-    assert real.evaluate.max_new_tokens == 256
-    for name in ("quickstart", "distillspec", "bench_decoder", "serve", "serve_and_refit"):
-        toy = compose_config([f"+experiment={name}"])
-        assert (toy.data.max_length, toy.evaluate.max_new_tokens) == (128, 64), name
-    for name, length in {"drift": 128, "bench_distill": 128}.items():
-        assert compose_config([f"+experiment={name}"]).data.max_length == length
-
-
 def test_lengths_and_batches_of_a_pair_follow_the_machine_and_it_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -303,6 +281,7 @@ def test_lengths_and_batches_of_a_pair_follow_the_machine_and_it_is_said(
     def sizes(*words: str) -> list[int]:
         pair = compose_config([*given, *words])
         lengths = [pair.data.max_completion_tokens, pair.evaluate.max_new_tokens]
+        assert pair.data.max_prompt_tokens == pair.data.max_length == 1024
         return [*lengths, pair.generate.batch_size, pair.optim.per_device_train_batch_size]
 
     assert sizes("hardware.device=cuda") == [1024, 256, 128, 32]

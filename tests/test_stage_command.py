@@ -73,6 +73,7 @@ def test_a_command_composes_runs_and_then_has_nothing_to_do(command: Command, to
     code, out, err = command("+experiment=smoke", "optim.max_steps=3")
     assert (code, err) == (0, "")
     assert "nothing to do" in one_line(out)
+    assert toy.runs == ["up", "down"]
     assert sorted(child.name for child in Path("outputs").iterdir()) == [
         ".hydra",
         "shared",
@@ -86,13 +87,8 @@ def test_a_command_composes_runs_and_then_has_nothing_to_do(command: Command, to
     ("argument", "told"),
     [
         ("+experiment=quikstart", "did you mean quickstart"),
-        ("optim.lerning_rate=1", "did you mean optim.learning_rate"),
         ("+optim.lerning_rate=1", "did you mean optim.learning_rate"),
         ("decode.gamma=-1", "decode.gamma must lie in 0..32, or be auto, got -1"),
-        ("sampling.temperature=-1", "sampling.temperature must be at least 0, got -1.0"),
-        ("optim.max_steps=many", "optim.max_steps"),
-        ("divergence=kl", "forward_kl"),
-        ("target=local", "target.path must be given"),
         ("decode.gamma=[3", "[3"),
     ],
 )
@@ -151,6 +147,7 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on_later(
     toy.trouble = lambda step: None
     assert command("optim.max_steps=9")[0] == 0
     assert toy.runs == ["up", "down", "resumed down"]
+    assert len(read_json(path / "manifest.json")["resumed"]) == 1
 
 
 def test_an_error_of_the_stage_is_the_users_a_bug_keeps_its_traceback(

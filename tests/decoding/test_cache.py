@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftkit.config import SamplingConfig
 from draftkit.decoding import decoder as decoder_module
 from draftkit.decoding.decoder import Decoder, RoundResult
 from draftkit.decoding.proposers import DraftModelProposer
@@ -20,6 +19,7 @@ from draftkit.models import cache as cache_module
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.cache import BUCKET, SlotCache
 from tests import tiny
+from tests.decoding.driving import request
 
 ATOL = 1e-5  # models compute norms and rotations in float32
 
@@ -61,16 +61,10 @@ class Session:
         self.compared = 0
 
     def join(self, length: int, *, gamma: int, draft: str | None = None, new: int = 12) -> int:
-        request = Request(
-            prompt_ids=tiny.prompts([length], seed=length)[0],
-            max_new_tokens=new,
-            sampling=SamplingConfig(),
-            gamma=gamma,
-            proposer_id=draft,
-            row=length,
-        )
-        (slot,) = self.decoder.join([request])
-        self.texts[slot], self.requests[slot] = list(request.prompt_ids), request
+        (prompt,) = tiny.prompts([length], seed=length)
+        one = request(prompt, new=new, gamma=gamma, proposer_id=draft, row=length)
+        (slot,) = self.decoder.join([one])
+        self.texts[slot], self.requests[slot] = [*prompt], one
         return slot
 
     def leave(self, slots: list[int]) -> None:

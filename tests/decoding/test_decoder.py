@@ -4,6 +4,7 @@ That its tokens have the target's law is `test_exactness.py`'s business.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from draftkit.decoding.state import Request
 from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.warping import SamplingParams, seen_tokens, warp
 from tests import tiny
+from tests.decoding.driving import request
 from tests.decoding.mutants import PointingProposer
 from tests.tabular import random_adapter, relative
 
@@ -29,15 +31,7 @@ SERVED = [
 ]
 
 
-def request_of(prompt: list[int], new: int = 8, gamma: int = 2, **changes: Any) -> Request:
-    request = Request(
-        prompt_ids=prompt,
-        max_new_tokens=new,
-        sampling=PLAIN,
-        gamma=gamma,
-        proposer_id="draft" if gamma else None,
-    )
-    return replace(request, **changes)
+request_of = partial(request, new=8)
 
 
 def tabular_decoder(
@@ -261,7 +255,7 @@ def test_requests_that_do_not_fit_are_refused_before_any_has_joined(message: str
 )
 def test_requests_without_sense_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        request_of([1], **changes)
+        replace(request_of([1]), **changes)
 
 
 # Proposers

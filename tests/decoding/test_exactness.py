@@ -18,7 +18,6 @@ from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
 from draftkit.decoding.proposers import DraftModelProposer, ParallelProposer, Proposer
-from draftkit.decoding.state import Request
 from draftkit.theory import noise
 from draftkit.theory.verification import Verification
 from tests.decoding import mutants
@@ -34,6 +33,7 @@ from tests.decoding.checks import (
     check_text_alone,
     measured,
 )
+from tests.decoding.driving import request
 from tests.tabular import TabularAdapter, random_adapter, relative, with_masks
 from tests.theory import checks as theory_checks
 from tests.theory import mutants as theory_mutants
@@ -333,18 +333,7 @@ def test_no_number_is_drawn_twice(name: str) -> None:
         return noise.uniform(**key)
 
     target = random_adapter(8, 1)
-    requests = [
-        Request(
-            prompt_ids=[row],
-            max_new_tokens=20,
-            sampling=PLAIN,
-            gamma=3,
-            proposer_id="draft",
-            seed=row % 2,
-            row=row,
-        )
-        for row in range(4)
-    ]
+    requests = [request([row], new=20, gamma=3, seed=row % 2, row=row) for row in range(4)]
     parts = Parts(noise=listening, proposer=ALL_PROPOSERS[name])
     decoder = build(parts, requests, target=target, draft=relative(target, 2))
     rounds = 0

@@ -1,36 +1,30 @@
 """Encoder texts in the decoder: encoder-decoder targets with drafts of either kind."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.feeding import feed
-from draftkit.decoding.generation import DRAFT_ID, Completion, decode
+from draftkit.decoding.generation import Completion, decode
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import Adapter
 from draftkit.models.seq2seq import PrefixedAdapter
 from tests import tiny
+from tests.decoding.driving import request
 
 TEXTS = tiny.prompts([5, 17, 1, 9, 12, 3, 8, 14], seed=3)
 NEW_TOKENS = 24
 
 
-def requests_of(gamma: int, *, temperature: float = 0.0, adapts: bool = False) -> list[Request]:
+def requests_of(gamma: int, *, temperature: float = 0.0) -> list[Request]:
+    sampling = SamplingConfig(temperature=temperature)
+    shared: dict[str, Any] = {"new": NEW_TOKENS, "gamma": gamma, "sampling": sampling, "seed": 4}
     return [
-        Request(
-            prompt_ids=[tiny.START],
-            encoder_ids=text,
-            max_new_tokens=NEW_TOKENS,
-            sampling=SamplingConfig(temperature=temperature),
-            gamma=gamma,
-            proposer_id=DRAFT_ID if gamma else None,
-            seed=4,
-            row=row,
-            adapts=adapts,
-        )
-        for row, text in enumerate(TEXTS)
+        request([tiny.START], encoder_ids=text, row=row, **shared) for row, text in enumerate(TEXTS)
     ]
 
 

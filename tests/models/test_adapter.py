@@ -22,12 +22,12 @@ from transformers import (
 )
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding.generation import DRAFT_ID, Completion, decode
+from draftkit.decoding.generation import Completion, decode
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.decoding.state import Request
 from draftkit.models.adapter import CausalAdapter, Packing
 from draftkit.models.cache import SlotCache
 from tests import tiny
+from tests.decoding.driving import request
 
 # Weights and attention are float64, but models compute norms and rotations in float32.
 ATOL = 1e-5
@@ -206,15 +206,9 @@ def padded_copy(adapter: CausalAdapter, rows: int) -> CausalAdapter:
 
 
 def decoded(target: CausalAdapter, draft: CausalAdapter, temperature: float) -> list[Completion]:
+    sampling = SamplingConfig(temperature=temperature)
     requests = [
-        Request(
-            prompt_ids=prompt,
-            max_new_tokens=20,
-            sampling=SamplingConfig(temperature=temperature),
-            gamma=3,
-            proposer_id=DRAFT_ID,
-            row=row,
-        )
+        request(prompt, new=20, gamma=3, sampling=sampling, row=row)
         for row, prompt in enumerate(tiny.prompts([4, 9]))
     ]
     return decode(

@@ -2,13 +2,12 @@
 
 Reads finished folders (an experiment's, a sweep's or one stage's) and, for `wandb:PROJECT/GROUP`,
 runs uploaded to Weights & Biases. Shows acceptance, speedup, verdict and the settings that differ;
-of a sweep over divergences and sources also what each cell gained, as tables and a heat map.
+of a sweep over divergences and sources also tables of what each cell gained.
 It measures nothing, and says that one run is better only where the 95 % intervals do not overlap
 and target, text (by their checksums) and sampling are the same.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +21,13 @@ from draftkit.config import Config, flatten
 
 from .command import run_command
 from .evaluate import PROMPTS
-from .experiments.matrix import (
-    Cell,
-    cells_of,
-    control_table,
-    heat_map,
-    is_matrix,
-    matrix_table,
-    temperatures,
-)
+from .matrix import cells_of, is_matrix, matrix_tables
 from .product import MANIFEST, SUMMARY
 from .stage import CONFIG
 
 STAGES = ("evaluate", "distill")  # the first that is there gives the numbers
 TRAINING = "train"
 PRODUCT = "compare.json"
-HEAT_MAP = "heat_map.png"
 REMOTE = "wandb:"
 CAPTION = "means over 95 % intervals; end to end: speedup with prefill and waiting"
 _NOT_SHOWN = ("name", "root", "overwrite", "runs", "tracker", "provenance", "inputs")
@@ -109,7 +99,7 @@ def read_run(folder: Path) -> Row:
         known = {key: value for key, value in _numbers(summary).items() if value is not None}
         known["seconds"] = (numbers["seconds"] or 0) + known.get("seconds", 0)
         numbers |= known
-        prompts = read_json(path / PROMPTS) if (path / PROMPTS).is_file() else None
+        prompts = read_json(path / PROMPTS) if (path / PROMPTS).is_file() else {}
         cells += cells_of(config, summary, prompts)
     if stages[0].name == TRAINING and not unfinished:
         unfinished = [STAGES[0]]
@@ -118,7 +108,7 @@ def read_run(folder: Path) -> Row:
     settings = _settings(config, manifest.get("inputs", {}))
     settings |= {f"machine.{key}": value for key, value in machine.items()}
     row = {"run": str(folder), "unfinished": unfinished[::-1], **numbers}
-    return row | {"cells": [asdict(cell) for cell in cells], "settings": settings}
+    return row | {"cells": cells, "settings": settings}
 
 
 def read_remote(run: str) -> list[Row]:
@@ -226,7 +216,7 @@ def render(rows: list[Row], findings: list[str], console: Console) -> None:
             seconds,
         )
     console.print(table)
-    cells = cells_of_rows(rows)
+    cells = [cell for row in rows for cell in row.get("cells", ())]
     keys = differing(rows)
     if keys and not is_matrix(cells):  # where it is one, its tables say what differs
         settings = Table("run", "settings that differ", box=box.SIMPLE_HEAD, pad_edge=False)
@@ -237,15 +227,8 @@ def render(rows: list[Row], findings: list[str], console: Console) -> None:
     for line in findings:
         console.print(line, highlight=False)
     if is_matrix(cells):
-        for temperature in temperatures(cells):
-            console.print(matrix_table(cells, temperature))
-            if (table := control_table(cells, temperature)) is not None:
-                console.print(table)
-
-
-def cells_of_rows(rows: list[Row]) -> list[Cell]:
-    """The cells of all rows."""
-    return [Cell(**cell) for row in rows for cell in row.get("cells", ())]
+        for table in matrix_tables(cells):
+            console.print(table)
 
 
 def comparison(runs: list[str]) -> dict[str, Any]:
@@ -267,8 +250,6 @@ def compare(config: Config) -> None:
     """
     made, folder = comparison(config.runs), Path(config.root) / config.name / "compare"
     write_json(folder / PRODUCT, made)
-    if is_matrix(cells := cells_of_rows(made["runs"])):
-        heat_map(cells, folder / HEAT_MAP)
     render(made["runs"], made["findings"], Console())
 
 

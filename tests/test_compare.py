@@ -251,7 +251,7 @@ def test_runs_that_have_changed_are_compared_anew(two: list[str], tmp_path: Path
     assert comparison(two)["findings"] != first
 
 
-def test_a_sweep_over_divergences_and_sources_is_drawn_as_a_map(
+def test_of_a_sweep_over_divergences_and_sources_there_are_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it, for its own process
@@ -276,7 +276,6 @@ def test_a_sweep_over_divergences_and_sources_is_drawn_as_a_map(
     out = capsys.readouterr().out
     assert "alpha gained, temperature 1" in out
     assert [f"+0.1{number}0" in out for number in range(3)] == [True] * 3
-    assert (tmp_path / "outputs" / "default" / "compare" / "heat_map.png").stat().st_size > 5000
 
 
 class FakeApi:

@@ -82,7 +82,6 @@ WRONG: dict[str, list[Any]] = {
     "online.buffer.fraction": [1.1],
     "online.gate.fraction": [0],
     "online.gate.records": [1],
-    "online.traffic.requests": [0],
     "tracker": ["quiet"],
     "limit": [0],
     "name": ["../elsewhere", ""],

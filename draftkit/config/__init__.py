@@ -38,7 +38,6 @@ from draftkit.config.service import (
     GateConfig,
     OnlineConfig,
     ServeConfig,
-    TrafficConfig,
 )
 from draftkit.config.text import (
     DataConfig,

@@ -49,16 +49,6 @@ class GateConfig(Section, key="online.gate"):
 
 
 @dataclass(kw_only=True)
-class TrafficConfig(Section, key="online.traffic"):
-    """The load that `experiments/serve_and_refit` puts on its own server."""
-
-    requests: int = positive(800)
-    max_new_tokens: int = positive(64)
-    # Whose prompts are sent: one for each of `online.routes`.
-    domains: list[str] = field(default_factory=lambda: ["prose"])
-
-
-@dataclass(kw_only=True)
 class OnlineConfig(Section, key="online"):
     """The refit loop. `optim` says how it steps, `divergence` what it minimises."""
 
@@ -79,7 +69,6 @@ class OnlineConfig(Section, key="online"):
     keep: int = positive(5)  # versions; ancestors of what is served stay too
     buffer: BufferConfig = field(default_factory=BufferConfig)
     gate: GateConfig = field(default_factory=GateConfig)
-    traffic: TrafficConfig = field(default_factory=TrafficConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

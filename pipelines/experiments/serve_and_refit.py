@@ -4,10 +4,9 @@ Shows that a service gets better while it serves: clients send prompts of one do
 refits the drafter from what was recorded, the server takes each version that the gate lets
 through. With several routes each has a domain and a drafter of its own (as Liu et
 al. 2310.07177 customise drafts by topic), and the requests take turns. Ends when all are answered.
-What is told comes from the buffer's counts.
+The table comes from the buffer's counts.
 """
 
-import itertools
 import multiprocessing
 import os
 import signal
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain, cycle, islice
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from draftkit.artifacts import read_json, write_json
-from draftkit.config import Config
+from draftkit.config import DEFAULT_ROUTE, Config
 from draftkit.data.prompts import read_splits
 from draftkit.serving.intake import ROUTE_HEADER
 
@@ -39,10 +39,13 @@ from ..serve import serve
 from ..service import begin_anew, buffer_of, checksums_of, daemon_folder, service_folder
 from ..stage import StageFolder
 
-START_SECONDS = 300.0  # until the server must have answered
-END_SECONDS = 60.0  # until a process that was told to stop must have
-REQUEST_SECONDS = 120.0
+DOMAINS = {DEFAULT_ROUTE: "prose", "code": "cpp"}  # whose prompts are sent, by route
+REQUESTS = 600  # of each route
+MAX_NEW_TOKENS = 64
 CLIENTS = 4  # that wait for their answers before they ask again
+CONNECTS = 9  # attempts to reach the server after the first, the last of them a minute apart
+ANSWER_SECONDS = 300.0  # the first answer comes when the models are loaded
+END_SECONDS = 60.0  # until a process that was told to stop must have
 BEGUN = "service.json"  # in the stage folder: the service folder's content is this experiment's
 STAGE = Stage(
     name="serve_and_refit",
@@ -59,105 +62,12 @@ STAGE = Stage(
 
 
 def check(config: Config) -> None:
-    """Raise ValueError for a pair that does not fit together, and a drafter that nobody refits."""
+    """Raise ValueError for a pair that does not fit, and for routes that nobody refits or asks."""
     check_pair(config)
     check_drafter(config)
-
-
-def free_port(host: str) -> int:
-    """A port that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def attended(task: Callable[[Config], None], config: Config) -> None:
-    """`task(config)`, told to stop when the process that started this one is dead, killed too."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    Thread(target=follow, daemon=True).start()
-    task(config)
-
-
-@contextmanager
-def running(task: Callable[[Config], None], config: Config) -> Iterator[Any]:
-    """`task(config)` in a process of its own, told to stop at the end."""
-    spawning = multiprocessing.get_context("spawn")
-    process = spawning.Process(target=attended, args=(task, config), daemon=True)
-    process.start()
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.join(END_SECONDS)
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
-def wait_until_healthy(url: str, process: Any) -> None:
-    """Wait for the server. Raises ValueError if it ends, or takes too long."""
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end and process.is_alive():
-        try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.2)
-    raise ValueError("the server did not start: see its message above")
-
-
-def requests_of(config: Config, texts: Path) -> list[tuple[str, Sequence[int]]]:
-    """Route and prompt ids of every request, in turn. Raises ValueError naming the keys."""
-    online, traffic = config.online, config.online.traffic
-    if len(traffic.domains) != len(online.routes):
-        raise ValueError(
-            f"online.traffic.domains names {len(traffic.domains)} domains for "
-            f"{len(online.routes)} of online.routes: give one for each"
-        )
-    turns = []
-    for route, domain in zip(online.routes, traffic.domains, strict=True):
-        examples = [one for one in read_splits(texts).train if one.domain == domain]
-        if not examples:
-            raise ValueError(f"online.traffic.domains: the text has no prompts of {domain!r}")
-        turns.append([(route, example.prompt_ids) for example in examples])
-    taken = itertools.chain.from_iterable(zip(*map(itertools.cycle, turns), strict=True))
-    return list(itertools.islice(taken, traffic.requests))
-
-
-def ask(url: str, requests: Sequence[tuple[str, Sequence[int]]], config: Config) -> dict[str, Any]:
-    """Send all requests, `clients` at a time; how many were answered, and how fast."""
-    traffic = config.online.traffic
-    name = httpx.get(f"{url}/v1/models", timeout=30).json()["data"][0]["id"]
-
-    def one(request: tuple[str, Sequence[int]]) -> tuple[float, int]:
-        """Seconds of a request, and the tokens of its answer."""
-        route, prompt = request
-        body = {"model": name, "prompt": list(prompt), "max_tokens": traffic.max_new_tokens}
-        headers = {ROUTE_HEADER: route}
-        started = time.perf_counter()
-        answer = httpx.post(
-            f"{url}/v1/completions", json=body, headers=headers, timeout=REQUEST_SECONDS
-        )
-        answer.raise_for_status()
-        used = int(answer.json()["usage"]["completion_tokens"])
-        return time.perf_counter() - started, used
-
-    started = time.perf_counter()
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        seconds, used = zip(*clients.map(one, requests), strict=True)
-    return {
-        "requests": len(seconds),
-        "tokens": sum(used),
-        "tokens_per_second": sum(used) / (time.perf_counter() - started),
-        "median_seconds": statistics.median(seconds),
-        "slowest_seconds": max(seconds),
-    }
+    if unknown := [route for route in config.online.routes if route not in DOMAINS]:
+        known = ", ".join(DOMAINS)
+        raise ValueError(f"online.routes: this experiment has {known}, no {unknown[0]}")
 
 
 def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -171,13 +81,75 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
     write_json(begun, {"service": str(service_folder(config))})
     serving = replace(config.serve, host="127.0.0.1", port=free_port("127.0.0.1"))
     both = replace(config, serve=serving, overwrite=False)
-    url = f"http://127.0.0.1:{serving.port}"
-    with running(serve, both) as server:
-        wait_until_healthy(url, server)
+    with running(serve, both) as server, client_of(serving.port) as client:
+        name = served_name(client)
         with running(daemon, both) as refitting:
-            load = ask(url, requests, both)
+            load = ask(client, name, requests)
             alive = {"server": server.is_alive(), "daemon": refitting.is_alive()}
-    buffer = buffer_of(both, checksums_of(folder))
+    rows = served_rows(both, folder)
+    for row in rows:
+        drafted = ", nothing drafted"
+        if row["alpha"] is not None:
+            drafted = f", alpha {row['alpha']:.3f}, tau {row['acceptance_length']:.2f}"
+        folder.note(f"{row['route']}/{row['version']}: {row['requests']} answers{drafted}")
+    path = daemon_folder(both) / SUMMARY
+    updates = read_json(path) if path.exists() else {}
+    return {**updates, **load, "alive": alive, "served": rows}
+
+
+def requests_of(config: Config, texts: Path) -> list[tuple[str, Sequence[int]]]:
+    """Route and prompt ids of every request, in turn."""
+    train, routes = read_splits(texts).train, config.online.routes
+    prompts = [
+        cycle([(route, one.prompt_ids) for one in train if one.domain == DOMAINS[route]])
+        for route in routes
+    ]
+    return list(islice(chain.from_iterable(zip(*prompts, strict=True)), REQUESTS * len(routes)))
+
+
+def client_of(port: int, connects: int = CONNECTS) -> httpx.Client:
+    """A client that waits for a server to begin, and to load its models."""
+    url, transport = f"http://127.0.0.1:{port}", httpx.HTTPTransport(retries=connects)
+    return httpx.Client(base_url=url, transport=transport, timeout=ANSWER_SECONDS)
+
+
+def served_name(client: httpx.Client) -> str:
+    """What the server calls its model. Raises ValueError where none answers."""
+    try:
+        return client.get("/v1/models").json()["data"][0]["id"]
+    except httpx.TransportError as error:
+        raise ValueError("the server did not start: see its message above") from error
+
+
+def ask(
+    client: httpx.Client, model: str, requests: Sequence[tuple[str, Sequence[int]]]
+) -> dict[str, Any]:
+    """Send all requests, `CLIENTS` at a time; how many were answered, and how fast."""
+
+    def one(request: tuple[str, Sequence[int]]) -> tuple[float, int]:
+        """Seconds of a request, and the tokens of its answer."""
+        route, prompt = request
+        body = {"model": model, "prompt": list(prompt), "max_tokens": MAX_NEW_TOKENS}
+        started = time.perf_counter()
+        answer = client.post("/v1/completions", json=body, headers={ROUTE_HEADER: route})
+        answer.raise_for_status()
+        return time.perf_counter() - started, answer.json()["usage"]["completion_tokens"]
+
+    started = time.perf_counter()
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        seconds, tokens = zip(*clients.map(one, requests), strict=True)
+    return {
+        "requests": len(seconds),
+        "tokens": sum(tokens),
+        "tokens_per_second": sum(tokens) / (time.perf_counter() - started),
+        "median_seconds": statistics.median(seconds),
+        "slowest_seconds": max(seconds),
+    }
+
+
+def served_rows(config: Config, folder: StageFolder) -> list[dict[str, Any]]:
+    """What each version of each route has served, by the buffer's counts."""
+    buffer = buffer_of(config, checksums_of(folder))
     rows = [
         {
             "route": route,
@@ -187,18 +159,49 @@ def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
             "acceptance_length": served.tokens / served.rounds if served.rounds else None,
             "alpha": served.acceptance / served.tested if served.tested else None,
         }
-        for route in both.online.routes
+        for route in config.online.routes
         for served in buffer.served(route)
     ]
     buffer.close()
-    path = daemon_folder(both) / SUMMARY
-    updates = read_json(path) if path.exists() else {}
-    for row in rows:
-        drafted = ", nothing drafted"
-        if row["alpha"] is not None:
-            drafted = f", alpha {row['alpha']:.3f}, tau {row['acceptance_length']:.2f}"
-        folder.note(f"{row['route']}/{row['version']}: {row['requests']} answers{drafted}")
-    return {**updates, **load, "alive": alive, "served": rows}
+    return rows
+
+
+# Processes
+
+
+def free_port(host: str) -> int:
+    """A port that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(task: Callable[[Config], None], config: Config) -> Iterator[Any]:
+    """`task(config)` in a process of its own, told to stop at the end."""
+    spawning = multiprocessing.get_context("spawn")
+    process = spawning.Process(target=attended, args=(task, config), daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.join(END_SECONDS)
+        process.kill()
+        process.join()
+
+
+def attended(task: Callable[[Config], None], config: Config) -> None:
+    """`task(config)`, told to stop when the process that started this one is dead, killed too."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=follow, daemon=True).start()
+    task(config)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,13 @@ from draftkit.online.buffer import Served
 from pipelines.command import launch
 from pipelines.configuration import compose_config
 from pipelines.experiments import serve_and_refit
-from pipelines.experiments.serve_and_refit import STAGE, requests_of
+from pipelines.experiments.serve_and_refit import (
+    STAGE,
+    client_of,
+    free_port,
+    requests_of,
+    served_name,
+)
 from pipelines.plan import TEXTS
 from pipelines.product import plan
 from pipelines.refitting import daemon_folder
@@ -27,13 +33,12 @@ from pipelines.serve import serve
 from pipelines.service import registry_of
 from pipelines.stage import ensure
 from tests.online.traffic import entry
-from tests.pairs import OTHERS, paths, save_pairs
+from tests.pairs import paths, save_pairs
 from tests.services import buffer_of, seeded_registry
 from tests.smoke import splits_of
 from tests.test_online import BARE, SMALL, composed, ended, fork
 
-ROUTES = ["online.routes=[default,code]", "online.traffic.domains=[prose,cpp]"]
-LOAD = ["online.traffic.requests=120", "online.traffic.max_new_tokens=12"]
+ROUTES = ["online.routes=[default,code]"]
 EAGER = [
     "online.gate.fraction=0.5",
     "online.min_records=16",  # of some 60 about half are trained on
@@ -44,9 +49,13 @@ EAGER = [
 
 @pytest.mark.soak
 @pytest.mark.timeout(240)
-def test_each_route_is_served_recorded_and_refitted_by_itself(tmp_path: Path) -> None:
+def test_each_route_is_served_recorded_and_refitted_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The whole experiment, then a daemon that has time enough for one update of each route."""
-    words = ["+experiment=serve_and_refit", *ROUTES, *LOAD, *EAGER]
+    monkeypatch.setattr(serve_and_refit, "REQUESTS", 60)
+    monkeypatch.setattr(serve_and_refit, "MAX_NEW_TOKENS", 12)
+    words = ["+experiment=serve_and_refit", *ROUTES, *EAGER]
     config = composed(tmp_path, *words)
     summary = read_json(ensure(STAGE, config) / "summary.json")
     assert summary["alive"] == {"server": True, "daemon": True}
@@ -83,17 +92,24 @@ def test_each_route_is_served_recorded_and_refitted_by_itself(tmp_path: Path) ->
     assert weights[0].sha256 != weights[1].sha256
 
 
-def test_domains_that_are_not_there_are_named(tmp_path: Path) -> None:
-    words = ["+experiment=serve_and_refit", "online.routes=[default,code]"]
-    with pytest.raises(ValueError, match=r"online.traffic.domains names 1 domains for 2"):
-        requests_of(composed(tmp_path, *words), tmp_path)
-    read = ensure(TEXTS, composed(tmp_path, *words))
-    with pytest.raises(ValueError, match=r"online.traffic.domains: .* no prompts of 'poems'"):
-        requests_of(composed(tmp_path, *words, "online.traffic.domains=[prose,poems]"), read)
-    requests = requests_of(
-        composed(tmp_path, *words, *LOAD, "online.traffic.domains=[prose,cpp]"), read
-    )
+def test_requests_of_routes_take_turns_and_another_route_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_and_refit, "REQUESTS", 60)
+    config = composed(tmp_path, "+experiment=serve_and_refit", *ROUTES)
+    requests = requests_of(config, ensure(TEXTS, config))
     assert [route for route, _ in requests] == ["default", "code"] * 60
+    others = ["+experiment=serve_and_refit", "online.routes=[default,chat]"]
+    with pytest.raises(ValueError, match=r"^online\.routes: .* default, code, no chat$"):
+        launch(STAGE, composed(tmp_path, *others))
+
+
+def test_a_server_that_does_not_start_is_one_line() -> None:
+    with (
+        client_of(free_port("127.0.0.1"), connects=0) as client,
+        pytest.raises(ValueError, match=r"^the server did not start: see its message above$"),
+    ):
+        served_name(client)
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +156,8 @@ def begun(config: Config, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield SimpleNamespace(is_alive=lambda: True)
 
     monkeypatch.setattr(serve_and_refit, "running", running)
-    monkeypatch.setattr(serve_and_refit, "wait_until_healthy", lambda url, process: None)
-    monkeypatch.setattr(serve_and_refit, "ask", lambda url, requests, config: {"requests": 3})
+    monkeypatch.setattr(serve_and_refit, "served_name", lambda client: "model")
+    monkeypatch.setattr(serve_and_refit, "ask", lambda client, model, requests: {"requests": 3})
     monkeypatch.setattr(serve_and_refit, "requests_of", lambda config, texts: [])
     return names
 
@@ -200,15 +216,6 @@ def test_a_setting_that_the_experiment_uses_makes_it_another(pairs: Path, config
         for used in USED
     }
     assert [used for used, settings in changed.items() if settings == known] == []
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_another_pair_makes_it_another_experiment(
-    tmp_path: Path, pairs: Path, config: Config, other: str
-) -> None:
-    names = [f"{model}.path={pairs / other / model}" for model in ("target", "draft")]
-    changed = composed(tmp_path, "+experiment=serve_and_refit", *BARE, *names)
-    assert plan(STAGE, changed).digests != plan(STAGE, config).digests
 
 
 def killed_parent(found: Connection) -> None:

@@ -1,26 +1,20 @@
-"""`python -m pipelines.online`, the daemon as a process; and drift, which needs none."""
+"""`python -m pipelines.online`, the daemon as a process."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from draftkit.artifacts import read_json
 from draftkit.data.rollouts import Record, read_parts
 from draftkit.online.buffer import Entry
 from draftkit.tracking import read_metrics
-from pipelines.benchmarks import drift as drift_module
-from pipelines.benchmarks import drift_parts
-from pipelines.benchmarks.drift import EARLY, STAGE, early_enough, recovered
-from pipelines.benchmarks.drift_report import drift_table
-from pipelines.command import launch
 from pipelines.configuration import compose_config
 from pipelines.online import check_drafter
 from pipelines.plan import GENERATE
@@ -29,7 +23,6 @@ from pipelines.rollback import rollback
 from pipelines.service import registry_of
 from pipelines.stage import ensure
 from tests.launching import Forked
-from tests.online import making
 from tests.services import buffer_of
 from tests.trained import trained_target
 
@@ -73,110 +66,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def composed(root: Path, *overrides: str) -> Any:
     return compose_config([*overrides, f"root={root}", *SMALL, *given_target()])
-
-
-@pytest.fixture(scope="module")
-def drifted(root: Path) -> Iterator[Path]:
-    """The experiment on a short stream, which stays short as long as this folder is looked at."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(drift_parts, "REQUESTS", 120)
-    patch.setattr(drift_parts, "MAX_NEW_TOKENS", 12)
-    patch.setattr(drift_module, "POINTS", 4)
-    patch.setattr(drift_module, "ORACLE_STEPS", 12)
-    yield ensure(STAGE, composed(root, "+experiment=drift"))
-    patch.undo()
-
-
-def test_the_summary_has_the_keys_that_others_read(drifted: Path) -> None:
-    summary = read_json(drifted / "summary.json")
-    for key in ("versions_published", "versions_rejected", "records_seen"):
-        assert isinstance(summary[key], int)
-    assert summary["records_seen"] == 240
-    assert summary["anchor_alpha_change"]["prompts"] == 12
-    assert summary["recovered_fraction"] is None or isinstance(summary["recovered_fraction"], float)
-    assert len(summary["alpha_by_version"]) == summary["versions_published"]
-    assert [(t["domain"], t["share"]) for t in summary["tests"]] == [
-        ("prose", 0.25),
-        ("prose", 1.0),
-        ("cpp", 0.25),
-        ("cpp", 1.0),
-    ]
-    assert EARLY <= 0.25  # the first point at or behind it
-
-
-def test_the_curve_covers_the_stream_and_its_updates_are_dated(drifted: Path) -> None:
-    curve = read_json(drifted / "curve.json")
-    assert [point["first"] for point in curve["points"]] == list(range(0, 240, 30))
-    assert {"static", "oracle", "online", "without_anchors"} == set(curve["points"][0]["alpha"])
-    updates = [update for update in curve["updates"] if update["service"] == "online"]
-    assert updates
-    assert all(update["seconds"] > 0 for update in updates)
-    for point in curve["points"]:  # scored before its requests are recorded
-        taken = [u["version"] for u in updates if u["version"] and u["request"] <= point["first"]]
-        assert point["versions"]["online"] == ["v000001", *taken][-1]
-    assert (drifted / "drift.png").stat().st_size > 10_000
-
-
-def test_the_table_fits_80_columns(drifted: Path) -> None:
-    console = Console(width=80, record=True)
-    console.print(drift_table(read_json(drifted / "summary.json")))
-    lines = console.export_text().splitlines()
-    assert max(map(len, lines)) <= 80
-    text = " ".join(" ".join(lines).split())
-    assert "prose 25%" in text
-    assert "versions published" in text
-    assert "…" not in text
-
-
-def test_an_interrupted_run_goes_on_and_finds_the_same(drifted: Path, root: Path) -> None:
-    """Texts and drafters stay, the stream is gone through again."""
-    curve = read_json(drifted / "curve.json")
-    made = (drifted / "static" / "model.safetensors").stat().st_mtime_ns
-    (drifted / "summary.json").unlink()
-    (drifted / "curve.json").unlink()
-    ensure(STAGE, composed(root, "+experiment=drift"))
-    assert (drifted / "static" / "model.safetensors").stat().st_mtime_ns == made
-    again = read_json(drifted / "curve.json")
-    assert again["points"] == curve["points"]
-    timeless = [
-        [{k: v for k, v in update.items() if k != "seconds"} for update in found["updates"]]
-        for found in (curve, again)
-    ]
-    assert timeless[0] == timeless[1]
-
-
-@pytest.mark.parametrize("domains", ["[prose]", "[prose,cpp,prose]"])
-def test_domains_that_cannot_follow_each_other_are_refused(root: Path, domains: str) -> None:
-    with pytest.raises(ValueError, match=r"^data\.domains must name at least two, and none twice"):
-        launch(STAGE, composed(root, "+experiment=drift", "name=other", f"data.domains={domains}"))
-
-
-def test_recovery_is_the_share_of_the_way_that_was_come() -> None:
-    names = {"static": 0.5, "oracle": 0.7, "online": 0.65}
-    noise = [0.0, 0.05, -0.05, 0.02]
-    scored = {name: making.totals([a + n for n in noise]) for name, a in names.items()}
-    found = recovered(scored, "online")
-    assert found is not None
-    assert found.mean == pytest.approx(0.75)
-    level = {name: making.totals([0.5 + n for n in noise]) for name in names}
-    level["oracle"] = making.totals([0.5 - n for n in noise])
-    assert recovered(level, "online") is None
-
-
-def test_the_first_share_with_enough_is_of_unseen_requests() -> None:
-    def point(first: int, online: float) -> dict[str, Any]:
-        alphas = {"static": 0.5, "oracle": 0.7, "online": online}  # it has learned these
-        return {
-            "domain": "prose",
-            "first": first,
-            "last": first + 10,
-            "alpha": {name: {"mean": mean} for name, mean in alphas.items()},
-        }
-
-    points = [point(40, 0.5), point(50, 0.56), point(60, 0.58)]
-    assert early_enough(points, gap=0.1) == pytest.approx(20 / 30)
-    assert early_enough(points[:2], gap=0.1) is None
-    assert early_enough(points, gap=-0.1) is None
 
 
 # The daemon

@@ -388,7 +388,8 @@ HEADLINE += ("plain_ratio_to_hf_plain", "acceptance_length", "prediction_error")
 
 @pytest.mark.usefixtures("finished")
 def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsys, monkeypatch):
-    monkeypatch.setitem(decoder.BATCH_SIZES, "cpu", (1, 2))
+    cases = decoder.CASES["cpu"]
+    monkeypatch.setitem(decoder.CASES, "cpu", {1: cases[1], 2: cases[4]})
     monkeypatch.setattr(decoder, "PROMPTS", 4)
     monkeypatch.setattr(decoder, "MAX_NEW_TOKENS", 8)
     summary = launch(decoder.STAGE, smoke(root))
@@ -429,7 +430,7 @@ def test_a_benchmark_without_its_gpu_is_one_line_and_leaves_no_folder(tmp_path, 
 
 @pytest.mark.usefixtures("finished")
 def test_a_batch_that_needs_more_prompts_than_there_are_is_refused(root, monkeypatch):
-    monkeypatch.setitem(decoder.BATCH_SIZES, "cpu", (100,))
+    monkeypatch.setitem(decoder.CASES, "cpu", {100: decoder.BOTH})
     with pytest.raises(ValueError, match=r"^evaluate\.prompts: 100 rows need 200 held-out"):
         launch(decoder.STAGE, smoke(root, "name=crowd", "evaluate.draft=given"))
 

@@ -1,71 +1,89 @@
 """`python -m pipelines.benchmarks.decoder`: the decoder beside Hugging Face and beside the theory.
 
 Times our plain and speculative decoding and Hugging Face's `generate` on one pair, the same
-held-out prompts, gamma and precision, in turns, in one process (how: `decoder_points.py`). The pair
-is the experiment's, its drafter the one that `evaluate.draft` names. On CUDA models of random
-weights follow, an 8 B shape with each of its drafters, for speed and bandwidth alone.
+held-out prompts, gamma and precision, in turns, in one process. The pair is the experiment's, its
+drafter the one that `evaluate.draft` names. On CUDA models of random weights follow, an 8 B shape
+with each of its drafters, for speed alone.
+
+A *point* is one method in one setting (sampling and batch size). Rates run from the request to the
+last token on the host, prefill included, for every method. Methods are compared chunk by chunk. The
+prediction is the theory's, tau / (gamma c + v + o), from costs calibrated on other prompts. It
+speaks of rounds of full batches: what it is held against leaves out the prefill and the rounds
+behind the first end of a row. Greedy answers are compared with Hugging Face's, token by token.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
+from draftkit.decoding.gamma import AdaptiveGamma
 from draftkit.decoding.graphs import compile_seconds
-from draftkit.evaluation.judge import Prompts
-from draftkit.evaluation.report import interval
-from draftkit.evaluation.walltime import PLAIN, Setting, row_capacity
+from draftkit.evaluation.costs import Meter, between, meter
+from draftkit.evaluation.judge import Prompts, proposer_of
+from draftkit.evaluation.lossless import differ_by_rounding, differing
+from draftkit.evaluation.summary import count_rounds
+from draftkit.evaluation.walltime import (
+    PLAIN,
+    Method,
+    Setting,
+    Timed,
+    decoding,
+    row_capacity,
+    take_turns,
+    warm_up,
+)
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.devices import resolve_device
 from draftkit.models.loading import load_draft, load_target
 from draftkit.models.memory import peak_bytes
-from draftkit.theory.speedup import expected_tokens, speedup_from_length
+from draftkit.theory.acceptance import speedup
+from draftkit.theory.speedup import Costs, expected_tokens, speedup_from_length
 
 from ..command import main
 from ..evaluate import drafts_of, prompts_in
 from ..plan import CONTEXTS, JUDGED
 from ..prepare import check_pair
-from ..product import Stage
+from ..product import SUMMARY, Stage
 from ..stage import StageFolder
-from .decoder_points import (
+from .decoder_peers import hugging_face
+from .decoder_report import (
     ADAPTIVE,
     HF_ASSISTED,
     HF_LOOKUP,
     HF_PLAIN,
     SPECULATIVE,
     Point,
-    applicable,
-    headline,
-    measure,
+    print_summary,
 )
-from .random_models import DRAFTERS, TARGET, random_model, random_texts
-from .timing import copy_bandwidth
+from .random_models import DRAFTERS, LIKELY_ALPHA, TARGET, random_model, random_texts
 
-# The methods that take turns, as tables call them, and where: a GPU is lent for minutes.
-METHODS = {
-    PLAIN: "plain",
-    SPECULATIVE: "speculative",
-    ADAPTIVE: "adaptive gamma",
-    HF_PLAIN: "HF plain",
-    HF_ASSISTED: "HF assisted",
-    HF_LOOKUP: "HF prompt lookup",
+# By device and batch size the methods that take turns. Hugging Face speculates for one row alone,
+# an adaptive gamma is for many.
+BOTH = (PLAIN, SPECULATIVE, HF_PLAIN)
+CASES = {
+    "cpu": {
+        1: (*BOTH, HF_ASSISTED, HF_LOOKUP),
+        4: BOTH,
+        8: (PLAIN, SPECULATIVE, ADAPTIVE, HF_PLAIN),
+        16: (PLAIN, SPECULATIVE, ADAPTIVE, HF_PLAIN),
+    },
+    "cuda": {1: (*BOTH, HF_ASSISTED), 8: BOTH},
 }
-ON_CUDA = (PLAIN, SPECULATIVE, HF_PLAIN, HF_ASSISTED)
+COMPILED = {"cpu": (1,), "cuda": (1, 8)}  # batch sizes; the others run eagerly
 TEMPERATURES = (0, 1)
-BATCH_SIZES = {"cpu": (1, 4, 8, 16), "cuda": (1, 8)}
-COMPILED_BATCH_SIZES = {"cpu": (1,), "cuda": (1, 8)}  # the rest runs eagerly
 PROMPTS = 24  # of a setting; more where a batch size would make too few chunks of them
 MIN_CHUNKS = 6  # of a setting: fewer admit no 95 % interval of a median
 MAX_NEW_TOKENS = 96
+POLICY_TURNS = 3  # of calibration, before the timed chunks, for the adaptive gamma
 RANDOM_PROMPT_TOKENS, RANDOM_CALIBRATION_PROMPTS = 32, 8
-LIKELY_ALPHA = 0.8  # for which the measured costs of random models are turned into a speed-up
 STAGE = Stage(
     name="benchmark",
     code="benchmarks.decoder",
@@ -77,17 +95,43 @@ STAGE = Stage(
     version=3,
     product=None,
 )
-LEGEND = (
-    "HF: Hugging Face generate; all else is this decoder. Tokens per second from request to last "
-    "token, prefill included: medians over chunks with quartiles. Ratios: medians of paired "
-    "chunks with exact 95 % intervals."
-)
 
 
 def check(config: Config) -> None:
     """Raise ValueError for a pair that does not fit together, and a device that is not there."""
     check_pair(config)
     resolve_device(config.hardware)
+
+
+def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Measure all settings; the numbers of greedy decoding of one row stand at the top."""
+    compiling = -compile_seconds()
+    target = load_target(folder.model(config, "target"), config.hardware)
+    adapter = target.adapter
+    draft = load_draft(list(drafts_of(config, folder).values())[-1], target)
+    prompts = prompts_in(folder, folder.input("contexts"))
+    points = points_of(config, adapter, draft, prompts, folder, ends=target.eos_token_ids)
+    for step, point in enumerate(points):
+        shown = {key: point[key] for key in ("temperature", "batch_size")}
+        shown["tokens_per_second"] = point["tokens_per_second"]["median"]
+        folder.tracker.log(f"benchmark_{point['method']}", step, shown)
+    return {
+        **headline(points),
+        "gamma": config.proposals,
+        "dtype": str(adapter.dtype).removeprefix("torch."),
+        "random": random_points(config, folder) if adapter.device.type == "cuda" else {},
+        "compile_seconds": compiling + compile_seconds(),
+        "peak_memory_bytes": peak_bytes(adapter.device),
+        "points": points,
+    }
+
+
+def show(config: Config, folder: Path) -> None:
+    """Print the tables of a complete benchmark."""
+    print_summary(read_json(folder / SUMMARY), Console(width=80, highlight=False))
+
+
+# What is measured
 
 
 def prompts_of(batch_size: int) -> int:
@@ -103,175 +147,219 @@ def points_of(
     folder: StageFolder,
     *,
     temperatures: Sequence[float] = TEMPERATURES,
-    eos_token_ids: Sequence[int] = (),
+    ends: Sequence[int] = (),
 ) -> list[Point]:
-    """Measure every method in every setting.
+    """Measure every method in every setting. ends: ids that end a text.
 
     Raises ValueError naming `evaluate.prompts` where there are too few for a batch size.
     """
-    decode, device = config.decode, target.device.type
-    names = ON_CUDA if device == "cuda" else tuple(METHODS)
+    decode, device, gamma = config.decode, target.device.type, config.proposals
+    texts, available = [*prompts.test, *prompts.calibration], len(prompts.test)
+    capacity = row_capacity(texts, max_new_tokens=MAX_NEW_TOKENS, gamma=gamma)
     points: list[Point] = []
     for temperature in temperatures:
-        for size in BATCH_SIZES[device]:
-            available, fixed = len(prompts.test), size in COMPILED_BATCH_SIZES[device]
-            if available < 2 * size:
+        for rows, methods in CASES[device].items():
+            if available < 2 * rows:
                 raise ValueError(
-                    f"evaluate.prompts: {size} rows need {2 * size} held-out prompts, there are "
+                    f"evaluate.prompts: {rows} rows need {2 * rows} held-out prompts, there are "
                     f"{available}: raise it"
                 )
-            count = min(prompts_of(size), available // size * size)
-            some = replace(prompts, test=prompts.test[:count], documents=prompts.documents[:count])
-            texts = [*prompts.test, *prompts.calibration]
+            count = min(prompts_of(rows), available // rows * rows)
             setting = Setting(
                 sampling=replace(config.sampling, temperature=temperature),
                 max_new_tokens=MAX_NEW_TOKENS,
-                gamma=config.proposals,
+                gamma=gamma,
                 verification=decode.verification,
-                batch_size=size,
-                capacity=row_capacity(texts, max_new_tokens=MAX_NEW_TOKENS, gamma=config.proposals),
-                eos_token_ids=eos_token_ids,
+                batch_size=rows,
+                capacity=capacity,
+                eos_token_ids=ends,
                 seed=config.seed,
-                compiled=decode.compiles and fixed,
-                captured=decode.captures and fixed,
+                compiled=decode.compiles and rows in COMPILED[device],
+                captured=decode.captures and rows in COMPILED[device],
             )
-            folder.note(f"temperature {temperature:g}, batch {size}: {count} prompts")
-            methods = applicable(names, size)
-            points += measure(target, draft, some, setting, methods, proposer=decode.proposer)
+            folder.note(f"temperature {temperature:g}, batch {rows}: {count} prompts")
+            some = replace(prompts, test=prompts.test[:count])
+            points += measure(config, target, draft, some, setting, methods)
     return points
 
 
 def random_points(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Points and bandwidth of `TARGET` with each of `DRAFTERS`, all of random weights.
+    """Points of `TARGET` with each of `DRAFTERS`, all of random weights.
 
     What such models agree on means nothing; what a round costs does not depend on it. So a summary
     holds the speed-up that these costs give one row at `LIKELY_ALPHA`.
     """
     name, shape = TARGET
     target = random_model(shape, config.hardware, seed=config.seed)
-    most = max(map(prompts_of, BATCH_SIZES[target.device.type]))
+    most = max(map(prompts_of, CASES[target.device.type]))
     texts = random_texts(
         most + RANDOM_CALIBRATION_PROMPTS,
         RANDOM_PROMPT_TOKENS,
         vocab_size=shape.vocab_size,
         seed=config.seed,
     )
-    prompts = Prompts(test=texts[:most], calibration=texts[most:])
-    copied, results = copy_bandwidth(target.device), {}
+    prompts, results = Prompts(test=texts[:most], calibration=texts[most:]), {}
     for drafter, small in DRAFTERS.items():
         folder.note(f"{name} and {drafter} of random weights")
         draft = random_model(small, config.hardware, seed=config.seed + 1)
         points = points_of(config, target, draft, prompts, folder, temperatures=(1,))
-        # Plain and speculative decoding of one row, which stand first.
-        plain, drafted, *_ = points
+        plain, drafted, *_ = points  # of one row, which stands first
         ratios = (drafted[key] for key in ("cost_ratio", "verify_ratio", "overhead_ratio"))
         tokens = expected_tokens(LIKELY_ALPHA, drafted["gamma"])
-        read = target.weight_bytes * plain["without_prefill"]  # all weights once a token
         results[f"{name}, {drafter}"] = {
             "points": points,
             "likely_speedup": speedup_from_length(tokens, drafted["gamma"], *ratios),
-            "weight_bytes_per_second": read,
-            "copy_bytes_per_second": copied,
-            "fraction_of_copy": read / copied,
+            # A step reads all weights once.
+            "weight_bytes_per_second": target.weight_bytes * plain["without_prefill"],
         }
     return results
 
 
-def show(config: Config, folder: Path) -> None:
-    """Print the tables of a complete benchmark."""
-    summary = read_json(folder / "summary.json")
-    console = Console(width=80, highlight=False)
-    print_points(console, summary["points"])
-    for name, measured in summary["random"].items():
-        console.print(f"Random weights: {name}")
-        print_points(console, measured["points"])
-        console.print(
-            f"Plain decoding of one row reads {measured['weight_bytes_per_second'] / 1e9:.1f} "
-            f"GB/s of weights, {measured['fraction_of_copy']:.0%} of a copy's; its costs give "
-            f"{measured['likely_speedup']:.2f} at an acceptance of {LIKELY_ALPHA}."
-        )
-    console.print(LEGEND)
-    console.print(
-        f"{summary['dtype']}; {summary['compile_seconds']:.0f} s of compiling in no measured time; "
-        f"peak memory {summary['peak_memory_bytes'] / 1e9:.2f} GB."
+# One setting
+
+
+def measure(
+    config: Config,
+    target: CausalAdapter,
+    draft: CausalAdapter,
+    prompts: Prompts,
+    setting: Setting,
+    names: Sequence[str],
+) -> list[Point]:
+    """Time the methods `names` on `prompts.test`, in turns; one point for each.
+
+    Speculation is by `decode.proposer`.
+    """
+    make = partial(proposer_of, target, draft, prompts, config)
+    costs = meter(target, make, prompts.calibration, setting)
+    makers: dict[str, Callable[[], Method]] = {
+        PLAIN: lambda: decoding(target, None, setting),
+        SPECULATIVE: lambda: decoding(target, make(), setting),
+        ADAPTIVE: lambda: decoding(target, make(), setting, policy_by(costs, setting)),
+        HF_PLAIN: lambda: hugging_face(target, setting),
+        HF_ASSISTED: lambda: hugging_face(target, setting, assistant=draft),
+        HF_LOOKUP: lambda: hugging_face(target, setting, lookup=True),
+    }
+    methods = {name: makers[name]() for name in names}
+    warm_up(methods, prompts.calibration, setting, drafted=(SPECULATIVE, ADAPTIVE))
+    timed = take_turns(
+        methods, prompts.test, setting, between([costs]), documents=prompts.documents
     )
+    points = {name: base_point(name, timed, setting) for name in names}
+    points[SPECULATIVE] |= prediction(timed, costs.costs(), setting)
+    if setting.sampling.temperature == 0:
+        for name in points.keys() & {PLAIN, SPECULATIVE, ADAPTIVE}:
+            sides = (timed[name], timed[HF_PLAIN])
+            points[name]["beside_hf"] = greedy_agreement(target, *sides, setting)
+    return list(points.values())
 
 
-def print_points(console: Console, points: Sequence[Point]) -> None:
-    """One table for each setting, every method a row."""
-    for _, group in groupby(points, lambda point: (point["temperature"], point["batch_size"])):
-        console.print(setting_table(list(group)))
+def policy_by(costs: Meter, setting: Setting) -> AdaptiveGamma:
+    """The gamma that pays by `costs`, of which some are measured first."""
+    costs.turn(POLICY_TURNS)
+    return AdaptiveGamma({setting.batch_size: costs.costs()})
 
 
-def setting_table(points: Sequence[Point]) -> Table:
-    """The methods of one setting, with the prediction and the comparison of answers below."""
-    first, temperature = points[0], points[0]["temperature"]
-    sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-    kind = next((kind for kind in ("compiled", "captured") if first[kind]), "eager")
-    table = Table(
-        title=f"{sampling}, batch {first['batch_size']}, {kind}: "
-        f"{first['prompts']} prompts in {first['chunks']} chunks",
-        caption="\n".join(line for point in points for line in remarks(point)),
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-    )
-    table.add_column("", no_wrap=True)
-    for name in ("tokens/s", "x plain", "x HF plain"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for point in points:
-        rate, ratios = point["tokens_per_second"], point["ratios"]
-        low, high = rate["quartiles"]
-        cells = [f"{rate['median']:.0f} [{low:.0f}, {high:.0f}]"]
-        for other in (PLAIN, HF_PLAIN):
-            ratio = ratios.get(other)
-            cells.append(interval({"mean": ratio["median"], **ratio}, 2) if ratio else "")
-        table.add_row(METHODS[point["method"]], *cells)
-    return table
-
-
-def remarks(point: Point) -> Iterator[str]:
-    """What else is known of a point, a line each."""
-    if "acceptance_length" in point:
-        speedup = point["speedup"]
-        yield (
-            f"gamma {point['gamma']}, tau {interval(point['acceptance_length'], 2)}, "
-            f"c {point['cost_ratio']:.3f}, v {point['verify_ratio']:.2f}, "
-            f"o {point['overhead_ratio']:.3f}"
-        )
-        of = "" if point["batch_size"] == 1 else f" of full batches, tau {point['full_length']:.2f}"
-        yield (
-            f"rounds alone{of}: predicted {speedup['predicted']:.2f}, "
-            f"measured {speedup['measured']:.2f} ({point['prediction_error']:+.1%})"
-        )
-    if "beside_hf" in point:
-        same = point["beside_hf"]
-        yield (
-            f"{METHODS[point['method']]} = HF plain: {same['identical']} of {same['compared']} "
-            f"answers, {same['near_ties']} near-ties, {same['different']} different"
-        )
-
-
-def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Measure all settings; the numbers of greedy decoding of one row stand at the top."""
-    compiling = -compile_seconds()
-    target = load_target(folder.model(config, "target"), config.hardware)
-    draft = load_draft(list(drafts_of(config, folder).values())[-1], target)
-    prompts = prompts_in(folder, folder.input("contexts"))
-    ends, on_cuda = target.eos_token_ids, target.adapter.device.type == "cuda"
-    points = points_of(config, target.adapter, draft, prompts, folder, eos_token_ids=ends)
-    for step, point in enumerate(points):
-        shown = {key: point[key] for key in ("temperature", "batch_size")}
-        shown["tokens_per_second"] = point["tokens_per_second"]["median"]
-        folder.tracker.log(f"benchmark_{point['method']}", step, shown)
+def base_point(name: str, timed: Mapping[str, Timed], setting: Setting) -> Point:
+    """What every method has: its setting, counts, rate and ratios to the baselines."""
+    mine, ours = timed[name], not name.startswith("hf_")
+    low, median, high = statistics.quantiles(by_chunk(mine), n=4, method="inclusive")
     return {
-        **headline(points),
-        "gamma": config.proposals,
-        "dtype": str(target.adapter.dtype).removeprefix("torch."),
-        "random": random_points(config, folder) if on_cuda else {},
-        "compile_seconds": compiling + compile_seconds(),
-        "peak_memory_bytes": peak_bytes(target.adapter.device),
-        "points": points,
+        "method": name,
+        "temperature": setting.sampling.temperature,
+        "batch_size": setting.batch_size,
+        "compiled": ours and setting.compiled,
+        "captured": ours and setting.captured,
+        "prompts": len(mine.completions),
+        "chunks": len(mine.chunks),
+        "tokens_per_second": {"median": median, "quartiles": [low, high]},
+        "without_prefill": mine.rounds.mean if ours else None,  # theirs is not known
+        "ratios": {
+            other: paired_ratio(mine, timed[other])
+            for other in (PLAIN, HF_PLAIN, HF_ASSISTED)
+            if other in timed and other != name
+        },
+    }
+
+
+def by_chunk(timed: Timed) -> list[float]:
+    """Tokens per second from request to last token."""
+    return (timed.answers.totals / timed.answers.counts).tolist()
+
+
+def paired_ratio(mine: Timed, other: Timed) -> dict[str, Any]:
+    """Median over chunks of the ratio of both rates on the same chunk, with its 95 % interval."""
+    ratios = [a / b for a, b in zip(by_chunk(mine), by_chunk(other), strict=True)]
+    return {"median": statistics.median(ratios), "ci95": median_interval(ratios)}
+
+
+def median_interval(values: Sequence[float]) -> list[float]:
+    """The exact 95 % interval of a median: from the k-th smallest to the k-th largest value.
+
+    k is the largest with P(Binomial(n, 1/2) < k) <= 2.5 %, whatever the law of the values. Fewer
+    than 6 of them admit no such interval: then it is their range, which covers less.
+    """
+    ordered, n = sorted(values), len(values)
+    cut, below = 0, 1 + n  # values left out on each side; sets of fewer than cut + 2 of n values
+    while below <= 0.025 * 2**n:
+        cut += 1
+        below += math.comb(n, cut + 1)
+    return [ordered[cut], ordered[n - 1 - cut]]
+
+
+def prediction(timed: Mapping[str, Timed], costs: Costs, setting: Setting) -> Point:
+    """Acceptance length, calibrated costs, and the speed-up that they predict beside the measured.
+
+    The latter two for the rounds of full batches, and `full_length` is the acceptance length there.
+    """
+    drafted = timed[SPECULATIVE]
+    gained = speedup(drafted.full_batches, timed[PLAIN].full_batches)
+    predicted = speedup_from_length(drafted.full_length, setting.gamma, **costs.ratios)
+    return {
+        "gamma": setting.gamma,
+        "acceptance_length": count_rounds(drafted)["acceptance_length"],
+        "full_length": drafted.full_length,
+        **costs.ratios,
+        "speedup": {"measured": gained.mean, "ci95": gained.ci95, "predicted": predicted},
+        "prediction_error": gained.mean / predicted - 1,
+    }
+
+
+def greedy_agreement(
+    target: CausalAdapter, ours: Timed, theirs: Timed, setting: Setting
+) -> dict[str, int]:
+    """How many answers are the same, and how the others part: by a near-tie, or not.
+
+    Near-ties are told by `lossless`, which reads their text in passes of the shapes of both.
+    """
+    rows = setting.batch_size
+    shapes = ((1, rows), (1, 1), (setting.gamma + 1, rows))
+    parted = differing(theirs.completions, ours.completions)
+    ties = sum(differ_by_rounding(target, parted, shapes))
+    return {
+        "compared": len(ours.completions),
+        "identical": len(ours.completions) - len(parted),
+        "near_ties": ties,
+        "different": len(parted) - ties,
+    }
+
+
+def headline(points: Sequence[Point]) -> dict[str, Any]:
+    """The numbers of greedy decoding of a single row, which every benchmark measures."""
+    alone = {
+        point["method"]: point
+        for point in points
+        if point["batch_size"] == 1 and point["temperature"] == 0
+    }
+    plain, drafted = alone[PLAIN], alone[SPECULATIVE]
+    ratios = {name: ratio["median"] for name, ratio in drafted["ratios"].items()}
+    return {
+        "ratio_to_plain": ratios[PLAIN],
+        "ratio_to_hf_assisted": ratios[HF_ASSISTED],
+        "ratio_to_hf_plain": ratios[HF_PLAIN],
+        "plain_ratio_to_hf_plain": plain["ratios"][HF_PLAIN]["median"],
+        "acceptance_length": drafted["acceptance_length"],
+        "prediction_error": drafted["prediction_error"],
     }
 
 

@@ -35,28 +35,27 @@ def hugging_face(
     ValueError of Hugging Face's.
     """
     transformers_logging.set_verbosity_error()  # it warns of calls that it makes itself
-    options, more = generation_config(setting), {}
+    model: Any = target.model
+    options, models, more = generation_config(setting), [model], {}
     if assistant is not None:
         # Hugging Face reads these from the assistant's own configuration.
         assistant.model.generation_config.update(**assistant_options(setting.gamma))
         more["assistant_model"] = assistant.model
+        models.append(assistant.model)
     if lookup:
         options.prompt_lookup_num_tokens = setting.gamma
-    model: Any = target.model
     clock = synchronised_clock(target.device)
-    devices = [target.device] if target.device.type == "cuda" else []
 
     def generate(prompts: PromptIds, first: int) -> Chunk:
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(setting.seed + first)
-            started = clock()
-            tokens, mask = padded_left(prompts, target.device)
-            with stock_attention(model), stock_attention(assistant and assistant.model):
-                output = model.generate(
-                    input_ids=tokens, attention_mask=mask, generation_config=options, **more
-                )
-            answers = output[:, tokens.shape[1] :].tolist()
-            seconds = now() - started
+        torch.manual_seed(setting.seed + first)
+        started = clock()
+        tokens, mask = padded_left(prompts, target.device)
+        with stock_attention(models):
+            output = model.generate(
+                input_ids=tokens, attention_mask=mask, generation_config=options, **more
+            )
+        answers = output[:, tokens.shape[1] :].tolist()
+        seconds = now() - started
         pairs = zip(prompts, answers, strict=True)
         return Chunk(0.0, seconds, [answer(p, a, setting.eos_token_ids) for p, a in pairs])
 
@@ -64,15 +63,15 @@ def hugging_face(
 
 
 @contextmanager
-def stock_attention(model: Any) -> Iterator[None]:
-    """Let `model`, if any, attend as Hugging Face has it, and not by our faster way."""
-    ours = model is not None and model.config._attn_implementation == NAME
-    if ours:
+def stock_attention(models: Sequence[Any]) -> Iterator[None]:
+    """Let `models` attend as Hugging Face has it, and not by our faster way."""
+    ours = [model for model in models if model.config._attn_implementation == NAME]
+    for model in ours:
         model.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        if ours:
+        for model in ours:
             model.set_attn_implementation(NAME)
 
 

@@ -11,12 +11,12 @@ from rich.table import Table
 
 from draftkit.artifacts import atomic_path
 
-COLOURS = {"oracle": "#9a9a9a", "online": "#1f4e79", "without_anchors": "#c06a2b", "static": "#444"}
-LABELS = {
-    "oracle": "oracle (has learned these very requests)",
-    "online": "online, with anchors",
-    "without_anchors": "online, without anchors",
-    "static": "static",
+ONLINE, BARE = "online", "without_anchors"
+CURVES = {  # colour and label
+    "oracle": ("#9a9a9a", "oracle (has learned these very requests)"),
+    ONLINE: ("#1f4e79", "online, with anchors"),
+    BARE: ("#c06a2b", "online, without anchors"),
+    "static": ("#444", "static"),
 }
 
 
@@ -50,12 +50,12 @@ def drift_table(summary: dict[str, Any]) -> Table:
     tests = summary["tests"]
     for test in tests:
         table.add_column(f"{test['domain']} {test['share']:.0%}", justify="right", no_wrap=True)
-    for name in ("static", "online", "without_anchors", "oracle"):
+    for name in ("static", ONLINE, BARE, "oracle"):
         table.add_row(name.replace("_", " "), *(short(test[f"alpha_{name}"]) for test in tests))
-    table.add_row("recovered", *(short(test["recovered_online"], 2) for test in tests))
+    table.add_row("recovered", *(short(test[f"recovered_{ONLINE}"], 2) for test in tests))
     for key, label in (
-        ("first_domain_change_online", "first domain"),
-        ("first_domain_change_without_anchors", "- no anchors"),
+        (f"first_domain_change_{ONLINE}", "first domain"),
+        (f"first_domain_change_{BARE}", "- no anchors"),
         ("first_domain_kept_by_anchors", "- anchors kept"),
     ):
         table.add_row(label, *(short(test[key], signed=True) for test in tests))
@@ -65,34 +65,29 @@ def drift_table(summary: dict[str, Any]) -> Table:
 def drift_figure(
     points: Sequence[dict[str, Any]], updates: Sequence[dict[str, Any]], path: Path
 ) -> None:
-    """Draw alpha along the stream and what was published when, as PNG."""
+    """Draw alpha along the stream and what was published when, as PNG.
+
+    A domain begins at a dotted line. Ticks below are updates, the long ones published.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.4), layout="constrained")
     axes = figure.subplots()
-    domains = list(dict.fromkeys(point["domain"] for point in points))
-    for name, colour in COLOURS.items():
-        for domain in domains:
-            mine = [point for point in points if point["domain"] == domain]
-            requests = [point["first"] for point in mine]
-            alphas = [point["alpha"][name] for point in mine]
-            label = LABELS[name] if domain == domains[0] else None
-            axes.plot(requests, [alpha["mean"] for alpha in alphas], color=colour, label=label)
-            unknown = (float("nan"), float("nan"))
-            low, high = zip(*(alpha["ci95"] or unknown for alpha in alphas), strict=True)
-            axes.fill_between(requests, low, high, color=colour, alpha=0.15, linewidth=0)
-    bottom, top = axes.get_ylim()
-    for domain in domains:
-        start = next(point["first"] for point in points if point["domain"] == domain)
-        axes.axvline(start, color="#cccccc", linewidth=1, zorder=0)
-        axes.text(start, top, f" {domain}", va="top", color="#666666")
-    for update in updates:
-        if update["service"] == "online":
-            height = 0.03 if update["version"] else 0.015
-            colour = COLOURS["online"] if update["version"] else "#bbbbbb"
-            axes.axvline(update["request"], ymax=height, color=colour, linewidth=1)
     axes.set(xlabel="requests (ticks below: updates, long ones published)", ylabel="alpha")
-    axes.set_ylim(bottom, top)
+    requests, unknown = [point["first"] for point in points], (float("nan"), float("nan"))
+    for name, (colour, label) in CURVES.items():
+        alphas = [point["alpha"][name] for point in points]
+        axes.plot(requests, [alpha["mean"] for alpha in alphas], color=colour, label=label)
+        low, high = zip(*(alpha["ci95"] or unknown for alpha in alphas), strict=True)
+        axes.fill_between(requests, low, high, color=colour, alpha=0.15, linewidth=0)
+    begun = {point["domain"]: point["first"] for point in reversed(points)}
+    for domain, request in begun.items():
+        axes.axvline(request, color="#cccccc", linestyle=":", zorder=0)
+        axes.text(request, axes.get_ylim()[1], f" {domain}", va="bottom", color="#666666")
+    for update in updates:
+        if update["service"] == ONLINE:
+            height = 0.03 if update["version"] else 0.015
+            axes.axvline(update["request"], ymax=height, color=CURVES[ONLINE][0], linewidth=1)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     with atomic_path(path) as temporary:

@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.table import Table
 
-from draftkit.artifacts import read_json, remove, write_json
+from draftkit.artifacts import read_json, write_json
 from draftkit.models.devices import resolve_device
 
 from ..configuration import CONF_DIR, compose_config
@@ -29,25 +28,18 @@ from ..product import MANIFEST, SUMMARY
 
 SECONDS = 530.0  # of all parts together
 LIMITS = {"tests": 160.0, "decoder": 280.0, "training": 150.0}  # of each, where so much is left
-EXPERIMENT, RESULTS, REPORT = "bench_gpu", "gpu.json", "tests.xml"
-COUNTS = ("tests", "failures", "errors", "skipped")
+EXPERIMENT = "bench_gpu"
 HEADLINES = (
     *("ratio_to_plain", "ratio_to_hf_plain", "ratio_to_hf_assisted", "prediction_error"),
     *("ratio_to_trl", "chunked_peak_fraction", "chunked_time_ratio"),
 )
-RANDOM = ("fraction_of_copy", "likely_speedup", "tokens_per_second", "peak_memory_bytes")
-
-
-def folder_of(part: str, root: Path) -> Path:
-    """Where a part leaves its numbers."""
-    return root / EXPERIMENT if part == "tests" else root / f"{EXPERIMENT}_{part}" / "benchmark"
+RANDOM = ("weight_bytes_per_second", "likely_speedup", "tokens_per_second", "peak_memory_bytes")
 
 
 def command_of(part: str, root: Path) -> list[str]:
     """The command of a part, whose folder lies below `root`."""
     if part == "tests":
-        report = f"--junitxml={folder_of(part, root) / REPORT}"
-        return [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", report]
+        return [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
     given = [f"+experiment={EXPERIMENT}", f"name={EXPERIMENT}_{part}", f"root={root}"]
     return [sys.executable, "-m", f"{__package__}.{part}", *given, "overwrite=true"]
 
@@ -68,29 +60,18 @@ def run_part(command: Sequence[str], seconds: float) -> dict[str, Any]:
     return {"status": status, "seconds": time.monotonic() - started}
 
 
-def numbers_of(part: str, root: Path) -> dict[str, Any]:
-    """What a part measured: counts of tests, or a summary; nothing where it did not end."""
-    folder = folder_of(part, root)
-    if (folder / REPORT).is_file():
-        counts = ElementTree.parse(folder / REPORT).getroot()[0].attrib
-        return {key: int(counts[key]) for key in COUNTS}
-    if not (folder / SUMMARY).is_file():
-        return {}
-    provenance = read_json(folder / MANIFEST)["provenance"]
-    return {"summary": read_json(folder / SUMMARY), "provenance": provenance}
-
-
 def measure(parts: Sequence[str], root: Path) -> dict[str, dict[str, Any]]:
     """Run the parts, in order, as long as there is time; what is known is written at once."""
     started, results = time.monotonic(), {}
-    (root / EXPERIMENT).mkdir(parents=True, exist_ok=True)
     for part in parts:
-        for stale in (REPORT, SUMMARY):
-            remove(folder_of(part, root) / stale)
         seconds = min(LIMITS[part], SECONDS - (time.monotonic() - started))
         print(f"gpu: {part}, at most {seconds:.0f} s", flush=True)
-        results[part] = run_part(command_of(part, root), seconds) | numbers_of(part, root)
-        write_json(root / EXPERIMENT / RESULTS, results)
+        results[part] = run_part(command_of(part, root), seconds)
+        if part != "tests" and results[part]["status"] == "complete":
+            folder = root / f"{EXPERIMENT}_{part}" / "benchmark"
+            results[part]["summary"] = read_json(folder / SUMMARY)
+            results[part]["provenance"] = read_json(folder / MANIFEST)["provenance"]
+        write_json(root / EXPERIMENT / "gpu.json", results)
     return results
 
 
@@ -98,11 +79,8 @@ def rows(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """What the table shows: how each part ended, and what it measured in a few numbers."""
     for part, result in results.items():
         yield part, f"{result['status']} in {result['seconds']:.0f} s"
-        yield from ((f"  {key}", str(result[key])) for key in COUNTS if key in result)
         summary = result.get("summary", {})
-        for key in HEADLINES:
-            if summary.get(key) is not None:
-                yield f"  {key}", f"{summary[key]:.3f}"
+        yield from ((f"  {key}", f"{summary[key]:.3f}") for key in HEADLINES if key in summary)
         for name, measured in summary.get("random", {}).items():
             for key in RANDOM:
                 if key in measured:
@@ -114,21 +92,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="pipelines.benchmarks.gpu")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(LIMITS))
     parts = parser.parse_args(arguments).parts or list(LIMITS)
+    config = compose_config([f"+experiment={EXPERIMENT}"])
     try:
         if unknown := sorted(set(parts) - set(LIMITS)):
             raise ValueError(f"there is no part {unknown[0]}: {', '.join(LIMITS)}")
-        config = compose_config([f"+experiment={EXPERIMENT}"])
         resolve_device(config.hardware)
     except ValueError as error:
         print(f"gpu: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    root = Path(config.root).resolve()
-    results = measure(parts, root)
-    table = Table.grid(padding=(0, 2))
-    for name, measured in rows(results):
-        table.add_row(name, measured)
+    results, table = measure(parts, Path(config.root).resolve()), Table.grid(padding=(0, 2))
+    for name, value in rows(results):
+        table.add_row(name, value)
     Console(width=100, highlight=False).print(table)
-    print(f"gpu: {root / EXPERIMENT / RESULTS}")
     if any(result["status"] != "complete" for result in results.values()):
         raise SystemExit(1)
 

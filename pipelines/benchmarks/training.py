@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from draftkit.distillation.chunked import chunked_sum
 from draftkit.distillation.losses import Objective
 from draftkit.distillation.sources import source_sampler
 from draftkit.distillation.teacher import FullScores
+from draftkit.evaluation.walltime import synchronised_clock
 from draftkit.models import memory
 from draftkit.models.adapter import CausalAdapter, Head
 from draftkit.models.devices import resolve_device
@@ -40,14 +42,12 @@ from draftkit.models.loading import Target, load_draft, load_target
 from ..command import main
 from ..plan import PAIR_AND_TEXT
 from ..prepare import check_pair
-from ..product import Stage
+from ..product import SUMMARY, Stage
 from ..stage import StageFolder
-from .decoder_points import spread
 from .random_models import DRAFTERS, TARGET, random_model, random_texts
-from .timing import seconds_of
-from .training_peers import LEARNING_RATE, answer_tokens, trl_steps
 
 WARM_STEPS, STEPS = 4, 20  # of both trainers: those that do not count, and those that do
+LEARNING_RATE = 1e-4  # of both, where none is given
 RANDOM_WARM_STEPS, RANDOM_STEPS = 2, 6
 LOSS_TOKENS, LOSS_VOCAB_SIZE = 2048, 152_064
 LOSS_REPEATS = 2  # of half a minute each, on two cores
@@ -65,163 +65,41 @@ STAGE = Stage(
 
 
 def check(config: Config) -> None:
-    """Raise ValueError for a pair that does not fit together, and a device that is not there."""
+    """Raise ValueError for a pair that does not fit, and for a device or a peer that is missing."""
     check_pair(config)
     resolve_device(config.hardware)
+    if find_spec("trl") is None:
+        raise ValueError("trl is not installed: pip install 'draftkit[bench]'")
 
 
-def beside_trl(
-    target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
-) -> dict[str, Any]:
-    """Rates of both trainers, and the median of their ratios step by step with its quartiles."""
-    theirs = copy.deepcopy(draft.model)
-    step = our_step(target, draft, prompts, config)
-    ours: list[float] = []  # completion tokens a second
-
-    def record() -> None:
-        ours.append(step(len(ours)))
-
-    trl = trl_steps(target, theirs, prompts, config, WARM_STEPS + STEPS, record)
-    rates = {
-        "draftkit": ours[WARM_STEPS:],
-        "trl": [step.tokens / step.seconds for step in trl[WARM_STEPS:]],
-    }
-    ratios = [a / b for a, b in zip(rates["draftkit"], rates["trl"], strict=True)]
-    return {
-        "ratio_to_trl": statistics.median(ratios),
-        "ratio_quartiles": spread(ratios)["quartiles"],
-        "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
-        "rate_quartiles": {name: spread(values)["quartiles"] for name, values in rates.items()},
-        "steps": STEPS,
-    }
-
-
-def our_step(
-    target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
-) -> Callable[[int], float]:
-    """A function that takes the step of a number, and tells its completion tokens a second."""
-    size, new = config.optim.per_device_train_batch_size, answer_tokens(config)
+def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Time both trainers, then the loss both ways, then on CUDA our steps on random models."""
+    rows, divergence = config.optim.per_device_train_batch_size, config.divergence.name
     rate = config.optim.learning_rate or LEARNING_RATE
     constant = {"lr_scheduler_type": "constant", "warmup_steps": 0}
-    optim = replace(config.optim, learning_rate=rate, **constant)
-    trainer = make_trainer(config, draft, target, optim=optim)
-    sampler = source_sampler(config, target, draft, Room(new, max(map(len, prompts)) + new))
-
-    def step(number: int) -> float:
-        started = time.perf_counter()
-        rows = range(number * size, (number + 1) * size)
-        records = sampler.sample(
-            [prompts[row % len(prompts)] for row in rows], rows=rows, version=f"step {number}"
-        )
-        texts = [continued(record.prompt_ids, record.output_ids) for record in records]
-        metrics = trainer.step(collate(texts, device=draft.device))
-        return metrics.tokens / (time.perf_counter() - started)
-
-    return step
-
-
-def chunked_costs(
-    *,
-    divergence: str,
-    device: torch.device,
-    seed: int,
-    tokens: int = LOSS_TOKENS,
-    vocab_size: int = LOSS_VOCAB_SIZE,
-    target_width: int = 1024,
-    draft_width: int = 512,
-) -> dict[str, float]:
-    """Memory, time and gradients of the loss in chunks, as shares of those of the plain loss.
-
-    Forward and backward, float32, random states and heads. Memory is the most that the allocator
-    gave out beyond the inputs; the gradient's error is relative.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def random(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator).to(device)
-
-    states = random(tokens, draft_width).requires_grad_()
-    weight = (0.05 * random(vocab_size, draft_width)).requires_grad_()
-    head, leaves = Head(weight, None), (states, weight)
-    target_head = Head(0.05 * random(vocab_size, target_width), None)
-    scores = FullScores(random(tokens, target_width), target_head)
-    objective = Objective(DivergenceConfig(name=divergence))
-    ids = torch.zeros(tokens, dtype=torch.long, device=device)
-
-    def loss_of(logits: Tensor, rows: slice) -> Tensor:
-        return objective.losses(
-            scores=scores, draft_logits=logits, token_ids=ids, rows=rows, step=0
-        ).sum()
-
-    def plain() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss_of(head(states), slice(0, tokens)), leaves)
-
-    def in_chunks() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(chunked_sum(loss_of, states=states, head=head), leaves)
-
-    errors = [float((a - b).norm() / b.norm()) for a, b in zip(in_chunks(), plain(), strict=True)]
-    turns = [seconds_of(in_chunks, device) / seconds_of(plain, device) for _ in range(LOSS_REPEATS)]
+    config = replace(config, optim=replace(config.optim, learning_rate=rate, **constant))
+    target = load_target(folder.model(config, "target"), config.hardware)
+    draft = load_draft(folder.model(config, "draft"), target, dtype=torch.float32)
+    examples = read_splits(folder.input("texts")).train[: rows * STEPS]
+    folder.note(f"{STEPS} steps of each trainer, in turns")
+    rates = beside_trl(target, draft, [example.prompt_ids for example in examples], config)
+    pace = {"tokens_per_second": rates["tokens_per_second"]["draftkit"]}
+    folder.tracker.log("benchmark_training", 0, pace | {"ratio_to_trl": rates["ratio_to_trl"]})
+    folder.note(f"the loss on {LOSS_TOKENS} tokens of {LOSS_VOCAB_SIZE}, both ways")
     return {
-        "chunked_peak_fraction": peak_bytes(in_chunks, device) / peak_bytes(plain, device),
-        "chunked_time_ratio": statistics.median(turns),
-        "chunked_gradient_error": max(errors),
+        **rates,
+        **chunked_costs(divergence=divergence, device=draft.device, seed=config.seed),
+        "random": random_steps(config) if draft.device.type == "cuda" else {},
+        "batch_size": rows,
+        "max_new_tokens": answer_tokens(config),
+        "divergence": divergence,
+        "dtype": str(target.adapter.dtype).removeprefix("torch."),
     }
-
-
-def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
-    """The most that PyTorch's allocator had given out at once during a call, beyond what it had."""
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        function()
-        return torch.cuda.max_memory_allocated(device) - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        function()
-    inner: Any = profiler.profiler
-    events = [event for event in inner.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
-
-
-def random_steps(config: Config) -> dict[str, dict[str, float]]:
-    """Our steps of each of `DRAFTERS` under `TARGET`: median completion tokens a second, memory.
-
-    Eagerly: code of models so large takes longer to make than its steps.
-    """
-    name, shape = TARGET
-    config = replace(config, optim=replace(config.optim, compile="false"))
-    adapter = random_model(shape, config.hardware, seed=config.seed)
-    no_tokenizer: Any = None
-    dtype, device = adapter.dtype, adapter.device
-    target = Target(
-        adapter=adapter, tokenizer=no_tokenizer, eos_token_ids=(), dtype=dtype, device=device
-    )
-    texts = random_texts(
-        config.optim.per_device_train_batch_size,
-        config.data.prompt_tokens,
-        vocab_size=shape.vocab_size,
-        seed=config.seed,
-    )
-    precise, measured = replace(config.hardware, dtype="float32"), {}
-    for drafter, small in DRAFTERS.items():
-        draft = random_model(small, precise, seed=config.seed + 1, trains=True)
-        memory.reset_peak(draft.device)
-        step = our_step(target, draft, texts, config)
-        rates = [step(number) for number in range(RANDOM_WARM_STEPS + RANDOM_STEPS)]
-        measured[f"{name}, {drafter}"] = {
-            "tokens_per_second": statistics.median(rates[RANDOM_WARM_STEPS:]),
-            "peak_memory_bytes": memory.peak_bytes(draft.device),
-        }
-    return measured
 
 
 def show(config: Config, folder: Path) -> None:
     """Print both rates and the costs of the loss."""
-    summary = read_json(folder / "summary.json")
+    summary = read_json(folder / SUMMARY)
     console = Console(width=80, highlight=False)
     console.print(
         f"On-policy {summary['divergence']}, {summary['batch_size']} rows, "
@@ -253,27 +131,179 @@ def show(config: Config, folder: Path) -> None:
         )
 
 
-def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Time both trainers, then the loss both ways, then on CUDA our steps on random models."""
-    rows = config.optim.per_device_train_batch_size
-    target = load_target(folder.model(config, "target"), config.hardware)
-    draft = load_draft(folder.model(config, "draft"), target, dtype=torch.float32)
-    examples = read_splits(folder.input("texts")).train[: rows * STEPS]
-    folder.note(f"{STEPS} steps of each trainer, in turns")
-    rates = beside_trl(target, draft, [example.prompt_ids for example in examples], config)
-    pace = {"tokens_per_second": rates["tokens_per_second"]["draftkit"]}
-    folder.tracker.log("benchmark_training", 0, pace | {"ratio_to_trl": rates["ratio_to_trl"]})
-    folder.note(f"the loss on {LOSS_TOKENS} tokens of {LOSS_VOCAB_SIZE}, both ways")
-    divergence = config.divergence.name
+# Steps
+
+
+def beside_trl(
+    target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
+) -> dict[str, Any]:
+    """Rates of both trainers, and the median of their ratios step by step with its quartiles."""
+    from .training_peers import trl_rates
+
+    theirs = copy.deepcopy(draft.model)
+    step = our_step(target, draft, prompts, config)
+    ours: list[float] = []
+    trl = trl_rates(
+        target,
+        theirs,
+        prompts,
+        config,
+        steps=WARM_STEPS + STEPS,
+        new_tokens=answer_tokens(config),
+        between=lambda: ours.append(step(len(ours))),
+    )
+    rates = {"draftkit": ours[WARM_STEPS:], "trl": trl[WARM_STEPS:]}
+    ratios = [a / b for a, b in zip(*rates.values(), strict=True)]
     return {
-        **rates,
-        **chunked_costs(divergence=divergence, device=draft.device, seed=config.seed),
-        "random": random_steps(config) if draft.device.type == "cuda" else {},
-        "batch_size": rows,
-        "max_new_tokens": answer_tokens(config),
-        "divergence": divergence,
-        "dtype": str(target.adapter.dtype).removeprefix("torch."),
+        "ratio_to_trl": statistics.median(ratios),
+        "ratio_quartiles": quartiles(ratios),
+        "tokens_per_second": {name: statistics.median(values) for name, values in rates.items()},
+        "rate_quartiles": {name: quartiles(values) for name, values in rates.items()},
+        "steps": STEPS,
     }
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """The lower and the upper one."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [low, high]
+
+
+def answer_tokens(config: Config) -> int:
+    """How many tokens a step of either trainer samples for a prompt."""
+    return config.data.max_length - config.data.prompt_tokens
+
+
+def our_step(
+    target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
+) -> Callable[[int], float]:
+    """A function that takes the step of a number, and gives its completion tokens a second."""
+    size, new = config.optim.per_device_train_batch_size, answer_tokens(config)
+    trainer = make_trainer(config, draft, target)
+    sampler = source_sampler(config, target, draft, Room(new, max(map(len, prompts)) + new))
+
+    def step(number: int) -> float:
+        started = time.perf_counter()
+        rows = range(number * size, (number + 1) * size)
+        records = sampler.sample(
+            [prompts[row % len(prompts)] for row in rows], rows=rows, version=f"step {number}"
+        )
+        texts = [continued(record.prompt_ids, record.output_ids) for record in records]
+        metrics = trainer.step(collate(texts, device=draft.device))
+        return metrics.tokens / (time.perf_counter() - started)
+
+    return step
+
+
+def random_steps(config: Config) -> dict[str, dict[str, float]]:
+    """Our steps of each of `DRAFTERS` under `TARGET`: median completion tokens a second, memory.
+
+    Eagerly: code of models so large takes longer to make than its steps.
+    """
+    name, shape = TARGET
+    config = replace(config, optim=replace(config.optim, compile="false"))
+    adapter = random_model(shape, config.hardware, seed=config.seed)
+    tokenizer: Any = None  # nothing here is text
+    target = Target(
+        adapter=adapter,
+        tokenizer=tokenizer,
+        eos_token_ids=(),
+        dtype=adapter.dtype,
+        device=adapter.device,
+    )
+    texts = random_texts(
+        config.optim.per_device_train_batch_size,
+        config.data.prompt_tokens,
+        vocab_size=shape.vocab_size,
+        seed=config.seed,
+    )
+    precise, measured = replace(config.hardware, dtype="float32"), {}
+    for drafter, small in DRAFTERS.items():
+        draft = random_model(small, precise, seed=config.seed + 1, trains=True)
+        memory.reset_peak(draft.device)
+        step = our_step(target, draft, texts, config)
+        rates = [step(number) for number in range(RANDOM_WARM_STEPS + RANDOM_STEPS)]
+        measured[f"{name}, {drafter}"] = {
+            "tokens_per_second": statistics.median(rates[RANDOM_WARM_STEPS:]),
+            "peak_memory_bytes": memory.peak_bytes(draft.device),
+        }
+    return measured
+
+
+# The loss
+
+
+def chunked_costs(
+    *,
+    divergence: str,
+    device: torch.device,
+    seed: int,
+    tokens: int = LOSS_TOKENS,
+    vocab_size: int = LOSS_VOCAB_SIZE,
+    target_width: int = 1024,
+    draft_width: int = 512,
+) -> dict[str, float]:
+    """Memory, time and gradients of the loss in chunks, as shares of those of the plain loss.
+
+    Forward and backward, float32, random states and heads. Memory is the most that the allocator
+    gave out beyond the inputs; the gradient's error is relative.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(device)
+
+    states = random(tokens, draft_width).requires_grad_()
+    weight = (0.05 * random(vocab_size, draft_width)).requires_grad_()
+    head, leaves = Head(weight, None), (states, weight)
+    target_head = Head(0.05 * random(vocab_size, target_width), None)
+    scores = FullScores(random(tokens, target_width), target_head)
+    objective = Objective(DivergenceConfig(name=divergence))
+    ids = torch.zeros(tokens, dtype=torch.long, device=device)
+    clock = synchronised_clock(device)
+
+    def loss_of(logits: Tensor, rows: slice) -> Tensor:
+        return objective.losses(
+            scores=scores, draft_logits=logits, token_ids=ids, rows=rows, step=0
+        ).sum()
+
+    def plain() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss_of(head(states), slice(0, tokens)), leaves)
+
+    def in_chunks() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(chunked_sum(loss_of, states=states, head=head), leaves)
+
+    def seconds(function: Callable[[], Any]) -> float:
+        started = clock()
+        function()
+        return clock() - started
+
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(in_chunks(), plain(), strict=True)]
+    ratios = [seconds(in_chunks) / seconds(plain) for _ in range(LOSS_REPEATS)]
+    return {
+        "chunked_peak_fraction": peak_bytes(in_chunks, device) / peak_bytes(plain, device),
+        "chunked_time_ratio": statistics.median(ratios),
+        "chunked_gradient_error": max(errors),
+    }
+
+
+def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+    """The most that PyTorch's allocator had given out at once during a call, beyond what it had."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        function()
+    inner: Any = profiler.profiler
+    events = [event for event in inner.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
 
 
 if __name__ == "__main__":

@@ -9,16 +9,16 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from datasets import Dataset
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
+from trl import DistillationConfig, DistillationTrainer
 
 from draftkit.config import Config
 from draftkit.models.loading import Target
 
-LEARNING_RATE = 1e-4  # of both trainers, where none is given
 BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0}  # TRL's interpolation
 PLAIN: dict[str, Any] = {  # nothing beside the steps
     "lr_scheduler_type": "constant",
@@ -33,25 +33,23 @@ PLAIN: dict[str, Any] = {  # nothing beside the steps
 }
 
 
-@dataclass(frozen=True)
-class PeerStep:
-    """What a step of the peer took, and on which texts its loss was what."""
+class Peer(DistillationTrainer):
+    """TRL's trainer on prompts of token ids, written as `3 17 9`; keeps its last completions."""
 
-    seconds: float
-    loss: float
-    texts: list[tuple[list[int], list[int]]]  # prompts and completions
+    def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict]:
+        return [[*map(int, prompt.split())] for prompt in prompts], None, {}
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(completion) for _, completion in self.texts)
+    def _generate_single_turn(self, *args: Any, **options: Any) -> Any:
+        self.completions = super()._generate_single_turn(*args, **options)
+        return self.completions
 
 
 class Turns(TrainerCallback):
-    """Keeps what every step took, and stops the clock between steps."""
+    """Keeps the rate of every step, and stops the clock between steps."""
 
     def __init__(self, between: Callable[[], None]) -> None:
         self.peer: Any = None
-        self.done: list[PeerStep] = []
+        self.rates: list[float] = []
         self._between = between
         self._started = 0.0
 
@@ -61,82 +59,46 @@ class Turns(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Let the other trainer have its turn."""
         seconds = time.perf_counter() - self._started
-        self.done.append(PeerStep(seconds, self.peer.latest_loss, self.peer.latest_texts))
+        self.rates.append(sum(map(len, self.peer.completions)) / seconds)
         self._between()
         self._started = time.perf_counter()
 
 
-def peer_class(texts: dict[str, list[int]]) -> Any:
-    """TRL's trainer, told token ids for the names of prompts, and asked what it saw.
-
-    Raises ValueError where TRL is not installed.
-    """
-    try:
-        from trl import DistillationTrainer
-    except ImportError as error:
-        raise ValueError("trl is not installed: pip install 'draftkit[bench]'") from error
-
-    class Peer(DistillationTrainer):
-        """Continues the same prompts as the other trainer, to the id."""
-
-        def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict]:
-            return [texts[name] for name in prompts], None, {}
-
-        def _generate_single_turn(self, prompt_ids: Any, *others: Any, **options: Any) -> Any:
-            completions = super()._generate_single_turn(prompt_ids, *others, **options)
-            self.latest_texts = list(zip(prompt_ids, completions, strict=True))
-            return completions
-
-        def _compute_loss(self, *args: Any, **options: Any) -> Any:
-            loss = super()._compute_loss(*args, **options)
-            self.latest_loss = float(loss[0].detach())
-            return loss
-
-    return Peer
-
-
-def answer_tokens(config: Config) -> int:
-    """How many tokens a step of either trainer samples for a prompt."""
-    return config.data.max_length - config.data.prompt_tokens
-
-
-def trl_steps(
+def trl_rates(
     target: Target,
     draft: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     config: Config,
+    *,
     steps: int,
+    new_tokens: int,
     between: Callable[[], None],
-) -> list[PeerStep]:
-    """Train `draft` for `steps` steps.
+) -> list[float]:
+    """Train `draft` for `steps` steps; the completion tokens a second of each.
 
-    `between` is called after every step, and its time counts for nobody. Raises ValueError where
-    TRL is not installed.
+    `between` is called after every step, and its time counts for nobody.
     """
-    named = {str(number): list(prompt) for number, prompt in enumerate(prompts)}
-    make, turns = peer_class(named), Turns(between)
-    from datasets import Dataset
-    from trl import DistillationConfig
-
+    turns, optim = Turns(between), config.optim
+    assert optim.learning_rate is not None
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of settings that it passes on under old names
-        turns.peer = make(
+        turns.peer = Peer(
             model=draft,
             teacher_model=target.adapter.model,
             processing_class=target.tokenizer,
-            train_dataset=Dataset.from_dict({"prompt": list(named)}),
+            train_dataset=Dataset.from_dict({"prompt": [" ".join(map(str, p)) for p in prompts]}),
             callbacks=[turns],
             args=DistillationConfig(
                 output_dir=folder,
                 beta=BETAS[config.divergence.name],
-                per_device_train_batch_size=config.optim.per_device_train_batch_size,
-                max_completion_length=answer_tokens(config),
+                per_device_train_batch_size=optim.per_device_train_batch_size,
+                max_completion_length=new_tokens,
                 max_steps=steps,
-                learning_rate=config.optim.learning_rate or LEARNING_RATE,
+                learning_rate=optim.learning_rate,
                 bf16=target.adapter.dtype == torch.bfloat16,
                 **PLAIN,
             ),
         )
         turns.peer.remove_callback(PrinterCallback)
         turns.peer.train()
-    return turns.done
+    return turns.rates

@@ -1,62 +1,189 @@
-"""Benchmark tables fit 80 columns and say what the points say."""
+"""A setting: counting, pairing, prediction, and what is said where answers part."""
 
-import io
+import math
+from dataclasses import replace
 
-from rich.console import Console
+import pytest
+import torch
 
-from pipelines.benchmarks.decoder import METHODS, print_points
+from draftkit.config import Config, SamplingConfig
+from draftkit.decoding.generation import Completion
+from draftkit.evaluation.judge import Prompts
+from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed
+from draftkit.theory.speedup import Costs, speedup_from_length
+from pipelines.benchmarks.decoder import (
+    ADAPTIVE,
+    CASES,
+    HF_PLAIN,
+    PLAIN,
+    SPECULATIVE,
+    greedy_agreement,
+    headline,
+    measure,
+    median_interval,
+    paired_ratio,
+    prediction,
+)
+from tests import tiny
 
-RATIO = {"median": 9.876, "ci95": [8.01, 9.99]}
-POINT = {
-    "method": "plain",
-    "temperature": 0.0,
-    "batch_size": 16,
-    "compiled": True,
-    "captured": False,
-    "prompts": 96,
-    "chunks": 6,
-    "tokens_per_second": {"median": 12345.6, "quartiles": [11111.1, 13333.3]},
-    "ratios": {"plain": RATIO, "hf_plain": RATIO},
-}
-DRAFTED = POINT | {
-    "method": "speculative",
-    "gamma": 4,
-    "acceptance_length": {"mean": 3.456, "ci95": [3.21, 3.71], "n": 500, "prompts": 96},
-    "cost_ratio": 0.123,
-    "verify_ratio": 1.07,
-    "overhead_ratio": 0.021,
-    "speedup": {"measured": 1.58, "ci95": [1.5, 1.7], "predicted": 2.2},
-    "full_length": 3.5,
-    "prediction_error": -0.2818,
-    "beside_hf": {"compared": 96, "identical": 90, "near_ties": 5, "different": 1},
-}
-
-
-def printed(points):
-    console = Console(width=80, file=io.StringIO(), force_terminal=False)
-    print_points(console, points)
-    return console.file.getvalue()
-
-
-def test_the_tables_fit_eighty_columns_one_line_a_method():
-    lines = printed([DRAFTED | {"method": name} for name in METHODS]).splitlines()
-    assert max(map(len, lines)) <= 80
-    for label in METHODS.values():
-        row = next(line for line in lines if line.strip().startswith(f"{label}  "))
-        assert "12346 [11111, 13333]" in row
-        assert row.count("9.88 [8.01, 9.99]") == 2
+GREEDY = SamplingConfig(temperature=0.0)
+PROMPTS = Prompts(
+    test=tiny.prompts([5, 3, 8, 6, 4, 7]), calibration=tiny.prompts([4, 6, 5], seed=1)
+)
+SETTING = Setting(
+    sampling=GREEDY,
+    max_new_tokens=12,
+    gamma=3,
+    verification="speculative",
+    batch_size=1,
+    capacity=40,
+    eos_token_ids=(),
+    seed=0,
+    compiled=False,
+)
 
 
-def test_every_setting_has_its_table_with_prediction_and_answers_below():
-    alone = DRAFTED | {"batch_size": 1, "temperature": 1.0, "compiled": False}
-    text = " ".join(printed([POINT, DRAFTED, alone]).split())
-    for part in (
-        "greedy, batch 16, compiled: 96 prompts in 6 chunks",
-        "tau 3.46 [3.21, 3.71], c 0.123, v 1.07, o 0.021",
-        "rounds alone of full batches, tau 3.50: predicted 2.20, measured 1.58 (-28.2%)",
-        "speculative = HF plain: 90 of 96 answers, 5 near-ties, 1 different",
-        "temperature 1, batch 1, eager",
-        "rounds alone: predicted 2.20",  # a row of its own is a full batch to its end
-    ):
-        assert part in text, part
-    assert text.count("tokens/s") == 2
+@pytest.fixture(scope="module")
+def pair():
+    return tiny.pair()
+
+
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch):
+    monkeypatch.setattr("draftkit.evaluation.costs.BURST", 6)
+    monkeypatch.setattr("draftkit.evaluation.costs.SETTLING", 2)
+
+
+def by_method(points):
+    return {point["method"]: point for point in points}
+
+
+@pytest.fixture(scope="module")
+def greedy(pair):
+    """Every method of single greedy rows."""
+    return by_method(measure(Config(), *pair, PROMPTS, SETTING, CASES["cpu"][1]))
+
+
+# A setting
+
+
+def test_greedy_answers_are_those_of_hugging_face(greedy):
+    for point in greedy.values():
+        assert (point["prompts"], point["chunks"]) == (6, 6)
+    for name in ("plain", "speculative"):
+        found = greedy[name]["beside_hf"]
+        assert found["compared"] == 6
+        assert found["identical"] + found["near_ties"] == 6
+        assert found["different"] == 0
+
+
+def test_ratios_of_a_pair_of_methods_are_inverse_to_each_other(greedy):
+    forth = greedy["plain"]["ratios"]["hf_plain"]
+    back = greedy["hf_plain"]["ratios"]["plain"]
+    # the median of an even number of ratios is a mean, and means do not invert exactly
+    assert forth["median"] * back["median"] == pytest.approx(1, rel=0.2)
+    assert forth["ci95"][0] * back["ci95"][1] == pytest.approx(1)
+    assert forth["ci95"][0] <= forth["median"] <= forth["ci95"][1]
+    assert "plain" not in greedy["plain"]["ratios"]
+
+
+def test_the_prediction_is_the_formula_of_what_stands_beside_it(greedy):
+    point = greedy["speculative"]
+    predicted = speedup_from_length(
+        point["acceptance_length"]["mean"],
+        3,
+        point["cost_ratio"],
+        point["verify_ratio"],
+        point["overhead_ratio"],
+    )
+    assert point["speedup"]["predicted"] == pytest.approx(predicted)
+    assert point["prediction_error"] == pytest.approx(point["speedup"]["measured"] / predicted - 1)
+    assert set(point["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
+    assert 1 < point["acceptance_length"]["mean"] <= 4
+    # a row of its own is a full batch to its end
+    assert point["full_length"] == point["acceptance_length"]["mean"]
+
+
+def test_the_prediction_and_what_it_is_held_against_are_of_full_batches():
+    costs = Costs(
+        plain_seconds=1.0,
+        cost_ratio=0.1,
+        verify_ratio=1.0,
+        overhead_ratio=0.0,
+        verify_ratios={3: 1.0},
+    )
+    answer = Completion([1], accept_counts=[0, 8, 0, 0], tested=8)
+    timed = {
+        "plain": Timed([Chunk(0.0, 9.0, [], FullBatch(8.0, 16, 16, 16))] * 2),
+        "speculative": Timed([Chunk(0.0, 99.0, [answer], FullBatch(4.0, 14, 6, 15))] * 2),
+    }
+    found = prediction(timed, costs, replace(SETTING, batch_size=2))
+    assert found["acceptance_length"]["mean"] == 2
+    assert found["full_length"] == 15 / 6
+    assert found["speedup"]["measured"] == pytest.approx((14 / 4) / (16 / 8))
+    assert found["speedup"]["predicted"] == pytest.approx((15 / 6) / (3 * 0.1 + 1))
+    error = found["speedup"]["measured"] / found["speedup"]["predicted"] - 1
+    assert found["prediction_error"] == pytest.approx(error)
+
+
+def test_the_headline_has_the_keys_that_other_tools_read(greedy):
+    found = headline(list(greedy.values()))
+    assert list(found) == [
+        *("ratio_to_plain", "ratio_to_hf_assisted", "ratio_to_hf_plain"),
+        *("plain_ratio_to_hf_plain", "acceptance_length", "prediction_error"),
+    ]
+    assert found["ratio_to_plain"] == greedy["speculative"]["ratios"]["plain"]["median"]
+    assert found["plain_ratio_to_hf_plain"] == greedy["plain"]["ratios"]["hf_plain"]["median"]
+    assert all(value is not None for value in found.values())
+
+
+def test_a_sampled_crowd_adapts_its_gamma(pair):
+    setting = replace(SETTING, sampling=SamplingConfig(), batch_size=3)
+    names = (PLAIN, SPECULATIVE, ADAPTIVE, HF_PLAIN)
+    found = by_method(measure(Config(), *pair, PROMPTS, setting, names))
+    assert tuple(found) == names
+    assert all("beside_hf" not in point for point in found.values())
+    assert found["plain"]["chunks"] == 2
+    assert 1 <= found["speculative"]["full_length"] <= 4
+
+
+# Medians and intervals
+
+
+@pytest.mark.parametrize("n", [6, 7, 10, 24, 25])
+def test_the_interval_of_a_median_covers_by_enumeration(n):
+    """Each value falls below the true median with probability 1/2: count the cases that cover."""
+    low, high = median_interval(list(range(n)))
+    # `low` is at most the median exactly if at least low + 1 values are; likewise above
+    covered = sum(math.comb(n, below) for below in range(n + 1) if low < below <= high) / 2**n
+    assert covered >= 0.95
+    narrower = sum(math.comb(n, b) for b in range(n + 1) if low + 1 < b <= high - 1) / 2**n
+    assert narrower < 0.95
+
+
+def test_ratios_are_paired_by_chunk_and_hold_the_prefill():
+    ten, twenty = ([Completion([], [0] * tokens)] for tokens in (10, 20))
+    mine = Timed([Chunk(1.0, 1.0, ten), Chunk(0.0, 2.0, ten), Chunk(0.0, 10.0, ten)])
+    other = Timed([Chunk(0.0, 4.0, twenty), Chunk(0.0, 2.0, ten), Chunk(0.0, 30.0, ten)])
+    found = paired_ratio(mine, other)  # 5 / 5, 5 / 5, 1 / (1/3)
+    assert found["median"] == pytest.approx(1.0)
+    assert found["ci95"] == pytest.approx([1.0, 3.0])
+
+
+# Where answers part
+
+
+def test_only_differences_by_more_than_rounding_count_as_different(pair):
+    """The second best token is no near-tie."""
+    target, prompt = pair[0], PROMPTS.test[0]
+    tokens = torch.tensor([prompt])
+    keep = torch.zeros_like(tokens, dtype=torch.bool)
+    keep[:, -1] = True
+    with torch.inference_mode():
+        best, second = target.score(tokens, keep)[0].topk(2).indices.tolist()
+    ours = Timed([Chunk(0.0, 1.0, [Completion(prompt, [best])])])
+    theirs = Timed([Chunk(0.0, 1.0, [Completion(prompt, [second])])])
+    for other, identical, different in ((ours, 1, 0), (theirs, 0, 1)):
+        found = greedy_agreement(target, ours, other, SETTING)
+        counts = {"compared": 1, "identical": identical, "near_ties": 0, "different": different}
+        assert found == counts

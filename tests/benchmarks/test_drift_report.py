@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipelines.benchmarks.drift_report import COLOURS, drift_figure, drift_table, short
+from pipelines.benchmarks.drift_report import CURVES, drift_figure, drift_table, short
 
 
 def estimate(mean: float, half: float = 0.01) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def row(domain: str, share: float, recovered: dict[str, Any] | None) -> dict[str
     return {
         "domain": domain,
         "share": share,
-        **{f"alpha_{name}": estimate(0.8123) for name in COLOURS},
+        **{f"alpha_{name}": estimate(0.8123) for name in CURVES},
         "recovered_online": recovered,
         "recovered_without_anchors": recovered,
         "first_domain_change_online": estimate(-0.0123),
@@ -66,7 +66,7 @@ def test_the_curve_is_drawn_with_its_updates(tmp_path: Path) -> None:
             "domain": domain,
             "first": first,
             "last": first + 10,
-            "alpha": {name: estimate(0.8 + place / 100) for place, name in enumerate(COLOURS)},
+            "alpha": {name: estimate(0.8 + place / 100) for place, name in enumerate(CURVES)},
         }
         for first, domain in ((0, "prose"), (10, "prose"), (20, "cpp"), (30, "cpp"))
     ]

@@ -1,17 +1,14 @@
 """Both trainers take their steps in turns; the loss in chunks is the plain one."""
 
+import sys
+
 import pytest
 import torch
 
-from draftkit.config import (
-    Config,
-    DataConfig,
-    DivergenceConfig,
-    OptimConfig,
-)
+from draftkit.config import Config, DataConfig, DivergenceConfig, HardwareConfig, OptimConfig
 from draftkit.distillation import chunked
 from pipelines.benchmarks import training
-from pipelines.benchmarks.training import beside_trl, chunked_costs, peak_bytes
+from pipelines.benchmarks.training import beside_trl, check, chunked_costs, peak_bytes
 from tests import tiny
 from tests.trained import train_byte_bpe
 
@@ -57,3 +54,10 @@ def test_the_peak_is_what_was_held_at_once():
         return kept, torch.zeros(2 * MIB, dtype=torch.uint8)
 
     assert peak_bytes(function, CPU) == pytest.approx(4 * MIB, abs=1000)
+
+
+def test_a_missing_peer_is_refused_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.setattr(training, "check_pair", lambda config: None)
+    with pytest.raises(ValueError, match=r"^trl is not installed: pip install 'draftkit\[bench\]'"):
+        check(Config(hardware=HardwareConfig(device="cpu")))

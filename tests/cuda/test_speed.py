@@ -15,7 +15,6 @@ from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.attention import grouped_attention, plain_attention, sdpa_attention_forward
 from pipelines.benchmarks.random_models import random_model, shape
-from pipelines.benchmarks.timing import copy_bandwidth
 from tests.cuda.card import Code, milliseconds, on_devices
 from tests.decoding.driving import DRAFT, fresh_graphs, request
 
@@ -109,13 +108,3 @@ def test_a_model_of_eight_billion_weights_is_made_where_it_stays(device: torch.d
         assert time.perf_counter() - started < 20
         assert target.weight_bytes > 14e9
         assert torch.cuda.max_memory_allocated(device) < 1.1 * target.weight_bytes
-
-
-@on_devices
-def test_an_h200_copies_at_its_rate(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.type == "cpu":
-        monkeypatch.setitem(copy_bandwidth.__globals__["COPIED_BYTES"], "cpu", 1 << 20)
-    rate = copy_bandwidth(device)
-    assert rate > 0
-    if device.type == "cuda" and "H200" in torch.cuda.get_device_name(device):
-        assert 3.6e12 < rate < 4.9e12

@@ -1,0 +1,157 @@
+"""A drafter that meets other domains: the service, the stream, what was recovered."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftkit.artifacts import read_json
+from draftkit.online.buffer import Entry
+from pipelines.benchmarks import drift as module
+from pipelines.benchmarks.drift import EARLY, STAGE, Service, recovered, recovered_from
+from pipelines.command import launch
+from pipelines.stage import ensure
+from tests.online import making
+from tests.test_online import composed
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drift")
+
+
+@pytest.fixture(scope="module")
+def drifted(root: Path) -> Iterator[Path]:
+    """The experiment on a short stream, which stays short as long as this folder is looked at."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(module, "REQUESTS", 120)
+    patch.setattr(module, "MAX_NEW_TOKENS", 12)
+    patch.setattr(module, "POINTS", 4)
+    patch.setattr(module, "ORACLE_STEPS", 12)
+    yield ensure(STAGE, composed(root, "+experiment=drift"))
+    patch.undo()
+
+
+def test_the_summary_has_the_keys_that_others_read(drifted: Path) -> None:
+    summary = read_json(drifted / "summary.json")
+    for key in ("versions_published", "versions_rejected", "records_seen"):
+        assert isinstance(summary[key], int)
+    assert summary["records_seen"] == 240
+    assert summary["anchor_alpha_change"]["prompts"] == 12
+    assert summary["recovered_fraction"] is None or isinstance(summary["recovered_fraction"], float)
+    assert len(summary["alpha_by_version"]) == summary["versions_published"]
+    assert [(t["domain"], t["share"]) for t in summary["tests"]] == [
+        ("prose", 0.25),
+        ("prose", 1.0),
+        ("cpp", 0.25),
+        ("cpp", 1.0),
+    ]
+    assert EARLY <= 0.25  # the first point at or behind it
+
+
+def test_the_curve_covers_the_stream_and_its_updates_are_dated(drifted: Path) -> None:
+    curve = read_json(drifted / "curve.json")
+    assert [point["first"] for point in curve["points"]] == list(range(0, 240, 30))
+    assert {"static", "oracle", "online", "without_anchors"} == set(curve["points"][0]["alpha"])
+    updates = [update for update in curve["updates"] if update["service"] == "online"]
+    assert updates
+    assert all(update["seconds"] > 0 for update in updates)
+    for point in curve["points"]:  # scored before its requests are recorded
+        taken = [u["version"] for u in updates if u["version"] and u["request"] <= point["first"]]
+        assert point["versions"]["online"] == ["v000001", *taken][-1]
+    assert (drifted / "drift.png").stat().st_size > 10_000
+
+
+def test_an_interrupted_run_goes_on_and_finds_the_same(drifted: Path, root: Path) -> None:
+    """Texts and drafters stay, the stream is gone through again."""
+    curve = read_json(drifted / "curve.json")
+    made = (drifted / "static" / "model.safetensors").stat().st_mtime_ns
+    (drifted / "summary.json").unlink()
+    (drifted / "curve.json").unlink()
+    ensure(STAGE, composed(root, "+experiment=drift"))
+    assert (drifted / "static" / "model.safetensors").stat().st_mtime_ns == made
+    again = read_json(drifted / "curve.json")
+    assert again["points"] == curve["points"]
+    timeless = [
+        [{k: v for k, v in update.items() if k != "seconds"} for update in found["updates"]]
+        for found in (curve, again)
+    ]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize("domains", ["[prose]", "[prose,cpp,prose]"])
+def test_domains_that_cannot_follow_each_other_are_refused(root: Path, domains: str) -> None:
+    with pytest.raises(ValueError, match=r"^data\.domains must name at least two, and none twice"):
+        launch(STAGE, composed(root, "+experiment=drift", "name=other", f"data.domains={domains}"))
+
+
+def test_recovery_is_the_share_of_the_way_that_was_come() -> None:
+    names = {"static": 0.5, "oracle": 0.7, "online": 0.65}
+    noise = [0.0, 0.05, -0.05, 0.02]
+    scored = {name: making.totals([a + n for n in noise]) for name, a in names.items()}
+    found = recovered(scored, "online")
+    assert found is not None
+    assert found.mean == pytest.approx(0.75)
+    level = {name: making.totals([0.5 + n for n in noise]) for name in names}
+    level["oracle"] = making.totals([0.5 - n for n in noise])
+    assert recovered(level, "online") is None
+
+
+def test_the_first_share_with_enough_is_of_unseen_requests() -> None:
+    def point(first: int, online: float) -> dict[str, Any]:
+        alphas = {"static": 0.5, "oracle": 0.7, "online": online}  # it has learned these
+        return {
+            "domain": "prose",
+            "first": first,
+            "last": first + 10,
+            "alpha": {name: {"mean": mean} for name, mean in alphas.items()},
+        }
+
+    points = [point(40, 0.5), point(50, 0.56), point(60, 0.58)]
+
+    def share(points: list[dict[str, Any]], oracle: float) -> float | None:
+        held_out = {"alpha_oracle": {"mean": oracle}, "alpha_static": {"mean": 0.5}}
+        return recovered_from(points, {"domain": "prose", **held_out})
+
+    assert share(points, 0.6) == pytest.approx(20 / 30)
+    assert share(points[:2], 0.6) is None
+    assert share(points, 0.4) is None
+
+
+class FakeRefit:
+    """Publishes a version for every ten records of its buffer."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.done = 0
+        self.registry = SimpleNamespace(current=self.current, read=lambda version: version.name)
+
+    def append(self, entries: list[Entry]) -> None:
+        self.entries += entries
+
+    def current(self) -> Any:
+        return SimpleNamespace(name=f"v{self.done}")
+
+    def due(self) -> bool:
+        return len(self.entries) >= 10 * (self.done + 1)
+
+    def update(self) -> int:
+        self.done += 1
+        return self.done
+
+
+def test_records_are_of_the_version_that_served_them_and_each_version_is_taken_once() -> None:
+    refit, loaded = FakeRefit(), []
+    draft: Any = SimpleNamespace(load_weights=loaded.append)
+    service = Service(draft, refit, refit)  # type: ignore[arg-type]
+    record = making.traffic(1)[0]
+    assert [list(service.record([record] * count)) for count in (5, 5, 3, 17)] == [
+        [],
+        [1],
+        [],
+        [2, 3],
+    ]
+    assert loaded == ["v0", "v1", "v2", "v3"]
+    assert [entry.record for entry in refit.entries] == [record] * 30

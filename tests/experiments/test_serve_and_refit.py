@@ -122,7 +122,11 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(tmp_path: Path, pairs: Path) -> Config:
     """The experiment with a pair that lies there."""
-    return composed(tmp_path, "+experiment=serve_and_refit", *BARE, *paths(pairs / "pair"))
+    return compose_config([*words_of(pairs), f"root={tmp_path}"])
+
+
+def words_of(pairs: Path) -> list[str]:
+    return ["+experiment=serve_and_refit", *BARE, *SMALL, *paths(pairs / "pair")]
 
 
 @pytest.fixture
@@ -209,10 +213,9 @@ USED = [
 
 
 def test_a_setting_that_the_experiment_uses_makes_it_another(pairs: Path, config: Config) -> None:
-    words = ["+experiment=serve_and_refit", *BARE, *paths(pairs / "pair"), *SMALL]
     known = plan(STAGE, config).settings
     changed = {
-        used: plan(STAGE, compose_config([*words, f"root={config.root}", used])).settings
+        used: plan(STAGE, compose_config([*words_of(pairs), f"root={config.root}", used])).settings
         for used in USED
     }
     assert [used for used, settings in changed.items() if settings == known] == []

@@ -140,9 +140,9 @@ class DataConfig(Section, key="data"):
     max_rows: int | None = positive(None)  # the first of the file or data set; null: all
     prompt_column: str | None = None
     completion_column: str | None = None
-    # Prompts that are strings: a user turn where the tokenizer has a chat template (auto), the same
-    # and refused where it has none (always), or as they are, special tokens included (never).
-    chat_template: str = setting("auto", names=("auto", "always", "never"))
+    # Prompts that are strings: a user turn where the tokenizer has a chat template (auto), or as
+    # they are, special tokens included (never).
+    chat_template: str = setting("auto", names=("auto", "never"))
     system: str | None = None  # a system turn in front of every chat that has none
     # Variables of the template, as {enable_thinking: false}.
     template_options: dict[str, Any] = field(default_factory=dict)

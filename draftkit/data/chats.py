@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import jinja2
@@ -76,11 +75,7 @@ class ChatFormat:
 
     def names_special(self, turns: Any) -> bool:
         """Whether a text in `turns`, or in what lies in them, holds a special token's name."""
-        if isinstance(turns, str):
-            return self._names.search(turns) is not None
-        if isinstance(turns, Mapping):
-            return any(map(self.names_special, chain(turns, turns.values())))
-        return isinstance(turns, list | tuple) and any(map(self.names_special, turns))
+        return self._disarmed(turns) != turns
 
     def context(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a conversation that awaits its answer. `TemplateRefusal` where refused."""

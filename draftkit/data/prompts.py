@@ -172,11 +172,11 @@ def _in_turn(
     with a prompt that an earlier split holds are left out. The others are scattered by what they
     hold: the order of the rows in a file says nothing.
     """
-    chosen, held_out = {}, np.empty(0, np.uint64)
+    chosen: dict[str, np.ndarray] = {}
     for split in reversed(SPLITS):
+        held_out = np.concatenate([prompts[:0], *(prompts[rows] for rows in chosen.values())])
         rows = np.flatnonzero(splits == SPLITS.index(split))
         rows = rows[~np.isin(prompts[rows], held_out)]
-        held_out = np.union1d(held_out, prompts[rows])
         by_hash = rows[np.argsort(contents[rows], kind="stable")]
         rank = rank_in_group(documents[by_hash])
         chosen[split] = by_hash[np.argsort(rank, kind="stable")]
@@ -225,11 +225,6 @@ class RowReader:
         # Source code names special tokens; in the package's texts these are words, not control.
         self._literal = data.is_packaged
         self._format: ChatFormat = chat_format(tokenizer, data, fixed_date=True)
-        if data.chat_template == "always" and not self._format.has_template:
-            raise ValueError(
-                "data.chat_template=always: the tokenizer of target.path has no chat template: "
-                "take an instruct model, or data.chat_template=auto"
-            )
         begins = text_ids(tokenizer, ["a"])[0][:1]
         self._begin = begins if begins == [tokenizer.bos_token_id] else []
 

@@ -99,8 +99,7 @@ def _special_tokens(config: Config, tokenizers: Tokenizers) -> Iterator[Finding]
 def _template(config: Config, tokenizers: Tokenizers) -> Finding:
     templates = {key: one.chat_template for key, one in tokenizers.items()}
     if templates["target"] is None:
-        level = WRONG if config.data.chat_template == "always" else NOTE
-        return Finding(level, "template", "the target's tokenizer has no chat template: no chats")
+        return Finding(NOTE, "template", "the target's tokenizer has no chat template: no chats")
     if config.data.chat_template == "never":
         return Finding(NOTE, "template", "not used (data.chat_template=never)")
     if len({*templates.values()}) > 1:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast as Fast
 
 from draftkit.config import DataConfig
 from draftkit.data.chats import ChatFormat, TemplateRefusal, chat_format, text_ids
-from tests.templates import CHAT, FORGETFUL, HEADERS, byte_bpe, chat, headers, thinking
+from tests.templates import CHAT, HEADERS, byte_bpe, chat, headers, thinking
 
 KINDS = {"thinking": thinking, "headers": headers, "plain": lambda: byte_bpe(template=CHAT)}
 SYSTEM = {"role": "system", "content": "Keep short."}
@@ -184,16 +184,6 @@ def test_a_text_begins_once() -> None:
     assert plain == tokenizer("hi")["input_ids"]
     assert begun == applied(tokenizer, TURNS[:1], add_generation_prompt=True)
     assert tokenizer(text)["input_ids"][:2] == [tokenizer.bos_token_id] * 2
-
-
-def test_forgetting_templates_have_a_context_for_every_answer() -> None:
-    tokenizer = byte_bpe(template=FORGETFUL)
-    made, turns = ChatFormat(tokenizer), chat("hi", "think yes", "and?", "think no")
-    answers = [made.answer(turns[:n], made.context(turns[: n - 1])) for n in (2, 4)]
-    assert [tokenizer.decode(one) for one in answers] == [
-        "think yes<|im_end|>",
-        "think no<|im_end|>",
-    ]
 
 
 def test_both_kinds_are_the_templates_that_they_stand_for() -> None:

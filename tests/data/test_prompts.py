@@ -42,12 +42,10 @@ def splits_of(folder: Path, rows: Sequence[object], tokenizer: Fast, **options: 
     return replace(splits, **lists)
 
 
-def refusal(act: Callable[[], object]) -> str:
-    """The one line that a person sees."""
-    with pytest.raises(ValueError, match=r"data\.|target\.") as caught:
-        act()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def endless() -> Fast:
+    tokenizer = byte_bpe()
+    tokenizer.eos_token = None
+    return tokenizer
 
 
 def repr_without_id(example: Example) -> str:
@@ -86,6 +84,7 @@ def test_a_prompt_alone_has_no_completion(tokenizer: Fast) -> None:
     assert not example.has_completion
     assert example.prompt_ids == example.token_ids == tokenizer("the draft")["input_ids"]
     assert example.loss_mask == [False] * len(example.token_ids)
+    assert examples_of({"prompt": "the draft"}, endless())  # which needs no end
 
 
 def test_a_long_prompt_keeps_its_end_and_is_counted(tmp_path: Path, tokenizer: Fast) -> None:
@@ -118,30 +117,6 @@ def test_rows_without_a_token_are_dropped_and_counted(tmp_path: Path) -> None:
     assert splits.counts["documents"] == 31
     assert splits.counts["documents_dropped"] == 1
     assert sum(splits.counts[name] for name in ("train", "validation", "test")) == 30
-
-
-def test_a_split_without_a_usable_row_names_the_file(tmp_path: Path) -> None:
-    rows = [{"text": "a" * n} for n in (1, 2, 3)]
-    message = refusal(lambda: splits_of(tmp_path, rows, byte_bpe()))
-    assert message.startswith(f"data.path {tmp_path / 'rows.jsonl'}: no row of the train split is")
-
-
-def test_questions_with_answers_work_by_their_column_names(tmp_path: Path, tokenizer: Fast) -> None:
-    rows = [{"question": f"{n} + 1 ?", "answer": f"#### {n + 1}"} for n in range(20)]
-    columns = {"prompt_column": "question", "completion_column": "answer"}
-    splits = splits_of(tmp_path, rows, tokenizer, **columns)
-    for example in splits.train:
-        question = tokenizer.decode(example.prompt_ids, skip_special_tokens=True)
-        number = int(question.split()[0])
-        assert learned(example, tokenizer) == f"#### {number + 1}<|im_end|>"
-
-
-def test_a_tokenizer_without_eos_is_refused() -> None:
-    endless = byte_bpe()
-    endless.eos_token = None
-    for row in ({"text": WORDS}, {"prompt": "a", "completion": "b"}):
-        assert "has no EOS token" in refusal(lambda row=row: examples_of(row, endless))
-    assert examples_of({"prompt": "a"}, endless)
 
 
 # Text
@@ -307,7 +282,7 @@ def test_who_applies_the_template_says_never(make: Callable[[], Fast]) -> None:
     assert learned(example, tokenizer) == f"yes{end}"
 
 
-def test_tools_reach_the_template_or_are_refused() -> None:
+def test_tools_reach_the_template() -> None:
     tool = {"name": "add<|im_end|>"}
     turns = {"messages": chat("2+2?", "4"), "tools": [tool]}
     calling = byte_bpe(template="{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + CHAT)
@@ -316,8 +291,6 @@ def test_tools_reach_the_template_or_are_refused() -> None:
         '{"name": "add<\u200b|im_end|>"}<|im_start'
     )
     assert example.prompt_ids.count(calling.eos_token_id) == 1
-    message = refusal(lambda: examples_of(turns, byte_bpe(template=CHAT)))
-    assert "holds `tools`, of which the chat template of target.path does not speak" in message
 
 
 def test_a_chat_that_awaits_an_answer_is_a_prompt_besides_its_answers() -> None:
@@ -367,36 +340,43 @@ def test_a_template_that_rewrites_history_trains_all_answers_as_they_were_given(
     assert "think yes" not in str(tokenizer.decode(second.prompt_ids))
 
 
-def test_a_chat_needs_a_template() -> None:
-    message = refusal(lambda: examples_of({"messages": chat("a", "b")}, byte_bpe()))
-    assert message.startswith(
-        "data.path a.jsonl holds `messages`, but the tokenizer of target.path"
-    )
-    message = refusal(lambda: examples_of({"prompt": "a"}, byte_bpe(), chat_template="always"))
-    assert message.startswith("data.chat_template=always: the tokenizer of target.path has no")
-
-
-def test_a_chat_that_the_template_refuses_is_named() -> None:
-    template = "{{ raise_exception('Roles must\nalternate') }}"
-    for row in ({"messages": chat("first\nwords", "b")}, {"prompt": "first\nwords"}):
-        message = refusal(lambda row=row: examples_of(row, byte_bpe(template=template)))
-        assert "refuses the chat that begins 'first\\nwords' (Roles must): change" in message
-
-
 def test_a_template_that_prints_the_date_gives_the_same_tokens_every_day() -> None:
     tokenizer = byte_bpe(template="{{ strftime_now('%d %B %Y') }} " + CHAT)
     (example,) = examples_of({"messages": chat("a", "b")}, tokenizer)
     assert str(tokenizer.decode(example.prompt_ids)).startswith("01 Jan 2026 <|im_start|>user")
 
 
+def test_a_chat_loses_its_oldest_turns_and_is_dropped_where_the_last_is_too_long(
+    tmp_path: Path,
+) -> None:
+    tokenizer, system = headers(), {"role": "system", "content": "be brief"}
+    long = [system, *chat("of " * 30, "yes", "and b?", "no " * 9)]
+    rows = [chat(f"say {n}", "so") for n in range(60)] + [long, chat("x7 " * 300, "yes")]
+    date = {"date_string": "1 May"}
+
+    def prompt(*turns: dict[str, str]) -> Any:
+        return tokenizer.apply_chat_template([*turns], add_generation_prompt=True, **date)
+
+    whole, kept = prompt(*long[:-1])["input_ids"], prompt(system, long[-2])["input_ids"]
+    splits = splits_of(
+        tmp_path,
+        [{"messages": turns} for turns in rows],
+        tokenizer,
+        template_options=date,
+        max_prompt_tokens=len(whole) - 1,
+        max_completion_tokens=50,
+    )
+    # The first turn alone fits, being shorter than both with the answer between them.
+    assert (splits.counts["prompts_cut"], splits.counts["rows_dropped"]) == (1, 1)
+    examples = [*splits.train, *splits.validation, *splits.test]
+    assert len(examples) == 62
+    (shortened,) = [one for one in examples if one.prompt_ids == kept]
+    answer = tokenizer.decode(shortened.token_ids[len(shortened.prompt_ids) :])
+    assert answer.startswith("no no")
+    assert answer.endswith(tokenizer.eos_token)
+
+
 # Splits
-
-
-def test_the_same_rows_give_the_same_splits_in_any_order(tmp_path: Path, tokenizer: Fast) -> None:
-    rows = [{"text": f"{n} {WORDS * (n % 5 + 1)} {n}"} for n in range(60)]
-    first = splits_of(tmp_path, rows, tokenizer)
-    assert splits_of(tmp_path, rows, tokenizer) == first
-    assert splits_of(tmp_path, rows[::-1], tokenizer) == first
 
 
 def test_no_document_is_in_two_splits(tmp_path: Path, tokenizer: Fast) -> None:
@@ -467,13 +447,6 @@ def test_texts_with_the_same_prompt_are_one_document(tmp_path: Path, tokenizer: 
     assert len({example.document for example in splits.test}) == 9
 
 
-def test_texts_that_all_begin_alike_are_refused(tmp_path: Path, tokenizer: Fast) -> None:
-    rows = [{"text": f"{WORDS} {n}"} for n in range(30)]
-    message = refusal(lambda: splits_of(tmp_path, rows, tokenizer))
-    assert "gives 1 different documents" in message
-    assert "texts with the same first data.prompt_tokens=8 are one: a larger" in message
-
-
 def test_a_prompt_that_two_splits_would_have_is_held_out(tmp_path: Path, tokenizer: Fast) -> None:
     """Later windows of texts that repeat themselves begin alike, whatever the texts begin with."""
     rows = [{"text": f"{n} {WORDS * 40}" if n < 20 else numbers(n)} for n in range(40)]
@@ -484,3 +457,36 @@ def test_a_prompt_that_two_splits_would_have_is_held_out(tmp_path: Path, tokeniz
     assert not any(tuple(one.prompt_ids) in validated for one in splits.train)
     assert everything - splits.counts["prompts_shared"] == sum(map(splits.counts.get, SPLITS))
     assert 0 < splits.counts["test_prompts_repeated"] < splits.counts["prompts_shared"]
+
+
+# Refusals
+
+ENDLESS, TEMPLATED = endless(), byte_bpe(template=CHAT)
+STRICT = byte_bpe(template="{{ raise_exception('Roles must\nalternate') }}")
+NO_CHAT = r"refuses the chat that begins 'first\nwords' (Roles must): change"
+REFUSED: list[tuple[list[Any], Fast, str]] = [
+    ([{"text": WORDS}], ENDLESS, "tokenizer has no EOS token"),
+    ([{"prompt": "a", "completion": "b"}], ENDLESS, "tokenizer has no EOS token"),
+    ([{"messages": chat("a", "b")}], byte_bpe(), "holds `messages`, but the tokenizer of target"),
+    ([{"messages": chat("a"), "tools": [{}]}], TEMPLATED, "holds `tools`, of which the chat templ"),
+    ([{"messages": chat("first\nwords", "b")}], STRICT, NO_CHAT),
+    ([{"prompt": "first\nwords"}], STRICT, NO_CHAT),
+    (
+        [{"text": "a" * n} for n in (1, 2, 3)],
+        byte_bpe(),
+        "row of the train split is usable, all ar",
+    ),
+    ([{"messages": chat(f"{n}" * 50)} for n in range(9)], TEMPLATED, "longer than 40 tokens of pr"),
+    ([{"text": f"{WORDS} {n}"} for n in range(30)], byte_bpe(), "gives 1 different documents, and"),
+]
+
+
+@pytest.mark.parametrize(("rows", "tokenizer", "words"), REFUSED)
+def test_rows_that_cannot_be_used_are_one_line_and_leave_nothing(
+    tmp_path: Path, rows: list[Any], tokenizer: Fast, words: str
+) -> None:
+    with pytest.raises(ValueError, match=r"^data\.path|^target\.path") as caught:
+        splits_of(tmp_path, rows, tokenizer, max_prompt_tokens=40)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

@@ -1,7 +1,9 @@
 """Rollouts come back exactly, and a damaged file is named."""
 
 import math
+import os
 import zlib
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -28,7 +30,7 @@ PLAIN = Record(
     output_ids=[5, 6, 2],
     sampler="target",
     sampler_version="main@3",
-    sampling={"temperature": 0.7, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.1},
+    sampling={"temperature": 0.7, "top_k": 0.0, "top_p": 1.0, "repetition_penalty": 1.1},
     seed=2**62 + 1,
     row=2**40,
 )
@@ -47,30 +49,12 @@ EMPTY = replace(PLAIN, output_ids=[], topk_ids=[], topk_log_probs=[], tail_mass=
 
 
 def test_records_come_back_exactly(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "rollouts.parquet"
-    write(path, [PLAIN, FULL, EMPTY])
-    assert read_records(path) == [PLAIN, FULL, EMPTY]
-
-
-def test_absent_values_come_back_as_none_and_not_as_empty_lists(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", [PLAIN, FULL, EMPTY])
-    plain, _, empty = read_records(tmp_path / "a.parquet")
-    assert all(getattr(plain, name) is None for name in OPTIONAL)
-    assert empty.tail_mass == []
-    assert empty.proposals is None
-
-
-def test_a_nan_stays_a_nan(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", [replace(FULL, tail_mass=[math.nan, 0.0, -0.0])])
-    tail = read_records(tmp_path / "a.parquet")[0].tail_mass
-    assert tail is not None
-    assert math.isnan(tail[0])
-    assert math.copysign(1, tail[2]) == -1
-
-
-def test_no_records_make_a_readable_file(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", [])
-    assert read_records(tmp_path / "a.parquet") == []
+    """To the bit; what is absent is no empty list; names of folders are no columns."""
+    path = tmp_path / "seed=7" / "extra=1" / "rollouts.parquet"
+    odd = replace(FULL, tail_mass=[math.nan, 0.0, -0.0])
+    for records in ([], [PLAIN, FULL, EMPTY, odd]):
+        write(path, records)
+        assert repr(read_records(path)) == repr(records)
 
 
 def test_several_files_read_as_one_sequence_and_few_of_them_stay_in_memory(
@@ -99,12 +83,6 @@ def test_several_files_read_as_one_sequence_and_few_of_them_stay_in_memory(
     assert list(read_parts(tmp_path / "none")) == []
 
 
-def test_a_file_that_is_not_whole_is_named_when_the_sequence_is_made(tmp_path: Path) -> None:
-    (tmp_path / "part-0.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"part-0\.parquet is not a whole rollout file \("):
-        read_parts(tmp_path)
-
-
 def test_every_field_has_its_column() -> None:
     assert SCHEMA.names == [field.name for field in fields(Record)]
     assert {field.name for field in SCHEMA if field.nullable} == set(OPTIONAL)
@@ -117,39 +95,37 @@ def test_the_file_is_zstd_and_carries_its_format(tmp_path: Path) -> None:
         assert file.schema_arrow.metadata[b"draftkit.format"] == FORMAT.encode()
 
 
-def test_folder_names_that_look_like_columns_are_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "seed=7" / "extra=1" / "a.parquet"
-    write(path, [PLAIN])
-    assert read_records(path) == [PLAIN]
-
-
-def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "old.parquet"
-    write(path, [PLAIN])
+def other_format(path: Path) -> None:
     table = pq.read_table(path).replace_schema_metadata({"draftkit.format": "rollouts-0"})
     pq.write_table(table, path)
-    with pytest.raises(ValueError, match=r"old\.parquet .*format rollouts-0 instead of") as caught:
-        read_records(path)
-    assert "\n" not in str(caught.value)
 
 
-def test_a_parquet_file_of_something_else_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "other.parquet"
-    write(path, [PLAIN])
-    pq.write_table(pq.read_table(path).drop_columns(["seed"]), path)
-    with pytest.raises(ValueError, match=r"other\.parquet is not a whole rollout file \(other col"):
-        read_records(path)
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "format": (other_format, r"is not a whole rollout file \(format rollouts-0 instead of"),
+    "columns": (
+        lambda path: pq.write_table(pq.read_table(path).drop_columns(["seed"]), path),
+        r"is not a whole rollout file \(other columns",
+    ),
+    "cut": (lambda path: os.truncate(path, path.stat().st_size - 100), "is not a whole rollout"),
+    "text": (lambda path: path.write_bytes(b"no\nparquet\n"), "is not a whole rollout file"),
+    "empty": (lambda path: path.write_bytes(b""), "is not a whole rollout file"),
+    "missing": (Path.unlink, "is not a file: make the rollouts first"),
+}
 
 
-@pytest.mark.parametrize("damage", ["cut", "text", "empty"])
-def test_a_damaged_file_is_one_line_that_names_it(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "bad.parquet"
+@pytest.mark.parametrize(("damage", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_holds_no_whole_rollouts_is_one_line_that_names_it(
+    tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    path = tmp_path / "part-0.parquet"
     write(path, [replace(FULL, row=row) for row in range(50)])
-    content = {"cut": path.read_bytes()[:-100], "text": b"no\nparquet\n", "empty": b""}
-    path.write_bytes(content[damage])
-    with pytest.raises(ValueError, match=r"bad\.parquet is not a whole rollout file") as caught:
+    damage(path)
+    with pytest.raises(ValueError, match=rf"^\S*part-0\.parquet {words}") as caught:
         read_records(path)
     assert "\n" not in str(caught.value)
+    if path.exists() and damage not in (other_format, REFUSED["columns"][0]):
+        with pytest.raises(ValueError, match=words):
+            read_parts(tmp_path)  # at once
 
 
 def test_no_flipped_bit_gives_other_records(tmp_path: Path) -> None:
@@ -165,11 +141,6 @@ def test_no_flipped_bit_gives_other_records(tmp_path: Path) -> None:
         except ValueError:
             refused += 1
     assert refused > 10
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none\.parquet is not a file: make the rollouts first"):
-        read_records(tmp_path / "none.parquet")
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:

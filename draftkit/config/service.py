@@ -66,7 +66,6 @@ class OnlineConfig(Section, key="online"):
     anchor_fraction: float = setting(0.25, least=0, most=0.5)
     most_updates: int | None = positive(None)  # null: until told to stop
     worth: float = setting(0.005, least=0)  # alpha that an update must gain, lest the next wait
-    keep: int = positive(5)  # versions; ancestors of what is served stay too
     buffer: BufferConfig = field(default_factory=BufferConfig)
     gate: GateConfig = field(default_factory=GateConfig)
 

@@ -25,6 +25,7 @@ from draftkit.online.registry import NotInForce
 
 FRESH_SECONDS = 10.0  # a server that has not told its load for so long is not there
 HOLD_SECONDS = 0.2  # between two looks at a busy server
+KEPT_VERSIONS = 5  # beside the ancestors of what is served
 PAUSE_QUEUE = 8  # requests waiting at the server above which training pauses
 PAUSE_POLLS = 30  # times `online.poll_seconds`, for which a route is left alone after an error
 
@@ -97,7 +98,7 @@ class Daemon:
         try:
             self._weigh(refit, update)
             self.log(refit, update)
-            refit.registry.collect(self.settings.keep)
+            refit.registry.collect(KEPT_VERSIONS)
         except Exception:
             logger.exception("route %s: an error after an update, which stands", refit.route)
 

@@ -236,3 +236,8 @@ def rules_of(section: Any) -> list[settings.Rule]:
         found += rules_of(value) if is_dataclass(value) else []
         found += [field.metadata["rule"]] if "rule" in field.metadata else []
     return found
+
+
+def test_there_are_no_more_settings_than_a_person_reads() -> None:
+    """A new one needs a user who changes it, and an old one should go."""
+    assert len(flatten(Config())) <= 134

@@ -30,7 +30,6 @@ from draftkit.data.prompts import Example, read_splits
 from draftkit.data.rollouts import Record, write_parts
 from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.loop import train
-from draftkit.distillation.pretrain import DRAFT, make_draft
 from draftkit.distillation.progress import reporting
 from draftkit.distillation.samplers import answered, target_sampler
 from draftkit.distillation.sources import Source, shuffled
@@ -45,7 +44,7 @@ from draftkit.online.rows import Anchors, row_of
 from draftkit.theory.acceptance import Estimate, Rate, estimate
 
 from ..command import main
-from ..plan import ROLLOUTS, TARGET_MODEL, TEXTS
+from ..plan import PREPARE, ROLLOUTS, TARGET_MODEL, TEXTS
 from ..product import SUMMARY, Stage
 from ..stage import StageFolder
 from .drift_report import BARE, ONLINE, drift_figure, drift_table
@@ -59,15 +58,21 @@ SCORED = 24  # requests of a point of the curve
 EARLY = 0.1  # of a domain's stream: where recovery is read off
 ENOUGH = 0.7  # of the gap: recovered
 CURVE = "curve.json"
+
+
+def of_known_domain(config: Config) -> list[Config]:
+    """The same, where the first domain is all text that there is."""
+    return [replace(config, data=replace(config.data, domains=config.data.domains[:1]))]
+
+
 STAGE = Stage(
     name="drift",
     code="benchmarks.drift",
     reads=(
-        *("seed", "data", "sampling", "divergence", "optim", "decode", "online"),
-        *("draft.pretrain", "draft.shrink", "draft.lora", *ROLLOUTS),
-        *("evaluate.prompts", "evaluate.validation_prompts", "evaluate.batch_size"),
+        *("seed", "data", "sampling", "divergence", "optim", "decode", "online", "draft.lora"),
+        *("evaluate.prompts", "evaluate.validation_prompts", "evaluate.batch_size", *ROLLOUTS),
     ),
-    inputs=(TEXTS, TARGET_MODEL),
+    inputs=(TEXTS, TARGET_MODEL, PREPARE.under(of_known_domain)),
     version=3,
     product=None,
 )
@@ -189,26 +194,6 @@ class Experiment:
     def draft(self, path: Path) -> CausalAdapter:
         return load_draft(with_path(self.config.draft, path), self.target)
 
-    def static(self, texts: Texts) -> Path:
-        """The drafter of the first domain: trained on its text, then distilled."""
-        config, folder, splits = self.config, self.folder, self.splits
-        path, domain = folder.path / DRAFT, config.data.domains[0]
-        if not path.exists():
-            own = replace(
-                splits,
-                train=of_domain(splits.train, domain),
-                validation=of_domain(splits.validation, domain),
-            )
-            make_draft(
-                config,
-                folder.model(config, "target"),
-                own,
-                folder.path,
-                tracker=folder.tracker,
-                note=folder.note,
-            )
-        return self.distil("static", path, texts, config.optim.max_steps)
-
     def distil(self, name: str, start: Path, texts: Texts, steps: int) -> Path:
         """Distil the draft in `start`; the weights that are best on the validation texts stay."""
         config, folder, path = self.config, self.folder, self.folder.path / name
@@ -277,7 +262,8 @@ def stream(experiment: Experiment) -> tuple[Rows, Rows, Rows]:
     config, folder = experiment.config, experiment.folder
     known, *new = config.data.domains
     texts = {domain: experiment.texts(domain) for domain in config.data.domains}
-    static = experiment.static(texts[known])
+    base = folder.input("prepare")
+    static = experiment.distil("static", base, texts[known], config.optim.max_steps)
     oracles = {
         domain: experiment.distil(f"oracle-{domain}", static, texts[domain], ORACLE_STEPS)
         for domain in new

@@ -206,6 +206,8 @@ def test_bounds_of_stored_scores_hold_the_alpha_of_the_whole_target(cut, k, wide
     assert (gap >= -1e-5).all()  # stored in float32
     assert (gap <= missing + 1e-5).all()
     assert float(missing.mean()) <= wide + 1e-6
+    if not cut:  # then no more is unknown than the draft has outside
+        assert (missing <= 1 - q.gather(-1, ids).sum(-1) + 1e-5).all()
 
 
 def test_without_a_sampling_each_context_is_scored_under_its_own():

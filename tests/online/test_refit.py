@@ -218,6 +218,8 @@ def test_an_update_that_is_refused_makes_the_next_one_wait(shop, records, monkey
     shop.refit.update()
     assert shop.refit.wanted == 32
     assert shop.refit.state["base"] == "v000001"
+    trained, base = shop.refit._working().draft.weights(), shop.weights()
+    assert any(not torch.equal(trained[name], base[name]) for name in base)  # it goes on with them
     shop.buffer.append(entries(records[60:100]))
     assert 16 <= shop.refit.new_records() < 32
     assert not shop.refit.due()

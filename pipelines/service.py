@@ -103,17 +103,3 @@ def clear_service(config: Config, *roles: str) -> None:
             remove(path)
         for path in sorted(folder.glob(f"{BUFFER}*"), reverse=True):  # a log before its file
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def begin_anew(config: Config, *, ours: bool) -> None:
-    """Clear the service folder for an experiment that starts a server and a daemon of its own.
-
-    Raises ValueError where one of them runs, or where there is something and it is not `ours`.
-    """
-    folder = service_folder(config)
-    if not ours and any((folder / name).exists() for name in (BUFFER, DRAFTERS)):
-        raise ValueError(
-            f"{folder} holds a service that this experiment has not begun: use name=..., or "
-            "overwrite=true to delete its records and all its drafter versions"
-        )
-    clear_service(config, SERVER, STATE)

@@ -41,6 +41,7 @@ _FIRST = (
     "test_pipelines",
     "test_serve_and_refit",
     "test_online",
+    "test_drift",
     "test_exactness",
     "test_memory",
     "test_graphs",

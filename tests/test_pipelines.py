@@ -20,7 +20,6 @@ from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
 from draftkit.evaluation.engines import best_gamma_of
 from draftkit.models.files import CARD
-from draftkit.tracking import read_metrics
 from pipelines.benchmarks import decoder, training
 from pipelines.command import launch
 from pipelines.configuration import compose_config
@@ -407,8 +406,6 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
     for point in summary["points"]:
         assert point["prompts"] == point["chunks"] * point["batch_size"] > 1
         assert point.get("beside_hf", {"different": 0})["different"] == 0
-    lines = read_metrics(root / "smoke" / "benchmark" / "metrics.jsonl")
-    assert len(lines) == len(summary["points"])
     shown = capsys.readouterr().out
     assert "greedy, batch 1, eager" in shown
     assert "HF prompt lookup" in shown

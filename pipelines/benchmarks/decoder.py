@@ -111,10 +111,6 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     draft = load_draft(list(drafts_of(config, folder).values())[-1], target)
     prompts = prompts_in(folder, folder.input("contexts"))
     points = points_of(config, adapter, draft, prompts, folder, ends=target.eos_token_ids)
-    for step, point in enumerate(points):
-        shown = {key: point[key] for key in ("temperature", "batch_size")}
-        shown["tokens_per_second"] = point["tokens_per_second"]["median"]
-        folder.tracker.log(f"benchmark_{point['method']}", step, shown)
     return {
         **headline(points),
         "gamma": config.proposals,

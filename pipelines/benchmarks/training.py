@@ -83,8 +83,6 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     examples = read_splits(folder.input("texts")).train[: rows * STEPS]
     folder.note(f"{STEPS} steps of each trainer, in turns")
     rates = beside_trl(target, draft, [example.prompt_ids for example in examples], config)
-    pace = {"tokens_per_second": rates["tokens_per_second"]["draftkit"]}
-    folder.tracker.log("benchmark_training", 0, pace | {"ratio_to_trl": rates["ratio_to_trl"]})
     folder.note(f"the loss on {LOSS_TOKENS} tokens of {LOSS_VOCAB_SIZE}, both ways")
     return {
         **rates,

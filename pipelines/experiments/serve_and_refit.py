@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from draftkit.artifacts import read_json, write_json
+from draftkit.artifacts import read_json
 from draftkit.config import DEFAULT_ROUTE, Config
 from draftkit.data.prompts import read_splits
 from draftkit.serving.intake import ROUTE_HEADER
@@ -33,10 +33,19 @@ from ..command import main
 from ..online import check_drafter
 from ..plan import ANCHORS, PAIR_AND_TEXT, ROLLOUTS
 from ..prepare import check_pair
-from ..product import SUMMARY, Stage
+from ..product import MANIFEST, SUMMARY, Stage, plan
 from ..refitting import daemon
 from ..serve import serve
-from ..service import begin_anew, buffer_of, checksums_of, daemon_folder, service_folder
+from ..service import (
+    BUFFER,
+    SERVER,
+    STATE,
+    buffer_of,
+    checksums_of,
+    clear_service,
+    daemon_folder,
+    service_folder,
+)
 from ..stage import StageFolder
 
 DOMAINS = {DEFAULT_ROUTE: "prose", "code": "cpp"}  # whose prompts are sent, by route
@@ -46,7 +55,6 @@ CLIENTS = 4  # that wait for their answers before they ask again
 CONNECTS = 9  # attempts to reach the server after the first, the last of them a minute apart
 ANSWER_SECONDS = 300.0  # the first answer comes when the models are loaded
 END_SECONDS = 60.0  # until a process that was told to stop must have
-BEGUN = "service.json"  # in the stage folder: the service folder's content is this experiment's
 STAGE = Stage(
     name="serve_and_refit",
     code="experiments.serve_and_refit",
@@ -62,23 +70,27 @@ STAGE = Stage(
 
 
 def check(config: Config) -> None:
-    """Raise ValueError for a pair that does not fit, and for routes that nobody refits or asks."""
+    """Raise ValueError for a pair that does not fit, and for routes that nobody refits or asks.
+
+    So for a service that no run of this experiment has begun: its records would be deleted.
+    """
     check_pair(config)
     check_drafter(config)
     if unknown := [route for route in config.online.routes if route not in DOMAINS]:
         known = ", ".join(DOMAINS)
         raise ValueError(f"online.routes: this experiment has {known}, no {unknown[0]}")
+    folder, begun = service_folder(config), (plan(STAGE, config).folder / MANIFEST).is_file()
+    if not (begun or config.overwrite) and (folder / BUFFER).exists():
+        raise ValueError(
+            f"{folder} holds a service that this experiment has not begun: use name=..., or "
+            "overwrite=true to delete its records and all its drafter versions"
+        )
 
 
 def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Run both from an empty service folder, load them, and tell what each version did.
-
-    Raises ValueError where that folder holds what no run of this experiment has left.
-    """
+    """Run both from an empty service folder, load them, and tell what each version did."""
     requests = requests_of(config, folder.input("texts"))
-    begun = folder.path / BEGUN
-    begin_anew(config, ours=config.overwrite or begun.exists())
-    write_json(begun, {"service": str(service_folder(config))})
+    clear_service(config, SERVER, STATE)
     serving = replace(config.serve, host="127.0.0.1", port=free_port("127.0.0.1"))
     both = replace(config, serve=serving, overwrite=False)
     with running(serve, both) as server, client_of(serving.port) as client:

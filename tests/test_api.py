@@ -294,7 +294,7 @@ def test_a_timed_evaluation_judges_as_the_command_does_and_leaves_the_pair(folde
     assert judged.summary["alpha"] == plain.alpha.as_dict()
     assert judged.summary["verdict"] in ("deploy", "do_not_deploy", "inconclusive")
     assert judged.summary["lossless"]["passed"]
-    assert judged.summary["lossless"]["compared"] == 4
+    assert judged.summary["lossless"]["compared"] == 9
     assert judged.summary["speedup"]["measured"] > 0
     assert lines[0].startswith("12 prompts became a user turn")
     assert lines[1].startswith("losslessness")

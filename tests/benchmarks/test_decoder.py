@@ -77,16 +77,6 @@ def test_greedy_answers_are_those_of_hugging_face(greedy):
         assert found["different"] == 0
 
 
-def test_ratios_of_a_pair_of_methods_are_inverse_to_each_other(greedy):
-    forth = greedy["plain"]["ratios"]["hf_plain"]
-    back = greedy["hf_plain"]["ratios"]["plain"]
-    # the median of an even number of ratios is a mean, and means do not invert exactly
-    assert forth["median"] * back["median"] == pytest.approx(1, rel=0.2)
-    assert forth["ci95"][0] * back["ci95"][1] == pytest.approx(1)
-    assert forth["ci95"][0] <= forth["median"] <= forth["ci95"][1]
-    assert "plain" not in greedy["plain"]["ratios"]
-
-
 def test_the_prediction_is_the_formula_of_what_stands_beside_it(greedy):
     point = greedy["speculative"]
     predicted = speedup_from_length(
@@ -135,6 +125,7 @@ def test_the_headline_has_the_keys_that_other_tools_read(greedy):
     assert found["ratio_to_plain"] == greedy["speculative"]["ratios"]["plain"]["median"]
     assert found["plain_ratio_to_hf_plain"] == greedy["plain"]["ratios"]["hf_plain"]["median"]
     assert all(value is not None for value in found.values())
+    assert "plain" not in greedy["plain"]["ratios"]
 
 
 def test_a_sampled_crowd_adapts_its_gamma(pair):

@@ -7,7 +7,7 @@ import pytest
 from draftkit.config import SamplingConfig
 from draftkit.evaluation import walltime
 from draftkit.evaluation.walltime import Setting, decoding
-from pipelines.benchmarks.decoder_peers import PAD, answer, generation_config, hugging_face
+from pipelines.benchmarks.decoder_peers import PAD, generation_config, hugging_face
 from tests import tiny
 
 SETTING = Setting(
@@ -53,13 +53,6 @@ def test_answers_end_with_their_first_end_of_text_in_a_batch_too(pair):
     assert [c.output_ids for c in theirs] == [c.output_ids for c in ours]
     assert [c.ended for c in theirs] == [c.ended for c in ours]
     assert min(len(c.output_ids) for c in theirs) < 12
-
-
-def test_cutting_keeps_the_end_of_text_and_nothing_after_it():
-    assert answer([1], [5, 9, 5, 9], (9,)).output_ids == [5, 9]
-    assert answer([1], [5, 9, 5, 9], (9,)).ended
-    whole = answer([1], [5, 6], (9,))
-    assert (whole.output_ids, whole.ended, whole.prompt_ids) == ([5, 6], False, [1])
 
 
 def test_the_assistant_proposes_gamma_tokens_a_round(pair, monkeypatch):

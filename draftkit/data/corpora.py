@@ -99,6 +99,8 @@ def split_documents(keys: np.ndarray, own: Sequence[str], data: DataConfig) -> n
 
 
 # Files and data sets: (where it stands in the source, row)
+# Files are not read by `datasets`: it makes dates of texts that look so, and gives all objects the
+# keys of the first in its order, which a template may print.
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

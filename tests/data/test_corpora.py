@@ -134,7 +134,8 @@ def test_paths_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 def test_short_paragraphs_of_a_text_are_joined_and_long_ones_stay_whole(tmp_path: Path) -> None:
     speeches = [f"SPEAKER {number}:\nA line\nand another." for number in range(300)]
-    (tmp_path / "play.txt").write_bytes("\r\n\r\n \r\n".join(speeches).encode())
+    play = "\r\n\r\n \r\n".join(speeches)
+    (tmp_path / "play.txt").write_bytes(f"\ufeff \n  {play} \t\n\f\n".encode())
     documents = load(tmp_path / "play.txt")
     texts = [document.row["text"] for document in documents]
     assert "\n\n".join(texts) == "\n\n".join(speeches)
@@ -142,13 +143,6 @@ def test_short_paragraphs_of_a_text_are_joined_and_long_ones_stay_whole(tmp_path
     kept = ["short", "long " * 2000, "last"]
     (tmp_path / "long.txt").write_text("\n\n".join(kept))
     assert [document.row["text"] for document in load(tmp_path / "long.txt")] == kept
-
-
-def test_columns_of_other_names_are_renamed(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "gsm.jsonl", [{"question": "2+2?", "answer": "4", "level": 1}])
-    columns = {"prompt_column": "question", "completion_column": "answer"}
-    assert load(path, **columns)[0].row == {"prompt": "2+2?", "completion": "4"}
-    assert load(path, prompt_column="question")[0].row == {"prompt": "2+2?"}
 
 
 @pytest.mark.parametrize("key", ["prompt_column", "completion_column"])
@@ -161,33 +155,47 @@ def test_an_unknown_column_is_answered_with_those_found(tmp_path: Path, key: str
     )
 
 
-def test_a_chat_wins_over_a_prompt_and_a_prompt_over_a_text(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "a"}]
-    row = {"text": "t", "prompt": "p", "messages": chat}
-    assert load(jsonl(tmp_path / "a.jsonl", [row]))[0].row == {"messages": chat}
-    assert load(jsonl(tmp_path / "a.jsonl", [row | {"messages": None}]))[0].row == {"prompt": "p"}
+CHAT = [{"role": "user", "content": "a"}]
+ANSWER = {"role": "assistant", "content": "b"}
+CALL = {"role": "assistant", "tool_calls": [{"name": "f"}]}
+TOOLS = [{"name": "f", "about": {"x": 1}}]
+PARTS = [{"type": "text", "text": "a "}, {"type": "text", "text": "b", "image_url": None}]
+GSM = {"question": "2+2?", "answer": "4", "level": 1}
+NAMES = {"prompt_column": "question", "completion_column": "answer"}
+FORMS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    (GSM, NAMES, {"prompt": "2+2?", "completion": "4"}),
+    (GSM, {"prompt_column": "question"}, {"prompt": "2+2?"}),
+    ({"text": "t", "prompt": "p", "messages": CHAT}, {}, {"messages": CHAT}),
+    ({"text": "t", "prompt": "p", "messages": None}, {}, {"prompt": "p"}),
+    ({"prompt": CHAT, "completion": "b"}, {}, {"messages": [*CHAT, ANSWER]}),
+    ({"prompt": CHAT, "completion": [ANSWER]}, {}, {"messages": [*CHAT, ANSWER]}),
+    ({"prompt": CHAT}, {}, {"messages": CHAT}),
+    ({"prompt": ["first", "second"]}, {}, {"prompt": "first"}),
+    (
+        {"messages": [{"role": "user", "content": PARTS}]},
+        {},
+        {"messages": [{"role": "user", "content": "a b"}]},
+    ),
+    ({"messages": [*CHAT, CALL | {"content": None}]}, {}, {"messages": [*CHAT, CALL]}),
+    ({"messages": CHAT, "tools": TOOLS}, {}, {"messages": CHAT, "tools": TOOLS}),
+    ({"messages": CHAT, "tools": json.dumps(TOOLS)}, {}, {"messages": CHAT, "tools": TOOLS}),
+    ({"prompt": CHAT, "tools": TOOLS}, {}, {"messages": CHAT, "tools": TOOLS}),
+    ({"messages": CHAT, "tools": []}, {}, {"messages": CHAT}),
+]
 
 
-def test_a_prompt_may_be_a_chat_and_of_plain_turns_the_first_is_taken(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "a"}]
-    answer = {"role": "assistant", "content": "b"}
-    for row, form in (
-        ({"prompt": chat, "completion": "b"}, {"messages": [*chat, answer]}),
-        ({"prompt": chat, "completion": [answer]}, {"messages": [*chat, answer]}),
-        ({"prompt": chat}, {"messages": chat}),
-        ({"prompt": ["first", "second"]}, {"prompt": "first"}),
-    ):
-        assert load(jsonl(tmp_path / "a.jsonl", [row]))[0].row == form
+@pytest.mark.parametrize(("row", "options", "form"), FORMS)
+def test_a_row_is_read_in_one_of_three_forms(
+    tmp_path: Path, row: dict[str, Any], options: dict[str, Any], form: dict[str, Any]
+) -> None:
+    assert load(jsonl(tmp_path / "a.jsonl", [row]), **options)[0].row == form
 
 
-def test_null_keys_of_messages_are_absent_and_tool_calls_need_no_text(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    rows = [{"messages": [{"role": "user", "content": "a", "tool_calls": None}, call]}]
+def test_nulls_by_which_parquet_fills_absent_keys_are_absent(tmp_path: Path) -> None:
+    rows = [{"messages": [*CHAT, CALL], "tools": [*TOOLS, {"name": "g"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert load(tmp_path / "a.parquet")[0].row["messages"] == [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "tool_calls": [{"name": "f"}]},
-    ]
+    assert pq.read_table(tmp_path / "a.parquet").to_pylist() != rows
+    assert load(tmp_path / "a.parquet")[0].row == rows[0]
 
 
 # Hub data sets
@@ -213,30 +221,6 @@ def test_a_hub_data_set_gives_the_documents_of_its_file(tmp_path: Path) -> None:
     assert load(path.parent, name="hub", split="test")[0].row == {"text": "held out"}
     message = refusal(lambda: load(path.parent, name="hub", split="dev"))
     assert message.startswith(f"data.path {path.parent} could not be loaded (ValueError: Unknown")
-
-
-def test_parts_of_a_message_are_joined(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b", "image_url": None}]
-    rows = [{"messages": [{"role": "user", "content": parts}]}]
-    assert load(jsonl(tmp_path / "a.jsonl", rows))[0].row["messages"][0]["content"] == "a b"
-
-
-def test_tools_go_with_a_chat_as_a_list_or_as_json(tmp_path: Path) -> None:
-    chat, tools = [{"role": "user", "content": "a"}], [{"name": "f", "about": {"x": 1}}]
-    rows = [
-        {"messages": chat, "tools": tools},
-        {"messages": chat, "tools": json.dumps(tools)},
-        {"prompt": chat, "tools": tools},
-        {"messages": chat, "tools": []},
-    ]
-    found = load(jsonl(tmp_path / "a.jsonl", rows))
-    assert [one.row for one in found] == [
-        *[{"messages": chat, "tools": tools}] * 3,
-        {"messages": chat},
-    ]
-    nulls = [{"messages": chat, "tools": [{"name": "f", "about": {"x": 1}}, {"name": "g"}]}]
-    pq.write_table(pa.Table.from_pylist(nulls), tmp_path / "a.parquet")
-    assert load(tmp_path / "a.parquet")[0].row["tools"] == [*tools, {"name": "g"}]
 
 
 # Splits

@@ -346,3 +346,13 @@ def test_weights_opened_to_training_are_read_anew_by_machine_code_and_go_with_th
         gc.collect()
         assert gone() is None
         assert compiled_units() == 0
+
+
+def test_seconds_of_compiling_add_up_and_what_runs_inside_counts_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, ticks = graphs.compile_seconds(), iter([0.0, 1.0, 3.0, 6.0])
+    monkeypatch.setattr(graphs.time, "perf_counter", lambda: next(ticks))
+    with graphs._timed(), graphs._timed():
+        pass
+    assert graphs.compile_seconds() - before == pytest.approx(6.0)

@@ -71,6 +71,16 @@ def test_few_ids_teach_finitely_even_where_the_draft_has_none_of_them(name):
         values.sum().backward()
 
 
+def test_where_the_draft_has_no_stored_id_the_target_says_another_token():
+    _, _, stored = batch_and_scores(2, 1.0)
+    never = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, stored.ids[0], True)
+    outcomes, first = outcomes_without(never), slice(0, 1)
+    warp = Objective(DivergenceConfig(), SamplingConfig(top_k=1), 1.0).warp("forward_kl")
+    logits = outcomes.logits(torch.zeros(1, VOCAB))
+    target_logits, _ = stored.among(outcomes).beside(logits, first, warp)
+    assert target_logits.tolist() == [[-torch.inf, -torch.inf, 0.0]]
+
+
 def test_the_best_id_is_one_that_the_draft_can_propose():
     _, full, stored = batch_and_scores(VOCAB - 1, 1.0)
     warp = Objective(DivergenceConfig()).warp("ce_argmax")

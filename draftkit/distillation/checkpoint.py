@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from draftkit.artifacts import atomic_path
 from draftkit.distillation.trainer import Trainer
 
-# Of each weight, AdamW's and Muon's. AdamW counts its own steps: fewer than the trainer's where
-# moments began anew.
-STATES = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})
+# Of each weight. AdamW counts its own steps: fewer than the trainer's where moments began anew.
+STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
 def save_checkpoint(path: Path, trainer: Trainer, notes: dict[str, Any]) -> None:
@@ -55,8 +54,8 @@ def load_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     with torch.no_grad():
         for name, parameter in trainer.trained():
             weight = tensors.get(f"weight.{name}")
-            parts = {part for part in set.union(*STATES) if f"{part}.{name}" in tensors}
-            known = parts in (set(), *STATES)
+            parts = {part for part in STATE if f"{part}.{name}" in tensors}
+            known = parts in (set(), STATE)
             if weight is None or weight.shape != parameter.shape or not known:
                 raise ValueError(
                     f"{path}: {name} does not fit this model: delete it to train from the start"

@@ -1,6 +1,6 @@
 """One training step of a draft, for `distill`, `prepare` and the online daemon alike.
 
-AdamW or Muon over `accelerate`, warm-up then cosine, gradient clipping. Losses are means over the
+AdamW over `accelerate`, warm-up then cosine, gradient clipping. Losses are means over the
 tokens that count, normalised over all ranks and micro-batches together: eight rows at once and
 one row eight times give the same gradient. Logits exist for a few tokens at a time (`chunked`). The
 step knows no source, no folder and no schedule of evaluation.

@@ -35,7 +35,7 @@ def served_sampling(target: TargetConfig, given: Mapping[str, Any]) -> tuple[Sam
     }
     origin = f"{', '.join(advised)} of {file}" if advised else f"{file} has no other key of it"
     if content is None:
-        origin = f"{target.path or 'a target that is trained here'} has no {FILE}"
+        origin = f"{target.path} has no {FILE}"
     elif content.get("do_sample") is False and "temperature" not in given:
         advised["temperature"] = 0.0
         origin = f"{file} has do_sample: false, which is greedy"

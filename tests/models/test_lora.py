@@ -131,12 +131,12 @@ def test_rank_0_is_no_lora() -> None:
     assert all(weight.requires_grad for weight in draft.parameters())
 
 
-def test_what_is_merged_is_b_times_a_scaled_by_alpha_over_the_rank() -> None:
-    draft = drafted(lora=LoraConfig(rank=4, alpha=6.0), dtype=torch.float64)
+def test_what_is_merged_is_twice_b_times_a() -> None:
+    draft = drafted(lora=LoraConfig(rank=4), dtype=torch.float64)
     weights = disturbed(draft).state_dict()
     layer = "model.layers.1.mlp.down_proj"
     updates = [weights[f"{layer}.lora_{part}.default.weight"] for part in "BA"]
-    expected = weights[f"{layer}.base_layer.weight"] + 6 / 4 * updates[0] @ updates[1]
+    expected = weights[f"{layer}.base_layer.weight"] + 2 * updates[0] @ updates[1]
     merged = merged_weights(draft.model)[f"{layer}.weight"]
     torch.testing.assert_close(merged, expected, atol=1e-12, rtol=0)
 

@@ -202,7 +202,7 @@ def test_benches_take_the_embedded_pair() -> None:
         assert bench.draft.shrink == compose_config().draft.shrink, name
 
 
-SERVED_AS_THE_MODEL_SAYS = ["evaluate_pair", "pair", "qwen3_chat"]
+SERVED_AS_THE_MODEL_SAYS = ["evaluate_pair", "pair", "qwen3_chat", "serve_pair"]
 
 
 def test_real_pairs_are_served_as_their_target_says_and_toys_as_the_settings_say() -> None:

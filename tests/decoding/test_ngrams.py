@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftkit.config import SamplingConfig
+from draftkit.config import COUNTING_NAMES, SamplingConfig
 from draftkit.decoding import ngrams
+from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
 from draftkit.decoding.proposers import Proposer
 from draftkit.theory.noise import DRAFT, sample
 from tests.decoding.checks import LawBroken, Parts, Setting, check_joint_law, measured, served
 from tests.decoding.driving import view_of
-from tests.tabular import TabularAdapter
+from tests.tabular import TabularAdapter, random_adapter
 from tests.theory.mutants import mutate
 
 PLAIN = SamplingConfig()
@@ -38,6 +39,14 @@ def guessed(guesser: Proposer, texts: list[list[int]], gamma: int = GAMMA) -> li
     assert 0 <= proposal.tokens.min() <= proposal.tokens.max() < 8
     pairs = zip(proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True)
     return [tokens[:length] for tokens, length in pairs]
+
+
+@pytest.mark.parametrize("name", COUNTING_NAMES)
+def test_a_proposer_that_counts_knows_the_texts_that_it_is_made_with(name: str) -> None:
+    model = random_adapter(8, 1)
+    made = PROPOSERS[name](lambda: model, lambda: [[3, 5, 6, 2] * 50], model)
+    (tokens,) = guessed(made, [[1, 3, 5]], gamma=1)
+    assert tokens[0] in ([6] if name != "unigram" else [2, 3, 5, 6])
 
 
 # Tables of counts

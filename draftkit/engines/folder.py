@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
@@ -49,7 +50,7 @@ def write_plain_folder(
 
     gamma: proposals a round, in its generation_config.json. dtype: of the weights, None for that in
     which they are stored. Over the real vocabulary logits stay as they are, but for the rounding of
-    another dtype. Raises ValueError naming `target.path` or `draft.path` for models that cannot be
+    another dtype; those of a drafter that proposes some ids alone stay over these. Raises ValueError naming `target.path` or `draft.path` for models that cannot be
     loaded or do not share a vocabulary.
     """
     transformers_logging.disable_progress_bar()
@@ -61,14 +62,15 @@ def write_plain_folder(
     before = model.config.get_text_config().vocab_size
     real, rows = real_vocab_size(tokenizer, model.config, "draft"), _rows(shapes)
     real_vocab_size(tokenizer, shapes, "target")  # which refuses a target with too few rows
-    fit_rows(model, rows=rows, real=real)
+    kept_ids = load_kept_ids(draft, real)
+    fit_rows(model, rows=rows, real=real, kept_ids=kept_ids)
     notes = [f"embeddings and head: {before:,} rows became the target's {rows:,}"]
     notes = [] if before == rows else notes
     notes += raise_context(model.config, context_of(shapes))
-    if load_kept_ids(draft, real) is not None:
+    if kept_ids is not None:
         notes.append(
-            "the drafter proposed some ids only (draft.shrink.vocabulary); engines do not know "
-            "that list, and take all"
+            f"the drafter proposes {len(kept_ids):,} ids (draft.shrink.vocabulary); engines know no "
+            "such list: in a head of its own the rows of all other ids are the mean of these"
         )
     model.generation_config = generation_config(target, tokenizer, gamma)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -101,13 +103,16 @@ def tokenizer_files(model: TargetConfig, key: str = "target") -> dict[str, Path]
 
 
 @torch.no_grad()
-def fit_rows(model: PreTrainedModel, *, rows: int, real: int) -> None:
+def fit_rows(
+    model: PreTrainedModel, *, rows: int, real: int, kept_ids: Tensor | None = None
+) -> None:
     """Give `model` so many `rows` of embeddings and head, in place; tied ones stay tied.
 
     Every row beyond the `real` vocabulary, new or old, becomes the mean of the real rows. So its
     logit is the mean of the real logits: never above the largest one, so it is nobody's argmax, and
     by Jensen's inequality at most 1 / `real` of the probability that the real ids have together.
     Rows of zeros promise neither: their logit is 0, which wins where all others are negative.
+    With `kept_ids` [K] the head, which is tied no longer, has the mean of their rows at all others.
     """
     assert rows >= real
     model.resize_token_embeddings(rows, mean_resizing=False)
@@ -117,6 +122,14 @@ def fit_rows(model: PreTrainedModel, *, rows: int, real: int) -> None:
     for table in tables:
         if table is not None:
             table[real:] = table[:real].double().mean(0).to(table.dtype)
+    if kept_ids is not None:
+        model.config.get_text_config().tie_word_embeddings = False
+        model.config.tie_word_embeddings = False
+        head.weight = torch.nn.Parameter(head.weight.clone())
+        others = torch.ones(rows, dtype=torch.bool).index_fill(0, kept_ids.cpu(), False)
+        for table in (head.weight, getattr(head, "bias", None)):
+            if table is not None:
+                table[others] = table[kept_ids].double().mean(0).to(table.dtype)
 
 
 def raise_context(config: PreTrainedConfig, context: int) -> list[str]:

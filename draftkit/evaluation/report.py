@@ -192,8 +192,8 @@ def kept_ids_text(summary: dict[str, Any]) -> str:
         return ""
     return (
         f"These rates are of a drafter that proposes {kept:,} ids alone (kept_ids.json), which "
-        "only draftkit knows: an engine lets it propose all ids, of which it has not learnt the "
-        "others, and so accepts less."
+        "only draftkit knows. Give an engine the folder that `export` writes: there no other id is "
+        "ever the most likely, and all others together get a little of the probability."
     )
 
 

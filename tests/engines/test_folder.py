@@ -177,11 +177,22 @@ def test_the_dtype_is_that_of_the_weights_or_the_chosen_one(
         assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == stored
 
 
-def test_a_list_of_kept_ids_is_left_out_and_named(tmp_path: Path, target: TargetConfig) -> None:
-    draft = making.saved(making.model(), tmp_path / "draft", kept_ids=torch.arange(9))
+@pytest.mark.parametrize("tied", [True, False])
+def test_ids_that_a_drafter_does_not_propose_never_win_in_an_engine(
+    tmp_path: Path, target: TargetConfig, tied: bool
+) -> None:
+    model, kept = making.model(tie_word_embeddings=tied), torch.tensor([3, 8, 9, 40])
+    draft = making.saved(model, tmp_path / "draft", kept_ids=kept)
     notes = write_plain_folder(draft, target, tmp_path / "hf", gamma=1)
-    assert any("draft.shrink.vocabulary" in note for note in notes)
+    assert any("proposes 4 ids (draft.shrink.vocabulary)" in note for note in notes)
     assert not (tmp_path / "hf" / KEPT_IDS).exists()
+    before = logits(model)
+    after = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
+    assert torch.equal(after[..., kept], before[..., kept])
+    others = [token for token in range(ROWS) if token not in kept]
+    mean = before[..., kept].mean(-1, keepdim=True).expand(-1, -1, len(others))
+    torch.testing.assert_close(after[..., others], mean)
+    assert torch.isin(after.argmax(-1), kept).all()
 
 
 def test_transformers_accepts_of_the_folder_what_is_predicted(

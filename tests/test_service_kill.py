@@ -40,7 +40,7 @@ def test_a_daemon_killed_anywhere_leaves_whole_versions(root: Path, records: lis
     eager += ["online.gate.records=256"]  # the same prompts come again: enough different ones
     published: list[str] = []
     for turn in range(ROUNDS):
-        daemon = start(root, name, *eager, "online.keep=100", "optim.learning_rate=1e-4")
+        daemon = start(root, name, *eager, "optim.learning_rate=1e-4")
         try:
             until(daemon, lambda line: "watching" in line)
             fill(config, records[turn : turn + 4])  # something new, so that it begins an update

@@ -162,8 +162,7 @@ class DraftModelProposer(Proposer):
         return (type(self), self.draft.signature, self.tokens)
 
     def allocate(self, slots: int, capacity: int, encoder_capacity: int = 0) -> None:
-        # A draft that reads the encoder text as a prefix keeps it in front of its own.
-        self._cache = SlotCache(slots, capacity + encoder_capacity, encoder_capacity)
+        self._cache = SlotCache(slots, capacity, encoder_capacity)
 
     def encode(self, tokens: Tensor, *, lengths: Tensor, rows: Tensor) -> None:
         cache = self._cache.select(rows, visible=tokens.shape[1])

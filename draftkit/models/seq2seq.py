@@ -6,21 +6,18 @@ of cross attention in the rows of the cache; from then on all is as in a causal 
 the decoder are called one by one, with finished biases: the stack around them derives one bias from
 one length of the cache, and here every row stands at a position of its own.
 
-`PrefixedAdapter` lets a decoder-only draft read the encoder's text as the beginning of its own.
-
 Shapes: B rows, E encoder tokens, N new decoder tokens, T decoder tokens, C slots attended to,
 V real vocabulary, H hidden size.
 """
 
-from collections.abc import Callable, Hashable
-from functools import partial
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicLayer, EncoderDecoderCache, PreTrainedModel
 
-from draftkit.models.adapter import UNBOUNDED, Adapter, CausalAdapter, additive, cache_argument
+from draftkit.models.adapter import UNBOUNDED, Adapter, additive, cache_argument
 from draftkit.models.cache import SlotCache
 
 T5_TYPES = ("t5", "mt5")
@@ -32,16 +29,6 @@ def inside(lengths: Tensor, width: int) -> Tensor:
     A row without text shows its first slot, lest its softmax become NaN and stay in its slots.
     """
     return torch.arange(width, device=lengths.device) < lengths.clamp(min=1)[:, None]
-
-
-def required(encoder: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return both, or raise ValueError: the decoder's tokens alone have no probability."""
-    if encoder is None or lengths is None:
-        raise ValueError(
-            "scoring under an encoder-decoder model needs the encoder's ids: "
-            "give score(..., encoder=, lengths=)"
-        )
-    return encoder, lengths
 
 
 class Seq2SeqAdapter(Adapter):
@@ -109,7 +96,11 @@ class Seq2SeqAdapter(Adapter):
         lengths: Tensor | None = None,
     ) -> Tensor:
         """As `Adapter.score`. Raises ValueError without `encoder` [B, E] and its `lengths` [B]."""
-        encoder, lengths = required(encoder, lengths)
+        if encoder is None or lengths is None:
+            raise ValueError(
+                "scoring under an encoder-decoder model needs the encoder's ids: "
+                "give score(..., encoder=, lengths=)"
+            )
         hidden = self._decoder(
             input_ids=tokens,
             encoder_hidden_states=self._encoded(encoder, lengths),
@@ -163,67 +154,3 @@ class Seq2SeqAdapter(Adapter):
         bias = by_distance[distance.clamp(0, self._farthest)].permute(0, 3, 1, 2)
         lowest = torch.finfo(bias.dtype).min
         return bias.masked_fill((distance < 0)[:, None], lowest).contiguous()
-
-
-class PrefixedAdapter(CausalAdapter):
-    """A decoder-only draft that reads the encoder's text before its own.
-
-    The decoder's token at position t stands behind the encoder's text for the draft, so its cache
-    needs `encoder_capacity` slots more than the target's, and its context is so much shorter.
-    """
-
-    has_encoder = True
-
-    def __init__(self, model: PreTrainedModel, *, vocab_size: int, encoder_capacity: int) -> None:
-        super().__init__(model, vocab_size=vocab_size)
-        self.max_positions -= encoder_capacity
-
-    def encode(self, tokens: Tensor, *, lengths: Tensor, cache: SlotCache) -> None:
-        """Feed the texts `tokens` [B, E] of `lengths` [B] to the draft, from position 0 on.
-
-        Padding falls into slots that the decoder's tokens overwrite before anything sees them.
-        """
-        cache.write_encoder((), lengths)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        self._feed(super().prefill, tokens, positions, cache, tokens.shape[1])
-
-    def step(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache, last: int = 0) -> Tensor:
-        return self._feed_behind(partial(super().step, last=last), tokens, positions, cache)
-
-    def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
-        self._feed_behind(super().prefill, tokens, positions, cache)
-
-    def score(
-        self,
-        tokens: Tensor,
-        keep: Tensor,
-        *,
-        encoder: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """As `Adapter.score`. Raises ValueError without `encoder` [B, E] and its `lengths` [B]."""
-        encoder, lengths = required(encoder, lengths)
-        columns = lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, T]
-        text = torch.cat([encoder, torch.zeros_like(tokens)], dim=1).scatter(1, columns, tokens)
-        kept = torch.zeros_like(text, dtype=torch.bool).scatter(1, columns, keep)
-        return super().score(text, kept)
-
-    def _feed_behind(
-        self, feed: Callable[..., Any], tokens: Tensor, positions: Tensor, cache: SlotCache
-    ) -> Any:
-        positions = positions + cache.encoder_lengths[:, None]
-        return self._feed(feed, tokens, positions, cache, cache.visible + cache.encoder_visible)
-
-    def _feed(
-        self,
-        feed: Callable[..., Any],
-        tokens: Tensor,
-        positions: Tensor,
-        cache: SlotCache,
-        visible: int,
-    ) -> Any:
-        """Call `feed` with `visible` slots, and leave the decoder's number as it was."""
-        of_decoder, cache.visible = cache.visible, visible
-        result = feed(tokens, positions=positions, cache=cache)
-        cache.visible = of_decoder
-        return result

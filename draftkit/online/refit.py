@@ -319,8 +319,8 @@ class Refit:
         before = self.judge.score(self.registry.read(base), traffic)
         anchor_after = anchor_first = None
         if self.anchors.held_out:
-            first = self.registry.read(self.registry.versions()[0])
-            anchor_first = self.judge.score(first, self.anchors.held_out)
+            first = self.registry.version((base.name, *base.ancestors)[-1])
+            anchor_first = self.judge.score(self.registry.read(first), self.anchors.held_out)
             anchor_after = self.judge.score(weights, self.anchors.held_out)
         verdict = judge(
             after=after,

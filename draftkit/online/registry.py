@@ -6,16 +6,14 @@
 
 It knows folders, checksums and names; not what a drafter computes, who trains it or who serves it.
 Changes take a lock between processes, readers take none. A process killed at any moment leaves
-the pointer on a whole version; what else it leaves, the next change clears away. A version that is
-gone or has other content is damaged; what merely cannot be read at the moment raises OSError.
+the pointer on a whole version; what else it leaves, the next change clears away. What a version
+holds is compared with its checksums whenever weights are read.
 """
 
 import contextlib
 import fcntl
-import logging
-import os
 import shutil
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,18 +21,9 @@ from typing import Any
 from draftkit.artifacts import read_json, remove, write_json
 from draftkit.config.service import DEFAULT_ROUTE
 from draftkit.online.fingerprints import require_same
-from draftkit.online.versions import (
-    NAME,
-    Version,
-    is_whole,
-    read_version,
-    read_weights,
-    state_of,
-    write_version,
-)
+from draftkit.online.versions import NAME, Version, read_version, read_weights, write_version
 
 CURRENT = "current"
-_log = logging.getLogger(__name__)
 
 
 class NotInForce(ValueError):
@@ -59,84 +48,38 @@ class Registry:
         self.path = Path(folder) / route
         self._fingerprints = dict(fingerprints or {})
         self._versions = self.path / "versions"
-        self._checked: dict[str, tuple[Any, bool]] = {}  # name: state of its files, whether whole
-        self._warned: set[str] = set()  # versions that are known to be damaged
 
     # Reading
 
     def version(self, name: str) -> Version:
-        """One of them. Raises ValueError, one line, if it is not there or cannot be read."""
+        """One of them; its weights are not looked at. Raises ValueError if it is not there."""
         if NAME.fullmatch(name) is None:
             raise ValueError(f"{name!r} is no version: those are called like v000001")
         return read_version(self._versions / name)
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
+        """The names of all that are there, the oldest first."""
         if not self._versions.is_dir():
             return []
         names = [path.name for path in self._versions.iterdir()]
         return sorted((name for name in names if NAME.fullmatch(name)), key=_number)
 
     def versions(self) -> list[Version]:
-        """All that are there, by name; contents are not checked."""
-        versions = []
-        for name in self._names():
-            with contextlib.suppress(ValueError):
-                versions.append(self.version(name))
-        return versions
+        """All that are there, the oldest first. Raises ValueError for one that is damaged."""
+        return [self.version(name) for name in self.names()]
 
     read = staticmethod(read_weights)
 
-    def _whole(self, name: str) -> Version | None:
-        """The version `name` if every file is as published: checked once, while unchanged."""
-        try:
-            version = self.version(name)
-        except ValueError:
-            return None
-        state = state_of(version)
-        if self._checked.get(name, (None, False))[0] != state:
-            self._checked[name] = (state, is_whole(version))
-        return version if state is not None and self._checked[name][1] else None
-
-    def _pointer(self) -> tuple[list[str], int]:
-        """The version that the pointer names with its ancestors, and the last number in use.
-
-        A pointer that cannot be read is taken to be on the newest version.
-        """
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
-            pointer = read_json(self.path / CURRENT)
-            names = [str(name) for name in (pointer["name"], *pointer["ancestors"])]
-            return names, int(pointer["last"])
-        versions = self.versions()
-        return [name for one in versions[-1:] for name in (one.name, *one.ancestors)], 0
+    def _pointer(self) -> dict[str, Any]:
+        """What the pointer says: a version's name, its ancestors, the last number in use."""
+        with contextlib.suppress(FileNotFoundError):
+            return read_json(self.path / CURRENT)
+        return {"name": None, "ancestors": [], "last": 0}
 
     def current(self) -> Version | None:
-        """What is to be served; null before `seed`.
-
-        If that version is deleted or damaged: its nearest whole ancestor, with a warning, once a
-        process. Raises ValueError if none of them is whole.
-        """
-        names, _ = self._pointer()
-        for name in names:
-            if (version := self._whole(name)) is not None:
-                if name != names[0] and names[0] not in self._warned:
-                    self._warned.add(names[0])
-                    reason = f"{names[0]} is deleted or damaged: {name} is served instead"
-                    _log.warning("%s: %s", self.path, reason)
-                return version
-        if names:
-            raise ValueError(
-                f"{self.path}: {names[0]} and all before it are deleted or damaged: put one back,"
-                " or start the server again, which begins with draft.path"
-            )
-        return None
-
-    def pointer(self) -> Hashable:
-        """Differs whenever the pointer was written since. Costs a `stat`."""
-        try:
-            state = os.stat(self.path / CURRENT)
-        except OSError:
-            return None
-        return (state.st_ino, state.st_mtime_ns, state.st_size)
+        """What is to be served; null before `seed`. Raises ValueError if it is not there."""
+        name = self._pointer()["name"]
+        return None if name is None else self.version(name)
 
     # Changing
 
@@ -151,7 +94,7 @@ class Registry:
             yield
 
     def _point(self, version: Version, reason: str) -> None:
-        last = max(_number(version.name), self._pointer()[1])
+        last = max(_number(version.name), self._pointer()["last"])
         pointer = {"name": version.name, "ancestors": list(version.ancestors)}
         write_json(self.path / CURRENT, pointer | {"last": last, "reason": reason})
 
@@ -159,8 +102,7 @@ class Registry:
         self, write: Callable[[Path], None], parent: Version | None, metrics: dict[str, Any]
     ) -> Version:
         """A new version of what `write` makes, under a name that was never in force."""
-        names, last = self._pointer()  # of which folders may be gone
-        number = 1 + max([last, *map(_number, [*names, *self._names()])])
+        number = 1 + max([self._pointer()["last"], *map(_number, self.names())])
         return write_version(
             self._versions / f"v{number:06d}",
             write,
@@ -172,14 +114,10 @@ class Registry:
     def seed(self, write: Callable[[Path], None]) -> Version:
         """The current version; where there is none, what `write` puts into a folder becomes it.
 
-        Raises ValueError, one line, for a version that was made with something else.
+        Raises ValueError, one line, for a version that was made with something else, or is gone.
         """
         with self._changing():
-            try:
-                version = self.current()
-            except ValueError as error:  # all are gone: begin again rather than ask for a hand
-                _log.warning("%s", error)
-                version = None
+            version = self.current()
             if version is None:
                 version = self._write(write, None, {})
                 self._point(version, "the starting drafter")
@@ -204,7 +142,8 @@ class Registry:
         with self._changing():
             before = self.current()
             if parent is not None:
-                _require(before, parent, f"nothing is published: it was made of {parent}, and")
+                now = None if before is None else before.name
+                _require(now, parent, f"nothing is published: it was made of {parent}, and")
             version = self._write(write, before, metrics)
             self._point(version, "published")
             return version
@@ -217,25 +156,30 @@ class Registry:
         Raises ValueError if there is no such whole version; NotInForce if `current` is given, and
         another version is in force.
         """
-        none_yet = ValueError(f"{self.path} has no version yet: start the server first")
-        if not self.path.is_dir():  # of what is refused nothing is made
-            raise none_yet
+        if self._pointer()["name"] is None:  # of what is refused nothing is made
+            raise ValueError(f"{self.path} has no version yet: start the server first")
         with self._changing():
-            names, _ = self._pointer()
-            if not names:
-                raise none_yet
+            pointer = self._pointer()
             if current is not None:
-                _require(self.current(), current, f"{current} is not taken back:")
-            if to == names[0]:
+                _require(pointer["name"], current, f"{current} is not taken back:")
+            if to == pointer["name"]:
                 raise ValueError(f"{to} is the current version already")
-            wanted = names[1:] if to is None else [to]
-            version = next(filter(None, map(self._whole, wanted)), None)
+            wanted = pointer["ancestors"] if to is None else [to]
+            version = next(self._whole(wanted), None)
             if version is None:
-                whole = ", ".join(name for name in self._names() if self._whole(name) is not None)
+                whole = ", ".join(version.name for version in self._whole(self.names()))
                 missing = "no version before it" if to is None else f"no whole version {to}"
                 raise ValueError(f"{self.path}: there is {missing}; whole ones: {whole}")
             self._point(version, reason)
             return version
+
+    def _whole(self, names: Sequence[str]) -> Iterator[Version]:
+        """Those of the versions `names` whose files are all as they were published."""
+        for name in names:
+            with contextlib.suppress(ValueError):
+                version = self.version(name)
+                self.read(version)
+                yield version
 
     def collect(self, keep: int) -> list[str]:
         """Delete old versions; the names of those that went.
@@ -243,20 +187,19 @@ class Registry:
         The last `keep` stay, the current one, and all its ancestors.
         """
         with self._changing():
-            names = self._names()
-            kept = {*self._pointer()[0], *(names[-keep:] if keep else ())}
+            names, pointer = self.names(), self._pointer()
+            kept = {pointer["name"], *pointer["ancestors"], *(names[-keep:] if keep else ())}
             gone = [name for name in names if name not in kept]
             for name in gone:
                 remove(self._versions / name)
             return gone
 
 
-def _require(current: Version | None, name: str, refusal: str) -> None:
-    """Raise NotInForce unless the `current` version is `name`."""
-    if current is None or current.name != name:
-        now = "nothing" if current is None else current.name
-        raise NotInForce(f"{refusal} {now} is in force now")
+def _require(now: str | None, name: str, refusal: str) -> None:
+    """Raise NotInForce unless the version that is in force `now` is `name`."""
+    if now != name:
+        raise NotInForce(f"{refusal} {now or 'nothing'} is in force now")
 
 
 def _number(name: str) -> int:
-    return int(name[1:]) if NAME.fullmatch(name) else 0
+    return int(name[1:])

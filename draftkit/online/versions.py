@@ -1,11 +1,9 @@
 """A published drafter: a folder with its weights and, written last, `version.json`.
 
-This module writes such a folder, reads it, and tells whether it is whole. It does not know which
-version is served.
+This module writes such a folder and reads it. It does not know which version is served.
 """
 
 import hashlib
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ from draftkit.artifacts import atomic_path, read_json, sha256_file, write_json
 NAME = re.compile(r"v[0-9]{6,12}")
 ABOUT = "version.json"
 _WEIGHTS = ".safetensors"
-_GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # other OSErrors may pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,24 +68,17 @@ def write_version(
 
 
 def read_version(path: Path) -> Version:
-    """The version in the folder `path`; its files are not looked at.
+    """The version in the folder `path`; its other files are not looked at.
 
     Raises ValueError, one line, if it is not there or is damaged; OSError if that cannot be known
     at the moment.
     """
     try:
         about = read_json(path / ABOUT)
-        return Version(
-            path=path,
-            ancestors=tuple(about["ancestors"]),
-            sha256=dict(about["sha256"]),
-            metrics=dict(about["metrics"]),
-            fingerprints=dict(about["fingerprints"]),
-        )
-    except _GONE as error:
-        raise ValueError(f"{path.parent} has no version {path.name}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{path / ABOUT} is damaged: roll back to another version") from error
+        return Version(path=path, **about | {"ancestors": tuple(about["ancestors"])})
+    except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+        state = "missing" if isinstance(error, FileNotFoundError) else "damaged"
+        raise ValueError(f"{path / ABOUT} is {state}: roll back to another version") from error
 
 
 def read_weights(version: Version) -> dict[str, Tensor]:
@@ -106,29 +96,6 @@ def read_weights(version: Version) -> dict[str, Tensor]:
                 raise ValueError(f"{file} of {version.name} differs from its checksum")
             if name.endswith(_WEIGHTS):
                 tensors |= safetensors.torch.load(content)
-        except (*_GONE, SafetensorError) as error:
+        except (FileNotFoundError, SafetensorError) as error:
             raise ValueError(f"{file} of {version.name} cannot be read ({error})") from error
     return tensors
-
-
-def state_of(version: Version) -> tuple[Any, ...] | None:
-    """Stands for the files as the file system sees them; None if one is gone.
-
-    While it is the same, so are the contents: checksums need not be computed again.
-    """
-    try:
-        states = [os.stat(version.path / name) for name in version.sha256]
-    except _GONE:
-        return None
-    return tuple((state.st_ino, state.st_size, state.st_mtime_ns) for state in states)
-
-
-def is_whole(version: Version) -> bool:
-    """Whether every file has its checksum. Raises OSError if one cannot be read at the moment."""
-    try:
-        return all(
-            sha256_file(version.path / name) == expected
-            for name, expected in version.sha256.items()
-        )
-    except _GONE:
-        return False

@@ -9,7 +9,7 @@ goes on. Whether a version is any good is the daemon's to judge. Knows no reques
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -37,7 +37,7 @@ class Route:
         self.name = name
         self.proposer = proposer
         self.registry = registry
-        self.seen: Hashable = None  # the pointer that has been followed
+        self.seen = ""  # the version that has been looked at
         self.trouble = ""  # with the registry, as it was told
 
 
@@ -122,7 +122,7 @@ class Drafters:
             self.poll()
 
     def poll(self) -> None:
-        """Follow every registry's pointer, once, unless a version waits to be installed."""
+        """Follow every registry, once, unless a version waits to be installed."""
         for route in self.routes.values():
             if route.registry is not None and self._offer is None:
                 try:
@@ -134,13 +134,12 @@ class Drafters:
                     route.trouble = str(error)
 
     def _follow(self, route: Route, registry: Registry) -> None:
-        pointer = registry.pointer()
-        if pointer == route.seen:
+        version = registry.current()
+        if version is None or version.name == route.seen:
             return
-        current = registry.current()
-        if current is not None and current.name != route.proposer.version:
-            self._load(route, registry, current)
-        route.seen = pointer
+        if version.name != route.proposer.version:
+            self._load(route, registry, version)
+        route.seen = version.name
 
     def _load(self, route: Route, registry: Registry, version: Version) -> None:
         """Read and check `version`; what fits waits for `install`, the rest is refused."""

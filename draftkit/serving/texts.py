@@ -1,4 +1,4 @@
-"""The tokenizer as the server needs it: prompts to ids, ids to text, single tokens to bytes.
+"""The tokenizer as the server needs it: prompts to ids, single tokens to text and bytes.
 
 Encoding runs on a copy of the tokenizer and one call at a time: the engine's thread decodes with
 the original meanwhile, and a fast tokenizer that is changed while it is read raises. Knows no
@@ -75,13 +75,6 @@ class Texts:
                 raise ValueError(
                     f"the chat template of this model refuses the messages ({error})"
                 ) from error
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
-        with self._lock:
-            return self._tokenizer.decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text; a special token's name, for a text does not show it."""

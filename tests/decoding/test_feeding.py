@@ -1,4 +1,4 @@
-"""Encoder texts in the decoder: encoder-decoder targets with drafts of either kind."""
+"""Encoder texts in the decoder: encoder-decoder pairs."""
 
 from typing import Any
 
@@ -12,7 +12,6 @@ from draftkit.decoding.generation import Completion, decode
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import Adapter
-from draftkit.models.seq2seq import PrefixedAdapter
 from tests import tiny
 from tests.decoding.driving import request
 
@@ -66,21 +65,10 @@ def test_sampled_rows_do_not_depend_on_the_batch_they_sit_in() -> None:
     assert len({tuple(a.output_ids) for a in alone}) == len(alone)
 
 
-def prefixed() -> PrefixedAdapter:
-    room = max(map(len, TEXTS))
-    return PrefixedAdapter(tiny.model("llama"), vocab_size=tiny.VOCAB_SIZE, encoder_capacity=room)
-
-
-def test_a_decoder_only_draft_reads_the_encoder_text_first() -> None:
+def test_a_decoder_only_draft_has_nothing_to_read_the_text_with() -> None:
     target, _ = tiny.seq2seq_pair()
-    draft = prefixed()
-    plain = answers(target, draft, 0, 4)
-    speculative = answers(target, draft, 3, 4)
-    assert [a.output_ids for a in plain] == [a.output_ids for a in speculative]
-    # Fed the target's text, the same model behind the prefix proposes what it would say itself.
-    itself = prefixed()
-    first, second = (answers(target, d, 3, 4, temperature=1.0) for d in (draft, itself))
-    assert [a.accept_counts for a in first] == [a.accept_counts for a in second]
+    with pytest.raises(ValueError, match="this model has no encoder"):
+        answers(target, tiny.adapter("llama"), 3, 4)
 
 
 def test_a_request_must_bring_what_its_target_reads() -> None:

@@ -19,7 +19,7 @@ from transformers.models.mt5.modeling_mt5 import MT5LayerNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from draftkit.models.cache import SlotCache
-from draftkit.models.seq2seq import PrefixedAdapter, Seq2SeqAdapter, inside
+from draftkit.models.seq2seq import Seq2SeqAdapter, inside
 from tests import tiny
 
 ATOL = 1e-10
@@ -126,22 +126,6 @@ def test_ragged_steps_with_rollback_equal_the_model_without_a_cache(
     play(rows)
 
 
-@pytest.mark.usefixtures("exact_norms")
-@torch.no_grad()
-def test_a_draft_behind_a_prefix_equals_the_draft_on_one_text() -> None:
-    draft = tiny.adapter("gpt2", dtype=torch.float64, attn_pdrop=0.0)  # positions are learned here
-    adapter = PrefixedAdapter(draft.model, vocab_size=draft.vocab_size, encoder_capacity=LONGEST)
-
-    def expected(row: int, tokens: Tensor) -> Tensor:
-        text = torch.cat([torch.tensor(rows.encoders[row]), tokens])
-        logits = draft.model(input_ids=text[None], use_cache=False).logits[0]
-        return logits[len(rows.encoders[row]) :]
-
-    rows = Rows(adapter, expected, SlotCache(5, 48 + LONGEST, encoder_capacity=LONGEST))
-    play(rows)
-    assert adapter.max_positions == draft.max_positions - LONGEST
-
-
 @torch.no_grad()
 def test_a_narrower_view_of_short_encoder_texts_changes_nothing() -> None:
     adapter = adapter_of(dtype=torch.float64)
@@ -173,16 +157,9 @@ def test_rows_without_a_text_stay_finite_in_half_precision() -> None:
 # Compiled code
 
 
-def prefixed(**options: Any) -> PrefixedAdapter:
-    return PrefixedAdapter(
-        tiny.model(**options), vocab_size=tiny.VOCAB_SIZE, encoder_capacity=LONGEST
-    )
-
-
-@pytest.mark.parametrize("made", [adapter_of, prefixed])
 @torch.no_grad()
-def test_a_step_is_one_graph(made: Callable[[], Any]) -> None:
-    adapter = made()
+def test_a_step_is_one_graph() -> None:
+    adapter = adapter_of()
     compiled = torch.compile(adapter.step, fullgraph=True, dynamic=False, backend="eager")
     rows = torch.tensor([2, 0])
     results = []
@@ -218,25 +195,10 @@ def test_scores_of_kept_positions_equal_the_model_whatever_lies_to_the_right(kin
     torch.testing.assert_close(scores, torch.cat(expected), atol=ATOL, rtol=0)
 
 
-@torch.no_grad()
-def test_scores_of_a_prefixed_draft_are_those_of_one_text() -> None:
-    adapter = prefixed(dtype=torch.float64)
-    texts, encoders = tiny.prompts([10, 4]), tiny.prompts([2, 7], seed=4)
-    tokens, counts = padded(texts)
-    encoder, lengths = padded(encoders)
-    scores = adapter.score(tokens, inside(counts, 10), encoder=encoder, lengths=lengths)
-    expected = [
-        adapter.model(input_ids=torch.tensor([one + text])).logits[0, len(one) :]
-        for one, text in zip(encoders, texts, strict=True)
-    ]
-    torch.testing.assert_close(scores, torch.cat(expected), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("made", [adapter_of, prefixed])
-def test_a_score_without_the_encoders_ids_is_refused(made: Callable[[], Any]) -> None:
+def test_a_score_without_the_encoders_ids_is_refused() -> None:
     tokens = torch.zeros(1, 3, dtype=torch.long)
     with pytest.raises(ValueError, match=r"needs the encoder's ids: give score"):
-        made().score(tokens, tokens == 0)
+        adapter_of().score(tokens, tokens == 0)
 
 
 @torch.no_grad()
@@ -259,19 +221,16 @@ def test_models_of_one_signature_differ_in_values_only() -> None:
         adapter_of().signature,
         adapter_of("t5 1.1").signature,
         adapter_of(dtype=torch.float64).signature,
-        prefixed().signature,
         tiny.adapter().signature,
     ]
     untied = adapter_of()
     untied.model.lm_head.weight = torch.nn.Parameter(untied.model.lm_head.weight.detach().clone())
-    assert len({*signatures, untied.signature}) == 6
+    assert len({*signatures, untied.signature}) == 5
     assert adapter_of(seed=5).signature == signatures[0]
-    assert prefixed(seed=5).signature == signatures[3]
 
 
-@pytest.mark.parametrize("made", [adapter_of, prefixed])
-def test_weights_closed_to_training_are_constant(made: Callable[[], Any]) -> None:
-    adapter = made()
+def test_weights_closed_to_training_are_constant() -> None:
+    adapter = adapter_of()
     assert not adapter.is_constant
     adapter.requires_grad_(False)
     assert adapter.is_constant
@@ -310,6 +269,3 @@ def test_other_encoder_decoder_models_are_refused_by_name(name: str) -> None:
     made, config = REFUSED[name]
     with pytest.raises(ValueError, match=f"^{name}: .* use a T5-type one \\(t5, mt5\\)$"):
         Seq2SeqAdapter(made(config), vocab_size=32)
-
-
-# The cache

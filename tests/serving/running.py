@@ -1,4 +1,4 @@
-"""An engine in the process, clients that wait for its answers, and stand-ins for disk and registry.
+"""An engine in the process, clients that wait for its answers, and a stand-in for the disk.
 
 Every wait has a deadline; engines are stopped when their `with` ends.
 """
@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from draftkit.config import BufferConfig, DecodeConfig, SamplingConfig, ServeConfig
 from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Entry, Served
-from draftkit.online.registry import Version
+from draftkit.online.registry import Registry
 from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
@@ -99,42 +100,15 @@ def answers(engine: Engine, *jobs: Job) -> list[Client]:
     return [client.wait() for client in ask(engine, *jobs)]
 
 
-@dataclass
-class Shelf:
-    """A registry in memory; a version without weights is a damaged one."""
+def write(weights: dict[str, Tensor]) -> Callable[[Path], None]:
+    """Writes a version of `weights` into the folder that it is given."""
+    whole = {name: tensor.clone() for name, tensor in weights.items()}  # of tied ones each its own
+    return lambda folder: save_file(whole, folder / "model.safetensors")
 
-    route: str = "default"
-    weights: dict[str, dict[str, Tensor] | None] = field(default_factory=dict)
-    known: dict[str, Version] = field(default_factory=dict)
-    now: str | None = None
-    changes: int = 0
 
-    def publish(self, weights: dict[str, Tensor] | None) -> str:
-        name = f"v{len(self.known) + 1:06d}"
-        parent = self.known[self.now] if self.now is not None else None
-        self.known[name] = Version(
-            path=Path(name),
-            ancestors=() if parent is None else (parent.name, *parent.ancestors),
-            sha256={},
-            metrics={},
-            fingerprints={},
-        )
-        self.weights[name] = weights
-        self.now = name
-        self.changes += 1
-        return name
-
-    def current(self) -> Version | None:
-        return None if self.now is None else self.known[self.now]
-
-    def read(self, version: Version) -> dict[str, Tensor]:
-        found = self.weights[version.name]
-        if found is None:
-            raise ValueError(f"{version.path}: differs from its checksum")
-        return found
-
-    def pointer(self) -> int:
-        return self.changes
+def publish(registry: Registry, weights: dict[str, Tensor]) -> str:
+    """Publish `weights`; the name of their version."""
+    return registry.publish(write(weights), metrics={}).name
 
 
 class Weights:

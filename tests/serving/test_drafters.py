@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 from torch import Tensor
 
 from draftkit.config import DRAFTED_NAMES
@@ -16,12 +15,13 @@ from draftkit.serving.engine import Engine
 from tests import tiny
 from tests.serving.running import (
     GREEDY,
-    Shelf,
     answers,
     ask,
     job,
+    publish,
     serving,
     until,
+    write,
 )
 
 TARGET, DRAFT = tiny.pair()
@@ -34,6 +34,11 @@ def draft() -> Adapter:
     return copy.deepcopy(DRAFT)
 
 
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(tmp_path)
+
+
 def served(engine: Engine, count: int, **others: Any) -> list[str]:
     """Serve `count` answers; the versions that drafted for them."""
     jobs = [job(PROMPTS[n % 4], 12, **others) for n in range(count)]
@@ -42,13 +47,14 @@ def served(engine: Engine, count: int, **others: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("proposer", DRAFTED_NAMES)
-def test_a_version_comes_into_force_between_rounds_and_tags_what_it_drafts(proposer: str) -> None:
-    shelf = Shelf()
-    with serving(TARGET, draft, registries={"default": shelf}, proposer=proposer) as engine:
+def test_a_version_comes_into_force_between_rounds_and_tags_what_it_drafts(
+    proposer: str, registry: Registry
+) -> None:
+    with serving(TARGET, draft, registries={"default": registry}, proposer=proposer) as engine:
         assert engine.versions() == {"default": START}
         assert served(engine, 2) == [START] * 2
         slow = answers(engine, job(PROMPTS[0], 10, sampling=GREEDY))[0]
-        name = shelf.publish(EXACT)
+        name = publish(registry, EXACT)
         until(lambda: engine.versions()["default"] == name)
         fast = answers(engine, job(PROMPTS[0], 10, sampling=GREEDY))[0]
         assert fast.ids == slow.ids
@@ -72,48 +78,55 @@ def test_without_a_drafter_answers_are_the_targets_and_there_is_nothing_to_follo
         assert [client.ids for client in answers(engine, *jobs)] == expected
 
 
-def test_a_row_in_flight_goes_on_with_the_new_weights() -> None:
-    shelf = Shelf()
+def test_a_row_in_flight_goes_on_with_the_new_weights(registry: Registry) -> None:
     long = job(PROMPTS[0], 60, sampling=GREEDY)
-    with serving(TARGET, draft, registries={"default": shelf}, started=False) as engine:
+    with serving(TARGET, draft, registries={"default": registry}, started=False) as engine:
         (alone,) = [*_stepped(engine, long)]
-        (swapped,) = [*_stepped(engine, long, shelf)]
+        (swapped,) = [*_stepped(engine, long, registry)]
     assert swapped.ids == alone.ids
     assert swapped.speculation.version == "v000001"
     assert swapped.speculation.rounds < alone.speculation.rounds
 
 
-def _stepped(engine: Engine, one: Any, shelf: Shelf | None = None) -> Any:
+def _stepped(engine: Engine, one: Any, registry: Registry | None = None) -> Any:
     (client,) = ask(engine, one)
     for number in range(200):
         if client.ended.is_set():
             break
-        if number == 3 and shelf is not None:
-            shelf.publish(EXACT)
+        if number == 3 and registry is not None:
+            publish(registry, EXACT)
             engine.drafters.poll()
         engine._step()
     yield client.wait()
 
 
-@pytest.mark.parametrize("damage", ["corrupt", "reshaped"])
+def corrupt(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"no weights")
+
+
+EMBEDDINGS = "model.embed_tokens.weight"
+reshaped = write(WEIGHTS | {EMBEDDINGS: WEIGHTS[EMBEDDINGS][:-1]})
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [(corrupt, "cannot be read"), (reshaped, "the drafter's [258, 64]")],
+    ids=["corrupt", "reshaped"],
+)
 def test_what_does_not_fit_is_refused_told_and_serving_goes_on(
-    damage: str, caplog: pytest.LogCaptureFixture
+    broken: Any, reason: str, registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shelf = Shelf()
-    first = shelf.publish(WEIGHTS)
-    name = "model.embed_tokens.weight"
-    broken = None if damage == "corrupt" else WEIGHTS | {name: WEIGHTS[name][:-1]}
-    with serving(TARGET, draft, registries={"default": shelf}) as engine:
-        bad = shelf.publish(broken)
+    first = publish(registry, WEIGHTS)
+    with serving(TARGET, draft, registries={"default": registry}) as engine:
+        bad = registry.publish(broken, metrics={}).name
         until(lambda: engine.counters().refused_versions == 1)
         assert served(engine, 8) == [first] * 8
         assert same(engine.drafters.routes["default"].proposer.weights(), WEIGHTS)
-        good = shelf.publish(EXACT)
+        good = publish(registry, EXACT)
         until(lambda: engine.versions()["default"] == good)
         assert engine.counters().refused_versions == 1  # once, however often it is looked at
         assert engine.healthy()
     assert f"version {bad} is refused, {first} goes on" in caplog.text
-    reason = "differs from its checksum" if broken is None else "the drafter's [258, 64]"
     assert reason in caplog.text
 
 
@@ -148,13 +161,16 @@ def no_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     [(lossy_memory, "read back other than they were written"), (no_memory, "no memory")],
 )
 def test_weights_that_do_not_arrive_are_taken_back(
-    breaks: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    breaks: Any,
+    reason: str,
+    registry: Registry,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    shelf = Shelf()
-    first = shelf.publish(WEIGHTS)
-    with serving(TARGET, draft, registries={"default": shelf}) as engine:
+    first = publish(registry, WEIGHTS)
+    with serving(TARGET, draft, registries={"default": registry}) as engine:
         breaks(engine, monkeypatch)
-        shelf.publish(EXACT)
+        publish(registry, EXACT)
         until(lambda: engine.counters().refused_versions == 1)
         assert served(engine, 4) == [first] * 4
         assert same(engine.drafters.routes["default"].proposer.weights(), WEIGHTS)
@@ -163,39 +179,25 @@ def test_weights_that_do_not_arrive_are_taken_back(
     assert reason in caplog.text
 
 
-def test_a_registry_out_of_reach_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
-    shelf = Shelf()
-    with serving(TARGET, draft, registries={"default": shelf}) as engine:
-        read = shelf.read
-        shelf.read = lambda _: (_ for _ in ()).throw(OSError("no such device"))
-        name = shelf.publish(EXACT)
+def test_a_registry_out_of_reach_is_tried_again(
+    registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(TARGET, draft, registries={"default": registry}) as engine:
+        read = registry.read
+        registry.read = lambda _: (_ for _ in ()).throw(OSError("no such device"))
+        name = publish(registry, EXACT)
         until(lambda: "no such device" in caplog.text)
         assert served(engine, 1) == [START]
-        shelf.read = read
+        registry.read = read
         until(lambda: engine.versions()["default"] == name)
 
 
-def test_routes_have_their_own_drafters() -> None:
-    shelves = {"default": Shelf(), "code": Shelf()}
-    with serving(TARGET, draft, registries=shelves) as engine:
-        name = shelves["code"].publish(EXACT)
+def test_routes_have_their_own_drafters(tmp_path: Path) -> None:
+    registries = {name: Registry(tmp_path, name) for name in ("default", "code")}
+    with serving(TARGET, draft, registries=registries) as engine:
+        name = publish(registries["code"], EXACT)
         until(lambda: engine.versions()["code"] == name)
         assert engine.versions() == {"default": START, "code": name}
         assert served(engine, 2) == [START] * 2
         assert served(engine, 2, route="code") == [name] * 2
         assert set(engine.counters().drafters) == {("default", START), ("code", name)}
-
-
-def test_a_version_of_the_real_registry_comes_into_force(tmp_path: Path) -> None:
-    def write(weights: dict[str, Tensor]) -> Any:
-        return lambda folder: save_file(weights, folder / "model.safetensors")
-
-    registry = Registry(tmp_path)
-    first = registry.seed(write({k: v.contiguous() for k, v in WEIGHTS.items()}))
-    with serving(TARGET, draft, registries={"default": registry}) as engine:
-        assert engine.versions() == {"default": first.name}
-        second = registry.publish(
-            write({k: v.contiguous() for k, v in EXACT.items()}),
-            metrics={},
-        )
-        until(lambda: engine.versions()["default"] == second.name)

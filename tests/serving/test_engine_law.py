@@ -8,6 +8,7 @@ against the q of the new ones, and noise that repeats.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.proposers import DraftModelProposer, Proposal
+from draftkit.online.registry import Registry
 from draftkit.serving import engine as engine_module
 from draftkit.serving.engine import Engine
 from tests.decoding.checks import served
-from tests.serving.running import Shelf, ask, job, letters, serving, until
+from tests.serving.running import ask, job, letters, publish, serving, until
 from tests.tabular import TabularAdapter
 from tests.theory.checks import adversarial_tables
 from tests.theory.laws import START, LawBroken, check_sample, pair_laws, sequences
@@ -61,17 +63,17 @@ def check(tokens: torch.Tensor, target: TabularAdapter, sampling: SamplingConfig
 
 
 @contextmanager
-def swapping(shelf: Shelf, draft: TabularAdapter) -> Iterator[None]:
+def swapping(registry: Registry, draft: TabularAdapter) -> Iterator[None]:
     """Versions that come one after the other, as fast as they are installed."""
     ended = threading.Event()
 
-    def publish() -> None:
+    def swap() -> None:
         number = 0
         while not ended.wait(0.02):
             number += 1
-            shelf.publish(other_weights(draft, number))
+            publish(registry, other_weights(draft, number))
 
-    thread = threading.Thread(target=publish)
+    thread = threading.Thread(target=swap)
     thread.start()
     try:
         yield
@@ -90,27 +92,27 @@ def engine_on(target: TabularAdapter, draft: TabularAdapter, **others: Any) -> I
         yield engine
 
 
-def serve_and_swap(count: int) -> int:
+def serve_and_swap(folder: Path, count: int) -> int:
     """Law before, during and after swaps; returns how many there were."""
     target, draft = tables()
-    shelf = Shelf()
-    with engine_on(target, draft, registries={"default": shelf}) as engine:
+    registry = Registry(folder)
+    with engine_on(target, draft, registries={"default": registry}) as engine:
         check(sample(engine, count, SAMPLING), target, SAMPLING)
-        with swapping(shelf, draft):
+        with swapping(registry, draft):
             during = sample(engine, count, SAMPLING)
-        until(lambda: engine.versions()["default"] == shelf.now)
+        until(lambda: engine.versions()["default"] == registry.names()[-1])
         check(during, target, SAMPLING)
         check(sample(engine, count, SAMPLING), target, SAMPLING)
         return engine.counters().swaps
 
 
-def test_served_text_has_the_targets_law_before_during_and_after_swaps() -> None:
-    assert serve_and_swap(ANSWERS) >= 5
+def test_served_text_has_the_targets_law_before_during_and_after_swaps(tmp_path: Path) -> None:
+    assert serve_and_swap(tmp_path, ANSWERS) >= 5
 
 
 @pytest.mark.soak
-def test_served_text_has_the_targets_law_in_fifty_thousand_answers() -> None:
-    assert serve_and_swap(50_000) >= 50
+def test_served_text_has_the_targets_law_in_fifty_thousand_answers(tmp_path: Path) -> None:
+    assert serve_and_swap(tmp_path, 50_000) >= 50
 
 
 @pytest.mark.parametrize("verification", ["block", "match"])

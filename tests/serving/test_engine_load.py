@@ -17,10 +17,11 @@ import pytest
 from draftkit.config import BufferConfig, SamplingConfig
 from draftkit.models.adapter import Adapter
 from draftkit.online.buffer import Buffer
+from draftkit.online.registry import Registry
 from draftkit.serving.engine import Engine
 from draftkit.serving.recorder import Recorder
 from tests import tiny
-from tests.serving.running import Shelf, answers, job, serving, until
+from tests.serving.running import answers, job, publish, serving, until
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
 TARGET, DRAFT = tiny.pair(**SHAPE, noise=0.05)
@@ -93,10 +94,10 @@ def test_what_recording_adds_is_at_most_three_hundredths_of_the_work(
 
 
 @pytest.mark.soak
-def test_a_swap_holds_the_rounds_for_less_than_one_of_them() -> None:
-    shelf = Shelf()
+def test_a_swap_holds_the_rounds_for_less_than_one_of_them(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
     weights = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
-    with serving(TARGET, draft, slots=16, queue=64, registries={"default": shelf}) as engine:
+    with serving(TARGET, draft, slots=16, queue=64, registries={"default": registry}) as engine:
         rounds: list[float] = []
         step = engine._rows.round
 
@@ -110,7 +111,7 @@ def test_a_swap_holds_the_rounds_for_less_than_one_of_them() -> None:
         load = threading.Thread(target=run, args=(engine, 32, 8))
         load.start()
         while load.is_alive():
-            name = shelf.publish(weights)
+            name = publish(registry, weights)
             until(lambda name=name: engine.versions()["default"] == name)
             swaps.append(engine.counters().last_swap_seconds)
         load.join()

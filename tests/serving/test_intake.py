@@ -18,7 +18,7 @@ from draftkit.serving.protocol import ApiError, ChatRequest, CompletionRequest
 from draftkit.serving.recorder import entry
 from draftkit.serving.replies import CompletionReply
 from draftkit.serving.texts import Texts
-from tests.serving.fakes import chat, chat_tokenizer, completion
+from tests.serving.fakes import chat, chat_tokenizer, completion, decode
 from tests.tiny import VOCAB_SIZE
 
 TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
@@ -115,7 +115,7 @@ def test_all_turns_of_a_conversation_are_on_one_side_of_the_held_out_split(tmp_p
             turns = [{"role": "user", "content": f"q{number}"}]
             for answer in ("a", "b"):
                 (one,) = converse(found, messages=turns, max_tokens=1).jobs
-                finished = Answer(one, print, decode=TEXTS.decode, seed=0)
+                finished = Answer(one, print, decode=decode, seed=0)
                 finished.completion.output_ids += [7, 9]
                 finished.completion.steps += [TraceRound([7, 8], 1, 9, 2)]
                 buffer.append([entry(finished, with_scores=False)])

@@ -1,6 +1,7 @@
 """What a round brings reaches counts and listeners, each thing once."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,30 +9,29 @@ import pytest
 from draftkit.config import BufferConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.streaming import Decode
+from draftkit.online.registry import Registry
 from draftkit.serving.answers import Answer
-from draftkit.serving.drafters import Drafters
+from draftkit.serving.drafters import START, Drafters
 from draftkit.serving.jobs import Job
 from draftkit.serving.recorder import Recorder
 from draftkit.serving.rows import Rows
 from tests import tiny
-from tests.serving.running import GREEDY, Client, Disk, Shelf, bytes_text, job, route_of
+from tests.serving.running import GREEDY, Client, Disk, bytes_text, job, publish, route_of
 
 TARGET, DRAFT = tiny.pair()
 PROMPT = tiny.prompts([6])[0]
 
 
 class Stand:
-    """Rows without an engine, whose drafter is version v000001."""
+    """Rows without an engine."""
 
-    def __init__(self, slots: int = 3, decode: Decode = bytes_text, **rows: Any) -> None:
+    def __init__(
+        self, registry: Registry | None = None, decode: Decode = bytes_text, **rows: Any
+    ) -> None:
         self.decode = decode
-        self.shelf = Shelf()
-        self.shelf.publish(DRAFT.weights())
-        route: Any = route_of("default", lambda: copy.deepcopy(DRAFT), self.shelf)
-        self.drafters = Drafters([route])
-        self.decoder = Decoder(TARGET, slots=slots, capacity=96)
+        self.drafters = Drafters([route_of("default", lambda: copy.deepcopy(DRAFT), registry)])
+        self.decoder = Decoder(TARGET, slots=3, capacity=96)
         self.drafters.attach(self.decoder)
-        self.drafters.poll()
         self.rows = Rows(self.decoder, Recorder(Disk(), BufferConfig()), gamma=3, **rows)
 
     def join(self, one: Job) -> tuple[Client, Answer]:
@@ -45,15 +45,16 @@ class Stand:
             self.rows.round()
 
 
-def test_an_answer_of_two_versions_is_counted_for_both() -> None:
-    stand = Stand()
+def test_an_answer_of_two_versions_is_counted_for_both(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    stand = Stand(registry)
     stand.join(job(PROMPT, 40))
     stand.rows.round()
-    stand.shelf.publish(TARGET.weights())
+    publish(registry, TARGET.weights())
     stand.drafters.poll()
     stand.finish()
     keys = {version for _, version in stand.rows.counters().drafters}
-    assert keys == {"v000001", "v000002"}
+    assert keys == {START, "v000001"}
 
 
 def test_rows_share_the_time_of_their_round() -> None:

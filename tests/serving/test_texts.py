@@ -10,7 +10,7 @@ from draftkit.config import DataConfig
 from draftkit.data.corpora import Document
 from draftkit.data.prompts import RowReader
 from draftkit.serving.texts import Texts, readable
-from tests.serving.fakes import chat_tokenizer
+from tests.serving.fakes import chat_tokenizer, decode
 from tests.templates import chat, headers, thinking
 from tests.tiny import END, VOCAB_SIZE, byte_tokenizer
 
@@ -36,13 +36,8 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_text_to_ids_and_back(texts: Texts) -> None:
-    ids = texts.encode(TEXT)
-    assert len(ids) == len(TEXT.encode())
-    assert texts.decode(ids) == TEXT
-
-
 def test_tokens_of_bytes_are_their_bytes(texts: Texts) -> None:
+    assert len(texts.encode(TEXT)) == len(TEXT.encode())
     assert b"".join(map(texts.token_bytes, texts.encode(TEXT))) == TEXT.encode()
 
 
@@ -53,10 +48,9 @@ def test_tokens_of_sentencepiece_keep_their_spaces_and_bytes() -> None:
     assert [texts.token_bytes(i) for i in ids] == [b" Hi", b" you", b"\xc3", b"\xbc", b"!"]
 
 
-def test_a_special_token_shows_its_name_and_takes_no_room(texts: Texts) -> None:
+def test_a_special_token_shows_its_name(texts: Texts) -> None:
     end = byte_tokenizer().convert_tokens_to_ids(END)
     assert texts.token_bytes(end) == END.encode()
-    assert texts.decode([*texts.encode("a"), end, *texts.encode("b")]) == "ab"
 
 
 def test_readable_bytes() -> None:
@@ -66,7 +60,7 @@ def test_readable_bytes() -> None:
 
 def test_a_chat_follows_the_template(texts: Texts) -> None:
     ids = texts.chat([{"role": "user", "content": "Hi"}])
-    assert texts.decode(ids) == "user: Hi\nassistant: "
+    assert decode(ids) == "user: Hi\nassistant: "
 
 
 @pytest.mark.parametrize("make", [thinking, headers])

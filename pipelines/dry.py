@@ -1,7 +1,7 @@
 """The dry run: `limit=3` with `distill`, `evaluate`, `generate` or `export`, and in `check`.
 
 Each stage that is to do runs for real below `<root>/.dry`, in a process of its own: a few full-size
-batches (`rehearsal`), so that its peak of memory and the seconds it takes are known before it
+batches (`dry_stage`), so that its peak of memory and the seconds it takes are known before it
 begins. Texts are read as the run will use them; all else is deleted at the end.
 """
 
@@ -28,10 +28,10 @@ from draftkit.distillation.scores import SCORED_AT_ONCE
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import free_bytes
 
+from .dry_stage import LONGEST, OWN, run_dry
 from .lengths import answer_tokens
 from .lock import LOCK, locked
 from .product import Product, ordered, pending, table
-from .rehearsal import LONGEST, OWN, rehearse
 from .stage import check, make
 from .weights import gigabytes, refuse_too_large
 
@@ -103,14 +103,14 @@ def _empty(folder: Path) -> None:
 def measured(
     step: Product, limit: int, folder: Path, inputs: Mapping[str, Mapping[str, Path]]
 ) -> dict[str, float]:
-    """What `rehearse` gives, in a process of its own. Raises what it raises, and MemoryError."""
+    """What `run_dry` gives, in a process of its own. Raises what it raises, and MemoryError."""
     context: Any = multiprocessing.get_context(METHOD)
     if METHOD == "forkserver":
         context.set_forkserver_preload(PRELOADED)
     job = (step.name, step.config, limit, folder, inputs, step.digests)
     with ProcessPoolExecutor(1, context) as pool:
         try:
-            return pool.submit(rehearse, *job).result()
+            return pool.submit(run_dry, *job).result()
         except BrokenProcessPool:  # as a control group ends it
             raise MemoryError("the system ended its process") from None
         except (MemoryError, RuntimeError) as error:

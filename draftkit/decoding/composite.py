@@ -135,7 +135,7 @@ class StagedProposer(Composite):
         logits = self.model.draft.step(fed, positions=positions, cache=cache, last=width + 1)
         history = None if view.seen is None else seen_along(view.seen, guess.tokens)
         law = warp(logits, view.group.params, history)  # [B, W + 1, V]
-        verdict = speculative_sampling(
+        verification = speculative_sampling(
             target_probs=law,
             draft_probs=guess.draft_probs,
             draft_tokens=guess.tokens,
@@ -143,9 +143,9 @@ class StagedProposer(Composite):
             accept_uniform=accept,
             next_uniform=then[:, 0],
         )
-        accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
+        accepted, next_token = verification.accepted[:, None], verification.next_token[:, None]
         tokens = torch.cat([guess.tokens, next_token], dim=1).scatter(1, accepted, next_token)
-        return tokens, verdict.accepted + 1, law
+        return tokens, verification.accepted + 1, law
 
 
 def _after(view: RoundView, new: Tensor, count: Tensor, end: Tensor) -> RoundView:

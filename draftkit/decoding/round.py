@@ -5,7 +5,7 @@ For a text, K proposals, and the laws q of the draft and p of the target, both a
 
     propose     x_1 .. x_K      the proposer draws x_i from q_i, given the text and x_1 .. x_(i-1)
     verify      p_1 .. p_(K+1)  one pass of the target over the last token and the proposals
-    _verdict    n               x_i passes with probability min(1, p_i(x_i) / q_i(x_i)); n pass
+    _accepted   n               x_i passes with probability min(1, p_i(x_i) / q_i(x_i)); n pass
                 y               from norm(max(0, p_(n+1) - q_(n+1))); from p_(K+1) where all pass
     _commit     x_1 .. x_n, y   become text, up to an end of text or the length limit
 
@@ -78,15 +78,15 @@ def no_proposal(inputs: RoundInputs) -> Proposal:
 
 
 def verify(bench: Bench, inputs: RoundInputs) -> Outcome:
-    """One target pass, the verdict on the proposals, and the commitment of what passed."""
+    """One target pass, the verification of the proposals, and the commitment of what passed."""
     view, proposal = round_view(bench, inputs), inputs.proposal
     assert proposal is not None
     proposal = within_context(bench, inputs, proposal, bench.target.max_positions)
     logits = _target_pass(bench, view, proposal)
     history = None if view.seen is None else seen_along(view.seen, proposal.tokens)
     target_probs = warp(logits, view.group.params, history)  # [B, K + 1, V]
-    verdict = _verdict(bench, view, proposal, target_probs)
-    candidates, report = _commit(bench, view, proposal, verdict)
+    verification = _accepted(bench, view, proposal, target_probs)
+    candidates, report = _commit(bench, view, proposal, verification)
     acceptance = proposal_acceptance(target_probs, proposal, bench.mode)
     log_probs, log_sum_exp, served = target_log_probs(logits, candidates, view.group)
     outcome = Outcome(
@@ -139,7 +139,7 @@ def round_view(bench: Bench, inputs: RoundInputs) -> RoundView:
     )
 
 
-def _verdict(
+def _accepted(
     bench: Bench, view: RoundView, proposal: Proposal, target_probs: Tensor
 ) -> Verification:
     if view.group.greedy:
@@ -178,15 +178,16 @@ def cut_round(
 
 
 def _commit(
-    bench: Bench, view: RoundView, proposal: Proposal, verdict: Verification
+    bench: Bench, view: RoundView, proposal: Proposal, verification: Verification
 ) -> tuple[Tensor, Tensor]:
     """Write candidates behind the committed text, move the length pointers of active rows."""
     state, group = bench.state, view.group
-    candidates = torch.cat([proposal.tokens, verdict.next_token[:, None]], dim=1)
-    candidates = candidates.scatter(1, verdict.accepted[:, None], verdict.next_token[:, None])
+    next_token = verification.next_token[:, None]
+    candidates = torch.cat([proposal.tokens, next_token], dim=1)
+    candidates = candidates.scatter(1, verification.accepted[:, None], next_token)
     emitted, committed, ended, done = cut_round(
         candidates,
-        accepted=verdict.accepted,
+        accepted=verification.accepted,
         remaining=(state.limit[group.index] - view.length).clamp(min=1),
         eos_token_ids=bench.eos_token_ids,
     )

@@ -256,12 +256,12 @@ class SpeculativeSampler:
             verification=self.verification,
         )
         names = ("output_ids", "proposals", "rejected")
-        values = ((answer.output_ids, *verdicts(answer.steps)) for answer in answers)
+        values = ((answer.output_ids, *proposals_of(answer.steps)) for answer in answers)
         fields = (dict(zip(names, one, strict=True)) for one in values)
         return settings.records(requests, fields, sampler="speculative", version=version)
 
 
-def verdicts(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:
+def proposals_of(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:
     """For each token of an answer, what was proposed in its place (-1: nothing), and if refused.
 
     In the place of a bonus token nothing was proposed. Proposals behind a refused one

@@ -49,9 +49,9 @@ def write_plain_folder(
     """Write `draft` to `folder` as engines want it beside `target`; what there is to know of it.
 
     gamma: proposals a round, in its generation_config.json. dtype: of the weights, None for that in
-    which they are stored. Over the real vocabulary logits stay as they are, but for the rounding of
-    another dtype; those of a drafter that proposes some ids alone stay over these. Raises ValueError naming `target.path` or `draft.path` for models that cannot be
-    loaded or do not share a vocabulary.
+    which they are stored. Over the real vocabulary, or the ids that the drafter proposes, logits
+    stay as they are, but for the rounding of another dtype. Raises ValueError naming `target.path`
+    or `draft.path` for models that cannot be loaded or do not share a vocabulary.
     """
     transformers_logging.disable_progress_bar()
     shapes, tokenizer = model_config(target), load_tokenizer(target)
@@ -69,8 +69,8 @@ def write_plain_folder(
     notes += raise_context(model.config, context_of(shapes))
     if kept_ids is not None:
         notes.append(
-            f"the drafter proposes {len(kept_ids):,} ids (draft.shrink.vocabulary); engines know no "
-            "such list: in a head of its own the rows of all other ids are the mean of these"
+            f"the drafter proposes {len(kept_ids):,} ids (draft.shrink.vocabulary); engines know "
+            "no such list: in a head of its own the rows of all other ids are the mean of these"
         )
     model.generation_config = generation_config(target, tokenizer, gamma)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

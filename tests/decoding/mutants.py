@@ -73,13 +73,13 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
     "next token from the noise of the tests": (units, "purpose=NEXT)", "purpose=ACCEPT)"),
     "next token in the place after": (
         units,
-        "candidates.scatter(1, verdict.accepted[:, None], ",
-        "candidates.scatter(1, (verdict.accepted[:, None] + 1).clamp(max=group.gamma), ",
+        "candidates.scatter(1, verification.accepted[:, None], ",
+        "candidates.scatter(1, (verification.accepted[:, None] + 1).clamp(max=group.gamma), ",
     ),
     "one rejected proposal committed": (
         units,
-        "accepted=verdict.accepted,\n        remaining",
-        "accepted=(verdict.accepted + 1).clamp(max=group.gamma),\n        remaining",
+        "accepted=verification.accepted,\n        remaining",
+        "accepted=(verification.accepted + 1).clamp(max=group.gamma),\n        remaining",
     ),
     "number of proposals ignored": (
         units,

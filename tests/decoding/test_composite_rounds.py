@@ -126,14 +126,14 @@ def hybrid_for_long(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
 MUTANTS: dict[str, tuple[Any, str, str]] = {
     "staged states the law of the guesser": (
         one_pass,
-        "return tokens, verdict.accepted + 1, law",
+        "return tokens, verification.accepted + 1, law",
         "law = torch.cat([guess.draft_probs, law[:, 1:]], dim=1)\n"
-        "        return tokens, verdict.accepted + 1, law",
+        "        return tokens, verification.accepted + 1, law",
     ),
     "staged states the laws one place off": (
         one_pass,
-        "return tokens, verdict.accepted + 1, law",
-        "return tokens, verdict.accepted + 1, law.roll(1, dims=1)",
+        "return tokens, verification.accepted + 1, law",
+        "return tokens, verification.accepted + 1, law.roll(1, dims=1)",
     ),
     "staged takes guesses untested": (one_pass, "accept_uniform=accept,", "accept_uniform=0,"),
     "staged draws guess and test with one number": (

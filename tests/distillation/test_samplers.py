@@ -12,7 +12,7 @@ from draftkit.distillation.samplers import (
     AnswerSettings,
     DecoderSampler,
     SpeculativeSampler,
-    verdicts,
+    proposals_of,
 )
 from tests.decoding.driving import strict_compiler
 from tests.tabular import random_adapter, relative
@@ -70,7 +70,7 @@ CUT = TraceRound(proposed=[4, 5, 7], accepted=2, next_token=6, committed=2)  # a
     ],
 )
 def test_each_token_knows_what_was_proposed_in_its_place(rounds, proposals, rejected):
-    assert verdicts(rounds) == (proposals, rejected)
+    assert proposals_of(rounds) == (proposals, rejected)
 
 
 def test_a_target_that_drafts_for_itself_is_never_refused():

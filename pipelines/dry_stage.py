@@ -198,7 +198,7 @@ SECONDS |= dict.fromkeys(("generate", "contexts", "scores"), answering_seconds)
 SECONDS |= {"train": training_seconds, "evaluate": judging_seconds}
 
 
-def rehearse(
+def run_dry(
     name: str,
     config: Config,
     limit: int,

@@ -4,8 +4,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import pytest
 
 from draftkit.artifacts import read_json
 from draftkit.data.rollouts import Record, read_parts
-from draftkit.online.buffer import Entry
+from draftkit.distillation.batch import Batch
+from draftkit.distillation.trainer import Trainer
 from draftkit.tracking import read_metrics
 from pipelines.configuration import compose_config
 from pipelines.online import check_drafter
@@ -81,11 +82,9 @@ def records(root: Path) -> list[Record]:
 def fill(config: Any, records: list[Record]) -> None:
     """Six times the rollouts, under prompts that differ, as if they had been served."""
     served = [
-        Entry(
-            record=Record(
-                **{**vars(record), "prompt_ids": [1 + turn, *record.prompt_ids[1:]], "document": ""}
-            ),
-            route="default",
+        (
+            "default",
+            replace(record, prompt_ids=[1 + turn, *record.prompt_ids[1:]], document=""),
         )
         for turn in range(6)
         for record in records
@@ -156,14 +155,23 @@ def test_a_daemon_refits_is_alone_and_can_be_told_to_stop(root: Path, records: l
     assert lines[0]["section"] == "online"
 
 
-def test_a_killed_daemon_goes_on(root: Path, records: list) -> None:
+def test_a_killed_daemon_goes_on(
+    root: Path, records: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`kill -9` in the middle of an update: the next start takes it up and finishes it."""
     name = "killed"
     config = composed(root, "+experiment=serve", f"name={name}")
     fill(config, records)
-    first = fork(root, name, *BARE, "online.steps=2000")
-    until(first, lambda line: "watching" in line)
-    time.sleep(0.5)  # anywhere in the update
+    step = Trainer.step
+
+    def telling(trainer: Trainer, batch: Batch) -> Any:
+        os.write(1, b"a step\n")
+        return step(trainer, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", telling)
+        first = fork(root, name, *BARE, "online.steps=2000")
+    until(first, lambda line: "a step" in line)
     first.kill()
     ended(first)
     assert [version.name for version in registry_of(config, "default").versions()] == ["v000001"]

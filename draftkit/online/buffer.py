@@ -56,22 +56,14 @@ _SIDE = {
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One served answer, as the server hands it over."""
-
-    record: Record
-    route: str
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Served:
     """Counts of what one drafter version did on one route. No text, so no opt-out and no limit."""
 
     route: str
     version: str
-    requests: int = 0
-    tokens: int = 0  # committed
+    requests: int = 0  # finished, by whatever reason
+    tokens: int = 0  # that clients were told: no stop string takes them back
     rounds: int = 0
     drafted: int = 0  # tokens proposed
     accepted: int = 0  # of them
@@ -181,16 +173,16 @@ class Buffer:
     def _set_fact(connection: sqlite3.Connection, name: str, value: Any) -> None:
         connection.execute("REPLACE INTO facts VALUES (?, ?)", (name, json.dumps(value)))
 
-    def append(self, entries: Sequence[Entry]) -> None:
-        """Store `entries` in one transaction that is on the disk when this returns.
+    def append(self, entries: Sequence[tuple[str, Record]]) -> None:
+        """Store records, each with its route, in one transaction, on the disk when this returns.
 
         Raises OSError (a full disk) and stores none of them; ValueError for an id that does not
         fit 32 bits. Where the buffer has grown enough, `maintain` follows.
         """
         now, rows = self.clock(), []
-        for entry in entries:
-            content = to_bytes(entry.record)
-            rows.append((entry.route, now, split(entry.record), len(content), content))
+        for route, record in entries:
+            content = to_bytes(record)
+            rows.append((route, now, split(record), len(content), content))
         with self._database.writing() as connection:
             connection.executemany(
                 "INSERT INTO records (route, number, kept, split, size, content) VALUES"

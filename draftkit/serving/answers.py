@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from draftkit.decoding.generation import Completion
 from draftkit.decoding.streaming import Decode, TextStream
-from draftkit.serving.jobs import DrafterKey, Job, Listener, Piece, Speculation, TokenScore
+from draftkit.online.buffer import Served
+from draftkit.serving.jobs import DrafterKey, Job, Listener, Piece, TokenScore
 
 
 class Answer:
@@ -66,12 +67,13 @@ class Answer:
     def end(self, reason: str, text: str = "") -> Piece:
         """The last piece: `text` and all that was held back."""
         completion = self.completion
-        speculation = Speculation(
+        speculation = Served(
+            route=self.job.route,
+            version=self.version,
             rounds=completion.rounds,
             drafted=completion.drafted,
             accepted=sum(step.accepted for step in completion.steps),
             tested=completion.tested,
             acceptance=completion.acceptance_total,
-            version=self.version,
         )
         return Piece(text + self._stream.flush(), tuple(self._held), reason, speculation)

@@ -3,11 +3,12 @@
 Plain values without models, files or HTTP: the engine makes them on its thread, others read them.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig
+from draftkit.online.buffer import Served
 
 
 class QueueFull(Exception):
@@ -48,18 +49,6 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
-class Speculation:
-    """What speculation did for one answer."""
-
-    rounds: int
-    drafted: int
-    accepted: int
-    tested: int  # positions at which an acceptance test was made
-    acceptance: float  # sum over them of the chance to be accepted
-    version: str  # of the drafter, at the end
-
-
-@dataclass(frozen=True)
 class Piece:
     """What a round brought for one job; the last piece alone has a finish reason.
 
@@ -70,26 +59,10 @@ class Piece:
     text: str
     scores: tuple[TokenScore, ...]
     finish_reason: str | None = None
-    speculation: Speculation | None = None
+    speculation: Served | None = None  # of the whole answer, under its last drafter
 
 
 Listener = Callable[[Piece], None]  # called on the engine's thread, must not block
-
-
-@dataclass
-class DrafterCounters:
-    """Sums since the start over the finished and running jobs of one route and version."""
-
-    requests: int = 0  # finished, by whatever reason
-    tokens: int = 0  # that listeners were told: no stop string takes them back, so it never falls
-    rounds: int = 0
-    drafts: int = 0  # rounds with proposals
-    drafted: int = 0
-    accepted: int = 0
-    accepted_per_position: Counter[int] = field(default_factory=Counter)
-    tested: int = 0
-    acceptance: float = 0.0
-    seconds: float = 0.0  # of its rounds, whose time their rows share
 
 
 DrafterKey = tuple[str, str]  # route and version
@@ -101,15 +74,19 @@ class Counters:
 
     queued: int = 0
     running: int = 0
-    drafters: dict[DrafterKey, DrafterCounters] = field(
-        default_factory=lambda: defaultdict(DrafterCounters)
-    )
+    drafters: dict[DrafterKey, Served] = field(default_factory=dict)  # running jobs count too
+    drafts: int = 0  # rounds with proposals
+    accepted_per_position: Counter[int] = field(default_factory=Counter)
     prompt_tokens: int = 0
     errors: int = 0  # rounds that failed
     swaps: int = 0
     refused_versions: int = 0
     last_swap_seconds: float = 0.0  # for which rounds waited
     records_dropped: int = 0
+
+    def of(self, drafter: DrafterKey) -> Served:
+        """The counts of a drafter, which go on."""
+        return self.drafters.setdefault(drafter, Served(route=drafter[0], version=drafter[1]))
 
     @property
     def generated_tokens(self) -> int:

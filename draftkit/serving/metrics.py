@@ -4,7 +4,6 @@ Counts come from the engine when they are asked for, so serving never waits for 
 are observed as answers are sent. Everything lives in a registry of its own.
 """
 
-from collections import Counter as Tally
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,9 +61,7 @@ class Metrics(Collector):
         """The engine's counts, read when Prometheus asks."""
         counts = self._engine.counters()
         drafters = dict(sorted(counts.drafters.items()))
-        accepted: Tally[int] = Tally()
-        for drafter in drafters.values():
-            accepted.update(drafter.accepted_per_position)
+        accepted = counts.accepted_per_position
 
         def by_drafter(name: str) -> dict[Any, float]:
             return {key: getattr(drafter, name) for key, drafter in drafters.items()}
@@ -96,7 +93,7 @@ class Metrics(Collector):
                 "Tokens of answers.",
                 {(): counts.generated_tokens},
             ),
-            (COUNTER, f"{spec}drafts", "Rounds with proposals.", total("drafts")),
+            (COUNTER, f"{spec}drafts", "Rounds with proposals.", {(): counts.drafts}),
             (COUNTER, f"{spec}draft_tokens", "Tokens proposed.", total("drafted")),
             (COUNTER, f"{spec}accepted_tokens", "Of them accepted.", total("accepted")),
             (COUNTER, f"{spec}accepted_tokens_per_pos", "By place.", positions, "position"),

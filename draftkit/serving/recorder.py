@@ -13,15 +13,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, replace
 from typing import Any
 
 from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
 from draftkit.distillation.samplers import verdicts
-from draftkit.online.buffer import Buffer, Entry, Served
+from draftkit.online.buffer import COUNTS, Buffer, Served
 from draftkit.serving.answers import Answer
-from draftkit.serving.jobs import Counters, DrafterCounters, DrafterKey
+from draftkit.serving.jobs import Counters, DrafterKey
 
 QUEUE = 1024  # records that wait to be written; more are dropped
 BATCH = 64  # records of a transaction, at most
@@ -48,7 +48,7 @@ class Recorder:
         self._fraction = settings.fraction
         self._clock = clock
         self._queue: queue.Queue[Answer] = queue.Queue(QUEUE)
-        self._written: dict[DrafterKey, DrafterCounters] = {}
+        self._written: dict[DrafterKey, Served] = {}
         self._failing = False
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -104,21 +104,20 @@ class Recorder:
 
     def _write(self, batch: Sequence[Answer]) -> None:
         def append() -> None:
-            self._store.append([entry(answer, with_scores=self.top_k > 0) for answer in batch])
+            records = [record_of(answer, with_scores=self.top_k > 0) for answer in batch]
+            routes = [answer.job.route for answer in batch]
+            self._store.append(list(zip(routes, records, strict=True)))
 
         if batch and not self._try(append):
             self._lost += len(batch)
 
     def _write_counts(self) -> None:
         """Store how busy the server is, and what has been counted since the last time."""
-        counters = self._counters()
-        drafters, written = counters.drafters, self._written
-        before = {key: written.get(key, DrafterCounters()) for key in drafters}
-        rows = [
-            served(*key, now, before[key]) for key, now in drafters.items() if now != before[key]
-        ]
+        counters, written = self._counters(), self._written
+        drafters = counters.drafters.items()
+        rows = [since(now, written.get(key)) for key, now in drafters if now != written.get(key)]
         if rows and self._try(lambda: self._store.add_served(rows)):
-            self._written = drafters
+            self._written = counters.drafters
         self._try(lambda: self._store.set_load(queued=counters.queued, running=counters.running))
 
     def _try(self, write: Callable[[], None]) -> bool:
@@ -136,14 +135,14 @@ class Recorder:
         return True
 
 
-def entry(answer: Answer, *, with_scores: bool) -> Entry:
+def record_of(answer: Answer, *, with_scores: bool) -> Record:
     """What the buffer keeps of a finished answer, with the target's likeliest ids if asked."""
     job, completion = answer.job, answer.completion
     count = len(completion.output_ids)
     proposals, rejected = verdicts(completion.steps)  # those of a stop string's end are cut off
     names = ("topk_ids", "topk_log_probs", "tail_mass") if with_scores else ()
     scores: dict[str, Any] = {name: getattr(completion, name)[:count] for name in names}
-    record = Record(
+    return Record(
         prompt_ids=list(job.prompt_ids),
         output_ids=completion.output_ids,
         sampler="speculative",
@@ -156,11 +155,11 @@ def entry(answer: Answer, *, with_scores: bool) -> Entry:
         rejected=rejected[:count],
         **scores,
     )
-    return Entry(record=record, route=job.route)
 
 
-def served(route: str, version: str, now: DrafterCounters, before: DrafterCounters) -> Served:
+def since(now: Served, before: Served | None) -> Served:
     """What came to the counts of a drafter since `before`."""
-    names = [field.name for field in fields(Served) if field.name not in ("route", "version")]
-    came = {name: getattr(now, name) - getattr(before, name) for name in names}
-    return Served(route=route, version=version, **came)
+    if before is None:
+        return now
+    came = {name: getattr(now, name) - getattr(before, name) for name in COUNTS[2:]}
+    return replace(now, **came)

@@ -7,14 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draftkit.serving.jobs import Job, Piece, Speculation, TokenScore
+from draftkit.online.buffer import Served
+from draftkit.serving.jobs import Job, Piece, TokenScore
 from draftkit.serving.protocol import Json
 from draftkit.serving.texts import Texts
 
 LEAST_LOG_PROB = -9999.0  # JSON knows no infinity; OpenAI's word for it
 
 
-def speculative(speculations: Sequence[Speculation]) -> Json:
+def speculative(speculations: Sequence[Served]) -> Json:
     """What speculation did for a response: the sum over its choices.
 
     acceptance_length: tokens for a pass of the target; alpha: mean of sum_x min(p, q) over the

@@ -129,12 +129,13 @@ class Rows:
         drafted, tested = result.lengths[row], result.tested[row]
         accepted = answer.completion.steps[-1].accepted
         with self._counting:
-            counts = self._counters.drafters[answer.drafter]
+            self._counters.drafts += drafted > 0
+            by_position = {i: int(i < accepted) for i in range(drafted)}
+            self._counters.accepted_per_position.update(by_position)
+            counts = self._counters.of(answer.drafter)
             counts.rounds += 1
-            counts.drafts += drafted > 0
             counts.drafted += drafted
             counts.accepted += accepted
-            counts.accepted_per_position.update({i: int(i < accepted) for i in range(drafted)})
             counts.tested += tested
             counts.acceptance += sum(result.acceptance[row, :tested].tolist())
             counts.seconds += seconds
@@ -143,7 +144,7 @@ class Rows:
         """Count, record and tell the end of an answer."""
         answer.has_ended = True
         with self._counting:
-            self._counters.drafters[answer.drafter].requests += 1
+            self._counters.of(answer.drafter).requests += 1
         if piece.finish_reason in ("stop", "length"):
             self._recorder.offer(answer)
         self._tell(answer, piece)
@@ -152,7 +153,7 @@ class Rows:
     def _tell(self, answer: Answer, piece: Piece) -> bool:
         """Whether the listener could take `piece`; after a failure it is not called again."""
         with self._counting:
-            self._counters.drafters[answer.drafter].tokens += len(piece.scores)
+            self._counters.of(answer.drafter).tokens += len(piece.scores)
         try:
             answer.listener(piece)
         except Exception:

@@ -37,7 +37,7 @@ from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.models.adapter import Adapter, CausalAdapter
 from draftkit.models.loading import Target, load_draft, load_target, save_draft, with_path
 from draftkit.online.assembly import make_refit
-from draftkit.online.buffer import Buffer, Entry
+from draftkit.online.buffer import Buffer
 from draftkit.online.refit import Refit, Update
 from draftkit.online.registry import Registry
 from draftkit.online.rows import Anchors, row_of
@@ -131,7 +131,7 @@ class Service:
 
     def record(self, records: Sequence[Record]) -> Iterator[Update]:
         """Put what was served into the buffer; yield the updates that follow, each in force."""
-        self._buffer.append([Entry(record=record, route=DEFAULT_ROUTE) for record in records])
+        self._buffer.append([(DEFAULT_ROUTE, record) for record in records])
         while self._refit.due():
             update = self._refit.update()
             self._follow()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftkit.artifacts import read_json
-from draftkit.online.buffer import Entry
+from draftkit.data.rollouts import Record
 from pipelines.benchmarks import drift as module
 from pipelines.benchmarks.drift import EARLY, STAGE, Service, recovered, recovered_from
 from pipelines.command import launch
@@ -124,18 +124,18 @@ class FakeRefit:
     """Publishes a version for every ten records of its buffer."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.records: list[Record] = []
         self.done = 0
         self.registry = SimpleNamespace(current=self.current, read=lambda version: version.name)
 
-    def append(self, entries: list[Entry]) -> None:
-        self.entries += entries
+    def append(self, entries: list[tuple[str, Record]]) -> None:
+        self.records += [record for _, record in entries]
 
     def current(self) -> Any:
         return SimpleNamespace(name=f"v{self.done}")
 
     def due(self) -> bool:
-        return len(self.entries) >= 10 * (self.done + 1)
+        return len(self.records) >= 10 * (self.done + 1)
 
     def update(self) -> int:
         self.done += 1
@@ -154,4 +154,4 @@ def test_records_are_of_the_version_that_served_them_and_each_version_is_taken_o
         [2, 3],
     ]
     assert loaded == ["v0", "v1", "v2", "v3"]
-    assert [entry.record for entry in refit.entries] == [record] * 30
+    assert refit.records == [record] * 30

@@ -22,7 +22,7 @@ from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import save_model
 from draftkit.models.lora import with_lora
-from draftkit.online.buffer import Buffer, Entry
+from draftkit.online.buffer import Buffer
 from draftkit.online.gate import Judge
 from draftkit.online.refit import Refit
 from draftkit.online.registry import Registry
@@ -74,7 +74,7 @@ def save(trainer: Trainer, folder: Path) -> None:
 
 
 def entries(records):
-    return [Entry(record=record, route="default") for record in records]
+    return [("default", record) for record in records]
 
 
 class Shop:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftkit.online.buffer import Buffer, Entry, Load, Served, split
+from draftkit.online.buffer import Buffer, Load, Served, split
 from tests.online.traffic import MARK, Clock, entries, entry, record, settings
 
 
@@ -32,14 +32,14 @@ def test_an_entry_comes_back_whole(buffer: Buffer) -> None:
     buffer.append(entries(range(40)))
     for held_out in (True, False):
         for stored in buffer.newest("default", 100, held_out=held_out):
-            assert stored == entry(stored.seed).record
+            assert stored == record(stored.seed)
             assert held(stored.seed) == held_out
 
 
 def test_each_prompt_has_one_side_whatever_was_answered(buffer: Buffer) -> None:
     buffer.append(entries(range(200)))
     again = [replace(record(number), output_ids=[1] * 8, seed=900) for number in range(200)]
-    buffer.append([Entry(record=one, route="default") for one in again])
+    buffer.append([("default", one) for one in again])
     sides = {
         held_out: Counter(
             stored.prompt_ids[0] - MARK
@@ -134,9 +134,9 @@ def test_the_load_has_an_age(tmp_path: Path) -> None:
 
 
 def test_all_of_an_append_is_stored_or_nothing(buffer: Buffer) -> None:
-    wrong = replace(entry(2), record=replace(record(2), output_ids=[2**31] * 8))
+    wrong = replace(record(2), output_ids=[2**31] * 8)
     with pytest.raises(ValueError, match="cannot be stored: Value 2147483648"):
-        buffer.append([entry(1), wrong])
+        buffer.append([entry(1), ("default", wrong)])
     assert buffer.last_id("default") == 0
     buffer.append([])
     buffer.append([entry(1)])

@@ -8,7 +8,7 @@ import pytest
 
 from draftkit.config import OnlineConfig
 from draftkit.online.buffer import Load
-from draftkit.online.daemon import FRESH_SECONDS, Daemon, Stopped
+from draftkit.online.daemon import FRESH_SECONDS, HOLD_SECONDS, Daemon, Stopped
 
 
 class FakeBuffer:
@@ -94,13 +94,17 @@ def test_no_step_is_taken_while_the_server_is_busy():
     buffer, refit = FakeBuffer(), FakeRefit()
     buffer.queued = 9
     daemon, stop, told, _ = make(refit, buffer=buffer)
-    thread = Thread(target=daemon.run, daemon=True)
-    thread.start()
-    thread.join(0.3)
-    assert thread.is_alive()
-    assert not told
-    buffer.queued = 8
-    thread.join(5)
+    waits: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        assert not told
+        waits.append(seconds)
+        buffer.queued = 8 if len(waits) == 3 else 9
+        return False
+
+    stop.wait = wait  # type: ignore[method-assign]
+    daemon.run()
+    assert waits == [HOLD_SECONDS] * 3
     assert told == ["default"]
     assert not stop.is_set()
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from draftkit.config.service import BufferConfig
 from draftkit.data.rollouts import Record
-from draftkit.online.buffer import Entry
 
 MARK = 0x5EED0000  # ids of answers begin here
 DAY = 86400.0
@@ -34,12 +33,14 @@ def record(number: int, *, tokens: int = 8, width: int = 3) -> Record:
     )
 
 
-def entry(number: int, route: str = "default", **shape: int) -> Entry:
+def entry(number: int, route: str = "default", **shape: int) -> tuple[str, Record]:
     """The answer of that number on `route`."""
-    return Entry(record=record(number, **shape), route=route)
+    return route, record(number, **shape)
 
 
-def entries(numbers: Sequence[int] | range, route: str = "default", **shape: int) -> list[Entry]:
+def entries(
+    numbers: Sequence[int] | range, route: str = "default", **shape: int
+) -> list[tuple[str, Record]]:
     """The answers of those numbers."""
     return [entry(number, route, **shape) for number in numbers]
 

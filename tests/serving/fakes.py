@@ -15,17 +15,16 @@ from transformers import PreTrainedTokenizerBase
 
 from draftkit.config import SamplingConfig, ServeConfig
 from draftkit.decoding.streaming import TextStream
+from draftkit.online.buffer import Served
 from draftkit.serving.api import make_app
 from draftkit.serving.intake import Intake
 from draftkit.serving.jobs import (
     Counters,
-    DrafterCounters,
     Draining,
     Job,
     Listener,
     Piece,
     QueueFull,
-    Speculation,
     TokenScore,
 )
 from draftkit.serving.server import listen, run, server_of
@@ -42,7 +41,9 @@ TEMPLATE = (
 SAID = "Grüße an alle. "  # again and again; with characters of two bytes
 TOKENIZER = byte_tokenizer()
 SAID_IDS: list[int] = TOKENIZER(SAID * 100)["input_ids"]
-SPECULATION = Speculation(3, 9, 6, 8, 6.4, "v000002")
+SPECULATION = Served(
+    route="default", version="v000002", rounds=3, drafted=9, accepted=6, tested=8, acceptance=6.4
+)
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -134,28 +135,33 @@ class FakeEngine:
 
 SOME_COUNTS = Counters(
     drafters={
-        ("default", "v000001"): DrafterCounters(
-            requests=3,
-            tokens=40,
-            drafts=10,
-            drafted=40,
-            accepted=20,
-            accepted_per_position=Counter(dict(enumerate((9, 6, 4, 1)))),
-            tested=24,
-            acceptance=18.0,
-        ),
-        ("default", "v000002"): DrafterCounters(
-            requests=2,
-            tokens=30,
-            drafts=5,
-            drafted=20,
-            accepted=15,
-            accepted_per_position=Counter(dict(enumerate((5, 4, 3, 3)))),
-            tested=16,
-            acceptance=14.4,
-        ),
-        ("code", "v000001"): DrafterCounters(),
+        (one.route, one.version): one
+        for one in (
+            Served(
+                route="default",
+                version="v000001",
+                requests=3,
+                tokens=40,
+                drafted=40,
+                accepted=20,
+                tested=24,
+                acceptance=18.0,
+            ),
+            Served(
+                route="default",
+                version="v000002",
+                requests=2,
+                tokens=30,
+                drafted=20,
+                accepted=15,
+                tested=16,
+                acceptance=14.4,
+            ),
+            Served(route="code", version="v000001"),
+        )
     },
+    drafts=15,
+    accepted_per_position=Counter(dict(enumerate((14, 10, 7, 4)))),
     prompt_tokens=77,
     swaps=1,
     refused_versions=2,

@@ -15,14 +15,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftkit.config import BufferConfig, DecodeConfig, SamplingConfig, ServeConfig
+from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.models.adapter import Adapter
-from draftkit.online.buffer import Entry, Served
+from draftkit.online.buffer import Served
 from draftkit.online.registry import Registry
 from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
-from draftkit.serving.jobs import Job, Piece, Speculation
+from draftkit.serving.jobs import Job, Piece
 from draftkit.serving.recorder import Recorder
 from tests import tiny
 from tests.serving.fakes import wait_for
@@ -76,7 +77,7 @@ class Client:
         return self.pieces[-1].finish_reason
 
     @property
-    def speculation(self) -> Speculation:
+    def speculation(self) -> Served:
         found = self.pieces[-1].speculation
         assert found is not None
         return found
@@ -128,7 +129,8 @@ class Weights:
 class Disk:
     """A traffic buffer in memory; `fails` is what writing raises."""
 
-    entries: list[Entry] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    routes: list[str] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     counts: list[Served] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
@@ -138,11 +140,12 @@ class Disk:
     def __post_init__(self) -> None:
         self.open.set()
 
-    def append(self, entries: Sequence[Entry]) -> None:
+    def append(self, entries: Sequence[tuple[str, Record]]) -> None:
         assert self.open.wait(PATIENCE)
         if self.fails is not None:
             raise self.fails
-        self.entries += entries
+        self.records += [record for _, record in entries]
+        self.routes += [route for route, _ in entries]
         self.batches.append(len(entries))
 
     def add_served(self, rows: Sequence[Served]) -> None:

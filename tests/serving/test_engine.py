@@ -54,7 +54,7 @@ def test_greedy_answers_are_the_targets_whoever_joins_and_leaves() -> None:
     assert tally.rounds == sum(s.rounds for s in speculations)
     assert tally.drafted == sum(s.drafted for s in speculations)
     assert tally.accepted == sum(s.accepted for s in speculations) > 0
-    by_position = tally.accepted_per_position
+    by_position = counters.accepted_per_position
     assert by_position[0] >= by_position[max(by_position)] > 0
     assert sum(by_position.values()) == tally.accepted
     assert tally.tested == sum(s.tested for s in speculations)

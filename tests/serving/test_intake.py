@@ -15,7 +15,7 @@ from draftkit.online.buffer import Buffer
 from draftkit.serving.answers import Answer
 from draftkit.serving.intake import Intake, conversation_of
 from draftkit.serving.protocol import ApiError, ChatRequest, CompletionRequest
-from draftkit.serving.recorder import entry
+from draftkit.serving.recorder import record_of
 from draftkit.serving.replies import CompletionReply
 from draftkit.serving.texts import Texts
 from tests.serving.fakes import chat, chat_tokenizer, completion, decode
@@ -118,7 +118,7 @@ def test_all_turns_of_a_conversation_are_on_one_side_of_the_held_out_split(tmp_p
                 finished = Answer(one, print, decode=decode, seed=0)
                 finished.completion.output_ids += [7, 9]
                 finished.completion.steps += [TraceRound([7, 8], 1, 9, 2)]
-                buffer.append([entry(finished, with_scores=False)])
+                buffer.append([("default", record_of(finished, with_scores=False))])
                 turns += [{"role": "assistant", "content": answer}]
                 turns += [{"role": "user", "content": "?"}]
         train, gate = (

@@ -1,7 +1,6 @@
 """What is served is recorded as it was, without waiting, and only of those who did not opt out."""
 
 import copy
-import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from draftkit.online.buffer import Buffer
 from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import START
 from draftkit.serving.jobs import Counters
-from draftkit.serving.recorder import BATCH, Recorder, entry
+from draftkit.serving.recorder import BATCH, Recorder, record_of
 from tests import tiny
 from tests.serving.running import GREEDY, Disk, answers, ask, bytes_text, job, serving, until
 
@@ -68,16 +67,15 @@ def test_a_record_tells_the_answer_and_how_it_came_about(temperature: float) -> 
         jobs = [job(p, 9 + n, sampling=sampling, row=n) for n, p in enumerate(PROMPTS)]
         clients = answers(engine, *jobs)
         counters = engine.counters()
-    assert len(disk.entries) == 4
-    by_row = {entry.record.row: entry for entry in disk.entries}
+    assert len(disk.records) == 4
+    by_row = {record.row: record for record in disk.records}
     for number, client in enumerate(clients):
-        record = by_row[number].record
+        record = by_row[number]
         assert record.prompt_ids == PROMPTS[number]
         assert record.output_ids == client.ids
         assert (record.sampler, record.sampler_version) == ("speculative", START)
         assert record.sampling["temperature"] == temperature
         assert record.sampling["top_p"] == 0.95
-        assert by_row[number].route == "default"
         check_record(record, temperature)
         assert record.proposals is not None
         assert record.rejected is not None
@@ -94,7 +92,8 @@ def test_a_record_tells_the_answer_and_how_it_came_about(temperature: float) -> 
             for p, t, r in zip(record.proposals, record.output_ids, record.rejected, strict=True)
         )
         assert kept <= client.speculation.accepted
-    assert len({entry.record.seed for entry in disk.entries}) == 4
+    assert disk.routes == ["default"] * 4
+    assert len({record.seed for record in disk.records}) == 4
     total = sum(row.tokens for row in disk.counts)
     assert total == counters.generated_tokens
     assert disk.loads[-1] == (0, 0)
@@ -113,7 +112,7 @@ def test_a_record_of_a_stopped_answer_ends_where_the_answer_does() -> None:
         (client,) = answers(
             engine, job(PROMPTS[1], 20, seed=1, sampling=sampling, stops=(stop,), row=0)
         )
-    record = disk.entries[-1].record
+    record = disk.records[-1]
     assert record.output_ids == client.ids
     assert len(client.ids) < 20
     check_record(record, 2.0)
@@ -126,7 +125,7 @@ def test_a_broken_off_answer_is_not_recorded() -> None:
         assert client.started.wait(30)
         engine.cancel([client.answer])
         client.wait()
-    assert disk.entries == []
+    assert disk.records == []
     assert sum(row.requests for row in disk.counts) == 1
 
 
@@ -148,14 +147,12 @@ def test_records_are_written_together_and_what_finds_no_room_is_dropped(
     recorder = running(disk)
     recorder.offer(answered(0))
     until(lambda: recorder._queue.empty())  # the thread waits for the disk with the first batch
-    pause = threading.Event()
-    pause.wait(0.5)
     for number in range(1, 131):
         recorder.offer(answered(number))
     assert recorder.dropped == 30
     disk.open.set()
     recorder.stop()
-    assert [entry.record.seed for entry in disk.entries] == list(range(101))
+    assert [record.seed for record in disk.records] == list(range(101))
     assert max(disk.batches) == BATCH
     assert len(disk.batches) <= 3
 
@@ -171,7 +168,7 @@ def test_a_disk_that_refuses_costs_records_and_nothing_else(
         first = engine.counters().generated_tokens
         disk.fails = None
         answers(engine, job(PROMPTS[0], 8))
-        until(lambda: len(disk.entries) == 1)
+        until(lambda: len(disk.records) == 1)
     assert caplog.text.count("No space left on device") == 1
     assert "can be written again" in caplog.text
     assert sum(row.tokens for row in disk.counts) == first + 8  # counts wait for the disk
@@ -181,8 +178,8 @@ def test_without_ids_a_record_has_none() -> None:
     disk = Disk()
     with serving(TARGET, draft, disk=disk, buffer=BufferConfig(top_k=0)) as engine:
         answers(engine, job(PROMPTS[0], 8))
-    assert disk.entries[0].record.topk_ids is None
-    assert disk.entries[0].record.proposals is not None
+    assert disk.records[0].topk_ids is None
+    assert disk.records[0].proposals is not None
 
 
 def test_fewer_ids_than_clients_may_ask_for_are_refused_by_name() -> None:
@@ -194,12 +191,12 @@ def test_fewer_ids_than_clients_may_ask_for_are_refused_by_name() -> None:
 
 
 def test_an_entry_holds_what_was_proposed_in_the_place_of_each_token() -> None:
-    found = entry(answered(3), with_scores=False)
-    assert found.record.proposals == [7, 8]
-    assert found.record.rejected == [False, True]
-    assert (found.route, found.record.sampler_version) == ("default", "v1")
-    cut = entry(answered(3, output_ids=[7]), with_scores=False)
-    assert cut.record.proposals == [7]
+    found = record_of(answered(3), with_scores=False)
+    assert found.proposals == [7, 8]
+    assert found.rejected == [False, True]
+    assert found.sampler_version == "v1"
+    cut = record_of(answered(3, output_ids=[7]), with_scores=False)
+    assert cut.proposals == [7]
 
 
 def test_the_real_buffer_holds_what_was_served_and_no_trace_of_who_opted_out(

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from draftkit.config import SamplingConfig
-from draftkit.serving.jobs import Job, Piece, Speculation, TokenScore
+from draftkit.online.buffer import Served
+from draftkit.serving.jobs import Job, Piece, TokenScore
 from draftkit.serving.protocol import Json, encode
 from draftkit.serving.replies import ChatReply, CompletionReply, speculative
 from draftkit.serving.texts import Texts
@@ -52,8 +53,9 @@ def test_json_is_utf8_and_has_no_nan() -> None:
 
 
 def test_speculation_is_summed_over_choices() -> None:
-    one = Speculation(4, 10, 6, 8, 7.0, "v000001")
-    other = Speculation(2, 4, 0, 2, 0.5, "v000002")
+    one = Served(route="a", version="v000001", rounds=4, drafted=10, accepted=6, tested=8)
+    other = Served(route="a", version="v000002", rounds=2, drafted=4, accepted=0, tested=2)
+    one.acceptance, other.acceptance = 7.0, 0.5
     assert speculative([one, other]) == {
         "rounds": 6,
         "drafted": 14,
@@ -65,7 +67,7 @@ def test_speculation_is_summed_over_choices() -> None:
 
 
 def test_where_nothing_was_drafted_there_is_no_rate() -> None:
-    found = speculative([Speculation(0, 0, 0, 0, 0.0, "")])
+    found = speculative([Served(route="a", version="")])
     assert found["alpha"] is found["acceptance_length"] is None
 
 

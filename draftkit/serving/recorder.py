@@ -18,7 +18,7 @@ from typing import Any
 
 from draftkit.config import BufferConfig
 from draftkit.data.rollouts import Record
-from draftkit.distillation.samplers import verdicts
+from draftkit.distillation.samplers import proposals_of
 from draftkit.online.buffer import COUNTS, Buffer, Served
 from draftkit.serving.answers import Answer
 from draftkit.serving.jobs import Counters, DrafterKey
@@ -139,7 +139,7 @@ def record_of(answer: Answer, *, with_scores: bool) -> Record:
     """What the buffer keeps of a finished answer, with the target's likeliest ids if asked."""
     job, completion = answer.job, answer.completion
     count = len(completion.output_ids)
-    proposals, rejected = verdicts(completion.steps)  # those of a stop string's end are cut off
+    proposals, rejected = proposals_of(completion.steps)  # those of a stop string's end are cut off
     names = ("topk_ids", "topk_log_probs", "tail_mass") if with_scores else ()
     scores: dict[str, Any] = {name: getattr(completion, name)[:count] for name in names}
     return Record(

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
 from draftkit.serving.jobs import Job
-from draftkit.serving.protocol import SHOWN, TOP_LOGPROBS, ApiError, ChatRequest, CompletionRequest
+from draftkit.serving.protocol import SHOWN, ApiError, ChatRequest, CompletionRequest
 from draftkit.serving.replies import ChatReply, CompletionReply
 from draftkit.serving.texts import Texts
 
@@ -106,9 +106,6 @@ class Intake:
         if body.model != self.model_name:
             raise no_model(body.model)
         body.check()
-        top = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
-        if (wanted := body.alternatives or 0) > TOP_LOGPROBS:
-            raise ApiError(f"{top} must be at most {TOP_LOGPROBS}, got {wanted}", param=top)
         prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
         room = settings.queue + settings.slots
         if prompts * body.choices > room:

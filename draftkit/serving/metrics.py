@@ -4,7 +4,7 @@ Counts come from the engine when they are asked for, so serving never waits for 
 are observed as answers are sent. Everything lives in a registry of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -61,59 +61,50 @@ class Metrics(Collector):
         """The engine's counts, read when Prometheus asks."""
         counts = self._engine.counters()
         drafters = dict(sorted(counts.drafters.items()))
-        accepted = counts.accepted_per_position
-
-        def by_drafter(name: str) -> dict[Any, float]:
-            return {key: getattr(drafter, name) for key, drafter in drafters.items()}
-
-        def total(name: str) -> dict[Any, float]:
-            return {(): sum(by_drafter(name).values())}
-
-        spec, route = "vllm:spec_decode_num_", ("route", "version")
-        alphas = {key: one.acceptance / one.tested for key, one in drafters.items() if one.tested}
-        positions = {(str(i),): accepted[i] for i in sorted(accepted)}
-        versions = {
-            (name,): {"version": version}
-            for name, version in sorted(self._engine.versions().items())
-        }
-        for kind, name, what, values, *labels in (
-            (GAUGE, "vllm:num_requests_running", "Answers being decoded.", {(): counts.running}),
-            (GAUGE, "vllm:num_requests_waiting", "Answers that wait.", {(): counts.queued}),
-            (
-                GAUGE,
-                "draftkit:slots",
-                "Answers that can be decoded at once.",
-                {(): self._engine.slots},
-            ),
-            (GAUGE, "draftkit:last_swap_seconds", "The last wait.", {(): counts.last_swap_seconds}),
-            (COUNTER, "vllm:prompt_tokens", "Tokens of prompts.", {(): counts.prompt_tokens}),
-            (
-                COUNTER,
-                "vllm:generation_tokens",
-                "Tokens of answers.",
-                {(): counts.generated_tokens},
-            ),
-            (COUNTER, f"{spec}drafts", "Rounds with proposals.", {(): counts.drafts}),
-            (COUNTER, f"{spec}draft_tokens", "Tokens proposed.", total("drafted")),
-            (COUNTER, f"{spec}accepted_tokens", "Of them accepted.", total("accepted")),
-            (COUNTER, f"{spec}accepted_tokens_per_pos", "By place.", positions, "position"),
-            (COUNTER, "draftkit:swaps", "Versions taken into service.", {(): counts.swaps}),
-            (
-                COUNTER,
-                "draftkit:refused_versions",
-                "Not fit to serve.",
-                {(): counts.refused_versions},
-            ),
-            (COUNTER, "draftkit:records_dropped", "Records lost.", {(): counts.records_dropped}),
-            (COUNTER, "draftkit:failed_rounds", "Ended in an error.", {(): counts.errors}),
-            (COUNTER, "draftkit:requests", "Answers ended.", by_drafter("requests"), *route),
-            (COUNTER, "draftkit:tested", "Positions tested.", by_drafter("tested"), *route),
-            (COUNTER, "draftkit:drafted", "Tokens proposed.", by_drafter("drafted"), *route),
-            (COUNTER, "draftkit:accepted", "Of them kept.", by_drafter("accepted"), *route),
-            (GAUGE, "draftkit:alpha", "Mean of sum_x min(p, q), if tested.", alphas, *route),
-            (InfoMetricFamily, "draftkit:drafter_version", "In force.", versions, "route"),
+        drafted = sum(one.drafted for one in drafters.values())
+        accepted = sum(one.accepted for one in drafters.values())
+        spec = "vllm:spec_decode_num_"
+        for kind, name, what, value in (
+            (GAUGE, "vllm:num_requests_running", "Answers being decoded.", counts.running),
+            (GAUGE, "vllm:num_requests_waiting", "Answers that wait.", counts.queued),
+            (GAUGE, "draftkit:slots", "Answers that can be decoded at once.", self._engine.slots),
+            (GAUGE, "draftkit:last_swap_seconds", "The last wait.", counts.last_swap_seconds),
+            (COUNTER, "vllm:prompt_tokens", "Tokens of prompts.", counts.prompt_tokens),
+            (COUNTER, "vllm:generation_tokens", "Tokens of answers.", counts.generated_tokens),
+            (COUNTER, f"{spec}drafts", "Rounds with proposals.", counts.drafts),
+            (COUNTER, f"{spec}draft_tokens", "Tokens proposed.", drafted),
+            (COUNTER, f"{spec}accepted_tokens", "Of them accepted.", accepted),
+            (COUNTER, "draftkit:swaps", "Versions taken into service.", counts.swaps),
+            (COUNTER, "draftkit:refused_versions", "Not fit to serve.", counts.refused_versions),
+            (COUNTER, "draftkit:records_dropped", "Records lost.", counts.records_dropped),
+            (COUNTER, "draftkit:failed_rounds", "Ended in an error.", counts.errors),
         ):
-            family: Any = kind(name, what, labels=["model_name", *labels])
-            for label_values, value in values.items():
-                family.add_metric([self._model_name, *label_values], value)
-            yield family
+            yield self._family(kind, name, what, {(): value})
+        by_position = {(str(i),): n for i, n in sorted(counts.accepted_per_position.items())}
+        yield self._family(
+            COUNTER, f"{spec}accepted_tokens_per_pos", "By place.", by_position, "position"
+        )
+        for name, what in (
+            ("requests", "Answers ended."),
+            ("tested", "Positions tested."),
+            ("drafted", "Tokens proposed."),
+            ("accepted", "Of them kept."),
+        ):
+            values = {key: getattr(one, name) for key, one in drafters.items()}
+            yield self._family(COUNTER, f"draftkit:{name}", what, values, "route", "version")
+        alphas = {key: one.acceptance / one.tested for key, one in drafters.items() if one.tested}
+        what = "Mean of sum_x min(p, q), if tested."
+        yield self._family(GAUGE, "draftkit:alpha", what, alphas, "route", "version")
+        in_force = sorted(self._engine.versions().items())
+        versions = {(route,): {"version": version} for route, version in in_force}
+        name = "draftkit:drafter_version"
+        yield self._family(InfoMetricFamily, name, "In force.", versions, "route")
+
+    def _family(
+        self, kind: Any, name: str, what: str, values: Mapping[tuple[str, ...], Any], *labels: str
+    ) -> Metric:
+        """A metric with its `values` by those of `labels`."""
+        family = kind(name, what, labels=["model_name", *labels])
+        for label_values, value in values.items():
+            family.add_metric([self._model_name, *label_values], value)
+        return family

@@ -169,7 +169,7 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
     ) = Field(description=f"a string, token ids, or a list of 1 to {MOST_PROMPTS} of either")
     echo: Literal[False] | None = Field(None, description=UNSUPPORTED)
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
     best_of: int | None = None  # equal to n: nothing is ranked
     suffix: Empty | None = Field(None, description=UNSUPPORTED)
 
@@ -223,7 +223,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
     response_format: PlainText | None = None
     tools: Empty | None = Field(None, description=UNSUPPORTED)
     tool_choice: Literal["none", "auto"] | None = None

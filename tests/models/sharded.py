@@ -1,7 +1,6 @@
 """What each of several processes does that share models, for `test_sharding.py`."""
 
 import ctypes
-import os
 import sys
 import threading
 from pathlib import Path
@@ -15,6 +14,7 @@ from draftkit.config import HardwareConfig, TargetConfig
 from draftkit.models.loading import load_target
 from draftkit.models.sharding import layers_of, load_sharded_target, shard_layers
 from tests import tiny
+from tests.launching import fork_ranks
 
 CPU = torch.device("cpu")
 MMAP_THRESHOLD = -3  # the number that glibc's `mallopt` gives it
@@ -60,7 +60,7 @@ def own_bytes() -> int:
 def loaded_in_parts(folder: Path, dtype: str) -> dict[str, float]:
     """In a process of several: the most that loading its part takes, and what it scores.
 
-    Sizes are shares of all layers in `dtype`. No fork: a large parent leaves free memory to use.
+    Sizes are shares of all layers in `dtype`.
     """
     torch.distributed.init_process_group("gloo")
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 16)  # what is freed is given back at once
@@ -94,7 +94,7 @@ def loaded_in_parts(folder: Path, dtype: str) -> dict[str, float]:
     }
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # the ranks' parent is small: it leaves no free memory to use
     folder, dtype = sys.argv[1:]
     torch.set_num_threads(1)
-    write_json(Path(folder) / f"{os.environ['RANK']}.json", loaded_in_parts(Path(folder), dtype))
+    write_json(Path(folder) / "ranks.json", fork_ranks(loaded_in_parts, Path(folder), dtype))

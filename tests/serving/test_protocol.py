@@ -112,6 +112,12 @@ def test_a_misspelt_parameter_is_refused_with_the_near_match() -> None:
     assert str(refusal(ChatRequest, chat(prompt="p"))).startswith("there is no parameter 'prompt'")
 
 
+def test_alternatives_are_as_many_as_a_round_lists() -> None:
+    rule = "Input should be less than or equal to 20, got 21"
+    assert str(refusal(CompletionRequest, completion(logprobs=21))) == f"logprobs: {rule}"
+    assert str(refusal(ChatRequest, chat(top_logprobs=21))) == f"top_logprobs: {rule}"
+
+
 def test_a_missing_parameter_is_named() -> None:
     assert str(refusal(CompletionRequest, {"model": "m"})) == "prompt is missing"
     assert str(refusal(ChatRequest, {"messages": []})) == "model is missing"

@@ -101,9 +101,9 @@ class Metrics(Collector):
         yield self._family(InfoMetricFamily, name, "In force.", versions, "route")
 
     def _family(
-        self, kind: Any, name: str, what: str, values: Mapping[tuple[str, ...], Any], *labels: str
+        self, kind: Any, name: str, what: str, values: Mapping[Any, Any], *labels: str
     ) -> Metric:
-        """A metric with its `values` by those of `labels`."""
+        """A metric with `values` by tuples of what their `labels` are."""
         family = kind(name, what, labels=["model_name", *labels])
         for label_values, value in values.items():
             family.add_metric([self._model_name, *label_values], value)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftkit.models.adapter import by_name
 from draftkit.models.parallel import Parallel
 
 UNBOUNDED = 1 << 30
@@ -94,11 +95,8 @@ class TabularAdapter:
 
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         own = self.state_dict()
-        for name, weight in own.items():
-            if name not in state_dict or state_dict[name].shape != weight.shape:
-                raise ValueError(f"new weights do not fit the draft: {name}")
-        for name, weight in own.items():
-            weight.copy_(state_dict[name])
+        for name, weight in by_name(own, state_dict).items():
+            own[name].copy_(weight)
 
     def weights(self) -> dict[str, Tensor]:
         return self.state_dict()

@@ -11,7 +11,7 @@ Shapes: B rows, N new tokens, T tokens, C slots attended to, V real vocabulary, 
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -107,20 +107,33 @@ class Adapter(nn.Module, ABC):
     def load_weights(self, state_dict: dict[str, Tensor]) -> None:
         """Copy `state_dict` of the same model in place, so that compiled code keeps its buffers.
 
-        Of tensors that share memory one is enough, as in files. Raises ValueError naming the first
-        tensor that is missing, of another shape or unknown, before anything is copied.
+        Raises ValueError as `by_name` does, before anything is copied.
         """
         own = self.weights()
-        if unknown := sorted(state_dict.keys() - own.keys()):
-            raise ValueError(f"new weights do not fit the draft: it has no {unknown[0]}")
-        given = {own[name].data_ptr() for name in state_dict}
-        for name, weight in own.items():
-            tied = name not in state_dict and weight.data_ptr() in given
-            if not tied and (name not in state_dict or state_dict[name].shape != weight.shape):
-                raise ValueError(f"new weights do not fit the draft: {name} is missing or reshaped")
         with torch.no_grad():
-            for name, weight in state_dict.items():
+            for name, weight in by_name(own, state_dict).items():
                 own[name].copy_(weight)
+
+
+def by_name(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensor of `given` for each of `own`; for tied ones, which share memory, one is enough.
+
+    Raises ValueError naming the first that is unknown, missing, of another shape or kind.
+    """
+    if unknown := sorted(given.keys() - own.keys()):
+        raise ValueError(f"the drafter has no {unknown[0]}")
+    tied = {(own[name].data_ptr(), own[name].shape): tensor for name, tensor in given.items()}
+    wanted = {}
+    for name, tensor in own.items():
+        new = given.get(name, tied.get((tensor.data_ptr(), tensor.shape)))
+        if new is None:
+            raise ValueError(f"{name} is missing")
+        if new.shape != tensor.shape:
+            raise ValueError(f"{name} is {list(new.shape)}, the drafter's {list(tensor.shape)}")
+        if new.is_floating_point() != tensor.is_floating_point():
+            raise ValueError(f"{name} holds {new.dtype}, the drafter's {tensor.dtype}")
+        wanted[name] = new
+    return wanted
 
 
 @dataclass(frozen=True)

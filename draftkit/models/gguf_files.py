@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -46,17 +46,27 @@ REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}|{REST}"
 LLAMA_3 = rf"{CONTRACTIONS}|{WORDS}|\p{{N}}{{1,3}}|{REST}"
 GPT_2, BYTES, DIGITS = "bytes after GPT-2's words", "bytes", "single digits"
-# llama.cpp's names, by the steps of the tokenizer, and whether whole words come before merges.
-SPLITTERS: dict[tuple[tuple[str, ...], bool], str] = {
-    ((GPT_2,), False): "gpt-2",
-    ((DIGITS, GPT_2), False): "smollm",
-    ((QWEN, BYTES), False): "qwen2",
-    ((LLAMA_3, BYTES), True): "llama-bpe",
-    ((LLAMA_3, BYTES), False): "smaug-bpe",
+
+
+class Splitter(NamedTuple):
+    """How a tokenizer treats a text before it merges bytes."""
+
+    steps: tuple[str, ...]
+    whole: bool = False  # words that are tokens are not merged from bytes
+    normalises: bool = False  # to NFC, which llama.cpp leaves out
+    begins: bool = False  # with a token of its own, where the file does not say
+
+
+LLAMA = Splitter((LLAMA_3, BYTES), whole=True, begins=True)
+SPLITTERS = {  # by llama.cpp's names
+    "gpt-2": Splitter((GPT_2,)),
+    "smollm": Splitter((DIGITS, GPT_2)),
+    "qwen2": Splitter((QWEN, BYTES), normalises=True),
+    "llama-bpe": LLAMA,
+    "llama3": LLAMA,
+    "llama-v3": LLAMA,
+    "smaug-bpe": Splitter((LLAMA_3, BYTES)),
 }
-OTHER_NAMES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
-NORMALISED = ("qwen2",)  # to NFC, which llama.cpp leaves out
-BEGINNING = ("llama-bpe",)  # with a token of their own, where the file does not say
 SPECIAL = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 TRIED = (
     "def f(x):\n\treturn x ** 2  # isn't it 1234.5?\n\n\n",
@@ -192,21 +202,18 @@ def _tokenizer(file: Path, metadata: Mapping[str, Any], where: str) -> PreTraine
             return rebuilt
         except UNREADABLE as error:
             raise ValueError(f"{where}: no usable tokenizer ({first_line(error)})") from error
-    name = OTHER_NAMES.get(name, name)
-    rules = {splitter: rule for rule, splitter in SPLITTERS.items()}
-    if kind != "gpt2" or name not in rules:
-        known = ", ".join([*rules, *OTHER_NAMES])
+    if kind != "gpt2" or name not in SPLITTERS:
         raise ValueError(
             f"{where}: a tokenizer of the kind {kind} that splits text by the rule {name}, which is"
-            f" not known here (known: {known}): {REMEDY}"
+            f" not known here (known: {', '.join(SPLITTERS)}): {REMEDY}"
         )
-    (parts, whole), tokens = rules[name], metadata["tokenizer.ggml.tokens"]
+    splitter, tokens = SPLITTERS[name], metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: row for row, token in enumerate(tokens)}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole))
-    backend.pre_tokenizer = steps.Sequence([_step(part) for part in parts])
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=splitter.whole))
+    backend.pre_tokenizer = steps.Sequence([_step(part) for part in splitter.steps])
     backend.decoder = decoders.ByteLevel()
-    if name in NORMALISED:
+    if splitter.normalises:
         backend.normalizer = normalizers.NFC()
     types = metadata["tokenizer.ggml.token_type"]
     for special, wanted in ((True, CONTROL), (False, USER_DEFINED)):
@@ -220,15 +227,14 @@ def _tokenizer(file: Path, metadata: Mapping[str, Any], where: str) -> PreTraine
         short: metadata.get(f"tokenizer.ggml.{long}_token_id") for long, short in SPECIAL.items()
     }
     named = {f"{short}_token": tokens[one] for short, one in ids.items() if one is not None}
-    begins = (
-        metadata.get("tokenizer.ggml.add_bos_token", name in BEGINNING) and "bos_token" in named
-    )
-    ended = metadata.get("tokenizer.ggml.add_eos_token", False) and "eos_token" in named
-    around = [named["bos_token"]] * begins, [named["eos_token"]] * ended
+    begins = metadata.get("tokenizer.ggml.add_bos_token", splitter.begins)
+    ends = metadata.get("tokenizer.ggml.add_eos_token", False)
+    before = [named["bos_token"]] if begins and "bos_token" in named else []
+    after = [named["eos_token"]] if ends and "eos_token" in named else []
     backend.post_processor = processors.TemplateProcessing(
-        single=[*around[0], "$A", *around[1]],
-        pair=[*around[0], "$A", "$B:1", *around[1]],
-        special_tokens=[(token, vocabulary[token]) for token in {*around[0], *around[1]}],
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", "$B:1", *after],
+        special_tokens=[(token, vocabulary[token]) for token in {*before, *after}],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, chat_template=metadata.get("tokenizer.chat_template"), **named

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import Proposer
+from draftkit.models.adapter import by_name
 from draftkit.online.registry import Registry, Version
 
 POLL_SECONDS = 0.5  # how often a new version is looked for
@@ -164,23 +165,10 @@ class Drafters:
 def fitted(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`given` as it can be copied into `own`: whole, on its device and in its precision.
 
-    Files hold tied tensors once; here each name has its tensor. Copies to a device run beside what
-    else it does, and have arrived when this returns. Raises ValueError naming the first
-    tensor that is unknown, missing, of another shape or kind, or not finite.
+    Copies to a device run beside what else it does, and have arrived when this returns. Raises
+    ValueError as `by_name` does, and naming the first tensor that is not finite.
     """
-    if unknown := sorted(given.keys() - own.keys()):
-        raise ValueError(f"the drafter has no {unknown[0]}")
-    by_storage = {_storage(own[name]): tensor for name, tensor in given.items()}
-    wanted = {}
-    for name, tensor in own.items():
-        new = given.get(name, by_storage.get(_storage(tensor)))
-        if new is None:
-            raise ValueError(f"{name} is missing")
-        if new.shape != tensor.shape:
-            raise ValueError(f"{name} is {list(new.shape)}, the drafter's {list(tensor.shape)}")
-        if new.is_floating_point() != tensor.is_floating_point():
-            raise ValueError(f"{name} holds {new.dtype}, the drafter's {tensor.dtype}")
-        wanted[name] = new
+    wanted = by_name(own, given)
     device = next(iter(own.values())).device
     with torch.cuda.stream(_side_stream(device) if device.type == "cuda" else None):
         copies = {name: new.to(own[name].device, own[name].dtype) for name, new in wanted.items()}
@@ -204,8 +192,3 @@ def same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """For work that rounds on `device` do not wait for."""
     return torch.cuda.Stream(device)
-
-
-def _storage(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Where a tensor lies: tied ones share it."""
-    return tensor.data_ptr(), tuple(tensor.shape)

@@ -49,8 +49,9 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase, *, rows: int) -> Vocabular
         types[one["id"]] = CONTROL if one["special"] else USER_DEFINED
     steps = spec["pre_tokenizer"]
     steps = steps["pretokenizers"] if steps["type"] == "Sequence" else [steps]
+    rule = tuple(map(step, steps)), bool(spec["model"].get("ignore_merges"))
     return Vocabulary(
-        splitter=SPLITTERS[tuple(map(step, steps)), bool(spec["model"].get("ignore_merges"))],
+        splitter=next(name for name, one in SPLITTERS.items() if one[:2] == rule),
         tokens=[names.get(row, f"[PAD{row}]") for row in range(rows)],
         types=types,
         merges=[" ".join(merge) for merge in spec["model"]["merges"]],

@@ -325,13 +325,13 @@ def speedup(fast: Rate, slow: Rate, *, tail: float = 0.025) -> Estimate:
     return replace(log, mean=math.exp(log.mean), low=math.exp(log.low), high=math.exp(log.high))
 
 
-def gain_p_value(after: Rate, before: Rate, compare: Compare = operator.sub) -> float:
+def gain_p_value(*rates: Rate, compare: Compare = operator.sub) -> float:
     """How likely a paired gain this large would be if there were none: one-sided, in [0, 1].
 
-    By the error and the degrees of freedom of its interval. NaN where a total is; raises ValueError
-    with fewer than 2 documents.
+    rates: as `estimate` takes them, those after first. By the error and the degrees of freedom of
+    its interval. NaN where a total is; raises ValueError with fewer than 2 documents.
     """
-    jackknife = _jackknife(after, before, compare=compare)
+    jackknife = _jackknife(*rates, compare=compare)
     if jackknife.documents < 2:
         raise ValueError(
             f"a test needs at least 2 documents with positions, got {jackknife.documents}"

@@ -1,112 +1,181 @@
-"""Runs side by side: what differs, what cannot be compared, and no winner without intervals."""
+"""Runs side by side: which to take, what is sure of that, what cannot be compared."""
 
+import csv
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import wandb
 import yaml
 from rich.console import Console
 
-from draftkit.artifacts import read_json
+from draftkit.evaluation.page import as_html
+from draftkit.theory.acceptance import Rate, estimate, speedup
 from pipelines.command import run_command
-from pipelines.compare import (
-    compare,
-    comparison,
-    differing,
-    expand,
-    finding,
-    read_run,
-    read_runs,
-    render,
-)
+from pipelines.compare import compare, render
+from pipelines.rankings import Ranking, differing, rankings, recommendation
+from pipelines.runs import Run, expand, read_run, read_runs
+from pipelines.sheet import as_csv, grid_tables, page_of, ranking_table, scatter
+
+DOCUMENTS = 24
 
 
-def estimate(mean: float, half: float = 0.02) -> dict[str, Any]:
-    return {"mean": mean, "ci95": [mean - half, mean + half], "n": 1000, "prompts": 50}
-
-
-def write_stage(folder: Path, *, summary: dict[str, Any] | None, **settings: Any) -> None:
+def write_stage(folder: Path, summary: dict[str, Any] | None, settings: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
+    settings = {"name": folder.parent.name, "seed": 0, "data": {"max_length": 128}} | settings
     machine = settings.pop("machine", {"cpu": "one", "cores": 2})
     inputs = settings.pop("inputs", {})
-    manifest = {"settings": {}, "inputs": inputs, "provenance": {"hardware": machine}}
+    manifest = {"inputs": inputs, "provenance": {"hardware": machine}}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    content = {"name": folder.parent.name, "seed": 0, "data": {"max_length": 128}} | settings
-    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps(summary))
 
 
-def experiment(root: Path, name: str, alpha: float, **settings: Any) -> Path:
-    summary = {
-        "alpha": estimate(alpha),
-        "acceptance_length": estimate(1 + 3 * alpha),
-        "speedup": {"measured": 1.5, "ci95": [1.4, 1.6], "predicted": 1.55, "ceiling": 2.0}
-        | {"end_to_end": {"mean": 0.9, "ci95": [0.85, 0.95], "chunks": 24}},
-        "verdict": "do_not_deploy",
-        "seconds": 30.0,
+def experiment(
+    path: Path,
+    alpha: float = 0.5,
+    *,
+    faster: float = 1.2,
+    gamma: int = 2,
+    minutes: float = 2.0,
+    contexts: str = "c",
+    verdict: str = "deploy",
+    documents: int = DOCUMENTS,
+    temperatures: tuple[str, ...] = ("1",),
+    **settings: Any,
+) -> Path:
+    """A run on texts that are easy or hard for all runs, with a little luck of its own."""
+    shared, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(hash_of(path))
+    luck = 0.01 * torch.randn(documents, generator=own, dtype=torch.float64)
+    ease = 0.1 * torch.randn(documents, generator=shared, dtype=torch.float64)
+    positions = torch.full((documents,), 40.0, dtype=torch.float64)
+    accepted = positions * (alpha + ease + luck - luck.mean())
+    numbers = [*range(documents)]
+    tokens, plain = [40] * documents, [1.0 + 0.1 * (i % 5) for i in range(documents)]
+    seconds = [s / faster * (1 + 0.01 * float(e)) for s, e in zip(plain, luck, strict=True)]
+    rounds = [25 + i % 3 for i in range(documents)]
+    rates = [Rate.of(zip(tokens, s, strict=True)) for s in (seconds, plain)]
+    rate = Rate(accepted, positions)
+    part = {
+        "alpha": estimate(rate).as_dict(),
+        "alpha_gain": estimate(Rate(accepted - 0.3 * positions, positions)).as_dict(),
+        "acceptance_length": estimate(Rate.of(zip(tokens, rounds, strict=True))).as_dict(),
+        "speedup": {"end_to_end": speedup(*rates).as_dict()},
+        **{"gamma": gamma, "batch_size": 1, "cost_ratio": 0.1, "verdict": verdict},
     }
-    before = {"alpha_after": estimate(alpha), "seconds": 100.0}
-    write_stage(root / name / "distill", summary=before, **dict(settings))
-    write_stage(root / name / "evaluate", summary=summary, **dict(settings))
-    return root / name
+    timing = {
+        "after": {"tokens": tokens, "rounds": rounds, "seconds": seconds},
+        "plain": {"tokens": tokens, "rounds": tokens, "seconds": plain},
+    }
+    for way in timing.values():
+        way["prefill_seconds"] = [0.0] * documents
+    scores = {"alpha": accepted.tolist(), "positions": positions.tolist(), "documents": numbers}
+    summary = {"by_temperature": {t: part | {"temperature": float(t)} for t in temperatures}}
+    write_stage(path / "evaluate", summary, dict(settings))
+    for name, kept in {
+        "prompts": {"contexts": contexts, "after": scores},
+        "timing": timing,
+    }.items():
+        content = json.dumps(dict.fromkeys(temperatures, kept))
+        (path / "evaluate" / f"{name}.json").write_text(content)
+    write_stage(path / "train", {"seconds": 60 * minutes}, dict(settings))
+    lines = [{"section": "train", "step": 5, "total_tokens": 1000}]
+    lines += [{"section": "validation", "step": step, "alpha": alpha} for step in (0, 5)]
+    (path / "train" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n{")
+    return path
 
 
-def test_a_run_has_the_numbers_of_its_evaluation_and_the_seconds_of_all_stages(
+def hash_of(path: Path) -> int:
+    return sum(map(ord, path.name)) + 100 * len(path.name)
+
+
+def compared(*folders: Path) -> Ranking:
+    (made,) = rankings(read_runs([str(folder) for folder in folders]))
+    return made
+
+
+def notes_of(made: Ranking) -> str:
+    return "\n".join(made.notes)
+
+
+# Reading
+
+
+def test_a_run_has_the_numbers_of_its_evaluation_and_what_they_are_made_of(tmp_path: Path) -> None:
+    folder = experiment(tmp_path / "a", 0.8, faster=1.5)
+    (run,) = read_run(folder)
+    entries = run.entries
+    assert set(entries) == {"alpha", "gain", "tau", "speedup"}
+    assert entries["alpha"].mean == pytest.approx(0.8, abs=0.05)
+    for name, kept in (("alpha", estimate), ("tau", estimate), ("speedup", speedup)):
+        made = kept(*entries[name].rates)
+        limits = made.mean, made.low, made.high
+        if name == "speedup":
+            limits = tuple(map(math.log, limits))
+        assert entries[name][:3] == pytest.approx(limits)
+    assert run.minutes == 2
+    assert run.curve == [(0, 0.8), (1000, 0.8)]  # without the torn line of a kill
+    assert (run.verdict, run.gamma, run.unfinished) == ("deploy", 2, [])
+
+
+def test_of_a_drafter_that_is_used_beside_prompt_lookup_this_use_is_compared(
     tmp_path: Path,
 ) -> None:
-    row = read_run(experiment(tmp_path, "a", 0.8))
-    assert row["alpha"] == estimate(0.8)
-    assert row["speedup"]["measured"] == 1.5
-    assert row["verdict"] == "do_not_deploy"
-    assert row["seconds"] == 130.0
-    assert row["unfinished"] == []
+    folder = experiment(tmp_path / "a")
+    path = folder / "evaluate" / "summary.json"
+    summary = json.loads(path.read_text())
+    part = summary["by_temperature"]["1"]
+    mixed = {"mean": 1.4, "ci95": [1.3, 1.5]}
+    part |= {"use": "hybrid", "ways": {"hybrid": {"speedup": {"end_to_end": mixed}}}}
+    path.write_text(json.dumps(summary))
+    timing = json.loads((folder / "evaluate" / "timing.json").read_text())
+    timing["1"]["hybrid"] = timing["1"]["plain"]
+    (folder / "evaluate" / "timing.json").write_text(json.dumps(timing))
+    (run,) = read_run(folder)
+    assert run.entries["speedup"].mean == math.log(1.4)
+    fast, slow = run.entries["speedup"].rates
+    assert fast.mean == slow.mean
 
 
-def test_an_unfinished_run_is_shown_with_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("stages", "waits_for"),
+    [
+        ({"train": None}, ["train", "evaluate"]),
+        ({"train": {"seconds": 9.0}}, ["evaluate"]),
+        ({"train": {"seconds": 9.0}, "evaluate": None}, ["evaluate"]),
+    ],
+)
+def test_a_killed_run_is_named_and_does_not_count(
+    tmp_path: Path, stages: dict[str, Any], waits_for: list[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_stage(Path("a/distill"), summary={"alpha_after": estimate(0.7), "seconds": 9.0})
-    write_stage(Path("a/evaluate"), summary=None)
-    row = read_run(Path("a"))
-    assert row["unfinished"] == ["evaluate"]
-    assert row["alpha"] == estimate(0.7)
-    assert row["speedup"] is None
-    console = Console(width=80)
-    with console.capture() as shown:
-        render([row], [], console)
-    assert "(evaluate unfinished)" in " ".join(shown.get().split())
-
-
-@pytest.mark.parametrize(("trained", "waits_for"), [(False, "train"), (True, "evaluate")])
-def test_a_run_that_has_only_been_trained_is_unfinished(
-    tmp_path: Path, trained: bool, waits_for: str
-) -> None:
-    write_stage(tmp_path / "a" / "train", summary={"seconds": 9.0} if trained else None)
-    assert expand(str(tmp_path / "a")) == [tmp_path / "a"]
-    row = read_run(tmp_path / "a")
-    assert row["unfinished"] == [waits_for]
-    assert row["seconds"] == (9.0 if trained else None)
-    write_stage(tmp_path / "a" / "evaluate", summary={"alpha": estimate(0.7), "seconds": 1.0})
-    assert read_run(tmp_path / "a")["unfinished"] == ([] if trained else ["train"])
+    for name, summary in stages.items():
+        write_stage(tmp_path / "killed" / name, summary, {})
+    (tmp_path / "killed" / name / "config.yaml").unlink()  # it comes after the manifest
+    (run,) = read_run(tmp_path / "killed")
+    assert run.unfinished == waits_for
+    others = [experiment(tmp_path / name, 0.5) for name in "ab"]
+    made = compared(tmp_path / "killed", *others)
+    assert {run.label for run in made.runs} == {"a", "b"}
 
 
 def test_a_stage_folder_and_a_sweep_can_be_given(tmp_path: Path) -> None:
-    experiment(tmp_path / "sweep", "beta=0.1", 0.7)
-    experiment(tmp_path / "sweep", "beta=0.9", 0.8)
+    for value in (0.1, 0.9):
+        experiment(tmp_path / "sweep" / f"beta={value}")
     assert [folder.name for folder in expand(str(tmp_path / "sweep"))] == ["beta=0.1", "beta=0.9"]
-    stage = tmp_path / "sweep" / "beta=0.1" / "distill"
-    assert expand(str(stage)) == [stage]
-    assert read_run(stage)["alpha"] == estimate(0.7)
+    stage = tmp_path / "sweep" / "beta=0.1" / "evaluate"
+    assert expand(str(stage)) == [stage.parent]
 
 
-def test_a_run_that_is_given_twice_is_one_row(tmp_path: Path) -> None:
-    run, other = (str(experiment(tmp_path, name, 0.7)) for name in "ab")
-    assert [row["run"] for row in read_runs([run, other, run])] == [run, other]
+def test_runs_are_read_once_and_called_as_short_as_can_be(tmp_path: Path) -> None:
+    one, other = (str(experiment(tmp_path / "s" / f"b={i},c=d")) for i in (1, 2))
+    same = str(experiment(tmp_path / "t" / "b=1,c=d"))
+    assert [run.label for run in read_runs([one, other, one])] == ["1,d", "2,d"]
+    assert [run.label for run in read_runs([one, other, same])] == [one, "2,d", same]
 
 
 @pytest.mark.parametrize("runs", [[], ["missing"], ["empty"]])
@@ -122,116 +191,316 @@ def test_runs_that_cannot_be_read_are_refused_by_name(
 
 
 def test_only_settings_that_differ_are_shown_and_never_the_name(tmp_path: Path) -> None:
-    a = experiment(tmp_path, "a", 0.8, seed=1, tracker={"mode": "none"})
-    b = experiment(tmp_path, "b", 0.8, seed=2, tracker={"mode": "offline"})
-    assert differing([read_run(a), read_run(b)]) == ["seed"]
+    a = experiment(tmp_path / "a", seed=1, tracker={"mode": "none"})
+    b = experiment(tmp_path / "b", seed=2, tracker={"mode": "offline"})
+    assert differing(read_runs([str(a), str(b)])) == ["seed"]
 
 
-SAME = ("target", "data", "sampling")
+# Ranking
 
 
-@pytest.mark.parametrize(
-    ("alphas", "told"),
-    [
-        ([0.80, 0.70], "a is above the others"),
-        ([0.70, 0.80], "b is above the others"),
-        ([0.80, 0.77], "intervals overlap"),
-        ([0.90, 0.70, 0.88], "intervals overlap"),
-        ([0.70, 0.71, 0.80], "c is above the others"),
-    ],
-)
-def test_a_run_is_said_to_be_better_only_where_intervals_do_not_overlap(
-    tmp_path: Path, alphas: list[float], told: str
+def test_a_difference_that_two_intervals_hide_is_sure_where_runs_share_their_texts(
+    tmp_path: Path,
 ) -> None:
-    named = zip("abc", alphas, strict=False)
-    rows = [read_run(experiment(tmp_path, name, alpha)) for name, alpha in named]
-    assert told in finding(rows, "alpha", "alpha", SAME)
+    made = compared(experiment(tmp_path / "a", 0.50), experiment(tmp_path / "b", 0.51))
+    best, other = made.runs
+    assert best.label == "b"
+    assert other.entries["alpha"].high > best.entries["alpha"].low
+    gap = other.gaps["alpha"]
+    assert gap.paired
+    assert gap.differs
+    assert gap.mean == pytest.approx(other.entries["alpha"].mean - best.entries["alpha"].mean)
+    assert made.rivals == []
+    verdict, tone, sentence = recommendation([made])
+    assert (verdict, tone) == ("Take b", "good")
+    assert "surely above 1 of 1 other." in sentence
+
+
+def test_runs_of_other_texts_are_taken_as_independent_and_that_is_said(tmp_path: Path) -> None:
+    a = experiment(tmp_path / "a", 0.50, seed=1, contexts="x")
+    made = compared(a, experiment(tmp_path / "b", 0.51, contexts="y"))
+    gap = made.runs[1].gaps["alpha"]
+    assert not gap.paired
+    assert not gap.differs
+    assert "Not all alpha are paired" in notes_of(made)
+    assert "a may be as good" in recommendation([made])[2]
 
 
 def test_runs_that_answer_another_question_are_not_compared(tmp_path: Path) -> None:
-    rows = [
-        read_run(experiment(tmp_path, "a", 0.9)),
-        read_run(experiment(tmp_path, "b", 0.5, data={"max_length": 64})),
-    ]
-    assert finding(rows, "alpha", "alpha", SAME) == (
-        "alpha: not comparable, data.max_length differ"
-    )
+    others = experiment(tmp_path / "other", 0.9, data={"max_length": 64}, contexts="x")
+    made = compared(others, *(experiment(tmp_path / name) for name in "ab"))
+    assert {run.label for run in made.runs} == {"a", "b"}
+    assert "Not compared, since data.max_length differ: other." in notes_of(made)
+    alone = rankings(read_runs([str(others), str(tmp_path / "a")]))
+    assert recommendation(alone)[:2] == ("Nothing to compare", "open")
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "keys"),
     [
-        ({"seed": 1, "inputs": {"target": "b" * 64, "data": "d" * 16}}, "target.sha256 differ"),
-        ({"inputs": {"target": "a" * 64, "data": "e" * 16}}, "data.sha256 differ"),
-        ({"evaluate": {"max_new_tokens": 8}}, "evaluate.max_new_tokens differ"),
-        ({"seed": 1}, "a is above the others"),  # a given target is the same under any seed
+        ({"seed": 1, "inputs": {"target": "b" * 64, "data": "d" * 16}}, "target.sha256"),
+        ({"inputs": {"target": "a" * 64, "data": "e" * 16}}, "data.sha256"),
+        ({"evaluate": {"max_new_tokens": 8}}, "evaluate.max_new_tokens"),
+        ({"seed": 1}, None),  # a given target is the same under any seed
+        ({"sampling": {"temperature": 0.0}}, None),  # whichever is served
     ],
 )
-@pytest.mark.usefixtures("two")
 def test_a_target_is_what_its_checksum_says_whatever_it_is_called(
-    changed: dict[str, Any], told: str
+    tmp_path: Path, changed: dict[str, Any], keys: str | None
 ) -> None:
     """One that is made has no path, and another seed, or other text, makes another of it."""
     embedded = {
         "target": {"path": None},
         "evaluate": {"max_new_tokens": 64},
+        "sampling": {"temperature": 1.0},
         "inputs": {"target": "a" * 64, "data": "d" * 16, "draft": "f" * 64},
     }
+    a = experiment(tmp_path / "a", 0.9, **embedded)
+    made = compared(a, experiment(tmp_path / "b", 0.5, **embedded | changed))
+    assert len(made.runs) == (2 if keys is None else 1)
+    assert (f"since {keys} differ: b." in notes_of(made)) == (keys is not None)
+
+
+def test_alpha_decides_where_training_differs_and_the_clock_where_the_drafter_does(
+    tmp_path: Path,
+) -> None:
+    def pair(name: str, **changed: Any) -> Ranking:
+        a = experiment(tmp_path / name / "a", 0.6, faster=1.1)
+        return compared(a, experiment(tmp_path / name / "b", 0.5, faster=1.3, **changed))
+
+    trained = pair("trained", divergence={"name": "tvd"})
+    assert (trained.measure, trained.runs[0].label) == ("alpha", "a")
+    assert "a pass costs the same" in trained.notes[0]
+    larger = pair("larger", draft={"layers": 3})
+    assert (larger.measure, larger.runs[0].label) == ("speedup", "b")
+    assert "draft.layers may change" in larger.notes[0]
+    gap = larger.runs[1].gaps["speedup"]
+    assert math.exp(gap.mean) == pytest.approx(1.1 / 1.3, rel=0.01)
+    assert gap.differs
+    assert "Speed-up 1.30 at temperature 1, surely above 1 of 1" in recommendation([larger])[2]
+    elsewhere = pair("elsewhere", draft={"layers": 3}, machine={"cpu": "two", "cores": 2})
+    assert elsewhere.measure == "alpha"
+    assert "speedup" not in elsewhere.runs[1].gaps
+    assert "No differences of speedup, since machine.cpu differ." in elsewhere.notes
+    few = pair("few", draft={"layers": 3}, documents=8)
+    assert few.measure == "alpha"
+
+
+def test_tokens_a_pass_of_other_numbers_of_proposals_are_not_compared(tmp_path: Path) -> None:
+    a, b = experiment(tmp_path / "a", gamma=2), experiment(tmp_path / "b", gamma=3)
+    made = compared(a, b)
+    assert [set(run.gaps) for run in made.runs] == [{"alpha", "speedup"}] * 2
+    assert "No differences of tau, since numbers of proposals differ." in made.notes
+    same = compared(a, experiment(tmp_path / "d", gamma=2))
+    assert same.runs[1].gaps["tau"].mean == 0
+    assert not same.runs[1].gaps["tau"].differs
+
+
+def sweep(root: Path, seeds: dict[str, tuple[int, ...]]) -> list[Path]:
+    """Cells of these seeds, on texts of their own; each is better by 0.05 than the last."""
+    return [
+        experiment(
+            root / f"{name}{seed}",
+            0.5 + 0.05 * number + 0.02 * seed + 0.001 * (seed * (number + 1) % 3),
+            divergence={"name": name},
+            seed=seed,
+            contexts=f"of {seed}",
+        )
+        for number, (name, some) in enumerate(seeds.items())
+        for seed in some
+    ]
+
+
+def test_seeds_of_a_cell_are_pooled_and_their_spread_is_the_error(tmp_path: Path) -> None:
+    made = compared(*sweep(tmp_path, dict.fromkeys(("jsd", "tvd", "lk_hybrid"), (0, 1, 2))))
+    assert [run.settings["divergence.name"] for run in made.runs] == ["lk_hybrid", "tvd", "jsd"]
+    best, second, _ = made.runs
+    assert best.entries["alpha"].by_seed == pytest.approx((0.6, 0.62, 0.641), abs=0.05)
+    assert second.gaps["alpha"].mean == pytest.approx(-0.05, abs=0.01)
+    assert second.gaps["alpha"].differs
+    assert "Means of 3 seeds" in notes_of(made)
+    assert " 0 runs are left out" in notes_of(made)
+
+
+def test_seeds_that_not_all_cells_have_are_left_out_or_none_is_pooled(tmp_path: Path) -> None:
+    made = compared(*sweep(tmp_path / "more", {"jsd": (0, 1), "tvd": (0, 1, 2)}))
+    assert [len(run.entries["alpha"].by_seed) for run in made.runs] == [2, 2]
+    assert " 1 runs are left out" in notes_of(made)
+    single = compared(*sweep(tmp_path / "single", {"jsd": (0,), "tvd": (0, 1)}))
+    assert [run.entries["alpha"].by_seed for run in single.runs] == [(), (), ()]
+
+
+def test_a_run_that_gains_no_time_is_not_recommended(tmp_path: Path) -> None:
+    a = experiment(tmp_path / "a", 0.6, verdict="do_not_deploy")
+    made = compared(a, experiment(tmp_path / "b", 0.5, verdict="do_not_deploy"))
+    verdict, tone, sentence = recommendation([made])
+    assert (verdict, tone) == ("Deploy none", "bad")
+    assert sentence.startswith("Even the best, a, gains no time. Alpha 0.6")
+    made = compared(a, experiment(tmp_path / "c", 0.5))
+    verdict, tone, sentence = recommendation([made])
+    assert (verdict, tone) == ("Take a", "open")
+    assert sentence.endswith("Its own verdict: do not deploy.")
+
+
+# What people see
+
+
+GRID = {
+    ("forward_kl", "fixed"): 0.55,
+    ("forward_kl", "draft"): 0.62,
+    ("tvd", "draft"): 0.52,
+    ("next_token", "fixed"): 0.51,
+    ("next_token", "target"): 0.50,
+}
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Path:
+    for (divergence, source), alpha in GRID.items():
+        experiment(
+            tmp_path / "grid" / f"divergence.name={divergence},source.name={source}",
+            alpha,
+            divergence={"name": divergence},
+            source={"name": source},
+            temperatures=("1", "0"),
+        )
+    return tmp_path / "grid"
+
+
+def shown(made: list[Ranking], unread: list[str] | None = None) -> str:
+    console = Console(width=80, force_terminal=False)
+    with console.capture() as capture:
+        render(made, unread or [], console)
+    assert max(map(len, capture.get().splitlines())) <= 80
+    return capture.get()
+
+
+def test_a_grid_has_a_table_of_what_was_gained_and_one_over_plain_training(grid: Path) -> None:
+    made = rankings(read_runs([str(grid)]))
+    assert [one.temperature for one in made] == ["1", "0"]
+    gained, over = grid_tables(made[0])
+    assert [column.header for column in gained.columns] == ["", "fixed", "target", "draft"]
+    names, fixed, target, draft = ([*column.cells] for column in over.columns)
+    assert names == ["forward_kl", "tvd", "next_token"]
+    assert "next_token,fixed" in over.title
+    assert fixed[0].startswith("+0.04")
+    assert fixed[0].split("\n")[0].endswith(" *")
+    assert fixed[1] == target[0] == draft[2] == ""  # were not run
+    assert fixed[2] == ""  # the control itself
+    text = shown(made)
+    for part in (
+        "Take forward_kl,draft.",
+        "alpha gained; temperature 1",
+        "alpha gained; temperature 0",
+    ):
+        assert part in text
+
+
+def test_any_two_settings_form_a_grid_if_they_alone_differ(tmp_path: Path) -> None:
     runs = [
-        str(experiment(Path("outputs"), name, alpha, **{**embedded, **settings}))
-        for name, alpha, settings in (("a", 0.9, {}), ("c", 0.5, changed))
+        experiment(
+            tmp_path / f"{layers}{rate}", draft={"layers": layers}, optim={"learning_rate": rate}
+        )
+        for layers in ([0], [0, 1])
+        for rate in (0.003, 0.01, 0.001)
     ]
-    assert told in comparison(runs)["findings"][0]
+    (table,) = grid_tables(compared(*runs))
+    assert [column.header for column in table.columns] == ["", "0.001", "0.003", "0.01"]
+    assert [*table.columns[0].cells] == ["[0, 1]", "[0]"]
+    assert grid_tables(compared(*runs[:3])) == []
 
 
-def test_times_of_two_machines_are_not_compared(tmp_path: Path) -> None:
-    rows = [
-        read_run(experiment(tmp_path, "a", 0.9)),
-        read_run(experiment(tmp_path, "b", 0.5, machine={"cpu": "two", "cores": 2})),
-    ]
-    assert "machine.cpu" in finding(rows, "speedup", "speedup", (*SAME, "machine"))
-    assert "a is above" in finding(rows, "alpha", "alpha", SAME)
+def test_the_page_needs_nothing_else_and_escapes_what_runs_are_called(grid: Path) -> None:
+    experiment(grid / "<b>&divergence", 0.5, divergence={"name": "jsd"}, source={"name": "mix"})
+    made = rankings(read_runs([str(grid)]))
+    text = as_html(page_of(made, ["x: evaluate unfinished"]))
+    assert "<b>&divergence" not in text
+    assert "&lt;b&gt;&amp;divergence" in text
+    assert "http" not in text
+    assert "<script" not in text
+    assert text.count("<svg") == 8
+    for part in ("Take forward_kl,draft", "surely above", "x: evaluate unfinished", "0.62"):
+        assert part in text
 
 
-def test_numbers_without_intervals_are_never_ranked(tmp_path: Path) -> None:
-    rows = [read_run(experiment(tmp_path, name, 0.8)) for name in "ab"]
-    rows[0]["alpha"] = {"mean": 0.99}
-    assert finding(rows, "alpha", "alpha", SAME) == ""
+def test_a_figure_names_what_no_other_run_beats() -> None:
+    points = [(1.0, 1.2, "quick"), (2.0, 1.1, "beaten"), (3.0, 1.5, "best")]
+    made = scatter(points, "minutes", "speed-up")
+    assert made.words.endswith("no other run beats quick, best.")
+    assert made.svg.count("quick") == 2  # in the drawing and in what is read aloud
+    assert made.svg.count("beaten") == 0
+
+
+def test_a_page_and_a_table_of_nothing_say_so() -> None:
+    run = Run("outputs/killed", {}, ["evaluate"])
+    assert rankings([run]) == []
+    assert "Nothing to compare" in as_html(page_of([], ["killed: evaluate unfinished"]))
+    assert as_csv([]).strip() == ""
+    assert shown([], ["killed: evaluate unfinished"]).startswith("Nothing to compare.")
+
+
+def test_of_two_hundred_runs_twenty_are_shown_and_all_are_in_the_files(tmp_path: Path) -> None:
+    experiment(tmp_path / "many" / "run0")
+    (first,) = read_runs([str(tmp_path / "many")])
+    runs = []
+    for number in range(200):
+        entry = first.entries["alpha"]._replace(mean=0.4 + number / 1000)
+        name = f"run{number}"
+        settings = first.settings | {"optim.learning_rate": number / 1000}
+        runs.append(Run(name, settings, [], label=name, temperature="1", entries={"alpha": entry}))
+    (made,) = rankings(runs)
+    text = shown([made])
+    assert "180 more in compare.csv" in text
+    assert "run180" in text
+    assert "run179" not in text
+    assert ranking_table(made).row_count == 200
+    assert len(as_csv([made]).splitlines()) == 201
 
 
 @pytest.fixture
 def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setenv("COLUMNS", "80")
     root = Path("outputs")
-    return [
-        str(experiment(root, "a_drafter_with_a_rather_long_name", 0.8, seed=1)),
-        str(experiment(root, "b", 0.7, seed=2)),
-    ]
+    a = experiment(root / "a_drafter_with_a_rather_long_name", 0.8, optim={"max_steps": 10})
+    return [str(a), str(experiment(root / "b", 0.7, optim={"max_steps": 20}))]
 
 
-def test_the_command_shows_80_columns_and_keeps_what_it_showed(
+def test_the_command_says_what_to_take_and_leaves_a_page_and_a_table(
     two: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    monkeypatch.setattr(sys, "argv", ["compare", "tracker=none", f"runs=[{','.join(two)}]"])
+    write_stage(Path("outputs/c/train"), None, {})
+    runs = ",".join([*two, "outputs/c"])
+    monkeypatch.setattr(sys, "argv", ["compare", "tracker=none", f"runs=[{runs}]"])
     run_command("compare", compare)
     out, err = capsys.readouterr()
     assert err == ""
-    assert max(len(line) for line in out.splitlines()) <= 80
-    speedup = ("0.900x", "0.85-0.95")  # the one that the verdict rests on
-    for part in ("0.800", "0.78-0.82", "3.400", *speedup, "130", "seed=1", "seed=2", "is above"):
+    assert max(map(len, out.splitlines())) <= 80
+    first, *_ = out.splitlines()
+    assert first.startswith("Take a_drafter_with_a_rather_long_name. Alpha 0.8")
+    for part in (
+        "optim.max_steps=10",
+        "optim.max_steps=20",
+        "outputs/c: train, evaluate unfinished",
+    ):
         assert part in out
-    stored = read_json("outputs/default/compare/compare.json")
-    assert [row["run"] for row in stored["runs"]] == two
-    assert stored["differing"] == ["seed"]
-    assert all(line in " ".join(out.split()) for line in stored["findings"])
+    folder = Path("outputs/default/compare")
+    assert "Take a_drafter_with_a_rather_long_name" in (folder / "compare.html").read_text()
+    a, b = csv.DictReader((folder / "compare.csv").read_text().splitlines())
+    assert [a["name"], b["name"]] == two
+    (run,) = read_run(Path(two[1]))
+    assert float(b["alpha"]) == run.entries["alpha"].mean
+    assert float(b["speedup/low"]) == pytest.approx(math.exp(run.entries["speedup"].low))
+    assert float(b["alpha_from_first/high"]) < 0
+    assert float(b["alpha_from_first/p"]) < 0.05
+    assert a["alpha_from_first"] == ""
+    assert (a["optim.max_steps"], b["optim.max_steps"]) == ("10", "20")
 
 
 def test_a_missing_run_is_one_line_and_exit_code_2(
     two: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     monkeypatch.setattr(sys, "argv", ["compare", "tracker=none", f"runs=[{two[0]},outputs/c]"])
     with pytest.raises(SystemExit) as end:
         run_command("compare", compare)
@@ -243,39 +512,7 @@ def test_a_missing_run_is_one_line_and_exit_code_2(
     assert not Path("outputs/default").exists()
 
 
-def test_runs_that_have_changed_are_compared_anew(two: list[str], tmp_path: Path) -> None:
-    first = comparison(two)["findings"]
-    summary = Path(two[1]) / "evaluate" / "summary.json"
-    content = read_json(summary) | {"alpha": estimate(0.79)}
-    summary.write_text(json.dumps(content))
-    assert comparison(two)["findings"] != first
-
-
-def test_of_a_sweep_over_divergences_and_sources_there_are_tables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # the command sets it, for its own process
-    monkeypatch.chdir(tmp_path)
-    sweep = tmp_path / "outputs" / "sweep"
-    for number, (divergence, source) in enumerate(
-        [("tvd", "fixed"), ("tvd", "draft"), ("jsd", "draft")]
-    ):
-        folder = experiment(
-            sweep, f"job{number}", 0.8, divergence={"name": divergence}, source={"name": source}
-        )
-        part = {
-            "alpha": estimate(0.8),
-            "alpha_gain": estimate(0.1 + number / 100, 0.01),
-            "acceptance_length": estimate(3.0),
-            "before": {"acceptance_length": estimate(2.0)},
-        }
-        path = folder / "evaluate" / "summary.json"
-        path.write_text(json.dumps(read_json(path) | {"by_temperature": {"1": part}}))
-    monkeypatch.setattr(sys, "argv", ["compare", "tracker=none", f"runs=[{sweep}]"])
-    run_command("compare", compare)
-    out = capsys.readouterr().out
-    assert "alpha gained, temperature 1" in out
-    assert [f"+0.1{number}0" in out for number in range(3)] == [True] * 3
+# Weights & Biases
 
 
 class FakeApi:
@@ -283,27 +520,34 @@ class FakeApi:
 
     def runs(self, path: str, filters: dict[str, str], lazy: bool) -> list[Any]:
         assert (path, filters["group"], lazy) == ("me/draftkit", "quick", False)
+        assert filters["jobType"] == "evaluate"
+        return [self.run("good", 0.8), self.run("bad", 0.5)]
+
+    def run(self, name: str, alpha: float) -> Any:
         run = type("Run", (), {})()
-        run.name, run.state = "quick-evaluate", "finished"
-        run.summary = {"alpha": 0.8, "alpha/low": 0.7, "alpha/high": 0.9, "verdict": "deploy"}
-        run.summary |= {"speedup/measured": 1.2, "speedup/ci95/0": 1.1, "speedup/ci95/1": 1.3}
+        run.name, run.state = name, "finished" if name == "good" else "crashed"
+        run.summary = {"alpha": alpha, "alpha/low": alpha - 0.1, "alpha/high": alpha + 0.1}
+        run.summary |= {"verdict": "deploy", "temperature": 0.6}
         run.summary |= {f"speedup/end_to_end{end}": 1.1 for end in ("", "/low", "/high")}
         run.config = {"seed": 3, "optim": {"max_steps": 4}, "provenance": {"python": "3"}}
         run.config["inputs"] = {"target": "a" * 64, "draft": "f" * 64}
-        return [run] if filters["jobType"] == "evaluate" else []
+        return run
 
 
 def test_uploaded_runs_are_read_from_the_scalars_that_the_tracker_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(wandb, "Api", FakeApi)
-    (row,) = read_runs(["wandb:me/draftkit/quick"])
-    assert row["alpha"] == {"mean": 0.8, "ci95": [0.7, 0.9]}
-    assert row["speedup"] == {"measured": 1.2, "ci95": [1.1, 1.3], "predicted": None}
-    assert row["end_to_end"] == {"mean": 1.1, "ci95": [1.1, 1.1]}
-    assert row["verdict"] == "deploy"
-    assert row["settings"] == {"seed": 3, "optim.max_steps": 4, "target.sha256": "a" * 12}
-    assert row["unfinished"] == []
+    good, bad = read_runs(["wandb:me/draftkit/quick"])
+    assert good.name == "wandb:me/draftkit/good"
+    assert good.entries["alpha"][:3] == (0.8, pytest.approx(0.7), 0.9)
+    assert good.entries["speedup"][:3] == (math.log(1.1),) * 3
+    assert good.settings == {"seed": 3, "optim.max_steps": 4, "target.sha256": "a" * 12}
+    assert (good.temperature, good.unfinished, bad.unfinished) == ("0.6", [], ["evaluate"])
+    (made,) = rankings([good, bad])
+    assert "Not all alpha are paired" in notes_of(made)
+    assert recommendation([made])[0] == "Take good"
+    assert made.runs[1].gaps["alpha"].differs  # by 0.3 of intervals of 0.1
 
 
 def test_without_an_account_uploaded_runs_are_refused_in_one_line(

@@ -1,13 +1,10 @@
 """Which of several drafters is better: paired differences, many of them, and what nothing beats.
 
-Two entries that were measured on the same texts are compared document by document, so that what
-makes a text easy for both cancels. Seeds of one cell are compared as the blocks of a randomised
-block design.
-
-The best of many was picked by the data that then compare it with the others, so it is likely to
-have been lucky. Therefore a comparison counts as one of all pairs that could have been picked,
+Entries of the same texts are compared by document: what makes a text easy for both cancels. The
+best of many was picked by the data that then compare it with the others, so it is likely to have
+been lucky. Therefore a comparison counts as one of all pairs that could have been picked,
 k (k - 1) / 2 of k entries, in Holm's procedure (Scand. J. Statist. 6, 1979): where all are equal,
-any is called better than any other in at most 5 of 100 comparisons.
+any is called better than another in at most 5 of 100 comparisons.
 """
 
 import math
@@ -30,13 +27,13 @@ from draftkit.theory.acceptance import (
 )
 
 LEVEL = 0.05
+Z = NormalDist().inv_cdf(0.975)
 
 
 class Entry(NamedTuple):
-    """What a run measured: a number, its 95 % interval (infinite where there is none), and by text.
+    """A measured number, its 95 % interval (infinite where there is none), and what it is made of.
 
-    rates: what the number was made of, by prompt or by chunk; empty where they were not kept.
-    texts: what they were measured on; rates of the same texts are paired. by_seed: the numbers of
+    rates: by prompt or by chunk of `texts`; empty where they were not kept. by_seed: the numbers of
     the seeds of a cell; all entries of a comparison have the same seeds, or none.
     """
 
@@ -49,16 +46,16 @@ class Entry(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """One entry minus another: 95 % interval, and how likely so much would be of equals.
+    """One entry minus another, with its 95 % interval.
 
-    p_value: two-sided, in [0, 1]; 1 where there is no interval.
+    p_value: two-sided, of so large a difference between equals; 1 where there is no interval.
     """
 
     mean: float
     low: float
     high: float
     p_value: float
-    paired: bool
+    paired: bool = True
 
     @property
     def differs(self) -> bool:
@@ -74,73 +71,66 @@ def difference(one: Entry, other: Entry, compare: Compare = operator.sub) -> Dif
     """One entry minus the other, paired where both have rates of the same texts.
 
     compare: makes it of their rates. What one has timed further than the other is left out. Others
-    are taken as independent, by their intervals: a test that is too careful where texts are alike.
+    are taken as independent, by their intervals: too careful a test where their texts are alike.
     """
     if not (one.rates and other.rates and one.texts == other.texts):
-        errors = [
-            (entry.high - entry.low) / 2 / NormalDist().inv_cdf(0.975) for entry in (one, other)
-        ]
-        return _normal(one.mean - other.mean, math.hypot(*errors))
+        mean, width = (
+            one.mean - other.mean,
+            math.hypot(one.high - one.low, other.high - other.low) / 2,
+        )
+        p_value = 2 * NormalDist().cdf(-Z * abs(mean) / width) if width else 1.0
+        return Difference(mean, mean - width, mean + width, p_value, paired=False)
     count = min(len(rate.counts) for rate in (*one.rates, *other.rates))
     mine, theirs = (
-        [Rate(*(column[:count] for column in rate)) for rate in entry.rates]
+        [Rate(r.totals[:count], r.counts[:count], r.documents[:count]) for r in entry.rates]
         for entry in (one, other)
     )
     gain = estimate(*mine, *theirs, compare=compare)
+    if gain.documents < LEAST_UNITS:
+        return Difference(gain.mean, gain.low, gain.high, 1.0)
     ordered = (*mine, *theirs) if gain.mean > 0 else (*theirs, *mine)
-    p_value = 1.0
-    if gain.documents >= LEAST_UNITS:
-        p_value = min(1.0, 2 * gain_p_value(*ordered, compare=compare))
-    return Difference(gain.mean, gain.low, gain.high, p_value, paired=True)
+    p_value = min(1.0, 2 * gain_p_value(*ordered, compare=compare))
+    return Difference(gain.mean, gain.low, gain.high, p_value)
 
 
-def _normal(mean: float, error: float) -> Difference:
-    if not math.isfinite(error) or error == 0:
-        return Difference(mean, -math.inf, math.inf, 1.0, paired=False)
-    width = NormalDist().inv_cdf(0.975) * error
-    p_value = math.erfc(abs(mean) / error / math.sqrt(2))
-    return Difference(mean, mean - width, mean + width, p_value, paired=False)
+def seed_difference(values: Tensor, one: int, other: int) -> Difference:
+    """Cell `one` minus cell `other` of values [cells, seeds], by the residuals of all cells.
 
-
-def seed_error(values: Tensor) -> tuple[float, float]:
-    """The standard error of the difference of two cells, and its degrees of freedom.
-
-    values: [cells, seeds]. What a seed does to all cells cancels; the rest, of training and of the
-    texts it is judged on, is taken as equally large in all cells:
+    Of a randomised block design: what a seed does to all cells cancels, and the rest, of training
+    and of the texts it is judged on, is taken as equally large in all cells,
 
         error^2 = 2 sum (x - cell mean - seed mean + mean)^2 / ((cells - 1) (seeds - 1)) / seeds
     """
+    cells, seeds = values.shape
     rest = values - values.mean(1, keepdim=True) - values.mean(0) + values.mean()
-    degrees = (values.shape[0] - 1) * (values.shape[1] - 1)
-    return math.sqrt(2 * float(rest.square().sum()) / degrees / values.shape[1]), degrees
+    degrees = (cells - 1) * (seeds - 1)
+    error = math.sqrt(2 * float(rest.square().sum()) / degrees / seeds)
+    mean = float(values[one].mean() - values[other].mean())
+    width = student_t_quantile(degrees) * error
+    p_value = 2 * student_t_tail(abs(mean) / error, degrees) if error else float(mean == 0)
+    return Difference(mean, mean - width, mean + width, p_value)
 
 
 def against(
     entries: Sequence[Entry], reference: int, compare: Compare = operator.sub
 ) -> list[Difference | None]:
-    """Every entry minus entry `reference`, which may have been picked by these data; None of it.
+    """Every entry minus entry `reference`, which these data may have picked; None of itself.
 
     Intervals are those of one comparison. p values are Holm's, of all pairs of entries.
     """
-    others = [number for number in range(len(entries)) if number != reference]
-    if entries[reference].by_seed:
-        values = torch.tensor([entry.by_seed for entry in entries], dtype=torch.float64)
-        made = [_of_seeds(values, number, reference) for number in others]
-    else:
-        made = [difference(entries[number], entries[reference], compare) for number in others]
+    values = torch.tensor([entry.by_seed for entry in entries], dtype=torch.float64)
+    made = [
+        seed_difference(values, number, reference)
+        if entry.by_seed
+        else difference(entry, entries[reference], compare)
+        for number, entry in enumerate(entries)
+        if number != reference
+    ]
     adjusted = holm([one.p_value for one in made], len(entries) * (len(entries) - 1) // 2)
-    standing: list[Difference | None] = [None] * len(entries)
-    for number, one, p_value in zip(others, made, adjusted, strict=True):
-        standing[number] = one._replace(p_value=p_value)
-    return standing
-
-
-def _of_seeds(values: Tensor, number: int, reference: int) -> Difference:
-    error, degrees = seed_error(values)
-    mean = float(values[number].mean() - values[reference].mean())
-    width = student_t_quantile(degrees) * error
-    p_value = 2 * student_t_tail(abs(mean) / error, degrees) if error else float(mean == 0)
-    return Difference(mean, mean - width, mean + width, p_value, paired=True)
+    standing: list[Difference | None] = [
+        one._replace(p_value=p_value) for one, p_value in zip(made, adjusted, strict=True)
+    ]
+    return [*standing[:reference], None, *standing[reference:]]
 
 
 def holm(p_values: Sequence[float], family: int) -> list[float]:
@@ -156,12 +146,9 @@ def holm(p_values: Sequence[float], family: int) -> list[float]:
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which of the points (gain, cost) no other beats: none gains as much at a smaller cost, or
-    more at the same. In order of cost.
-    """
-    best, kept = -math.inf, []
+    """Which of the points (gain, cost) gain more than every point of no larger cost, by cost."""
+    kept: list[int] = []
     for number in sorted(range(len(points)), key=lambda i: (points[i][1], -points[i][0])):
-        if points[number][0] > best:
-            best = points[number][0]
+        if not kept or points[number][0] > points[kept[-1]][0]:
             kept.append(number)
     return kept

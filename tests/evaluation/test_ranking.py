@@ -19,9 +19,16 @@ from draftkit.evaluation.ranking import (
     front,
     holm,
     log_speedup_ratio,
-    seed_error,
+    seed_difference,
 )
-from draftkit.theory.acceptance import Rate, estimate, gain_p_value, speedup
+from draftkit.theory.acceptance import (
+    Rate,
+    estimate,
+    gain_p_value,
+    speedup,
+    student_t_quantile,
+    student_t_tail,
+)
 
 EASE, LUCK = 0.1, 0.02  # standard deviations of acceptance: of texts, and of a run on a text
 
@@ -176,13 +183,15 @@ def test_two_of_five_cells_of_three_seeds_differ_in_five_of_a_hundred():
 
 def test_seeds_of_a_cell_are_blocks_and_their_error_is_that_of_a_two_way_table():
     values = torch.tensor([[1.0, 2.0, 4.0], [2.0, 2.0, 5.0]], dtype=torch.float64)
-    error, degrees = seed_error(values)
+    one = seed_difference(values, 0, 1)
     gains = values[0] - values[1]  # of two cells: the paired t test
-    assert degrees == 2
-    assert error == pytest.approx(float(gains.std()) / 3**0.5)
-    one = against(of_seeds(values), 1)[0]
+    error = float(gains.std()) / 3**0.5
     assert one.mean == pytest.approx(float(gains.mean()))
-    assert one.low < 0 < one.high
+    assert one.p_value == pytest.approx(2 * student_t_tail(abs(one.mean) / error, 2))
+    assert one.high - one.mean == pytest.approx(student_t_quantile(2) * error)
+    assert against(of_seeds(values), 1) == [one, None]
+    same = seed_difference(values[:1].repeat(2, 1), 0, 1)
+    assert same == (0, 0, 0, 1, True)
     gained = cells(4, 3, torch.Generator().manual_seed(7), gain=0.1)
     assert [one is None or one.differs for one in against(of_seeds(gained), 0)] == [True] * 4
 

@@ -1,0 +1,183 @@
+"""Which run is the best, by what, and of which others that is sure.
+
+Alpha decides where only training differs, since then a pass costs the same; else the speed-up end
+to end, where it can be compared. Seeds of one cell are pooled where all cells have the same.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from draftkit.evaluation.ranking import Entry, against, log_speedup_ratio
+
+from .runs import Run
+
+CONTROL = "next_token"  # plain training, for as many steps on as many tokens
+MEASURES = {"alpha": operator.sub, "tau": operator.sub, "speedup": log_speedup_ratio}
+_QUESTION = ("target", "data", "sampling", "evaluate.max_new_tokens")
+_CLOCK = ("hardware", "machine", "evaluate.timing_batch_size")
+_COSTS = ("draft.", "decode.", "evaluate.draft")  # what changes the cost of a pass
+AT_MOMENTS = (
+    "Runs were timed at different moments. Each speed-up is over plain decoding in turns with it: "
+    "what slows a machine as a whole cancels, the rest does not."
+)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Runs at one temperature, best first by `measure`, and what has to be said of them.
+
+    control: the label of the best run of plain training, or empty.
+    """
+
+    temperature: str
+    measure: str
+    runs: list[Run]
+    control: str
+    notes: list[str]
+
+    @property
+    def rivals(self) -> list[Run]:
+        """The runs that may be as good as the first."""
+        gaps = [(run, run.gaps.get(self.measure)) for run in self.runs[1:]]
+        return [run for run, gap in gaps if not (gap and gap.differs)]
+
+
+def differing(runs: Sequence[Run], *beginnings: str) -> list[str]:
+    """Settings, of these beginnings, that are not the same in all runs, in order of appearance."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    several = (key for key in keys if len({repr(run.settings.get(key)) for run in runs}) > 1)
+    return [key for key in several if key.startswith(beginnings or "")]
+
+
+def _asks(key: str) -> bool:
+    """Whether runs that differ in this setting answer different questions.
+
+    Not so the temperature: runs are compared at one, whichever of them is served.
+    """
+    return key.startswith(_QUESTION) and key != "sampling.temperature"
+
+
+def rankings(runs: Sequence[Run]) -> list[Ranking]:
+    """One for each temperature at which runs were judged, that of most runs first."""
+    by_temperature: dict[str, list[Run]] = {}
+    for run in runs:
+        if "alpha" in run.entries:
+            by_temperature.setdefault(run.temperature, []).append(run)
+    return [ranking(some) for some in sorted(by_temperature.values(), key=len, reverse=True)]
+
+
+def ranking(runs: Sequence[Run]) -> Ranking:
+    """Those that answer the question which most of them answer; notes tell of the others."""
+    questions: dict[str, list[Run]] = {}
+    for run in runs:
+        question = sorted((key, repr(one)) for key, one in run.settings.items() if _asks(key))
+        questions.setdefault(repr(question), []).append(run)
+    chosen, notes = max(questions.values(), key=len), []
+    for others in questions.values():
+        if others is not chosen:
+            keys = _listed([key for key in differing([chosen[0], others[0]]) if _asks(key)])
+            notes.append(
+                f"Not compared, since {keys} differ: {_listed([run.label for run in others])}."
+            )
+    cells = cells_of(chosen)
+    if (seeds := len(cells[0])) > 1:
+        notes.append(
+            f"Means of {seeds} seeds, with the lowest and the highest. Errors are those between "
+            f"seeds, the same for all cells. {len(chosen) - seeds * len(cells)} runs are left out, "
+            "of seeds that not every cell has."
+        )
+    made = [pooled(cell) for cell in cells]
+    measure, reason = _measure(made)
+    made = _with_gaps(sorted(made, key=lambda run: -run.entries[measure].mean), notes)
+    alphas = [run.entries["alpha"] for run in made]
+    plain = [n for n, run in enumerate(made) if run.settings.get("divergence.name") == CONTROL]
+    control = max(plain, key=lambda number: alphas[number].mean, default=None)
+    if control is not None:
+        pairs = zip(made, against(alphas, control), strict=True)
+        made = [replace(run, over_control=gap) for run, gap in pairs]
+    label = "" if control is None else made[control].label
+    return Ranking(runs[0].temperature, measure, made, label, [reason, *notes, AT_MOMENTS])
+
+
+def cells_of(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs that differ by their seed alone together, if all cells share two seeds or more.
+
+    Else each by itself: a cell of other seeds cannot be told from a better one.
+    """
+    cells: dict[str, dict[str, Run]] = {}
+    for run in runs:
+        own = {k: repr(v) for k, v in run.settings.items() if not k.startswith("machine.")}
+        seed = own.pop("seed", "")
+        cells.setdefault(repr(sorted(own.items())), {}).setdefault(seed, run)
+    seeds = sorted(set.intersection(*(set(cell) for cell in cells.values())))
+    if len(seeds) < 2 or len(cells) < 2:
+        return [[run] for run in runs]
+    return [[cell[seed] for seed in seeds] for cell in cells.values()]
+
+
+def pooled(cell: Sequence[Run]) -> Run:
+    """A run; of the seeds of a cell the first, with means, the lowest and the highest of all."""
+    if len(cell) == 1:
+        return cell[0]
+    entries = {}
+    for name in MEASURES:
+        values = tuple(run.entries[name].mean for run in cell if name in run.entries)
+        if len(values) == len(cell):
+            entries[name] = Entry(fmean(values), min(values), max(values), by_seed=values)
+    return replace(cell[0], entries=entries)
+
+
+def _measure(runs: Sequence[Run]) -> tuple[str, str]:
+    """What decides, and why."""
+    if not (costs := differing(runs, *_COSTS)):
+        return "alpha", "Ranked by alpha: a pass costs the same."
+    why = f"since {_listed(costs)} may change the cost of a pass"
+    timed = all(math.isfinite(run.entries.get("speedup", Entry(0)).high) for run in runs)
+    if timed and not differing(runs, *_CLOCK):
+        return "speedup", f"Ranked by speed-up, {why}."
+    return "alpha", f"Ranked by alpha, as speed-ups cannot be compared. Beware, {why}."
+
+
+def _with_gaps(runs: list[Run], notes: list[str]) -> list[Run]:
+    """The runs with what can be compared with the first; notes tell of the rest."""
+    refused = {"speedup": differing(runs, *_CLOCK)}
+    if len({run.gamma for run in runs}) > 1:
+        refused["tau"] = ["numbers of proposals"]
+    for name, compare in MEASURES.items():
+        entries = [run.entries[name] for run in runs if name in run.entries]
+        if keys := refused.get(name):
+            notes.append(f"No differences of {name}, since {_listed(keys)} differ.")
+        elif len(entries) == len(runs):
+            gaps = against(entries, 0, compare)
+            pairs = zip(runs, gaps, strict=True)
+            runs = [replace(run, gaps=run.gaps | {name: gap}) for run, gap in pairs]
+            if any(gap and not gap.paired for gap in gaps):
+                notes.append(f"Not all {name} are paired; the others are taken as independent.")
+    return runs
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + f" and {more} more" * (more > 0)
+
+
+def recommendation(made: Sequence[Ranking]) -> tuple[str, str, str]:
+    """A verdict in few words, its tone (`good`, `bad` or `open`) and one sentence."""
+    if not made or len(made[0].runs) < 2:
+        return "Nothing to compare", "open", "No two runs answer the same question."
+    first, (best, *others), rivals = made[0], made[0].runs, made[0].rivals
+    mean = best.entries[first.measure].mean
+    number = f"Alpha {mean:.3f}" if first.measure == "alpha" else f"Speed-up {math.exp(mean):.2f}"
+    sure = f"{len(others) - len(rivals)} of {len(others)} other{'s' * (len(others) > 1)}"
+    sentence = f"{number} at temperature {first.temperature}, surely above {sure}"
+    if rivals:
+        sentence += f"; {_listed([run.label for run in rivals])} may be as good"
+    if all(run.verdict == "do_not_deploy" for run in first.runs):
+        return "Deploy none", "bad", f"Even the best, {best.label}, gains no time. {sentence}."
+    if best.verdict in ("do_not_deploy", "inconclusive"):
+        sentence += f". Its own verdict: {best.verdict.replace('_', ' ')}"
+    tone = "good" if best.verdict == "deploy" else "open"
+    return f"Take {best.label}", tone, f"{sentence}."

@@ -1,0 +1,238 @@
+"""A comparison as tables of the terminal, as a page and as CSV."""
+
+import csv
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from draftkit.config import DIVERGENCE_NAMES, MIXTURE, SOURCE_NAMES
+from draftkit.evaluation.page import AFTER, MUTED, Answer, Figure, Page, Section, figure
+from draftkit.evaluation.ranking import Difference, Entry, front
+
+from .rankings import CONTROL, MEASURES, Ranking, differing, recommendation
+from .runs import Run
+
+AXES = ("divergence.name", "source.name")  # of a grid, where both differ
+ORDER = [*DIVERGENCE_NAMES, MIXTURE, *SOURCE_NAMES]
+NAMED = 5  # points of a figure
+
+
+def text_of(
+    one: Entry | Difference | None, digits: str = ".3f", scale: Callable[[float], float] = float
+) -> str:
+    """The number, a star if it surely differs, and the interval below; empty for none."""
+    if one is None:
+        return ""
+    text = f"{scale(one.mean):{digits}}" + " *" * (isinstance(one, Difference) and one.differs)
+    if not math.isfinite(one.high):
+        return f"{text}\n(no interval)"
+    return f"{text}\n[{scale(one.low):{digits}},{scale(one.high):{digits}}]"
+
+
+def table_of(columns: Sequence[str], title: str = "", caption: str = "") -> Table:
+    """An empty table, the first column to the left."""
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False)
+    table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def ranking_table(ranking: Ranking, most: int | None = None) -> Table:
+    """The first `most` runs, best first, with their differences from the first."""
+    by_speed = ["ratio"] * (ranking.measure == "speedup")
+    table = table_of(
+        ["run", "alpha", "difference", "tau", "speed-up", *by_speed, "minutes"],
+        title=f"temperature {ranking.temperature}, by {ranking.measure}; *: surely not the same",
+        caption="intervals are of 95 %, each by itself; * is sure of all pairs together (Holm)",
+    )
+    for run in ranking.runs[:most]:
+        tau = f"{run.entries['tau'].mean:.2f}\n" if "tau" in run.entries else ""
+        if gap := run.gaps.get("tau"):
+            tau += f"{gap.mean:+.2f}{' *' * gap.differs}"
+        table.add_row(
+            f"{run.label}\n({run.verdict.replace('_', ' ')})",
+            text_of(run.entries["alpha"]),
+            text_of(run.gaps.get("alpha"), "+.3f"),
+            tau,
+            text_of(run.entries.get("speedup"), ".2f", math.exp),
+            *(text_of(run.gaps.get("speedup"), ".2f", math.exp) for _ in by_speed),
+            f"{run.minutes:.1f}" if run.minutes else "",
+        )
+    return table
+
+
+def settings_of(runs: Sequence[Run]) -> list[str]:
+    """The settings that tell the runs apart."""
+    return [key for key in differing(runs) if not key.startswith("machine.")]
+
+
+def settings_table(runs: Sequence[Run], most: int | None = None) -> Table:
+    """What differs, run by run."""
+    table = table_of(["run", "settings that differ"])
+    table.columns[1].justify = "left"
+    for run in runs[:most]:
+        values = (f"{key}={run.settings.get(key, '(unknown)')}" for key in settings_of(runs))
+        table.add_row(run.label, "\n".join(values))
+    return table
+
+
+def grid_of(runs: Sequence[Run]) -> tuple[str, ...]:
+    """The two settings of which the runs form a grid, no cell twice; empty where there is none."""
+    keys = settings_of(runs)
+    axes = AXES if set(AXES) <= set(keys) else tuple(keys)
+    cells = {cell_of(run, axes) for run in runs}
+    return axes if len(axes) == 2 and len(cells) == len(runs) > 3 else ()
+
+
+def cell_of(run: Run, axes: Sequence[str]) -> tuple[str, ...]:
+    """Where the run lies: the values of these settings."""
+    return tuple(str(run.settings.get(key)) for key in axes)
+
+
+def values_of(runs: Sequence[Run], key: str) -> list[str]:
+    """The values of a setting: as the field lists them, by size, or by name."""
+    values: dict[str, Any] = {str(run.settings.get(key)): run.settings.get(key) for run in runs}
+    if all(isinstance(value, int | float) for value in values.values()):
+        return sorted(values, key=values.__getitem__)
+    return sorted(values, key=lambda name: (name in ORDER and ORDER.index(name), name))
+
+
+def grid_tables(ranking: Ranking) -> list[Table]:
+    """Alpha (or what was gained) by two settings, and what of it plain training does not give."""
+    runs, axes = ranking.runs, grid_of(ranking.runs)
+    if not axes:
+        return []
+    texts = {"alpha": [text_of(run.entries["alpha"]) for run in runs]}
+    if all("gain" in run.entries for run in runs):
+        texts = {"alpha gained": [text_of(run.entries["gain"], "+.3f") for run in runs]}
+    if ranking.control:
+        name = f"alpha over {ranking.control}, *: surely"
+        texts[name] = [text_of(run.over_control, "+.3f") for run in runs]
+    down, across = (values_of(runs, key) for key in axes)
+    tables = []
+    for name, cells in texts.items():
+        by_cell = {cell_of(run, axes): text for run, text in zip(runs, cells, strict=True)}
+        table = table_of(["", *across], title=f"{name}; temperature {ranking.temperature}")
+        for value in down:
+            table.add_row(value, *(by_cell.get((value, other), "") for other in across))
+        tables.append(table)
+    return tables
+
+
+# The page
+
+
+def scatter(points: Sequence[tuple[Any, float, str]], x: str, y: str) -> Figure:
+    """Runs at (x, y, label), those that no other beats joined by a line and named."""
+    free = [points[number] for number in front([(up, cost) for cost, up, _ in points])]
+
+    def draw(axes: Any) -> None:
+        axes.scatter([one[0] for one in points], [one[1] for one in points], c=MUTED, s=14)
+        axes.plot([one[0] for one in free], [one[1] for one in free], "o-", c=AFTER)
+        for *at, label in free[:NAMED]:
+            axes.annotate(label[:24], at, (3, 4), textcoords="offset points", fontsize=7)
+        axes.set(xlabel=x, ylabel=y)
+        axes.margins(0.2)
+
+    named = ", ".join(label for *_, label in free[:NAMED])
+    return figure(draw, f"Up and left is better: in {y} over {x} no other run beats {named}.")
+
+
+def curves(runs: Sequence[Run]) -> Figure:
+    """Alpha on validation prompts over tokens, the best run in colour."""
+
+    def draw(axes: Any) -> None:
+        for run in reversed(runs):
+            style = {"c": AFTER, "lw": 2} if run is runs[0] else {"c": MUTED, "lw": 0.8}
+            tokens, alphas = zip(*run.curve, strict=True) if run.curve else ((), ())
+            axes.plot([count / 1000 for count in tokens], alphas, **style)
+        axes.set(xlabel="thousand generated tokens", ylabel="alpha on validation prompts")
+
+    return figure(draw, f"What training brought; in colour: {runs[0].label}.")
+
+
+def heat_map(runs: Sequence[Run], axes_of: Sequence[str]) -> Figure:
+    """Alpha by two settings."""
+    down, across = (values_of(runs, key) for key in axes_of)
+    alphas = [run.entries["alpha"].mean for run in runs]
+    least, span = min(alphas), max(alphas) - min(alphas) or 1
+
+    def draw(axes: Any) -> None:
+        for run, alpha in zip(runs, alphas, strict=True):
+            name, other = cell_of(run, axes_of)
+            x, y, share = across.index(other), down.index(name), (alpha - least) / span
+            axes.bar(x, 1, 1, y - 0.5, color=AFTER, alpha=0.05 + 0.5 * share)
+            axes.text(x, y, f"{alpha:.3f}", ha="center", va="center", fontsize=8)
+        axes.set(xlabel=axes_of[1], ylabel=axes_of[0], ylim=(len(down) - 0.5, -0.5))
+        axes.set_xticks(range(len(across)), across, fontsize=8)
+        axes.set_yticks(range(len(down)), down, fontsize=8)
+
+    return figure(draw, "Alpha: the fuller the colour, the larger.")
+
+
+def figures_of(runs: Sequence[Run]) -> list[Figure]:
+    """What the runs have numbers for."""
+    made = [heat_map(runs, axes)] if (axes := grid_of(runs)) else []
+    timed = [run for run in runs if {"tau", "speedup"} <= set(run.entries)]
+    passes = [(run.cost_ratio, run.entries["tau"].mean, run.label) for run in timed]
+    speeds = [
+        (run.minutes, math.exp(run.entries["speedup"].mean), run.label)
+        for run in timed
+        if run.minutes is not None
+    ]
+    if passes:
+        made.append(scatter(passes, "cost of a proposal c", "tokens a target pass"))
+    if speeds:
+        made.append(scatter(speeds, "minutes of training", "speed-up end to end"))
+    return made + [curves(runs)] * any(run.curve for run in runs)
+
+
+def page_of(made: Sequence[Ranking], unread: Sequence[str]) -> Page:
+    """The comparison as a page. unread: sentences on runs that are in no ranking."""
+    sections, answers = [], []
+    for one in made:
+        at, parts = f" at temperature {one.temperature}", [*one.notes, *grid_tables(one)]
+        sections.append(Section(f"Where the best lies{at}", figures_of(one.runs)))
+        sections.append(Section(f"All runs{at}", [ranking_table(one), *parts]))
+    if made:
+        best, *others = made[0].runs
+        if speedup := best.entries.get("speedup"):
+            number, interval = text_of(speedup, ".2f", math.exp).split("\n")
+            words = f"end to end, of {best.label} over plain decoding"
+            answers.append(Answer("How much faster?", number, interval, words))
+        sure = f"{len(others) - len(made[0].rivals)} of {len(others)}"
+        words = "other runs are surely worse; the rest may be as good"
+        answers.append(Answer("Is it the best?", sure, "", words))
+        settings = settings_table(made[0].runs)
+        sections.append(Section("Settings that differ", [settings], folded=True))
+    if unread:
+        sections.append(Section("Not finished", unread))
+    return Page("Comparison of runs", *recommendation(made), answers, sections)
+
+
+def as_csv(made: Sequence[Ranking]) -> str:
+    """A line for each run of each ranking: all numbers, differences, and settings that differ."""
+    lines = []
+    for run in (run for ranking in made for run in ranking.runs):
+        keys = ("name", "temperature", "verdict", "minutes", "gamma", "cost_ratio")
+        line = {key: getattr(run, key) for key in keys}
+        numbers: dict[str, Any] = {f"alpha_over_{CONTROL}": run.over_control}
+        for name in MEASURES:
+            numbers |= {name: run.entries.get(name), f"{name}_from_first": run.gaps.get(name)}
+        for name, one in numbers.items():
+            if one is not None:
+                scale = math.exp if name.startswith("speedup") else float
+                ends = zip(("", "/low", "/high"), one[:3], strict=True)
+                line |= {f"{name}{end}": scale(value) for end, value in ends}
+                line |= {f"{name}/p": one.p_value} if isinstance(one, Difference) else {}
+        lines.append(line | {key: run.settings.get(key) for key in settings_of(made[0].runs)})
+    file = io.StringIO()
+    table = csv.DictWriter(file, [*dict.fromkeys(key for line in lines for key in line)])
+    table.writeheader()
+    table.writerows(lines)
+    return file.getvalue()

@@ -134,8 +134,8 @@ def numbers_of(refit: Refit, update: Update) -> dict[str, float]:
     change = update.verdict.anchor_change
     return {
         "loss": update.loss,
-        "alpha_before": update.before.mean,
-        "alpha_after": update.after.mean,
+        "alpha_before": update.verdict.before.mean,
+        "alpha_after": update.verdict.after.mean,
         "gain": update.verdict.gain.mean,
         "records": update.records,
         "tokens": update.tokens,

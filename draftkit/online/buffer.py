@@ -75,15 +75,6 @@ class Served:
 COUNTS = [field.name for field in fields(Served)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """How busy the server said it was, and how long ago."""
-
-    queued: int
-    running: int
-    age_seconds: float
-
-
 def split(record: Record) -> float:
     """A number in [0, 1), uniform over conversations, the same for all records of one.
 
@@ -215,19 +206,18 @@ class Buffer:
             rows = connection.execute(query, (route,)).fetchall()
         return [Served(**dict(zip(COUNTS, row, strict=True))) for row in rows]
 
-    def set_load(self, *, queued: int, running: int) -> None:
-        """Tell others how busy the server is."""
-        load = {"queued": queued, "running": running, "seconds": self.clock()}
+    def set_queued(self, queued: int) -> None:
+        """Tell others how many requests wait at the server."""
+        told = {"queued": queued, "seconds": self.clock()}
         with self._database.writing() as connection:
-            self._set_fact(connection, "server", load)
+            self._set_fact(connection, "server", told)
 
-    def load(self) -> Load | None:
-        """The last `set_load`; None if there was none."""
+    def queued(self, *, within: float) -> int:
+        """How many requests wait, by what was told in the last `within` seconds; 0 else."""
         with self._database.reading() as connection:
-            load = self._fact(connection, "server")
-        if load is None:
-            return None
-        return Load(age_seconds=abs(self.clock() - load.pop("seconds")), **load)
+            told = self._fact(connection, "server")
+        is_new = told is not None and abs(self.clock() - told["seconds"]) <= within
+        return told["queued"] if is_new else 0
 
     def count(self, route: str, *, held_out: bool, after: int = 0) -> int:
         """How many records of a side of `route` have an id above `after`."""

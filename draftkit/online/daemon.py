@@ -113,10 +113,7 @@ class Daemon:
     def hold(self) -> None:
         """Wait while the server is busy. Raises `Stopped` when told to stop."""
         while not self.stop.is_set():
-            load = self.buffer.load()
-            if load is None or load.age_seconds > FRESH_SECONDS:
-                return
-            if load.queued <= PAUSE_QUEUE:
+            if self.buffer.queued(within=FRESH_SECONDS) <= PAUSE_QUEUE:
                 return
             self.stop.wait(HOLD_SECONDS)
         raise Stopped

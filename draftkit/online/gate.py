@@ -41,6 +41,8 @@ class Verdict:
 
     publish: bool
     reason: str
+    before: Estimate  # alpha on held-out recent traffic, of the version in force
+    after: Estimate  # and of the new weights
     gain: Estimate
     anchor_change: Estimate | None
     p_value: float  # of the gain
@@ -139,7 +141,7 @@ def judge(
         text = f"no sure gain: {text}, p = {p_value:.2g}, gate {gate} needs {level:.2g}"
     else:
         publish, text = True, f"{text}, p = {p_value:.2g}"
-    return Verdict(publish, text, gain, change, p_value)
+    return Verdict(publish, text, before.alpha, after.alpha, gain, change, p_value)
 
 
 def judge_served(

@@ -32,7 +32,6 @@ from draftkit.online.buffer import Buffer
 from draftkit.online.gate import Judge, Verdict, judge, judge_served
 from draftkit.online.registry import Registry, Version
 from draftkit.online.rows import Anchors, drawn, with_scores
-from draftkit.theory.acceptance import Estimate
 from draftkit.theory.speedup import expected_tokens
 
 STATE = "state.safetensors"
@@ -49,8 +48,6 @@ class Update:
     tokens: int  # generated tokens trained on
     seconds: float
     loss: float
-    before: Estimate  # alpha on held-out recent traffic, of the version in force
-    after: Estimate  # and of the new weights
     verdict: Verdict
     version: str | None  # what was published
 
@@ -176,7 +173,7 @@ class Refit:
             hold()
             losses.append(trainer.step(self._batch(pools, number, step)).loss)
         hold()
-        verdict, before, after = self._test(trainer, base)
+        verdict = self._test(trainer, base)
         version = None
         if verdict.publish:
             version = self.registry.publish(
@@ -190,8 +187,6 @@ class Refit:
             tokens=trainer.tokens - tokens,
             seconds=time.perf_counter() - started,
             loss=sum(losses) / len(losses),
-            before=before,
-            after=after,
             verdict=verdict,
             version=None if version is None else version.name,
         )
@@ -204,9 +199,9 @@ class Refit:
 
         last_id: of the records that it has seen.
         """
-        state, published = self.state, update.version is not None
-        change = update.verdict.anchor_change
-        pays = published and update.verdict.gain.mean >= self.settings.worth
+        state, verdict, published = self.state, update.verdict, update.version is not None
+        change, known = verdict.anchor_change, verdict.after if published else verdict.before
+        pays = published and verdict.gain.mean >= self.settings.worth
         state["gates"][base.name] = state["gates"].get(base.name, 0) + 1
         self._drift_looked_at = 0
         if pays:
@@ -221,7 +216,7 @@ class Refit:
             "update": update.number + 1,
             "last_id": last_id,
             "base": update.version or base.name,
-            "alpha_low": (update.after if published else update.before).low,
+            "alpha_low": known.low,
             "seconds": state["seconds"] + update.seconds,
             "tokens": state["tokens"] + update.tokens,
             "records": state["records"] + update.records,
@@ -311,8 +306,8 @@ class Refit:
         records = list(filter(self.judge.can_score, newest))
         return records, len(set(map(document_of, records)))
 
-    def _test(self, trainer: Trainer, base: Version) -> tuple[Verdict, Estimate, Estimate]:
-        """The verdict on the weights as they are; alpha of the version in force, and theirs."""
+    def _test(self, trainer: Trainer, base: Version) -> Verdict:
+        """The verdict on the weights as they are."""
         gate, weights = self.settings.gate, merged_weights(trainer.draft.model)
         traffic, _ = self._scorable(gate.records, held_out=True)
         after = self.judge.score(weights, traffic)
@@ -332,7 +327,7 @@ class Refit:
             measure=self.judge.measure,
         )
         self._measure(base, held_out=True)
-        return verdict, before.alpha, after.alpha
+        return verdict
 
     # What serves
 

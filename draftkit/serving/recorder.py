@@ -26,7 +26,7 @@ from draftkit.serving.jobs import Counters, DrafterKey
 QUEUE = 1024  # records that wait to be written; more are dropped
 BATCH = 64  # records of a transaction, at most
 GATHER_SECONDS = 0.25  # for which a batch is gathered, as each costs a flush to the disk
-TELL_SECONDS = 1.0  # between two tellings of counts and load
+TELL_SECONDS = 1.0  # between two tellings of counts
 UPKEEP_SECONDS = 600.0  # between two upkeeps of the buffer
 CLOSE_SECONDS = 10.0  # for what is still in the queue at the end
 log = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class Recorder:
         rows = [since(now, written.get(key)) for key, now in drafters if now != written.get(key)]
         if rows and self._try(lambda: self._store.add_served(rows)):
             self._written = counters.drafters
-        self._try(lambda: self._store.set_load(queued=counters.queued, running=counters.running))
+        self._try(lambda: self._store.set_queued(counters.queued))
 
     def _try(self, write: Callable[[], None]) -> bool:
         """Whether `write` could; told once until it can again."""

@@ -304,8 +304,8 @@ def outcome(update: Update) -> dict[str, Any]:
     """An update as the curve stores it."""
     return {
         "seconds": round(update.seconds, 3),
-        "alpha_before": update.before.as_dict(),
-        "alpha_after": update.after.as_dict(),
+        "alpha_before": update.verdict.before.as_dict(),
+        "alpha_after": update.verdict.after.as_dict(),
         "version": update.version,
         "reason": update.verdict.reason,
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draftkit.online.buffer import Buffer, Load, Served, split
+from draftkit.online.buffer import Buffer, Served, split
 from tests.online.traffic import MARK, Clock, entries, entry, record, settings
 
 
@@ -119,17 +119,15 @@ def test_counts_are_added_up_by_route_and_version(buffer: Buffer) -> None:
     assert buffer.served("c") == []
 
 
-def test_the_load_has_an_age(tmp_path: Path) -> None:
+def test_how_many_wait_is_known_while_it_is_new(tmp_path: Path) -> None:
     clock = Clock()
     buffer = Buffer(tmp_path / "b.sqlite", settings(), clock=clock)
-    assert buffer.load() is None
-    buffer.set_load(queued=3, running=5)
+    assert buffer.queued(within=9) == 0
+    buffer.set_queued(3)
     clock.pass_time(7)
-    assert buffer.load() == Load(queued=3, running=5, age_seconds=7)
+    assert [buffer.queued(within=seconds) for seconds in (6, 7, 9)] == [0, 3, 3]
     clock.pass_time(-1000)  # set back: what is told is as little of now
-    assert buffer.load() == Load(queued=3, running=5, age_seconds=993)
-    buffer.set_load(queued=0, running=0)
-    assert buffer.load() == Load(queued=0, running=0, age_seconds=0)
+    assert [buffer.queued(within=seconds) for seconds in (9, 993)] == [0, 3]
     buffer.close()
 
 

@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 
 from draftkit.config import OnlineConfig
-from draftkit.online.buffer import Load
 from draftkit.online.daemon import FRESH_SECONDS, HOLD_SECONDS, Daemon, Stopped
 
 
 class FakeBuffer:
     def __init__(self) -> None:
-        self.queued, self.age, self.known = 0, 0.0, True
+        self.waiting = 0
 
-    def load(self) -> Load | None:
-        found = Load(queued=self.queued, running=1, age_seconds=self.age)
-        return found if self.known else None
+    def queued(self, *, within: float) -> int:
+        assert within == FRESH_SECONDS
+        return self.waiting
 
 
 class FakeRefit:
@@ -92,14 +91,14 @@ def test_what_serves_is_looked_at_before_each_update_and_the_reason_is_logged(ca
 
 def test_no_step_is_taken_while_the_server_is_busy():
     buffer, refit = FakeBuffer(), FakeRefit()
-    buffer.queued = 9
+    buffer.waiting = 9
     daemon, stop, told, _ = make(refit, buffer=buffer)
     waits: list[float] = []
 
     def wait(seconds: float) -> bool:
         assert not told
         waits.append(seconds)
-        buffer.queued = 8 if len(waits) == 3 else 9
+        buffer.waiting = 8 if len(waits) == 3 else 9
         return False
 
     stop.wait = wait  # type: ignore[method-assign]
@@ -109,22 +108,9 @@ def test_no_step_is_taken_while_the_server_is_busy():
     assert not stop.is_set()
 
 
-@pytest.mark.parametrize("silent", ["old", "unknown"])
-def test_a_server_that_is_not_there_is_not_waited_for(silent):
-    buffer = FakeBuffer()
-    buffer.queued = 99
-    if silent == "old":
-        buffer.age = FRESH_SECONDS + 1
-    else:
-        buffer.known = False
-    daemon, _, told, _ = make(FakeRefit(), buffer=buffer)
-    daemon.run()
-    assert told == ["default"]
-
-
 def test_told_to_stop_it_gives_up_the_update_and_ends():
     buffer, refit = FakeBuffer(), FakeRefit()
-    buffer.queued = 99
+    buffer.waiting = 99
     daemon, stop, told, _ = make(refit, buffer=buffer)
     thread = Thread(target=daemon.run, daemon=True)
     thread.start()

@@ -70,7 +70,7 @@ def serve(path: Path, first: int, tell: Tell) -> None:
     for number in range(first, 10**9, BATCH):
         buffer.append(entries(range(number, number + BATCH)))
         tell(number)
-        buffer.set_load(queued=number, running=1)
+        buffer.set_queued(number)
         buffer.add_served([Served(route="default", version="v", requests=BATCH)])
         if number // BATCH % 5 == 0:
             buffer.maintain()

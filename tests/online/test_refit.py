@@ -48,7 +48,8 @@ def test_an_update_that_learns_is_published(shop):
     update = shop.refit.update()
     assert update.version == "v000002"
     assert update.verdict.gain.low > 0
-    assert update.after.mean - update.before.mean == pytest.approx(update.verdict.gain.mean)
+    verdict = update.verdict
+    assert verdict.after.mean - verdict.before.mean == pytest.approx(verdict.gain.mean)
     current = shop.registry.current()
     assert current.name == "v000002"
     assert current.parent == "v000001"
@@ -168,7 +169,7 @@ def test_a_restart_goes_on_where_the_last_update_ended(tmp_path, records):
         shop.buffer.append(entries(records[60:]))
         update = shop.refit.update()
         assert update.number == 1
-        found.append((shop.weights(), update.tokens, update.before, update.after))
+        found.append((shop.weights(), update.tokens, update.verdict))
         shop.buffer.close()
     (whole, *rest), (halves, *others) = found
     assert rest == others

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,20 +60,19 @@ def test_a_rollback_during_an_update_stands_and_the_next_one_starts_from_it(shop
 
 
 def test_the_daemon_says_so_in_one_line_and_goes_on_at_once(shop: Shop, caplog) -> None:
-    class Busy:
-        """A buffer that is asked before every step; it tells of no load."""
+    rollback = Rollback(shop)
 
-        load = Rollback(shop)
-
-        def maintain(self) -> None:
-            pass
+    def queued(**_: Any) -> int:
+        """Asked before every step."""
+        rollback()
+        return 0
 
     waits: list[float] = []
     stop: Any = Event()
     stop.wait = waits.append
     Daemon(
         [shop.refit],
-        buffer=Busy(),  # type: ignore[arg-type]
+        buffer=SimpleNamespace(queued=queued),  # type: ignore[arg-type]
         settings=OnlineConfig(most_updates=1),
         log=lambda *_: None,
         stop=stop,

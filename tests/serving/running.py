@@ -133,7 +133,7 @@ class Disk:
     routes: list[str] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)
     counts: list[Served] = field(default_factory=list)
-    loads: list[tuple[int, int]] = field(default_factory=list)
+    queued: list[int] = field(default_factory=list)
     fails: Exception | None = None
     open: threading.Event = field(default_factory=threading.Event)
 
@@ -153,10 +153,10 @@ class Disk:
             raise self.fails
         self.counts += rows
 
-    def set_load(self, *, queued: int, running: int) -> None:
+    def set_queued(self, queued: int) -> None:
         if self.fails is not None:
             raise self.fails
-        self.loads.append((queued, running))
+        self.queued.append(queued)
 
     def maintain(self) -> None:
         pass

@@ -96,7 +96,7 @@ def test_a_record_tells_the_answer_and_how_it_came_about(temperature: float) -> 
     assert len({record.seed for record in disk.records}) == 4
     total = sum(row.tokens for row in disk.counts)
     assert total == counters.generated_tokens
-    assert disk.loads[-1] == (0, 0)
+    assert disk.queued[-1] == 0
 
 
 def test_a_record_of_a_stopped_answer_ends_where_the_answer_does() -> None:
@@ -190,7 +190,7 @@ def test_fewer_ids_than_clients_may_ask_for_are_refused_by_name() -> None:
         pass
 
 
-def test_an_entry_holds_what_was_proposed_in_the_place_of_each_token() -> None:
+def test_a_record_holds_what_was_proposed_in_the_place_of_each_token() -> None:
     found = record_of(answered(3), with_scores=False)
     assert found.proposals == [7, 8]
     assert found.rejected == [False, True]
@@ -219,9 +219,6 @@ def test_the_real_buffer_holds_what_was_served_and_no_trace_of_who_opted_out(
     check_record(next(found for found in stored if len(found.output_ids) == 9), 1.0)
     (counts,) = buffer.served("default")
     assert (counts.requests, counts.tokens) == (written.requests, written.tokens) == (3, 22)
-    load = buffer.load()
-    assert load is not None
-    assert (load.queued, load.running) == (0, 0)
     with buffer._database.reading() as connection:
         rows = connection.execute("SELECT content FROM records").fetchall()
     files = b"".join(path.read_bytes() for path in tmp_path.iterdir() if path.is_file())

@@ -26,7 +26,7 @@ def idle(buffer: Buffer, *, fraction: float = 0.0, **options: Any) -> Recorder:
     """A running recorder that is offered nothing."""
     settings = BufferConfig(retention_days=1, fraction=fraction)
     recorder = Recorder(buffer, settings, **options)
-    recorder.start(Counters)
+    recorder.start(lambda: Counters(queued=1))
     return recorder
 
 
@@ -42,7 +42,7 @@ def test_a_server_that_starts_deletes_what_is_due(tmp_path: Path, fraction: floa
     buffer = opened(tmp_path / "b.sqlite", clock)
     assert held(buffer) == 8
     recorder = idle(buffer, fraction=fraction)
-    until(lambda: buffer.load() is not None)  # its first look at everything is over
+    until(lambda: buffer.queued(within=DAY) == 1)  # its first look at everything is over
     recorder.stop()
     assert held(buffer) == 3
     buffer.close()
@@ -53,10 +53,10 @@ def test_an_idle_server_deletes_what_becomes_due(tmp_path: Path) -> None:
     buffer = opened(tmp_path / "b.sqlite", clock)
     buffer.append(entries(range(5)))
     recorder = idle(buffer, clock=lambda: time.monotonic() + clock.seconds)
-    until(lambda: buffer.load() is not None)
+    until(lambda: buffer.queued(within=DAY) == 1)
     assert held(buffer) == 5
     clock.pass_time(1.5 * DAY)
-    until(lambda: (load := buffer.load()) is not None and load.age_seconds < DAY)
+    until(lambda: buffer.queued(within=DAY) == 1)
     recorder.stop()
     assert held(buffer) == 0
     buffer.close()

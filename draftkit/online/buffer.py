@@ -208,16 +208,16 @@ class Buffer:
 
     def set_queued(self, queued: int) -> None:
         """Tell others how many requests wait at the server."""
-        told = {"queued": queued, "seconds": self.clock()}
+        load = {"queued": queued, "seconds": self.clock()}
         with self._database.writing() as connection:
-            self._set_fact(connection, "server", told)
+            self._set_fact(connection, "server", load)
 
     def queued(self, *, within: float) -> int:
         """How many requests wait, by what was told in the last `within` seconds; 0 else."""
         with self._database.reading() as connection:
-            told = self._fact(connection, "server")
-        is_new = told is not None and abs(self.clock() - told["seconds"]) <= within
-        return told["queued"] if is_new else 0
+            load = self._fact(connection, "server")
+        is_new = load is not None and abs(self.clock() - load["seconds"]) <= within
+        return load["queued"] if is_new else 0
 
     def count(self, route: str, *, held_out: bool, after: int = 0) -> int:
         """How many records of a side of `route` have an id above `after`."""

@@ -5,37 +5,30 @@ runs uploaded to Weights & Biases. It measures nothing: it says which run to tak
 sure, and which settings differ, and leaves a page and a table in `<root>/<name>/compare`.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from draftkit.artifacts import write_text
 from draftkit.config import Config
-from draftkit.evaluation.page import as_html
+from draftkit.evaluation.page import Page, as_html
 
 from .command import run_command
-from .rankings import Ranking, rankings, recommendation
+from .rankings import rankings
 from .runs import read_runs
-from .sheet import as_csv, grid_of, grid_tables, page_of, ranking_table, settings_table
+from .sheet import TABLE, as_csv, page_of
 
-PAGE, TABLE = "compare.html", "compare.csv"
-SHOWN = 20  # runs in the terminal
+PAGE = "compare.html"
 
 
-def render(made: Sequence[Ranking], unread: Sequence[str], console: Console) -> None:
-    """Print what to take, the numbers, the settings that differ, and what could not be compared."""
-    verdict, _, sentence = recommendation(made)
-    console.print(f"{verdict}. {sentence}\n", highlight=False, markup=False)
-    for ranking in made:
-        console.print(ranking_table(ranking, SHOWN))
-        if (hidden := len(ranking.runs) - SHOWN) > 0:
-            console.print(f"{hidden} more in {TABLE}")
-        console.print(*ranking.notes, sep="\n", highlight=False, markup=False)
-        console.print(*grid_tables(ranking), sep="\n")
-    if made and not grid_of(made[0].runs):
-        console.print(settings_table(made[0].runs, SHOWN))
-    console.print(*unread[:SHOWN], sep="\n", highlight=False, markup=False)
+def show(page: Page, console: Console) -> None:
+    """Print the page without its figures and what is folded."""
+    console.print(f"{page.verdict}. {page.sentence}\n")
+    for section in page.sections:
+        for part in section.parts:
+            if isinstance(part, str | Table) and not section.folded:
+                console.print(part)
 
 
 def compare(config: Config) -> None:
@@ -45,13 +38,14 @@ def compare(config: Config) -> None:
     """
     runs = read_runs(config.runs)
     unread = [
-        f"{run.name}: {', '.join(run.unfinished)} unfinished" for run in runs if run.unfinished
+        f"{one.name}: {', '.join(one.unfinished)} unfinished" for one in runs if one.unfinished
     ]
     made, folder = rankings(runs), Path(config.root) / config.name / "compare"
+    page = page_of(made, unread)
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / PAGE, as_html(page_of(made, unread)))
+    write_text(folder / PAGE, as_html(page))
     write_text(folder / TABLE, as_csv(made))
-    render(made, unread, Console())
+    show(page, Console(markup=False, highlight=False))
     print(f"As a page: {folder / PAGE}")
 
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from draftkit.evaluation.ranking import Entry, against, log_speedup_ratio
+from draftkit.evaluation.ranking import Difference, Entry, against, speedup_difference
 
 from .runs import Run
 
 CONTROL = "next_token"  # plain training, for as many steps on as many tokens
-MEASURES = {"alpha": operator.sub, "tau": operator.sub, "speedup": log_speedup_ratio}
+MEASURES = {"alpha": operator.sub, "tau": operator.sub, "speedup": speedup_difference}
 _QUESTION = ("target", "data", "sampling", "evaluate.max_new_tokens")
 _CLOCK = ("hardware", "machine", "evaluate.timing_batch_size")
 _COSTS = ("draft.", "decode.", "evaluate.draft")  # what changes the cost of a pass
@@ -61,32 +61,28 @@ def _asks(key: str) -> bool:
 
 
 def rankings(runs: Sequence[Run]) -> list[Ranking]:
-    """One for each temperature at which runs were judged, that of most runs first."""
-    by_temperature: dict[str, list[Run]] = {}
+    """One for each temperature and question that runs were judged at, that of most runs first."""
+    groups: dict[str, list[Run]] = {}
     for run in runs:
         if "alpha" in run.entries:
-            by_temperature.setdefault(run.temperature, []).append(run)
-    return [ranking(some) for some in sorted(by_temperature.values(), key=len, reverse=True)]
+            question = sorted((key, repr(one)) for key, one in run.settings.items() if _asks(key))
+            groups.setdefault(f"{run.temperature} {question}", []).append(run)
+    made: list[Ranking] = []
+    for some in sorted(groups.values(), key=len, reverse=True):
+        notes = [] if made else [AT_MOMENTS]
+        if made and (keys := [key for key in differing([made[0].runs[0], some[0]]) if _asks(key)]):
+            notes.append(f"Not compared with those above, since {_listed(keys)} differ.")
+        made.append(ranking(some, notes))
+    return made
 
 
-def ranking(runs: Sequence[Run]) -> Ranking:
-    """Those that answer the question which most of them answer; notes tell of the others."""
-    questions: dict[str, list[Run]] = {}
-    for run in runs:
-        question = sorted((key, repr(one)) for key, one in run.settings.items() if _asks(key))
-        questions.setdefault(repr(question), []).append(run)
-    chosen, notes = max(questions.values(), key=len), []
-    for others in questions.values():
-        if others is not chosen:
-            keys = _listed([key for key in differing([chosen[0], others[0]]) if _asks(key)])
-            notes.append(
-                f"Not compared, since {keys} differ: {_listed([run.label for run in others])}."
-            )
-    cells = cells_of(chosen)
+def ranking(runs: Sequence[Run], notes: list[str]) -> Ranking:
+    """Runs that answer one question, or cells of them, best first."""
+    cells = cells_of(runs)
     if (seeds := len(cells[0])) > 1:
         notes.append(
             f"Means of {seeds} seeds, with the lowest and the highest. Errors are those between "
-            f"seeds, the same for all cells. {len(chosen) - seeds * len(cells)} runs are left out, "
+            f"seeds, the same for all cells. {len(runs) - seeds * len(cells)} runs are left out, "
             "of seeds that not every cell has."
         )
     made = [pooled(cell) for cell in cells]
@@ -96,10 +92,14 @@ def ranking(runs: Sequence[Run]) -> Ranking:
     plain = [n for n, run in enumerate(made) if run.settings.get("divergence.name") == CONTROL]
     control = max(plain, key=lambda number: alphas[number].mean, default=None)
     if control is not None:
-        pairs = zip(made, against(alphas, control), strict=True)
-        made = [replace(run, over_control=gap) for run, gap in pairs]
+        made = _with_gap(made, CONTROL, against(alphas, control))
     label = "" if control is None else made[control].label
-    return Ranking(runs[0].temperature, measure, made, label, [reason, *notes, AT_MOMENTS])
+    return Ranking(runs[0].temperature, measure, made, label, [reason, *notes])
+
+
+def _with_gap(runs: Sequence[Run], name: str, gaps: Sequence[Difference | None]) -> list[Run]:
+    pairs = zip(runs, gaps, strict=True)
+    return [replace(run, gaps=run.gaps | {name: gap} if gap else run.gaps) for run, gap in pairs]
 
 
 def cells_of(runs: Sequence[Run]) -> list[list[Run]]:
@@ -152,8 +152,7 @@ def _with_gaps(runs: list[Run], notes: list[str]) -> list[Run]:
             notes.append(f"No differences of {name}, since {_listed(keys)} differ.")
         elif len(entries) == len(runs):
             gaps = against(entries, 0, compare)
-            pairs = zip(runs, gaps, strict=True)
-            runs = [replace(run, gaps=run.gaps | {name: gap}) for run, gap in pairs]
+            runs = _with_gap(runs, name, gaps)
             if any(gap and not gap.paired for gap in gaps):
                 notes.append(f"Not all {name} are paired; the others are taken as independent.")
     return runs
@@ -170,7 +169,7 @@ def recommendation(made: Sequence[Ranking]) -> tuple[str, str, str]:
         return "Nothing to compare", "open", "No two runs answer the same question."
     first, (best, *others), rivals = made[0], made[0].runs, made[0].rivals
     mean = best.entries[first.measure].mean
-    number = f"Alpha {mean:.3f}" if first.measure == "alpha" else f"Speed-up {math.exp(mean):.2f}"
+    number = f"Alpha {mean:.3f}" if first.measure == "alpha" else f"Speed-up {mean:.2f}"
     sure = f"{len(others) - len(rivals)} of {len(others)} other{'s' * (len(others) > 1)}"
     sentence = f"{number} at temperature {first.temperature}, surely above {sure}"
     if rivals:

@@ -5,7 +5,6 @@ Both know the same numbers by the same names, as the tracker flattens a summary 
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,9 +36,9 @@ class Run:
 
     settings: machine and checksums among them. unfinished: stages it waits for. minutes: of
     training. curve: tokens and alpha on validation prompts. entries: by measure, as far as known:
-    `alpha`, `gain` of it over the drafter before, `tau` (tokens a pass), and the logarithm of
-    `speedup` (end to end, of the drafter's best use). gaps: to the best run, by measure.
-    over_control: alpha over the best run of plain training.
+    `alpha`, `gain` of it over the drafter before, `tau` (tokens a pass), and `speedup` (end to end,
+    of the drafter's best use). gaps: to the best run by measure, and of alpha to the best run of
+    plain training.
     """
 
     name: str
@@ -50,11 +49,10 @@ class Run:
     label: str = ""
     temperature: str = ""
     entries: dict[str, Entry] = field(default_factory=dict)
-    verdict: str = ""
+    verdict: str = "no verdict"
     gamma: float | None = None
     cost_ratio: float | None = None
-    gaps: dict[str, Difference | None] = field(default_factory=dict)
-    over_control: Difference | None = None
+    gaps: dict[str, Difference] = field(default_factory=dict)
 
 
 def stages_of(folder: Path) -> list[str]:
@@ -111,11 +109,9 @@ def judged(
     entries = {}
     for name, key in keys.items():
         if key in flat:
-            scale = math.log if name == "speedup" else float
-            limits = [scale(flat[end]) for end in (f"{key}/low", f"{key}/high") if end in flat]
-            low, high = limits or (-math.inf, math.inf)
+            limits = (flat.get(f"{key}/low", -math.inf), flat.get(f"{key}/high", math.inf))
             same = texts if name == "alpha" else timed
-            entries[name] = Entry(scale(flat[key]), low, high, rates.get(name, ()), same)
+            entries[name] = Entry(flat[key], *limits, rates.get(name, ()), same)
     facts = {key: flat[key] for key in ("verdict", "gamma", "cost_ratio") if key in flat}
     return replace(run, temperature=f"{flat.get('temperature', 1):g}", entries=entries, **facts)
 
@@ -194,9 +190,9 @@ def read_runs(runs: list[str]) -> list[Run]:
         else:
             read += [one for folder in expand(run) for one in read_run(folder)]
     once = {(run.name, run.temperature): run for run in read}
-    names = {name: re.sub(r"[^,=]*=", "", name.rpartition("/")[2]) for name, _ in once}
-    labels = [*names.values()]
-    return [
-        replace(run, label=names[run.name] if labels.count(names[run.name]) == 1 else run.name)
-        for run in once.values()
-    ]
+    names = dict.fromkeys(name for name, _ in once)
+    parts = {name: name.rpartition("/")[2].split(",") for name in names}
+    short = {name: " / ".join(one.rpartition("=")[2] for one in parts[name]) for name in names}
+    unique = {name for name in names if [*short.values()].count(short[name]) == 1}
+    labels = {name: short[name] if name in unique else name for name in names}
+    return [replace(run, label=labels[run.name]) for run in once.values()]

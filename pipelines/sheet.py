@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -13,56 +13,57 @@ from draftkit.config import DIVERGENCE_NAMES, MIXTURE, SOURCE_NAMES
 from draftkit.evaluation.page import AFTER, MUTED, Answer, Figure, Page, Section, figure
 from draftkit.evaluation.ranking import Difference, Entry, front
 
-from .rankings import CONTROL, MEASURES, Ranking, differing, recommendation
+from .rankings import CONTROL, Ranking, differing, recommendation
 from .runs import Run
 
 AXES = ("divergence.name", "source.name")  # of a grid, where both differ
 ORDER = [*DIVERGENCE_NAMES, MIXTURE, *SOURCE_NAMES]
-NAMED = 5  # points of a figure
+NAMED, SHOWN = 5, 30  # runs in a figure, and in a table
+DIGITS = {"alpha": ".3f", "tau": ".2f", "speedup": ".2f"}
+TABLE = "compare.csv"  # of all runs
 
 
-def text_of(
-    one: Entry | Difference | None, digits: str = ".3f", scale: Callable[[float], float] = float
-) -> str:
-    """The number, a star if it surely differs, and the interval below; empty for none."""
+def text_of(one: Entry | Difference | None, digits: str = ".3f", sure: bool = False) -> str:
+    """The number, with a star if something is sure of it, and its interval below."""
     if one is None:
         return ""
-    text = f"{scale(one.mean):{digits}}" + " *" * (isinstance(one, Difference) and one.differs)
-    if not math.isfinite(one.high):
-        return f"{text}\n(no interval)"
-    return f"{text}\n[{scale(one.low):{digits}},{scale(one.high):{digits}}]"
+    limits = (
+        f"[{one.low:{digits}},{one.high:{digits}}]" if math.isfinite(one.high) else "(no interval)"
+    )
+    return f"{one.mean:{digits}}{' *' * sure}\n{limits}"
+
+
+def gap_text(gap: Difference | None, digits: str = "+.3f") -> str:
+    """The gap, with a star if it surely is none of equals, and its interval below."""
+    return text_of(gap, digits, sure=gap is not None and gap.differs)
 
 
 def table_of(columns: Sequence[str], title: str = "", caption: str = "") -> Table:
-    """An empty table, the first column to the left."""
+    """An empty table of numbers behind a name."""
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False)
     table.pad_edge, table.padding = False, (0, 1, 0, 0)
-    for number, name in enumerate(columns):
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    table.add_column(columns[0], overflow="fold")
+    for name in columns[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
-def ranking_table(ranking: Ranking, most: int | None = None) -> Table:
-    """The first `most` runs, best first, with their differences from the first."""
-    by_speed = ["ratio"] * (ranking.measure == "speedup")
+def ranking_table(ranking: Ranking) -> Table:
+    """The first runs, with what decides beside that of the very first."""
     table = table_of(
-        ["run", "alpha", "difference", "tau", "speed-up", *by_speed, "minutes"],
-        title=f"temperature {ranking.temperature}, by {ranking.measure}; *: surely not the same",
-        caption="intervals are of 95 %, each by itself; * is sure of all pairs together (Holm)",
+        ["run", "alpha", "tau", "speed-up", "difference", "minutes"],
+        title=f"temperature {ranking.temperature}, best {ranking.measure} first",
+        caption="Intervals are of 95 %, each by itself. *: differs from the first, surely of all "
+        "pairs of runs together (Holm, 5 %)",
     )
-    for run in ranking.runs[:most]:
-        tau = f"{run.entries['tau'].mean:.2f}\n" if "tau" in run.entries else ""
-        if gap := run.gaps.get("tau"):
-            tau += f"{gap.mean:+.2f}{' *' * gap.differs}"
-        table.add_row(
-            f"{run.label}\n({run.verdict.replace('_', ' ')})",
-            text_of(run.entries["alpha"]),
-            text_of(run.gaps.get("alpha"), "+.3f"),
-            tau,
-            text_of(run.entries.get("speedup"), ".2f", math.exp),
-            *(text_of(run.gaps.get("speedup"), ".2f", math.exp) for _ in by_speed),
-            f"{run.minutes:.1f}" if run.minutes else "",
-        )
+    for run in ranking.runs[:SHOWN]:
+        cells = [
+            text_of(run.entries.get(name), digits, name in run.gaps and run.gaps[name].differs)
+            for name, digits in DIGITS.items()
+        ]
+        gap = gap_text(run.gaps.get(ranking.measure), f"+{DIGITS[ranking.measure]}")
+        minutes = "" if run.minutes is None else f"{run.minutes:.1f}"
+        table.add_row(f"{run.label}\n({run.verdict.replace('_', ' ')})", *cells, gap, minutes)
     return table
 
 
@@ -71,11 +72,11 @@ def settings_of(runs: Sequence[Run]) -> list[str]:
     return [key for key in differing(runs) if not key.startswith("machine.")]
 
 
-def settings_table(runs: Sequence[Run], most: int | None = None) -> Table:
+def settings_table(runs: Sequence[Run]) -> Table:
     """What differs, run by run."""
-    table = table_of(["run", "settings that differ"])
-    table.columns[1].justify = "left"
-    for run in runs[:most]:
+    table = table_of(["run"])
+    table.add_column("settings that differ", overflow="fold")
+    for run in runs[:SHOWN]:
         values = (f"{key}={run.settings.get(key, '(unknown)')}" for key in settings_of(runs))
         table.add_row(run.label, "\n".join(values))
     return table
@@ -112,7 +113,7 @@ def grid_tables(ranking: Ranking) -> list[Table]:
         texts = {"alpha gained": [text_of(run.entries["gain"], "+.3f") for run in runs]}
     if ranking.control:
         name = f"alpha over {ranking.control}, *: surely"
-        texts[name] = [text_of(run.over_control, "+.3f") for run in runs]
+        texts[name] = [gap_text(run.gaps.get(CONTROL)) for run in runs]
     down, across = (values_of(runs, key) for key in axes)
     tables = []
     for name, cells in texts.items():
@@ -180,11 +181,8 @@ def figures_of(runs: Sequence[Run]) -> list[Figure]:
     made = [heat_map(runs, axes)] if (axes := grid_of(runs)) else []
     timed = [run for run in runs if {"tau", "speedup"} <= set(run.entries)]
     passes = [(run.cost_ratio, run.entries["tau"].mean, run.label) for run in timed]
-    speeds = [
-        (run.minutes, math.exp(run.entries["speedup"].mean), run.label)
-        for run in timed
-        if run.minutes is not None
-    ]
+    trained = [run for run in timed if run.minutes is not None]
+    speeds = [(run.minutes, run.entries["speedup"].mean, run.label) for run in trained]
     if passes:
         made.append(scatter(passes, "cost of a proposal c", "tokens a target pass"))
     if speeds:
@@ -196,41 +194,40 @@ def page_of(made: Sequence[Ranking], unread: Sequence[str]) -> Page:
     """The comparison as a page. unread: sentences on runs that are in no ranking."""
     sections, answers = [], []
     for one in made:
-        at, parts = f" at temperature {one.temperature}", [*one.notes, *grid_tables(one)]
+        at, hidden = f" at temperature {one.temperature}", len(one.runs) - SHOWN
+        more = [f"{hidden} more in {TABLE}"] * (hidden > 0)
         sections.append(Section(f"Where the best lies{at}", figures_of(one.runs)))
-        sections.append(Section(f"All runs{at}", [ranking_table(one), *parts]))
+        parts = [ranking_table(one), *more, *one.notes, *grid_tables(one)]
+        sections.append(Section(f"All runs{at}", parts))
     if made:
         best, *others = made[0].runs
         if speedup := best.entries.get("speedup"):
-            number, interval = text_of(speedup, ".2f", math.exp).split("\n")
+            number, interval = text_of(speedup, ".2f").split("\n")
             words = f"end to end, of {best.label} over plain decoding"
             answers.append(Answer("How much faster?", number, interval, words))
         sure = f"{len(others) - len(made[0].rivals)} of {len(others)}"
         words = "other runs are surely worse; the rest may be as good"
         answers.append(Answer("Is it the best?", sure, "", words))
         settings = settings_table(made[0].runs)
-        sections.append(Section("Settings that differ", [settings], folded=True))
+        folded = bool(grid_of(made[0].runs))  # which tells as much
+        sections.append(Section("Settings that differ", [settings], folded))
     if unread:
         sections.append(Section("Not finished", unread))
     return Page("Comparison of runs", *recommendation(made), answers, sections)
 
 
 def as_csv(made: Sequence[Ranking]) -> str:
-    """A line for each run of each ranking: all numbers, differences, and settings that differ."""
-    lines = []
-    for run in (run for ranking in made for run in ranking.runs):
+    """A line for each run of each ranking: all numbers, gaps, and settings that differ."""
+    runs = [run for ranking in made for run in ranking.runs]
+    settings, lines = settings_of(runs), []
+    for run in runs:
         keys = ("name", "temperature", "verdict", "minutes", "gamma", "cost_ratio")
         line = {key: getattr(run, key) for key in keys}
-        numbers: dict[str, Any] = {f"alpha_over_{CONTROL}": run.over_control}
-        for name in MEASURES:
-            numbers |= {name: run.entries.get(name), f"{name}_from_first": run.gaps.get(name)}
-        for name, one in numbers.items():
-            if one is not None:
-                scale = math.exp if name.startswith("speedup") else float
-                ends = zip(("", "/low", "/high"), one[:3], strict=True)
-                line |= {f"{name}{end}": scale(value) for end, value in ends}
-                line |= {f"{name}/p": one.p_value} if isinstance(one, Difference) else {}
-        lines.append(line | {key: run.settings.get(key) for key in settings_of(made[0].runs)})
+        gaps = {f"{name}_gap": gap for name, gap in run.gaps.items()}
+        for name, one in (run.entries | gaps).items():
+            line |= {name: one.mean, f"{name}/low": one.low, f"{name}/high": one.high}
+        line |= {f"{name}/p": gap.p_value for name, gap in gaps.items()}
+        lines.append(line | {key: run.settings.get(key) for key in settings})
     file = io.StringIO()
     table = csv.DictWriter(file, [*dict.fromkeys(key for line in lines for key in line)])
     table.writeheader()

@@ -62,9 +62,11 @@ class Difference(NamedTuple):
         return self.p_value < LEVEL
 
 
-def log_speedup_ratio(fast: Tensor, slow: Tensor, other_fast: Tensor, other_slow: Tensor) -> Tensor:
-    """The logarithm of one speed-up over another, each over the plain decoding beside it."""
-    return (fast / slow).log() - (other_fast / other_slow).log()
+def speedup_difference(
+    fast: Tensor, slow: Tensor, other_fast: Tensor, other_slow: Tensor
+) -> Tensor:
+    """One speed-up minus another, each over the plain decoding beside it."""
+    return fast / slow - other_fast / other_slow
 
 
 def difference(one: Entry, other: Entry, compare: Compare = operator.sub) -> Difference:

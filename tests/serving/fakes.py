@@ -14,8 +14,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftkit.config import SamplingConfig, ServeConfig
-from draftkit.decoding.streaming import TextStream
+from draftkit.decoding.streaming import Decode
 from draftkit.online.buffer import Served
+from draftkit.serving.answers import Answer
 from draftkit.serving.api import make_app
 from draftkit.serving.intake import Intake
 from draftkit.serving.jobs import (
@@ -23,10 +24,9 @@ from draftkit.serving.jobs import (
     Draining,
     Job,
     Listener,
-    Piece,
     QueueFull,
-    TokenScore,
 )
+from draftkit.serving.protocol import TOP_LOGPROBS
 from draftkit.serving.server import listen, run, server_of
 from draftkit.serving.texts import Texts
 from tests.tiny import VOCAB_SIZE, byte_tokenizer
@@ -41,20 +41,11 @@ TEMPLATE = (
 SAID = "Grüße an alle. "  # again and again; with characters of two bytes
 TOKENIZER = byte_tokenizer()
 SAID_IDS: list[int] = TOKENIZER(SAID * 100)["input_ids"]
-SPECULATION = Served(
-    route="default", version="v000002", rounds=3, drafted=9, accepted=6, tested=8, acceptance=6.4
-)
 
 
 def decode(ids: Sequence[int]) -> str:
     """The text of ids."""
     return str(TOKENIZER.decode(list(ids)))
-
-
-def scores_of(ids: Sequence[int], job: Job) -> tuple[TokenScore, ...]:
-    """Every token has -0.5, its alternatives 1 less each."""
-    wanted = range(job.top_logprobs)
-    return tuple(TokenScore(i, -0.5, tuple(((i + a) % 256, -0.5 - a) for a in wanted)) for i in ids)
 
 
 def chat_tokenizer() -> PreTrainedTokenizerBase:
@@ -66,8 +57,13 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
 
 @dataclass
 class FakeEngine:
-    """Says SAID, `per_round` bytes a round, from a thread for each job."""
+    """Says the ids `said`, `per_round` a round, from a thread for each job.
 
+    Every token has -0.5, its alternatives 1 less each.
+    """
+
+    said: Sequence[int] = tuple(SAID_IDS)
+    decode: Decode = decode
     max_length: int = 120
     slots: int = 4
     room: int = 64  # jobs at once
@@ -95,24 +91,26 @@ class FakeEngine:
         return ids
 
     def _run(self, number: int, job: Job, listener: Listener) -> None:
-        said, stream, done = SAID_IDS[job.row :], TextStream(decode, job.stops), 0
+        answer, done = Answer(job, listener, decode=self.decode, seed=0), 0
+        said, completion = self.said[job.row :], answer.completion
         try:
-            while self.endless or done < job.max_new_tokens:
+            while True:
                 if number in self.cancelled or self.ends is not None:
-                    return listener(Piece("", (), self.ends or "cancelled"))
+                    return listener(answer.end(self.ends or "cancelled"))
                 time.sleep(self.round_seconds)
                 place = done % (len(said) // 2)
                 left = self.per_round if self.endless else job.max_new_tokens - done
                 ids = said[place : place + min(self.per_round, left)]
                 done += len(ids)
-                text, reason = stream.push(ids), None
-                if stream.stop is not None:
-                    reason = "stop"
-                elif done >= job.max_new_tokens and not self.endless:
-                    text, reason = text + stream.flush(), "length"
-                listener(Piece(text, scores_of(ids, job), reason, SPECULATION if reason else None))
-                if reason is not None:
-                    return None
+                completion.output_ids += ids
+                completion.topk_ids += [[(i + a) % 256 for a in range(TOP_LOGPROBS)] for i in ids]
+                completion.topk_log_probs += [[-0.5 - a for a in range(TOP_LOGPROBS)]] * len(ids)
+                is_last = done >= job.max_new_tokens and not self.endless
+                piece = answer.take([-0.5] * len(ids), version="v000002", done=is_last)
+                if piece is not None:
+                    listener(piece)
+                    if piece.finish_reason is not None:
+                        return None
         finally:
             self.running.discard(number)
 

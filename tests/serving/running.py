@@ -112,19 +112,6 @@ def publish(registry: Registry, weights: dict[str, Tensor]) -> str:
     return registry.publish(write(weights), metrics={}).name
 
 
-class Weights:
-    """The part of a decoder that gives its drafters new weights."""
-
-    def __init__(self) -> None:
-        self.proposers: dict[str, Any] = {}
-
-    def attach(self, proposer_id: str, proposer: Any) -> None:
-        self.proposers[proposer_id] = proposer
-
-    def swap(self, proposer_id: str, state_dict: dict[str, Tensor], version: str) -> None:
-        self.proposers[proposer_id].swap(state_dict, version)
-
-
 @dataclass
 class Disk:
     """A traffic buffer in memory; `fails` is what writing raises."""

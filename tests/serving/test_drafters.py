@@ -179,19 +179,6 @@ def test_weights_that_do_not_arrive_are_taken_back(
     assert reason in caplog.text
 
 
-def test_a_registry_out_of_reach_is_tried_again(
-    registry: Registry, caplog: pytest.LogCaptureFixture
-) -> None:
-    with serving(TARGET, draft, registries={"default": registry}) as engine:
-        read = registry.read
-        registry.read = lambda _: (_ for _ in ()).throw(OSError("no such device"))
-        name = publish(registry, EXACT)
-        until(lambda: "no such device" in caplog.text)
-        assert served(engine, 1) == [START]
-        registry.read = read
-        until(lambda: engine.versions()["default"] == name)
-
-
 def test_routes_have_their_own_drafters(tmp_path: Path) -> None:
     registries = {name: Registry(tmp_path, name) for name in ("default", "code")}
     with serving(TARGET, draft, registries=registries) as engine:

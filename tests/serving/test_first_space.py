@@ -3,15 +3,12 @@
 Its text is what it adds to the prompt's; a chat's answer is a text of its own.
 """
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from draftkit.serving.answers import Answer
-from draftkit.serving.jobs import Job, Listener
 from tests.serving.fakes import FakeEngine, ask, chat, completion, events, serving
 
 WORDS = ["▁Once", "▁upon", "▁a", "▁time", "▁there", "▁was", "▁"]
@@ -40,47 +37,34 @@ def decode(ids: list[int]) -> str:
     return str(TOKENIZER.decode(ids, skip_special_tokens=True))
 
 
-class Saying(FakeEngine):
-    """Says SAID to everybody, a token a round."""
-
-    def submit(self, jobs: Sequence[Job], listeners: Sequence[Listener]) -> list[int]:
-        self.jobs += jobs
-        pairs = zip(jobs, listeners, strict=True)
-        threading.Thread(target=lambda: [self._say(*pair) for pair in pairs]).start()
-        return list(range(len(jobs)))
-
-    def _say(self, job: Job, listener: Listener) -> None:
-        answer = Answer(job, listener, decode=decode, seed=0)
-        for number, token in enumerate(SAID_IDS, start=1):
-            answer.completion.output_ids.append(token)
-            piece = answer.take([-1.0], version="v", done=number == len(SAID_IDS))
-            if piece is not None:
-                listener(piece)
-
-
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with serving(Saying(), tokenizer=TOKENIZER) as found:
+    engine = FakeEngine(said=SAID_IDS * 9, decode=decode, per_round=1)
+    with serving(engine, tokenizer=TOKENIZER) as found:
         yield found
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_an_answer_goes_on_from_its_prompt(address: str, as_ids: bool) -> None:
     prompt = TOKENIZER("Once upon a")["input_ids"] if as_ids else "Once upon a"
-    whole = ask(address, "/v1/completions", completion(prompt=prompt, logprobs=0)).json
+    whole = ask(
+        address, "/v1/completions", completion(prompt=prompt, max_tokens=3, logprobs=0)
+    ).json
     (choice,) = whole["choices"]
     assert choice["text"] == " time there was"
     assert choice["logprobs"]["tokens"] == [" time", " there", " was"]
-    body = completion(prompt=prompt, stream=True)
+    body = completion(prompt=prompt, max_tokens=3, stream=True)
     chunks = [c["choices"][0] for c in events(ask(address, "/v1/completions", body).body)[:-1]]
     assert "".join(chunk["text"] for chunk in chunks) == " time there was"
 
 
 def test_the_answer_of_a_chat_is_a_text_of_its_own(address: str) -> None:
     message = {"role": "user", "content": "Once upon a"}
-    made = ask(address, "/v1/chat/completions", chat(messages=[message], logprobs=True)).json
+    made = ask(
+        address, "/v1/chat/completions", chat(messages=[message], max_tokens=3, logprobs=True)
+    ).json
     assert made["choices"][0]["message"]["content"] == "time there was"
-    body = chat(messages=[message], stream=True)
+    body = chat(messages=[message], max_tokens=3, stream=True)
     chunks = events(ask(address, "/v1/chat/completions", body).body)[:-1]
     parts = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
     assert "".join(parts) == "time there was"

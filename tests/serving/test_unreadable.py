@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 
-from draftkit.models.adapter import Adapter
+from draftkit.decoding.decoder import Decoder
 from draftkit.online.registry import Registry
 from draftkit.serving.drafters import Drafters, same
 from tests import tiny
-from tests.serving.running import Weights, route_of, write
+from tests.serving.running import route_of, write
 
-DRAFT = tiny.pair()[1]
+TARGET, DRAFT = tiny.pair()
 WEIGHTS = {name: tensor.clone() for name, tensor in DRAFT.weights().items()}
 NEXT = {name: tensor * 0.5 for name, tensor in WEIGHTS.items()}
-
-
-def make() -> Adapter:
-    return copy.deepcopy(DRAFT)
 
 
 @pytest.fixture
@@ -28,15 +24,6 @@ def registry(tmp_path: Path) -> Registry:
     made = Registry(tmp_path)
     made.seed(write(WEIGHTS))
     return made
-
-
-def following(registry: Registry) -> Drafters:
-    """Drafters that follow `registry` whenever `poll` is called, by the version in force."""
-    drafters = Drafters([route_of("default", make, Registry(registry.path.parent))])
-    drafters.attach(Weights())  # type: ignore[arg-type]
-    drafters.poll()
-    assert drafters.versions() == {"default": "v000001"}
-    return drafters
 
 
 class Failing:
@@ -60,8 +47,10 @@ def test_a_read_error_that_passes_delays_a_version_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    drafters = following(registry)
-    route = drafters.routes["default"]
+    route = route_of("default", lambda: copy.deepcopy(DRAFT), registry)
+    drafters = Drafters([route])
+    drafters.attach(Decoder(TARGET, slots=1, capacity=8))
+    drafters.poll()
     second = registry.publish(write(NEXT), metrics={})
     failing = Failing(monkeypatch, number, times=3)
     for _ in range(3):
@@ -69,7 +58,7 @@ def test_a_read_error_that_passes_delays_a_version_and_nothing_else(
         assert drafters.versions() == {"default": "v000001"}
     assert failing.left == 0
     drafters.poll()
-    assert route.proposer.version == second.name
+    assert drafters.versions() == {"default": second.name}
     assert same(route.proposer.weights(), NEXT)
     assert drafters.refused == 0
     assert caplog.text.count("cannot be followed") == 1

@@ -44,8 +44,7 @@ def rounded_capacity(capacity: int, device: torch.device) -> int:
 class SlotCache(Cache):
     """Keys and values of `rows` rows x `capacity` slots, all layers.
 
-    `encoder_capacity` is the longest encoder text that a row can hold, `encoder_visible` how much
-    of it is attended to (at first all).
+    `encoder_capacity` is the longest encoder text that a row can hold.
     """
 
     def __init__(self, rows: int, capacity: int, encoder_capacity: int = 0) -> None:
@@ -58,7 +57,6 @@ class SlotCache(Cache):
         self._selected: Tensor | int | None = None  # rows in use, as in `select`
         self._positions: Tensor | None = None  # [B, N] slots that the next update writes
         self.encoder_capacity = encoder_capacity
-        self.encoder_visible = encoder_capacity
         self._encoder: list[tuple[Tensor, Tensor]] = []  # [rows, E, heads, D] of each layer
         self._encoder_lengths: Tensor | None = None  # [rows], 0 for a row that has no text
 
@@ -115,10 +113,9 @@ class SlotCache(Cache):
                 buffer[rows, : part.shape[1]] = part
 
     def read_encoder(self) -> list[tuple[Tensor, ...]]:
-        """Return the visible [B, heads, E, D] keys and values of every layer."""
+        """Return the [B, heads, E, D] keys and values of every layer."""
         return [
-            tuple(self._of_rows(part[:, : self.encoder_visible]).transpose(1, 2) for part in layer)
-            for layer in self._encoder
+            tuple(self._of_rows(part).transpose(1, 2) for part in layer) for layer in self._encoder
         ]
 
     @property

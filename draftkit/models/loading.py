@@ -259,28 +259,25 @@ def load_target(
     *,
     dtype: torch.dtype | Literal["auto"] | None = None,
 ) -> Target:
-    """Load the target in `dtype` (`auto`: as stored), else its section's, else the hardware's.
+    """Load the target in `dtype` (`auto`: as stored), else the hardware's.
 
-    Logits are cut to the real vocabulary.
-
-    Raises ValueError naming `target.path` for a model that cannot be loaded.
+    Logits are cut to the real vocabulary. Raises ValueError naming `target.path` for a model that
+    cannot be loaded.
     """
     outline = load_outline(model, hardware)
-    loaded, size = _target_model(model, outline, dtype, encoder_decoder=False)
+    loaded, size = _target_model(model, outline, dtype or outline.dtype, encoder_decoder=False)
     adapter = CausalAdapter(fit_to_device(loaded), vocab_size=size)
     return Target(adapter=adapter, **vars(outline))
 
 
-def load_seq2seq_target(
-    model: TargetConfig, hardware: HardwareConfig, *, dtype: torch.dtype | None = None
-) -> Seq2SeqTarget:
+def load_seq2seq_target(model: TargetConfig, hardware: HardwareConfig) -> Seq2SeqTarget:
     """`load_target` for an encoder-decoder model of T5 type, which decodes but trains no draft.
 
     Raises ValueError naming `target.path` for a model that cannot be loaded or does not say how a
     decoder's text begins, and the type of one that cannot be decoded.
     """
     outline = load_outline(model, hardware)
-    loaded, size = _target_model(model, outline, dtype, encoder_decoder=True)
+    loaded, size = _target_model(model, outline, outline.dtype, encoder_decoder=True)
     declared = (loaded.generation_config, loaded.config)
     starts = [getattr(config, "decoder_start_token_id", None) for config in declared]
     if (start := next((i for i in starts if i is not None), None)) is None:
@@ -295,12 +292,11 @@ def load_seq2seq_target(
 def _target_model(
     model: TargetConfig,
     outline: Outline,
-    dtype: torch.dtype | Literal["auto"] | None,
+    dtype: torch.dtype | Literal["auto"],
     *,
     encoder_decoder: bool,
 ) -> tuple[PreTrainedModel, int]:
     """A target's weights, which stay as they are, and its real vocabulary's size."""
-    dtype = dtype or outline.dtype
     loaded = load_model(model, dtype=dtype, device=outline.device, encoder_decoder=encoder_decoder)
     # A target never changes, so compiled code may pack its weights.
     loaded.requires_grad_(False)
@@ -308,17 +304,14 @@ def _target_model(
 
 
 def load_draft(
-    model: DraftConfig,
-    target: Outline,
-    *,
-    dtype: torch.dtype | None = None,
+    model: DraftConfig, target: Outline, *, dtype: torch.dtype | None = None
 ) -> CausalAdapter:
-    """Load a draft for `target` in `dtype`, else its section's, else that of drafts beside it.
+    """Load a draft for `target` in `dtype`, else the target's.
 
     One with a list of kept ids in its folder proposes no others. Raises ValueError for a draft
     that cannot be loaded or does not share the vocabulary.
     """
-    loaded, size = _draft_model(model, target, dtype, encoder_decoder=False)
+    loaded, size = _draft_model(model, target, dtype or target.dtype, encoder_decoder=False)
     check_kind(model, loaded.config)
     kept_ids = load_kept_ids(model, size)
     return CausalAdapter(fit_to_device(loaded), vocab_size=size, kept_ids=kept_ids)
@@ -346,25 +339,18 @@ def load_kept_ids(model: DraftConfig, vocab_size: int) -> Tensor | None:
     return None if path is None else read_kept_ids(Path(path), vocab_size)
 
 
-def load_seq2seq_draft(
-    model: DraftConfig, target: Outline, *, dtype: torch.dtype | None = None
-) -> Seq2SeqAdapter:
+def load_seq2seq_draft(model: DraftConfig, target: Outline) -> Seq2SeqAdapter:
     """`load_draft` for a draft that is an encoder-decoder model as its target is."""
-    loaded, size = _draft_model(model, target, dtype, encoder_decoder=True)
+    loaded, size = _draft_model(model, target, target.dtype, encoder_decoder=True)
     return Seq2SeqAdapter(loaded, vocab_size=size)
 
 
 def _draft_model(
-    model: DraftConfig,
-    target: Outline,
-    dtype: torch.dtype | None,
-    *,
-    encoder_decoder: bool,
+    model: DraftConfig, target: Outline, dtype: torch.dtype, *, encoder_decoder: bool
 ) -> tuple[PreTrainedModel, int]:
     """A draft with the target's vocabulary, and the real size of it."""
     tokenizer = load_tokenizer(model)
     check_same_tokenizer(target_tokenizer=target.tokenizer, draft_tokenizer=tokenizer)
-    dtype = dtype or target.dtype
     loaded = load_model(model, dtype=dtype, device=target.device, encoder_decoder=encoder_decoder)
     return loaded, real_vocab_size(target.tokenizer, loaded.config, "draft")
 

@@ -127,7 +127,7 @@ class Seq2SeqAdapter(Adapter):
         """The last hidden states [B, N, H], normed and not scaled."""
         decoder = self._decoder
         own_bias = self._own_bias(positions, cache.visible)
-        encoder_text = inside(cache.encoder_lengths, cache.encoder_visible)
+        encoder_text = inside(cache.encoder_lengths, cache.encoder_capacity)
         cross_bias = additive(encoder_text, self.dtype)[:, None, None]  # [B, 1, 1, E]
         layers: list[Any] = [DynamicLayer() for _ in decoder.block]
         for layer, states in zip(layers, cache.read_encoder(), strict=True):

@@ -127,20 +127,6 @@ def test_ragged_steps_with_rollback_equal_the_model_without_a_cache(
 
 
 @torch.no_grad()
-def test_a_narrower_view_of_short_encoder_texts_changes_nothing() -> None:
-    adapter = adapter_of(dtype=torch.float64)
-    cache = SlotCache(2, 8, encoder_capacity=64)
-    tokens, lengths = padded(tiny.prompts([3, 6]))
-    adapter.encode(tokens, lengths=lengths, cache=cache)
-    fed = {"tokens": torch.tensor([[1], [2]]), "positions": torch.zeros(2, 1, dtype=torch.long)}
-    logits = adapter.step(**fed, cache=cache)
-    cache.encoder_visible = 6
-    torch.testing.assert_close(adapter.step(**fed, cache=cache), logits, atol=1e-5, rtol=0)
-    cache.encoder_visible = 5  # one too few
-    assert not torch.allclose(adapter.step(**fed, cache=cache)[1], logits[1], atol=1e-3)
-
-
-@torch.no_grad()
 def test_rows_without_a_text_stay_finite_in_half_precision() -> None:
     adapter = adapter_of(dtype=torch.float16)
     cache = SlotCache(3, 8, encoder_capacity=4)

@@ -27,22 +27,11 @@ AT_MOMENTS = (
 
 @dataclass(frozen=True)
 class Ranking:
-    """Runs at one temperature, best first by `measure`, and what has to be said of them.
+    """Runs at one temperature, best first by `measure`, and what has to be said of them."""
 
-    control: the label of the best run of plain training, or empty.
-    """
-
-    temperature: str
-    measure: str
     runs: list[Run]
-    control: str
+    measure: str
     notes: list[str]
-
-    @property
-    def rivals(self) -> list[Run]:
-        """The runs that may be as good as the first."""
-        gaps = [(run, run.gaps.get(self.measure)) for run in self.runs[1:]]
-        return [run for run, gap in gaps if not (gap and gap.differs)]
 
 
 def differing(runs: Sequence[Run], *beginnings: str) -> list[str]:
@@ -93,8 +82,7 @@ def ranking(runs: Sequence[Run], notes: list[str]) -> Ranking:
     control = max(plain, key=lambda number: alphas[number].mean, default=None)
     if control is not None:
         made = _with_gap(made, CONTROL, against(alphas, control))
-    label = "" if control is None else made[control].label
-    return Ranking(runs[0].temperature, measure, made, label, [reason, *notes])
+    return Ranking(made, measure, [reason, *notes])
 
 
 def _with_gap(runs: Sequence[Run], name: str, gaps: Sequence[Difference | None]) -> list[Run]:
@@ -127,7 +115,7 @@ def pooled(cell: Sequence[Run]) -> Run:
         values = tuple(run.entries[name].mean for run in cell if name in run.entries)
         if len(values) == len(cell):
             entries[name] = Entry(fmean(values), min(values), max(values), by_seed=values)
-    return replace(cell[0], entries=entries)
+    return replace(cell[0], label=f"{cell[0].label} ({len(cell)} seeds)", entries=entries)
 
 
 def _measure(runs: Sequence[Run]) -> tuple[str, str]:
@@ -167,16 +155,16 @@ def recommendation(made: Sequence[Ranking]) -> tuple[str, str, str]:
     """A verdict in few words, its tone (`good`, `bad` or `open`) and one sentence."""
     if not made or len(made[0].runs) < 2:
         return "Nothing to compare", "open", "No two runs answer the same question."
-    first, (best, *others), rivals = made[0], made[0].runs, made[0].rivals
-    mean = best.entries[first.measure].mean
-    number = f"Alpha {mean:.3f}" if first.measure == "alpha" else f"Speed-up {mean:.2f}"
+    (best, *others), measure = made[0].runs, made[0].measure
+    rivals = [run.label for run in others if not run.gaps[measure].differs]
+    number = f"{best.entries[measure].mean:.3f} at temperature {best.temperature}"
     sure = f"{len(others) - len(rivals)} of {len(others)} other{'s' * (len(others) > 1)}"
-    sentence = f"{number} at temperature {first.temperature}, surely above {sure}"
+    sentence = f"Its {measure} of {number} is surely above {sure}"
     if rivals:
-        sentence += f"; {_listed([run.label for run in rivals])} may be as good"
-    if all(run.verdict == "do_not_deploy" for run in first.runs):
+        sentence += f"; {_listed(rivals)} may be as good"
+    if all(run.verdict == "do_not_deploy" for run in made[0].runs):
         return "Deploy none", "bad", f"Even the best, {best.label}, gains no time. {sentence}."
-    if best.verdict in ("do_not_deploy", "inconclusive"):
-        sentence += f". Its own verdict: {best.verdict.replace('_', ' ')}"
-    tone = "good" if best.verdict == "deploy" else "open"
-    return f"Take {best.label}", tone, f"{sentence}."
+    if best.verdict == "deploy":
+        return f"Take {best.label}", "good", f"{sentence}."
+    verdict = best.verdict.replace("_", " ")
+    return f"Take {best.label}", "open", f"{sentence}. Its own verdict: {verdict}."

@@ -27,9 +27,8 @@ def text_of(one: Entry | Difference | None, digits: str = ".3f", sure: bool = Fa
     """The number, with a star if something is sure of it, and its interval below."""
     if one is None:
         return ""
-    limits = (
-        f"[{one.low:{digits}},{one.high:{digits}}]" if math.isfinite(one.high) else "(no interval)"
-    )
+    known = math.isfinite(one.high)
+    limits = f"[{one.low:{digits}},{one.high:{digits}}]" if known else "(no interval)"
     return f"{one.mean:{digits}}{' *' * sure}\n{limits}"
 
 
@@ -52,7 +51,7 @@ def ranking_table(ranking: Ranking) -> Table:
     """The first runs, with what decides beside that of the very first."""
     table = table_of(
         ["run", "alpha", "tau", "speed-up", "difference", "minutes"],
-        title=f"temperature {ranking.temperature}, best {ranking.measure} first",
+        title=f"temperature {ranking.runs[0].temperature}, best {ranking.measure} first",
         caption="Intervals are of 95 %, each by itself. *: differs from the first, surely of all "
         "pairs of runs together (Holm, 5 %)",
     )
@@ -103,22 +102,21 @@ def values_of(runs: Sequence[Run], key: str) -> list[str]:
     return sorted(values, key=lambda name: (name in ORDER and ORDER.index(name), name))
 
 
-def grid_tables(ranking: Ranking) -> list[Table]:
+def grid_tables(runs: Sequence[Run]) -> list[Table]:
     """Alpha (or what was gained) by two settings, and what of it plain training does not give."""
-    runs, axes = ranking.runs, grid_of(ranking.runs)
-    if not axes:
+    if not (axes := grid_of(runs)):
         return []
     texts = {"alpha": [text_of(run.entries["alpha"]) for run in runs]}
     if all("gain" in run.entries for run in runs):
         texts = {"alpha gained": [text_of(run.entries["gain"], "+.3f") for run in runs]}
-    if ranking.control:
-        name = f"alpha over {ranking.control}, *: surely"
-        texts[name] = [gap_text(run.gaps.get(CONTROL)) for run in runs]
+    if any(CONTROL in run.gaps for run in runs):
+        control = next(run.label for run in runs if CONTROL not in run.gaps)
+        texts[f"alpha over {control}"] = [gap_text(run.gaps.get(CONTROL)) for run in runs]
     down, across = (values_of(runs, key) for key in axes)
     tables = []
     for name, cells in texts.items():
         by_cell = {cell_of(run, axes): text for run, text in zip(runs, cells, strict=True)}
-        table = table_of(["", *across], title=f"{name}; temperature {ranking.temperature}")
+        table = table_of(["", *across], title=f"{name}, temperature {runs[0].temperature}")
         for value in down:
             table.add_row(value, *(by_cell.get((value, other), "") for other in across))
         tables.append(table)
@@ -179,14 +177,14 @@ def heat_map(runs: Sequence[Run], axes_of: Sequence[str]) -> Figure:
 def figures_of(runs: Sequence[Run]) -> list[Figure]:
     """What the runs have numbers for."""
     made = [heat_map(runs, axes)] if (axes := grid_of(runs)) else []
-    timed = [run for run in runs if {"tau", "speedup"} <= set(run.entries)]
-    passes = [(run.cost_ratio, run.entries["tau"].mean, run.label) for run in timed]
-    trained = [run for run in timed if run.minutes is not None]
-    speeds = [(run.minutes, run.entries["speedup"].mean, run.label) for run in trained]
-    if passes:
-        made.append(scatter(passes, "cost of a proposal c", "tokens a target pass"))
-    if speeds:
-        made.append(scatter(speeds, "minutes of training", "speed-up end to end"))
+    for x, cost, y, name in (
+        ("cost of a proposal c", "cost_ratio", "tokens a target pass", "tau"),
+        ("minutes of training", "minutes", "speed-up end to end", "speedup"),
+    ):
+        known = [run for run in runs if name in run.entries and getattr(run, cost) is not None]
+        if known:
+            points = [(getattr(run, cost), run.entries[name].mean, run.label) for run in known]
+            made.append(scatter(points, x, y))
     return made + [curves(runs)] * any(run.curve for run in runs)
 
 
@@ -194,23 +192,19 @@ def page_of(made: Sequence[Ranking], unread: Sequence[str]) -> Page:
     """The comparison as a page. unread: sentences on runs that are in no ranking."""
     sections, answers = [], []
     for one in made:
-        at, hidden = f" at temperature {one.temperature}", len(one.runs) - SHOWN
+        at, hidden = f" at temperature {one.runs[0].temperature}", len(one.runs) - SHOWN
         more = [f"{hidden} more in {TABLE}"] * (hidden > 0)
         sections.append(Section(f"Where the best lies{at}", figures_of(one.runs)))
-        parts = [ranking_table(one), *more, *one.notes, *grid_tables(one)]
+        parts = [ranking_table(one), *more, *one.notes, *grid_tables(one.runs)]
         sections.append(Section(f"All runs{at}", parts))
     if made:
-        best, *others = made[0].runs
-        if speedup := best.entries.get("speedup"):
+        runs = made[0].runs
+        if speedup := runs[0].entries.get("speedup"):
             number, interval = text_of(speedup, ".2f").split("\n")
-            words = f"end to end, of {best.label} over plain decoding"
+            words = f"end to end, of {runs[0].label} over plain decoding"
             answers.append(Answer("How much faster?", number, interval, words))
-        sure = f"{len(others) - len(made[0].rivals)} of {len(others)}"
-        words = "other runs are surely worse; the rest may be as good"
-        answers.append(Answer("Is it the best?", sure, "", words))
-        settings = settings_table(made[0].runs)
-        folded = bool(grid_of(made[0].runs))  # which tells as much
-        sections.append(Section("Settings that differ", [settings], folded))
+        folded = bool(grid_of(runs))  # which tells as much
+        sections.append(Section("Settings that differ", [settings_table(runs)], folded))
     if unread:
         sections.append(Section("Not finished", unread))
     return Page("Comparison of runs", *recommendation(made), answers, sections)
@@ -223,6 +217,7 @@ def as_csv(made: Sequence[Ranking]) -> str:
     for run in runs:
         keys = ("name", "temperature", "verdict", "minutes", "gamma", "cost_ratio")
         line = {key: getattr(run, key) for key in keys}
+        line["seeds"] = len(run.entries["alpha"].by_seed) or 1
         gaps = {f"{name}_gap": gap for name, gap in run.gaps.items()}
         for name, one in (run.entries | gaps).items():
             line |= {name: one.mean, f"{name}/low": one.low, f"{name}/high": one.high}

@@ -206,10 +206,9 @@ def test_a_difference_that_two_intervals_hide_is_sure_where_runs_share_their_tex
     assert gap.paired
     assert gap.differs
     assert gap.mean == pytest.approx(other.entries["alpha"].mean - best.entries["alpha"].mean)
-    assert made.rivals == []
     verdict, tone, sentence = recommendation([made])
     assert (verdict, tone) == ("Take b", "good")
-    assert "surely above 1 of 1 other." in sentence
+    assert " at temperature 1 is surely above 1 of 1 other." in sentence
 
 
 def test_runs_of_other_texts_are_taken_as_independent_and_that_is_said(tmp_path: Path) -> None:
@@ -278,7 +277,7 @@ def test_alpha_decides_where_training_differs_and_the_clock_where_the_drafter_do
     gap = larger.runs[1].gaps["speedup"]
     assert gap.mean == pytest.approx(1.1 - 1.3, abs=0.01)
     assert gap.differs
-    assert "Speed-up 1.30 at temperature 1, surely above 1 of 1" in recommendation([larger])[2]
+    assert "Its speedup of 1.3" in recommendation([larger])[2]
     elsewhere = pair("elsewhere", draft={"layers": 3}, machine={"cpu": "two", "cores": 2})
     assert elsewhere.measure == "alpha"
     assert "speedup" not in elsewhere.runs[1].gaps
@@ -319,6 +318,8 @@ def test_seeds_of_a_cell_are_pooled_and_their_spread_is_the_error(tmp_path: Path
     assert best.entries["alpha"].by_seed == pytest.approx((0.6, 0.62, 0.641), abs=0.05)
     assert second.gaps["alpha"].mean == pytest.approx(-0.05, abs=0.01)
     assert second.gaps["alpha"].differs
+    assert best.label == "lk_hybrid0 (3 seeds)"
+    assert next(csv.DictReader(as_csv([made]).splitlines()))["seeds"] == "3"
     assert "Means of 3 seeds" in notes_of(made)
     assert " 0 runs are left out" in notes_of(made)
 
@@ -336,7 +337,7 @@ def test_a_run_that_gains_no_time_is_not_recommended(tmp_path: Path) -> None:
     made = compared(a, experiment(tmp_path / "b", 0.5, verdict="do_not_deploy"))
     verdict, tone, sentence = recommendation([made])
     assert (verdict, tone) == ("Deploy none", "bad")
-    assert sentence.startswith("Even the best, a, gains no time. Alpha 0.6")
+    assert sentence.startswith("Even the best, a, gains no time. Its alpha of 0.6")
     made = compared(a, experiment(tmp_path / "c", 0.5))
     verdict, tone, sentence = recommendation([made])
     assert (verdict, tone) == ("Take a", "open")
@@ -378,8 +379,8 @@ def shown(made: list[Ranking], unread: list[str] | None = None) -> str:
 
 def test_a_grid_has_a_table_of_what_was_gained_and_one_over_plain_training(grid: Path) -> None:
     made = rankings(read_runs([str(grid)]))
-    assert [one.temperature for one in made] == ["1", "0"]
-    gained, over = grid_tables(made[0])
+    assert [one.runs[0].temperature for one in made] == ["1", "0"]
+    gained, over = grid_tables(made[0].runs)
     assert [column.header for column in gained.columns] == ["", "fixed", "target", "draft"]
     names, fixed, target, draft = ([*column.cells] for column in over.columns)
     assert names == ["forward_kl", "tvd", "next_token"]
@@ -391,8 +392,8 @@ def test_a_grid_has_a_table_of_what_was_gained_and_one_over_plain_training(grid:
     text = shown(made)
     for part in (
         "Take forward_kl / draft.",
-        "alpha gained; temperature 1",
-        "alpha gained; temperature 0",
+        "alpha gained, temperature 1",
+        "alpha gained, temperature 0",
     ):
         assert part in text
 
@@ -405,10 +406,10 @@ def test_any_two_settings_form_a_grid_if_they_alone_differ(tmp_path: Path) -> No
         for layers in ([0], [0, 1])
         for rate in (0.003, 0.01, 0.001)
     ]
-    (table,) = grid_tables(compared(*runs))
+    (table,) = grid_tables(compared(*runs).runs)
     assert [column.header for column in table.columns] == ["", "0.001", "0.003", "0.01"]
     assert [*table.columns[0].cells] == ["[0, 1]", "[0]"]
-    assert grid_tables(compared(*runs[:3])) == []
+    assert grid_tables(compared(*runs[:3]).runs) == []
 
 
 def test_the_page_needs_nothing_else_and_escapes_what_runs_are_called(grid: Path) -> None:
@@ -478,7 +479,7 @@ def test_the_command_says_what_to_take_and_leaves_a_page_and_a_table(
     assert err == ""
     assert max(map(len, out.splitlines())) <= 80
     first, *_ = out.splitlines()
-    assert first.startswith("Take a_drafter_with_a_rather_long_name. Alpha 0.8")
+    assert first.startswith("Take a_drafter_with_a_rather_long_name. Its alpha of 0.8")
     for part in (
         "optim.max_steps=10",
         "optim.max_steps=20",

@@ -189,12 +189,15 @@ class Tracker:
         self._tell(send)
 
     def figure(self, name: str, path: str | Path) -> None:
-        """An image file as a W&B picture."""
+        """A file of an image, or a page of HTML, as W&B shows it."""
 
         def send(run: Any) -> None:
             import wandb
 
-            run.log({name: wandb.Image(str(path))})
+            if Path(path).suffix == ".html":  # as it is: W&B would add a stylesheet to load
+                run.log({name: wandb.Html(str(path), inject=False)})
+            else:
+                run.log({name: wandb.Image(str(path))})
 
         self._tell(send)
 

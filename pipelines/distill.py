@@ -19,13 +19,16 @@ from draftkit.config import Config
 from draftkit.engines.folder import assistant_options
 from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.cards import model_card
+from draftkit.evaluation.decision import decision_page
 from draftkit.evaluation.engines import best_gamma_of
+from draftkit.evaluation.page import REPORT, write_page
 from draftkit.evaluation.report import result_lines, ways_table
 from draftkit.models.files import CARD
 from draftkit.models.served import FILE as GENERATION_CONFIG
+from draftkit.tracking import FILE_NAME, read_metrics
 
 from .command import main
-from .evaluate import SAMPLES
+from .evaluate import SAMPLES, TRACE
 from .plan import DISTILL
 from .product import MANIFEST, SUMMARY, plan
 from .stage import StageFolder
@@ -39,29 +42,40 @@ def show(config: Config, folder: Path) -> None:
     summary = read_json(judged / SUMMARY)
     Console(width=80).print(result_lines(summary), ways_table(summary), sep="\n")
     print(f"The drafter, as save_pretrained writes it: {folder / DRAFT}")
+    print(f"For who decides about it, a page: {folder / REPORT}")
     print("All numbers: the same command with `evaluate` in place of `distill`")
 
 
 def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Lay the judged drafter out for use, with the numbers of training and evaluation."""
-    trained = folder.input("train").parent
-    judged = read_json(folder.input("evaluate") / SUMMARY)
+    trained, evaluated = folder.input("train").parent, folder.input("evaluate")
+    judged, training = read_json(evaluated / SUMMARY), read_json(trained / SUMMARY)
     summary: dict[str, Any] = {"verdict": judged["verdict"]}
     for mode in MODES:
         summary[f"{mode}_before"] = judged["before"][mode]
         summary[f"{mode}_after"] = judged[mode]
         summary[f"{mode}_gain"] = judged[f"{mode}_gain"]
-    summary |= read_json(trained / SUMMARY)
+    summary |= training
     with atomic_path(folder.path / DRAFT) as temporary:
         # No links: who edits what lies here must not change what was trained and judged.
         shutil.copytree(trained / DRAFT, temporary)
         target = config.target.location if config.target.path else None
-        origin = read_json(folder.input("evaluate") / MANIFEST)["provenance"]
-        card = model_card(judged, origin["hardware"], target=target, name=config.name)
+        card = model_card(judged, target=target, name=config.name)
         write_text(temporary / CARD, card)
         proposing = assistant_options(max(best_gamma_of(judged, "hf"), 1))
         known = read_json(temporary / GENERATION_CONFIG)
         write_json(temporary / GENERATION_CONFIG, known | proposing)
+    origin = read_json(evaluated / MANIFEST)["provenance"]
+    page = decision_page(
+        judged,
+        name=config.name,
+        traces=read_json(evaluated / TRACE),
+        provenance=origin | {"inputs": folder.digests},
+        trained=training,
+        lines=read_metrics(trained / FILE_NAME),
+    )
+    write_page(folder.path, page)
+    folder.tracker.figure("report", folder.path / REPORT)
     folder.tracker.artifact(f"{config.name}-draft", "model", folder.path / DRAFT, summary)
     return summary
 

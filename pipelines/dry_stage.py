@@ -123,8 +123,8 @@ def run(config: Config, few: Config, folder: StageFolder) -> Run:
     folder.mark("ended")
     folder.tracker.finish(0)
     write_json(folder.path / MANIFEST, {"provenance": provenance()})
-    write_json(folder.path / SUMMARY, summary)
     (_, first), (_, last) = folder.marks[0], folder.marks[-1]
+    write_json(folder.path / SUMMARY, summary | {"seconds": last - first})
     return Run(config, folder, started, last - first, compile_seconds() - compiled)
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 from rich.console import Console
 
-from draftkit.artifacts import machine, read_json, write_json, write_text
+from draftkit.artifacts import machine, provenance, read_json, write_json, write_text
 from draftkit.config import Config, DraftConfig
 from draftkit.data.rollouts import document_of
-from draftkit.decoding.trace import answers, as_page, as_text, rounds
+from draftkit.decoding.trace import answers, as_rows, as_text
+from draftkit.evaluation.decision import decision_page
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather
+from draftkit.evaluation.page import REPORT, write_page
 from draftkit.evaluation.report import (
     engine_table,
     evaluation_table,
@@ -40,6 +42,7 @@ from .stage import StageFolder
 from .texts import shares_of, training_ids
 
 TRACES, WIDTH = 3, 80  # cells of a line
+TRACE = "trace.json"  # the first answers, round by round
 SAMPLES = {True: "samples.ansi", False: "samples.txt"}  # as read: with colours, with marks
 PROMPTS = "prompts.json"  # scores of every prompt, so that runs can be paired
 TIMING = "timing.json"  # seconds and tokens of every chunk, by way
@@ -108,16 +111,13 @@ def chunks_of(measured: Measured) -> dict[str, Any]:
 
 
 def write_traces(folder: Path, timed: Timed, target: Target) -> None:
-    """Leave the first answers as pages to look at: what was proposed, accepted and corrected."""
+    """Leave the first answers to look at: what was proposed, accepted and corrected."""
     traces = timed.completions[:TRACES]
 
     def decode(ids: list[int]) -> str:
         return str(target.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    shown = [rounds(trace, decode, width=WIDTH) for trace in traces]
-    write_text(folder / "trace.html", as_page(shown, width=WIDTH))
-    texts = [as_text(one, width=WIDTH, colour=False) for one in shown]
-    write_text(folder / "trace.txt", "\n\n".join(texts) + "\n")
+    write_json(folder / TRACE, [as_rows(trace, decode) for trace in traces])
     for colour, name in SAMPLES.items():
         read = answers(traces, decode, width=WIDTH, marks=not colour)
         write_text(folder / name, as_text(read, width=WIDTH, colour=colour))
@@ -133,7 +133,7 @@ def show(config: Config, folder: Path) -> None:
     if "engines" in summary:
         console.print(engine_table(summary))
     console.print(ways_table(summary))
-    console.print(f"What was accepted and corrected, token by token: {folder / 'trace.html'}")
+    console.print(f"All of it on a page, with figures and texts: {folder / REPORT}")
 
 
 def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -184,7 +184,16 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     if (kept := getattr(drafts[judged], "kept_ids", None)) is not None:
         first["kept_ids"] = len(kept)
     kind, shares = kind_of(drafts[judged].parallel), shares_of(folder.input("texts"))
-    return {**first, "by_temperature": by_temperature, "kind": kind, **shares}
+    summary = {**first, "by_temperature": by_temperature, "kind": kind, **shares}
+    page = decision_page(
+        summary,
+        name=config.name,
+        traces=read_json(folder.path / TRACE),
+        provenance={**provenance(), "inputs": folder.digests},
+    )
+    write_page(folder.path, page)
+    folder.tracker.figure("report", folder.path / REPORT)
+    return summary
 
 
 if __name__ == "__main__":

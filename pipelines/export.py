@@ -22,7 +22,7 @@ from draftkit.models.parallel import parallel_of
 from .command import main
 from .plan import EXPORT
 from .prepare import check_pair
-from .product import MANIFEST, SUMMARY
+from .product import SUMMARY
 from .stage import StageFolder
 
 PLAIN, LAUNCH, JUDGED = "hf", "launch.md", "evaluate"
@@ -68,8 +68,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     name = config.target.location if config.target.path else None
     card = plain_card(name, gammas[PLAIN], parallel=parallel)
     if judged:
-        origin = read_json(folder.input(JUDGED) / MANIFEST)["provenance"]
-        card = model_card(judged, origin["hardware"], target=name, name=config.name)
+        card = model_card(judged, target=name, name=config.name)
     write_text(folder.path / PLAIN / CARD, card)
     local = Path(target.location).is_dir()
     text = launch_text(

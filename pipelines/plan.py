@@ -169,13 +169,13 @@ EVALUATE = Stage(
     name="evaluate",
     reads=("seed", "data", "sampling", "decode", "evaluate"),
     inputs=(*JUDGED, CONTEXTS.under(at_temperatures)),
-    version=3,
+    version=4,
 )
 DISTILL = Stage(
     name="distill",
     inputs=(*PAIR_AND_TEXT, TRAIN, EVALUATE.under(with_trained)),
     product=None,
-    version=2,
+    version=3,
 )
 EXPORT = Stage(
     name="export",
@@ -185,7 +185,7 @@ EXPORT = Stage(
         TRAIN.where(judges_trained),
         EVALUATE.where(is_judged),
     ),
-    version=2,
+    version=3,
 )
 MEASURE_ENGINE = Stage(
     name="measure_engine",

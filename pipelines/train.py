@@ -16,7 +16,6 @@ from draftkit.distillation.assembly import load_learner, load_teaching_target
 from draftkit.distillation.fit import Fitting, with_warmup
 from draftkit.distillation.progress import training_seconds
 from draftkit.distillation.sources import TrainingTexts
-from draftkit.evaluation.report import training_figure
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import peak_bytes
 from draftkit.tracking import FILE_NAME, read_metrics
@@ -27,7 +26,7 @@ from .plan import TRAIN
 from .prepare import check_pair
 from .stage import StageFolder
 
-DRAFT, FIGURE = "draft", "training.png"
+DRAFT = "draft"
 
 
 def check(config: Config) -> None:
@@ -70,9 +69,7 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     ).run()
     if folder.is_main:
         fitted.save(folder.path / DRAFT)
-        training_figure(read_metrics(folder.path / FILE_NAME), folder.path / FIGURE)
     PartialState().wait_for_everyone()  # the group is left only when the drafter is saved
-    folder.tracker.figure("train/curves", folder.path / FIGURE)
     outcome, lines = fitted.outcome, read_metrics(folder.path / FILE_NAME)
     if outcome.best_step == 0:
         folder.note("no step beat the starting drafter on validation: it is kept as it was")

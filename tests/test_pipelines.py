@@ -86,10 +86,14 @@ def test_one_command_runs_every_stage_and_answers_the_question(finished, root, c
     assert summary["steps"] == smoke(root).optim.max_steps
     assert summary["peak_memory_bytes"] > 1e7
     assert not list((finished / "train").glob("*.safetensors"))  # what a resumed run would need
-    assert (finished / "train/training.png").stat().st_size > 1000
     launch(DISTILL, smoke(root))
     shown = capsys.readouterr().out
     assert "nothing to do" in shown
+    assert f"{finished / 'distill' / 'report.html'}\n" in shown
+    for stage in ("distill", "evaluate"):
+        for name in ("report.html", "report.md"):
+            assert judged["reason"][1:] in (finished / stage / name).read_text()
+    assert "How it was trained" in (finished / "distill" / "report.md").read_text()
     assert "tokens a target pass" in shown
     assert (finished / "evaluate" / "samples.txt").read_text() in shown
     launch(EVALUATE, smoke(root))
@@ -109,7 +113,7 @@ def test_an_export_launches_the_judged_drafter_and_says_what_to_expect(finished,
     assert expected["temperature"] == 1
     folder = finished / "export"
     assert same_weights(first=folder / "hf", second=finished / "train" / "draft")
-    assert "Trained and judged by draftkit (experiment smoke)" in (folder / "hf" / CARD).read_text()
+    assert "Drafter of the experiment smoke" in (folder / "hf" / CARD).read_text()
     tokens = expected["acceptance_length"]["mean"]
     assert f"sglang    {tokens:.2f} tokens a pass at gamma" in capsys.readouterr().out
 

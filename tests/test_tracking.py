@@ -209,6 +209,8 @@ tracker.table("eval/prompts", ["prompt", "tokens"], [["a", 3], [7, None]])
 plt.plot([1, 2])
 plt.savefig(folder / "figure.png")
 tracker.figure("eval/figure", folder / "figure.png")
+(folder / "report.html").write_text("<h1>a page</h1>")
+tracker.figure("report", folder / "report.html")
 (folder / "draft").mkdir()
 (folder / "draft" / "weights").write_bytes(b"123")
 tracker.artifact("toy drafter", "model", folder / "draft", {"alpha": {"mean": 1, "ci95": [0, 1]}})
@@ -249,6 +251,8 @@ def test_an_offline_run_writes_its_file_and_contacts_nobody(tmp_path: Path) -> N
     for word in (b"toy-distill", b"train/loss", b"eval/step", b"source=draft", b"toy-drafter"):
         assert word in content
     assert list(tmp_path.glob("wandb/offline-run-*/files/media/images/eval/figure*.png"))
+    (page,) = tmp_path.glob("wandb/offline-run-*/files/media/html/report*.html")
+    assert page.read_text() == "<h1>a page</h1>"
     assert [line["section"] for line in read_metrics(tmp_path / FILE_NAME)] == ["train", "eval"]
 
 

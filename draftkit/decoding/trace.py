@@ -1,19 +1,15 @@
 """One generation shown round by round: what was proposed, accepted, rejected, corrected.
 
-After Figure 1 of Leviathan et al. 2211.17192: a line a round, accepted proposals in green, the
-rejected one in red and struck through, the target's own token in blue. Every kind also has a mark
-or a decoration of its own, so that colours may be missing. Knows no models; text comes from
-`decode`, any function from ids to text.
+After Figure 1 of Leviathan et al. 2211.17192. `as_rows` is what a page shows of it; `answers` is
+how it reads in a terminal, whose colours may be missing. Knows no models; text comes from `decode`,
+any function from ids to text.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from io import StringIO
+from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from draftkit.decoding.generation import Completion, TraceRound
@@ -21,15 +17,18 @@ from draftkit.decoding.streaming import REPLACEMENT, Decode, TextStream
 
 
 class Part(NamedTuple):
-    """Tokens that are shown together: one, or those that share a character."""
+    """Tokens that are shown together: one, or those that share a character.
 
-    kind: str  # a key of KINDS
+    kind: accepted, rejected, correction, bonus or unused.
+    """
+
+    kind: str
     ids: list[int]
     text: str
 
 
 class Look(NamedTuple):
-    """How a kind of token is shown."""
+    """How a kind of token that enters an answer is shown: by marks, or by a style."""
 
     marks: tuple[str, str]
     style: str
@@ -37,18 +36,10 @@ class Look(NamedTuple):
 
 KINDS = {
     "accepted": Look(("", ""), "green"),
-    "rejected": Look(("[-", "-]"), "red strike"),
     "correction": Look(("{+", "+}"), "bold bright_blue"),
     "bonus": Look(("{+", "+}"), "bold bright_blue"),
-    "unused": Look(("(~", "~)"), "dim"),
 }
-LEGEND = {
-    "accepted": "accepted",
-    "rejected": "rejected",
-    "correction": "the target's own token",
-    "unused": "not used",
-}
-ENTERED = ("accepted", "correction")  # what enters an answer; a bonus is shown as a correction
+LEGEND = {"accepted": "accepted", "correction": "the target's own token"}
 
 
 def parts(step: TraceRound, context: list[int], decode: Decode) -> list[Part]:
@@ -105,9 +96,8 @@ def answer(trace: Completion, decode: Decode) -> Iterator[Part]:
         yield Part(kinds[end - 1], together, text)
 
 
-PROMPT = "prompt  "
+PROMPT_IDS = 80  # of a prompt that are shown
 LINE = "↵"
-JOINER = "\u200d"  # of emoji
 HIDDEN = (*range(0x80, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 SIGNS = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
@@ -136,46 +126,28 @@ def steps(trace: Completion, decode: Decode) -> Iterator[tuple[TraceRound, list[
         text += step.emitted[: step.committed]
 
 
-def figures(trace: Completion) -> dict[str, str]:
-    """The counts of a generation, each under what it counts."""
-    steps = trace.steps
-    emitted, accepted = sum(len(step.emitted) for step in steps), sum(s.accepted for s in steps)
+def as_rows(trace: Completion, decode: Decode) -> dict[str, Any]:
+    """A generation as JSON holds it: counts, the end of its prompt, every round by its parts.
+
+    Texts are on one line, as `visible` shows them.
+    """
+    tokens = sum(step.committed for step in trace.steps)
+    accepted = sum(step.accepted for step in trace.steps)
+    proposed = sum(len(step.proposed) for step in trace.steps)
+    rounds = [
+        {
+            "accepted": step.accepted,
+            "proposed": len(step.proposed),
+            "parts": [[part.kind, visible(part.text)] for part in shown],
+        }
+        for step, shown in steps(trace, decode)
+    ]
+    cut = "…" * (len(trace.prompt_ids) > PROMPT_IDS)
     return {
-        "tokens": f"{sum(step.committed for step in steps)}",
-        "target passes": f"{len(steps)}",
-        "acceptance length": f"{emitted / max(1, len(steps)):.2f}",
-        "accepted": f"{accepted} of {sum(len(step.proposed) for step in steps)}",
+        "counts": f"{tokens} tokens in {len(rounds)} rounds, {accepted} of {proposed} accepted",
+        "prompt": cut + visible(decode(trace.prompt_ids[-PROMPT_IDS:])),
+        "rounds": rounds,
     }
-
-
-def marked(shown: Sequence[Part]) -> Text:
-    """Join parts to one text; neighbours of one kind share their marks."""
-    text = Text()
-    for kind, group in groupby(shown, key=lambda part: part.kind):
-        look = KINDS[kind]
-        body = visible("".join(part.text for part in group))
-        # What joins the sign before it must not join a mark.
-        base = "◌" if body and cell_len(body[0]) == 0 else ""
-        text.append(look.marks[0], "dim").append(base + body.removeprefix(JOINER), look.style)
-        text.append(look.marks[1], "dim")
-    return text
-
-
-def rounds(trace: Completion, decode: Decode, *, width: int) -> Group:
-    """Counts, legend, prompt and every round of a generation, in lines of at most `width` cells."""
-    legend = [Part(kind, [], text) for kind, text in LEGEND.items()]
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", style="dim")
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
-    for number, (step, shown) in enumerate(steps(trace, decode), start=1):
-        table.add_row(str(number), f"{step.accepted}/{len(step.proposed)}", marked(shown))
-    prompt, cut = visible(decode(trace.prompt_ids[-width:])), len(trace.prompt_ids) > width
-    while cell_len(PROMPT + prompt) + cut > width and prompt:
-        prompt, cut = prompt[1:], True
-    head = ", ".join(f"{label} {value}" for label, value in figures(trace).items())
-    key = Text("  ").join(marked([part]) for part in legend)
-    return Group(Text(head), key, Text(PROMPT + "…" * cut + prompt, style="dim"), table)
 
 
 def answers(traces: Sequence[Completion], decode: Decode, *, width: int, marks: bool) -> Group:
@@ -185,7 +157,7 @@ def answers(traces: Sequence[Completion], decode: Decode, *, width: int, marks: 
         look = KINDS[kind]
         return Text(text.join(look.marks) if marks else text, look.style)
 
-    legend = [Text("prompt", "dim"), *(part(kind, LEGEND[kind]) for kind in ENTERED)]
+    legend = [Text("prompt", "dim"), *(part(kind, text) for kind, text in LEGEND.items())]
     blocks = [Text("  ").join(legend)]
     for trace in traces:
         text = Text().append(readable(decode(trace.prompt_ids)), "dim")
@@ -203,11 +175,3 @@ def as_text(block: RenderableType, *, width: int, colour: bool) -> str:
     with console.capture() as capture:
         console.print(block, overflow="fold")
     return "".join(f"{line.rstrip()}\n" for line in capture.get().split("\n")[:-1])
-
-
-def as_page(blocks: Iterable[RenderableType], *, width: int) -> str:
-    """`blocks` below each other on a page of HTML that needs nothing else."""
-    console = Console(width=width, record=True, file=StringIO(), legacy_windows=False)
-    for block in blocks:
-        console.print(block, "", overflow="fold")
-    return console.export_html(inline_styles=True)

@@ -39,6 +39,7 @@ from draftkit.theory.warping import SamplingParams, seen_along, seen_tokens, war
 
 # Of engines that cut the target by top-k and top-p and the draft not: `alpha` with such a q.
 UNCUT = "alpha_uncut_draft"
+OWN_LAW = SamplingConfig()  # of the target: temperature 1, nothing cut
 CHAINS_AT_ONCE = 128  # that begin in a text: masks grow with the square of what is read together
 
 
@@ -49,7 +50,9 @@ class PromptTotals:
     shares: by mode, of each text, P(its token was an accepted proposal | the token) [T], of a draft
     that proposes in one pass by the position in its round [T, K]; empty where texts were scored by
     stored scores. cut: which texts no end of text ended [P]. documents:
-    what each prompt belongs to [P]; empty where each is a document of its own.
+    what each prompt belongs to [P]; empty where each is a document of its own. accepted, entropies:
+    of each text, sum min(p, q) and the entropy of the target's own law (temperature 1, nats) at
+    every token [T]; domains: of each text; all three empty as `shares`.
     """
 
     totals: dict[str, Tensor]
@@ -57,6 +60,9 @@ class PromptTotals:
     shares: dict[str, list[Tensor]] = field(default_factory=dict)
     cut: Tensor | None = None
     documents: Sequence[Hashable] = ()
+    accepted: list[Tensor] = field(default_factory=list)
+    entropies: list[Tensor] = field(default_factory=list)
+    domains: Sequence[str] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """By mode, and the positions, and the documents by number."""
@@ -127,11 +133,17 @@ def score_drafts(
     cuts = uncut != sampling and sampling is not None and sampling.temperature > 0
     modes = {**MODES, UNCUT: sampled_acceptance} if cuts else MODES
     as_proposed = (sampling, uncut) if cuts else (sampling,)
+    own_too = (sampling,) if sampling == OWN_LAW else (sampling, OWN_LAW)
     totals: dict[str, dict[str, list[float]]] = {n: {m: [] for m in modes} for n in drafts}
     shares: dict[str, dict[str, list[Tensor]]] = {n: {m: [] for m in modes} for n in drafts}
+    accepted: dict[str, list[Tensor]] = {n: [] for n in drafts}
+    entropies: list[Tensor] = []
     for first in range(0, len(contexts), batch_size):
         chunk = contexts[first : first + batch_size]
-        target_rows = [rows for (rows,) in _served(target, chunk, sampling)]
+        target_rows = []
+        for laws in _served(target, chunk, *own_too):
+            target_rows.append(laws[0])
+            entropies.append(torch.special.entr(laws[-1]).sum(-1).double().cpu())
         for name, draft in drafts.items():
             draft_rows = _proposed(draft, chunk, *as_proposed, blocks=blocks)
             for one, target_probs, positions in zip(chunk, target_rows, draft_rows, strict=True):
@@ -142,14 +154,23 @@ def score_drafts(
                         q = laws[-1 if mode == UNCUT else 0]
                         both = {"target_probs": target_probs[at:], "draft_probs": q}
                         if at == 0:
-                            totals[name][mode].append(float(acceptance(**both).double().sum()))
+                            own = acceptance(**both).double()
+                            totals[name][mode].append(float(own.sum()))
+                            if mode == "alpha":
+                                accepted[name].append(own.cpu())
                         share = SHARES.get(mode, sampled_share)(**both, tokens=tokens[at:])
                         by_mode[mode].append(share.double().cpu())
                 for mode, columns in by_mode.items():
                     shares[name][mode].append(_side_by_side(columns, draft.parallel is not None))
     cut = torch.tensor([not {*one.output_ids[-1:]} & {*eos_token_ids} for one in contexts])
+    same = {"cut": cut, "entropies": entropies, "domains": [one.domain for one in contexts]}
     return {
-        name: replace(_by_prompt(contexts, totals[name]), shares=shares[name], cut=cut)
+        name: replace(
+            _by_prompt(contexts, totals[name]),
+            shares=shares[name],
+            accepted=accepted[name],
+            **same,
+        )
         for name in drafts
     }
 

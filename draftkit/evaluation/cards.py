@@ -1,7 +1,4 @@
-"""The README of a model's folder: what it is, its numbers with their definitions, how to use it.
-
-Renders summaries; computes nothing.
-"""
+"""The README of a model's folder: what it is, its page in short, how engines serve it."""
 
 import json
 import shlex
@@ -9,19 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftkit.artifacts import processor
+from draftkit.evaluation.decision import decision_page
 from draftkit.evaluation.engines import best_gamma_of
-from draftkit.evaluation.report import (
-    MODES,
-    TAU,
-    interval,
-    kept_ids_text,
-    sample_text,
-    sampling_text,
-    signed,
-    speedup_text,
-    verdict_text,
-)
+from draftkit.evaluation.page import as_markdown
 from draftkit.models.parallel import PARD
 
 ONE_PASS = (
@@ -33,76 +20,33 @@ ONE_PASS = (
 SERVED = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "hf": "transformers"}
 
 
-def model_card(
-    judged: dict[str, Any],
-    hardware: dict[str, Any],
-    *,
-    target: str | None,
-    name: str,
-) -> str:
-    """The card of a judged drafter.
+def model_card(judged: dict[str, Any], *, target: str | None, name: str) -> str:
+    """The card of a judged drafter: its page in short, and how engines serve it.
 
     judged: the summary of its evaluation. target: the folder or hub name of its target; a folder is
     not named, since a card goes where the model goes. name: of the experiment.
     """
-    target = hub_name(target)
     best = {engine: best_gamma_of(judged, engine) for engine in SERVED}
-    parallel = judged.get("kind") == PARD
-    gain = signed(judged["alpha_gain"]) if "alpha_gain" in judged else "not measured"
-    machine = ", ".join([*hardware["gpu"], processor(hardware)])
-    rows = {
-        MODES["alpha"]: interval(judged["alpha"]),
-        "gain over the drafter it started from": gain,
-        TAU: interval(judged["acceptance_length"], 2),
-        "speedup of the rounds, measured": speedup_text(judged),
-        "speedup of the rounds, predicted": f"{judged['speedup']['predicted']:.2f}",
-        "speedup end to end": interval(judged["speedup"]["end_to_end"], 2),
-        "verdict": verdict_text(judged),
-    }
-    engines = "".join(
-        f"| {row['engine']} | {row['setting']} | {row['gamma']} "
-        f"| {row['acceptance']['mean']:.3f} | {interval(row['acceptance_length'], 2)} |\n"
-        for row in judged.get("engines", ())
-    )
+    gammas = {one: max(gamma, 1) for one, gamma in best.items()}
+    named = ", ".join(f"{name} {best[engine]}" for engine, name in SERVED.items())
     return (
-        f"{_front(target)} Trained and judged by draftkit (experiment {name}) on held-out text: "
-        f"means, {sample_text(judged['alpha'])}, "
-        f"{sampling_text(judged['sampling'])}, gamma {judged['gamma']}, "
-        f"batch {judged['batch_size']}, in draftkit's own decoder.\n\n"
-        "| | |\n|---|---|\n"
-        + "".join(f"| {label} | {text} |\n" for label, text in rows.items())
-        + f"\nMeasured on: {machine}. p: the target's probabilities, q: the drafter's, both as "
-        "served.\n"
-        + (
-            "\n## In your engine\n\n"
-            "Engines draft and verify in different ways, so each accepts another share. Computed "
-            "from the same texts, not run; each engine's default comes first. "
-            f"{kept_ids_text(judged)}\n\n"
-            "| engine | how it drafts | gamma | accepts | tokens a pass |\n|---|---|---|---|---|\n"
-            + engines
-            if engines
-            else ""
-        )
-        + "\nThe drafter is this folder, here called DRAFT. The best gamma, by the acceptance of "
-        "each engine and the costs of draftkit's decoder, where 0 is not to speculate: "
-        + ", ".join(f"{name} {best[engine]}" for engine, name in SERVED.items())
-        + ".\n\n"
+        _front(target)
+        + as_markdown(decision_page(judged, name=name))
+        + f"\n## Use\n\n{_folder(target)} The best gamma, by the acceptance of each engine and the "
+        f"costs of draftkit's decoder, where 0 is not to speculate: {named}.\n\n"
         + serving(
-            target or "TARGET",
-            "DRAFT",
-            {one: max(gamma, 1) for one, gamma in best.items()},
-            parallel=parallel,
+            hub_name(target) or "TARGET", "DRAFT", gammas, parallel=judged.get("kind") == PARD
         )
     )
 
 
 def plain_card(target: str | None, gamma: int, *, parallel: bool = False) -> str:
     """The card of a drafter that has not been judged; a folder of the target is not named."""
-    target = hub_name(target)
+    gammas = dict.fromkeys(SERVED, gamma)
     return (
-        f"{_front(target)} Its acceptance has not been measured: `draftkit evaluate` does.\n\n"
-        "The drafter is this folder, here called DRAFT.\n\n"
-        + serving(target or "TARGET", "DRAFT", dict.fromkeys(SERVED, gamma), parallel=parallel)
+        f"{_front(target)}# A draft model for speculative decoding\n\n{_folder(target)} "
+        "Its acceptance has not been measured: `draftkit evaluate` does.\n\n"
+        + serving(hub_name(target) or "TARGET", "DRAFT", gammas, parallel=parallel)
     )
 
 
@@ -114,13 +58,15 @@ def hub_name(target: str | None) -> str | None:
 
 
 def _front(target: str | None) -> str:
-    """What the hub reads of a card, its title, and what the model is for."""
-    base = f"base_model: {json.dumps(target)}\n" if target else ""
-    return (
-        f"---\nlibrary_name: transformers\n{base}tags: [speculative-decoding, draft-model]\n---\n\n"
-        "# A draft model for speculative decoding\n\n"
-        f"It proposes tokens that {target or 'its target'} verifies."
-    )
+    """What the hub reads of a card."""
+    base = f"base_model: {json.dumps(hub_name(target))}\n" if hub_name(target) else ""
+    tags = "tags: [speculative-decoding, draft-model]"
+    return f"---\nlibrary_name: transformers\n{base}{tags}\n---\n\n"
+
+
+def _folder(target: str | None) -> str:
+    verified = hub_name(target) or "its target"
+    return f"This folder, here called DRAFT, proposes tokens that {verified} verifies."
 
 
 def serving(target: str, draft: str, gammas: Mapping[str, int], *, parallel: bool = False) -> str:

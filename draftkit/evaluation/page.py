@@ -5,22 +5,23 @@ whose colours follow the reader's light or dark.
 """
 
 import html
+import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import StrictUndefined, Template
 from rich.table import Table
 
+from draftkit.artifacts import write_text
+
+REPORT, SHORT = "report.html", "report.md"
 # Colours in which figures are drawn, and what the page makes of each.
-INK, MUTED, BEFORE, AFTER, OTHER = "#010101", "#020202", "#030303", "#040404", "#050505"
-COLOURS = {
-    INK: "currentColor",
-    MUTED: "var(--muted)",
-    BEFORE: "var(--before)",
-    AFTER: "var(--after)",
-    OTHER: "var(--other)",
-}
+INK, MUTED, BEFORE, AFTER = "#010101", "#020202", "#030303", "#040404"
+COLOURS = {INK: "currentColor", MUTED: "var(--muted)"}
+COLOURS |= {BEFORE: "var(--before)", AFTER: "var(--after)"}
 STYLE = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
     **dict.fromkeys(("xtick.color", "ytick.color"), INK),
@@ -73,16 +74,17 @@ class Page(NamedTuple):
     sections: Sequence[Section]
 
 
+def write_page(folder: Path, page: Page) -> None:
+    """Leave the page in `folder`, in both forms."""
+    write_text(folder / REPORT, as_html(page))
+    write_text(folder / SHORT, as_markdown(page))
+
+
 def as_html(page: Page) -> str:
-    """The page as one file of HTML, with a macro for each kind of part."""
-    templates = Environment(
-        loader=PackageLoader("draftkit.evaluation", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    templates.filters["rows"] = rows
-    return templates.get_template("page.html").render(page._asdict())
+    """The page as one file of HTML."""
+    text = files("draftkit.evaluation").joinpath("page.html").read_text(encoding="utf-8")
+    template = Template(text, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return template.render(page._asdict(), rows=rows)
 
 
 def as_markdown(page: Page) -> str:
@@ -120,8 +122,6 @@ def rows(table: Table) -> list[tuple[str, ...]]:
 
 def figure(draw: Callable[[Any], None], words: str) -> Figure:
     """What `draw` draws on one pair of axes, in the colours above; `words` say what it shows."""
-    import io
-
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 

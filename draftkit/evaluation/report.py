@@ -1,21 +1,18 @@
-"""What people see: the lines that end a run, the table behind them, and figures.
+"""What people see: the lines that end a run, and the tables behind them.
 
 Renders summaries; computes nothing. Tables fit 80 columns. Every rate stands beside its
 definition.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.table import Table
 
-from draftkit.artifacts import atomic_path
 from draftkit.config import SamplingConfig
 from draftkit.evaluation.judge import PREDICTION_TOLERANCE
 from draftkit.theory.acceptance import LEAST_UNITS
 
-PALE, DARK = "#9bbbd9", "#1f4e79"  # of curves
 VERDICTS = {"deploy": "DEPLOY", "do_not_deploy": "DO NOT DEPLOY", "inconclusive": "INCONCLUSIVE"}
 
 
@@ -243,43 +240,3 @@ def drafts_in(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if "before" not in summary:
         return {"draft": summary}
     return {"before": summary["before"], "after": summary}
-
-
-def training_figure(lines: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw loss and alpha over generated tokens, from the lines of `metrics.jsonl`, as PNG."""
-    from matplotlib.figure import Figure
-
-    train = [line for line in lines if line["section"] == "train"]
-    tokens_at = {0: 0.0} | {line["step"]: line["total_tokens"] / 1000 for line in train}
-
-    def columns(chosen: Sequence[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
-        return [tokens_at[line["step"]] for line in chosen], [line[key] for line in chosen]
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    left.plot(*columns(train, "loss"), color=DARK)
-    left.set(xlabel="thousand generated tokens", ylabel="loss (nats per token)", title="loss")
-    measured = [line for line in train if line.get("alpha") is not None]
-    right.plot(*columns(measured, "alpha"), color=PALE, label="training batches")
-    validation = [line for line in lines if line["section"] == "validation"]
-    held_out = [line for line in validation if line["step"] in tokens_at]
-    below, above = (  # no interval of few documents
-        [abs(line.get(end, line["alpha"]) - line["alpha"]) for line in held_out]
-        for end in ("low", "high")
-    )
-    right.errorbar(
-        *columns(held_out, "alpha"),
-        yerr=[below, above],
-        color=DARK,
-        marker="o",
-        capsize=3,
-        label="validation, 95 % interval",
-    )
-    right.set(
-        xlabel="thousand generated tokens", ylabel="alpha = sum min(p, q)", title="acceptance"
-    )
-    right.legend(frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)

@@ -9,6 +9,7 @@ import torch
 from draftkit.config import Config, SamplingConfig
 from draftkit.decoding.catalogue import served_mode
 from draftkit.evaluation.alpha import PromptTotals, estimates
+from draftkit.evaluation.breakdown import breakdown
 from draftkit.evaluation.choice import HYBRID, LOOKUP, factors_of, taus_of
 from draftkit.evaluation.engines import engine_rows
 from draftkit.evaluation.judge import Measured, prediction_error
@@ -58,7 +59,7 @@ def compare(
     ways = {LOOKUP: lookup, judged: way(timed[main], timed[PLAIN], measured.lossless[main])}
     if HYBRID in timed:
         ways[HYBRID] = way(timed[HYBRID], timed[PLAIN], measured.lossless[main])
-    others: dict[str, Any] = {LOOKUP: lookup}
+    others: dict[str, Any] = {LOOKUP: lookup, "speedup_over": speedups_over(timed, main)}
     if main != "before" and "before" in scored:
         for mode in scored[main].totals:
             others[f"{mode}_gain"] = scored[main].gain(scored["before"], mode).as_dict()
@@ -122,6 +123,7 @@ def summarise(
             "predicted_by_gamma": gained,
         },
         **by_number(scored, served, taus, gained),
+        "lost": breakdown(scored) if scored.accepted else {},
         "break_even_alpha": break_even,
         "best_gamma": best,
         "best_gamma_factor": best_factor,
@@ -169,6 +171,16 @@ def speedups(timed: Timed, plain: Timed) -> tuple[Estimate, Estimate]:
     """Of the rounds, and from request to last token: tokens per second, paired."""
     answers = speedup(timed.answers, plain.answers, tail=timed.tail)
     return speedup(timed.rounds, plain.rounds), answers
+
+
+def speedups_over(timed: Mapping[str, Timed], main: str) -> dict[str, Any]:
+    """How much faster answers come by `main` than by the draft before it, and by prompt lookup."""
+    own = timed[main]
+    return {
+        name: speedup(own.answers, timed[name].answers, tail=own.tail).as_dict()
+        for name in ("before", LOOKUP)
+        if name in timed and timed[name] is not own
+    }
 
 
 def stated(timed: Timed, plain: Timed) -> dict[str, Any]:

@@ -3,12 +3,9 @@
 Token ids below 256 are bytes, those above are words; END has no text.
 """
 
-import html
-import re
 from itertools import product
 
 import pytest
-from rich.cells import cell_len
 
 from draftkit.decoding.generation import Completion, TraceRound, trace_round
 from draftkit.decoding.streaming import CONTEXT, REPLACEMENT
@@ -16,12 +13,10 @@ from draftkit.decoding.trace import (
     Part,
     answer,
     answers,
-    as_page,
+    as_rows,
     as_text,
-    figures,
     parts,
     pieces,
-    rounds,
     steps,
 )
 
@@ -53,10 +48,6 @@ def ids_of(text: str) -> list[int]:
 
 def trace_of(prompt: list[int], steps: list[TraceRound]) -> Completion:
     return Completion(prompt, steps=steps)
-
-
-def terminal(trace: Completion, *, width: int = 80, colour: bool = False) -> str:
-    return as_text(rounds(trace, decode, width=width), width=width, colour=colour)
 
 
 def continuations(traces: list[Completion], *, colour: bool) -> str:
@@ -108,13 +99,6 @@ def test_a_round_is_read_as_it_was_decoded_whatever_it_proposed_accepted_and_end
                     assert len(step.kinds) == emitted
                     seen.add((step.next_token is None, accepted == gamma, committed < emitted))
     assert len(seen) == 8
-
-
-def test_the_counts_of_a_trace_are_those_of_its_rounds() -> None:
-    assert list(figures(TRACE).values()) == ["6", "2", "3.00", "4 of 6"]
-    cut = trace_of([THE], [TraceRound([CAT, SAT], 2, ON, 1)])
-    assert list(figures(cut).values()) == ["1", "1", "3.00", "2 of 2"]
-    assert list(figures(trace_of([THE], [])).values()) == ["0", "0", "0.00", "0 of 0"]
 
 
 # Parts
@@ -217,82 +201,45 @@ def test_text_before_a_token_is_decoded_only_so_far() -> None:
     assert max(lengths) == CONTEXT[0] + 1
 
 
-# Terminal
+# Rows
 
 
-def test_every_kind_is_marked_without_colour() -> None:
-    assert terminal(TRACE) == (
-        "tokens 6, target passes 2, acceptance length 3.00, accepted 4 of 6\n"
-        "accepted  [-rejected-]  {+the target's own token+}  (~not used~)\n"
-        "prompt  I the\n"
-        "1  2/4   cat sat[- in-]{+ on+}(~ mat~)\n"
-        "2  2/2   the mat{+.↵+}\n"
-    )
+def test_rows_hold_every_round_and_the_counts_of_all() -> None:
+    assert as_rows(TRACE, decode) == {
+        "counts": "6 tokens in 2 rounds, 4 of 6 accepted",
+        "prompt": "I the",
+        "rounds": [
+            {
+                "accepted": 2,
+                "proposed": 4,
+                "parts": [
+                    ["accepted", " cat"],
+                    ["accepted", " sat"],
+                    ["rejected", " in"],
+                    ["correction", " on"],
+                    ["unused", " mat"],
+                ],
+            },
+            {
+                "accepted": 2,
+                "proposed": 2,
+                "parts": [["accepted", " the"], ["accepted", " mat"], ["bonus", ".↵"]],
+            },
+        ],
+    }
+    cut = as_rows(trace_of([THE], [TraceRound([CAT, SAT], 2, ON, 1)]), decode)
+    assert cut["counts"] == "1 tokens in 1 rounds, 2 of 2 accepted"
+    assert as_rows(trace_of([THE], []), decode)["rounds"] == []
 
 
-def test_colour_adds_only_colour() -> None:
-    plain = terminal(TRACE)
-    coloured = terminal(TRACE, colour=True)
-    bare = re.sub(r"\x1b\[[\d;]*m", "", coloured)
-    assert [line.rstrip() for line in bare.splitlines()] == plain.splitlines()
-    for text, codes in ((" cat sat", "32"), (" in", "9;31"), (" on", "1;94"), ("(~", "2")):
-        assert f"\x1b[{codes}m{text}" in coloured
-
-
-@pytest.mark.parametrize("width", [40, 80, 100])
-@pytest.mark.parametrize("colour", [False, True])
-def test_no_line_is_wider_than_asked_for(width: int, colour: bool) -> None:
-    smile, family = ids_of("😀"), ids_of("👩\u200d👧")
-    long = [*[WIDE, CAT, TAG] * 8, *smile * 9, *family, *ids_of("x" * 90)]
-    step = TraceRound([*long, IN, *long], len(long), ON, len(long) + 1)
-    joined = TraceRound(ids_of("\u200d👧"), 7, ON, 8)
-    trace = trace_of([THE, WIDE] * 80, [step, joined] * 6)
-    text, whole = (
-        re.sub(r"\x1b\[[\d;]*m", "", terminal(trace, width=cells, colour=colour))
-        for cells in (width, 100_000)
-    )
-    assert max(map(cell_len, text.splitlines())) in (width - 1, width)
-    rounds = text.index("\n 1  "), whole.index("\n 1  ")
-    assert "".join(text[rounds[0] :].split()) == "".join(whole[rounds[1] :].split())
-    assert re.search("prompt  ….*日本語\n", text)
-
-
-def test_control_characters_of_a_text_never_reach_the_terminal() -> None:
-    trace = trace_of([THE, EVIL], [TraceRound([EVIL, CAT], 1, EVIL, 2)])
-    text = terminal(trace)
-    assert all(character.isprintable() or character == "\n" for character in text)
-    assert f" a␛[2Jb␍{REPLACEMENT}[- cat-]" in text
-    assert "\x1b[2J" not in terminal(trace, colour=True)
-
-
-def test_a_joiner_at_the_beginning_of_a_part_joins_no_mark() -> None:
-    accent = ids_of("\u0301")
-    trace = trace_of([THE], [TraceRound([CAT, *accent], 3, IN, 4), TraceRound(accent, 2, IN, 3)])
-    text = terminal(trace)
-    assert " cat\u0301{+ in+}" in text
-    assert "2/2  ◌\u0301{+ in+}" in text
-    joined = trace_of([THE], [TraceRound(ids_of("\u200d👧"), 7, IN, 8)])
-    assert "7/7  ◌👧{+ in+}" in terminal(joined)
-
-
-def test_a_trace_without_rounds_has_its_head_and_prompt() -> None:
-    text = terminal(trace_of([THE], []))
-    assert text.startswith("tokens 0, target passes 0, acceptance length 0.00, accepted 0 of 0\n")
-    assert text.endswith("prompt   the\n")
-
-
-# Page
-
-
-def test_a_page_shows_every_trace_as_a_terminal_does_and_needs_nothing_from_outside() -> None:
-    trace = trace_of([TAG, STOP, EVIL], [TraceRound([TAG], 1, EVIL, 2)])
-    page = as_page([rounds(one, decode, width=80) for one in (TRACE, trace)], width=80)
-    assert not re.search(r"<script|<link|<img|@import|url\(|https?:|\bsrc=|\bhref=", page)
-    assert not re.search(r"<b>|\x1b|\u202e", page)  # the text of a model is escaped
-    bare = html.unescape(re.sub("<[^>]*>", "", page[page.index("<pre") :]))
-    assert terminal(TRACE).rstrip() in bare
-    assert terminal(trace).rstrip() in bare
-    assert "line-through" in page
+def test_rows_show_the_end_of_a_long_prompt_and_no_control_characters() -> None:
+    evil = TraceRound([EVIL, CAT], 1, EVIL, 2)
+    rows = as_rows(trace_of([STOP] * 50 + [EVIL] * 50, [evil]), decode)
+    assert rows["prompt"].startswith("….↵")
+    assert rows["prompt"].count("2J") == 50
+    texts = [rows["prompt"], *(text for _, text in rows["rounds"][0]["parts"])]
+    assert "".join(texts).isprintable()
+    assert texts[1] == f" a␛[2Jb␍{REPLACEMENT}"
 
 
 # As it reads

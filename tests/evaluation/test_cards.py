@@ -9,34 +9,31 @@ from draftkit.evaluation.cards import SERVED, model_card, plain_card, serving
 from draftkit.evaluation.engines import SETTINGS
 from draftkit.models.loading import save_model
 from tests import tiny
-from tests.evaluation.test_report import estimate, summary
-
-HARDWARE = {"gpu": [], "cpu": "a CPU", "cores": 2, "torch_threads": 1}
+from tests.evaluation.test_decision import judged
 
 
 @pytest.fixture
 def card():
-    judged = summary(0.789) | {"alpha_gain": estimate(0.135)}
-    return model_card(judged, HARDWARE, target="some/target", name="chats")
+    return model_card(judged(), target="some/target", name="chats")
 
 
 def test_a_card_states_the_whole_sampling_under_which_its_numbers_hold(card):
-    assert "temperature 1, top-k 20, top-p 0.95, gamma 4" in " ".join(card.split())
+    assert "temperature 1, top-k 20, top-p 0.95, batch 1" in " ".join(card.split())
     assert "repetition" not in card
 
 
 def test_a_card_begins_with_what_the_hub_reads_and_names_target_and_experiment(card):
     _, head, body = card.split("---\n", 2)
     assert 'base_model: "some/target"' in head.splitlines()
-    assert "experiment chats" in body
-    for text in ("0.789 [0.777, 0.801]", "+0.135", "a CPU, 1 thread", "DEPLOY"):
+    assert "of the experiment chats" in body
+    for text in ("1.38×** [1.33, 1.43]", "+0.135", "a CPU, 2 cores", "**DEPLOY.**"):
         assert text in body
 
 
 def test_a_card_names_no_folder_of_the_machine_that_wrote_it(tmp_path):
     (tmp_path / "model.gguf").touch()
     for own in (None, str(tmp_path), f"{tmp_path}/model.gguf"):  # the hub can link none
-        cards = model_card(summary(0.5), HARDWARE, target=own, name="a"), plain_card(own, 3)
+        cards = model_card(judged(), target=own, name="a"), plain_card(own, 3)
         for text in cards:
             assert "base_model" not in text
             assert str(tmp_path) not in text
@@ -46,8 +43,8 @@ def test_a_card_names_no_folder_of_the_machine_that_wrote_it(tmp_path):
 def test_a_card_has_a_row_for_every_setting_of_an_engine(card):
     rows = [line for line in card.splitlines() if line.startswith("| ") and "| 20 |" in line]
     assert len(rows) == 1 + len(SETTINGS)
-    without = {key: value for key, value in summary(0.5).items() if key != "engines"}
-    assert "In your engine" not in model_card(without, HARDWARE, target=None, name="a")
+    without = {key: value for key, value in judged().items() if key != "engines"}
+    assert "In your engine" not in model_card(without, target=None, name="a")
 
 
 def test_a_drafter_that_was_not_judged_states_no_number():
@@ -72,8 +69,8 @@ def test_commands_for_engines_hold_both_models_and_the_gamma_of_each():
 
 def test_a_card_launches_engines_that_draft_by_argmax_with_a_gamma_of_their_own():
     modes = {"alpha": 5, "alpha_greedy_draft": 0, "alpha_exact_match": 0}
-    judged = summary(0.789) | {"best_gamma_by_mode": modes}
-    text = model_card(judged, HARDWARE, target="some/target", name="chats")
+    one = judged(best_gamma_by_mode=modes)
+    text = model_card(one, target="some/target", name="chats")
     assert "not to speculate: vLLM 5, SGLang 0, llama.cpp 0, transformers 5.\n" in text
     assert '"num_speculative_tokens": 5' in text
     assert "--speculative-num-steps 1" in text
@@ -96,6 +93,5 @@ def test_the_lines_for_transformers_run(tmp_path, capsys):
 
 def test_a_card_says_that_engines_do_not_know_the_ids_that_a_drafter_keeps_to(card):
     assert "kept_ids" not in card
-    judged = summary(0.789) | {"kept_ids": 4096}
-    text = model_card(judged, HARDWARE, target=None, name="chats")
+    text = model_card(judged(kept_ids=4096), target=None, name="chats")
     assert "proposes 4,096 ids alone (kept_ids.json)" in text.partition("## In your engine")[2]

@@ -191,6 +191,14 @@ def test_before_and_after_stand_side_by_side_with_a_paired_gain():
     assert "before" not in compare(measured(), "given", SERVED, CONFIG)
 
 
+def test_the_drafter_is_held_against_what_there_was_before_and_against_prompt_lookup():
+    made = both(measured(seconds=4.0), measured(seconds=2.0))
+    over = compare(made, "after", SERVED, CONFIG)["speedup_over"]
+    assert over["before"]["mean"] == pytest.approx(4.1 / 2.1)
+    assert over["prompt_lookup"]["mean"] == pytest.approx(3.05 / 2.1)
+    assert over["before"]["ci95"] == pytest.approx([4.1 / 2.1] * 2)
+
+
 def test_prompt_lookup_stands_beside_the_drafter_with_its_own_speedups():
     beside = compare(measured(), "given", SERVED, CONFIG)["prompt_lookup"]
     assert beside["acceptance_length"]["mean"] == 1

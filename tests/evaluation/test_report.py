@@ -14,7 +14,6 @@ from draftkit.evaluation.report import (
     evaluation_table,
     numbers_table,
     result_lines,
-    training_figure,
     ways_table,
 )
 
@@ -230,15 +229,3 @@ def test_a_rate_without_proposals_is_a_dash(pair):
     pair["acceptance_rate"] = None
     (line,) = (x for x in printed(evaluation_table(pair)).splitlines() if "accepted /" in x)
     assert line.split()[-1] == "-"
-
-
-def test_the_training_figure_is_a_png(tmp_path):
-    lines = [{"section": "validation", "step": 0, "alpha": 0.5, "low": 0.4, "high": 0.6}]
-    for step in (5, 10):
-        lines.append(
-            {"section": "train", "step": step, "total_tokens": 100 * step, "loss": 1 / step}
-            | {"alpha": 0.5}
-        )
-    lines.append({"section": "validation", "step": 10, "alpha": 0.55, "low": 0.5, "high": 0.6})
-    training_figure(lines, tmp_path / "training.png")
-    assert (tmp_path / "training.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,0 +1,238 @@
+"""The page says what the summaries say, whatever they hold, and follows its rule."""
+
+import html
+import re
+
+import pytest
+
+from draftkit.evaluation.decision import RULE, advice, decision_page
+from draftkit.evaluation.page import as_html, as_markdown
+from draftkit.evaluation.report import interval, signed
+from tests.evaluation.test_page import EVIL, LOADS
+from tests.evaluation.test_report import estimate, summary, timed_way
+
+TRAINED = {
+    **{"seconds": 126.0, "tokens": 586_549, "steps": 390, "divergence": "forward_kl"},
+    **{"source": "fixed", "tokens_per_second": 5623.4, "peak_memory_bytes": 2_623_750_144},
+}
+LINES = [
+    {"section": "validation", "step": 0, "alpha": 0.31, "low": 0.29, "high": 0.33},
+    {"section": "train", "step": 5, "alpha": 0.4, "loss": 2.0, "total_tokens": 7590},
+    {"section": "validation", "step": 5, "alpha": 0.41},
+]
+TRACE = {
+    "counts": "3 tokens in 1 rounds, 1 of 2 accepted",
+    "prompt": "Once",
+    "rounds": [{"accepted": 1, "proposed": 2, "parts": [["accepted", " upon"], ["bonus", " a"]]}],
+}
+PROVENANCE = {"git_commit": "2e57ce2f", "hardware": {"cores": 2}, "argv": ["distill.py", "seed=1"]}
+
+
+def part(name, alpha, tokens=0.5):
+    return {
+        "part": name,
+        "tokens": tokens,
+        "alpha": estimate(alpha),
+        "lost": estimate(tokens * (1 - alpha)),
+    }
+
+
+def draft(alpha, temperature=1.0):
+    numbers = [str(number) for number in range(1, 7)]
+    return summary(alpha) | {
+        "temperature": temperature,
+        "plain_step_seconds": 0.0055,
+        "acceptance_per_position": [0.61, 0.33, 0.2, 0.1],
+        "speedup_by_k": {n: 1.2 + int(n) / 11 for n in numbers},
+        "acceptance_length_by_k": {n: estimate(1 + int(n) / 7) for n in numbers},
+        "alpha_by_position": [0.7, 0.6, 0.5, 0.4, 0.3, 0.2],
+        "alpha_given_chain": [0.7, 0.65, 0.6, 0.5, 0.4, None],
+        "lost": {
+            "entropy": [part("under 0.5", alpha + 0.05), part("2 to 3", alpha - 0.05)],
+            "position": [part("1 to 8", alpha)],
+            "category": [part("code", alpha), part("prose", alpha)],
+        },
+    }
+
+
+def judged(*, before=True, temperatures=(1.0,), **changes):
+    """A summary of an evaluation as `evaluate` leaves it."""
+    ways = {"prompt_lookup": timed_way(1.13), "drafter": timed_way(1.27)}
+    ways["hybrid"] = timed_way(1.38, 3)
+    over = {"prompt_lookup": estimate(1.16)}
+    more = {}
+    if before:
+        ways["before"] = timed_way(0.87)
+        over = {"before": estimate(1.46), **over}
+        keys = ("alpha", "alpha_greedy_draft", "alpha_exact_match", "acceptance_length")
+        more = {f"{key}_gain": estimate(0.135) for key in keys} | {"before": draft(0.654)}
+    more |= {"ways": ways, "best_of": "hybrid", "use": "hybrid", "speedup_over": over}
+    by_temperature = {f"{one:g}": draft(0.789, one) | more for one in temperatures}
+    first = next(iter(by_temperature.values()))
+    return {**first, "kind": "plain", "by_temperature": by_temperature} | changes
+
+
+def without_intervals(value):
+    """The same of too few documents."""
+    if isinstance(value, dict):
+        few = {"ci95": None} if "ci95" in value else {}
+        return {key: without_intervals(inner) for key, inner in value.items()} | few
+    return [without_intervals(one) for one in value] if isinstance(value, list) else value
+
+
+def whole(summary, **more):
+    page = decision_page(summary, name="chats", traces=[TRACE], provenance=PROVENANCE, **more)
+    return as_html(page), as_markdown(page)
+
+
+def bare(page):
+    return " ".join(html.unescape(re.sub("<[^>]*>", " ", page)).split())
+
+
+def test_every_number_on_the_page_is_the_summarys():
+    one = judged()
+    page, short = whole(one, trained=TRAINED, lines=LINES)
+    way = one["ways"]["hybrid"]["speedup"]["end_to_end"]
+    numbers = [
+        "DEPLOY",
+        *("End-to-end speedup 1.59 [1.52, 1.66] lies above 1.", "a CPU, 2 cores"),
+        *("temperature 1, top-k 20, top-p 0.95, batch 1", "96 prompts of 28 documents"),
+        f"alpha {signed(one['alpha_gain'])}",
+        *(interval(each["speedup"]["end_to_end"], 2) for each in one["ways"].values()),
+        *(interval(row["acceptance_length"], 2) for row in one["engines"]),
+        *(interval(row["alpha"]) for rows in one["lost"].values() for row in rows),
+        *(interval(row["lost"]) for rows in one["lost"].values() for row in rows),
+        *("5.50 ms", "proposal costs 0.181", "a round 1.07", "all else 0.12", "be 2.60 times"),
+        *("2.1 minutes", "586,549 tokens in 390 steps", "5,623 tokens a second", "2.62 GB"),
+        *("69 tokens a second in place of 50", "3 proposals a round"),
+    ]
+    assert [number for number in numbers if number not in bare(page)] == []
+    assert [number for number in numbers if number not in short] == []
+    large = re.findall(r'"number">([^<]*)</span> <span class="interval">([^<]*)<', page)
+    assert [f"{number[:-1]} {ends}" for number, ends in large] == [
+        interval(way, 2),
+        interval(one["speedup_over"]["before"], 2),
+    ]
+    assert page.count("<svg") == 2 + len(one["lost"]) + 1  # two of proposals, one of training
+
+
+def test_what_is_folded_has_all_temperatures_and_where_numbers_come_from():
+    page, short = whole(judged(temperatures=(0.0, 0.7, 1.0)))
+    _, numbers, provenance = map(bare, page.split("<details>"))
+    for temperature in ("0", "0.7", "1"):
+        assert f"temperature {temperature}, batch 1" in numbers
+    for words in ("git_commit 2e57ce2f", "hardware.cores 2", "distill.py seed=1"):
+        assert words in provenance
+        assert words not in short
+    assert bare(page).count("drafter + prompt lookup *") == 3
+
+
+CASES = {
+    "of a training": judged(),
+    "of too few documents": without_intervals(judged()),
+    "of a given drafter": judged(before=False),
+    "of a parallel drafter": judged(kind="pard"),
+    "greedy": judged(temperatures=(0.0,)),
+    "at several temperatures": judged(temperatures=(0.2, 1.0)),
+    "that loses": judged(verdict="do_not_deploy", use="sampled"),
+    "of a proposer without a drafter": {
+        **{key: one for key, one in judged(before=False).items() if key != "engines"},
+        **{"use": "prompt_lookup", "lost": {}, "speedup_over": {}, "best_of": "none"},
+    },
+}
+del CASES["of a proposer without a drafter"]["speedup_by_k"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_summary_has_its_page_that_needs_nothing_from_outside(case):
+    one = CASES[case]
+    page, short = whole(one)
+    assert not LOADS.search(page)
+    assert len(page) < 2_000_000
+    assert one["reason"][1:] in bare(page)
+    assert one["reason"][1:] in short
+    assert ("In your engine" in page) == ("engines" in one)
+    assert ("Where acceptance is lost" in page) == bool(one["lost"])
+    assert ("How many proposals" in page) == ("speedup_by_k" in one)
+    assert not re.search(r"\bnan\b|None|\binf\b|Undefined", short)
+    answers = page.count('class="answer"')
+    assert answers == (2 if one["speedup_over"] else 1)
+    if case == "of too few documents":
+        assert bare(page).count("no interval: too few documents") == 2
+        assert "nothing follows" in short
+
+
+def test_the_second_answer_is_about_what_there_was_before():
+    assert "over the one it started from" in bare(whole(judged())[0])
+    alone = bare(whole(judged(before=False))[0])
+    assert "over prompt lookup, which needs none" in alone
+    assert "1.16× [1.15, 1.17]" in alone
+
+
+def test_what_somebody_else_wrote_is_text_and_nothing_more():
+    one = judged(machine=EVIL)
+    one["lost"] = one["lost"] | {"category": [part(EVIL, 0.7)]}
+    trace = TRACE | {"prompt": EVIL, "rounds": [TRACE["rounds"][0] | {"parts": [["bonus", EVIL]]}]}
+    page = decision_page(one, name=EVIL, traces=[trace], provenance={"argv": [EVIL]})
+    for text in (as_html(page), as_markdown(page)):
+        assert not re.search("<script|</script", text)
+        assert "&lt;script" in text
+
+
+def lost(summary, by, *rows):
+    return summary | {"lost": summary["lost"] | {by: [part(*row) for row in rows]}}
+
+
+def even(**changes):
+    """Where nothing stands out."""
+    one = judged(best_gamma=4, **changes)
+    return lost(one, "entropy", ("under 0.5", 0.789), ("2 to 3", 0.78))
+
+
+# alpha over all is 0.789 [0.777, 0.801]; intervals of parts reach 0.0123 to either side
+REMEDIES = {
+    "no remedy that is cheaper": (even(), "A bigger drafter:"),
+    "fewer proposals": (
+        even() | {"best_gamma": 2, "speedup": {"predicted_by_gamma": [1, 1.2, 1.43, 1.41, 1.4]}},
+        "Fewer proposals: 2 a round are computed to give a speed-up of 1.43, the 4 in use 1.40.",
+    ),
+    "proposals that are hardly too many": (
+        even() | {"best_gamma": 2, "speedup": {"predicted_by_gamma": [1, 1.2, 1.42, 1.41, 1.4]}},
+        "A bigger drafter:",
+    ),
+    "an unsure target": (
+        lost(even(), "entropy", ("under 0.5", 0.9), ("3 and more", 0.76)),
+        "A lower temperature, where the task allows it: alpha is 0.760 [0.748, 0.772] at the "
+        "target's entropy, nats 3 and more, and 0.789 [0.777, 0.801] over all.",
+    ),
+    "an unsure target, greedy": (
+        lost(even(temperatures=(0.0,)), "entropy", ("under 0.5", 0.9), ("3 and more", 0.76)),
+        "A bigger drafter:",
+    ),
+    "a target that is sure": (
+        lost(even(), "entropy", ("0.5 to 1", 0.7), ("3 and more", 0.79)),
+        "A bigger drafter:",
+    ),
+    "a category": (
+        lost(even(), "category", ("code", 0.9), ("prose", 0.76)),
+        "More data like it: alpha is 0.760 [0.748, 0.772] at category of the prompt prose",
+    ),
+    "a category whose interval meets": (
+        lost(even(), "category", ("code", 0.9), ("prose", 0.77)),
+        "A bigger drafter:",
+    ),
+    "a stretch of the answer": (
+        lost(even(), "position", ("1 to 8", 0.9), ("9 to 32", 0.5)),
+        "More data like it: alpha is 0.500",
+    ),
+    "too few documents": (without_intervals(even()), "Of so few documents nothing follows."),
+}
+
+
+@pytest.mark.parametrize("case", REMEDIES)
+def test_the_sentence_that_follows_is_the_cheapest_remedy_by_the_rule_beside_it(case):
+    one, words = REMEDIES[case]
+    assert advice(one).startswith(words)
+    assert (
+        RULE.index("Fewer") < RULE.index("lower temp") < RULE.index("More") < RULE.index("bigger")
+    )

@@ -117,6 +117,8 @@ class Forked:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if error[0] is not None:  # what it waits for may never come
+            self.kill()
         self.stdout.close()
         self.wait()
 

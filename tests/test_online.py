@@ -137,7 +137,7 @@ def test_a_daemon_refits_is_alone_and_can_be_told_to_stop(root: Path, records: l
     name = "daemon"
     config = composed(root, "+experiment=serve", f"name={name}")
     fill(config, records)
-    first = start(root, name, *BARE)
+    first = fork(root, name, *BARE)
     try:
         until(first, lambda line: "update 0" in line)
         second = fork(root, name, *BARE)

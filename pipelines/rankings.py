@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from draftkit.evaluation.ranking import Difference, Entry, against, speedup_difference
+from draftkit.theory.forecast import LEAST_RUNS, TIMES, forecast
 
 from .runs import Run
 
@@ -19,6 +20,9 @@ MEASURES = {"alpha": operator.sub, "tau": operator.sub, "speedup": speedup_diffe
 _QUESTION = ("target", "data", "sampling", "evaluate.max_new_tokens")
 _CLOCK = ("hardware", "machine", "evaluate.timing_batch_size")
 _COSTS = ("draft.", "decode.", "evaluate.draft")  # what changes the cost of a pass
+# By which runs learn from more or less text, of the same kind.
+_AMOUNT = ("optim.max_steps", "optim.warmup_steps", "optim.eval_steps", "optim.save_steps")
+_AMOUNT += ("generate.rollouts", "machine.")
 AT_MOMENTS = (
     "Runs were timed at different moments. Each speed-up is over plain decoding in turns with it: "
     "what slows a machine as a whole cancels, the rest does not."
@@ -82,12 +86,27 @@ def ranking(runs: Sequence[Run], notes: list[str]) -> Ranking:
     control = max(plain, key=lambda number: alphas[number].mean, default=None)
     if control is not None:
         made = _with_gap(made, CONTROL, against(alphas, control))
-    return Ranking(made, measure, [reason, *notes])
+    return Ranking(made, measure, [reason, *notes, *forecasts(made)])
 
 
 def _with_gap(runs: Sequence[Run], name: str, gaps: Sequence[Difference | None]) -> list[Run]:
     pairs = zip(runs, gaps, strict=True)
     return [replace(run, gaps=run.gaps | {name: gap} if gap else run.gaps) for run, gap in pairs]
+
+
+def forecasts(runs: Sequence[Run]) -> list[str]:
+    """What more text would give, where runs differ in how much of it they learned from."""
+    tokens = [run.curve[-1][0] if run.curve else 0 for run in runs]
+    others = [key for key in differing(runs) if not key.startswith(_AMOUNT)]
+    if others or min(tokens) == 0 or len(set(tokens)) < LEAST_RUNS:
+        return []
+    alphas, texts = [run.entries["alpha"].mean for run in runs], []
+    for times in TIMES:
+        ahead = forecast(tokens, alphas, times)
+        low, high = ahead["interval"]
+        texts.append(f"{ahead['mean']:.3f} [{low:.3f}, {high:.3f}] at {times} times")
+    most = f"the most ({max(tokens):,.0f})"
+    return [f"Forecast of alpha by tokens of training: {', '.join(texts)} {most}; 80 % intervals."]
 
 
 def cells_of(runs: Sequence[Run]) -> list[list[Run]]:

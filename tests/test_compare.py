@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,30 @@ def test_tokens_a_pass_of_other_numbers_of_proposals_are_not_compared(tmp_path: 
     same = compared(a, experiment(tmp_path / "d", gamma=2))
     assert same.runs[1].gaps["tau"].mean == 0
     assert not same.runs[1].gaps["tau"].differs
+
+
+def test_runs_on_more_and_more_text_say_what_yet_more_would_give(tmp_path: Path) -> None:
+    """By the law of the forecast: each doubling gains four fifths of the one before."""
+    alphas = [0.5, 0.5 + 0.04, 0.5 + 0.04 * 1.8]
+    folders = [
+        experiment(tmp_path / f"n{steps}", alpha, optim={"max_steps": steps})
+        for steps, alpha in zip((100, 200, 400), alphas, strict=True)
+    ]
+    for folder, tokens in zip(folders, (10_000, 20_000, 40_000), strict=True):
+        lines = [{"section": "train", "step": 5, "total_tokens": tokens}]
+        lines.append({"section": "validation", "step": 5, "alpha": 0.5})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "train" / "metrics.jsonl").write_text(text)
+    made = compared(*folders)
+    (note,) = (one for one in made.notes if one.startswith("Forecast"))
+    twice, low, high = map(float, re.findall(r"0\.\d{3}", note)[:3])
+    most = made.runs[0].entries["alpha"].mean
+    assert twice == pytest.approx(most + 0.04 * 0.64, abs=0.004)
+    assert low < twice < high < twice + 0.02
+    assert note.endswith("at 10 times the most (40,000); 80 % intervals.")
+    assert "Forecast" not in notes_of(compared(*folders[:2]))
+    other = experiment(tmp_path / "other", 0.6, optim={"max_steps": 800, "learning_rate": 1})
+    assert "Forecast" not in notes_of(compared(*folders, other))
 
 
 def sweep(root: Path, seeds: dict[str, tuple[int, ...]]) -> list[Path]:

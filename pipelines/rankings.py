@@ -74,9 +74,9 @@ def ranking(runs: Sequence[Run], notes: list[str]) -> Ranking:
     cells = cells_of(runs)
     if (seeds := len(cells[0])) > 1:
         notes.append(
-            f"Means of {seeds} seeds, with the lowest and the highest. Errors are those between "
-            f"seeds, the same for all cells. {len(runs) - seeds * len(cells)} runs are left out, "
-            "of seeds that not every cell has."
+            f"Means of {seeds} seeds, the lowest and the highest. Errors are those between seeds, the "
+            f"same for all cells. Left out, as not all cells have them: "
+            f"{len(runs) - seeds * len(cells)} runs."
         )
     made = [pooled(cell) for cell in cells]
     measure, reason = _measure(made)

@@ -23,18 +23,15 @@ DIGITS = {"alpha": ".3f", "tau": ".2f", "speedup": ".2f"}
 TABLE = "compare.csv"  # of all runs
 
 
-def text_of(one: Entry | Difference | None, digits: str = ".3f", sure: bool = False) -> str:
-    """The number, with a star if something is sure of it, and its interval below."""
+def text_of(
+    one: Entry | Difference | None, digits: str = ".3f", gap: Difference | None = None
+) -> str:
+    """The number, with a star if `gap` is one that differs, and its interval below."""
     if one is None:
         return ""
-    known = math.isfinite(one.high)
+    star, known = " *" * (gap is not None and gap.differs), math.isfinite(one.high)
     limits = f"[{one.low:{digits}},{one.high:{digits}}]" if known else "(no interval)"
-    return f"{one.mean:{digits}}{' *' * sure}\n{limits}"
-
-
-def gap_text(gap: Difference | None, digits: str = "+.3f") -> str:
-    """The gap, with a star if it surely is none of equals, and its interval below."""
-    return text_of(gap, digits, sure=gap is not None and gap.differs)
+    return f"{one.mean:{digits}}{star}\n{limits}"
 
 
 def table_of(columns: Sequence[str], title: str = "", caption: str = "") -> Table:
@@ -57,12 +54,12 @@ def ranking_table(ranking: Ranking) -> Table:
     )
     for run in ranking.runs[:SHOWN]:
         cells = [
-            text_of(run.entries.get(name), digits, name in run.gaps and run.gaps[name].differs)
-            for name, digits in DIGITS.items()
+            text_of(run.entries.get(m), digits, run.gaps.get(m)) for m, digits in DIGITS.items()
         ]
-        gap = gap_text(run.gaps.get(ranking.measure), f"+{DIGITS[ranking.measure]}")
-        minutes = "" if run.minutes is None else f"{run.minutes:.1f}"
-        table.add_row(f"{run.label}\n({run.verdict.replace('_', ' ')})", *cells, gap, minutes)
+        gap = run.gaps.get(ranking.measure)
+        cells.append(text_of(gap, f"+{DIGITS[ranking.measure]}", gap))
+        cells.append("" if run.minutes is None else f"{run.minutes:.1f}")
+        table.add_row(f"{run.label}\n({run.verdict.replace('_', ' ')})", *cells)
     return table
 
 
@@ -111,7 +108,9 @@ def grid_tables(runs: Sequence[Run]) -> list[Table]:
         texts = {"alpha gained": [text_of(run.entries["gain"], "+.3f") for run in runs]}
     if any(CONTROL in run.gaps for run in runs):
         control = next(run.label for run in runs if CONTROL not in run.gaps)
-        texts[f"alpha over {control}"] = [gap_text(run.gaps.get(CONTROL)) for run in runs]
+        texts[f"alpha over {control}"] = [
+            text_of(gap := run.gaps.get(CONTROL), "+.3f", gap) for run in runs
+        ]
     down, across = (values_of(runs, key) for key in axes)
     tables = []
     for name, cells in texts.items():

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from draftkit.evaluation.ranking import Difference, Entry, against, speedup_difference
+from draftkit.evaluation.ranking import Difference, Entry, against, speedup_gain
 from draftkit.theory.forecast import LEAST_RUNS, TIMES, forecast
 
 from .runs import Run
 
 CONTROL = "next_token"  # plain training, for as many steps on as many tokens
-MEASURES = {"alpha": operator.sub, "tau": operator.sub, "speedup": speedup_difference}
+MEASURES = {"alpha": operator.sub, "tau": operator.sub, "speedup": speedup_gain}
 _QUESTION = ("target", "data", "sampling", "evaluate.max_new_tokens")
 _CLOCK = ("hardware", "machine", "evaluate.timing_batch_size")
 _COSTS = ("draft.", "decode.", "evaluate.draft")  # what changes the cost of a pass
@@ -74,9 +74,8 @@ def ranking(runs: Sequence[Run], notes: list[str]) -> Ranking:
     cells = cells_of(runs)
     if (seeds := len(cells[0])) > 1:
         notes.append(
-            f"Means of {seeds} seeds, the lowest and the highest. Errors are those between seeds, the "
-            f"same for all cells. Left out, as not all cells have them: "
-            f"{len(runs) - seeds * len(cells)} runs."
+            f"Means of {seeds} seeds, the lowest and the highest. Errors are those between seeds, "
+            f"taken as the same in all cells. Left out: {len(runs) - seeds * len(cells)} runs."
         )
     made = [pooled(cell) for cell in cells]
     measure, reason = _measure(made)

@@ -346,13 +346,13 @@ def test_seeds_of_a_cell_are_pooled_and_their_spread_is_the_error(tmp_path: Path
     assert best.label == "lk_hybrid0 (3 seeds)"
     assert next(csv.DictReader(as_csv([made]).splitlines()))["seeds"] == "3"
     assert "Means of 3 seeds" in notes_of(made)
-    assert "have them: 0 runs" in notes_of(made)
+    assert "Left out: 0 runs." in notes_of(made)
 
 
 def test_seeds_that_not_all_cells_have_are_left_out_or_none_is_pooled(tmp_path: Path) -> None:
     made = compared(*sweep(tmp_path / "more", {"jsd": (0, 1), "tvd": (0, 1, 2)}))
     assert [len(run.entries["alpha"].by_seed) for run in made.runs] == [2, 2]
-    assert "have them: 1 runs" in notes_of(made)
+    assert "Left out: 1 runs." in notes_of(made)
     single = compared(*sweep(tmp_path / "single", {"jsd": (0,), "tvd": (0, 1)}))
     assert [run.entries["alpha"].by_seed for run in single.runs] == [(), (), ()]
 

@@ -62,9 +62,7 @@ class Difference(NamedTuple):
         return self.p_value < LEVEL
 
 
-def speedup_difference(
-    fast: Tensor, slow: Tensor, other_fast: Tensor, other_slow: Tensor
-) -> Tensor:
+def speedup_gain(fast: Tensor, slow: Tensor, other_fast: Tensor, other_slow: Tensor) -> Tensor:
     """One speed-up minus another, each over the plain decoding beside it."""
     return fast / slow - other_fast / other_slow
 
@@ -76,10 +74,8 @@ def difference(one: Entry, other: Entry, compare: Compare = operator.sub) -> Dif
     are taken as independent, by their intervals: too careful a test where their texts are alike.
     """
     if not (one.rates and other.rates and one.texts == other.texts):
-        mean, width = (
-            one.mean - other.mean,
-            math.hypot(one.high - one.low, other.high - other.low) / 2,
-        )
+        mean = one.mean - other.mean
+        width = math.hypot(one.high - one.low, other.high - other.low) / 2
         p_value = 2 * NormalDist().cdf(-Z * abs(mean) / width) if width else 1.0
         return Difference(mean, mean - width, mean + width, p_value, paired=False)
     count = min(len(rate.counts) for rate in (*one.rates, *other.rates))

@@ -19,7 +19,7 @@ from draftkit.evaluation.ranking import (
     front,
     holm,
     seed_difference,
-    speedup_difference,
+    speedup_gain,
 )
 from draftkit.theory.acceptance import (
     Rate,
@@ -159,7 +159,7 @@ def test_speed_ups_are_paired_each_over_its_own_plain_decoding():
     generator = torch.Generator().manual_seed(6)
     fast = timed(generator, gain=1.3, busy=3.0)
     slow = timed(generator, gain=1.2, count=40)
-    made = difference(fast, slow, speedup_difference)
+    made = difference(fast, slow, speedup_gain)
     assert made.low < 0.1 < made.high
     assert made.p_value < 0.001
 
@@ -168,7 +168,7 @@ def test_equal_speed_ups_differ_in_five_of_a_hundred_pairs():
     generator, count = torch.Generator().manual_seed(7), 0
     for _ in range(2000):
         one, other = timed(generator, count=24), timed(generator, busy=2.0, count=24)
-        count += difference(one, other, speedup_difference).p_value < LEVEL
+        count += difference(one, other, speedup_gain).p_value < LEVEL
     assert 0.035 <= count / 2000 <= 0.065
 
 

@@ -189,15 +189,22 @@ class Tracker:
         self._tell(send)
 
     def figure(self, name: str, path: str | Path) -> None:
-        """A file of an image, or a page of HTML, as W&B shows it."""
+        """An image file as a W&B picture."""
 
         def send(run: Any) -> None:
             import wandb
 
-            if Path(path).suffix == ".html":  # as it is: W&B would add a stylesheet to load
-                run.log({name: wandb.Html(str(path), inject=False)})
-            else:
-                run.log({name: wandb.Image(str(path))})
+            run.log({name: wandb.Image(str(path))})
+
+        self._tell(send)
+
+    def page(self, name: str, html: str) -> None:
+        """A page as it is in W&B, which would add a stylesheet to load."""
+
+        def send(run: Any) -> None:
+            import wandb
+
+            run.log({name: wandb.Html(html, inject=False)})
 
         self._tell(send)
 

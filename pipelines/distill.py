@@ -21,7 +21,7 @@ from draftkit.evaluation.alpha import MODES
 from draftkit.evaluation.cards import model_card
 from draftkit.evaluation.decision import decision_page
 from draftkit.evaluation.engines import best_gamma_of
-from draftkit.evaluation.page import REPORT, write_page
+from draftkit.evaluation.page import REPORT, as_html, without_traces, write_page
 from draftkit.evaluation.report import result_lines, ways_table
 from draftkit.models.files import CARD
 from draftkit.models.served import FILE as GENERATION_CONFIG
@@ -75,7 +75,7 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
         lines=read_metrics(trained / FILE_NAME),
     )
     write_page(folder.path, page)
-    folder.tracker.figure("report", folder.path / REPORT)
+    folder.tracker.page("report", as_html(without_traces(page)))
     folder.tracker.artifact(f"{config.name}-draft", "model", folder.path / DRAFT, summary)
     return summary
 

@@ -18,7 +18,7 @@ from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import answers, as_rows, as_text
 from draftkit.evaluation.decision import decision_page
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather
-from draftkit.evaluation.page import REPORT, write_page
+from draftkit.evaluation.page import REPORT, as_html, without_traces, write_page
 from draftkit.evaluation.report import (
     engine_table,
     evaluation_table,
@@ -192,7 +192,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         provenance={**provenance(), "inputs": folder.digests},
     )
     write_page(folder.path, page)
-    folder.tracker.figure("report", folder.path / REPORT)
+    folder.tracker.page("report", as_html(without_traces(page)))
     return summary
 
 

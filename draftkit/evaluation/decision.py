@@ -31,10 +31,6 @@ RULE = (
     "category, or a stretch of the answer, stands out. A bigger drafter: none of these. A part "
     "stands out where alpha is below alpha over all and the 95 % intervals do not meet."
 )
-LEGEND = (
-    "A line a round: how many of its proposals were accepted, then the text. Green: accepted. Red "
-    "and struck through: rejected. Bold blue: the target's own token. Grey: not used."
-)
 
 
 def decision_page(judged: dict[str, Any], *, name: str, **more: Any) -> Page:
@@ -81,7 +77,7 @@ def sections(
     if trained:
         yield Section("How it was trained", [training_text(trained), training_figure(lines)])
     if traces:
-        yield Section("Token by token", [LEGEND, *traces])
+        yield Section("Token by token", traces)
     tables = [report.evaluation_table(one) for one in judged["by_temperature"].values()]
     yield Section("All numbers", tables, folded=True)
     if provenance:
@@ -178,7 +174,7 @@ def training_text(trained: Mapping[str, Any]) -> str:
 
 def provenance_table(provenance: Mapping[str, Any]) -> Table:
     """What the numbers were made with."""
-    table = Table("", "")
+    table = Table("what", "value")
     for key, value in flatten(provenance).items():
         table.add_row(key, " ".join(value) if isinstance(value, list) else str(value))
     return table

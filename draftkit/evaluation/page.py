@@ -80,6 +80,12 @@ def write_page(folder: Path, page: Page) -> None:
     write_text(folder / SHORT, as_markdown(page))
 
 
+def without_traces(page: Page) -> Page:
+    """The page as it may leave the machine: traces hold the texts of prompts."""
+    shown = [one for one in page.sections if not any(isinstance(part, dict) for part in one.parts)]
+    return page._replace(sections=shown)
+
+
 def as_html(page: Page) -> str:
     """The page as one file of HTML."""
     text = files("draftkit.evaluation").joinpath("page.html").read_text(encoding="utf-8")

@@ -113,6 +113,7 @@ def test_every_number_on_the_page_is_the_summarys():
         interval(way, 2),
         interval(one["speedup_over"]["before"], 2),
     ]
+    assert "Token by token" not in short  # a trace has colours and no Markdown
     assert page.count("<svg") == 2 + len(one["lost"]) + 1  # two of proposals, one of training
 
 

@@ -16,6 +16,7 @@ from draftkit.evaluation.page import (
     as_markdown,
     figure,
     rows,
+    without_traces,
 )
 
 EVIL = '<script src="https://example.com">|`\n</script>'
@@ -102,6 +103,14 @@ def test_markdown_has_the_same_numbers_without_what_is_folded():
     assert "**How fast? 1.24** [1.16, 1.31]" in text
     assert "| name | number |\n| --- | ---: |\n| plain words | 0.44 [0.43, 0.46] |" in text
     assert "Numbers" not in as_markdown(page(folded=True))
+
+
+def test_what_leaves_the_machine_has_no_text_of_a_prompt():
+    whole = page()
+    numbers = Section("Only numbers", ["one"])
+    shown = without_traces(whole._replace(sections=[*whole.sections, numbers]))
+    assert shown.sections == [numbers]
+    assert shown.answers == whole.answers
 
 
 def test_rows_are_the_cells_of_a_table():

@@ -6,8 +6,9 @@ A run's alpha follows a power law of its number of texts n, with a limit,
 
 the form in which losses fall with data (Hestness et al., arXiv 1712.00409; Kaplan et al., arXiv
 2001.08361). With n in units of the largest run, `last` is alpha there and `gain` that of the last
-doubling. Three runs do not tell c. The forecast is therefore an average over all c from 0 (each
-doubling gains the same) to 1 (each gains half of the one before), weighted by how well they fit.
+doubling. Three runs do not tell c. The forecast is therefore an average over all c from -0.2 (each
+doubling gains 1.15 times the one before, as early in training) over 0 (each gains the same) to 1
+(each gains half of the one before), weighted by how well they fit.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ LEAST_RUNS = 3
 TIMES = (2, 5, 10)  # the largest run's texts that often
 # Standard deviation of a run's alpha about the law: order of the texts, rounding.
 DEVIATION = 0.003
-EXPONENTS = torch.linspace(0.02, 1.0, 50, dtype=torch.float64)
+EXPONENTS = torch.linspace(-0.2, 1.0, 60, dtype=torch.float64)  # not 0, where both sides vanish
 ALPHAS = torch.linspace(0, 1, 10_001, dtype=torch.float64)
 
 

@@ -22,7 +22,7 @@ def test_four_of_five_intervals_hold_the_run_that_follows(times: int) -> None:
     draws, hits = torch.Generator().manual_seed(0), 0
     repetitions = 400
     for _ in range(repetitions):
-        exponent, gain = 0.02 + 0.98 * _uniform(draws), 0.04 * _uniform(draws)
+        exponent, gain = 1.2 * _uniform(draws) - 0.2, 0.04 * _uniform(draws)
         noise = DEVIATION * torch.randn(4, generator=draws, dtype=torch.float64)
         judged = [
             one + error for one, error in zip(runs(exponent, gain), noise[:3].tolist(), strict=True)

@@ -112,7 +112,7 @@ def fit_rows(
     logit is the mean of the real logits: never above the largest one, so it is nobody's argmax, and
     by Jensen's inequality at most 1 / `real` of the probability that the real ids have together.
     Rows of zeros promise neither: their logit is 0, which wins where all others are negative.
-    With `kept_ids` [K] the head, which is tied no longer, has the mean of their rows at all others.
+    With `kept_ids` [K] the head gets weights of its own, with the mean of their rows at all others.
     """
     assert rows >= real
     model.resize_token_embeddings(rows, mean_resizing=False)

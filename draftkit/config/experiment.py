@@ -62,7 +62,7 @@ class Config(Section, key=""):
         require(plain, "name", "be a plain folder name", self.name)
         require(self.job is None or "/" not in self.job, "job", "be left to sweeps", self.job)
         require(self.target.path is not None, "target.path", "name a model", None)
-        layers, rule = self.draft.shrink.layers, "be empty where draft.path names the drafter"
+        layers, rule = self.draft.shrink.layers, "be 0 where draft.path names the drafter"
         require(self.draft.path is None or not layers, "draft.shrink.layers", rule, layers)
         self.data.require(
             self.data.path is not None,

@@ -3,6 +3,7 @@
 Judges the drafter that `distill` made beside the one it started from (`evaluate.draft=trained`),
 or `draft.path` alone (`evaluate.draft=given`), on held-out prompts: alpha in three acceptance
 modes, real speculative decoding timed in turns with its baseline, losslessness, a verdict.
+With `certify` it compares two servers instead, and judges no drafter (`certify.py`).
 """
 
 import gc
@@ -32,10 +33,11 @@ from draftkit.models.loading import Target, load_draft, load_target, with_path
 from draftkit.models.parallel import kind_of
 from draftkit.tracking import Tracker
 
-from .command import main
+from .certify import DIFFERENT
+from .command import launch, main
 from .contexts import read_contexts
 from .lengths import answer_tokens
-from .plan import EVALUATE, at_temperatures
+from .plan import CERTIFY, EVALUATE, at_temperatures
 from .prepare import check_pair
 from .product import SUMMARY
 from .stage import StageFolder
@@ -196,5 +198,11 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     return summary
 
 
+def run(config: Config) -> None:
+    """The command. Ends the process with code DIFFERENT for servers that are not certified."""
+    if launch(CERTIFY if config.certify else EVALUATE, config).get("certified") is False:
+        raise SystemExit(DIFFERENT)
+
+
 if __name__ == "__main__":
-    main(EVALUATE)
+    main(EVALUATE, run)

@@ -196,6 +196,17 @@ MEASURE_ENGINE = Stage(
     inputs=(*JUDGED, CONTEXTS),
     product=None,
 )
+CERTIFY = Stage(
+    name="certify",
+    reads=(
+        *("seed", "data", "sampling", "certify", "evaluate.prompts"),
+        "evaluate.max_new_tokens",
+    ),
+    derived={"gamma": lambda config: config.proposals},
+    inputs=(DATA, TARGET_MODEL, TEXTS),
+    product=None,
+    command="evaluate",
+)
 # Services: what they read is made first, they themselves make nothing.
 SERVE = Stage(
     name="serve",

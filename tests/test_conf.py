@@ -260,7 +260,7 @@ def test_a_drafter_that_is_given_is_not_made() -> None:
         assert given.draft.path == "some/draft"
         assert given.draft.shrink.layers == []
     assert compose_config(["draft.path=null"]).draft.shrink.layers == [0]
-    with pytest.raises(ValueError, match=r"draft\.shrink\.layers must be empty where draft\.path"):
+    with pytest.raises(ValueError, match=r"draft\.shrink\.layers must be 0 where draft\.path"):
         compose_config(["draft.path=some/draft", "draft.shrink.layers=[0]"])
 
 

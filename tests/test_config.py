@@ -35,7 +35,6 @@ WRONG: dict[str, list[Any]] = {
     "sampling.repetition_penalty": [0],
     "divergence.name": ["kl"],
     "divergence.beta": [0, 1],
-    "divergence.eta": [-1],
     "divergence.temperature": [0],
     "divergence.mixture": [{"kl": 1}],
     "divergence.mixture.tvd": [-1],

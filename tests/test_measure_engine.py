@@ -16,7 +16,7 @@ import pytest
 from draftkit.artifacts import read_json
 from draftkit.config import DraftConfig, HardwareConfig, TargetConfig
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.engines import counters
+from draftkit.engines import counters, endpoint
 from draftkit.models.loading import load_draft, load_target
 from pipelines.command import launch
 from pipelines.plan import MEASURE_ENGINE
@@ -128,7 +128,7 @@ def measured(tmp_path: Path, pair: Path, monkeypatch: pytest.MonkeyPatch) -> Any
     def measure(engine: Engine, *more: str) -> dict[str, Any]:
         transport = httpx.MockTransport(engine.reply)
         client = partial(httpx.Client, transport=transport)
-        monkeypatch.setattr(counters.httpx, "Client", client)
+        monkeypatch.setattr(endpoint.httpx, "Client", client)
         paths = [f"{key}.path={pair / key}" for key in ("target", "draft")]
         text = ["data=local", f"data.path={tmp_path / 'rows.jsonl'}", "data.test_fraction=0.4"]
         size = ["evaluate.prompts=24", "evaluate.max_new_tokens=24", "hardware.threads=1"]

@@ -22,6 +22,7 @@ from draftkit.config.choices import (
 )
 from draftkit.config.experiment import (
     MAPPINGS,
+    SERVERS,
     Config,
     HardwareConfig,
     flatten,

@@ -10,7 +10,9 @@ from draftkit.config.service import OnlineConfig, ServeConfig
 from draftkit.config.text import DataConfig, DraftConfig, SamplingConfig, TargetConfig
 from draftkit.config.training import DivergenceConfig, GenerateConfig, OptimConfig, SourceConfig
 
-MAPPINGS = ("data.template_options", "divergence.mixture")  # settings with keys of their own
+# Settings with keys of their own.
+MAPPINGS = ("data.template_options", "divergence.mixture", "certify")
+SERVERS = ("with", "without")  # a drafter: the keys of `certify`
 MOST_SEED = 2**32 - 1  # with the number of an epoch beside it, a seed still is one of 64 bits
 
 
@@ -38,6 +40,8 @@ class Config(Section, key=""):
     limit: int | None = positive(None)
     job: str | None = None  # the job of a sweep, set by the command
     runs: list[str] = field(default_factory=list)  # folders that `compare` sets side by side
+    # Two servers of the target, whose answers `evaluate` compares instead of judging a drafter.
+    certify: dict[str, str] = field(default_factory=dict)
     # Weights & Biases beside the JSONL that is always written; `none` does not import wandb.
     tracker: str = setting("offline", names=TRACKER_NAMES)
     target: TargetConfig = field(default_factory=TargetConfig)
@@ -62,6 +66,11 @@ class Config(Section, key=""):
         require(plain, "name", "be a plain folder name", self.name)
         require(self.job is None or "/" not in self.job, "job", "be left to sweeps", self.job)
         require(self.target.path is not None, "target.path", "name a model", None)
+        urls = [self.certify.get(key, "") for key in SERVERS]
+        two = {*self.certify} <= {*SERVERS} and urls[0] != urls[1]
+        web = all(url.startswith(("http://", "https://")) and "@" not in url for url in urls)
+        rule = "name two servers by their URLs, certify.with=URL and certify.without=URL"
+        require(not self.certify or (two and web), "certify", rule, self.certify)
         layers, rule = self.draft.shrink.layers, "be 0 where draft.path names the drafter"
         require(self.draft.path is None or not layers, "draft.shrink.layers", rule, layers)
         self.data.require(

@@ -34,8 +34,6 @@ class DivergenceConfig(Section, key="divergence"):
         below=1,
         hint="; for the ends use divergence=forward_kl (0) or reverse_kl (1)",
     )
-    # lk_hybrid: how fast the weight moves from KL to TVD as alpha grows
-    eta: float = setting(3.0, least=0)
     temperature: float | None = positive(None)
     # Weights of a sum of divergences, as {forward_kl: 0.5, tvd: 0.5}: it is minimised then,
     # whatever the name, which becomes `mixture`.

@@ -17,18 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from draftkit.artifacts import first_line
 from draftkit.config import SamplingConfig
+from draftkit.engines.endpoint import Endpoint
 
 VLLM, SGLANG, LLAMACPP = "vLLM", "SGLang", "llama.cpp"  # as draftkit.evaluation.engines has them
 TOKENS = {VLLM: "vllm:generation_tokens_total", SGLANG: "sglang:generation_tokens_total"}
 PASSES = {VLLM: "vllm:spec_decode_num_drafts_total", SGLANG: "sglang:spec_verify_calls_total"}
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 COUNT_SECONDS, LOOK_SECONDS = 20.0, 0.01  # within which counters follow an answer; between looks
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +52,8 @@ class Server:
     """
 
     def __init__(self, url: str, *, key: str = "") -> None:
-        self.url, self.gamma = url.rstrip("/").removesuffix("/v1"), 0
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.client = httpx.Client(headers=headers, timeout=TIMEOUT)
+        self.endpoint, self.gamma = Endpoint("engine.url", url, key=key), 0
+        self.ask, self.failure = self.endpoint.ask, self.endpoint.failure
         counters = self.counters()
         self.engine = next((one for one, name in TOKENS.items() if name in counters), LLAMACPP)
         if self.engine == LLAMACPP:
@@ -71,7 +68,7 @@ class Server:
             self.model = self.ask("GET", "/v1/models").json()["data"][0]["id"]
 
     def close(self) -> None:
-        self.client.close()
+        self.endpoint.client.close()
 
     def answers(
         self, prompts: Sequence[Sequence[int]], *, sampling: SamplingConfig, limit: int, seed: int
@@ -163,17 +160,3 @@ class Server:
             drafted=drafted,
             limited=made.get("stop_type") == "limit",
         )
-
-    def ask(self, method: str, path: str, *, optional: bool = False, **body: Any) -> httpx.Response:
-        """A response; `optional`: of whatever status."""
-        try:
-            response = self.client.request(method, f"{self.url}{path}", **body)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self.failure(f"does not answer ({first_line(error)})") from error
-        if not (response.is_success or optional):
-            text = " ".join(response.text.split())[:200]
-            raise self.failure(f"answers {path} by status {response.status_code}: {text}")
-        return response
-
-    def failure(self, reason: str) -> ValueError:
-        return ValueError(f"engine.url: {self.url} {reason}")

@@ -141,9 +141,9 @@ def binomial_tail(count: int, others: int) -> float:
     return sum(math.comb(draws, k) for k in range(count, draws + 1)) / 2**draws
 
 
-def parting(first: Completion, second: Completion) -> int | None:
-    """Where two answers part; None where one begins the other, which no tie explains."""
-    pairs = zip(first.output_ids, second.output_ids, strict=False)
+def parting(first: Sequence[Any], second: Sequence[Any]) -> int | None:
+    """Where the tokens of two answers part; None where one begins the other: no tie explains it."""
+    pairs = zip(first, second, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
@@ -157,7 +157,7 @@ def differ_by_rounding(
     shapes: tokens a row and rows of a pass. In each of them the answers are read, and a gap is one
     of rounding where it is at most the largest change of it between them.
     """
-    starts = [parting(*pair) for pair in pairs]
+    starts = [parting(first.output_ids, second.output_ids) for first, second in pairs]
     others = [other for (_, other), start in zip(pairs, starts, strict=True) if start is not None]
     best = iter(_read(target, others, None, shape=shapes[0]) if others else [])
     rivals = []

@@ -7,7 +7,7 @@ P = target, Q = draft, q = softmax(z) with z the draft logits, alpha = sum_x min
     jsd            beta KL(P||M) + (1-beta) KL(Q||M), M = beta P + (1-beta) Q   (GKD, 2306.13649)
     tvd            1/2 sum |p - q| = 1 - alpha                          (DistillSpec, 2310.08461)
     neg_log_alpha  -log alpha                                           (LK losses, 2602.23881)
-    lk_hybrid      w KL(P||Q) + (1-w) TVD, w = exp(-eta alpha) held constant    (2602.23881)
+    lk_hybrid      w KL(P||Q) + (1-w) TVD, w = exp(-3 alpha) held constant      (2602.23881)
     ce_argmax      -log q(argmax p): what drafts pay that propose their argmax
     next_token     -log q(x) of the token that follows: plain training, the control
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from draftkit.theory.warping import promote
 
+ETA = 3.0  # of lk_hybrid: how fast its weight moves from KL to TVD as alpha grows
 LOG_FLOOR = -100.0  # e^-100 = 4e-44: nothing beside any float32 probability, yet finite
 
 
@@ -35,7 +36,6 @@ class Settings(Protocol):
     """What the divergences read of `config.DivergenceConfig`."""
 
     beta: float  # jsd: weight of the target in the mixture, inside (0, 1)
-    eta: float  # lk_hybrid: how fast the weight moves from KL to TVD as alpha grows
 
 
 class Divergence(Protocol):
@@ -116,13 +116,13 @@ def neg_log_alpha(
 def lk_hybrid(
     *, target_logits: Tensor | None, draft_logits: Tensor, token_ids: Tensor, settings: Settings
 ) -> Tensor:
-    """w KL(P||Q) + (1-w) TVD, w = exp(-eta alpha) of each token and constant for the gradient.
+    """w KL(P||Q) + (1-w) TVD, w = exp(-ETA alpha) of each token and constant for the gradient.
 
     A far draft (alpha 0) follows the KL, whose gradient does not vanish there; a close one TVD.
     """
     target, draft = _log_probs(target_logits), _log_probs(draft_logits)
     variation = _total_variation(target, draft)
-    weight = torch.exp(-settings.eta * (1 - variation.detach()))
+    weight = torch.exp(-ETA * (1 - variation.detach()))
     return weight * _kl(target, draft) + (1 - weight) * variation
 
 

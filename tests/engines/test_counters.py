@@ -8,7 +8,7 @@ import pytest
 
 from draftkit.artifacts import read_json
 from draftkit.config import SamplingConfig
-from draftkit.engines import counters
+from draftkit.engines import counters, endpoint
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -45,7 +45,7 @@ def test_answers_as_the_engines_print_them_are_read(monkeypatch: pytest.MonkeyPa
         ("llamacpp", [[1, 2], [3, 4, 5]], [(8, 4, 3), (8, 4, 3)]),
     ):
         made = client(name)
-        monkeypatch.setattr(counters.httpx, "Client", lambda made=made, **_: made)
+        monkeypatch.setattr(endpoint.httpx, "Client", lambda made=made, **_: made)
         server = counters.Server("http://engine/v1")
         answers = server.answers(prompts, sampling=SamplingConfig(temperature=0.0), limit=8, seed=1)
         counted = [(a.tokens, a.passes, a.accepted) for a in answers]

@@ -19,7 +19,6 @@ class Weights:
     """The settings that divergences read."""
 
     beta: float = 0.5
-    eta: float = 3.0
 
 
 def random_pair(
@@ -39,7 +38,6 @@ def value_of(
     draft_logits: Tensor,
     token_ids: Tensor | None = None,
     beta: float = 0.5,
-    eta: float = 3.0,
 ) -> Tensor:
     if token_ids is None:
         token_ids = torch.zeros(draft_logits.shape[:-1], dtype=torch.int64)
@@ -47,7 +45,7 @@ def value_of(
         target_logits=target_logits,
         draft_logits=draft_logits,
         token_ids=token_ids,
-        settings=Weights(beta, eta),
+        settings=Weights(beta),
     )
 
 
@@ -64,14 +62,14 @@ def kl(first: Tensor, second: Tensor) -> Tensor:
 
 
 def closed_forms(
-    name: str, p: Tensor, q: Tensor, tokens: Tensor, beta: float, eta: float
+    name: str, p: Tensor, q: Tensor, tokens: Tensor, beta: float
 ) -> tuple[Tensor, Tensor]:
     """Value [..., 1] and gradient in the draft logits [..., V], written from the papers."""
     alpha = torch.minimum(p, q).sum(-1, keepdim=True)
     m = beta * p + (1 - beta) * q
     below = (q < p).double()
     tvd_gradient = -q * (below - (q * below).sum(-1, keepdim=True))
-    weight = torch.exp(-eta * alpha)
+    weight = torch.exp(-3 * alpha)
 
     def one_hot(ids: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(ids, p.shape[-1]).double()
@@ -112,10 +110,8 @@ def test_the_shipped_settings_are_what_the_divergences_read(name: str) -> None:
 @names
 def test_value_and_gradient_equal_the_closed_forms(name: str, beta: float) -> None:
     target, draft, tokens = random_pair()
-    value, gradient = closed_forms(
-        name, target.softmax(-1), draft.softmax(-1), tokens, beta=beta, eta=2.0
-    )
-    arguments = {"token_ids": tokens, "beta": beta, "eta": 2.0}
+    value, gradient = closed_forms(name, target.softmax(-1), draft.softmax(-1), tokens, beta=beta)
+    arguments = {"token_ids": tokens, "beta": beta}
     found = value_of(name, target, draft, **arguments)
     torch.testing.assert_close(found, value[..., 0], rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(

@@ -1,0 +1,124 @@
+"""What `evaluate` does with `certify.with=URL certify.without=URL`: is a server's text its own?
+
+Asks two servers of one target, with a drafter and without, for answers to held-out prompts by
+OpenAI's HTTP API: greedy ones, and at a temperature above 0 also sampled ones of gamma + 2 tokens
+(`decode.gamma`: the proposals a pass). No model is loaded. OPENAI_API_KEY is sent if it is set.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from draftkit.artifacts import read_json
+from draftkit.config import SERVERS, Config, SamplingConfig
+from draftkit.data.prompts import read_splits
+from draftkit.engines.endpoint import Endpoint
+from draftkit.evaluation.certificate import Answer, greedy_identity, same_law
+from draftkit.theory.acceptance import LEAST_UNITS
+
+from .lengths import answer_tokens
+from .product import SUMMARY
+from .stage import StageFolder
+
+DIFFERENT = 3  # the exit code of servers that get no certificate
+SAMPLED_PROMPTS, SAMPLES = 24, 256  # many answers to one prompt see more than few to many
+SAME_MODEL = 0.1  # nats by which the log-probabilities of a first token may differ
+WORDS = {True: "passed", False: "FAILED", None: "no power"}
+
+
+@contextmanager
+def endpoints(config: Config) -> Iterator[list[Endpoint]]:
+    """The server with a drafter and the one without."""
+    key = os.environ.get("OPENAI_API_KEY", "")
+    made = [Endpoint(f"certify.{name}", config.certify[name], key=key) for name in SERVERS]
+    try:
+        yield made
+    finally:
+        for endpoint in made:
+            endpoint.client.close()
+
+
+def check(config: Config) -> None:
+    """Raise ValueError for a server that does not answer, before anything is made for it."""
+    with endpoints(config) as servers:
+        for server in servers:
+            server.model()
+
+
+def show(config: Config, folder: Path) -> None:
+    """Print a complete certificate."""
+    summary = read_json(folder / SUMMARY)
+    greedy, sampled = summary["greedy"], summary["sampled"]
+    equal = greedy["compared"] - greedy["statistic"]
+    print(
+        f"greedy: {WORDS[greedy['passed']]}, {equal} of {greedy['compared']} answers are equal, "
+        f"{greedy['near_ties']} part at near-ties ({greedy['rounding_nats']:.1g} nats)"
+    )
+    if sampled:
+        bias = sampled["smallest_bias"]
+        seen = "no bias" if bias is None else f"a bias of {bias:.3f} in total variation"
+        print(
+            f"temperature {config.sampling.temperature:g}: {WORDS[sampled['passed']]}, "
+            f"p = {sampled['p_value']:.3f} of {sampled['method']}, {sampled['answers'][0]} answers "
+            f"a server\n    {seen} would be seen with 90 % power at level {sampled['level']:g}"
+        )
+    verdict = "CERTIFIED" if summary["certified"] else "NOT CERTIFIED"
+    print(f"{verdict}: {config.certify['with']} against {config.certify['without']}", flush=True)
+
+
+def certify(config: Config, folder: StageFolder) -> dict[str, Any]:
+    """Ask both servers, and compare what they answer."""
+    prompts = [list(one.prompt_ids) for one in read_splits(folder.input("texts")).test]
+    prompts = prompts[: config.evaluate.prompts]
+    if len(prompts) < LEAST_UNITS:
+        raise ValueError(
+            f"certify: {len(prompts)} held-out prompts, and {LEAST_UNITS} are needed: raise "
+            "evaluate.prompts or data.test_fraction, or give more text"
+        )
+    with endpoints(config) as servers:
+        return compared(servers, prompts, config, folder)
+
+
+def compared(
+    servers: Sequence[Endpoint], prompts: list[list[int]], config: Config, folder: StageFolder
+) -> dict[str, Any]:
+    """The certificate: both tests of what the two servers answer."""
+    at_once = config.evaluate.batch_size
+
+    def ask(side: int, sampling: SamplingConfig, limit: int, **other: int) -> list[Answer]:
+        """Answers to the prompts in turn; no two of them, nor of the servers, have one seed."""
+        many = prompts[:SAMPLED_PROMPTS] * SAMPLES if sampling.temperature else prompts
+        first = config.seed * 1_000_003 + side
+        bodies = [
+            {"prompt": prompt, "max_tokens": limit, "seed": (first + 2 * number) % 2**31}
+            for number, prompt in enumerate(many)
+        ]
+        return servers[side].answers(bodies, sampling, **{"at_once": at_once} | other)
+
+    folder.note(f"greedy answers to {len(prompts)} prompts")
+    greedy, limit = replace(config.sampling, temperature=0.0), answer_tokens(config)
+    drafted, plain = ask(0, greedy, limit), ask(1, greedy, limit)
+    firsts = [(one.tokens[0], one.likeliest[0]) for one in plain]
+    others = [one.likeliest[0] for one in drafted]
+    apart = [
+        abs(a[token] - b.get(token, -1e9)) for (token, a), b in zip(firsts, others, strict=True)
+    ]
+    if median(apart) > SAME_MODEL:
+        raise servers[0].failure(
+            "serves another model than certify.without: log-probabilities of first tokens, which "
+            "no drafter proposes, differ"
+        )
+    identity = greedy_identity(plain, ask(1, greedy, limit, at_once=1), drafted)
+    if not config.sampling.temperature:
+        return {"greedy": identity, "sampled": None, "certified": identity["passed"]}
+    gamma, count = config.proposals, len(prompts[:SAMPLED_PROMPTS])
+    folder.note(f"{SAMPLES} sampled answers to {count} of them, of {gamma + 2} tokens")
+    answers = (ask(side, config.sampling, gamma + 2) for side in range(2))
+    by_prompt = ([made[at::count] for at in range(count)] for made in answers)
+    sampled = same_law(*by_prompt, gamma=gamma, seed=config.seed)
+    certified = identity["passed"] and sampled["passed"] is True
+    return {"greedy": identity, "sampled": sampled, "certified": certified}

@@ -41,7 +41,7 @@ from draftkit.distillation.sources import TrainingTexts, reads_rollouts
 from draftkit.evaluation.alpha import PromptTotals, estimates, score_contexts
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather, proposer_of
 from draftkit.evaluation.summary import compare
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter
 from draftkit.models.files import commit_of, model_sha256
 from draftkit.models.loading import Target, load_draft, load_target
 from draftkit.models.served import served_sampling
@@ -60,7 +60,7 @@ class Pair:
     """A target and a draft in memory, with the settings under which they are served."""
 
     target: Target
-    draft: CausalAdapter
+    draft: Adapter
     config: Config
     _contexts: dict[str, list[Record]] = field(default_factory=dict, repr=False, compare=False)
 

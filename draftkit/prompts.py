@@ -7,7 +7,7 @@ from typing import Any
 from draftkit.config import Config, DataConfig
 from draftkit.data.corpora import Document, name_of, question_id, row_form
 from draftkit.data.lengths import Room, lengths_within, reading_notes
-from draftkit.data.prompts import Example, RowReader
+from draftkit.data.prompts import Example, RowReader, begun
 from draftkit.models.loading import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -32,7 +32,8 @@ def examples_of(
         raise ValueError("prompts must be a list of prompts, and is one text")
     size, window = target.adapter.vocab_size, lengths_within(context, data).window
     data = replace(data, name="local", path="prompts", max_length=window)
-    reader = RowReader(target.tokenizer, data)
+    start = target.adapter.start_id
+    reader = RowReader(target.tokenizer, data, start=start)
     first: dict[str, str] = {}  # what the first prompt with an id is called
     examples: list[Example] = []
     for number, prompt in enumerate(prompts):
@@ -43,7 +44,8 @@ def examples_of(
             called = first.setdefault(document.id, name)
             made = [replace(example, document=called) for example in read]
         else:
-            ids: Any = [*prompt]
+            given: Any = prompt
+            ids = begun(given, start)
             if not all(isinstance(one, int) and 0 <= one < size for one in ids):
                 raise ValueError(f"{name} must be text, messages, or ids from 0 to {size - 1}")
             called = first.setdefault(name_of(ids), name)

@@ -30,7 +30,7 @@ from draftkit.evaluation.summary import compare
 from draftkit.evaluation.walltime import Timed
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, with_path
-from draftkit.models.parallel import kind_of
+from draftkit.models.parallel import ENCODER_DECODER, kind_of
 from draftkit.tracking import Tracker
 
 from .certify import DIFFERENT
@@ -185,7 +185,9 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     first = next(iter(by_temperature.values()))
     if (kept := getattr(drafts[judged], "kept_ids", None)) is not None:
         first["kept_ids"] = len(kept)
-    kind, shares = kind_of(drafts[judged].parallel), shares_of(folder.input("texts"))
+    shares, kind = shares_of(folder.input("texts")), kind_of(drafts[judged].parallel)
+    if target.adapter.has_encoder:
+        kind = ENCODER_DECODER
     summary = {**first, "by_temperature": by_temperature, "kind": kind, **shares}
     page = decision_page(
         summary,

@@ -17,7 +17,7 @@ from draftkit.engines.launch import expected, launch_text, launched_gammas
 from draftkit.evaluation.cards import model_card, plain_card
 from draftkit.models.files import CARD
 from draftkit.models.loading import check_kind, model_config, with_path
-from draftkit.models.parallel import parallel_of
+from draftkit.models.parallel import ENCODER_DECODER, PARD, kind_of, parallel_of
 
 from .command import main
 from .plan import EXPORT
@@ -56,8 +56,9 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     judged = read_json(folder.input(JUDGED) / SUMMARY) if JUDGED in folder.inputs else None
     drafter = drafter_of(config, folder)
     check_kind(config.draft, model_config(drafter))
-    parallel = parallel_of(model_config(drafter)) is not None
-    gammas = launched_gammas(judged, max(1, config.proposals))
+    shape = model_config(drafter)
+    kind = ENCODER_DECODER if shape.is_encoder_decoder else kind_of(parallel_of(shape))
+    gammas = launched_gammas(judged, max(1, config.proposals), kind=kind)
     notes = write_plain_folder(
         drafter,
         target,
@@ -66,7 +67,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
         dtype=config.export.dtype,
     )
     name = config.target.location if config.target.path else None
-    card = plain_card(name, gammas[PLAIN], parallel=parallel)
+    card = plain_card(name, gammas[PLAIN], kind=kind)
     if judged:
         card = model_card(judged, target=name, name=config.name)
     write_text(folder.path / PLAIN / CARD, card)
@@ -76,7 +77,7 @@ def export(config: Config, folder: StageFolder) -> dict[str, Any]:
         revision=target.revision,
         gammas=gammas,
         judged=judged,
-        parallel=parallel,
+        parallel=kind == PARD,
         sampling=config.sampling,
     )
     write_text(folder.path / LAUNCH, text)

@@ -12,8 +12,14 @@ from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
 from draftkit.distillation.pretrain import make_draft
-from draftkit.models.loading import load_tokenizer, model_config
-from draftkit.models.shrink import check_vocabulary, chosen_layers
+from draftkit.models.loading import (
+    check_same_shape,
+    decoder_start,
+    load_tokenizer,
+    model_config,
+)
+from draftkit.models.parallel import PLAIN
+from draftkit.models.shrink import check_vocabulary, chosen_layers, layer_count
 from draftkit.models.vocabulary import check_same_tokenizer
 
 from .command import main
@@ -25,8 +31,7 @@ def check(config: Config) -> None:
     """Raise ValueError for a drafter that cannot be cut out of the target to be trained."""
     options = config.draft.shrink
     if options.layers:
-        whole = model_config(config.target).get_text_config()
-        chosen_layers(options.layers, whole.num_hidden_layers)
+        chosen_layers(options.layers, layer_count(model_config(config.target)))
         check_vocabulary(options.vocabulary, len(load_tokenizer(config.target)))
 
 
@@ -48,8 +53,23 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 
 def check_pair(config: Config) -> None:
-    """Raise ValueError for a given draft of another vocabulary than the target's."""
+    """Raise ValueError for a given draft of another vocabulary or kind than the target's, and for
+    what no encoder-decoder model can be."""
+    shape = model_config(config.target)
+    decoder_start(config.target)
+    if shape.is_encoder_decoder:
+        for key, value, only in (
+            ("draft.kind", config.draft.kind, PLAIN),
+            ("draft.shrink.vocabulary", config.draft.shrink.vocabulary, 0),
+            ("sampling.repetition_penalty", config.sampling.repetition_penalty, 1.0),
+        ):
+            if value != only:
+                raise ValueError(
+                    f"{key}={value}: the target is an encoder-decoder model ({shape.model_type}), "
+                    f"for which it must be {only}"
+                )
     if config.draft.path is not None:
+        check_same_shape(shape, model_config(config.draft))
         check_same_tokenizer(
             target_tokenizer=load_tokenizer(config.target),
             draft_tokenizer=load_tokenizer(config.draft),

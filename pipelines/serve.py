@@ -141,7 +141,12 @@ def serve(config: Config) -> None:
             recorder=Recorder(buffer, config.online.buffer),
         )
         intake = Intake(
-            texts=Texts(target.tokenizer, target.adapter.vocab_size, config.data),
+            texts=Texts(
+                target.tokenizer,
+                target.adapter.vocab_size,
+                config.data,
+                start=target.adapter.start_id,
+            ),
             settings=settings,
             max_length=engine.max_length,
             sampling=config.sampling,

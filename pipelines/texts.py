@@ -11,7 +11,7 @@ from draftkit.config import Config
 from draftkit.data.corpora import read_documents
 from draftkit.data.lengths import cut_line, reading_notes, shares_cut
 from draftkit.data.prompts import make_splits, read_splits
-from draftkit.models.loading import load_tokenizer
+from draftkit.models.loading import decoder_start, load_tokenizer
 
 from .command import main
 from .lengths import context_of, lengths_of
@@ -23,7 +23,10 @@ def texts(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Tokenise the text of all splits as the target reads it."""
     data, tokenizer = config.data, load_tokenizer(config.target)
     lengths, context = lengths_of(config), context_of(config)
-    splits = make_splits(read_documents(data), data, tokenizer, folder.path, context=context)
+    start = decoder_start(config.target)
+    splits = make_splits(
+        read_documents(data), data, tokenizer, folder.path, context=context, start=start
+    )
     if splits.counts["rows"]:
         folder.note(cut_line(splits.counts, lengths))
     for line in reading_notes(splits.counts):

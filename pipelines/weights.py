@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 from draftkit.config import Config
 from draftkit.distillation.ranks import is_first
 from draftkit.models.devices import resolve_device, resolve_dtype
-from draftkit.models.loading import llama_config, model_config
+from draftkit.models.loading import fresh_config, model_config
 from draftkit.models.memory import free_bytes, weight_count
 from draftkit.models.shrink import cut_shape
 
@@ -40,7 +40,7 @@ def pair_shapes(config: Config) -> tuple[PreTrainedConfig, PreTrainedConfig]:
         return whole, model_config(draft)
     if draft.shrink.layers:
         return whole, cut_shape(whole, draft.shrink.layers)
-    return whole, llama_config(draft.pretrain, whole.get_text_config().vocab_size)
+    return whole, fresh_config(draft.pretrain, whole, whole.get_text_config().vocab_size)
 
 
 def stage_bytes(config: Config, *, here: bool = True) -> dict[str, float]:

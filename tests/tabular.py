@@ -26,7 +26,7 @@ class TabularAdapter:
     is V, or V + 1 for a parallel draft, whose masks have the id V.
     """
 
-    has_encoder = False
+    has_encoder, start_id = False, None
 
     def __init__(
         self, table: Tensor, memory: Tensor | None = None, *, max_positions: int = UNBOUNDED
@@ -72,11 +72,16 @@ class TabularAdapter:
         keys, values = keys[:, 0, :, 0].long() - 1, values[:, 0]  # [B, C], [B, C, V]
         fed = keys.gather(1, positions)
         previous = keys.gather(1, (positions - 1).clamp(min=0))
-        previous = previous.masked_fill((positions < 1) | (previous < 0), self.ids)
+        first = (positions < 1) | (previous < 0)
+        previous = torch.where(first, self.before(cache), previous)
         older = (positions - 2).clamp(min=0)[..., None]
         left = values.gather(1, older.expand(-1, -1, self.vocab_size))
         logits = self.table[previous, fed] + left.masked_fill((positions < 2)[..., None], 0.0)
         return logits[:, -last:]
+
+    def before(self, cache: Any) -> Tensor:
+        """The row of the table for the first token of a text: [] or [B, 1]."""
+        return torch.tensor(self.ids)
 
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: Any) -> None:
         self.step(tokens, positions=positions, cache=cache)
@@ -103,6 +108,24 @@ class TabularAdapter:
 
     def state_dict(self) -> dict[str, Tensor]:
         return {"table": self.table, "memory": self.memory}
+
+
+class EncodedAdapter(TabularAdapter):
+    """The same law behind an encoder: the last token that it reads stands before the decoder's
+    first, which is token 0."""
+
+    has_encoder, start_id = True, 0
+
+    def __init__(self, model: TabularAdapter) -> None:
+        super().__init__(model.table)
+
+    def encode(self, tokens: Tensor, *, lengths: Tensor, cache: Any) -> None:
+        text = tokens[..., None, None].to(self.table.dtype)  # [B, E, 1, 1]
+        cache.write_encoder([(text, text)], lengths)
+
+    def before(self, cache: Any) -> Tensor:
+        ((text, _),) = cache.read_encoder()
+        return text[:, 0, :, 0].long().gather(1, cache.encoder_lengths[:, None] - 1)
 
 
 def random_adapter(

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config, SamplingConfig
-from draftkit.models.loading import new_llama, save_model
+from draftkit.models.loading import new_model, save_model
 from pipelines.command import launch
 from pipelines.plan import DISTILL
 from tests.smoke import TEXT, same_weights, smoke
@@ -29,11 +30,19 @@ def own(tmp_path_factory) -> Path:
         ("target", SHAPE, 1),
         ("draft", config.draft.pretrain, 2),
     ):
-        save_model(new_llama(shape, tokenizer, seed=seed, device=cpu), tokenizer, folder / name)
+        save_model(
+            new_model(shape, tokenizer, LlamaConfig(), seed=seed, device=cpu),
+            tokenizer,
+            folder / name,
+        )
     advice = '{"do_sample": true, "temperature": 0.8, "top_k": 20}'
     (folder / "target" / "generation_config.json").write_text(advice)
     other = train_byte_bpe([row.upper() for row in rows], 300)
-    save_model(new_llama(config.draft.pretrain, other, seed=3, device=cpu), other, folder / "other")
+    save_model(
+        new_model(config.draft.pretrain, other, LlamaConfig(), seed=3, device=cpu),
+        other,
+        folder / "other",
+    )
     with (folder / "rows.jsonl").open("w") as file:
         for i, row in enumerate(rows):
             pair = {"prompt": row[: 20 + i % 9], "completion": row[20 + i % 9 :]}

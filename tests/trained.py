@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from draftkit.config import PretrainConfig
 from draftkit.data.corpora import SPLITS, read_documents, split_documents
 from draftkit.data.prompts import make_splits
-from draftkit.distillation.pretrain import full_rows, new_model, pretrain
+from draftkit.distillation.pretrain import pretrain, texts_to_learn
+from draftkit.models.devices import resolve_device
+from draftkit.models.loading import adapter_of, new_model
 from pipelines.configuration import compose_config
 
 SHAPE = PretrainConfig(num_hidden_layers=2, hidden_size=64, max_steps=20)
@@ -54,9 +56,12 @@ def trained_target(*settings: str, vocab_size: int = 512) -> Path:
     texts = (str(text) for row in rows for text in row.values())
     tokenizer = train_byte_bpe(texts, vocab_size)
     splits = make_splits(iter(documents), config.data, tokenizer, folder, context=CONTEXT)
+    device = resolve_device(config.hardware)
+    made = new_model(SHAPE, tokenizer, LlamaConfig(), seed=config.seed, device=device)
+    model = adapter_of(made, vocab_size=len(tokenizer))
     pretrain(
-        new_model(config, SHAPE, tokenizer),
-        full_rows(splits.train, splits.room.total),
+        model,
+        texts_to_learn(splits, model),
         folder / "target",
         tokenizer=tokenizer,
         shape=SHAPE,

@@ -102,6 +102,11 @@ class Splits:
     room: Room  # of sampled answers to their prompts
 
 
+def begun(ids: Sequence[int], start: int | None) -> list[int]:
+    """The row of a prompt, up to where its answer begins: by `start` under an encoder-decoder."""
+    return [*ids] if start is None or start in ids else [*ids, start]
+
+
 def make_splits(
     documents: Iterable[Document],
     data: DataConfig,
@@ -109,6 +114,7 @@ def make_splits(
     folder: Path,
     *,
     context: int = WHOLE,
+    start: int | None = None,
 ) -> Splits:
     """Split and tokenise `documents`, those of `data`; the examples go to files in `folder`.
 
@@ -117,11 +123,12 @@ def make_splits(
     document. Where a prompt is in two splits all the same (that of a later window, or what is left
     of a longer one) it is held out: no training or validation example has a prompt of test.
 
-    Documents are read once; of each, and of each example, some hashes are in memory. Raises
-    ValueError, one line, for rows that cannot be used, and for a split without a usable row.
+    start: as for `RowReader`. Documents are read once; of each, and of each example, some hashes
+    are in memory. Raises ValueError, one line, for rows that cannot be used, and for a split
+    without a usable row.
     """
     lengths = lengths_within(context, data)
-    reader, unsorted = RowReader(tokenizer, data, lengths), folder / UNSORTED
+    reader, unsorted = RowReader(tokenizer, data, lengths, start=start), folder / UNSORTED
     keys, own, sizes = array("Q"), [], []  # of every document
     contents, prompts = array("Q"), array("Q")  # of every example
 
@@ -213,15 +220,22 @@ def _unusable(split: str, data: DataConfig, lengths: Lengths, *, too_long: bool)
 class RowReader:
     """Tokenises documents as `data` says, and counts what becomes of them.
 
-    lengths: what rows are cut to. counts: by the names of COUNTS. Raises ValueError for settings
-    that do not fit the tokenizer.
+    lengths: what rows are cut to. start: of an encoder-decoder target the id that begins a
+    decoder's text; it ends every prompt, which the encoder reads. counts: by the names of COUNTS.
+    Raises ValueError for settings that do not fit the tokenizer.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, data: DataConfig, lengths: Lengths = UNCUT
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        data: DataConfig,
+        lengths: Lengths = UNCUT,
+        *,
+        start: int | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._tokenizer, self._data, self._lengths = tokenizer, data, lengths
+        self._start = start
         # Source code names special tokens; in the package's texts these are words, not control.
         self._literal = data.is_packaged
         self._format: ChatFormat = chat_format(tokenizer, data, fixed_date=True)
@@ -236,6 +250,7 @@ class RowReader:
         """
         left = iter(documents)
         while lot := list(islice(left, TOGETHER)):
+            self._check_rows(lot)
             texts = [document.row["text"] for document in lot if "text" in document.row]
             ids = iter(text_ids(self._tokenizer, texts, literal=self._literal))
             for document in lot:
@@ -247,6 +262,15 @@ class RowReader:
                 self.counts["documents"] += 1
                 self.counts["documents_dropped"] += not examples
                 yield document, examples
+
+    def _check_rows(self, documents: Iterable[Document]) -> None:
+        """Raise ValueError for rows that an encoder-decoder target cannot read."""
+        strange = {"text", "messages"} if self._start is not None else set[str]()
+        for name in sorted(key for document in documents for key in strange & document.row.keys()):
+            raise ValueError(
+                f"{setting(self._data)} holds `{name}`, and the target is an encoder-decoder: "
+                "give rows of `prompt`, which its encoder reads, and `completion`"
+            )
 
     def _windows(self, document: Document, ids: list[int]) -> tuple[Document, list[Example]]:
         """Cut a text's ids into windows without overlap; EOS marks its true end where it fits."""
@@ -272,7 +296,8 @@ class RowReader:
         server sees.
         """
         row, chat, most = document.row, self._chat_of(document.row), self._lengths
-        literal = chat is not None or self._literal or self._data.chat_template != "never"
+        reads = chat is not None or self._start is not None  # no text names what begins an answer
+        literal = reads or self._literal or self._data.chat_template != "never"
         self.counts["rows_naming_special"] += literal and self._format.names_special(row)
         pieces = self._of_prompt(row, literal) if chat is None else self._of_chat(chat, row)
         for prompt, answer, is_cut in pieces:
@@ -295,6 +320,7 @@ class RowReader:
         """Prompt and completion of a row, tokenised apart."""
         ids = partial(text_ids, self._tokenizer, literal=literal)
         (prompt,) = ids([row["prompt"]])
+        prompt = begun(prompt, self._start)
         answers = ids([row["completion"]] if "completion" in row else [], special=False)
         yield prompt, [id for answer in answers for id in self._ended(answer)], False
 
@@ -308,7 +334,8 @@ class RowReader:
                 )
             return row["messages"]
         prompt = row.get("prompt")  # a `text` has none
-        if not prompt or self._data.chat_template == "never" or not self._format.has_template:
+        plain = self._data.chat_template == "never" or self._start is not None
+        if not prompt or plain or not self._format.has_template:
             return None
         self.counts["prompts_templated"] += 1
         turns = {"user": "prompt", "assistant": "completion"}

@@ -49,7 +49,7 @@ from draftkit.decoding.state import (
     tokens_needed,
     with_gammas,
 )
-from draftkit.models.adapter import Adapter
+from draftkit.models.adapter import Adapter, parts_of
 from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
 from draftkit.theory import noise
 from draftkit.theory.verification import SAMPLED_MODES, VERIFIERS
@@ -62,13 +62,13 @@ class Decoder:
     """Rows join, advance by rounds, and leave; see the module's docstring.
 
     `slots` rows of at most `capacity` tokens, scratch space included: a request needs
-    `limit + 2 (gamma + 1)` of them, and of `encoder_capacity` encoder tokens where the target has
-    an encoder. `compiled` runs rounds as compiled units (`graphs`), `captured` as CUDA graphs of
-    eager code (elsewhere: as they are), both with the same results for the same noise, in batches
-    of `batch_sizes` (default: a few) or of all slots: each size is code of its own. `late` lets
-    `round` return what the round before it did, so that the device never waits for the host
-    (default: on CUDA, without a clock). `top_k` is how many of the target's likeliest ids results
-    name. `clock` fills `RoundResult.seconds`: differences of what it returns are seconds.
+    `limit + 2 (gamma + 1)` of them, what an encoder reads included. `compiled` runs rounds as
+    compiled units (`graphs`), `captured` as CUDA graphs of eager code (elsewhere: as they are),
+    both with the same results for the same noise, in batches of `batch_sizes` (default: a few) or
+    of all slots: each size is code of its own. `late` lets `round` return what the round before it
+    did, so that the device never waits for the host (default: on CUDA, without a clock). `top_k` is
+    how many of the target's likeliest ids results name. `clock` fills `RoundResult.seconds`:
+    differences of what it returns are seconds.
     """
 
     def __init__(
@@ -77,7 +77,6 @@ class Decoder:
         *,
         slots: int,
         capacity: int,
-        encoder_capacity: int = 0,
         eos_token_ids: Sequence[int] = (),
         verification: str = "speculative",
         noise_function: NoiseFunction = noise.uniform,
@@ -102,7 +101,7 @@ class Decoder:
         self.eos_token_ids = torch.tensor(
             list(eos_token_ids), dtype=torch.long, device=target.device
         )
-        self.cache = SlotCache(slots, capacity, encoder_capacity)
+        self.cache = SlotCache(slots, capacity, capacity if target.has_encoder else 0)
         self.state = DecodeState.empty(slots, capacity, target.device)
         self.late = self._on_cuda and clock is None if late is None else late
         self._units = Units(
@@ -147,9 +146,10 @@ class Decoder:
             raise ValueError(f"{len(requests)} requests, {self.free_slots} free slots")
         for request in requests:
             self._check_fits(request)
+        parts = [parts_of(request.prompt_ids, self.target.start_id) for request in requests]
         free = [number for number in range(self.cache.rows) if number not in self.state.slots]
-        for number, request in zip(free, requests, strict=False):
-            self.state.admit(number, request)
+        for number, request, (encoder_ids, own) in zip(free, requests, parts, strict=False):
+            self.state.admit(number, replace(request, prompt_ids=own), encoder_ids)
             self._running = None
         return free[: len(requests)]
 
@@ -172,10 +172,6 @@ class Decoder:
             )
         if (need := tokens_needed(request)) > self.capacity:
             raise ValueError(f"a row needs {need} cache slots, the decoder has {self.capacity}")
-        if bool(request.encoder_ids) != self.target.has_encoder:
-            raise ValueError("encoder_ids are for encoder-decoder targets, and these need them")
-        if len(request.encoder_ids) > (room := self.cache.encoder_capacity):
-            raise ValueError(f"{len(request.encoder_ids)} encoder tokens, room for {room}")
 
     # Prefill
 

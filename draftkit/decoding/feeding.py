@@ -47,7 +47,7 @@ def feed(
 def feed_encoders(bench: Bench, slots: Sequence[Slot], proposer: Proposer | None) -> None:
     """Let the encoders of target and proposer read the texts of `slots`."""
     device = bench.target.device
-    texts = [list(slot.request.encoder_ids) for slot in slots]
+    texts = [list(slot.encoder_ids) for slot in slots]
     longest = max(map(len, texts))
     padded = [text + [0] * (longest - len(text)) for text in texts]
     tokens = to_device(padded, device, torch.long)

@@ -156,7 +156,6 @@ def decode(
         target,
         slots=min(batch_size, len(requests)),
         capacity=max(map(tokens_needed, requests)),
-        encoder_capacity=max(len(request.encoder_ids) for request in requests),
         eos_token_ids=eos_token_ids,
         verification=verification,
         top_k=top_k,

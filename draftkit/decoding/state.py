@@ -34,8 +34,8 @@ class Request:
     So they do up to near-ties. In bfloat16 the passes of other batch sizes round differently, and
     a token whose interval of the distribution ends near its random number becomes another one: the
     law stays, the tokens may not.
-    Under an encoder-decoder model the text to read is `encoder_ids`, and the prompt is what the
-    decoder starts with, as a rule one token.
+    Under an encoder-decoder model the prompt is what the encoder reads, the token that begins the
+    decoder's text, and what there is of that.
     `adapts` lets the decoder's gamma policy propose fewer than `gamma` tokens; the law of the
     answer stays, but the tokens that a seed gives then depend on the policy.
     """
@@ -48,7 +48,6 @@ class Request:
     seed: int = 0
     row: int = 0
     adapts: bool = False
-    encoder_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -80,7 +79,8 @@ class Slot:
     followed: int = 0  # taken part in, or been shown, all rounds before this one
     rounds: int = 0  # begun
     prefilled: int = 0  # tokens of the prompt that have been fed
-    is_encoded: bool = True  # whether the encoder has read its text, if there is one
+    encoder_ids: Sequence[int] = ()
+    is_encoded: bool = False  # whether the encoder has read them, if there is one
     is_finished: bool = False
 
     @property
@@ -109,8 +109,8 @@ class DecodeState:
         done = torch.ones(slots, dtype=torch.bool, device=device)
         return cls(tokens, length, limit, seed, row, done)
 
-    def admit(self, number: int, request: Request) -> None:
-        """Put `request` into the free slot of that number."""
+    def admit(self, number: int, request: Request, encoder_ids: Sequence[int] = ()) -> None:
+        """Put `request`, without what the encoder reads of it, into the slot of that number."""
         count = len(request.prompt_ids)
         prompt = to_device(list(request.prompt_ids), self.tokens.device, torch.long)
         self.tokens[number, :count] = prompt
@@ -119,8 +119,10 @@ class DecodeState:
         self.seed[number] = request.seed
         self.row[number] = request.row
         self.done[number] = False
-        encodes = bool(request.encoder_ids)
-        self.slots[number] = Slot(number, request, count, count - 1, is_encoded=not encodes)
+        encoded = not encoder_ids
+        self.slots[number] = Slot(
+            number, request, count, count - 1, encoder_ids=encoder_ids, is_encoded=encoded
+        )
 
     def free(self, number: int) -> None:
         """Forget the request in a slot."""

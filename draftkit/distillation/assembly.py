@@ -15,7 +15,7 @@ from draftkit.distillation.losses import Objective
 from draftkit.distillation.ranks import join_group
 from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, Teacher
 from draftkit.distillation.trainer import Trainer
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter
 from draftkit.models.loading import (
     Outline,
     Target,
@@ -44,14 +44,14 @@ def load_teaching_target(
     return load_sharded_target(target, hardware)
 
 
-def load_learner(draft: DraftConfig, target: Outline) -> CausalAdapter:
+def load_learner(draft: DraftConfig, target: Outline) -> Adapter:
     """The draft to begin with, in float32; one of `draft.kind=pard` may be a plain one yet."""
     return load_draft(replace(draft, kind=PLAIN), target, dtype=torch.float32)
 
 
 def make_trainer(
     config: Config,
-    draft: CausalAdapter,
+    draft: Adapter,
     target: Outline,
     *,
     optim: OptimConfig | None = None,
@@ -93,11 +93,11 @@ def make_trainer(
 
 
 def made_parallel(
-    draft: CausalAdapter,
+    draft: Adapter,
     blocks: int,
     tokenizer: PreTrainedTokenizerBase,
     texts: Iterable[Sequence[int]],
-) -> CausalAdapter:
+) -> Adapter:
     """`draft` as one that proposes `blocks` tokens in one pass; the id of its masks, if it has one,
     stays. ValueError where the vocabulary has none to give."""
     token = None if draft.parallel is None else draft.parallel.token
@@ -105,7 +105,7 @@ def made_parallel(
         rows: Any = draft.model.get_input_embeddings()
         token = free_id(tokenizer, len(rows.weight), texts)
     declare(draft.model.config, Parallel(token, blocks))
-    return CausalAdapter(draft.model, vocab_size=draft.vocab_size, kept_ids=draft.kept_ids)
+    return draft.rebuilt()
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

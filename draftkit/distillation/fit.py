@@ -24,7 +24,7 @@ from draftkit.distillation.ranks import agree
 from draftkit.distillation.sources import TrainingTexts, make_source
 from draftkit.distillation.trainer import Trainer, TrainingFailed
 from draftkit.evaluation.alpha import estimates, score_contexts, score_stored
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Outline, Target, save_draft
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
@@ -45,7 +45,7 @@ class Fitted:
     diverged.
     """
 
-    draft: CausalAdapter
+    draft: Adapter
     tokenizer: PreTrainedTokenizerBase
     outcome: Outcome
     alpha_by_rate: dict[float, float | None] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Fitting:
 
     config: Config
     target: Outline
-    draft: CausalAdapter
+    draft: Adapter
     texts: TrainingTexts
     validation: Sequence[Record]
     folder: Path

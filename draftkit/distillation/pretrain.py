@@ -23,20 +23,22 @@ from draftkit.config import (
 from draftkit.data.prompts import Example, Splits
 from draftkit.data.rollouts import Record
 from draftkit.data.store import Lazy
-from draftkit.distillation.batch import TokenSequence
+from draftkit.distillation.batch import TokenSequence, sequence_of_example
 from draftkit.distillation.loop import train
 from draftkit.distillation.losses import Objective
 from draftkit.distillation.progress import reporting
 from draftkit.distillation.ranks import alone
 from draftkit.distillation.sources import Source, shuffled
 from draftkit.distillation.trainer import Trainer
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import (
+    adapter_of,
     end_of_text_ids,
     load_model,
     load_tokenizer,
-    new_llama,
+    model_config,
+    new_model,
     save_draft,
 )
 from draftkit.models.shrink import (
@@ -44,6 +46,7 @@ from draftkit.models.shrink import (
     chosen_layers,
     frequent_ids,
     kept_share,
+    layer_count,
     shrink,
 )
 from draftkit.models.vocabulary import real_vocab_size
@@ -82,19 +85,12 @@ def make_draft(
             return
         shape = replace(shape, max_steps=cut.steps)
     else:
-        draft = new_model(config, shape, tokenizer)
-    rows = full_rows(splits.train, splits.room.total)
+        device = resolve_device(config.hardware)
+        made = new_model(shape, tokenizer, model_config(target), seed=config.seed, device=device)
+        draft = adapter_of(made, vocab_size=len(tokenizer))
+    texts = texts_to_learn(splits, draft)
     log = reporting("prepare_draft", shape.max_steps, tracker, note)
-    pretrain(draft, rows, folder / DRAFT, tokenizer=tokenizer, shape=shape, config=config, log=log)
-
-
-def new_model(
-    config: Config, shape: PretrainConfig, tokenizer: PreTrainedTokenizerBase
-) -> CausalAdapter:
-    """A model of `shape` that has learned nothing, in float32."""
-    device = resolve_device(config.hardware)
-    model = new_llama(shape, tokenizer, seed=config.seed, device=device)
-    return CausalAdapter(model, vocab_size=len(tokenizer))
+    pretrain(draft, texts, folder / DRAFT, tokenizer=tokenizer, shape=shape, config=config, log=log)
 
 
 def cut_draft(
@@ -104,7 +100,7 @@ def cut_draft(
     *,
     note: Callable[[str], None],
     answers: Sequence[Record],
-) -> CausalAdapter:
+) -> Adapter:
     """The drafter of layers of the target, in float32 where it is trained afterwards.
 
     It keeps the most frequent ids where `draft.shrink.vocabulary` is fewer than all.
@@ -129,11 +125,11 @@ def cut_draft(
             f"the drafter keeps {len(kept_ids)} ids: {share:.1%} of the validation text"
             f"{of_answers if own else ''}"
         )
-    layers = chosen_layers(options.layers, whole.config.get_text_config().num_hidden_layers)
+    layers = chosen_layers(options.layers, layer_count(whole.config))
     note(f"the drafter has layers {', '.join(map(str, layers))} of the target")
     model: Any = shrink(whole, layers)
     device = resolve_device(config.hardware) if options.steps else CPU
-    return CausalAdapter(model.to(device), vocab_size=size, kept_ids=kept_ids)
+    return adapter_of(model.to(device), vocab_size=size, kept_ids=kept_ids)
 
 
 def compiles(optim: OptimConfig, steps: int) -> bool:
@@ -144,8 +140,8 @@ def compiles(optim: OptimConfig, steps: int) -> bool:
 
 @alone()  # in a distributed launch the first process makes the model, the others wait for it
 def pretrain(
-    model: CausalAdapter,
-    rows: np.ndarray,
+    model: Adapter,
+    texts: Sequence[TokenSequence],
     folder: Path,
     *,
     tokenizer: PreTrainedTokenizerBase,
@@ -153,15 +149,14 @@ def pretrain(
     config: Config,
     log: Callable[[int, Mapping[str, float]], None],
 ) -> None:
-    """Train `model`, in float32, to predict the tokens of `rows` [N, T], and save it to `folder`.
+    """Train `model`, in float32, to predict the tokens of `texts`, and save it to `folder`.
 
-    Ids that it cannot propose it does not learn. What a resumed run needs lies beside the folder
-    until the model is whole.
+    What a resumed run needs lies beside the folder until the model is whole.
     """
     device = model.device
     dtype = resolve_dtype(config.hardware, device)
     compiled = compiles(config.optim, shape.max_steps)
-    if compiled:
+    if compiled and not model.has_encoder:
         model.model.base_model.compile(dynamic=False)  # rows are of one length
     trainer = Trainer(
         model,
@@ -179,7 +174,6 @@ def pretrain(
         ),
         autocast=dtype if dtype != torch.float32 else None,
     )
-    texts = Lazy(partial(predicted, kept=learned_ids(rows, model.kept_ids)), rows)
     batch_size = shape.per_device_train_batch_size
     source = Source(shuffled(texts, config.seed), batch_size=batch_size, device=device)
     training = folder.with_name(f"{folder.name}-training")
@@ -189,6 +183,23 @@ def pretrain(
     trained.to(torch.float32)
     save_draft(model, tokenizer, folder)
     remove(training)  # the model is whole: nothing resumes from here
+
+
+def texts_to_learn(splits: Splits, model: Adapter) -> Sequence[TokenSequence]:
+    """The training text as `model` learns it: full rows, all tokens but ids that it cannot propose;
+    of an encoder-decoder model each answer.
+
+    Raises ValueError where no row has an answer to learn.
+    """
+    if not model.has_encoder:
+        rows = full_rows(splits.train, splits.room.total)
+        return Lazy(partial(predicted, kept=learned_ids(rows, model.kept_ids)), rows)
+    answered = [row for row, text in enumerate(splits.train) if text.has_completion]
+    if not answered:
+        raise ValueError(
+            "data: no row has a `completion`, which a new encoder-decoder model learns"
+        )
+    return Lazy(lambda row: sequence_of_example(splits.train[row]), answered)
 
 
 def full_rows(texts: Sequence[Example], length: int) -> np.ndarray:

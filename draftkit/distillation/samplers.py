@@ -27,7 +27,7 @@ from draftkit.decoding.generation import (
 )
 from draftkit.decoding.proposers import drafting
 from draftkit.decoding.state import Request
-from draftkit.models.adapter import Adapter, CausalAdapter
+from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target
 from draftkit.theory.noise import DRAFT, sample, uniform
 from draftkit.theory.warping import SamplingParams, seen_tokens, warp
@@ -175,7 +175,7 @@ class BlockSampler:
     Token i is drawn from its own law, which knows the prompt alone.
     """
 
-    draft: CausalAdapter
+    draft: Adapter
     settings: AnswerSettings
 
     @torch.inference_mode()

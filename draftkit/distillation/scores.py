@@ -15,7 +15,7 @@ from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.chunked import chunks
 from draftkit.distillation.samplers import check_top_k
 from draftkit.distillation.sources import TrainingTexts, completed
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter
 from draftkit.theory.truncation import most_likely
 
 SCORED_AT_ONCE = 16  # texts that the target reads for its scores
@@ -54,7 +54,7 @@ def texts_to_score(config: Config, texts: TrainingTexts) -> Sequence[Record]:
 
 
 def scored_by(
-    target: CausalAdapter,
+    target: Adapter,
     records: Sequence[Record],
     *,
     top_k: int,
@@ -96,7 +96,7 @@ def sampled_scores(records: Sequence[Record], *, loss_temperature: float) -> lis
 
 @torch.no_grad()
 def stored_scores(
-    target: CausalAdapter, records: Sequence[Record], *, k: int, loss_temperature: float
+    target: Adapter, records: Sequence[Record], *, k: int, loss_temperature: float
 ) -> list[Record]:
     """`records` with the target's k most likely ids at every output token, and the mass of others.
 

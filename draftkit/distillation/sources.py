@@ -43,7 +43,7 @@ from draftkit.distillation.samplers import (
     SpeculativeSampler,
     noise_seed,
 )
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target
 from draftkit.theory.noise import ACCEPT, uniform
 
@@ -161,7 +161,7 @@ class Source:
 def make_source(
     config: Config,
     target: Target | None,
-    draft: CausalAdapter,
+    draft: Adapter,
     texts: TrainingTexts,
     *,
     rank: int = 0,
@@ -207,7 +207,7 @@ def make_source(
     )
 
 
-def check_sampled(config: Config, draft: CausalAdapter) -> None:
+def check_sampled(config: Config, draft: Adapter) -> None:
     """Raise ValueError for a source that cannot sample under these settings."""
     source = config.source
     if config.hardware.shard_target and (source.name == "replay" or source.mixes_tokens):
@@ -223,7 +223,7 @@ def check_sampled(config: Config, draft: CausalAdapter) -> None:
         )
 
 
-def source_sampler(config: Config, target: Target, draft: CausalAdapter, room: Room) -> Sampler:
+def source_sampler(config: Config, target: Target, draft: Adapter, room: Room) -> Sampler:
     """Who samples for a source in which the draft has a part."""
     source = config.source
     rows = config.optim.rows_of_a_process * source.refresh_steps

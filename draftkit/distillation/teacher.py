@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from draftkit.distillation.batch import Batch
-from draftkit.models.adapter import CausalAdapter, Head
+from draftkit.models.adapter import Adapter, Head
 from draftkit.theory.truncation import coarse_draft, coarse_target
 from draftkit.theory.warping import SamplingParams, tempered, warped_logits
 
@@ -169,7 +169,7 @@ TargetScores = FullScores | TopKScores  # what the target makes of the M generat
 class TargetTeacher:
     """Scores batches with a frozen target."""
 
-    target: CausalAdapter
+    target: Adapter
 
     @torch.no_grad()
     def score(self, batch: Batch) -> TargetScores:

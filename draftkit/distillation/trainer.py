@@ -23,7 +23,7 @@ from draftkit.distillation.batch import Batch
 from draftkit.distillation.chunked import LossOf, chunked_sum
 from draftkit.distillation.losses import Objective, token_weights
 from draftkit.distillation.teacher import Outcomes, TargetScores, Teacher
-from draftkit.models.adapter import CausalAdapter, Head
+from draftkit.models.adapter import Adapter, Head
 from draftkit.models.parallel import Chains, kept_share
 from draftkit.theory.noise import DROPOUT, uniform
 
@@ -101,7 +101,7 @@ class Trainer:
 
     def __init__(
         self,
-        draft: CausalAdapter,
+        draft: Adapter,
         teacher: Teacher | None,
         objective: Objective,
         *,

@@ -13,13 +13,16 @@ from typing import Any
 
 from draftkit.config import SamplingConfig
 from draftkit.evaluation.cards import (
+    NO_ENGINE,
     llamacpp_options,
+    served_by,
     sglang_options,
     transformers_code,
     vllm_options,
 )
 from draftkit.evaluation.engines import ARGMAX, LAUNCHED, best_gamma_of, launched_row
 from draftkit.evaluation.report import interval
+from draftkit.models.parallel import ENCODER_DECODER
 
 LOOPBACK = ["--host", "127.0.0.1"]
 TITLES = {
@@ -67,12 +70,13 @@ print(generator.get_speculative_stats())
 Judged = Mapping[str, Any] | None  # the summary of an evaluation
 
 
-def launched_gammas(judged: Judged, gamma: int) -> dict[str, int]:
-    """Proposals a round with which each engine is started: the best by what it accepts, at least
-    one; `gamma` where nothing was judged."""
+def launched_gammas(judged: Judged, gamma: int, *, kind: str) -> dict[str, int]:
+    """Proposals a round with which each engine is started that serves a drafter of `kind`: the best
+    by what it accepts, at least one; `gamma` where nothing was judged."""
+    engines = served_by(kind) if kind == ENCODER_DECODER else LAUNCHED
     if judged is None:
-        return dict.fromkeys(LAUNCHED, gamma)
-    return {engine: max(best_gamma_of(judged, engine), 1) for engine in LAUNCHED}
+        return dict.fromkeys(engines, gamma)
+    return {engine: max(best_gamma_of(judged, engine), 1) for engine in engines}
 
 
 def expected(judged: Judged, engine: str) -> dict[str, Any] | None:
@@ -107,6 +111,10 @@ def launch_text(
     target: its folder or its name on the hub, pinned to `revision`. parallel: whether the drafter
     proposes all tokens in one pass.
     """
+    parts = ["# How engines load this drafter\n\nRun these in the folder of this file.\n"]
+    if [*gammas] == ["hf"]:
+        code = transformers_code(json.dumps(target), '"hf"', gammas["hf"], revision, seq2seq=True)
+        return f"{parts[0]}\n{NO_ENGINE}## {TITLES['hf']}\n\n{python(code)}"
     pinned = ["--revision", revision] if revision else []
     speculative = json.dumps(vllm_options("./hf", gammas["vllm"], parallel=parallel))
     commands = {
@@ -123,7 +131,6 @@ def launch_text(
         "llamacpp": llamacpp(target, gammas["llamacpp"]),
         "onnx": onnx(target, gammas["onnx"], sampling),
     }
-    parts = ["# How engines load this drafter\n\nRun these in the folder of this file.\n"]
     for engine, text in commands.items():
         lines = "".join(f"{line}\n" for line in remarks(judged, engine, parallel=parallel))
         parts.append(f"\n## {TITLES[engine]}\n\n{lines}\n{text}")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record, document_of
-from draftkit.models.adapter import Adapter, CausalAdapter
+from draftkit.models.adapter import Adapter
 from draftkit.models.parallel import chains
 from draftkit.theory.acceptance import (
     MODES,
@@ -225,7 +225,6 @@ def _chained(
     Row i is what the draft proposes as token i + b of the output, in a round that begins behind i
     tokens of it.
     """
-    assert isinstance(draft, CausalAdapter), draft
     assert draft.parallel is not None
     count = len(context.output_ids)
     blocks = min(blocks or draft.parallel.blocks, count)

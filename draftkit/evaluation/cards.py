@@ -9,12 +9,16 @@ from typing import Any
 from draftkit.evaluation.decision import decision_page
 from draftkit.evaluation.engines import best_gamma_of
 from draftkit.evaluation.page import as_markdown
-from draftkit.models.parallel import PARD
+from draftkit.models.parallel import ENCODER_DECODER, PARD, PLAIN
 
 ONE_PASS = (
     "The drafter proposes all tokens in one pass over mask tokens (PARD). Of these engines vLLM "
     "does so; the others load it as a plain drafter, which proposes token by token: slower, and as "
     "exact.\n\n"
+)
+NO_ENGINE = (
+    "vLLM, SGLang, llama.cpp and ONNX Runtime serve no encoder-decoder pair; draftkit's own server "
+    "does.\n\n"
 )
 # The engines that a card serves the drafter with, in its order.
 SERVED = {"vllm": "vLLM", "sglang": "SGLang", "llamacpp": "llama.cpp", "hf": "transformers"}
@@ -26,9 +30,10 @@ def model_card(judged: dict[str, Any], *, target: str | None, name: str) -> str:
     judged: the summary of its evaluation. target: the folder or hub name of its target; a folder is
     not named, since a card goes where the model goes. name: of the experiment.
     """
-    best = {engine: best_gamma_of(judged, engine) for engine in SERVED}
+    engines = served_by(judged.get("kind"))
+    best = {engine: best_gamma_of(judged, engine) for engine in engines}
     gammas = {one: max(gamma, 1) for one, gamma in best.items()}
-    named = ", ".join(f"{name} {best[engine]}" for engine, name in SERVED.items())
+    named = ", ".join(f"{name} {best[engine]}" for engine, name in engines.items())
     return (
         _front(target)
         + as_markdown(decision_page(judged, name=name))
@@ -40,13 +45,18 @@ def model_card(judged: dict[str, Any], *, target: str | None, name: str) -> str:
     )
 
 
-def plain_card(target: str | None, gamma: int, *, parallel: bool = False) -> str:
+def served_by(kind: str | None) -> dict[str, str]:
+    """The engines that serve a drafter of `kind`: `ENCODER_DECODER`, or one of `draft.kind`."""
+    return {"hf": SERVED["hf"]} if kind == ENCODER_DECODER else SERVED
+
+
+def plain_card(target: str | None, gamma: int, *, kind: str = PLAIN) -> str:
     """The card of a drafter that has not been judged; a folder of the target is not named."""
-    gammas = dict.fromkeys(SERVED, gamma)
+    gammas = dict.fromkeys(served_by(kind), gamma)
     return (
         f"{_front(target)}# A draft model for speculative decoding\n\n{_folder(target)} "
         "Its acceptance has not been measured: `draftkit evaluate` does.\n\n"
-        + serving(hub_name(target) or "TARGET", "DRAFT", gammas, parallel=parallel)
+        + serving(hub_name(target) or "TARGET", "DRAFT", gammas, parallel=kind == PARD)
     )
 
 
@@ -71,6 +81,12 @@ def _folder(target: str | None) -> str:
 
 def serving(target: str, draft: str, gammas: Mapping[str, int], *, parallel: bool = False) -> str:
     """How engines serve `draft` beside `target`, each with its own of `gammas` a round."""
+    code = transformers_code(
+        json.dumps(target), json.dumps(draft), gammas["hf"], seq2seq=[*gammas] == ["hf"]
+    )
+    transformers = f"transformers:\n\n```python\n{code}```\n"
+    if [*gammas] == ["hf"]:
+        return NO_ENGINE + transformers
     vllm = json.dumps(vllm_options(draft, gammas["vllm"], parallel=parallel))
     sglang = sglang_options(draft, gammas["sglang"])
     llamacpp = llamacpp_options(gammas["llamacpp"])
@@ -90,11 +106,7 @@ llama.cpp, both folders converted by its `convert_hf_to_gguf.py`:
     llama-server -m target.gguf -md draft.gguf {shlex.join(llamacpp[:2])} \\
         {shlex.join(llamacpp[2:])}
 
-transformers:
-
-```python
-{transformers_code(json.dumps(target), json.dumps(draft), gammas["hf"])}```
-"""
+{transformers}"""
 
 
 def vllm_options(draft: str, gamma: int, *, parallel: bool = False) -> dict[str, Any]:
@@ -125,15 +137,18 @@ def llamacpp_options(gamma: int) -> list[str]:
     return ["--spec-type", "draft-simple", *proposals]
 
 
-def transformers_code(target: str, draft: str, gamma: int, revision: str | None = None) -> str:
+def transformers_code(
+    target: str, draft: str, gamma: int, revision: str | None = None, *, seq2seq: bool = False
+) -> str:
     """A program for transformers; `target` and `draft` are expressions of Python."""
+    loader = "AutoModelForSeq2SeqLM" if seq2seq else "AutoModelForCausalLM"
     pinned = f"{target}, revision={json.dumps(revision)}" if revision else target
     return f"""\
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {loader}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained({pinned})
-target = AutoModelForCausalLM.from_pretrained({pinned})
-draft = AutoModelForCausalLM.from_pretrained({draft})
+target = {loader}.from_pretrained({pinned})
+draft = {loader}.from_pretrained({draft})
 draft.generation_config.num_assistant_tokens = {gamma}
 draft.generation_config.assistant_confidence_threshold = 0
 inputs = tokenizer("Once upon a time", return_tensors="pt")

@@ -11,7 +11,7 @@ Shapes: B rows, N new tokens, T tokens, C slots attended to, V real vocabulary, 
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,16 +29,36 @@ ROLLBACK_LAYERS = {"full_attention", "sliding_attention"}
 SHAPE_BOUND_TYPES = {"bloom", "gpt_neo"}  # they read positions off the shape of the cache
 
 
+def parts_of(row: Sequence[int], start: int | None) -> tuple[Sequence[int], Sequence[int]]:
+    """What an encoder reads of a row (nothing where `start` is None), and the decoder's text.
+
+    Raises ValueError for a row of an encoder-decoder model that lacks either.
+    """
+    if start is None:
+        return (), row
+    if start not in row[1:]:
+        raise ValueError(
+            f"a row of an encoder-decoder model is a text, id {start} which begins the decoder's, "
+            "and what follows"
+        )
+    at = row.index(start)
+    return row[:at], row[at:]
+
+
 class Adapter(nn.Module, ABC):
     """A language model of Hugging Face, as decoder, trainer and evaluation see it."""
 
-    has_encoder = False  # whose text `encode` must be shown before the first decoder token
+    # The token that begins a decoder's text; None for a decoder-only model. A row of an
+    # encoder-decoder model holds both: what the encoder reads, this token, the decoder's text.
+    start_id: int | None = None
+    kept_ids: Tensor | None  # [K] ids that it can give, ascending; None: all
 
     def __init__(self, model: PreTrainedModel, *, vocab_size: int, max_positions: int) -> None:
         super().__init__()
         self.model = model
         self.vocab_size = vocab_size
         self.max_positions = max_positions
+        self.register_buffer("kept_ids", None, persistent=False)
         # Once, as it takes milliseconds. Names tell a model with LoRA from one without.
         self._architecture = model.config.to_json_string() + "\n".join(model.state_dict())
 
@@ -77,6 +97,16 @@ class Adapter(nn.Module, ABC):
         """The device of the model's weights, where tokens must be."""
         return next(self.model.parameters()).device
 
+    def rebuilt(self) -> "Adapter":
+        """A new adapter of the same model, after its modules or configuration have changed."""
+        build: Any = type(self)
+        return build(self.model, vocab_size=self.vocab_size, kept_ids=self.kept_ids)
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether `encode` must be shown a text before the first decoder token."""
+        return self.start_id is not None
+
     def encode(self, tokens: Tensor, *, lengths: Tensor, cache: SlotCache) -> None:
         """Take in the texts `tokens` [B, E], of `lengths` [B] tokens, padded on the right."""
         raise ValueError("this model has no encoder, so that there is nothing to read for it")
@@ -100,6 +130,25 @@ class Adapter(nn.Module, ABC):
         never seen by a kept position and needs no mask.
         """
 
+    def states(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
+        """What `head` makes logits of at the M positions of `keep`: [M, H].
+
+        Where `head` is None these are the logits [M, V] themselves. packing: of a parallel draft.
+        """
+        return self.score(tokens, keep)
+
+    @property
+    def head(self) -> "Head | None":
+        """The output head, where logits are nothing but what it makes of the last states."""
+        return None
+
+    def forward(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
+        """`states`: data-parallel wrappers see the forward pass of training."""
+        return self.states(tokens, keep, packing)
+
+    def renew(self) -> None:
+        """Follow weights that were changed in place by others, as in training."""
+
     def weights(self) -> dict[str, Tensor]:
         """What `load_weights` writes, by name: the tensors themselves, no copies."""
         return self.model.state_dict()
@@ -113,6 +162,7 @@ class Adapter(nn.Module, ABC):
         with torch.no_grad():
             for name, weight in by_name(own, state_dict).items():
                 own[name].copy_(weight)
+        self.renew()
 
 
 def by_name(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -199,16 +249,13 @@ def context_of(config: PreTrainedConfig) -> int:
 
 
 class CausalAdapter(Adapter):
-    """`Adapter` for a decoder-only model. `forward` is `states`.
+    """`Adapter` for a decoder-only model.
 
-    A module, so that data-parallel wrappers see the forward pass of training. Losses make logits
-    of the states themselves, a few tokens at a time. With `kept_ids` [K] (ascending) all other
-    logits are -inf, and a plain head is computed on these rows only.
+    Losses make logits of the states themselves, a few tokens at a time. With `kept_ids` [K]
+    (ascending) all other logits are -inf, and a plain head is computed on these rows only.
     Raises ValueError for models whose cache cannot roll back (recurrent or convolution state) or
     cannot be used slot by slot.
     """
-
-    kept_ids: Tensor | None
 
     def __init__(
         self, model: PreTrainedModel, *, vocab_size: int, kept_ids: Tensor | None = None
@@ -221,7 +268,7 @@ class CausalAdapter(Adapter):
         self._window: int | None = getattr(config, "sliding_window", None)
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         kept_ids = None if kept_ids is None else kept_ids.to(self.device)
-        self.register_buffer("kept_ids", kept_ids, persistent=False)
+        self.kept_ids = kept_ids
         self._kept_head: Head | None = None
         self._chooses_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._model_takes, self._stack_takes = map(cache_argument, (model, model.base_model))
@@ -250,11 +297,7 @@ class CausalAdapter(Adapter):
         return states if head is None else head(states)
 
     def states(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
-        """Return what the head makes logits of at the M positions of `keep`: [M, H].
-
-        A model that does more than its head (soft-capped or scaled logits) has `head` None and
-        gives the logits [M, V] themselves.
-        """
+        # A model that does more than its head (soft-capped or scaled logits) has none.
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if packing is not None:
             inputs["position_ids"] = packing.positions
@@ -263,11 +306,8 @@ class CausalAdapter(Adapter):
             return self._cut(self.model(**inputs).logits[keep])
         return self.model.base_model(**inputs).last_hidden_state[keep]
 
-    forward = states
-
     @property
     def head(self) -> Head | None:
-        """The output head, where logits are nothing but what it makes of the last states."""
         if not self._head_is_plain:
             return None
         module: Any = self.model.get_output_embeddings()
@@ -275,15 +315,9 @@ class CausalAdapter(Adapter):
         bias = None if module.bias is None else module.bias[rows]
         return Head(module.weight[rows], bias, self.kept_ids, self.vocab_size)
 
-    def load_weights(self, state_dict: dict[str, Tensor]) -> None:
-        super().load_weights(state_dict)
-        self.renew()
-
     def renew(self) -> None:
-        """Follow weights that were changed in place by others than `load_weights`, as in training.
-
-        Copies the kept rows of a plain head to where `step` reads them: selecting rows costs more
-        than using them. In place, as compiled code knows the copy by its address.
+        """Copies the kept rows of a plain head to where `step` reads them: selecting rows costs
+        more than using them. In place, as compiled code knows the copy by its address.
         """
         if self.kept_ids is None:
             return

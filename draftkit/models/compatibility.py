@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draftkit.config import Config
-from draftkit.models.adapter import context_of
-from draftkit.models.loading import declared_ends, load_tokenizer, model_config
+from draftkit.models.adapter import UNBOUNDED, context_of
+from draftkit.models.loading import (
+    check_same_shape,
+    declared_ends,
+    load_tokenizer,
+    model_config,
+)
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
 Shapes = Mapping[str, PreTrainedConfig]  # by section: `target`, and `draft` where one is given
@@ -41,13 +46,10 @@ def findings(config: Config) -> Iterator[Finding]:
     else:
         shapes["draft"] = model_config(config.draft)
         tokenizers["draft"] = load_tokenizer(config.draft)
-    for key, shape in shapes.items():
-        if shape.is_encoder_decoder:
-            yield Finding(
-                WRONG,
-                key,
-                f"{shape.model_type} is an encoder-decoder model: give a decoder-only one",
-            )
+    try:
+        check_same_shape(shapes["target"], shapes.get("draft", shapes["target"]))
+    except ValueError as error:
+        yield Finding(WRONG, "kind", str(error))
     yield from _vocabulary(shapes, tokenizers)
     yield from _special_tokens(config, tokenizers)
     yield _template(config, tokenizers)
@@ -109,7 +111,10 @@ def _template(config: Config, tokenizers: Tokenizers) -> Finding:
 
 def _context(shapes: Shapes) -> Finding:
     sizes = {key: context_of(shape) for key, shape in shapes.items()}
-    text = ", ".join(f"{key} {size:,}" for key, size in sizes.items())
+    words = {
+        key: f"{size:,}" if size < UNBOUNDED else "any number of" for key, size in sizes.items()
+    }
+    text = ", ".join(f"{key} {count}" for key, count in words.items())
     level = NOTE if len({*sizes.values()}) > 1 else GOOD
     smaller = ": the smaller one limits both" if level == NOTE else ""
     return Finding(level, "context", f"{text} tokens{smaller}")

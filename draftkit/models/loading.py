@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    T5Config,
 )
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
@@ -31,13 +32,13 @@ from transformers.utils import logging as transformers_logging
 from draftkit.artifacts import atomic_path, first_line
 from draftkit.config import DraftConfig, HardwareConfig, ModelConfig, PretrainConfig, TargetConfig
 from draftkit.hub import hub_has
-from draftkit.models.adapter import CausalAdapter, context_of
+from draftkit.models.adapter import Adapter, CausalAdapter, context_of
 from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.files import KEPT_IDS
 from draftkit.models.lora import save_plain
 from draftkit.models.parallel import PARD, parallel_of
-from draftkit.models.seq2seq import Seq2SeqAdapter
+from draftkit.models.seq2seq import Seq2SeqAdapter, start_token
 from draftkit.models.shrink import read_kept_ids, write_kept_ids
 from draftkit.models.vocabulary import check_same_tokenizer, real_vocab_size
 
@@ -65,15 +66,7 @@ class Outline:
 class Target(Outline):
     """A target with its weights."""
 
-    adapter: CausalAdapter
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seq2SeqTarget(Outline):
-    """An encoder-decoder target; a decoder's text begins with `start_token_id`, its prompt."""
-
-    adapter: Seq2SeqAdapter
-    start_token_id: int
+    adapter: Adapter
 
 
 @contextmanager
@@ -97,6 +90,11 @@ def _source(model: ModelConfig) -> dict[str, Any]:
     return {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
 
 
+def auto_model(config: PreTrainedConfig) -> Any:
+    """The class of transformers that loads a model of `config`."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+
+
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model`. Raises ValueError naming its key for one that is unusable."""
     check_folder(model)
@@ -112,28 +110,17 @@ def load_model(
     *,
     dtype: torch.dtype | Literal["auto"],
     device: torch.device,
-    encoder_decoder: bool = False,
 ) -> PreTrainedModel:
     """Load a language model for inference, in `dtype` (`auto`: as stored) on `device`, dropout off.
 
-    Raises ValueError naming the model's key for a missing, corrupt or incomplete one, and for one
-    of the other kind: decoder-only unless `encoder_decoder`.
+    Raises ValueError naming the model's key for a missing, corrupt or incomplete one.
     """
     transformers_logging.disable_progress_bar()
     config = model_config(model)
-    name = f"{model.key}.path {model.path}: {config.model_type} is"
-    if config.is_encoder_decoder and not encoder_decoder:
-        raise ValueError(
-            f"{name} an encoder-decoder model, and the stages train and judge decoder-only ones: "
-            "give one of those (load_seq2seq_target loads an encoder-decoder target for decoding)"
-        )
-    if encoder_decoder and not config.is_encoder_decoder:
-        raise ValueError(f"{name} a decoder-only model: load it with load_target or load_draft")
     # Read to where they stay, and not through the host's memory.
     options: dict[str, Any] = {"device_map": device} if device.type == "cuda" else {}
-    kind: Any = AutoModelForSeq2SeqLM if encoder_decoder else AutoModelForCausalLM
     with _refusing(model):
-        loaded, report = kind.from_pretrained(
+        loaded, report = auto_model(config).from_pretrained(
             model.location,
             config=config,
             dtype=dtype,
@@ -149,6 +136,15 @@ def load_model(
             f"(first: {absent[0]}): {WHOLE}"
         )
     return loaded.to(device).eval()
+
+
+def adapter_of(
+    model: PreTrainedModel, *, vocab_size: int, kept_ids: Tensor | None = None
+) -> Adapter:
+    """The face of a decoder-only or an encoder-decoder `model`."""
+    if model.config.is_encoder_decoder:
+        return Seq2SeqAdapter(model, vocab_size=vocab_size, kept_ids=kept_ids)
+    return CausalAdapter(fit_to_device(model), vocab_size=vocab_size, kept_ids=kept_ids)
 
 
 def model_config(model: ModelConfig) -> PreTrainedConfig:
@@ -191,38 +187,59 @@ def check_folder(model: ModelConfig) -> None:
         raise ValueError(f"{name}: holds no config.json: give a folder written by save_pretrained")
 
 
-def llama_config(
-    pretrain: PretrainConfig, vocab_size: int, special: Mapping[str, Any] | None = None
-) -> LlamaConfig:
-    """The shapes of `pretrain` over so many ids; `special`: ids of special tokens by name."""
+def fresh_config(
+    pretrain: PretrainConfig,
+    target: PreTrainedConfig,
+    vocab_size: int,
+    special: Mapping[str, Any] | None = None,
+) -> PreTrainedConfig:
+    """The shapes of `pretrain` over so many ids, of Llama type, or of T5 type beside such a target.
+
+    special: ids of special tokens by name.
+    """
+    width, layers, heads = pretrain.hidden_size, pretrain.num_hidden_layers, pretrain.heads
+    special = dict(special or {})
+    if target.is_encoder_decoder:
+        return T5Config(
+            vocab_size=vocab_size,
+            d_model=width,
+            d_kv=width // heads,
+            d_ff=2 * width,
+            num_layers=layers,
+            num_decoder_layers=layers,
+            num_heads=heads,
+            feed_forward_proj="gated-gelu",
+            **special | {"decoder_start_token_id": start_token(target, None)},
+        )
     return LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=pretrain.hidden_size,
-        intermediate_size=2 * pretrain.hidden_size,
-        num_hidden_layers=pretrain.num_hidden_layers,
-        num_attention_heads=pretrain.heads,
-        num_key_value_heads=pretrain.heads,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
-        **(special or {}),
+        **special,
     )
 
 
-def new_llama(
+def new_model(
     pretrain: PretrainConfig,
     tokenizer: PreTrainedTokenizerBase,
+    target: PreTrainedConfig,
     *,
     seed: int,
     device: torch.device,
 ) -> PreTrainedModel:
-    """Return a randomly initialised Llama-type model, the same for the same `seed`."""
+    """Return a randomly initialised model of `fresh_config`, the same for the same `seed`."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     special = {name: getattr(tokenizer, name) for name in names}
-    config = llama_config(pretrain, len(tokenizer), special)
+    config = fresh_config(pretrain, target, len(tokenizer), special)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return fit_to_device(model.to(device))
+        model = auto_model(config).from_config(config, dtype=torch.float32)
+    return model.to(device)
 
 
 def end_of_text_ids(
@@ -243,14 +260,23 @@ def load_outline(model: TargetConfig, hardware: HardwareConfig) -> Outline:
     return Outline(tokenizer=tokenizer, eos_token_ids=ends, dtype=dtype, device=device)
 
 
-def declared_ends(target: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The ids that end a text of a target whose weights are not loaded for it."""
+def declared_generation(target: TargetConfig) -> GenerationConfig:
+    """How a target generates, whose weights are not loaded for it."""
     try:
         revision = target.revision or "main"
-        generation = GenerationConfig.from_pretrained(target.location, revision=revision)
+        return GenerationConfig.from_pretrained(target.location, revision=revision)
     except OSError:  # it has no file of its own
-        generation = GenerationConfig.from_model_config(model_config(target))
-    return end_of_text_ids(generation, tokenizer)
+        return GenerationConfig.from_model_config(model_config(target))
+
+
+def declared_ends(target: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that end a text of a target."""
+    return end_of_text_ids(declared_generation(target), tokenizer)
+
+
+def decoder_start(target: TargetConfig) -> int | None:
+    """The id that begins a decoder's text; None for a decoder-only target."""
+    return start_token(model_config(target), declared_generation(target))
 
 
 def load_target(
@@ -265,56 +291,37 @@ def load_target(
     cannot be loaded.
     """
     outline = load_outline(model, hardware)
-    loaded, size = _target_model(model, outline, dtype or outline.dtype, encoder_decoder=False)
-    adapter = CausalAdapter(fit_to_device(loaded), vocab_size=size)
-    return Target(adapter=adapter, **vars(outline))
-
-
-def load_seq2seq_target(model: TargetConfig, hardware: HardwareConfig) -> Seq2SeqTarget:
-    """`load_target` for an encoder-decoder model of T5 type, which decodes but trains no draft.
-
-    Raises ValueError naming `target.path` for a model that cannot be loaded or does not say how a
-    decoder's text begins, and the type of one that cannot be decoded.
-    """
-    outline = load_outline(model, hardware)
-    loaded, size = _target_model(model, outline, outline.dtype, encoder_decoder=True)
-    declared = (loaded.generation_config, loaded.config)
-    starts = [getattr(config, "decoder_start_token_id", None) for config in declared]
-    if (start := next((i for i in starts if i is not None), None)) is None:
-        raise ValueError(
-            f"target.path {model.path}: no decoder_start_token_id: "
-            "add the first id of decoder texts to generation_config.json (0 for T5)"
-        )
-    adapter = Seq2SeqAdapter(loaded, vocab_size=size)
-    return Seq2SeqTarget(adapter=adapter, start_token_id=start, **vars(outline))
-
-
-def _target_model(
-    model: TargetConfig,
-    outline: Outline,
-    dtype: torch.dtype | Literal["auto"],
-    *,
-    encoder_decoder: bool,
-) -> tuple[PreTrainedModel, int]:
-    """A target's weights, which stay as they are, and its real vocabulary's size."""
-    loaded = load_model(model, dtype=dtype, device=outline.device, encoder_decoder=encoder_decoder)
+    loaded = load_model(model, dtype=dtype or outline.dtype, device=outline.device)
     # A target never changes, so compiled code may pack its weights.
     loaded.requires_grad_(False)
-    return loaded, real_vocab_size(outline.tokenizer, loaded.config, "target")
+    size = real_vocab_size(outline.tokenizer, loaded.config, "target")
+    return Target(adapter=adapter_of(loaded, vocab_size=size), **vars(outline))
 
 
-def load_draft(
-    model: DraftConfig, target: Outline, *, dtype: torch.dtype | None = None
-) -> CausalAdapter:
+def load_draft(model: DraftConfig, target: Outline, *, dtype: torch.dtype | None = None) -> Adapter:
     """Load a draft for `target` in `dtype`, else the target's.
 
     One with a list of kept ids in its folder proposes no others. Raises ValueError for a draft
     that cannot be loaded or does not share the vocabulary.
     """
-    loaded, size = _draft_model(model, target, dtype or target.dtype, encoder_decoder=False)
+    tokenizer = load_tokenizer(model)
+    check_same_tokenizer(target_tokenizer=target.tokenizer, draft_tokenizer=tokenizer)
+    loaded = load_model(model, dtype=dtype or target.dtype, device=target.device)
+    if isinstance(target, Target):
+        check_same_shape(target.adapter.model.config, loaded.config)
+    size = real_vocab_size(target.tokenizer, loaded.config, "draft")
     check_kind(model, loaded.config)
-    kept_ids = load_kept_ids(model, size)
-    return CausalAdapter(fit_to_device(loaded), vocab_size=size, kept_ids=kept_ids)
+    return adapter_of(loaded, vocab_size=size, kept_ids=load_kept_ids(model, size))
+
+
+def check_same_shape(target: PreTrainedConfig, draft: PreTrainedConfig) -> None:
+    """Raise ValueError for an encoder-decoder model beside a decoder-only one."""
+    if target.is_encoder_decoder != draft.is_encoder_decoder:
+        kinds = {True: "an encoder-decoder model", False: "a decoder-only one"}
+        raise ValueError(
+            f"draft.path: {draft.model_type} is {kinds[draft.is_encoder_decoder]}, and the target "
+            f"({target.model_type}) {kinds[target.is_encoder_decoder]}: both must be of one kind"
+        )
 
 
 def check_kind(model: DraftConfig, config: PreTrainedConfig) -> None:
@@ -339,22 +346,6 @@ def load_kept_ids(model: DraftConfig, vocab_size: int) -> Tensor | None:
     return None if path is None else read_kept_ids(Path(path), vocab_size)
 
 
-def load_seq2seq_draft(model: DraftConfig, target: Outline) -> Seq2SeqAdapter:
-    """`load_draft` for a draft that is an encoder-decoder model as its target is."""
-    loaded, size = _draft_model(model, target, target.dtype, encoder_decoder=True)
-    return Seq2SeqAdapter(loaded, vocab_size=size)
-
-
-def _draft_model(
-    model: DraftConfig, target: Outline, dtype: torch.dtype, *, encoder_decoder: bool
-) -> tuple[PreTrainedModel, int]:
-    """A draft with the target's vocabulary, and the real size of it."""
-    tokenizer = load_tokenizer(model)
-    check_same_tokenizer(target_tokenizer=target.tokenizer, draft_tokenizer=tokenizer)
-    loaded = load_model(model, dtype=dtype, device=target.device, encoder_decoder=encoder_decoder)
-    return loaded, real_vocab_size(target.tokenizer, loaded.config, "draft")
-
-
 def save_model(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -374,7 +365,7 @@ def save_model(
             write_kept_ids(temporary, kept_ids)
 
 
-def save_draft(draft: CausalAdapter, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_draft(draft: Adapter, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """`save_model` of a draft: a folder that `load_draft`, and serving, can load."""
     save_model(draft.model, tokenizer, folder, kept_ids=draft.kept_ids)
 

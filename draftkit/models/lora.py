@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftkit.config.text import LoraConfig
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter
 
 SCALE = 2  # of the updates B A
 
 
-def with_lora(draft: CausalAdapter, lora: LoraConfig, *, seed: int) -> CausalAdapter:
+def with_lora(draft: Adapter, lora: LoraConfig, *, seed: int) -> Adapter:
     """Return `draft` with fresh updates in its model, which change no logit before training.
 
     The model stays the same object; the adapter is a new one, since code compiled for a model
@@ -44,7 +44,7 @@ def with_lora(draft: CausalAdapter, lora: LoraConfig, *, seed: int) -> CausalAda
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model)
-    return CausalAdapter(model, vocab_size=draft.vocab_size, kept_ids=draft.kept_ids)
+    return draft.rebuilt()
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:

@@ -9,11 +9,12 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter
 
 KEPT_BYTES = 1 << 28  # of freed memory, about what a process gathers between two calls of it
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # the numbers that glibc's `mallopt` gives them
@@ -26,13 +27,14 @@ LIMITS = {resource.RLIMIT_AS: "VmSize", resource.RLIMIT_DATA: "VmData"}
 
 def weight_count(config: PreTrainedConfig) -> int:
     """Weights of a model of that configuration, tied ones once; none are made."""
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind.from_config(config)
     return sum(weight.numel() for weight in model.parameters())
 
 
 @contextmanager
-def in_float32(target: CausalAdapter) -> Iterator[None]:
+def in_float32(target: Adapter) -> Iterator[None]:
     """Hold the weights of `target` in float32 for a while, in place: no second copy is loaded.
 
     Those of lower precision come back bit by bit.

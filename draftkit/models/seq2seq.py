@@ -6,8 +6,12 @@ of cross attention in the rows of the cache; from then on all is as in a causal 
 the decoder are called one by one, with finished biases: the stack around them derives one bias from
 one length of the cache, and here every row stands at a position of its own.
 
-Shapes: B rows, E encoder tokens, N new decoder tokens, T decoder tokens, C slots attended to,
-V real vocabulary, H hidden size.
+A row of text holds both parts, so that nobody else need tell them apart: what the encoder reads,
+the token that begins a decoder's text, and that text. The start token (T5's padding) is in no text
+that is read, so its first occurrence parts them.
+
+Shapes: B rows, L tokens of both parts, E encoder tokens, N new decoder tokens, T decoder tokens,
+C slots attended to, V real vocabulary, H hidden size.
 """
 
 from collections.abc import Hashable
@@ -15,10 +19,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicLayer, EncoderDecoderCache, PreTrainedModel
+from transformers import (
+    Cache,
+    DynamicLayer,
+    EncoderDecoderCache,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
-from draftkit.models.adapter import UNBOUNDED, Adapter, additive, cache_argument
+from draftkit.models.adapter import UNBOUNDED, Adapter, Head, additive, cache_argument
 from draftkit.models.cache import SlotCache
+from draftkit.models.parallel import Packing
 
 T5_TYPES = ("t5", "mt5")
 
@@ -31,12 +43,33 @@ def inside(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths.clamp(min=1)[:, None]
 
 
+def start_token(config: PreTrainedConfig, generation: GenerationConfig | None) -> int | None:
+    """The token that begins a decoder's text; None for a decoder-only model.
+
+    Raises ValueError for an encoder-decoder model that does not say it.
+    """
+    if not config.is_encoder_decoder:
+        return None
+    for one in (generation, config):
+        if (start := getattr(one, "decoder_start_token_id", None)) is not None:
+            return int(start)
+    raise ValueError(
+        f"target.path: {config.model_type} has no decoder_start_token_id: add the first id of "
+        "decoder texts to generation_config.json (0 for T5)"
+    )
+
+
 class Seq2SeqAdapter(Adapter):
     """`Adapter` with an encoder for a T5-type model. Raises ValueError for other types."""
 
-    has_encoder = True
-
-    def __init__(self, model: PreTrainedModel, *, vocab_size: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, vocab_size: int, kept_ids: Tensor | None = None
+    ) -> None:
+        if kept_ids is not None:
+            raise ValueError(
+                "draft.shrink.vocabulary: a drafter that is an encoder-decoder model proposes all "
+                "ids: use 0"
+            )
         config: Any = model.config
         if config.model_type not in T5_TYPES:
             raise ValueError(
@@ -45,6 +78,7 @@ class Seq2SeqAdapter(Adapter):
                 f"({', '.join(T5_TYPES)})"
             )
         super().__init__(model, vocab_size=vocab_size, max_positions=UNBOUNDED)
+        self.start_id = start_token(config, model.generation_config)
         # T5 1.0 was trained with logits of scaled hidden states, 1.1 and mT5 without.
         scaled = getattr(config, "scale_decoder_outputs", False)
         self._scale: float = config.d_model**-0.5 if scaled else 1.0
@@ -87,27 +121,30 @@ class Seq2SeqAdapter(Adapter):
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
         self._decode(tokens, positions, cache)
 
-    def score(
-        self,
-        tokens: Tensor,
-        keep: Tensor,
-        *,
-        encoder: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """As `Adapter.score`. Raises ValueError without `encoder` [B, E] and its `lengths` [B]."""
-        if encoder is None or lengths is None:
-            raise ValueError(
-                "scoring under an encoder-decoder model needs the encoder's ids: "
-                "give score(..., encoder=, lengths=)"
-            )
+    def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
+        return self.head(self.states(tokens, keep))
+
+    def states(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
+        if packing is not None:
+            raise ValueError("draft.kind=pard: an encoder-decoder drafter is plain: use plain")
+        starts: Any = tokens == self.start_id
+        lengths = starts.int().argmax(1)  # [B] of what the encoder reads
+        encoder = tokens[:, : int(lengths.max())]  # [B, E]
+        most = tokens.shape[1]
+        order = torch.arange(most - int(lengths.min()), device=tokens.device)
+        columns = lengths[:, None] + order  # [B, T] of the decoder's text in the rows
+        kept = keep.gather(1, columns.clamp(max=most - 1)) & (columns < most)
         hidden = self._decoder(
-            input_ids=tokens,
+            input_ids=tokens.gather(1, columns.clamp(max=most - 1)),
             encoder_hidden_states=self._encoded(encoder, lengths),
             encoder_attention_mask=inside(lengths, encoder.shape[1]),
             use_cache=False,
         ).last_hidden_state
-        return self._head(hidden[keep] * self._scale)[:, : self.vocab_size]
+        return hidden[kept] * self._scale
+
+    @property
+    def head(self) -> Head:
+        return Head(self._head.weight[: self.vocab_size], None)
 
     @property
     def _decoder(self) -> Any:

@@ -1,11 +1,11 @@
 """A drafter cut out of its target: some of its layers, and the ids that are worth proposing.
 
 Chosen layers, embeddings, final norm and head of the target make a smaller model of the same
-architecture, which speaks the target's language before it has learnt anything. Over a large
-vocabulary the head is what a small drafter spends its time on: proposing the most frequent ids
-alone (FR-Spec 2502.14856, VocabTrim 2506.22694) leaves q = 0 for all others, which costs
-acceptance and no exactness. The ids lie in a file beside a head that stays whole; `adapter`
-applies them.
+architecture, which speaks the target's language before it has learnt anything. The layers of an
+encoder-decoder model are those of its decoder; the encoder stays whole. Over a large vocabulary the
+head is what a small drafter spends its time on: proposing the most frequent ids alone (FR-Spec
+2502.14856, VocabTrim 2506.22694) leaves q = 0 for all others, which costs acceptance and no
+exactness. The ids lie in a file beside a head that stays whole; `adapter` applies them.
 
 Shapes: K kept ids, V real vocabulary.
 """
@@ -51,9 +51,22 @@ def cut_shape(config: PreTrainedConfig, layers: int | Sequence[int]) -> PreTrain
     Raises ValueError as `chosen_layers` does.
     """
     cut = copy.deepcopy(config)
-    text = cut.get_text_config()
-    _cut_lists(text, chosen_layers(layers, text.num_hidden_layers))
+    _cut_lists(_stack(cut), chosen_layers(layers, layer_count(config)))
     return cut
+
+
+def layer_count(config: PreTrainedConfig) -> int:
+    """The layers of a model of `config`; of an encoder-decoder one those of its decoder."""
+    return int(getattr(_stack(config), _count_name(config)))
+
+
+def _stack(config: PreTrainedConfig) -> Any:
+    """The part of `config` that counts the layers that are cut."""
+    return config if config.is_encoder_decoder else config.get_text_config()
+
+
+def _count_name(config: PreTrainedConfig) -> str:
+    return "num_decoder_layers" if config.is_encoder_decoder else "num_hidden_layers"
 
 
 def shrink(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedModel:
@@ -64,7 +77,7 @@ def shrink(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedMo
     some layers otherwise once their numbers change.
     """
     config = cut_shape(target.config, layers)
-    layers = chosen_layers(layers, target.config.get_text_config().num_hidden_layers)
+    layers = chosen_layers(layers, layer_count(target.config))
     with torch.random.fork_rng(devices=[]):  # the first weights are random, and overwritten
         made: Any = type(target)._from_config(config, dtype=target.dtype)
     own = made.state_dict()
@@ -86,19 +99,26 @@ def shrink(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedMo
 
 def _cut_lists(config: Any, layers: Sequence[int]) -> None:
     """Cut the number of layers, and every list in `config` with an entry for each layer."""
-    count = config.num_hidden_layers
+    count = layer_count(config)
     for name, value in list(vars(config).items()):
         # A list of ids may be as long as there are layers: the name tells them apart.
         if isinstance(value, list) and len(value) == count and "layer" in name:
             setattr(config, name, [value[layer] for layer in layers])
-    config.num_hidden_layers = len(layers)
+    setattr(config, _count_name(config), len(layers))
 
 
 def _renumbered(target: PreTrainedModel, layers: Sequence[int]) -> dict[str, Tensor]:
-    """The weights of `target` without the other layers, the chosen ones numbered from 0."""
-    count = target.config.get_text_config().num_hidden_layers
+    """The weights of `target` without the other layers, the chosen ones numbered from 0.
+
+    The encoder of an encoder-decoder model stays whole.
+    """
+    count, decoder = layer_count(target.config), target.config.is_encoder_decoder
     lists = [
-        n for n, m in target.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count
+        n
+        for n, m in target.named_modules()
+        if isinstance(m, nn.ModuleList)
+        and len(m) == count
+        and (n.startswith("decoder.") or not decoder)
     ]
     stack = f"{lists[0]}." if lists else None  # the outermost comes first
     weights = {}

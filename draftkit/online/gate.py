@@ -25,7 +25,7 @@ from draftkit.config.service import LEAST_PROMPTS
 from draftkit.data.rollouts import Record
 from draftkit.evaluation.alpha import PromptTotals, score_contexts, score_stored
 from draftkit.evaluation.report import signed
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter
 from draftkit.theory.acceptance import Estimate, gain_p_value
 
 FALSE_PASSES = 0.05  # of weights that gain nothing, over all gates of a version in force
@@ -65,8 +65,8 @@ class Judge:
     tokens a pass of the target, since acceptance differs by position.
     """
 
-    draft: CausalAdapter
-    target: CausalAdapter | None
+    draft: Adapter
+    target: Adapter | None
     batch_size: int
     acceptance: str = "alpha"
 

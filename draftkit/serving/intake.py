@@ -15,6 +15,7 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from draftkit.config import DEFAULT_ROUTE, SamplingConfig, ServeConfig
+from draftkit.data.prompts import begun
 from draftkit.serving.jobs import Job
 from draftkit.serving.protocol import SHOWN, ApiError, ChatRequest, CompletionRequest
 from draftkit.serving.replies import ChatReply, CompletionReply
@@ -85,6 +86,7 @@ class Intake:
             ids = prompt
         if not ids:
             raise ApiError("prompt must not be empty: it has no token", param="prompt")
+        ids = begun(ids, self.texts.start)
         self._check_length(len(ids), most, "prompt", bound="max_tokens")
         size = self.texts.vocab_size
         if (wrong := max(ids)) >= size:

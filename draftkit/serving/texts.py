@@ -36,13 +36,19 @@ class Texts:
     """A tokenizer for many callers; ids are below `vocab_size`.
 
     Chats become what the same chats are in training, as `data` says; the date is today's. What a
-    turn says is text: no name of a special token in it is that token.
+    turn says is text: no name of a special token in it is that token. start: of an encoder-decoder
+    model the id that begins an answer, and ends what its encoder reads.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, data: DataConfig | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        data: DataConfig | None = None,
+        *,
+        start: int | None = None,
     ) -> None:
-        self.vocab_size = vocab_size
+        self.vocab_size, self.start = vocab_size, start
         self._tokenizer: Any = copy.deepcopy(tokenizer)
         data = data or DataConfig()
         self._format = chat_format(self._tokenizer, data, fixed_date=False)
@@ -57,14 +63,14 @@ class Texts:
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt, with what the tokenizer puts before a text. Slow for long texts."""
         with self._lock:
-            return text_ids(self._tokenizer, [text])[0]
+            return text_ids(self._tokenizer, [text], literal=self.start is not None)[0]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a chat that awaits its answer.
 
         Raises ValueError where the tokenizer has no chat template, or its template refuses.
         """
-        if not self._format.has_template:
+        if not self._format.has_template or self.start is not None:
             raise ValueError(
                 "the tokenizer of this model has no chat template: use /v1/completions"
             )

@@ -40,7 +40,7 @@ from draftkit.evaluation.walltime import (
     take_turns,
     warm_up,
 )
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter
 from draftkit.models.devices import resolve_device
 from draftkit.models.loading import load_draft, load_target
 from draftkit.models.memory import peak_bytes
@@ -137,8 +137,8 @@ def prompts_of(batch_size: int) -> int:
 
 def points_of(
     config: Config,
-    target: CausalAdapter,
-    draft: CausalAdapter,
+    target: Adapter,
+    draft: Adapter,
     prompts: Prompts,
     folder: StageFolder,
     *,
@@ -216,8 +216,8 @@ def random_points(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 def measure(
     config: Config,
-    target: CausalAdapter,
-    draft: CausalAdapter,
+    target: Adapter,
+    draft: Adapter,
     prompts: Prompts,
     setting: Setting,
     names: Sequence[str],
@@ -322,7 +322,7 @@ def prediction(timed: Mapping[str, Timed], costs: Costs, setting: Setting) -> Po
 
 
 def greedy_agreement(
-    target: CausalAdapter, ours: Timed, theirs: Timed, setting: Setting
+    target: Adapter, ours: Timed, theirs: Timed, setting: Setting
 ) -> dict[str, int]:
     """How many answers are the same, and how the others part: by a near-tie, or not.
 

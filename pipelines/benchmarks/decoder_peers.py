@@ -16,17 +16,17 @@ from transformers.utils import logging as transformers_logging
 from draftkit.decoding.generation import Completion
 from draftkit.engines.folder import assistant_options
 from draftkit.evaluation.walltime import Chunk, Method, PromptIds, Setting, now, synchronised_clock
-from draftkit.models.adapter import CausalAdapter
+from draftkit.models.adapter import Adapter, parts_of
 from draftkit.models.attention import NAME
 
 PAD = 0  # masked in front of a prompt, cut behind an answer: any id will do
 
 
 def hugging_face(
-    target: CausalAdapter,
+    target: Adapter,
     setting: Setting,
     *,
-    assistant: CausalAdapter | None = None,
+    assistant: Adapter | None = None,
     lookup: bool = False,
 ) -> Method:
     """`generate` of the target's model: plain, with an `assistant`, or with prompt `lookup`.
@@ -49,12 +49,13 @@ def hugging_face(
     def generate(prompts: PromptIds, first: int) -> Chunk:
         torch.manual_seed(setting.seed + first)
         started = clock()
-        tokens, mask = padded_left(prompts, target.device)
+        read = [parts_of(prompt, target.start_id)[0] or prompt for prompt in prompts]
+        tokens, mask = padded_left(read, target.device)
         with stock_attention(models):
             output = model.generate(
                 input_ids=tokens, attention_mask=mask, generation_config=options, **more
             )
-        answers = output[:, tokens.shape[1] :].tolist()
+        answers = output[:, 1 if target.has_encoder else tokens.shape[1] :].tolist()
         seconds = now() - started
         pairs = zip(prompts, answers, strict=True)
         return Chunk(0.0, seconds, [answer(p, a, setting.eos_token_ids) for p, a in pairs])

@@ -34,7 +34,7 @@ from draftkit.distillation.progress import reporting
 from draftkit.distillation.samplers import answered, target_sampler
 from draftkit.distillation.sources import Source, shuffled
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
-from draftkit.models.adapter import Adapter, CausalAdapter
+from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target, load_draft, load_target, save_draft, with_path
 from draftkit.online.assembly import make_refit
 from draftkit.online.buffer import Buffer
@@ -124,7 +124,7 @@ def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
 class Service:
     """A drafter that is refitted from what it serves. `draft` holds the version in force."""
 
-    def __init__(self, draft: CausalAdapter, buffer: Buffer, refit: Refit) -> None:
+    def __init__(self, draft: Adapter, buffer: Buffer, refit: Refit) -> None:
         self.draft, self.version = draft, ""
         self._buffer, self._refit = buffer, refit
         self._follow()
@@ -191,7 +191,7 @@ class Experiment:
         target = self.target.adapter
         return score_drafts(target, drafts, records, sampling=sampling, batch_size=size)
 
-    def draft(self, path: Path) -> CausalAdapter:
+    def draft(self, path: Path) -> Adapter:
         return load_draft(with_path(self.config.draft, path), self.target)
 
     def distil(self, name: str, start: Path, texts: Texts, steps: int) -> Path:

@@ -35,7 +35,7 @@ from draftkit.distillation.sources import source_sampler
 from draftkit.distillation.teacher import FullScores
 from draftkit.evaluation.walltime import synchronised_clock
 from draftkit.models import memory
-from draftkit.models.adapter import CausalAdapter, Head
+from draftkit.models.adapter import Adapter, Head
 from draftkit.models.devices import resolve_device
 from draftkit.models.loading import Target, load_draft, load_target
 
@@ -133,7 +133,7 @@ def show(config: Config, folder: Path) -> None:
 
 
 def beside_trl(
-    target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
+    target: Target, draft: Adapter, prompts: Sequence[Sequence[int]], config: Config
 ) -> dict[str, Any]:
     """Rates of both trainers, and the median of their ratios step by step with its quartiles."""
     from .training_peers import trl_rates
@@ -173,7 +173,7 @@ def answer_tokens(config: Config) -> int:
 
 
 def our_step(
-    target: Target, draft: CausalAdapter, prompts: Sequence[Sequence[int]], config: Config
+    target: Target, draft: Adapter, prompts: Sequence[Sequence[int]], config: Config
 ) -> Callable[[int], float]:
     """A function that takes the step of a number, and gives its completion tokens a second."""
     size, new = config.optim.per_device_train_batch_size, answer_tokens(config)

@@ -1,7 +1,6 @@
 """Rounds on a CUDA device are those of the CPU, eager, captured and compiled, late and at once."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -217,12 +216,12 @@ def test_rows_that_leave_early_are_no_harm_to_those_that_stay(device: torch.devi
 def test_encoder_decoder_models_decode(device: torch.device) -> None:
     target, draft = (one.to(device) for one in tiny.seq2seq_pair("t5"))
     wanted = [
-        replace(request([tiny.START], gamma=3, new=10, row=row, sampling=GREEDY), encoder_ids=text)
+        request([*text, tiny.START], gamma=3, new=10, row=row, sampling=GREEDY)
         for row, text in enumerate(tiny.prompts([5, 9, 3]))
     ]
     found = []
     for code in codes(device):
-        decoder = code.decoder(target, slots=3, capacity=32, encoder_capacity=16)
+        decoder = code.decoder(target, slots=3, capacity=48)
         decoder.attach(DRAFT, DraftModelProposer(draft))
         found.append([answer.text for answer in drive(decoder, wanted)])
     assert found == [found[0]] * 4

@@ -1,5 +1,7 @@
 """Encoder texts in the decoder: encoder-decoder pairs."""
 
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -13,7 +15,10 @@ from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import Adapter
 from tests import tiny
+from tests.decoding.checks import VOCAB_SIZE, Parts, Setting, check_joint_law, measured
 from tests.decoding.driving import request
+from tests.tabular import EncodedAdapter, TabularAdapter, random_adapter, relative
+from tests.theory.laws import LawBroken
 
 TEXTS = tiny.prompts([5, 17, 1, 9, 12, 3, 8, 14], seed=3)
 NEW_TOKENS = 24
@@ -22,9 +27,7 @@ NEW_TOKENS = 24
 def requests_of(gamma: int, *, temperature: float = 0.0) -> list[Request]:
     sampling = SamplingConfig(temperature=temperature)
     shared: dict[str, Any] = {"new": NEW_TOKENS, "gamma": gamma, "sampling": sampling, "seed": 4}
-    return [
-        request([tiny.START], encoder_ids=text, row=row, **shared) for row, text in enumerate(TEXTS)
-    ]
+    return [request([*text, tiny.START], row=row, **shared) for row, text in enumerate(TEXTS)]
 
 
 def answers(
@@ -71,18 +74,26 @@ def test_a_decoder_only_draft_has_nothing_to_read_the_text_with() -> None:
         answers(target, tiny.adapter("llama"), 3, 4)
 
 
-def test_a_request_must_bring_what_its_target_reads() -> None:
+@pytest.mark.parametrize("row", [[tiny.START], [3, 4, 5]], ids=["no text", "no start"])
+def test_a_request_must_bring_what_its_target_reads(row: list[int]) -> None:
     target, _ = tiny.seq2seq_pair()
-    decoder = Decoder(target, slots=1, capacity=64, encoder_capacity=8)
-    request = Request(prompt_ids=[tiny.START], max_new_tokens=4, sampling=SamplingConfig())
-    with pytest.raises(ValueError, match="encoder_ids"):
+    decoder = Decoder(target, slots=1, capacity=64)
+    request = Request(prompt_ids=row, max_new_tokens=4, sampling=SamplingConfig())
+    with pytest.raises(ValueError, match="a row of an encoder-decoder model is a text, id 257 whi"):
         decoder.join([request])
-    with pytest.raises(ValueError, match="17 encoder tokens, room for 8"):
-        decoder.join([requests_of(0)[1]])
-    causal = Decoder(tiny.adapter("llama"), slots=1, capacity=64)
-    with pytest.raises(ValueError, match="encoder_ids"):
-        causal.join([requests_of(0)[0]])
-    assert decoder.free_slots == causal.free_slots == 1
+    assert decoder.free_slots == 1
+
+
+def test_an_answer_that_has_begun_goes_on() -> None:
+    """As after an end of a process, or where sources mix token by token."""
+    target, draft = tiny.seq2seq_pair()
+    whole = answers(target, draft, 3, 4)
+    begun = [
+        replace(one, prompt_ids=[*one.prompt_ids, *done.output_ids[:7]], max_new_tokens=17)
+        for one, done in zip(requests_of(3), whole, strict=True)
+    ]
+    rest = decode(target, begun, eos_token_ids=(), batch_size=4, proposer=DraftModelProposer(draft))
+    assert [a.output_ids for a in rest] == [a.output_ids[7:] for a in whole]
 
 
 def test_rows_that_are_fed_together_may_start_and_end_anywhere() -> None:
@@ -102,3 +113,26 @@ def test_rows_that_are_fed_together_may_start_and_end_anywhere() -> None:
             feed(alone, [0], [0], fed, to_target=True, proposer=None)
         for mine, other in zip(decoder.cache._keys, alone.cache._keys, strict=True):
             torch.testing.assert_close(mine[slot, :, :fed], other[0, :, :fed], atol=1e-12, rtol=0)
+
+
+class EncodedSetting(Setting):
+    """Its prompt (1, 0) is the text that the encoder reads and the start of the decoder's."""
+
+    @cached_property
+    def target(self) -> TabularAdapter:
+        return EncodedAdapter(random_adapter(VOCAB_SIZE, self.seed))
+
+    def draft(self, seed: int = 100) -> TabularAdapter:
+        return EncodedAdapter(relative(self.target, self.seed + seed))
+
+
+@pytest.mark.parametrize("verification", ["speculative", "block", "match"])
+def test_the_joint_law_behind_an_encoder_is_the_targets(verification: str) -> None:
+    """By enumeration, of an encoder-decoder pair of tables."""
+    check_joint_law(measured(Parts(), EncodedSetting(tokens=3, verification=verification)))
+
+
+def test_an_encoder_that_reads_another_text_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EncodedAdapter, "before", lambda self, cache: torch.tensor(2))
+    with pytest.raises(LawBroken):
+        check_joint_law(measured(Parts(), EncodedSetting(tokens=3)))

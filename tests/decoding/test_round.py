@@ -179,16 +179,14 @@ def test_compiled_rounds_read_encoders_of_every_size() -> None:
     target, draft = tiny.seq2seq_pair("t5")
     with strict_compiler() as strict, pytest.MonkeyPatch.context() as patch:
         patch.setattr(graphs, "BATCHES", (3,))
-        for room in (20, 24):
+        for room in (64, 72):
             found = []
             for compiled in (False, True):
-                decoder = Decoder(
-                    target, slots=3, capacity=64, encoder_capacity=room, compiled=compiled
-                )
+                decoder = Decoder(target, slots=3, capacity=room, compiled=compiled)
                 decoder.attach(DRAFT, DraftModelProposer(draft))
                 texts = tiny.prompts([3, 9, 20, 1, 7], seed=4)
                 requests = [
-                    request([tiny.START, *[5] * (row % 2)], gamma=3, row=row, encoder_ids=text)
+                    request([*text, tiny.START, *[5] * (row % 2)], gamma=3, row=row)
                     for row, text in enumerate(texts)
                 ]
                 found.append(drive(decoder, requests))

@@ -24,7 +24,7 @@ class Bigram(nn.Module):
     dtype = torch.float64
     weight_bytes = 8 * VOCAB * VOCAB
     signature = "bigram"
-    has_encoder = False
+    has_encoder, start_id = False, None
     parallel = None
 
     def __init__(self, seed, spread=1.0):

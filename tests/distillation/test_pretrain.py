@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 from draftkit.config import Config, DraftConfig, HardwareConfig, PretrainConfig, TargetConfig
 from draftkit.config.text import ShrinkConfig
@@ -15,7 +15,7 @@ from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example, Splits
 from draftkit.distillation.pretrain import full_rows, make_draft
 from draftkit.distillation.ranks import agree
-from draftkit.models.loading import load_model, new_llama, save_model
+from draftkit.models.loading import load_model, new_model, save_model
 from draftkit.models.shrink import KEPT_IDS, read_kept_ids
 from draftkit.tracking import Tracker, read_metrics
 from tests import tiny
@@ -42,7 +42,11 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def target(tmp_path: Path) -> TargetConfig:
     tokenizer = tiny.byte_tokenizer()
-    save_model(new_llama(SHAPE, tokenizer, seed=0, device=CPU), tokenizer, tmp_path / "target")
+    save_model(
+        new_model(SHAPE, tokenizer, LlamaConfig(), seed=0, device=CPU),
+        tokenizer,
+        tmp_path / "target",
+    )
     return TargetConfig(path=str(tmp_path / "target"))
 
 

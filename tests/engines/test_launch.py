@@ -38,7 +38,7 @@ def judged(best: int = 5, argmax: int = 2) -> dict[str, Any]:
 def sections(target: str = "some/target", **options: Any) -> dict[str, str]:
     """The text of each engine, by its name."""
     given = {"judged": judged(), "revision": None, "parallel": False} | options
-    given["gammas"] = launched_gammas(given["judged"], 3)
+    given["gammas"] = launched_gammas(given["judged"], 3, kind="plain")
     text = launch_text(target, **{"sampling": SamplingConfig(), **given})
     _, *parts = text.split("\n## ")
     return dict(zip(TITLES, parts, strict=True))
@@ -154,13 +154,13 @@ def test_each_engine_is_launched_at_and_expected_to_accept_what_its_setting_does
     best = expected(judged(), engine)
     assert best is not None
     assert (best["gamma"], best["acceptance_length"]) == tuple(row["at_best_gamma"].values())
-    assert best["gamma"] == launched_gammas(judged(), 3)[engine]
+    assert best["gamma"] == launched_gammas(judged(), 3, kind="plain")[engine]
     assert best["acceptance"] == row["acceptance"]
     mean = row["at_best_gamma"]["acceptance_length"]["mean"]
     text = sections()[engine]
     assert "- at temperature 1, computed" in text
     assert re.search(rf"{mean:.2f} \[.*\] tokens a pass at gamma {best['gamma']}\n", text)
-    assert launched_gammas(None, 3)[engine] == 3
+    assert launched_gammas(None, 3, kind="plain")[engine] == 3
     assert expected(None, engine) is None
     assert "- no evaluation says what to expect" in sections(judged=None)[engine]
     one_by_one = "in one pass in vLLM; here one by one" in sections(parallel=True)[engine]
@@ -173,11 +173,11 @@ def test_gammas_are_those_of_how_the_engine_drafts() -> None:
     for row in cut["engines"]:
         if (row["engine"], row["setting"]) == LAUNCHED["vllm"]:
             row["mode"] = UNCUT
-    gammas = launched_gammas(cut, 1)
+    gammas = launched_gammas(cut, 1, kind="plain")
     assert [gammas[engine] for engine in ("hf", "vllm", "sglang")] == [5, 3, 2]
     # As of a proposer without a drafter, of which no engine has a row.
     without = {"batch_size": 1, "best_gamma": 4, "temperature": 1.0}
-    assert {*launched_gammas(without, 1).values()} == {4}
+    assert {*launched_gammas(without, 1, kind="plain").values()} == {4}
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,12 @@ def test_fewer_rows_than_ids_are_wrong(pairs: Path, tmp_path: Path) -> None:
     assert "embedding rows" in seen["padding"].text
 
 
-def test_an_encoder_decoder_is_wrong(pairs: Path, tmp_path: Path) -> None:
+def test_an_encoder_decoder_beside_a_decoder_only_one_is_wrong(pairs: Path, tmp_path: Path) -> None:
     changes = {"model_type": "t5", "is_encoder_decoder": True, "architectures": None}
     changes |= {"num_layers": 2, "d_model": 16, "num_heads": 2}
     seen = of(copied(pairs, tmp_path, "draft", "config.json", **changes))
-    assert seen["draft"].level == WRONG
-    assert "decoder-only" in seen["draft"].text
+    assert seen["kind"].level == WRONG
+    assert "both must be of one kind" in seen["kind"].text
 
 
 def test_a_target_that_never_ends_a_text_is_wrong(pairs: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    LlamaConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -20,10 +21,8 @@ from draftkit.models.loading import (
     load_kept_ids,
     load_model,
     load_outline,
-    load_seq2seq_draft,
-    load_seq2seq_target,
     load_target,
-    new_llama,
+    new_model,
     save_model,
 )
 from draftkit.models.shrink import write_kept_ids
@@ -43,7 +42,7 @@ def tokenizer():
 @pytest.fixture
 def folder(tmp_path, tokenizer):
     path = tmp_path / "model"
-    save_model(new_llama(SHAPE, tokenizer, seed=0, device=CPU), tokenizer, path)
+    save_model(new_model(SHAPE, tokenizer, LlamaConfig(), seed=0, device=CPU), tokenizer, path)
     return path
 
 
@@ -53,7 +52,7 @@ def target_of(path):
 
 def test_what_was_saved_is_loaded(folder, tokenizer):
     target = target_of(folder)
-    fresh = new_llama(SHAPE, tokenizer, seed=0, device=CPU)
+    fresh = new_model(SHAPE, tokenizer, LlamaConfig(), seed=0, device=CPU)
     for name, weight in fresh.state_dict().items():
         assert torch.equal(target.adapter.model.state_dict()[name], weight)
     assert target.eos_token_ids == (tokenizer.eos_token_id,)
@@ -63,7 +62,11 @@ def test_what_was_saved_is_loaded(folder, tokenizer):
 
 def test_new_models_repeat_for_a_seed_and_differ_between_seeds(tokenizer):
     def weights(seed):
-        return new_llama(SHAPE, tokenizer, seed=seed, device=CPU).get_input_embeddings().weight
+        return (
+            new_model(SHAPE, tokenizer, LlamaConfig(), seed=seed, device=CPU)
+            .get_input_embeddings()
+            .weight
+        )
 
     torch.manual_seed(9)
     before = torch.rand(1)
@@ -135,18 +138,6 @@ def t5_folder(path, tokenizer, **changes):
     return model
 
 
-def seq2seq_target_of(path):
-    return load_seq2seq_target(TargetConfig(path=str(path)), CPU32)
-
-
-def test_an_encoder_decoder_model_is_refused_by_name_where_drafts_are_trained(tmp_path, tokenizer):
-    t5_folder(tmp_path / "t5", tokenizer)
-    with pytest.raises(
-        ValueError, match=r"^target\.path .*t5 is an encoder-decoder model, .*give one of those"
-    ):
-        target_of(tmp_path / "t5")
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_encoder_decoder_target_is_loaded_with_its_first_and_last_ids(tmp_path, tokenizer, tied):
     model = t5_folder(tmp_path / "t5", tokenizer, tie_word_embeddings=tied)
@@ -154,43 +145,41 @@ def test_an_encoder_decoder_target_is_loaded_with_its_first_and_last_ids(tmp_pat
         head = torch.randn_like(model.lm_head.weight)
         model.lm_head.weight = torch.nn.Parameter(head)
         save_model(model, tokenizer, tmp_path / "t5")
-    target = seq2seq_target_of(tmp_path / "t5")
-    assert target.start_token_id == 0
+    target = target_of(tmp_path / "t5")
+    assert target.adapter.start_id == 0
     assert target.eos_token_ids == (0, 7)
     assert target.adapter.is_constant
-    tokens, lengths = torch.tensor([[5, 6, 7]]), torch.tensor([3])
-    scores = target.adapter.score(tokens, tokens > 0, encoder=tokens, lengths=lengths)
-    expected = model(input_ids=tokens, decoder_input_ids=tokens).logits[0, :, : len(tokenizer)]
+    row = torch.tensor([[5, 6, 7, 0, 5, 6]])
+    scores = target.adapter.score(row, torch.arange(6)[None] > 2)
+    expected = model(input_ids=row[:, :3], decoder_input_ids=row[:, 3:]).logits[0]
+    expected = expected[:, : len(tokenizer)]
     torch.testing.assert_close(scores, expected)
 
 
 def test_a_decoder_without_a_first_id_is_told_where_to_write_it(tmp_path, tokenizer):
     t5_folder(tmp_path / "t5", tokenizer, decoder_start_token_id=None)
-    with pytest.raises(ValueError, match=r"t5: no decoder_start_token_id: add .*generation_config"):
-        seq2seq_target_of(tmp_path / "t5")
+    with pytest.raises(
+        ValueError, match=r"t5 has no decoder_start_token_id: add .*generation_config"
+    ):
+        target_of(tmp_path / "t5")
 
 
-def test_a_decoder_only_model_is_no_encoder_decoder_target(folder):
-    with pytest.raises(ValueError, match=r"^target\.path .*llama is a decoder-only model: load it"):
-        seq2seq_target_of(folder)
-
-
-def test_an_encoder_decoder_target_takes_drafts_of_both_kinds(folder, tmp_path, tokenizer):
+def test_both_models_are_of_one_kind(folder, tmp_path, tokenizer):
     t5_folder(tmp_path / "t5", tokenizer)
-    target = seq2seq_target_of(tmp_path / "t5")
-    both = DraftConfig(path=str(folder)), DraftConfig(path=str(tmp_path / "t5"))
-    decoder_only, encoder_decoder = both
-    assert load_draft(decoder_only, target).model.config.model_type == "llama"
-    assert load_seq2seq_draft(encoder_decoder, target).model.config.model_type == "t5"
-    assert load_seq2seq_draft(encoder_decoder, target).vocab_size == len(tokenizer)
-    with pytest.raises(ValueError, match=r"^draft\.path .*t5 is an encoder-decoder model"):
-        load_draft(encoder_decoder, target)
-    with pytest.raises(ValueError, match=r"^draft\.path .*llama is a decoder-only model"):
-        load_seq2seq_draft(decoder_only, target)
+    causal, t5 = (DraftConfig(path=str(path)) for path in (folder, tmp_path / "t5"))
+    assert load_draft(t5, target_of(tmp_path / "t5")).model.config.model_type == "t5"
+    with pytest.raises(
+        ValueError, match=r"^draft\.path: llama is a decoder-only one, and the target"
+    ):
+        load_draft(causal, target_of(tmp_path / "t5"))
+    with pytest.raises(ValueError, match=r"^draft\.path: t5 is an encoder-decoder model, and the "):
+        load_draft(t5, target_of(folder))
 
 
 def test_a_draft_without_a_tokenizer_is_told_how_to_get_one(folder, tmp_path, tokenizer):
-    new_llama(SHAPE, tokenizer, seed=0, device=CPU).save_pretrained(tmp_path / "bare")
+    new_model(SHAPE, tokenizer, LlamaConfig(), seed=0, device=CPU).save_pretrained(
+        tmp_path / "bare"
+    )
     with pytest.raises(ValueError, match=r"draft\.path .*no usable tokenizer.*save_pretrained"):
         load_draft(DraftConfig(path=str(tmp_path / "bare")), target_of(folder))
 
@@ -199,7 +188,7 @@ def test_a_draft_without_a_tokenizer_is_told_how_to_get_one(folder, tmp_path, to
 def narrow(tmp_path, tokenizer):
     """A draft that keeps three ids."""
     path = tmp_path / "narrow"
-    model = new_llama(SHAPE, tokenizer, seed=1, device=CPU)
+    model = new_model(SHAPE, tokenizer, LlamaConfig(), seed=1, device=CPU)
     save_model(model, tokenizer, path, kept_ids=torch.tensor([0, 5, 9]))
     return path
 
@@ -230,7 +219,7 @@ def test_a_model_of_the_hub_without_kept_ids_keeps_all():
 
 
 def test_a_model_can_be_loaded_as_it_is_stored(folder, tmp_path, tokenizer):
-    model = new_llama(SHAPE, tokenizer, seed=0, device=CPU)
+    model = new_model(SHAPE, tokenizer, LlamaConfig(), seed=0, device=CPU)
     save_model(model.to(torch.bfloat16), tokenizer, tmp_path / "half")
     for path, dtype in ((folder, torch.float32), (tmp_path / "half", torch.bfloat16)):
         loaded = load_model(TargetConfig(path=str(path)), dtype="auto", device=CPU)
@@ -238,7 +227,7 @@ def test_a_model_can_be_loaded_as_it_is_stored(folder, tmp_path, tokenizer):
 
 
 def test_padded_embeddings_are_cut_to_the_real_vocabulary(folder, tmp_path, tokenizer):
-    model = new_llama(SHAPE, tokenizer, seed=0, device=CPU)
+    model = new_model(SHAPE, tokenizer, LlamaConfig(), seed=0, device=CPU)
     model.resize_token_embeddings(len(tokenizer) + 20)
     save_model(model, tokenizer, tmp_path / "padded")
     tokens = torch.tensor([[5, 6, 7]])
@@ -267,7 +256,7 @@ def test_both_models_have_the_dtype_of_the_hardware_or_the_one_given(folder):
 
 
 def test_weights_can_be_read_by_whoever_the_umask_allows(tmp_path, tokenizer):
-    model, before = new_llama(SHAPE, tokenizer, seed=0, device=CPU), os.umask(0o022)
+    model, before = new_model(SHAPE, tokenizer, LlamaConfig(), seed=0, device=CPU), os.umask(0o022)
     try:
         save_model(model, tokenizer, tmp_path / "model")
         os.umask(0o027)

@@ -170,21 +170,17 @@ def test_scores_of_kept_positions_equal_the_model_whatever_lies_to_the_right(kin
     adapter = adapter_of(kind, dtype=torch.float64)
     texts = tiny.prompts([24, 5, 13])
     encoders = tiny.prompts([2, 9, 6], seed=4)
-    tokens, counts = padded(texts)
-    keep = inside(counts, 24) & (torch.arange(24) % 3 != 1)
-    encoder, lengths = padded(encoders)
-    scores = adapter.score(tokens, keep, encoder=encoder, lengths=lengths)
+    texts = [[tiny.START, *text] for text in texts]
+    tokens, counts = padded([one + text for one, text in zip(encoders, texts, strict=True)])
+    order = torch.arange(tokens.shape[1])
+    keep = inside(counts, len(order)) & (order % 3 != 1)
+    keep &= order >= torch.tensor([[len(one)] for one in encoders])  # no text of the encoder
+    scores = adapter.score(tokens, keep)
     expected = [
-        fresh(adapter.model, one, torch.tensor(text))[keep[row, : len(text)]]
+        fresh(adapter.model, one, torch.tensor(text))[keep[row, len(one) : len(one) + len(text)]]
         for row, (one, text) in enumerate(zip(encoders, texts, strict=True))
     ]
     torch.testing.assert_close(scores, torch.cat(expected), atol=ATOL, rtol=0)
-
-
-def test_a_score_without_the_encoders_ids_is_refused() -> None:
-    tokens = torch.zeros(1, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"needs the encoder's ids: give score"):
-        adapter_of().score(tokens, tokens == 0)
 
 
 @torch.no_grad()
@@ -195,8 +191,8 @@ def test_logits_are_cut_to_the_real_vocabulary() -> None:
     adapter.encode(tokens, lengths=lengths, cache=cache)
     positions = torch.arange(4).expand(2, 4)
     assert adapter.step(tokens, positions=positions, cache=cache).shape == (2, 4, 258)
-    scores = adapter.score(tokens, inside(lengths, 4), encoder=tokens, lengths=lengths)
-    assert scores.shape == (6, 258)
+    rows, counts = padded([[3, tiny.START, 4], [3, tiny.START]])
+    assert adapter.score(rows, inside(counts, 3) & (rows != 3)).shape == (3, 258)
 
 
 # Weights

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from draftkit.config import DraftConfig, HardwareConfig, PretrainConfig, TargetConfig
-from draftkit.models.loading import load_draft, load_target, new_llama, save_model
+from draftkit.models.loading import load_draft, load_target, new_model, save_model
 from draftkit.models.vocabulary import check_same_tokenizer
 from tests.trained import train_byte_bpe
 
@@ -19,7 +20,7 @@ def test_a_draft_with_another_vocabulary_is_refused_with_the_first_difference(
 ) -> None:
     for name, text in TEXTS.items():
         tokenizer = train_byte_bpe([text], 300)
-        model = new_llama(SHAPE, tokenizer, seed=0, device=torch.device("cpu"))
+        model = new_model(SHAPE, tokenizer, LlamaConfig(), seed=0, device=torch.device("cpu"))
         save_model(model, tokenizer, tmp_path / name)
     target = load_target(TargetConfig(path=str(tmp_path / "target")), HardwareConfig(device="cpu"))
     check_same_tokenizer(target_tokenizer=target.tokenizer, draft_tokenizer=target.tokenizer)

@@ -189,14 +189,16 @@ def serving(
     key: str | None = None,
     drain: Any = lambda: True,
     send_buffer: int | None = None,
+    start: int | None = None,
 ) -> Iterator[str]:
     """A server on a free port of loopback; its address, `127.0.0.1:PORT`.
 
-    send_buffer: bytes that the kernel takes for a reader who does not read.
+    send_buffer: bytes that the kernel takes for a reader who does not read. start: that begins the
+    decoder's text of an encoder-decoder engine.
     """
     settings = settings or ServeConfig()
     intake = Intake(
-        texts=Texts(tokenizer or chat_tokenizer(), VOCAB_SIZE),
+        texts=Texts(tokenizer or chat_tokenizer(), VOCAB_SIZE, start=start),
         settings=settings,
         max_length=engine.max_length,
         sampling=sampling or SamplingConfig(),

@@ -1,0 +1,199 @@
+"""`python -m pipelines.benchmarks.t5`: pairs of T5 type, as in the papers' tables, in small.
+
+Writes a parallel text (numbers to words), a tokenizer and an untrained T5 below `<root>/t5`; trains
+the target by `prepare`; then distils and judges drafters of three sizes by `distill`, as any other
+pair. Prints the tables of docs/results/t5.md. Arguments are settings of the experiment `t5`.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    T5Config,
+)
+
+from draftkit.artifacts import read_json
+from draftkit.config import Config
+from draftkit.models.loading import save_model
+
+from ..configuration import compose_config
+from ..plan import DISTILL, EVALUATE, PREPARE
+from ..product import SUMMARY, Stage
+from ..stage import ensure
+
+UNITS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+    "nineteen",
+)
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+SCALES = ("", " thousand", " million", " billion")
+ROWS, VOCABULARY = 6000, 256
+PAD, END, UNKNOWN = "<pad>", "</s>", "<unk>"
+TARGET = (
+    *("draft.pretrain.num_hidden_layers=4", "draft.pretrain.hidden_size=128"),
+    *("draft.pretrain.max_steps=1500", "draft.pretrain.learning_rate=1e-3"),
+)
+ONE_OF_THEM = "2 layers of width 64"
+DRAFTERS = {  # of encoder and decoder alike, but for the one that is cut
+    "1 layer of width 32": ("draft.pretrain.num_hidden_layers=1", "draft.pretrain.hidden_size=32"),
+    ONE_OF_THEM: ("draft.pretrain.num_hidden_layers=2", "draft.pretrain.hidden_size=64"),
+    "the target's first decoder layer": ("draft.shrink.layers=1",),
+}
+GAMMAS = (3, 5, 7)
+DIVERGENCES, COUNTED = ("forward_kl", "jsd", "tvd"), ("unigram", "bigram")
+
+
+def spoken(number: int) -> str:
+    """`number`, below 10^12, in English words."""
+    if number < 20:
+        return UNITS[number]
+    parts = []
+    for power, scale in reversed([*enumerate(SCALES)]):
+        group = number // 1000**power % 1000
+        hundreds, rest = divmod(group, 100)
+        words = [UNITS[hundreds], "hundred"] if hundreds else []
+        if rest >= 20:
+            words += [TENS[rest // 10 - 2], *([UNITS[rest % 10]] if rest % 10 else [])]
+        elif rest:
+            words.append(UNITS[rest])
+        parts += [" ".join(words) + scale] if words else []
+    return " ".join(parts)
+
+
+def pairs(count: int, seed: int = 0) -> Iterator[dict[str, str]]:
+    """Rows of a number, written in one of three ways, and its words."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        number = draw.randrange(10 ** draw.randint(6, 12))
+        shown = draw.choice([f"{number}", f"{number:,}", " ".join(str(number))])
+        yield {"prompt": f"say {shown}", "completion": spoken(number)}
+
+
+def pieces(texts: list[str], vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer as SentencePiece makes them: pieces with spaces, an end behind every text."""
+    tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[PAD, END, UNKNOWN], show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {END}", special_tokens=[(END, 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, unk_token=UNKNOWN
+    )
+
+
+def write_seed(folder: Path, *, count: int = ROWS, vocab_size: int = VOCABULARY) -> None:
+    """Write `rows.jsonl`, and in `model` the tokenizer with an untrained T5 of the least size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [*pairs(count)]
+    lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+    (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
+    tokenizer = pieces([text for row in rows for text in row.values()], vocab_size)
+    shape = T5Config(
+        vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2
+    )
+    shape.pad_token_id, shape.eos_token_id = 0, 1
+    shape.decoder_start_token_id = 0  # pyrefly: ignore[missing-attribute]
+    torch.manual_seed(0)
+    model = AutoModelForSeq2SeqLM.from_config(shape)
+    save_model(model, tokenizer, folder / "model")
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """An estimate with its interval, or a plain number."""
+    if not isinstance(value, dict):
+        return f"{value:.{digits}f}"
+    low, high = value["ci95"]
+    return f"{value['mean']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def speedups(judged: dict[str, Any]) -> list[str]:
+    """Of the rounds, over plain decoding: predicted, and measured with its interval."""
+    speedup = judged["speedup"]
+    measured = {"mean": speedup["measured"], "ci95": speedup["ci95"]}
+    return [number(speedup["predicted"], 2), number(measured, 2)]
+
+
+def show(*rows: Sequence[object]) -> None:
+    """Print a Markdown table, its head first."""
+    for index, row in enumerate(rows):
+        print(f"| {' | '.join(map(str, row))} |")
+        if index == 0:
+            print("|" + "---|" * len(row))
+    print(flush=True)
+
+
+def run(overrides: Sequence[str]) -> None:
+    """Make what is missing, and print the tables."""
+    given = [one.removeprefix("root=") for one in overrides if one.startswith("root=")]
+    root = Path([Config.root, *given][-1]) / "t5"
+    if not (root / "model").is_dir():
+        write_seed(root)
+    text = ("+experiment=t5", f"data.path={root / 'rows.jsonl'}")
+
+    def made(stage: Stage, *settings: str) -> Path:
+        return ensure(stage, compose_config([*text, *settings, *overrides]))
+
+    target = made(PREPARE, f"target.path={root / 'model'}", *TARGET) / "draft"
+
+    def summary(stage: Stage, *settings: str) -> dict[str, Any]:
+        return read_json(made(stage, f"target.path={target}", *settings) / SUMMARY)
+
+    sizes, drafters = [], []
+    for index, (size, shape) in enumerate(DRAFTERS.items()):
+        own = (f"target.path={target}", f"name=t5_{index}", *shape)
+        before, judged = (summary(stage, *own)["by_temperature"] for stage in (DISTILL, EVALUATE))
+        for at in before:
+            gain = [number(before[at][key]) for key in ("alpha_before", "alpha_after")]
+            cost = [number(judged[at][key], 2) for key in ("cost_ratio", "acceptance_length")]
+            sizes.append([size, at, *gain, judged[at]["gamma"], *cost, *speedups(judged[at])])
+        drafters.append(f"draft.path={made(DISTILL, *own) / 'draft'}")
+    show(
+        ["drafter", "T", "alpha before", "after", "K", "c", "tau", "predicted", "measured"], *sizes
+    )
+
+    given = ("evaluate.draft=given", "evaluate.temperatures=[0.0]")
+    rows: list[list[object]] = []
+    for index, (size, drafter) in enumerate(zip(DRAFTERS, drafters, strict=True)):
+        cells = [
+            summary(EVALUATE, drafter, *given, f"name=t5_{index}_{k}", f"decode.gamma={k}")
+            for k in GAMMAS
+        ]
+        rows.append([size, *(", ".join(speedups(cell)) for cell in cells)])
+    show(["predicted, measured at T = 0", *(f"K = {k}" for k in GAMMAS)], *rows)
+
+    given = ("evaluate.draft=given", "evaluate.temperatures=[1.0]", "decode.gamma=3")
+    rows = []
+    for proposer in COUNTED:
+        ways = (f"name=t5_{proposer}", f"decode.proposer={proposer}")
+        one = summary(EVALUATE, drafters[0], *given, *ways)
+        rows.append([proposer, *(number(one[k]) for k in ("alpha_decoding", "acceptance_length"))])
+    show(["proposals from counts, T = 1", "accepted of those tested", "tau"], *rows)
+
+    rows = []
+    for divergence in DIVERGENCES:
+        how = (f"name=t5_{divergence}", f"divergence={divergence}", "source=draft")
+        gains = summary(DISTILL, *DRAFTERS[ONE_OF_THEM], *how)["by_temperature"]
+        rows.append([divergence, *(number(one["alpha_gain"]) for one in gains.values())])
+    named = f"{ONE_OF_THEM}, learning on its own samples"
+    show([named, "alpha gained, T = 0", "T = 1"], *rows)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

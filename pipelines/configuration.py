@@ -162,14 +162,15 @@ def to_config(composed: DictConfig) -> Config:
 def spelled_out(words: Sequence[str]) -> list[str]:
     """The overrides `words` as Hydra needs them.
 
-    `draft.path` chooses `draft=local`: what is given is not made. A setting that is a mapping takes
-    new keys, which Hydra adds or replaces with two plusses alone.
+    `draft.path` chooses `draft=local`, and no cut of an experiment: what is given is not made. A
+    setting that is a mapping takes new keys, which Hydra adds or replaces with two plusses alone.
     """
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
     given = any(word.startswith("draft.path=") and word != "draft.path=null" for word in words)
     chosen = any(word.startswith(("draft=", "+draft=")) for word in words)
     # In front, as options may stand behind.
-    return ["draft=local", *words] if given and not chosen else [*words]
+    whole = ["draft=local", "draft.shrink.layers=[]", "draft.shrink.vocabulary=0"]
+    return [*whole, *words] if given and not chosen else [*words]
 
 
 def compose_settings(overrides: Sequence[str]) -> DictConfig:

@@ -255,8 +255,9 @@ def test_pair_says_in_one_line_all_that_must_be_given() -> None:
 def test_a_drafter_that_is_given_is_not_made() -> None:
     """The default cuts one out of the target: that holds only where none is given."""
     assert compose_config().draft.shrink.layers == [0]
-    for experiment in ("serve", "quickstart", "smoke"):
-        given = compose_config([f"+experiment={experiment}", "draft.path=some/draft"])
+    for experiment in ("serve", "quickstart", "smoke", "smollm2_135m"):
+        paths = ["target.path=a", "draft.path=some/draft"]
+        given = compose_config([f"+experiment={experiment}", *paths])
         assert given.draft.path == "some/draft"
         assert given.draft.shrink.layers == []
     assert compose_config(["draft.path=null"]).draft.shrink.layers == [0]

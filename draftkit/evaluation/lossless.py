@@ -25,7 +25,7 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import Proposer
-from draftkit.models.adapter import Adapter
+from draftkit.models.adapter import Adapter, parts_of
 from draftkit.models.cache import SlotCache
 
 MARGIN = 1e-5  # of a near-tie, where less rounding is measured
@@ -200,12 +200,18 @@ def _read(
     for first in range(0, len(answers), rows):
         chunk = [*answers[first : first + rows]]
         filled = [*range(len(chunk)), *[len(chunk) - 1] * (rows - len(chunk))]
-        texts = [[*chunk[i].prompt_ids, *chunk[i].output_ids] for i in filled]
-        begins = torch.tensor([len(chunk[i].prompt_ids) for i in filled], device=target.device)
+        whole = [[*chunk[i].prompt_ids, *chunk[i].output_ids] for i in filled]
+        read, texts = zip(*(parts_of(row, target.start_id) for row in whole), strict=True)
+        given = [
+            len(text) - len(chunk[i].output_ids) for i, text in zip(filled, texts, strict=True)
+        ]
+        begins = torch.tensor(given, device=target.device)
         longest, outputs = max(map(len, texts)), max(len(one.output_ids) for one in chunk)
-        padded = [text + [0] * (longest - len(text)) for text in texts]
-        tokens = torch.tensor(padded, device=target.device)  # [R, T]
-        cache = SlotCache(rows, longest).select(None, visible=longest)
+        tokens = _padded(texts, target.device)  # [R, T]
+        cache = SlotCache(rows, longest, max(map(len, read))).select(None, visible=longest)
+        if target.has_encoder:
+            lengths = torch.tensor([len(text) for text in read], device=target.device)
+            target.encode(_padded(read, target.device), lengths=lengths, cache=cache)
         if (prompt := int(begins.max()) - 1) > 0:
             positions = torch.arange(prompt, device=target.device).expand(rows, -1)
             target.prefill(tokens[:, :prompt], positions=positions, cache=cache)
@@ -230,6 +236,12 @@ def _read(
             _, exponent = torch.frexp(torch.maximum(rival.abs(), chosen.abs()))
             unit = torch.ldexp(torch.full_like(rival, torch.finfo(logits.dtype).eps), exponent - 1)
             parts.append(torch.stack([rival - chosen, unit], dim=1))  # [R, 2, N of the pass]
-        read = torch.cat(parts, dim=-1).cpu()
-        readings += [read[row, ..., : len(one.output_ids)] for row, one in enumerate(chunk)]
+        made = torch.cat(parts, dim=-1).cpu()
+        readings += [made[row, ..., : len(one.output_ids)] for row, one in enumerate(chunk)]
     return readings
+
+
+def _padded(texts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """[R, T], padded on the right."""
+    longest = max(map(len, texts))
+    return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)

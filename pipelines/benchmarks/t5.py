@@ -1,14 +1,15 @@
 """`python -m pipelines.benchmarks.t5`: pairs of T5 type, as in the papers' tables, in small.
 
 Writes a parallel text (numbers to words), a tokenizer and an untrained T5 below `<root>/t5`; trains
-the target by `prepare`; then distils and judges drafters of three sizes by `distill`, as any other
-pair. Prints the tables of docs/results/t5.md. Arguments are settings of the experiment `t5`.
+the target by `prepare`; then distils and judges drafters of three sizes, as any other pair. Prints
+the tables of docs/results/t5.md. Arguments are settings of the experiment `t5`.
 """
 
 import json
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from transformers import (
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from draftkit.models.loading import save_model
+from draftkit.evaluation.judge import Prompts, timing
+from draftkit.models.loading import load_draft, load_target, save_model
 
 from ..configuration import compose_config
-from ..plan import DISTILL, EVALUATE, PREPARE
+from ..contexts import read_contexts
+from ..plan import CONTEXTS, EVALUATE, PREPARE, TRAIN
 from ..product import SUMMARY, Stage
 from ..stage import ensure
+from .decoder import HF_ASSISTED, HF_PLAIN, PLAIN, SPECULATIVE, measure
 
 UNITS = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
@@ -50,6 +54,7 @@ DRAFTERS = {  # of encoder and decoder alike, but for the one that is cut
     "the target's first decoder layer": ("draft.shrink.layers=1",),
 }
 GAMMAS = (3, 5, 7)
+METHODS = (PLAIN, SPECULATIVE, HF_PLAIN, HF_ASSISTED)
 DIVERGENCES, COUNTED = ("forward_kl", "jsd", "tvd"), ("unigram", "bigram")
 
 
@@ -139,6 +144,27 @@ def show(*rows: Sequence[object]) -> None:
     print(flush=True)
 
 
+def beside_hugging_face(config: Config) -> Iterator[list[object]]:
+    """Tokens a second of plain and speculative greedy decoding, ours and of transformers, in turns:
+    rows of a table."""
+    target = load_target(config.target, config.hardware)
+    draft = load_draft(config.draft, target)
+    folder = ensure(CONTEXTS, config)
+    held_out, others = (read_contexts(folder, split) for split in ("test", "validation"))
+    prompts = Prompts(
+        test=[one.prompt_ids for one in held_out], calibration=[one.prompt_ids for one in others]
+    )
+    texts = [*prompts.test, *prompts.calibration]
+    greedy = replace(config.sampling, temperature=0.0)
+    setting = timing(texts, greedy, target.eos_token_ids, config)
+    points = measure(config, target.adapter, draft, prompts, setting, METHODS)
+    ratios = next(one for one in points if one["method"] == SPECULATIVE)["ratios"]
+    for one in points:
+        ratio = ratios.get(one["method"])
+        over = ratio and number({"mean": ratio["median"], "ci95": ratio["ci95"]}, 2)
+        yield [one["method"], f"{one['tokens_per_second']['median']:.0f}", over or 1]
+
+
 def run(overrides: Sequence[str]) -> None:
     """Make what is missing, and print the tables."""
     given = [one.removeprefix("root=") for one in overrides if one.startswith("root=")]
@@ -158,12 +184,11 @@ def run(overrides: Sequence[str]) -> None:
     sizes, drafters = [], []
     for index, (size, shape) in enumerate(DRAFTERS.items()):
         own = (f"target.path={target}", f"name=t5_{index}", *shape)
-        before, judged = (summary(stage, *own)["by_temperature"] for stage in (DISTILL, EVALUATE))
-        for at in before:
-            gain = [number(before[at][key]) for key in ("alpha_before", "alpha_after")]
-            cost = [number(judged[at][key], 2) for key in ("cost_ratio", "acceptance_length")]
-            sizes.append([size, at, *gain, judged[at]["gamma"], *cost, *speedups(judged[at])])
-        drafters.append(f"draft.path={made(DISTILL, *own) / 'draft'}")
+        for at, one in summary(EVALUATE, *own)["by_temperature"].items():
+            gain = [number(side["alpha"]) for side in (one["before"], one)]
+            cost = [number(one[key], 2) for key in ("cost_ratio", "acceptance_length")]
+            sizes.append([size, at, *gain, one["gamma"], *cost, *speedups(one)])
+        drafters.append(f"draft.path={made(TRAIN, *own) / 'draft'}")
     show(
         ["drafter", "T", "alpha before", "after", "K", "c", "tau", "predicted", "measured"], *sizes
     )
@@ -189,10 +214,22 @@ def run(overrides: Sequence[str]) -> None:
     rows = []
     for divergence in DIVERGENCES:
         how = (f"name=t5_{divergence}", f"divergence={divergence}", "source=draft")
-        gains = summary(DISTILL, *DRAFTERS[ONE_OF_THEM], *how)["by_temperature"]
+        gains = summary(EVALUATE, *DRAFTERS[ONE_OF_THEM], *how)["by_temperature"]
         rows.append([divergence, *(number(one["alpha_gain"]) for one in gains.values())])
     named = f"{ONE_OF_THEM}, learning on its own samples"
     show([named, "alpha gained, T = 0", "T = 1"], *rows)
+
+    ways = (f"target.path={target}", drafters[2], "name=t5_peers", "decode.gamma=3")
+    ways += ("decode.compile=auto",)  # as pairs are served
+    rows = [*beside_hugging_face(compose_config([*text, *ways, *overrides]))]
+    show(
+        [
+            "greedy, the target's first decoder layer, K = 3",
+            "tokens/s",
+            "ours with the drafter over it",
+        ],
+        *rows,
+    )
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ import math
 import pytest
 import torch
 
-from draftkit.config import DataConfig, HardwareConfig, TargetConfig
+from draftkit.config import DataConfig, HardwareConfig, SamplingConfig, TargetConfig
 from draftkit.data.corpora import read_documents
 from draftkit.decoding import round as units
-from draftkit.decoding.generation import Completion
+from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
+from draftkit.evaluation import lossless
 from draftkit.evaluation.lossless import (
     NOT_CHECKED,
     Losslessness,
@@ -218,3 +219,16 @@ def test_what_was_not_checked_is_neither_right_nor_wrong():
         "compared": 0,
         "near_ties": 0,
     }
+
+
+def test_answers_of_an_encoder_decoder_model_are_read_again_as_others():
+    """With what its encoder reads, in passes of any shape."""
+    target, _ = tiny.seq2seq_pair()
+    rows = [[*text, tiny.START] for text in tiny.prompts([5, 9, 3])]
+    requests = make_requests(rows, max_new_tokens=6, sampling=SamplingConfig(temperature=0.0))
+    plain = decode(target, list(requests), eos_token_ids=(), batch_size=3)
+    other = copy.deepcopy(plain[0])
+    other.output_ids[2] = (other.output_ids[2] + 1) % 250
+    assert differ_by_rounding(target, [(plain[0], other)], SHAPES) == [False]
+    best = lossless._read(target, plain, None, shape=(4, 3))
+    assert [one.tolist() for one in best] == [one.output_ids for one in plain]

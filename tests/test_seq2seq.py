@@ -167,7 +167,7 @@ def test_a_server_answers_completions_and_refuses_chats() -> None:
         input_ids=torch.tensor([ids]), max_new_tokens=12, do_sample=False
     )[0, 1:].tolist()
     with (
-        running.serving(target, lambda: draft) as engine,
+        running.serving(target, lambda: draft, adapts=True) as engine,
         serving(engine, start=tiny.START) as address,
         OpenAI(base_url=f"http://{address}/v1", api_key="none") as client,
     ):

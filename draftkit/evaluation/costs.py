@@ -209,6 +209,8 @@ def decoder_costs(decoder: Decoder, proposer_id: str, size: int, gammas: Sequenc
     most = max(gammas)
     length = min(SERVER_PROMPT_TOKENS, decoder.capacity - 2 * (most + 1) - 1)
     prompt = [token % decoder.target.vocab_size for token in range(length)]
+    if (start := decoder.target.start_id) is not None:  # of what an encoder reads
+        prompt = [*(token for token in prompt[1:] if token != start), start]
     setting = Setting(
         max_new_tokens=SERVER_BURST * (most + 1),
         gamma=most,

@@ -18,6 +18,7 @@ from draftkit.config import Config, DraftConfig
 from draftkit.data.rollouts import document_of
 from draftkit.decoding.trace import answers, as_rows, as_text
 from draftkit.evaluation.decision import decision_page
+from draftkit.evaluation.engines import SERVE_ENCODERS
 from draftkit.evaluation.judge import Measured, Prompts, check_lossless, gather
 from draftkit.evaluation.page import REPORT, as_html, without_traces, write_page
 from draftkit.evaluation.report import (
@@ -176,6 +177,9 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
             write_traces(folder.path, measured.timed[judged], target)
         computes = machine(gpu=target.adapter.device.type == "cuda")
         by_temperature[key] = compare(measured, judged, sampling, config) | {"machine": computes}
+        if target.adapter.has_encoder:
+            rows = by_temperature[key]["engines"]
+            by_temperature[key]["engines"] = [r for r in rows if r["engine"] in SERVE_ENCODERS]
         scored = {name: totals.as_dict() for name, totals in measured.scored.items()}
         by_prompt[key] = {"contexts": answers.name, **scored}
         by_chunk[key] = chunks_of(measured)

@@ -99,6 +99,7 @@ def test_it_is_distilled_judged_and_exported(
     judged = read_json(ensure(EVALUATE, config) / SUMMARY)
     assert judged["lossless"]["passed"] is True
     assert judged["kind"] == "encoder-decoder"
+    assert {row["engine"] for row in judged["engines"]} == {"draftkit", "transformers"}
     launch(EXPORT, config)
     folder = ensure(EXPORT, config)
     text = (folder / "launch.md").read_text(encoding="utf-8")

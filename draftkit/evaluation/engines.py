@@ -51,6 +51,7 @@ SETTINGS = (
     EngineSetting("ONNX Runtime", "sampled", SAMPLED, gamma=4),
     EngineSetting("mlx-lm", "equal tokens", MATCHED, gamma=3),
 )
+SERVE_ENCODERS = ("draftkit", "transformers")  # pairs of encoder-decoder models
 # The setting in which export and cards start an engine, by its name in their summaries.
 LAUNCHED = {
     "hf": ("transformers", "threshold 0"),

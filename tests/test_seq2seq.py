@@ -1,5 +1,6 @@
 """A pair of T5 type through the commands, as any other pair: the same ids, texts and refusals."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,16 @@ SIZE = ("draft.pretrain.num_hidden_layers=1", "draft.pretrain.hidden_size=32")
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where a text and an untrained T5 lie, below `t5`."""
+    """Where a text and an untrained T5 lie, below `t5`.
+
+    The id that begins its answers stands in generation_config.json alone.
+    """
     folder = tmp_path_factory.mktemp("seq2seq")
     write_seed(folder / "t5", count=300, vocab_size=96)
+    path = folder / "t5" / "model" / "config.json"
+    config = read_json(path)
+    assert config.pop("decoder_start_token_id") == START
+    path.write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

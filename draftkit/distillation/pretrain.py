@@ -34,6 +34,7 @@ from draftkit.models.adapter import Adapter
 from draftkit.models.devices import resolve_device, resolve_dtype
 from draftkit.models.loading import (
     adapter_of,
+    decoder_start,
     end_of_text_ids,
     load_model,
     load_tokenizer,
@@ -86,7 +87,14 @@ def make_draft(
         shape = replace(shape, max_steps=cut.steps)
     else:
         device = resolve_device(config.hardware)
-        made = new_model(shape, tokenizer, model_config(target), seed=config.seed, device=device)
+        made = new_model(
+            shape,
+            tokenizer,
+            model_config(target),
+            seed=config.seed,
+            device=device,
+            start=decoder_start(target),
+        )
         draft = adapter_of(made, vocab_size=len(tokenizer))
     texts = texts_to_learn(splits, draft)
     log = reporting("prepare_draft", shape.max_steps, tracker, note)

@@ -209,7 +209,7 @@ def fresh_config(
             num_decoder_layers=layers,
             num_heads=heads,
             feed_forward_proj="gated-gelu",
-            **special | {"decoder_start_token_id": start_token(target, None)},
+            **special,
         )
     return LlamaConfig(
         vocab_size=vocab_size,
@@ -231,10 +231,16 @@ def new_model(
     *,
     seed: int,
     device: torch.device,
+    start: int | None = None,
 ) -> PreTrainedModel:
-    """Return a randomly initialised model of `fresh_config`, the same for the same `seed`."""
+    """Return a randomly initialised model of `fresh_config`, the same for the same `seed`.
+
+    start: the id that begins the texts of a decoder with an encoder.
+    """
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     special = {name: getattr(tokenizer, name) for name in names}
+    if start is not None:
+        special["decoder_start_token_id"] = start
     config = fresh_config(pretrain, target, len(tokenizer), special)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

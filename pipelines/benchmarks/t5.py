@@ -10,7 +10,9 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,13 +24,15 @@ from transformers import (
     T5Config,
 )
 
-from draftkit.artifacts import read_json
+from draftkit.artifacts import atomic_path, read_json
 from draftkit.config import Config
+from draftkit.decoding.trace import KINDS
 from draftkit.evaluation.judge import Prompts, timing
 from draftkit.models.loading import load_draft, load_target, save_model
 
 from ..configuration import compose_config
 from ..contexts import read_contexts
+from ..evaluate import TIMING, TRACE
 from ..plan import CONTEXTS, EVALUATE, PREPARE, TRAIN
 from ..product import SUMMARY, Stage
 from ..stage import ensure
@@ -54,6 +58,8 @@ DRAFTERS = {  # of encoder and decoder alike, but for the one that is cut
     "the target's first decoder layer": ("draft.shrink.layers=1",),
 }
 GAMMAS = (3, 5, 7)
+TRACED = (7, 3)  # proposals
+CALLS = {"encoder": "#e8b93b", "drafter": "#4a7fc1", "target": "#8e5ea2"}  # and their colours
 METHODS = (PLAIN, SPECULATIVE, HF_PLAIN, HF_ASSISTED)
 DIVERGENCES, COUNTED = ("forward_kl", "jsd", "tvd"), ("unigram", "bigram")
 
@@ -144,6 +150,54 @@ def show(*rows: Sequence[object]) -> None:
     print(flush=True)
 
 
+def calls(folder: Path, way: str) -> list[tuple[str, float]]:
+    """What the first answer of an evaluation took: the calls in their order, with milliseconds.
+
+    The encoders' time is the median of all answers of `way`, that of a call the median of its kind
+    (`plain`: an answer as long, without a drafter).
+    """
+    judged, rounds = read_json(folder / SUMMARY), read_json(folder / TRACE)[0]["rounds"]
+    prefills = read_json(folder / TIMING)["0"][way]["prefill_seconds"]
+    made = [("encoder", 1e3 * median(prefills))]
+    step = 1e3 * judged["plain_step_seconds"]
+    for one in rounds:
+        if way == PLAIN:
+            made += [("target", step)] * sum(kind in KINDS for kind, _ in one["parts"])
+        else:
+            made += [("drafter", step * judged["cost_ratio"])] * one["proposed"]
+            made.append(("target", step * judged["verify_ratio"]))
+    return made
+
+
+def draw(rows: dict[str, list[tuple[str, float]]], path: Path) -> None:
+    """Figure 5 of Leviathan et al. (2211.17192): the calls of one answer, their widths to scale."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    axes = figure.subplots()
+    for height, made in enumerate(reversed(rows.values())):
+        starts = [0.0, *accumulate(width for _, width in made)]
+        for call, colour in CALLS.items():
+            spans = [
+                (start, one[1]) for start, one in zip(starts, made, strict=False) if one[0] == call
+            ]
+            name = call if height == 0 else None
+            axes.broken_barh(
+                spans,
+                (height - 0.3, 0.6),
+                facecolor=colour,
+                edgecolor="white",
+                linewidth=0.6,
+                label=name,
+            )
+    axes.set_yticks(range(len(rows)), [*reversed(rows)])
+    axes.set_xlabel("milliseconds")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside upper center", ncols=len(CALLS), frameon=False)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
+
+
 def beside_hugging_face(config: Config) -> Iterator[list[object]]:
     """Tokens a second of plain and speculative greedy decoding, ours and of transformers, in turns:
     rows of a table."""
@@ -195,13 +249,18 @@ def run(overrides: Sequence[str]) -> None:
 
     given = ("evaluate.draft=given", "evaluate.temperatures=[0.0]")
     rows: list[list[object]] = []
+    folders: dict[int, Path] = {}  # of the last drafter, the best one
     for index, (size, drafter) in enumerate(zip(DRAFTERS, drafters, strict=True)):
-        cells = [
-            summary(EVALUATE, drafter, *given, f"name=t5_{index}_{k}", f"decode.gamma={k}")
-            for k in GAMMAS
-        ]
-        rows.append([size, *(", ".join(speedups(cell)) for cell in cells)])
+        for k in GAMMAS:
+            ways = (drafter, *given, f"name=t5_{index}_{k}", f"decode.gamma={k}")
+            folders[k] = made(EVALUATE, f"target.path={target}", *ways)
+        cells = [speedups(read_json(folder / SUMMARY)) for folder in folders.values()]
+        rows.append([size, *map(", ".join, cells)])
     show(["predicted, measured at T = 0", *(f"K = {k}" for k in GAMMAS)], *rows)
+
+    traces = {f"{k} proposals": calls(folders[k], "given") for k in TRACED}
+    draw(traces | {"no drafter": calls(folders[TRACED[0]], PLAIN)}, root / "calls.svg")
+    print(f"The calls of one answer to scale: {root / 'calls.svg'}\n")
 
     given = ("evaluate.draft=given", "evaluate.temperatures=[1.0]", "decode.gamma=3")
     rows = []

@@ -115,20 +115,21 @@ def merged(rows: Sequence[dict[str, Any]], newer: Sequence[dict[str, Any]]) -> l
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:
-    """The page of all rows: a table for each pair."""
-    parts = [ABOUT]
-    for pair, group in groupby(rows, lambda row: row["pair"]):
-        parts.append(
-            f"\n## {pair}\n\n| engine | drafts | T | predicted | counted | difference | commit |\n"
-            "|---|---|---|---|---|---|---|\n"
-        )
-        for row in group:
-            plugin = f", plugin {row['plugin']}" if row["plugin"] else ""
-            numbers = [interval(row[side], 2) for side in ("predicted", "counted")]
-            cells = [row["engine"] + plugin, row["drafts"], f"{row['temperature']:g}", *numbers]
-            cells += [signed(row["difference"]), row["commit"]]
-            parts.append(f"| {' | '.join(cells)} |\n")
-    return "".join([*parts, NOTES])
+    """The page of all rows: in its table a line holds both temperatures."""
+    at = [f"T = {one:g}: predicted, counted, difference" for one in TEMPERATURES]
+    lines = [["pair", "engine", "drafts", *at, "commit"], ["---"] * 6]
+    for _, group in groupby(rows, lambda row: [row[key] for key in KEY[:-1]]):
+        pair = sorted(group, key=lambda row: row["temperature"])
+        plugin = f", plugin {pair[0]['plugin']}" if pair[0]["plugin"] else ""
+        cells = []
+        for one in pair:
+            numbers = [interval(one[side], 2) for side in ("predicted", "counted")]
+            cells.append(", ".join([*numbers, signed(one["difference"])]))
+        first = pair[0]
+        lines.append([first["pair"], first["engine"] + plugin, first["drafts"], *cells])
+        lines[-1].append(first["commit"])
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{ABOUT}\n{table}{NOTES}"
 
 
 def keep(rows: Sequence[dict[str, Any]]) -> None:

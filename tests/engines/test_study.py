@@ -1,14 +1,15 @@
 """The page of engines is what the rows say, and a new measurement takes the place of an old one."""
 
 from draftkit.artifacts import read_json
-from tests.engines.study import PAGE, ROWS, merged, page, rounded
+from tests.engines.study import KEY, PAGE, ROWS, merged, page, rounded
 
 
 def test_the_page_is_written_from_the_rows() -> None:
     rows = read_json(ROWS)
     assert merged(rows, []) == rows
     assert PAGE.read_text() == page(rows)
-    assert page(rows).count("\n| ") == len(rows) + len({row["pair"] for row in rows})
+    both = len({tuple(row[key] for key in KEY[:-1]) for row in rows})  # temperatures on one line
+    assert page(rows).count("\n| ") == both + 2
 
 
 def test_a_measurement_takes_the_place_of_an_older_one_of_the_same() -> None:

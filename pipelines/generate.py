@@ -10,7 +10,7 @@ from typing import Any
 from draftkit.config import Config
 from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import Record, write_parts
-from draftkit.distillation.engines import RETOKENISED, engine_sampler
+from draftkit.distillation.engines import engine_sampler
 from draftkit.distillation.progress import Countdown
 from draftkit.distillation.samplers import (
     ROLLOUTS,
@@ -34,7 +34,7 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     """
     size, total = config.generate.batch_size, config.generate.rollouts
     splits, target = read_splits(folder.input("texts")), folder.model(config, "target")
-    rollouts = tokens = retokenised = 0
+    rollouts = tokens = 0
     countdown = Countdown(total, folder.note)
 
     def watch(done: float, new: int) -> None:  # of the lot in hand
@@ -66,11 +66,8 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     for records in write_parts(folder.path, total, size=size, make=answer):
         rollouts += len(records)
         tokens += sum(len(record.output_ids) for record in records)
-        retokenised += sum(record.sampler == RETOKENISED for record in records)
         watch(0, 0)
-    if retokenised:
-        folder.note(f"{retokenised} answers came as text: their tokens may not be those sampled")
-    return {"rollouts": total, "tokens": tokens, "retokenised": retokenised}
+    return {"rollouts": total, "tokens": tokens}
 
 
 if __name__ == "__main__":

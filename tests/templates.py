@@ -21,10 +21,6 @@ def chat_ml(answer: str) -> str:
 
 
 CHAT = chat_ml("{{ message['content'] }}<|im_end|>")
-# Every answer loses its first word once it is history.
-FORGETFUL = chat_ml(
-    "{{ message['content'] if loop.last else message['content'].split(' ', 1)[1] }}<|im_end|>"
-)
 THINKING = r"""
 {%- set ns = namespace(open=true, last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}

@@ -84,13 +84,6 @@ def test_the_lines_of_the_readme_raise_alpha(folder, monkeypatch, capsys):
     assert names["drafter"].outcome.best_step > 0
 
 
-def test_importing_theory_loads_torch_alone():
-    heavy = {"transformers", "hydra", "accelerate", "datasets", "wandb", "pyarrow"}
-    code = f"import sys, draftkit.theory.acceptance; print(*sorted(set(sys.modules) & {heavy!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "\n", done.stderr
-
-
 def test_what_is_exported_is_there_and_nothing_else():
     assert all(getattr(draftkit, name).__module__ for name in draftkit.__all__)
     with pytest.raises(AttributeError, match="no attribute 'distil'"):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftkit.artifacts import read_json
 from draftkit.config import Config
 from draftkit.data.rollouts import read_parts
 from draftkit.models.loading import load_target
@@ -130,7 +129,6 @@ def test_an_engine_over_http_gives_the_rollouts_of_the_decoder(root: Path) -> No
     expected = [replace(record, sampler="openai") for record in read_parts(plain)]
     assert list(read_parts(folder)) == expected
     assert {request["model"] for request in engine.asked} == {models(ours)[0].path}
-    assert read_json(folder / "summary.json")["retokenised"] == 0
     # Complete: nobody is asked again, not even at another address.
     elsewhere = replace(asked, generate=replace(asked.generate, url="http://127.0.0.1:9/v1"))
     assert ensure(GENERATE, elsewhere) == folder

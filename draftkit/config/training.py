@@ -110,7 +110,7 @@ class SourceConfig(Section, key="source"):
 class GenerateConfig(Section, key="generate"):
     """Target rollouts, stored once and shared by every experiment with the same settings.
 
-    Our decoder makes them, or an engine that serves the target over HTTP as OpenAI does. A key is
+    Our decoder makes them, or vLLM or SGLang that serves the target over HTTP. A key is
     read from the environment variable OPENAI_API_KEY alone.
     """
 

@@ -11,9 +11,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftkit.config import Config, DraftConfig, HardwareConfig, OptimConfig, TargetConfig
-from draftkit.distillation.losses import Objective
+from draftkit.distillation.losses import Objective, StoredTeacher, TargetTeacher, Teacher
 from draftkit.distillation.ranks import join_group
-from draftkit.distillation.teacher import StoredTeacher, TargetTeacher, Teacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import (

@@ -97,7 +97,6 @@ class Batch:
 
     input_ids: Tensor  # [B, T]
     loss_mask: Tensor  # [B, T] bool: this token was generated
-    sampler_version: str = ""  # which weights sampled it; "" for text of others
     rejected: Tensor | None = None  # [B, T] bool
     block_offset: Tensor | None = None  # [B, T]
     topk_ids: Tensor | None = None  # [B, T, k]
@@ -167,9 +166,7 @@ class Batch:
         return replace(self, **{name: function(value) for name, value in tensors.items()})
 
 
-def collate(
-    rows: Sequence[TokenSequence], *, device: torch.device, sampler_version: str = ""
-) -> Batch:
+def collate(rows: Sequence[TokenSequence], *, device: torch.device) -> Batch:
     """`rows`, padded on the right to their longest. ValueError if nothing was generated."""
     if not any(any(row.generated[1:]) for row in rows):
         raise ValueError("a batch holds no generated token: nothing can be learned from it")
@@ -188,6 +185,5 @@ def collate(
         input_ids=padded((row.token_ids for row in rows), torch.long),
         # A text begins with what was given: its first token was never predicted.
         loss_mask=padded(([False, *row.generated[1:]] for row in rows), torch.bool),
-        sampler_version=sampler_version,
         **known,
     )

@@ -1,10 +1,9 @@
-"""A `Sampler` that asks an engine which speaks OpenAI's HTTP API: vLLM, SGLang, llama.cpp.
+"""A `Sampler` that asks an engine which speaks OpenAI's HTTP API and token ids: vLLM, SGLang.
 
-Prompts travel as token ids to `/completions`. An engine that returns ids too (vLLM, SGLang:
-`return_token_ids`) says exactly what it sampled. From any other only text comes back, which is
-tokenised again: such records carry `RETOKENISED`, since the tokens may be others than those
-sampled, and an answer after which the prompt would have other tokens is refused. What the engine
-serves is its own affair: this module knows no models, and no key but the one that it is given.
+Prompts travel as token ids to `/completions`, and answers come back as ids (`return_token_ids`). An
+engine that returns text alone is refused: tokenised again it may be other tokens than were sampled.
+What the engine serves is its own affair: this module knows no models, and no key but the one that
+it is given.
 """
 
 import os
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import httpx
@@ -24,7 +22,7 @@ from draftkit.decoding.state import Request
 from draftkit.distillation.samplers import ROLLOUTS, AnswerSettings, noise_seed
 from draftkit.models.loading import load_outline
 
-SAMPLED, RETOKENISED = "openai", "openai-retokenised"  # who sampled, in a record
+SAMPLED = "openai"  # who sampled, in a record
 TRIES = 6
 FIRST_WAIT = 1.0  # seconds, doubled from try to try
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -33,16 +31,11 @@ PASSES = {408, 409, 425, 429, 500, 502, 503, 504}  # states of a server that may
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAISampler:
-    """Asks the engine at `url` for answers of `model`, `settings.batch_size` at a time.
-
-    `encode` and `decode` are the tokenizer's, special tokens neither added nor left out.
-    """
+    """Asks the engine at `url` for answers of `model`, `settings.batch_size` at a time."""
 
     url: str  # as http://127.0.0.1:8000/v1
     model: str
     settings: AnswerSettings
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
     key: str = field(default="", repr=False)
     wait: Callable[[float], None] = time.sleep
 
@@ -62,28 +55,28 @@ class OpenAISampler:
                 answers = [task.result() for task in tasks]
             finally:
                 pool.shutdown(cancel_futures=True)
-        fields = [{"output_ids": ids} for ids, _ in answers]
-        is_exact = all(came for _, came in answers)
-        sampler = SAMPLED if is_exact else RETOKENISED
-        return self.settings.records(requests, fields, sampler=sampler, version=version)
+        fields = [{"output_ids": ids} for ids in answers]
+        return self.settings.records(requests, fields, sampler=SAMPLED, version=version)
 
-    def _answer(self, client: httpx.Client, request: Request) -> tuple[list[int], bool]:
-        """The answer to `request`, to its first end or the limit; whether it came as ids."""
-        answer, prompt = self._ask(client, self._body(request)), list(request.prompt_ids)
-        ends = self.settings.eos_token_ids
+    def _answer(self, client: httpx.Client, request: Request) -> list[int]:
+        """The answer to `request`, to its first end or the limit."""
+        answer, ends = self._ask(client, self._body(request)), self.settings.eos_token_ids
         try:
             choice = answer["choices"][0]
-            ids, ended = choice.get("token_ids"), choice.get("finish_reason") == "stop"
-            echoed = choice.get("prompt_token_ids")
-            if echoed is not None and echoed != prompt:
+            if choice.get("prompt_token_ids") not in (None, list(request.prompt_ids)):
                 raise self._failure("it changes prompts: they do not come back as they were sent")
-            output = self._tokenise(prompt, choice["text"]) if ids is None else list(ids)
-            if ended:
+            if choice.get("token_ids") is None and choice["text"] is not None:
+                raise self._failure(
+                    "it returns text without token ids, of which nobody knows what was sampled: "
+                    "use an engine that returns ids (vLLM, SGLang)"
+                )
+            output = list(choice["token_ids"])
+            if choice.get("finish_reason") == "stop":
                 output += self._end_of(choice)
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise self._failure(f"its answer is not a completion ({error!r})") from error
         end = next((n for n, token in enumerate(output, start=1) if token in ends), None)
-        return output[:end][: request.max_new_tokens], ids is not None
+        return output[:end][: request.max_new_tokens]
 
     def _body(self, request: Request) -> dict[str, Any]:
         """Every setting is named: engines and models bring defaults of their own."""
@@ -97,7 +90,6 @@ class OpenAISampler:
             "top_k": sampling.top_k or -1,
             "min_p": 0.0,
             "repetition_penalty": sampling.repetition_penalty,
-            "repeat_penalty": sampling.repetition_penalty,  # llama.cpp
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": (request.seed * 1_000_003 + request.row) % 2**31,
@@ -124,15 +116,6 @@ class OpenAISampler:
                 raise self._failure(reason)
         raise self._failure(f"{reason}, {TRIES} times")
 
-    def _tokenise(self, prompt: list[int], text: str) -> list[int]:
-        whole = self.encode(self.decode(prompt) + text)
-        if whole[: len(prompt)] != prompt:
-            raise self._failure(
-                "it returns text without token ids, and a prompt has other tokens when it is"
-                " tokenised together with its answer: use an engine that returns ids (vLLM)"
-            )
-        return whole[len(prompt) :]
-
     def _end_of(self, choice: dict[str, Any]) -> list[int]:
         """The end of text of an answer that came to it, for an engine that leaves it out.
 
@@ -152,15 +135,9 @@ def engine_sampler(target: TargetConfig, config: Config, room: Room) -> OpenAISa
     options = config.generate
     assert options.url is not None
     assert target.path is not None
-    outline = load_outline(target, config.hardware)
-    tokenizer = outline.tokenizer
-
-    def decode(ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
-
     settings = AnswerSettings(
         sampling=config.sampling,
-        eos_token_ids=outline.eos_token_ids,
+        eos_token_ids=load_outline(target, config.hardware).eos_token_ids,
         max_new_tokens=room.new,
         max_length=room.total,
         batch_size=options.batch_size,
@@ -170,7 +147,5 @@ def engine_sampler(target: TargetConfig, config: Config, room: Room) -> OpenAISa
         url=options.url,
         model=options.model or target.path,
         settings=settings,
-        encode=partial(tokenizer.encode, add_special_tokens=False),
-        decode=decode,
         key=os.environ.get("OPENAI_API_KEY", ""),
     )

@@ -12,7 +12,7 @@ what was refused in them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeVar
@@ -82,75 +82,53 @@ def reads_rollouts(config: Config) -> bool:
     return source.name == "block" or (source.name == "target" and config.generate.top_k == 0)
 
 
-class Samples:
-    """Texts of rows in which the draft has a part: constants for the gradient.
-
-    `prompt_of(row)` is what `sampler` continues, and `read` makes a text of the answer; where it is
-    None, the row is `other_of(row)`.
-    """
-
-    def __init__(
-        self,
-        prompt_of: Callable[[int], Sequence[int] | None],
-        sampler: Sampler,
-        *,
-        read: Callable[[Record], TokenSequence] = sequence_of_record,
-        other_of: Callable[[int], TokenSequence] | None = None,
-    ) -> None:
-        self._prompt_of = prompt_of
-        self._sampler = sampler
-        self._read = read
-        self._other_of = other_of
-        self._records: dict[int, Record] = {}  # by row
-
-    def renew(self, rows: Iterable[int], version: str) -> None:
-        """Sample the texts of `rows` with the weights of the moment, called `version`."""
-        prompts = {row: prompt for row in rows if (prompt := self._prompt_of(row)) is not None}
-        records = self._sampler.sample([*prompts.values()], rows=[*prompts], version=version)
-        self._records = {record.row: record for record in records}
-
-    def text_of(self, row: int) -> TokenSequence:
-        """The text of one of those rows."""
-        if self._other_of is not None and row not in self._records:
-            return self._other_of(row)
-        return self._read(self._records[row])
-
-
 @dataclass
 class Source:
-    """Batches by step: row r of all steps is `text_of(r)`.
+    """Batches by step: of every row, numbered through all steps, a text.
 
-    `batch_size` rows make a step; of several processes that train together each has every
-    `ranks`-th of them. `renew(rows, version)` samples the rows of `refresh_steps` steps with the
-    weights at the first of them, which `version` names: so none is older than `refresh_steps` - 1
-    steps. A run goes on only at such a first step, where it samples the same again.
+    It is `text_of(row)`, or where there is a `sampler` what `read` makes of its answer to
+    `prompt_of(row)`, if that is not None: a constant for the gradient. `batch_size` rows make a
+    step; of several processes that train together each has every `ranks`-th of them. The rows of
+    `refresh_steps` steps are sampled with the weights at the first of them, so none is older than
+    `refresh_steps` - 1 steps. A run goes on only at such a first step, where it samples the same
+    again.
     """
 
-    text_of: Callable[[int], TokenSequence]
+    text_of: Callable[[int], TokenSequence] | None
     _: KW_ONLY
     batch_size: int
     device: torch.device
-    version: str = ""
     rank: int = 0
     ranks: int = 1
-    renew: Callable[[Iterable[int], str], None] | None = None
+    sampler: Sampler | None = None
+    prompt_of: Callable[[int], Sequence[int] | None] = lambda row: None
+    read: Callable[[Record], TokenSequence] = sequence_of_record
     refresh_steps: int = 1
     max_steps: int = 0  # of the run, where it samples
+    sampled: dict[int, Record] = field(default_factory=dict, init=False)  # by row
+    _sampled_at: int = field(default=-1, init=False)
 
     def batch(self, step: int) -> Batch:
         """The batch of `step`, always the same for the same step and weights."""
-        first = step - step % self.refresh_steps
-        if self.renew is not None:
+        if self.sampler is not None:
+            first = step - step % self.refresh_steps
             if step == first:
-                self.version = f"step {step}"
-                end = max(step + 1, min(step + self.refresh_steps, self.max_steps))
-                self.renew(self._rows(step, end), self.version)
-            assert self.version == f"step {first}"
-        return collate(
-            [self.text_of(row) for row in self._rows(step, step + 1)],
-            device=self.device,
-            sampler_version=self.version,
-        )
+                self._sample(step, self.sampler)
+            assert self._sampled_at == first
+        return collate([self._text(row) for row in self._rows(step, step + 1)], device=self.device)
+
+    def _sample(self, step: int, sampler: Sampler) -> None:
+        end = max(step + 1, min(step + self.refresh_steps, self.max_steps))
+        drawn = {row: self.prompt_of(row) for row in self._rows(step, end)}
+        prompts = {row: prompt for row, prompt in drawn.items() if prompt is not None}
+        records = sampler.sample([*prompts.values()], rows=[*prompts], version=f"step {step}")
+        self.sampled, self._sampled_at = {record.row: record for record in records}, step
+
+    def _text(self, row: int) -> TokenSequence:
+        if row in self.sampled:
+            return self.read(self.sampled[row])
+        assert self.text_of is not None
+        return self.text_of(row)
 
     def _rows(self, first: int, end: int) -> range:
         """What this process has of the steps from `first` to before `end`."""
@@ -181,26 +159,24 @@ def make_source(
         return shuffled(items, seed, lengths=lengths, batch_size=shape["batch_size"])
 
     if source.name in ("fixed", "target"):
-        texts_of_rows = in_turn(stored_sequences(texts, source.name), lambda t: len(t.token_ids))
-        version = "target" if source.name == "target" else ""
-        return Source(texts_of_rows, version=version, **shape)
+        return Source(
+            in_turn(stored_sequences(texts, source.name), lambda text: len(text.token_ids)), **shape
+        )
     assert target is not None, source.name
     check_sampled(config, draft)
-    read, other_of, prompt_of = sequence_of_record, None, None
     if source.name == "block":
         assert texts.rollouts is not None
-        prompt_of, read = cut_texts(texts.rollouts, seed), block_of_record
+        shape |= {"prompt_of": cut_texts(texts.rollouts, seed), "read": block_of_record}
     else:
         example_of = in_turn(texts.examples, lambda one: len(one.prompt_ids))
-        prompt_of = prompts_of(example_of)
-        if source.name == "mix" and not source.mixes_tokens:
-            other_of = shuffled(stored_sequences(texts, source.other, "source.other"), seed)
-            prompt_of = some_rows(prompt_of, fraction=source.fraction, seed=seed)
-    sampler = source_sampler(config, target, draft, texts.room)
-    samples = Samples(prompt_of, sampler, read=read, other_of=other_of)
+        shape["prompt_of"] = lambda row: example_of(row).prompt_ids
+    others = None
+    if source.name == "mix" and not source.mixes_tokens:
+        others = shuffled(stored_sequences(texts, source.other, "source.other"), seed)
+        shape["prompt_of"] = some_rows(shape["prompt_of"], fraction=source.fraction, seed=seed)
     return Source(
-        samples.text_of,
-        renew=samples.renew,
+        others,
+        sampler=source_sampler(config, target, draft, texts.room),
         refresh_steps=source.refresh_steps,
         max_steps=config.optim.max_steps,
         **shape,
@@ -308,11 +284,6 @@ def row_uniform(seed: int, row: int) -> float:
     # No text has length 0, so no round ever has this key.
     key = [torch.tensor([number]) for number in (seed, row, 0)]
     return float(uniform(seed=key[0], row=key[1], length=key[2], count=1, purpose=ACCEPT))
-
-
-def prompts_of(example_of: Callable[[int], Example]) -> Callable[[int], Sequence[int]]:
-    """The prompts of the examples of rows."""
-    return lambda row: example_of(row).prompt_ids
 
 
 def some_rows(

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from draftkit.config import OptimConfig
 from draftkit.distillation.batch import Batch
 from draftkit.distillation.chunked import LossOf, chunked_sum
-from draftkit.distillation.losses import Objective, token_weights
-from draftkit.distillation.teacher import Outcomes, TargetScores, Teacher
+from draftkit.distillation.losses import Objective, Outcomes, TargetScores, Teacher, token_weights
 from draftkit.models.adapter import Adapter, Head
 from draftkit.models.parallel import Chains, kept_share
 from draftkit.theory.noise import DROPOUT, uniform

@@ -13,7 +13,7 @@ Its level is exact, because labels are permuted within groups.
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -83,10 +83,9 @@ def groups_of(
                 chains[first][side].append(chain)
         for with_drafter, without in filter(all, chains.values()):
             _, ids = np.unique([*with_drafter, *without], return_inverse=True)
-            ids = ids.reshape(-1, gamma + 1)
-            equal = ids[:, None] == ids  # [n, n, tokens]
-            pairs = equal[..., 1:] & equal[..., :-1]
-            yield (equal.sum(-1) + pairs.sum(-1)).astype(float), len(with_drafter)
+            equal = [column[:, None] == column for column in ids.reshape(-1, gamma + 1).T]
+            pairs = [one & other for one, other in pairwise(equal)]  # [n, n] by token
+            yield np.sum([*equal, *pairs], axis=0, dtype=float), len(with_drafter)
 
 
 def same_law(

@@ -67,10 +67,8 @@ def sections(
     if "speedup_by_k" in judged:
         figures = [speedup_figure(judged), position_figure(judged)]
         yield Section("How many proposals a round", [*figures, report.numbers_table(judged)])
-    if lost := judged["lost"]:
-        figures = [lost_figure(rows, by) for by, rows in lost.items()]
-        parts = [advice(judged), *figures, lost_table(judged), RULE]
-        yield Section("Where acceptance is lost", parts)
+    if judged["lost"]:
+        yield Section("Where acceptance is lost", [advice(judged), lost_table(judged), RULE])
     if "engines" in judged:
         yield Section("In your engine", [report.engine_table(judged)])
     yield Section("What it costs", [cost_text(judged)])
@@ -229,19 +227,6 @@ def position_figure(judged: dict[str, Any]) -> Figure:
         axes.legend()
 
     return page.figure(draw, "Share of rounds whose proposals are all accepted up to a position.")
-
-
-def lost_figure(rows: Sequence[Mapping[str, Any]], by: str) -> Figure:
-    """A bar a part: how much of 1 - alpha is lost there."""
-
-    def draw(axes: Any) -> None:
-        axes.barh(
-            [row["part"] for row in rows], [row["lost"]["mean"] for row in rows], color=page.AFTER
-        )
-        axes.invert_yaxis()
-        axes.set(xlabel="lost of 1 - alpha", ylabel=LOST[by])
-
-    return page.figure(draw, f"What is lost, by {LOST[by]}.")
 
 
 def training_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:

@@ -16,20 +16,16 @@ from draftkit.theory.acceptance import LEAST_UNITS
 VERDICTS = {"deploy": "DEPLOY", "do_not_deploy": "DO NOT DEPLOY", "inconclusive": "INCONCLUSIVE"}
 
 
-def interval(estimate: dict[str, Any], digits: int = 3) -> str:
+def interval(estimate: dict[str, Any], digits: int = 3, sign: str = "-") -> str:
     """`0.812 [0.801, 0.823]`, or the mean alone where there is no interval."""
-    if estimate["ci95"] is None:
-        return f"{estimate['mean']:.{digits}f}"
-    low, high = estimate["ci95"]
-    return f"{estimate['mean']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    numbers = [estimate["mean"], *(estimate["ci95"] or [])]
+    mean, *ends = (f"{number:{sign}.{digits}f}" for number in numbers)
+    return f"{mean} [{', '.join(ends)}]" if ends else mean
 
 
 def signed(gain: dict[str, Any]) -> str:
     """`+0.112 [+0.101, +0.123]`, or the mean alone where there is no interval."""
-    if gain["ci95"] is None:
-        return f"{gain['mean']:+.3f}"
-    low, high = gain["ci95"]
-    return f"{gain['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
+    return interval(gain, sign="+")
 
 
 def speedup_text(summary: dict[str, Any]) -> str:

@@ -294,7 +294,7 @@ class Refit:
         generator.manual_seed(((self.seed * 1_000_003 + number) * 100_003 + step) % 2**63)
         size = trainer.optim.rows_of_a_process
         rows = drawn((*pools, self.anchors.train), size, self.settings, generator)
-        return collate(rows, device=trainer.draft.device, sampler_version="served")
+        return collate(rows, device=trainer.draft.device)
 
     # The gate
 

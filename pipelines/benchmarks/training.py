@@ -30,9 +30,8 @@ from draftkit.data.prompts import read_splits
 from draftkit.distillation.assembly import make_trainer
 from draftkit.distillation.batch import collate, continued
 from draftkit.distillation.chunked import chunked_sum
-from draftkit.distillation.losses import Objective
+from draftkit.distillation.losses import FullScores, Objective
 from draftkit.distillation.sources import source_sampler
-from draftkit.distillation.teacher import FullScores
 from draftkit.evaluation.walltime import synchronised_clock
 from draftkit.models import memory
 from draftkit.models.adapter import Adapter, Head

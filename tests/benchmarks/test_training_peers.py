@@ -7,8 +7,7 @@ import torch
 
 from draftkit.config import Config, DivergenceConfig, OptimConfig
 from draftkit.distillation.batch import collate, continued
-from draftkit.distillation.losses import Objective
-from draftkit.distillation.teacher import TargetTeacher
+from draftkit.distillation.losses import Objective, TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from tests import tiny
 from tests.trained import train_byte_bpe

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast as Fast
 
 from draftkit.config import DataConfig
 from draftkit.data.chats import ChatFormat, TemplateRefusal, chat_format, text_ids
-from tests.templates import CHAT, HEADERS, byte_bpe, chat, headers, thinking
+from tests.templates import CHAT, byte_bpe, chat, headers, thinking
 
 KINDS = {"thinking": thinking, "headers": headers, "plain": lambda: byte_bpe(template=CHAT)}
 SYSTEM = {"role": "system", "content": "Keep short."}
@@ -50,14 +50,6 @@ def test_reasoning_is_in_the_answer_and_not_in_the_history_of_the_next() -> None
     context = tokenizer.decode(made.context(TURNS[:3]))
     assert "<|im_start|>assistant\nyes<|im_end|>" in context
     assert "the draft" not in context
-
-
-def test_reasoning_of_its_own_column_is_as_reasoning_in_the_text() -> None:
-    tokenizer = thinking()
-    made = ChatFormat(tokenizer)
-    apart = {"role": "assistant", "content": "yes", "reasoning_content": "the draft"}
-    context = made.context(TURNS[:1])
-    assert made.answer([TURNS[0], apart], context) == made.answer(TURNS[:2], context)
 
 
 def test_options_reach_the_template() -> None:
@@ -184,9 +176,3 @@ def test_a_text_begins_once() -> None:
     assert plain == tokenizer("hi")["input_ids"]
     assert begun == applied(tokenizer, TURNS[:1], add_generation_prompt=True)
     assert tokenizer(text)["input_ids"][:2] == [tokenizer.bos_token_id] * 2
-
-
-def test_both_kinds_are_the_templates_that_they_stand_for() -> None:
-    """What sets them apart: history without reasoning, and BOS in the text itself."""
-    assert thinking()("a")["input_ids"][0] != thinking().bos_token_id
-    assert HEADERS.lstrip().startswith("{{- bos_token }}")

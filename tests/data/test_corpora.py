@@ -263,12 +263,6 @@ def test_fewer_than_three_documents_are_refused(tmp_path: Path) -> None:
     assert message.startswith(f"data.path {tmp_path / 'a.jsonl'} gives 2 different documents")
 
 
-def test_the_split_does_not_depend_on_the_order_of_rows() -> None:
-    documents = documents_of({"a": 40, "b": 25})
-    parts, turned = split(documents, OF_A_FILE), split(documents[::-1], OF_A_FILE)
-    assert {name: part[::-1] for name, part in turned.items()} == parts
-
-
 def test_the_questions_that_come_along_keep_their_own_test_split() -> None:
     data = compose_config(["data=questions"]).data
     documents = list(read_documents(data))

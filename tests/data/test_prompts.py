@@ -14,7 +14,7 @@ from draftkit.config import DataConfig
 from draftkit.data.corpora import Document, read_documents
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import SPLITS, Example, RowReader, Splits, make_splits
-from tests.templates import CHAT, FORGETFUL, WORDS, byte_bpe, chat, headers, thinking
+from tests.templates import CHAT, WORDS, byte_bpe, chat, headers, thinking
 
 
 @pytest.fixture(scope="module")
@@ -331,21 +331,6 @@ def test_an_answer_that_is_not_written_after_its_prompt_is_counted_and_stays_a_p
     assert not any(example.has_completion for example in splits.train)
 
 
-def test_a_template_that_rewrites_history_trains_all_answers_as_they_were_given() -> None:
-    tokenizer = byte_bpe(template=FORGETFUL)
-    turns = chat("hi", "think yes", "and?", "think no")
-    first, second = examples_of({"messages": turns}, tokenizer)
-    assert learned(first, tokenizer) == "think yes<|im_end|>"
-    assert learned(second, tokenizer) == "think no<|im_end|>"
-    assert "think yes" not in str(tokenizer.decode(second.prompt_ids))
-
-
-def test_a_template_that_prints_the_date_gives_the_same_tokens_every_day() -> None:
-    tokenizer = byte_bpe(template="{{ strftime_now('%d %B %Y') }} " + CHAT)
-    (example,) = examples_of({"messages": chat("a", "b")}, tokenizer)
-    assert str(tokenizer.decode(example.prompt_ids)).startswith("01 Jan 2026 <|im_start|>user")
-
-
 def test_a_chat_loses_its_oldest_turns_and_is_dropped_where_the_last_is_too_long(
     tmp_path: Path,
 ) -> None:
@@ -377,14 +362,6 @@ def test_a_chat_loses_its_oldest_turns_and_is_dropped_where_the_last_is_too_long
 
 
 # Splits
-
-
-def test_no_document_is_in_two_splits(tmp_path: Path, tokenizer: Fast) -> None:
-    rows = [{"text": f"{n} {WORDS * 3}"} for n in range(40)]
-    splits = splits_of(tmp_path, rows * 2, tokenizer, test_fraction=0.3)
-    parts = [{e.document for e in part} for part in (splits.train, splits.validation, splits.test)]
-    assert [len(part) for part in parts] == [26, 2, 12]
-    assert len(set.union(*parts)) == 40
 
 
 def test_every_document_gives_one_example_before_any_gives_a_second(

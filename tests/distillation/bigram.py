@@ -5,8 +5,7 @@ from torch import nn
 
 from draftkit.config import DivergenceConfig, OptimConfig
 from draftkit.distillation.batch import TokenSequence, collate
-from draftkit.distillation.losses import Objective
-from draftkit.distillation.teacher import TargetTeacher
+from draftkit.distillation.losses import Objective, TargetTeacher
 from draftkit.distillation.trainer import Trainer
 
 VOCAB = 8

@@ -4,7 +4,7 @@ from draftkit.config import SamplingConfig
 from draftkit.distillation.batch import TokenSequence, block_of_record
 from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, SpeculativeSampler
-from draftkit.distillation.sources import Samples, Source, cut_texts, shuffled, some_rows
+from draftkit.distillation.sources import Source, cut_texts, shuffled, some_rows
 from tests.distillation.bigram import CPU, VOCAB, Bigram
 
 PROMPTS = [[1 + i % (VOCAB - 1), 1 + (3 * i) % (VOCAB - 1)] for i in range(7)]
@@ -49,7 +49,7 @@ def draft_source(draft, **options):
 def mix_source(draft, *, fraction=0.5, **options):
     sampler = DecoderSampler(model=draft, name="draft", settings=settings())
     chosen = some_rows(shuffled(PROMPTS, SEED), fraction=fraction, seed=SEED)
-    return sampled(chosen, sampler, other_of=shuffled(TEXTS, SEED), **options)
+    return sampled(chosen, sampler, others=shuffled(TEXTS, SEED), **options)
 
 
 def token_mix_source(draft, **options):
@@ -73,21 +73,14 @@ def replay_source(draft, **options):
     return sampled(shuffled(PROMPTS, SEED), sampler, **options)
 
 
-def sampled(prompt_of, sampler, *, refresh_steps=1, max_steps=12, **options):
-    samples = Samples(prompt_of, sampler, **options)
-    return Source(
-        samples.text_of,
-        batch_size=BATCH,
-        device=CPU,
-        renew=samples.renew,
-        refresh_steps=refresh_steps,
-        max_steps=max_steps,
-    )
+def sampled(prompt_of, sampler, *, others=None, max_steps=12, **options):
+    made = {"sampler": sampler, "prompt_of": prompt_of, "max_steps": max_steps}
+    return Source(others, batch_size=BATCH, device=CPU, **made, **options)
 
 
 def records(source):
     """What was sampled for the block of steps in hand."""
-    return [*source.renew.__self__._records.values()]
+    return [*source.sampled.values()]
 
 
 SAMPLED = {

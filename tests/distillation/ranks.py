@@ -6,10 +6,9 @@ import torch.distributed
 from draftkit.config import DivergenceConfig, OptimConfig
 from draftkit.distillation.batch import TokenSequence, collate
 from draftkit.distillation.loop import train
-from draftkit.distillation.losses import Objective
+from draftkit.distillation.losses import Objective, TargetTeacher
 from draftkit.distillation.ranks import agree, leave_group
 from draftkit.distillation.sources import Source, shuffled
-from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from tests import tiny
 

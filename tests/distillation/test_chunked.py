@@ -8,8 +8,7 @@ from torch.nn import functional
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, SamplingConfig
 from draftkit.distillation import chunked
 from draftkit.distillation.chunked import chunked_sum, chunks
-from draftkit.distillation.losses import Objective
-from draftkit.distillation.teacher import FullScores
+from draftkit.distillation.losses import FullScores, Objective
 from draftkit.models.adapter import Head
 
 TOKENS, WIDTH, VOCAB = 7, 5, 11

@@ -13,9 +13,8 @@ from draftkit.distillation import trainer as training
 from draftkit.distillation.assembly import checkpoint_activations
 from draftkit.distillation.batch import TokenSequence
 from draftkit.distillation.loop import train
-from draftkit.distillation.losses import Objective
+from draftkit.distillation.losses import Objective, TargetTeacher
 from draftkit.distillation.sources import Source, shuffled
-from draftkit.distillation.teacher import TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.theory.divergences import DIVERGENCES, Divergence

@@ -7,7 +7,7 @@ import pytest
 
 from draftkit.config import SamplingConfig
 from draftkit.distillation import engines
-from draftkit.distillation.engines import RETOKENISED, SAMPLED, TRIES, OpenAISampler
+from draftkit.distillation.engines import SAMPLED, TRIES, OpenAISampler
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
 from tests import tiny
 from tests.distillation.serving import Engine, served
@@ -17,10 +17,6 @@ TOKENIZER = tiny.byte_tokenizer()
 PROMPTS = [TOKENIZER.encode(text) for text in ("Once upon a time", "x", "def f(", "1 + 1 =")]
 NO_COMPLETIONS = [b"<html>", {"choices": []}, {"choices": [{}]}, {"error": "no"}, [1, 2]]
 LIMITS = {"max_new_tokens": 12, "max_length": 24, "batch_size": 4, "seed": 3}
-
-
-def encode(text):
-    return TOKENIZER.encode(text, add_special_tokens=False)
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +49,7 @@ def sampler_of(engine, at_once=3, **changes):
     settings = AnswerSettings(sampling=GREEDY, eos_token_ids=engine.eos_token_ids, **limits)
     waits = []
     given = {"url": engine.url, "model": "tiny", "settings": settings}
-    given |= {"encode": encode, "decode": TOKENIZER.decode, "wait": waits.append}
-    return OpenAISampler(**given | changes), waits
+    return OpenAISampler(**given | {"wait": waits.append} | changes), waits
 
 
 def test_greedy_answers_are_those_of_the_decoder(engine, model):
@@ -81,41 +76,22 @@ def test_every_setting_is_named_in_the_request(engine):
     assert first["return_token_ids"]
 
 
-def test_text_alone_is_tokenised_again_and_counted_as_such(engine):
-    engine.body = {"choices": [{"text": " ok", "finish_reason": "stop"}]}
-    sampler, _ = sampler_of(engine)
-    (record,) = sampler.sample(PROMPTS[:1], rows=[0], version="v")
-    assert record.sampler == RETOKENISED
-    assert record.output_ids == encode(" ok")  # nobody says which of two ends it was
-    engine.body["choices"][0] |= {"finish_reason": "length", "text": " ok" * 20}
-    (record,) = sampler.sample(PROMPTS[:1], rows=[0], version="v")
-    assert record.output_ids == encode(" ok" * 20)[: 24 - len(PROMPTS[0])]
-
-
 @pytest.mark.parametrize("name", ["stop_reason", "matched_stop"])
-@pytest.mark.parametrize("ids", [None, [5, 6]])
-def test_the_end_that_an_engine_leaves_out_is_the_one_it_names(engine, name, ids):
-    for end in engine.eos_token_ids:
-        choice = {"text": " ok", "finish_reason": "stop", name: end, "token_ids": ids}
+def test_the_end_that_an_engine_leaves_out_is_the_one_it_names(engine, name):
+    """And where nobody says which of two ends it was, there is none; one alone needs no name."""
+
+    def answered(ends, **said):
+        choice = {"text": " ok", "finish_reason": "stop", "token_ids": [5, 6], **said}
         engine.body = {"choices": [choice]}
-        (record,) = sampler_of(engine)[0].sample(PROMPTS[1:2], rows=[0], version="v")
-        assert record.output_ids == [*(ids or encode(" ok")), end]
+        settings = replace(sampler_of(engine)[0].settings, eos_token_ids=ends)
+        sampler, _ = sampler_of(engine, settings=settings)
+        return sampler.sample(PROMPTS[1:2], rows=[0], version="v")[0].output_ids
 
-
-def test_where_there_is_one_end_it_needs_no_name(engine):
-    engine.body = {"choices": [{"text": " ok", "finish_reason": "stop", "stop_reason": None}]}
-    settings = replace(sampler_of(engine)[0].settings, eos_token_ids=[7])
-    (record,) = sampler_of(engine, settings=settings)[0].sample(PROMPTS[1:2], rows=[0], version="v")
-    assert record.output_ids == [*encode(" ok"), 7]
-
-
-def test_a_prompt_that_does_not_survive_tokenising_is_refused(engine):
-    engine.body = {"choices": [{"text": "!", "finish_reason": "stop"}]}
-    joined = {"x!": [1, 2]}
-    sampler, _ = sampler_of(engine, encode=lambda text: joined.get(text, encode(text)))
-    with pytest.raises(ValueError, match=r"^generate\.url http.*without token ids") as error:
-        sampler.sample(PROMPTS, rows=range(4), version="")
-    assert "\n" not in str(error.value)
+    ends = engine.eos_token_ids
+    for end in ends:
+        assert answered(ends, **{name: end}) == [5, 6, end]
+    assert answered(ends) == [5, 6]
+    assert answered([7], **{name: None}) == [5, 6, 7]
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -146,6 +122,7 @@ def test_an_engine_that_stays_busy_is_given_up_in_one_line(engine):
         ),
         *(({"body": body}, "its answer is not") for body in NO_COMPLETIONS),
         ({"changes_prompts": True}, "changes prompts"),
+        ({"returns_ids": False}, "it returns text without token ids"),
     ],
 )
 def test_a_refusal_or_no_completion_is_one_line_and_not_asked_again(engine, engine_says, words):

@@ -15,7 +15,7 @@ from draftkit.distillation.assembly import load_teaching_target
 from draftkit.distillation.fit import TRAIN, TRIAL_SHARE, Fitting, with_warmup
 from draftkit.distillation.loop import Outcome
 from draftkit.distillation.trainer import TrainingFailed
-from draftkit.models.loading import load_draft, load_target, save_model
+from draftkit.models.loading import save_model
 from draftkit.models.sharding import layers_of
 from draftkit.theory.acceptance import Estimate
 from draftkit.tracking import Tracker, read_metrics
@@ -93,20 +93,6 @@ def test_a_divergence_without_a_gradient_at_the_start_is_said(pair, tmp_path, mo
         assert notes == []
         fitting.alpha("validation", 0)
         assert [("next to no gradient" in note) for note in notes] == [True] * expected
-
-
-def test_what_was_fitted_is_saved_as_a_folder_that_loads(pair, tmp_path):
-    fitted = make_fitting(pair, tmp_path).run()
-    fitted.save(tmp_path / "saved")
-    target = load_target(TargetConfig(path=str(pair / "target")), CONFIG.hardware)
-    start, saved = (
-        load_draft(DraftConfig(path=str(path)), target).model.state_dict()
-        for path in (pair / "draft", tmp_path / "saved")
-    )
-    assert fitted.outcome.best_step > 0
-    for name, weight in saved.items():
-        assert weight.equal(fitted.draft.model.state_dict()[name])
-    assert any(not weight.equal(start[name]) for name, weight in saved.items())
 
 
 def test_trials_that_have_ended_are_not_run_again(pair, tmp_path, monkeypatch):
@@ -232,11 +218,3 @@ def test_weights_that_are_to_draft_by_argmax_are_chosen_by_what_that_accepts(pai
     assert len(judged) == 5
     assert judged[best] == max(judged.values()) == pytest.approx(outcome.best_alpha)
     assert judged[best] != pytest.approx(held_out[best]["alpha"], rel=0.1)
-
-
-def test_a_run_is_the_same_again(pair, tmp_path):
-    """Nothing of one run is left in another."""
-    first, again = (make_fitting(pair, tmp_path / name).run() for name in ("a", "b"))
-    assert first.outcome == again.outcome
-    for one, other in zip(first.draft.parameters(), again.draft.parameters(), strict=True):
-        assert one.equal(other)

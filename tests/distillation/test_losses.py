@@ -5,8 +5,7 @@ import torch
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, SamplingConfig
 from draftkit.distillation.batch import TokenSequence, collate
-from draftkit.distillation.losses import Objective, token_weights
-from draftkit.distillation.teacher import FullScores, Outcomes
+from draftkit.distillation.losses import FullScores, Objective, Outcomes, token_weights
 from draftkit.theory.divergences import DIVERGENCES
 from draftkit.theory.warping import SamplingParams, warp
 

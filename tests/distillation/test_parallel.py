@@ -10,10 +10,9 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, make_requests
 from draftkit.decoding.proposers import ParallelProposer
 from draftkit.distillation.batch import block_of_record, collate, continued, sequence_of_record
-from draftkit.distillation.losses import Objective
+from draftkit.distillation.losses import Objective, StoredTeacher, TargetTeacher
 from draftkit.distillation.samplers import AnswerSettings, BlockSampler
 from draftkit.distillation.scores import stored_scores
-from draftkit.distillation.teacher import StoredTeacher, TargetTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.parallel import (

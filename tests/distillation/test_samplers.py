@@ -73,13 +73,6 @@ def test_each_token_knows_what_was_proposed_in_its_place(rounds, proposals, reje
     assert proposals_of(rounds) == (proposals, rejected)
 
 
-def test_a_target_that_drafts_for_itself_is_never_refused():
-    sampler = replace(speculative(3), draft=TARGET)
-    for record in sampler.sample(PROMPTS, rows=range(len(PROMPTS)), version=""):
-        assert not any(record.rejected)
-        assert [p for p in record.proposals if p >= 0] != []
-
-
 def test_a_row_gets_the_same_answer_alone_and_among_others():
     plain = DecoderSampler(model=TARGET, name="target", settings=settings())
     for sampler in (plain, speculative(2)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftkit.config.experiment import MOST_SEED
-from draftkit.distillation.batch import TokenSequence, block_of_record, sequence_of_record
+from draftkit.distillation.batch import block_of_record, sequence_of_record
 from draftkit.distillation.loop import train
 from draftkit.distillation.sources import (
     cut_texts,
@@ -88,15 +88,6 @@ def test_a_killed_run_sees_the_texts_of_an_uninterrupted_one(
     assert resumed.tokens == expected.tokens
 
 
-def test_kills_again_and_again_in_one_block_change_nothing(tmp_path, whole):
-    expected, _ = whole("draft", 5)
-    for kill_at in (4, 5, 7, 8):
-        with pytest.raises(Killed):
-            run(tmp_path, draft_source, refresh_steps=5, kill_at=kill_at)
-    resumed, _ = run(tmp_path, draft_source, refresh_steps=5)
-    assert torch.equal(resumed.draft.table, expected.draft.table)
-
-
 def test_texts_of_newer_weights_inside_a_block_would_be_noticed(whole):
     """The check above has power."""
     assert not torch.equal(whole("draft", 5)[0].draft.table, whole("draft", 1)[0].draft.table)
@@ -115,9 +106,9 @@ def test_texts_come_from_the_weights_at_the_start_of_their_block(name):
         draft.table[:, 3] = 30.0
     for step in (1, 2):  # whatever the weights are now
         assert torch.equal(source.batch(step).input_ids, first[step].input_ids)
-    assert [batch.sampler_version for batch in first] == ["step 0"] * 3
-    changed = source.batch(3)
-    assert changed.sampler_version == "step 3"
+    assert {one.sampler_version for one in records(source)} == {"step 0"}
+    source.batch(3)
+    assert {one.sampler_version for one in records(source)} == {"step 3"}
     drafted = [token for one in records(source) for token in one.proposals or one.output_ids]
     assert drafted.count(3) > 0.3 * len(drafted)
     if name in ("draft", "block"):
@@ -258,20 +249,11 @@ def test_a_replayed_text_carries_what_was_refused():
     first = records(source)[:BATCH]
     assert {r.sampler for r in first} == {"speculative"}
     assert any(any(r.rejected) for r in first)
-    for row, record in enumerate(first):
-        text, prompt = source.text_of(row), len(record.prompt_ids)
+    for record in first:
+        text, prompt = sequence_of_record(record), len(record.prompt_ids)
         assert text.rejected == [False] * prompt + record.rejected
         assert text.generated == [False] * prompt + [True] * len(record.output_ids)
     assert batch.generated(batch.rejected).tolist() == [f for r in first for f in r.rejected]
-
-
-def test_a_plain_rollout_says_nothing_of_refusals():
-    record = rollouts()[0]
-    text = sequence_of_record(record)
-    assert text == TokenSequence(
-        record.prompt_ids + record.output_ids,
-        [False] * len(record.prompt_ids) + [True] * len(record.output_ids),
-    )
 
 
 # Order

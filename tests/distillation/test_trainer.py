@@ -8,8 +8,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, OptimConfig
 from draftkit.distillation.assembly import checkpoint_activations
-from draftkit.distillation.losses import Objective
-from draftkit.distillation.teacher import TargetTeacher
+from draftkit.distillation.losses import Objective, TargetTeacher
 from draftkit.distillation.trainer import BETAS, Trainer, learning_rate_for, schedule
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.cache import SlotCache

@@ -136,7 +136,7 @@ def drawn(
         ids = draw.integers(0, 3, (count, 3))
         ids[:, 0] = ids[:, 0] > 0
         ids[draw.random(count) < share, 1:] = 0
-        made.append([Answer([*map(str, row)], []) for row in ids.tolist()])
+        made.append([Answer(row, []) for row in ids.astype(str).tolist()])
     return made
 
 

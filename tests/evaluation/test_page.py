@@ -15,7 +15,6 @@ from draftkit.evaluation.page import (
     as_html,
     as_markdown,
     figure,
-    rows,
     without_traces,
 )
 
@@ -111,13 +110,6 @@ def test_what_leaves_the_machine_has_no_text_of_a_prompt():
     shown = without_traces(whole._replace(sections=[*whole.sections, numbers]))
     assert shown.sections == [numbers]
     assert shown.answers == whole.answers
-
-
-def test_rows_are_the_cells_of_a_table():
-    table = Table("a", "b")
-    table.add_row("1", "2")
-    table.add_row("3", "")
-    assert rows(table) == [("1", "2"), ("3", "")]
 
 
 @pytest.mark.parametrize("tone", ["good", "bad", "open"])

@@ -16,8 +16,7 @@ from draftkit.config import (
     OnlineConfig,
     OptimConfig,
 )
-from draftkit.distillation.losses import Objective
-from draftkit.distillation.teacher import StoredTeacher
+from draftkit.distillation.losses import Objective, StoredTeacher
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.loading import save_model

@@ -6,9 +6,8 @@ import torch
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, SamplingConfig
 from draftkit.data.rollouts import read_records, write_records
 from draftkit.distillation.batch import collate, sequence_of_record
-from draftkit.distillation.losses import Objective
+from draftkit.distillation.losses import Objective, Outcomes, StoredTeacher, TargetTeacher
 from draftkit.distillation.scores import stored_scores
-from draftkit.distillation.teacher import Outcomes, StoredTeacher, TargetTeacher
 from tests.distillation.bigram import CPU, VOCAB, Bigram
 from tests.records import record
 

@@ -23,6 +23,7 @@ from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation.alpha import PromptTotals, score_drafts
 from draftkit.evaluation.engines import ARGMAX, SAMPLED
+from draftkit.evaluation.ranking import holm
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import load_draft, load_target
 from draftkit.theory.acceptance import Estimate, Rate, estimate, gain_p_value
@@ -32,16 +33,6 @@ MODES = {"sampled": SAMPLED, "argmax": ARGMAX}  # what the drafter proposes
 TEMPERATURES, GAMMAS = (0.0, 1.0), (2, 5)
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS, BATCH = 400, 32, 64, 200
 CONTEXTS_SEED, DECODING_SEED = 1, 2
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """p values after Holm's correction, in their order."""
-    corrected, before = [0.0] * len(p_values), 0.0
-    ranked = sorted(range(len(p_values)), key=lambda number: p_values[number])
-    for rank, number in enumerate(ranked):
-        before = max(before, min(1.0, (len(p_values) - rank) * p_values[number]))
-        corrected[number] = before
-    return corrected
 
 
 def two_sided(one: Rate, other: Rate) -> float:
@@ -137,7 +128,7 @@ def table(rows: Sequence[Cell]) -> str:
     """A line for each cell, the corrected p-value last."""
     lines = ["pair | proposals | T | gamma | predicted | measured | difference | p after Holm"]
     lines.append(" | ".join(["---"] * 8))
-    for one, p in zip(rows, holm([one.p_value for one in rows]), strict=True):
+    for one, p in zip(rows, holm([one.p_value for one in rows], len(rows)), strict=True):
         low, high = one.difference.low, one.difference.high
         taus = f"{one.predicted.mean:.3f} | {one.measured.mean:.3f}"
         difference = f"{one.difference.mean:+.3f} [{low:+.3f}, {high:+.3f}]"

@@ -1,6 +1,5 @@
 """Alpha on shared contexts equals what enumeration of the same tables gives."""
 
-import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -122,36 +121,6 @@ def test_a_penalty_is_refused_where_scores_are_stored():
     sampling = SamplingConfig(repetition_penalty=1.1)
     with pytest.raises(ValueError, match=r"^generate\.top_k: .* repetition penalty"):
         score_stored(BigramModel(1), contexts(), sampling=sampling, batch_size=1)
-
-
-@pytest.mark.parametrize("cut", [{"top_p": 0.6}, {"top_k": 20}, {"top_p": 0.7, "top_k": 30}])
-def test_the_error_of_alpha_is_bounded_where_a_cut_goes_beyond_the_stored_ids(cut):
-    """What the stored id gains by the cut counts: a flat tail loses most of its ids."""
-
-    class Fixed:
-        parallel = None
-
-        device = torch.device("cpu")
-
-        def __init__(self, probs):
-            self.table = probs.log()
-            self.vocab_size = len(probs)
-
-        def score(self, tokens, keep):
-            return self.table.expand(int(keep.sum()), -1)
-
-    flat = torch.tensor([0.5, *[0.01] * 50], dtype=torch.float64)
-    target, draft = Fixed(flat), Fixed(torch.tensor([1.0, *[1e-9] * 50], dtype=torch.float64))
-    stored_one = replace(
-        contexts()[0],
-        topk_ids=[[0]] * len(contexts()[0].output_ids),
-        topk_log_probs=[[math.log(0.5)]] * len(contexts()[0].output_ids),
-        tail_mass=[0.5] * len(contexts()[0].output_ids),
-    )
-    options = {"sampling": SamplingConfig(**cut), "batch_size": 1}
-    whole = score_contexts(target, draft, [stored_one], **options).totals["alpha"]
-    scored, missing = score_stored(draft, [stored_one], **options)
-    assert -1e-5 <= whole - scored.totals["alpha"] <= missing + 1e-5
 
 
 @pytest.mark.parametrize(

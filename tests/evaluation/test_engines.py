@@ -1,5 +1,8 @@
 """Tokens a pass that are computed from scored texts equal those that decoding shows."""
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,28 +29,24 @@ TARGET = random_adapter(VOCAB, 1)
 DRAFT = relative(TARGET, 2)
 
 
-def decoded(
-    sampling: SamplingConfig, tokens: str, gamma: int, verification: str = "speculative"
-) -> list[Completion]:
+@cache
+def made(
+    tokens: str, gamma: int, verification: str = "speculative", **served: Any
+) -> tuple[list[Completion], PromptTotals]:
+    """Texts that the pair has decoded, and their scores."""
+    sampling = SamplingConfig(**served)
     prompts = [[row % VOCAB] for row in range(TEXTS)]
-    requests = [*make_requests(prompts, max_new_tokens=TOKENS, sampling=sampling, gamma=gamma)]
-    proposer = DraftModelProposer(DRAFT, tokens=tokens)
-    return decode(
+    texts = decode(
         TARGET,
-        requests,
+        [*make_requests(prompts, max_new_tokens=TOKENS, sampling=sampling, gamma=gamma)],
         eos_token_ids=[EOS],
         batch_size=100,
-        proposer=proposer,
+        proposer=DraftModelProposer(DRAFT, tokens=tokens),
         verification=verification,
     )
-
-
-def scored(texts: list[Completion], sampling: SamplingConfig) -> PromptTotals:
-    records = records_of(texts, sampling)
     drafts: dict[str, Adapter] = {"draft": DRAFT}
-    return score_drafts(
-        TARGET, drafts, records, sampling=sampling, batch_size=50, eos_token_ids=[EOS]
-    )["draft"]
+    options: dict[str, Any] = {"sampling": sampling, "batch_size": 50, "eos_token_ids": [EOS]}
+    return texts, score_drafts(TARGET, drafts, records_of(texts, sampling), **options)["draft"]
 
 
 def z_of(texts: list[Completion], totals: PromptTotals, mode: str, gamma: int) -> float:
@@ -60,9 +59,7 @@ def z_of(texts: list[Completion], totals: PromptTotals, mode: str, gamma: int) -
 @pytest.mark.parametrize("gamma", [1, 4])
 @pytest.mark.parametrize("tokens", PROPOSED)
 def test_decoding_takes_the_rounds_that_its_texts_predict(tokens: str, gamma: int) -> None:
-    sampling = SamplingConfig(temperature=0.8)
-    texts = decoded(sampling, tokens, gamma)
-    totals = scored(texts, sampling)
+    texts, totals = made(tokens, gamma, temperature=0.8)
     if tokens == "argmax":  # then a text leaves nothing to chance
         rounds = totals.tokens_a_pass(ARGMAX, gamma).counts
         assert rounds.tolist() == pytest.approx([one.rounds for one in texts])
@@ -75,11 +72,9 @@ def test_decoding_takes_the_rounds_that_its_texts_predict(tokens: str, gamma: in
 @pytest.mark.parametrize("verification", ["speculative", "match"])
 def test_decoding_reports_the_acceptance_of_the_rule_that_verifies(verification: str) -> None:
     """And its rounds are those of that rule's mode, whose row is draftkit's."""
-    sampling = SamplingConfig(temperature=0.8)
-    texts = decoded(sampling, "sampled", 2, verification)
+    texts, totals = made("sampled", 2, verification, temperature=0.8)
     off = torch.tensor([one.accepted - one.acceptance_total for one in texts])
     assert abs(float(off.mean() / off.std() * len(texts) ** 0.5)) < 3.5
-    totals = scored(texts, sampling)
     mode = MATCHED if verification == "match" else SAMPLED
     assert abs(z_of(texts, totals, mode, 2)) < 3.5
     other = SAMPLED if verification == "match" else MATCHED
@@ -87,9 +82,7 @@ def test_decoding_reports_the_acceptance_of_the_rule_that_verifies(verification:
 
 
 def test_a_draft_that_the_engine_does_not_cut_has_a_mode_of_its_own() -> None:
-    sampling = SamplingConfig(top_k=3)
-    texts = decoded(sampling, "sampled", 2)
-    totals = scored(texts, sampling)
+    texts, totals = made("sampled", 2, top_k=3)
     text = [*texts[0].prompt_ids, *texts[0].output_ids]
     target, draft = (model.logits(torch.tensor([text[:-1]]))[0] for model in (TARGET, DRAFT))
     kept = target >= target.topk(3).values[:, -1:]
@@ -98,12 +91,11 @@ def test_a_draft_that_the_engine_does_not_cut_has_a_mode_of_its_own() -> None:
     rows = engine_rows(totals, gamma=2)
     modes = {(row["engine"], row["setting"]): row["mode"] for row in rows}
     assert modes["vLLM", "probabilistic"] == UNCUT
-    assert UNCUT not in scored(texts, SamplingConfig()).totals
+    assert UNCUT not in made("sampled", 2, temperature=0.8)[1].totals
 
 
 def test_every_setting_is_a_row_at_its_own_gamma() -> None:
-    sampling = SamplingConfig(temperature=0.8)
-    totals = scored(decoded(sampling, "sampled", 2), sampling)
+    _, totals = made("sampled", 2, temperature=0.8)
     rows = engine_rows(totals, gamma=2)
     assert len(rows) == 1 + len(SETTINGS)
     by_name = {(row["engine"], row["setting"]): row for row in rows}
@@ -114,8 +106,7 @@ def test_every_setting_is_a_row_at_its_own_gamma() -> None:
 
 def test_a_row_says_the_tokens_a_pass_at_the_best_gamma_of_its_own_mode() -> None:
     """Of one proposal at least, since so an engine is launched that had better not speculate."""
-    sampling = SamplingConfig(temperature=0.8)
-    totals = scored(decoded(sampling, "sampled", 2), sampling)
+    _, totals = made("sampled", 2, temperature=0.8)
     best = {SAMPLED: 5, ARGMAX: 2, MATCHED: 0}
     rows = engine_rows(totals, gamma=4, best_gammas=best)
     for row in rows:

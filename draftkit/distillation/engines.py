@@ -17,12 +17,10 @@ import httpx
 
 from draftkit.config import Config, TargetConfig
 from draftkit.data.lengths import Room
-from draftkit.data.rollouts import Record
 from draftkit.decoding.state import Request
-from draftkit.distillation.samplers import ROLLOUTS, AnswerSettings, noise_seed
+from draftkit.distillation.samplers import ROLLOUTS, AnswerSettings, Sampler, noise_seed
 from draftkit.models.loading import load_outline
 
-SAMPLED = "openai"  # who sampled, in a record
 TRIES = 6
 FIRST_WAIT = 1.0  # seconds, doubled from try to try
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
@@ -30,33 +28,28 @@ PASSES = {408, 409, 425, 429, 500, 502, 503, 504}  # states of a server that may
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenAISampler:
+class OpenAISampler(Sampler):
     """Asks the engine at `url` for answers of `model`, `settings.batch_size` at a time."""
 
     url: str  # as http://127.0.0.1:8000/v1
     model: str
-    settings: AnswerSettings
+    name: str = "openai"
     key: str = field(default="", repr=False)
     wait: Callable[[float], None] = time.sleep
 
-    def sample(
-        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
-    ) -> list[Record]:
+    def answers(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         """As in `Sampler`; here the seed of a row is the engine's to interpret.
 
         Raises ValueError, one line, where the engine does not answer or not to what was asked.
         """
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        requests = self.settings.requests(prompts, rows)
         pool = ThreadPoolExecutor(self.settings.batch_size)
         with httpx.Client(headers=headers, timeout=TIMEOUT) as client:
             try:
                 tasks = [pool.submit(self._answer, client, request) for request in requests]
-                answers = [task.result() for task in tasks]
+                return [{"output_ids": task.result()} for task in tasks]
             finally:
                 pool.shutdown(cancel_futures=True)
-        fields = [{"output_ids": ids} for ids in answers]
-        return self.settings.records(requests, fields, sampler=SAMPLED, version=version)
 
     def _answer(self, client: httpx.Client, request: Request) -> list[int]:
         """The answer to `request`, to its first end or the limit."""

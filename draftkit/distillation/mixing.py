@@ -8,18 +8,19 @@ it, and at the first other one the target draws in its place.
 Shapes: B rows, K proposed tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
-from draftkit.data.rollouts import Record
 from draftkit.decoding.decoder import Decoder, tokens_needed
 from draftkit.decoding.generation import DRAFT_ID, finish
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.distillation.samplers import AnswerSettings
+from draftkit.decoding.state import Request
+from draftkit.distillation.samplers import Sampler
 from draftkit.models.adapter import Adapter
 from draftkit.theory.noise import sample
 from draftkit.theory.verification import Verification, Verifier
@@ -51,33 +52,33 @@ def coins(fraction: float) -> Verifier:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtureSampler:
-    """A `Sampler` of texts whose tokens come from `draft` or `target`, by a coin each."""
+class MixtureSampler(Sampler):
+    """Texts whose tokens come from `draft` or `target`, by a coin each."""
 
     target: Adapter
     draft: Adapter
     fraction: float
-    settings: AnswerSettings
+    name: str = "mix"
+    gamma: int = AHEAD
 
-    def sample(
-        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
-    ) -> list[Record]:
-        if not prompts:
-            return []
-        settings, models = self.settings, [self.target, self.draft]
-        drawn = replace(settings, sampling=never_greedy(settings.sampling))
-        requests = drawn.requests(prompts, rows, models=models, gamma=AHEAD)
+    @property
+    def models(self) -> Sequence[Adapter]:
+        return [self.target, self.draft]
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+        if not requests:
+            return
+        drawn = [replace(one, sampling=never_greedy(one.sampling)) for one in requests]
         decoder = Decoder(
             self.target,
-            slots=min(settings.batch_size, len(requests)),
-            capacity=max(map(tokens_needed, requests)),
-            eos_token_ids=settings.eos_token_ids,
+            slots=min(self.settings.batch_size, len(drawn)),
+            capacity=max(map(tokens_needed, drawn)),
+            eos_token_ids=self.settings.eos_token_ids,
         )
         decoder.verifier = coins(self.fraction)
-        decoder.attach(DRAFT_ID, DraftModelProposer(self.draft, version=version))
-        answers = finish(decoder, requests)
-        fields = ({"output_ids": answer.output_ids} for answer in answers)
-        return settings.records(requests, fields, sampler="mix", version=version)
+        decoder.attach(DRAFT_ID, DraftModelProposer(self.draft))
+        for answer in finish(decoder, drawn):
+            yield {"output_ids": answer.output_ids}
 
 
 def never_greedy(sampling: SamplingConfig) -> SamplingConfig:

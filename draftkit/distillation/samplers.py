@@ -5,9 +5,9 @@ here run our decoder; `engines` asks somebody else's. They know no steps and no 
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,20 +36,6 @@ SCRATCH = 2  # cache slots behind the text, in plain decoding
 ROLLOUTS, VALIDATION, TEST = "rollouts", "validation", "test"  # uses of the target's answers
 
 
-class Sampler(Protocol):
-    """Continues prompts."""
-
-    def sample(
-        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
-    ) -> list[Record]:
-        """Return an answer to each prompt, cut after the first end of text.
-
-        `rows` number the noise streams: the same row and prompt give the same answer in any batch.
-        `version` says which weights are in force.
-        """
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
     """How answers are sampled, and how long they get.
@@ -64,54 +50,65 @@ class AnswerSettings:
     batch_size: int
     seed: int
 
-    def requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[int],
-        *,
-        models: Sequence[Adapter] = (),
-        gamma: int = 0,
-    ) -> list[Request]:
-        """One request a prompt, within the context of all `models`."""
-        longest = min([self.max_length, *(model.max_positions for model in models)])
-        return [
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Continues prompts; each kind answers requests in its own way.
+
+    name: who samples, in a record. gamma: proposals a round.
+    """
+
+    settings: AnswerSettings
+    name: str
+    gamma: int = 0
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
+    ) -> list[Record]:
+        """Return an answer to each prompt, cut after the first end of text.
+
+        `rows` number the noise streams: the same row and prompt give the same answer in any batch.
+        `version` says which weights are in force.
+        """
+        settings = self.settings
+        longest = min([settings.max_length, *(model.max_positions for model in self.models)])
+        requests = [
             Request(
                 prompt_ids=prompt,
-                max_new_tokens=min(self.max_new_tokens, longest - len(prompt)),
-                sampling=self.sampling,
-                gamma=gamma,
-                proposer_id=DRAFT_ID if gamma > 0 else None,
-                seed=self.seed,
+                max_new_tokens=min(settings.max_new_tokens, longest - len(prompt)),
+                sampling=settings.sampling,
+                gamma=self.gamma,
+                proposer_id=DRAFT_ID if self.gamma > 0 else None,
+                seed=settings.seed,
                 row=row,
             )
             for prompt, row in zip(prompts, rows, strict=True)
         ]
-
-    def records(
-        self,
-        requests: Sequence[Request],
-        answers: Iterable[Mapping[str, Any]],
-        *,
-        sampler: str,
-        version: str,
-    ) -> list[Record]:
-        """The answers to `requests`, as fields of a record, with all that made them."""
         return [
             Record(
                 prompt_ids=list(request.prompt_ids),
-                sampling=dict(vars(self.sampling)),
-                seed=self.seed,
+                sampling=dict(vars(settings.sampling)),
+                seed=settings.seed,
                 row=request.row,
-                sampler=sampler,
+                sampler=self.name,
                 sampler_version=version,
                 **answer,
             )
-            for request, answer in zip(requests, answers, strict=True)
+            for request, answer in zip(requests, self.answers(requests), strict=True)
         ]
+
+    @property
+    def models(self) -> Sequence[Adapter]:
+        """Whose contexts hold prompt and answer."""
+        return ()
+
+    def answers(self, requests: Sequence[Request]) -> Iterable[Mapping[str, Any]]:
+        """Of each answer what its record holds of it: `output_ids`, and what else is known."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderSampler:
+class DecoderSampler(Sampler):
     """Plain sampling of `model`; `name` is its part, `target` or `draft`.
 
     Compiled, one decoder serves all calls, and so does its code: whole batches in a cache of
@@ -120,32 +117,29 @@ class DecoderSampler:
     """
 
     model: Adapter
-    name: str
-    settings: AnswerSettings
     compiled: bool = False
     top_k: int = 0
     watch: Watch | None = None
     _kept: dict[bool, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def sample(
-        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
-    ) -> list[Record]:
-        settings = self.settings
-        requests = settings.requests(prompts, rows, models=[self.model])
-        if self.compiled:
-            answers = self._answer(requests)
-        else:
-            answers = decode(
-                self.model,
-                requests,
-                eos_token_ids=settings.eos_token_ids,
-                batch_size=settings.batch_size,
-                top_k=self.top_k,
-                watch=self.watch,
-            )
+    @property
+    def models(self) -> Sequence[Adapter]:
+        return [self.model]
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
         names = ("output_ids", *(LIKELIEST if self.top_k else ()))
-        fields = ({name: getattr(answer, name) for name in names} for answer in answers)
-        return settings.records(requests, fields, sampler=self.name, version=version)
+        done = self._answer(requests) if self.compiled else self._decode(requests)
+        return ({name: getattr(answer, name) for name in names} for answer in done)
+
+    def _decode(self, requests: Sequence[Request]) -> list[Completion]:
+        return decode(
+            self.model,
+            requests,
+            eos_token_ids=self.settings.eos_token_ids,
+            batch_size=self.settings.batch_size,
+            top_k=self.top_k,
+            watch=self.watch,
+        )
 
     def _answer(self, requests: Sequence[Request]) -> list[Completion]:
         """Decode `requests` on the decoder that is kept, which is made by the first of them."""
@@ -169,24 +163,24 @@ class DecoderSampler:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSampler:
+class BlockSampler(Sampler):
     """What a parallel draft proposes behind each prompt in one pass, up to its trained number.
 
     Token i is drawn from its own law, which knows the prompt alone.
     """
 
     draft: Adapter
-    settings: AnswerSettings
+    name: str = "draft"
+
+    @property
+    def models(self) -> Sequence[Adapter]:
+        return [self.draft]
 
     @torch.inference_mode()
-    def sample(
-        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
-    ) -> list[Record]:
+    def answers(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         size = self.settings.batch_size
-        requests = self.settings.requests(prompts, rows, models=[self.draft])
         batches = (requests[first : first + size] for first in range(0, len(requests), size))
-        answers = ({"output_ids": tokens} for batch in batches for tokens in self._draw(batch))
-        return self.settings.records(requests, answers, sampler="draft", version=version)
+        return [{"output_ids": tokens} for batch in batches for tokens in self._draw(batch)]
 
     def _draw(self, requests: Sequence[Request]) -> list[list[int]]:
         """The tokens of each request, as many as settings and contexts let it have."""
@@ -229,7 +223,7 @@ class BlockSampler:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeSampler:
+class SpeculativeSampler(Sampler):
     """What a server does: `draft` proposes, `target` verifies.
 
     The text has the target's law; the records tell what was proposed and refused on the way, and
@@ -238,27 +232,25 @@ class SpeculativeSampler:
 
     target: Adapter
     draft: Adapter
-    gamma: int
     verification: str
-    settings: AnswerSettings
+    name: str = "speculative"
 
-    def sample(
-        self, prompts: Sequence[Sequence[int]], *, rows: Sequence[int], version: str
-    ) -> list[Record]:
-        settings, models = self.settings, [self.target, self.draft]
-        requests = settings.requests(prompts, rows, models=models, gamma=self.gamma)
-        answers = decode(
+    @property
+    def models(self) -> Sequence[Adapter]:
+        return [self.target, self.draft]
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+        done = decode(
             self.target,
             requests,
-            eos_token_ids=settings.eos_token_ids,
-            batch_size=settings.batch_size,
-            proposer=drafting(self.draft, version=version),
+            eos_token_ids=self.settings.eos_token_ids,
+            batch_size=self.settings.batch_size,
+            proposer=drafting(self.draft),
             verification=self.verification,
         )
-        names = ("output_ids", "proposals", "rejected")
-        values = ((answer.output_ids, *proposals_of(answer.steps)) for answer in answers)
-        fields = (dict(zip(names, one, strict=True)) for one in values)
-        return settings.records(requests, fields, sampler="speculative", version=version)
+        for answer in done:
+            proposals, rejected = proposals_of(answer.steps)
+            yield {"output_ids": answer.output_ids, "proposals": proposals, "rejected": rejected}
 
 
 def proposals_of(rounds: Sequence[TraceRound]) -> tuple[list[int], list[bool]]:

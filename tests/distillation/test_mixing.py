@@ -9,7 +9,7 @@ from scipy import stats
 
 from draftkit.config import SamplingConfig
 from draftkit.distillation import mixing
-from draftkit.distillation.mixing import MixtureSampler, never_greedy
+from draftkit.distillation.mixing import AHEAD, MixtureSampler, never_greedy
 from draftkit.distillation.samplers import AnswerSettings
 from draftkit.theory.noise import sample
 from draftkit.theory.verification import Verification
@@ -27,9 +27,9 @@ def settings(sampling, **changes):
     return AnswerSettings(sampling=sampling, eos_token_ids=[END], seed=7, **given | changes)
 
 
-def texts(fraction, sampling, rows=ROWS, **limits):
+def texts(fraction, sampling, rows=ROWS, ahead=AHEAD, **limits):
     """Answers to PROMPT in rows 0 .. rows - 1."""
-    how = {"fraction": fraction, "settings": settings(sampling, **limits)}
+    how = {"fraction": fraction, "settings": settings(sampling, **limits), "gamma": ahead}
     sampler = MixtureSampler(target=TARGET, draft=DRAFT, **how)
     return sampler.sample([PROMPT] * rows, rows=range(rows), version="step 3")
 
@@ -81,11 +81,9 @@ def surprise(answers, expected):
         (4, 0.3, SamplingConfig(temperature=0.0)),
     ],
 )
-def test_every_token_is_the_drafts_by_a_coin_else_the_targets(
-    monkeypatch, ahead, fraction, sampling
-):
-    monkeypatch.setattr(mixing, "AHEAD", ahead)
-    assert surprise(texts(fraction, sampling), law(fraction, sampling)) > 1e-3
+def test_every_token_is_the_drafts_by_a_coin_else_the_targets(ahead, fraction, sampling):
+    found = texts(fraction, sampling, ahead=ahead)
+    assert surprise(found, law(fraction, sampling)) > 1e-3
 
 
 def test_another_fraction_would_be_noticed():
@@ -101,9 +99,8 @@ def test_a_bonus_of_the_target_after_a_run_of_drafted_tokens_would_be_noticed(mo
 
         return verify
 
-    monkeypatch.setattr(mixing, "AHEAD", 1)
     monkeypatch.setattr(mixing, "coins", with_bonus)
-    assert surprise(texts(0.5, SamplingConfig()), law(0.5, SamplingConfig())) < 1e-6
+    assert surprise(texts(0.5, SamplingConfig(), ahead=1), law(0.5, SamplingConfig())) < 1e-6
 
 
 def test_a_row_is_the_same_alone_and_among_others():

@@ -156,23 +156,18 @@ def test_a_prompt_without_room_for_an_answer_is_named(pair):
         draftkit.distill(pair, ["abc", "de", "abcdef", "gh"], max_length=6, data=plain)
 
 
-def test_greedy_answers_are_those_of_the_target(pair):
-    ids = torch.tensor([pair.target.tokenizer("once").input_ids])
-    expected = pair.target.adapter.model.generate(ids, max_new_tokens=20, do_sample=False)
-    greedy = SamplingConfig(temperature=0.0)
-    answer = draftkit.generate(pair, ids[0].tolist(), max_new_tokens=20, sampling=greedy)
-    assert answer.ids == expected[0, 4:].tolist()
-    assert answer.text == pair.target.tokenizer.decode(answer.ids)
-    assert answer.rounds < 20
-    assert answer.acceptance_length == (answer.rounds + answer.accepted) / answer.rounds
-
-
 def test_whoever_proposes_the_greedy_answer_is_the_targets(pair):
+    ids = torch.tensor([pair.target.tokenizer("abcabc").input_ids])
+    expected = pair.target.adapter.model.generate(ids, max_new_tokens=20, do_sample=False)
     greedy, answers = SamplingConfig(temperature=0.0), {}
     for name in ("sampled", "argmax", "bigram", "prompt_lookup", "none"):
         decode = replace(pair.config.decode, proposer=name)
-        answers[name] = draftkit.generate(pair, "abcabc", sampling=greedy, decode=decode)
-    assert len({answer.text for answer in answers.values()}) == 1
+        answers[name] = one = draftkit.generate(
+            pair, ids[0].tolist(), sampling=greedy, decode=decode
+        )
+        assert one.ids == expected[0, ids.shape[1] :].tolist()
+        assert one.text == pair.target.tokenizer.decode(one.ids)
+        assert one.acceptance_length == (one.rounds + one.accepted) / one.rounds
     assert answers["none"].accepted == 0 < answers["argmax"].accepted
 
 
@@ -188,11 +183,8 @@ def test_a_folder_keeps_a_run_which_goes_on_and_is_no_other_runs(pair, tmp_path)
     assert again.outcome == whole.outcome
     steps = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
     assert steps == [4]
-    for changed in ({"steps": 5}, {"steps": 4, "divergence": "tvd"}):
-        with pytest.raises(ValueError, match="holds a run of other prompts or settings"):
-            draftkit.distill(pair, texts(24), **changed, **options)
     with pytest.raises(ValueError, match="holds a run of other prompts or settings"):
-        draftkit.distill(pair, texts(25), steps=4, **options)
+        draftkit.distill(pair, texts(24), steps=5, **options)
 
 
 def scaled(factor):
@@ -370,14 +362,10 @@ print(size, (max(peaks) - loaded) / size)
 """
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("mode", "least", "most"),
-    [
-        pytest.param("float32", 0.9, 1.8, marks=pytest.mark.soak),
-        pytest.param("served", 0, 0.4, marks=pytest.mark.soak),
-        ("auto", 0, 0.4),
-    ],
+    ("mode", "least", "most"), [("float32", 0.9, 1.8), ("served", 0, 0.4), ("auto", 0, 0.4)]
 )
 def test_checking_identity_holds_one_copy_of_the_target(tmp_path, mode, least, most):
     """Float32 takes the room of bfloat16 once more, not twice; the served dtype takes none.

@@ -15,17 +15,7 @@ from draftkit.evaluation.walltime import Setting, make_decoder, time_methods
 from draftkit.theory.speedup import speedup_from_length
 from tests.evaluation.scripted import Clock, Slow
 
-SETTING = Setting(
-    sampling=SamplingConfig(),
-    max_new_tokens=12,
-    gamma=3,
-    verification="speculative",
-    batch_size=2,
-    capacity=40,
-    eos_token_ids=(0,),
-    seed=0,
-    compiled=False,
-)
+SETTING = Setting(max_new_tokens=12, gamma=3, batch_size=2, capacity=40, eos_token_ids=(0,))
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
 
 

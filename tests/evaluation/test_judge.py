@@ -149,13 +149,6 @@ def test_verdict_and_break_even_follow():
     assert fast["tokens_per_second"] == {"autoregressive": 3.0, "speculative": 6.0}
 
 
-def test_six_documents_decide_nothing_however_fast_and_are_not_refused():
-    summary = summarise(measured(seconds=0.5, pairs=3), "given", SERVED, CONFIG)
-    assert summary["verdict"] == "inconclusive"
-    assert "every part works: it timed 6 documents, a verdict needs 20" in summary["reason"]
-    assert summary["speedup"]["end_to_end"]["ci95"] is None
-
-
 def test_rows_of_a_batch_that_is_timed_are_of_different_documents():
     """Else batches would share documents, and tell the same twice."""
     texts = [[number] for number in range(8)]
@@ -231,14 +224,11 @@ def test_a_proposer_without_a_draft_goes_by_its_own_name():
     assert "best_gamma_by_mode" not in summary
 
 
-@pytest.mark.parametrize(
-    ("proposer", "alpha"), [("sampled", 0.9), ("argmax", 0.5), ("hybrid", 9 / 12)]
-)
-def test_the_best_gamma_is_that_of_the_acceptance_that_is_served(proposer, alpha):
-    config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer=proposer))
+def test_the_best_gamma_of_a_hybrid_is_that_of_what_it_accepted_at_first():
+    config = replace(CONFIG, decode=DecodeConfig(gamma=2, proposer="hybrid"))
     found = measured(alpha=0.9)
     summary, costs = summarise(found, "given", SERVED, config), found.costs["given"]
-    chosen = best_gamma(alpha, costs, 12)
+    chosen = best_gamma(9 / 12, costs, 12)
     assert (summary["best_gamma"], summary["best_gamma_factor"]) == pytest.approx(chosen)
 
 

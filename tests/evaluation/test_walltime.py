@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftkit.config import SamplingConfig
 from draftkit.decoding import graphs
 from draftkit.decoding.generation import Completion
 from draftkit.decoding.proposers import DraftModelProposer
@@ -28,17 +27,7 @@ from draftkit.evaluation.walltime import (
 from draftkit.theory.acceptance import speedup
 from tests.evaluation.scripted import Clock, Slow
 
-SETTING = Setting(
-    sampling=SamplingConfig(),
-    max_new_tokens=10,
-    gamma=3,
-    verification="speculative",
-    batch_size=2,
-    capacity=40,
-    eos_token_ids=(),
-    seed=0,
-    compiled=False,
-)
+SETTING = Setting(max_new_tokens=10, gamma=3, batch_size=2, capacity=40)
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7]]
 
 

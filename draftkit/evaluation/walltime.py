@@ -16,7 +16,6 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.generation import DRAFT_ID, Completion, make_requests, record
 from draftkit.decoding.graphs import batch_size, compile_seconds
 from draftkit.decoding.proposers import Proposer
@@ -191,13 +190,7 @@ def row_capacity(prompts: PromptIds, *, max_new_tokens: int, gamma: int) -> int:
     return max(map(len, prompts)) + max_new_tokens + 2 * (max(gamma, MOST_GAMMA) + 1)
 
 
-def make_decoder(
-    target: Adapter,
-    proposer: Proposer | None,
-    setting: Setting,
-    *,
-    gamma_policy: GammaPolicy | None = None,
-) -> Decoder:
+def make_decoder(target: Adapter, proposer: Proposer | None, setting: Setting) -> Decoder:
     """A decoder of `setting.batch_size` rows with `proposer` attached."""
     decoder = Decoder(
         target,
@@ -205,7 +198,6 @@ def make_decoder(
         capacity=setting.capacity,
         eos_token_ids=setting.eos_token_ids,
         verification=setting.verification,
-        gamma_policy=gamma_policy,
         compiled=setting.compiled,
         captured=setting.captured,
     )
@@ -241,23 +233,20 @@ def join(
     return {slot: Completion(list(p)) for slot, p in zip(slots, prompts, strict=True)}
 
 
-def decoding(
-    target: Adapter,
-    proposer: Proposer | None,
-    setting: Setting,
-    gamma_policy: GammaPolicy | None = None,
-) -> Method:
-    """Our decoder as a method: plain without `proposer`; at gammas of `gamma_policy` if given.
+def decoding(target: Adapter, proposer: Proposer | None, setting: Setting) -> Method:
+    """Our decoder as a method: plain without `proposer`.
 
     Timed from the request to the moment the last token has been read.
     """
-    decoder = make_decoder(target, proposer, setting, gamma_policy=gamma_policy)
+    decoder, gamma = (
+        make_decoder(target, proposer, setting),
+        0 if proposer is None else setting.gamma,
+    )
     clock = synchronised_clock(target.device)
 
     def generate(prompts: PromptIds, first: int) -> Chunk:
         started = clock()
-        gamma, adapts = 0 if proposer is None else setting.gamma, gamma_policy is not None
-        running = join(decoder, prompts, setting, gamma=gamma, first=first, adapts=adapts)
+        running = join(decoder, prompts, setting, gamma=gamma, first=first)
         ready = clock()
         left, full, row_rounds, emitted = set(running), None, 0, 0
         while left:

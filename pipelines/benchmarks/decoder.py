@@ -14,9 +14,11 @@ behind the first end of a row. Greedy answers are compared with Hugging Face's, 
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,11 @@ from rich.console import Console
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config
-from draftkit.decoding.gamma import AdaptiveGamma
 from draftkit.decoding.graphs import compile_seconds
-from draftkit.evaluation.costs import Meter, between, meter
-from draftkit.evaluation.judge import Prompts, proposer_of
+from draftkit.evaluation.costs import between, meter
+from draftkit.evaluation.judge import Prompts, proposer_of, timing
 from draftkit.evaluation.lossless import differ_by_rounding, differing
+from draftkit.evaluation.report import interval
 from draftkit.evaluation.summary import count_rounds
 from draftkit.evaluation.walltime import (
     PLAIN,
@@ -36,12 +38,10 @@ from draftkit.evaluation.walltime import (
     Setting,
     Timed,
     decoding,
-    row_capacity,
     take_turns,
     warm_up,
 )
 from draftkit.models.adapter import Adapter
-from draftkit.models.devices import resolve_device
 from draftkit.models.loading import load_draft, load_target
 from draftkit.models.memory import peak_bytes
 from draftkit.theory.acceptance import speedup
@@ -54,27 +54,14 @@ from ..prepare import check_pair
 from ..product import SUMMARY, Stage
 from ..stage import StageFolder
 from .decoder_peers import hugging_face
-from .decoder_report import (
-    ADAPTIVE,
-    HF_ASSISTED,
-    HF_LOOKUP,
-    HF_PLAIN,
-    SPECULATIVE,
-    Point,
-    print_summary,
-)
 from .random_models import DRAFTERS, LIKELY_ALPHA, TARGET, random_model, random_texts
 
-# By device and batch size the methods that take turns. Hugging Face speculates for one row alone,
-# an adaptive gamma is for many.
+SPECULATIVE = "speculative"
+HF_PLAIN, HF_ASSISTED, HF_LOOKUP = "hf_plain", "hf_assisted", "hf_lookup"
+# By device and batch size the methods that take turns. Hugging Face speculates for one row alone.
 BOTH = (PLAIN, SPECULATIVE, HF_PLAIN)
 CASES = {
-    "cpu": {
-        1: (*BOTH, HF_ASSISTED, HF_LOOKUP),
-        4: BOTH,
-        8: (PLAIN, SPECULATIVE, ADAPTIVE, HF_PLAIN),
-        16: (PLAIN, SPECULATIVE, ADAPTIVE, HF_PLAIN),
-    },
+    "cpu": {1: (*BOTH, HF_ASSISTED, HF_LOOKUP), 4: BOTH, 8: BOTH, 16: BOTH},
     "cuda": {1: (*BOTH, HF_ASSISTED), 8: BOTH},
 }
 COMPILED = {"cpu": (1,), "cuda": (1, 8)}  # batch sizes; the others run eagerly
@@ -82,7 +69,6 @@ TEMPERATURES = (0, 1)
 PROMPTS = 24  # of a setting; more where a batch size would make too few chunks of them
 MIN_CHUNKS = 6  # of a setting: fewer admit no 95 % interval of a median
 MAX_NEW_TOKENS = 96
-POLICY_TURNS = 3  # of calibration, before the timed chunks, for the adaptive gamma
 RANDOM_PROMPT_TOKENS, RANDOM_CALIBRATION_PROMPTS = 32, 8
 STAGE = Stage(
     name="benchmark",
@@ -95,12 +81,14 @@ STAGE = Stage(
     version=3,
     product=None,
 )
+LEGEND = (
+    "HF: Hugging Face generate; all else is this decoder. Tokens per second from request to last "
+    "token, prefill included: medians over chunks with quartiles. Ratios: medians of paired "
+    "chunks with exact 95 % intervals."
+)
+Point = dict[str, Any]
 
-
-def check(config: Config) -> None:
-    """Raise ValueError for a pair that does not fit together, and a device that is not there."""
-    check_pair(config)
-    resolve_device(config.hardware)
+check = check_pair
 
 
 def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
@@ -120,11 +108,6 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
         "peak_memory_bytes": peak_bytes(adapter.device),
         "points": points,
     }
-
-
-def show(config: Config, folder: Path) -> None:
-    """Print the tables of a complete benchmark."""
-    print_summary(read_json(folder / SUMMARY), Console(width=80, highlight=False))
 
 
 # What is measured
@@ -149,31 +132,22 @@ def points_of(
 
     Raises ValueError naming `evaluate.prompts` where there are too few for a batch size.
     """
-    decode, device, gamma = config.decode, target.device.type, config.proposals
-    texts, available = [*prompts.test, *prompts.calibration], len(prompts.test)
-    capacity = row_capacity(texts, max_new_tokens=MAX_NEW_TOKENS, gamma=gamma)
+    texts, device = [*prompts.test, *prompts.calibration], target.device.type
+    config = replace(config, evaluate=replace(config.evaluate, max_new_tokens=MAX_NEW_TOKENS))
     points: list[Point] = []
     for temperature in temperatures:
+        sampling = replace(config.sampling, temperature=temperature)
+        every = timing(texts, sampling, ends, config)
         for rows, methods in CASES[device].items():
-            if available < 2 * rows:
+            count, known = prompts_of(rows), rows in COMPILED[device]
+            if len(prompts.test) < count:
                 raise ValueError(
-                    f"evaluate.prompts: {rows} rows need {2 * rows} held-out prompts, there are "
-                    f"{available}: raise it"
+                    f"evaluate.prompts: {rows} rows need {count} held-out prompts, there are "
+                    f"{len(prompts.test)}: raise it"
                 )
-            count = min(prompts_of(rows), available // rows * rows)
-            setting = Setting(
-                sampling=replace(config.sampling, temperature=temperature),
-                max_new_tokens=MAX_NEW_TOKENS,
-                gamma=gamma,
-                verification=decode.verification,
-                batch_size=rows,
-                capacity=capacity,
-                eos_token_ids=ends,
-                seed=config.seed,
-                compiled=decode.compiles and rows in COMPILED[device],
-                captured=decode.captures and rows in COMPILED[device],
-            )
             folder.note(f"temperature {temperature:g}, batch {rows}: {count} prompts")
+            code = {"compiled": every.compiled and known, "captured": every.captured and known}
+            setting = replace(every, batch_size=rows, **code)
             some = replace(prompts, test=prompts.test[:count])
             points += measure(config, target, draft, some, setting, methods)
     return points
@@ -188,12 +162,8 @@ def random_points(config: Config, folder: StageFolder) -> dict[str, Any]:
     name, shape = TARGET
     target = random_model(shape, config.hardware, seed=config.seed)
     most = max(map(prompts_of, CASES[target.device.type]))
-    texts = random_texts(
-        most + RANDOM_CALIBRATION_PROMPTS,
-        RANDOM_PROMPT_TOKENS,
-        vocab_size=shape.vocab_size,
-        seed=config.seed,
-    )
+    count, length = most + RANDOM_CALIBRATION_PROMPTS, RANDOM_PROMPT_TOKENS
+    texts = random_texts(count, length, vocab_size=shape.vocab_size, seed=config.seed)
     prompts, results = Prompts(test=texts[:most], calibration=texts[most:]), {}
     for drafter, small in DRAFTERS.items():
         folder.note(f"{name} and {drafter} of random weights")
@@ -231,29 +201,22 @@ def measure(
     makers: dict[str, Callable[[], Method]] = {
         PLAIN: lambda: decoding(target, None, setting),
         SPECULATIVE: lambda: decoding(target, make(), setting),
-        ADAPTIVE: lambda: decoding(target, make(), setting, policy_by(costs, setting)),
         HF_PLAIN: lambda: hugging_face(target, setting),
         HF_ASSISTED: lambda: hugging_face(target, setting, assistant=draft),
         HF_LOOKUP: lambda: hugging_face(target, setting, lookup=True),
     }
     methods = {name: makers[name]() for name in names}
-    warm_up(methods, prompts.calibration, setting, drafted=(SPECULATIVE, ADAPTIVE))
+    warm_up(methods, prompts.calibration, setting, drafted=[SPECULATIVE])
     timed = take_turns(
         methods, prompts.test, setting, between([costs]), documents=prompts.documents
     )
     points = {name: base_point(name, timed, setting) for name in names}
     points[SPECULATIVE] |= prediction(timed, costs.costs(), setting)
     if setting.sampling.temperature == 0:
-        for name in points.keys() & {PLAIN, SPECULATIVE, ADAPTIVE}:
+        for name in (PLAIN, SPECULATIVE):
             sides = (timed[name], timed[HF_PLAIN])
             points[name]["beside_hf"] = greedy_agreement(target, *sides, setting)
     return list(points.values())
-
-
-def policy_by(costs: Meter, setting: Setting) -> AdaptiveGamma:
-    """The gamma that pays by `costs`, of which some are measured first."""
-    costs.turn(POLICY_TURNS)
-    return AdaptiveGamma({setting.batch_size: costs.costs()})
 
 
 def base_point(name: str, timed: Mapping[str, Timed], setting: Setting) -> Point:
@@ -342,21 +305,86 @@ def greedy_agreement(
 
 def headline(points: Sequence[Point]) -> dict[str, Any]:
     """The numbers of greedy decoding of a single row, which every benchmark measures."""
-    alone = {
-        point["method"]: point
-        for point in points
-        if point["batch_size"] == 1 and point["temperature"] == 0
-    }
-    plain, drafted = alone[PLAIN], alone[SPECULATIVE]
+    alone = [one for one in points if one["batch_size"] == 1 and one["temperature"] == 0]
+    plain, drafted = (one for one in alone if one["method"] in (PLAIN, SPECULATIVE))
     ratios = {name: ratio["median"] for name, ratio in drafted["ratios"].items()}
     return {
-        "ratio_to_plain": ratios[PLAIN],
-        "ratio_to_hf_assisted": ratios[HF_ASSISTED],
-        "ratio_to_hf_plain": ratios[HF_PLAIN],
+        **{f"ratio_to_{name}": ratios[name] for name in (PLAIN, HF_ASSISTED, HF_PLAIN)},
         "plain_ratio_to_hf_plain": plain["ratios"][HF_PLAIN]["median"],
         "acceptance_length": drafted["acceptance_length"],
         "prediction_error": drafted["prediction_error"],
     }
+
+
+# What is shown
+
+
+def show(config: Config, folder: Path) -> None:
+    """Print a table for each setting of a complete benchmark."""
+    summary, console = read_json(folder / SUMMARY), Console(width=80, highlight=False)
+    show_points(summary["points"], console)
+    for name, measured in summary["random"].items():
+        console.print(f"Random weights: {name}")
+        show_points(measured["points"], console)
+        console.print(
+            f"Plain decoding of one row reads {measured['weight_bytes_per_second'] / 1e9:.1f} "
+            f"GB/s of weights; its costs give {measured['likely_speedup']:.2f} at an acceptance of "
+            f"{LIKELY_ALPHA}."
+        )
+    console.print(LEGEND)
+    console.print(
+        f"{summary['dtype']}; {summary['compile_seconds']:.0f} s of compiling in no measured time; "
+        f"peak memory {summary['peak_memory_bytes'] / 1e9:.2f} GB."
+    )
+
+
+def show_points(points: Sequence[Point], console: Console) -> None:
+    """One table for each setting, every method a row, with what else is known below."""
+    for (temperature, rows), group in groupby(points, itemgetter("temperature", "batch_size")):
+        some = [*group]
+        sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+        kind = next((kind for kind in ("compiled", "captured") if some[0][kind]), "eager")
+        counts = f"{some[0]['prompts']} prompts in {some[0]['chunks']} chunks"
+        console.print(f"{sampling}, batch {rows}, {kind}: {counts}")
+        console.print(f"  {'':<18}{'tokens/s':<19}{'x plain':<20}x HF plain")
+        for point in some:
+            rate, ratios = point["tokens_per_second"], point["ratios"]
+            low, high = rate["quartiles"]
+            plain, other = (
+                interval({"mean": one["median"], **one}, 2) if (one := ratios.get(name)) else ""
+                for name in (PLAIN, HF_PLAIN)
+            )
+            rates = f"{rate['median']:.0f} [{low:.0f}, {high:.0f}]"
+            row = f"  {named(point['method']):<18}{rates:<19}{plain:<20}{other}"
+            console.print(row.rstrip())
+        for line in (line for point in some for line in remarks(point)):
+            console.print(f"    {line}")
+
+
+def named(method: str) -> str:
+    return method.replace("hf_", "HF ").replace("lookup", "prompt lookup")
+
+
+def remarks(point: Point) -> Iterator[str]:
+    """What else is known of a point, a line each."""
+    if "acceptance_length" in point:
+        speedup = point["speedup"]
+        yield (
+            f"gamma {point['gamma']}, tau {interval(point['acceptance_length'], 2)}, "
+            f"c {point['cost_ratio']:.3f}, v {point['verify_ratio']:.2f}, "
+            f"o {point['overhead_ratio']:.3f}"
+        )
+        of = "" if point["batch_size"] == 1 else f" of full batches, tau {point['full_length']:.2f}"
+        yield (
+            f"rounds alone{of}: predicted {speedup['predicted']:.2f}, "
+            f"measured {speedup['measured']:.2f} ({point['prediction_error']:+.1%})"
+        )
+    if "beside_hf" in point:
+        same = point["beside_hf"]
+        yield (
+            f"{named(point['method'])} = HF plain: {same['identical']} of {same['compared']} "
+            f"answers, {same['near_ties']} near-ties, {same['different']} different"
+        )
 
 
 if __name__ == "__main__":

@@ -14,20 +14,21 @@ tenth of a domain's stream, and what is left of the first domain, is alpha on he
 import operator
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from math import ceil
+from math import ceil, nan
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
-from draftkit.artifacts import read_json, remove, write_json
+from draftkit.artifacts import atomic_path, read_json, remove, write_json
 from draftkit.config import DEFAULT_ROUTE, Config
 from draftkit.data.lengths import Room
-from draftkit.data.prompts import Example, read_splits
-from draftkit.data.rollouts import Record, write_parts
+from draftkit.data.prompts import Example, Splits, read_splits
+from draftkit.data.rollouts import Record
 from draftkit.distillation.assembly import load_learner, make_trainer
 from draftkit.distillation.loop import train
 from draftkit.distillation.progress import reporting
@@ -47,17 +48,21 @@ from ..command import main
 from ..plan import PREPARE, ROLLOUTS, TARGET_MODEL, TEXTS
 from ..product import SUMMARY, Stage
 from ..stage import StageFolder
-from .drift_report import BARE, ONLINE, drift_figure, drift_table
 
 REQUESTS = 3000  # of each domain
 MAX_NEW_TOKENS = 64
-SAMPLED = 512  # answers of a file
 POINTS = 20  # of a domain's curve
 ORACLE_STEPS = 800
 SCORED = 24  # requests of a point of the curve
 EARLY = 0.1  # of a domain's stream: where recovery is read off
-ENOUGH = 0.7  # of the gap: recovered
-CURVE = "curve.json"
+CURVE, FIGURE = "curve.json", "drift.png"
+ONLINE, BARE = "online", "without_anchors"
+CURVES = {  # colour and label
+    "oracle": ("#9a9a9a", "oracle (has learned these very requests)"),
+    ONLINE: ("#1f4e79", "online, with anchors"),
+    BARE: ("#c06a2b", "online, without anchors"),
+    "static": ("#444", "static"),
+}
 
 
 def of_known_domain(config: Config) -> list[Config]:
@@ -88,18 +93,13 @@ def check(config: Config) -> None:
         raise ValueError(f"data.domains must name at least two, and none twice, got {domains}")
 
 
-def show(config: Config, folder: Path) -> None:
-    """Print the table of a complete experiment."""
-    Console(width=80).print(drift_table(read_json(folder / SUMMARY)))
-
-
 def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Run the experiment in `folder`; figure and curve lie there, the table is in the summary."""
     target = load_target(folder.model(config, "target"), config.hardware)
-    points, updates, tests = stream(Experiment(config, folder, target))
+    splits = read_splits(folder.input("texts"))
+    points, updates, tests = stream(Experiment(config, folder, target, splits))
     write_json(folder.path / CURVE, {"points": points, "updates": updates})
-    drift_figure(points, updates, folder.path / "drift.png")
-    folder.tracker.figure("online/drift", folder.path / "drift.png")
+    draw(points, updates, folder.path / FIGURE)
     mine = [update for update in updates if update["service"] == ONLINE]
     published = [update for update in mine if update["version"] is not None]
     early = [test for test in tests if test["share"] < 1]
@@ -110,9 +110,7 @@ def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
         "alpha_by_version": {update["version"]: update["alpha_after"] for update in published},
         "records_seen": points[-1]["last"],
         "recovered_fraction": sum(shares) / len(shares) if shares else None,
-        "recovered_from": {test["domain"]: recovered_from(points, test) for test in early},
         "anchor_alpha_change": tests[-1][f"first_domain_change_{ONLINE}"],
-        "anchor_alpha_change_without_anchors": tests[-1][f"first_domain_change_{BARE}"],
         "update_seconds": sum(update["seconds"] for update in mine),
         "tests": tests,
     }
@@ -145,27 +143,30 @@ class Service:
             self.version = version.name
 
 
+@dataclass
 class Experiment:
-    """The target, and what is made of it in the stage folder: once, so that a kill costs a part."""
+    """The target, and what is made of it in the stage folder: drafters once, so that they stay."""
 
-    def __init__(self, config: Config, folder: StageFolder, target: Target) -> None:
-        self.config, self.folder, self.target = config, folder, target
-        self.splits = read_splits(folder.input("texts"))
+    config: Config
+    folder: StageFolder
+    target: Target
+    splits: Splits
 
     def texts(self, domain: str) -> Texts:
         """The target's answers to prompts of `domain`: a stream, validation and test."""
         splits, counts = self.splits, self.config.evaluate
-        parts = {
-            "train": of_domain(splits.train, domain)[:REQUESTS],
-            "validation": of_domain(splits.validation, domain)[: counts.validation_prompts],
-            "test": of_domain(splits.test, domain)[: counts.prompts],
+        return {
+            "train": self.answers(splits.train, domain, REQUESTS),
+            "validation": self.answers(splits.validation, domain, counts.validation_prompts),
+            "test": self.answers(splits.test, domain, counts.prompts),
         }
-        return {name: self.answers(f"{domain}-{name}", prompts) for name, prompts in parts.items()}
 
-    def answers(self, name: str, examples: Sequence[Example]) -> list[Record]:
-        """Answers of the target to the prompts of `examples`, in files called `name`."""
-        config, folder = self.config, self.folder.path / "text"
-        folder.mkdir(exist_ok=True)
+    def answers(self, examples: Sequence[Example], domain: str, count: int) -> list[Record]:
+        """Answers of the target to the first `count` prompts of `domain`.
+
+        In the order of the split, of which any first ones are a fair sample.
+        """
+        config, some = self.config, [one for one in examples if one.domain == domain][:count]
         sampler = target_sampler(
             self.target,
             config.sampling,
@@ -173,15 +174,8 @@ class Experiment:
             seed=config.seed,
             batch_size=config.generate.batch_size,
         )
-
-        def answer(rows: range) -> list[Record]:
-            lot = [examples[row] for row in rows]
-            return answered(sampler, lot, rows=rows, version="target")
-
-        lots = write_parts(folder, len(examples), size=SAMPLED, make=answer, name=name)
-        records = [record for lot in lots for record in lot]
-        self.folder.note(f"{name}: {len(records)} answers")
-        return records
+        self.folder.note(f"{len(some)} answers to prompts of {domain}")
+        return answered(sampler, some, rows=range(len(some)), version="target")
 
     def score(
         self, drafts: Mapping[str, Adapter], records: Sequence[Record]
@@ -197,7 +191,7 @@ class Experiment:
     def distil(self, name: str, start: Path, texts: Texts, steps: int) -> Path:
         """Distil the draft in `start`; the weights that are best on the validation texts stay."""
         config, folder, path = self.config, self.folder, self.folder.path / name
-        if path.exists():
+        if path.exists():  # from before a kill
             return path
         every = max(1, steps // 4)
         optim = replace(config.optim, max_steps=steps, eval_steps=every, save_steps=every)
@@ -243,11 +237,6 @@ class Experiment:
             folder=folder,
         )
         return Service(self.draft(static), buffer, refit)
-
-
-def of_domain(examples: Sequence[Example], domain: str) -> list[Example]:
-    """Those of one domain, in the order of the split: any first n are a fair sample."""
-    return [example for example in examples if example.domain == domain]
 
 
 # The stream
@@ -339,20 +328,75 @@ def recovered(scored: Mapping[str, PromptTotals], name: str) -> Estimate | None:
     return estimate(come, way, compare=operator.truediv)
 
 
-def recovered_from(points: Rows, test: Mapping[str, Any]) -> float | None:
-    """The first share of the stream of a `test`'s domain, on whose unseen requests the online
-    drafter beats the static one by `ENOUGH` of the gap on held-out text.
+# What is shown
 
-    The oracle has learned the stream's own requests, so on those the gap would be too wide.
+
+def show(config: Config, folder: Path) -> None:
+    """Print the table of a complete experiment."""
+    Console(width=80).print(drift_table(read_json(folder / SUMMARY)))
+
+
+def short(estimate: dict[str, Any] | None, digits: int = 3, sign: str = "") -> str:
+    """`0.812 ±0.011`, half the width of the interval behind the mean."""
+    if estimate is None:
+        return "no gap"
+    low, high = estimate["ci95"] or (nan, nan)
+    return f"{estimate['mean']:{sign}.{digits}f} ±{(high - low) / 2:.{digits}f}"
+
+
+def drift_table(summary: dict[str, Any]) -> Table:
+    """A column a test: early in a domain's stream, and at its end."""
+    caption = (
+        "recovered: (online - static) / (oracle - static); first domain: alpha gained there since "
+        "the static drafter, without anchors, and the difference. "
+        f"{summary['versions_published']} versions published, {summary['versions_rejected']} "
+        f"refused; {summary['update_seconds']:.0f} s of updates for "
+        f"{summary['records_seen']} requests."
+    )
+    title = "alpha on held-out text, with half the width of its 95 % interval"
+    table = Table(title=title, caption=caption, show_edge=False, pad_edge=False)
+    table.add_column("after this much of the stream")
+    for test in (tests := summary["tests"]):
+        table.add_column(f"{test['domain']} {test['share']:.0%}", justify="right", no_wrap=True)
+    for name in ("static", ONLINE, BARE, "oracle"):
+        table.add_row(name.replace("_", " "), *(short(test[f"alpha_{name}"]) for test in tests))
+    table.add_row("recovered", *(short(test[f"recovered_{ONLINE}"], 2) for test in tests))
+    for key, label in (
+        (f"first_domain_change_{ONLINE}", "first domain"),
+        (f"first_domain_change_{BARE}", "- no anchors"),
+        ("first_domain_kept_by_anchors", "- anchors kept"),
+    ):
+        table.add_row(label, *(short(test[key], sign="+") for test in tests))
+    return table
+
+
+def draw(points: Rows, updates: Rows, path: Path) -> None:
+    """Draw alpha along the stream and what was published when, as PNG.
+
+    A domain begins at a dotted line. Ticks below are updates, the long ones published.
     """
-    own = [point for point in points if point["domain"] == test["domain"]]
-    gap = test["alpha_oracle"]["mean"] - test["alpha_static"]["mean"]
-    start, end = own[0]["first"], own[-1]["last"]
-    for point in own:
-        gained = point["alpha"][ONLINE]["mean"] - point["alpha"]["static"]["mean"]
-        if gap > 0 and gained >= ENOUGH * gap:
-            return (point["first"] - start) / (end - start)
-    return None
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.4), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel="requests (ticks below: updates, long ones published)", ylabel="alpha")
+    requests = [point["first"] for point in points]
+    for name, (colour, label) in CURVES.items():
+        alphas = [point["alpha"][name] for point in points]
+        axes.plot(requests, [alpha["mean"] for alpha in alphas], color=colour, label=label)
+        low, high = zip(*(alpha["ci95"] or (nan, nan) for alpha in alphas), strict=True)
+        axes.fill_between(requests, low, high, color=colour, alpha=0.15, linewidth=0)
+    for domain, request in {one["domain"]: one["first"] for one in reversed(points)}.items():
+        axes.axvline(request, color="#cccccc", linestyle=":", zorder=0)
+        axes.text(request, axes.get_ylim()[1], f" {domain}", va="bottom", color="#666666")
+    for update in updates:
+        if update["service"] == ONLINE:
+            height = 0.03 if update["version"] else 0.015
+            axes.axvline(update["request"], ymax=height, color=CURVES[ONLINE][0], linewidth=1)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
 
 
 if __name__ == "__main__":

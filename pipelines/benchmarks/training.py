@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from draftkit.artifacts import read_json
@@ -35,7 +33,6 @@ from draftkit.distillation.sources import source_sampler
 from draftkit.evaluation.walltime import synchronised_clock
 from draftkit.models import memory
 from draftkit.models.adapter import Adapter, Head
-from draftkit.models.devices import resolve_device
 from draftkit.models.loading import Target, load_draft, load_target
 
 from ..command import main
@@ -64,9 +61,8 @@ STAGE = Stage(
 
 
 def check(config: Config) -> None:
-    """Raise ValueError for a pair that does not fit, and for a device or a peer that is missing."""
+    """Raise ValueError for a pair that does not fit, and for a peer that is missing."""
     check_pair(config)
-    resolve_device(config.hardware)
     if find_spec("trl") is None:
         raise ValueError("trl is not installed: pip install 'draftkit[bench]'")
 
@@ -96,25 +92,17 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
 
 def show(config: Config, folder: Path) -> None:
     """Print both rates and the costs of the loss."""
-    summary = read_json(folder / SUMMARY)
-    console = Console(width=80, highlight=False)
+    summary, console = read_json(folder / SUMMARY), Console(width=80, highlight=False)
     console.print(
         f"On-policy {summary['divergence']}, {summary['batch_size']} rows, "
         f"{summary['max_new_tokens']} new tokens, {summary['dtype']}: {summary['steps']} steps in "
-        "turns."
+        "turns. Completion tokens a second, medians with quartiles:"
     )
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("")
-    table.add_column("completion tokens/s", justify="right")
     for name, rate in summary["tokens_per_second"].items():
         low, high = summary["rate_quartiles"][name]
-        table.add_row(name, f"{rate:.0f} [{low:.0f}, {high:.0f}]")
-    console.print(table)
+        console.print(f"{name:<9} {rate:.0f} [{low:.0f}, {high:.0f}]")
     low, high = summary["ratio_quartiles"]
-    console.print(
-        f"{summary['ratio_to_trl']:.2f}x [{low:.2f}, {high:.2f}] the tokens per second of TRL: "
-        "median of paired steps, with quartiles."
-    )
+    console.print(f"{summary['ratio_to_trl']:.2f}x [{low:.2f}, {high:.2f}], of paired steps")
     console.print(
         f"Loss of {LOSS_TOKENS} tokens, vocabulary {LOSS_VOCAB_SIZE}, in chunks: "
         f"{summary['chunked_peak_fraction']:.0%} of the plain loss's memory, "

@@ -5,24 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 from draftkit.config import Config, SamplingConfig
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed
-from draftkit.theory.speedup import Costs, speedup_from_length
+from draftkit.theory.speedup import Costs
 from pipelines.benchmarks.decoder import (
-    ADAPTIVE,
     CASES,
-    HF_PLAIN,
-    PLAIN,
-    SPECULATIVE,
     greedy_agreement,
     headline,
     measure,
     median_interval,
     paired_ratio,
     prediction,
+    show_points,
 )
 from tests import tiny
 
@@ -54,14 +52,11 @@ def _few_rounds(monkeypatch):
     monkeypatch.setattr("draftkit.evaluation.costs.SETTLING", 2)
 
 
-def by_method(points):
-    return {point["method"]: point for point in points}
-
-
 @pytest.fixture(scope="module")
 def greedy(pair):
     """Every method of single greedy rows."""
-    return by_method(measure(Config(), *pair, PROMPTS, SETTING, CASES["cpu"][1]))
+    points = measure(Config(), *pair, PROMPTS, SETTING, CASES["cpu"][1])
+    return {point["method"]: point for point in points}
 
 
 # A setting
@@ -71,27 +66,43 @@ def test_greedy_answers_are_those_of_hugging_face(greedy):
     for point in greedy.values():
         assert (point["prompts"], point["chunks"]) == (6, 6)
     for name in ("plain", "speculative"):
-        found = greedy[name]["beside_hf"]
-        assert found["compared"] == 6
-        assert found["identical"] + found["near_ties"] == 6
-        assert found["different"] == 0
+        same = greedy[name]["beside_hf"]
+        assert same["compared"] == 6
+        assert same["identical"] + same["near_ties"] == 6
+        assert same["different"] == 0
 
 
-def test_the_prediction_is_the_formula_of_what_stands_beside_it(greedy):
-    point = greedy["speculative"]
-    predicted = speedup_from_length(
-        point["acceptance_length"]["mean"],
-        3,
-        point["cost_ratio"],
-        point["verify_ratio"],
-        point["overhead_ratio"],
-    )
-    assert point["speedup"]["predicted"] == pytest.approx(predicted)
-    assert point["prediction_error"] == pytest.approx(point["speedup"]["measured"] / predicted - 1)
-    assert set(point["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
-    assert 1 < point["acceptance_length"]["mean"] <= 4
+def test_the_headline_has_the_keys_that_other_tools_read(greedy):
+    top, drafted = headline(list(greedy.values())), greedy["speculative"]
+    assert top == {
+        "ratio_to_plain": drafted["ratios"]["plain"]["median"],
+        "ratio_to_hf_assisted": drafted["ratios"]["hf_assisted"]["median"],
+        "ratio_to_hf_plain": drafted["ratios"]["hf_plain"]["median"],
+        "plain_ratio_to_hf_plain": greedy["plain"]["ratios"]["hf_plain"]["median"],
+        "acceptance_length": drafted["acceptance_length"],
+        "prediction_error": drafted["prediction_error"],
+    }
+    assert "plain" not in greedy["plain"]["ratios"]
+    assert set(drafted["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
     # a row of its own is a full batch to its end
-    assert point["full_length"] == point["acceptance_length"]["mean"]
+    assert drafted["full_length"] == drafted["acceptance_length"]["mean"] > 1
+
+
+def test_a_setting_is_shown_in_eighty_columns_one_line_a_method(greedy):
+    console = Console(width=80, highlight=False)
+    crowd = greedy["speculative"] | {"batch_size": 16, "full_length": 3.5, "temperature": 1.0}
+    wide = {"median": 12345.6, "quartiles": [11111.1, 13333.3]}
+    with console.capture() as capture:
+        show_points([*greedy.values(), crowd | {"tokens_per_second": wide}], console)
+    lines = capture.get().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "greedy, batch 1, eager: 6 prompts in 6 chunks"
+    for name in ("plain", "speculative", "HF plain", "HF assisted", "HF prompt lookup"):
+        (line, *_) = [line for line in lines if line.startswith(f"  {name}  ")]
+        assert line.count("[") == 3 - ("plain" in name)
+    text = "\n".join(lines)
+    for part in ("plain = HF plain: ", "of full batches, tau 3.50: predicted", "  12346 [11111, 1"):
+        assert part in text
 
 
 def test_the_prediction_and_what_it_is_held_against_are_of_full_batches():
@@ -114,28 +125,6 @@ def test_the_prediction_and_what_it_is_held_against_are_of_full_batches():
     assert found["speedup"]["predicted"] == pytest.approx((15 / 6) / (3 * 0.1 + 1))
     error = found["speedup"]["measured"] / found["speedup"]["predicted"] - 1
     assert found["prediction_error"] == pytest.approx(error)
-
-
-def test_the_headline_has_the_keys_that_other_tools_read(greedy):
-    found = headline(list(greedy.values()))
-    assert list(found) == [
-        *("ratio_to_plain", "ratio_to_hf_assisted", "ratio_to_hf_plain"),
-        *("plain_ratio_to_hf_plain", "acceptance_length", "prediction_error"),
-    ]
-    assert found["ratio_to_plain"] == greedy["speculative"]["ratios"]["plain"]["median"]
-    assert found["plain_ratio_to_hf_plain"] == greedy["plain"]["ratios"]["hf_plain"]["median"]
-    assert all(value is not None for value in found.values())
-    assert "plain" not in greedy["plain"]["ratios"]
-
-
-def test_a_sampled_crowd_adapts_its_gamma(pair):
-    setting = replace(SETTING, sampling=SamplingConfig(), batch_size=3)
-    names = (PLAIN, SPECULATIVE, ADAPTIVE, HF_PLAIN)
-    found = by_method(measure(Config(), *pair, PROMPTS, setting, names))
-    assert tuple(found) == names
-    assert all("beside_hf" not in point for point in found.values())
-    assert found["plain"]["chunks"] == 2
-    assert 1 <= found["speculative"]["full_length"] <= 4
 
 
 # Medians and intervals

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from draftkit.artifacts import read_json
 from draftkit.data.rollouts import Record
 from pipelines.benchmarks import drift as module
-from pipelines.benchmarks.drift import EARLY, STAGE, Service, recovered, recovered_from
+from pipelines.benchmarks.drift import EARLY, STAGE, Service, drift_table, recovered
 from pipelines.command import launch
 from pipelines.stage import ensure
 from tests.online import making
@@ -99,25 +100,19 @@ def test_recovery_is_the_share_of_the_way_that_was_come() -> None:
     assert recovered(level, "online") is None
 
 
-def test_the_first_share_with_enough_is_of_unseen_requests() -> None:
-    def point(first: int, online: float) -> dict[str, Any]:
-        alphas = {"static": 0.5, "oracle": 0.7, "online": online}  # it has learned these
-        return {
-            "domain": "prose",
-            "first": first,
-            "last": first + 10,
-            "alpha": {name: {"mean": mean} for name, mean in alphas.items()},
-        }
-
-    points = [point(40, 0.5), point(50, 0.56), point(60, 0.58)]
-
-    def share(points: list[dict[str, Any]], oracle: float) -> float | None:
-        held_out = {"alpha_oracle": {"mean": oracle}, "alpha_static": {"mean": 0.5}}
-        return recovered_from(points, {"domain": "prose", **held_out})
-
-    assert share(points, 0.6) == pytest.approx(20 / 30)
-    assert share(points[:2], 0.6) is None
-    assert share(points, 0.4) is None
+def test_the_table_holds_every_figure_in_80_columns(drifted: Path) -> None:
+    summary, console = read_json(drifted / "summary.json"), Console(width=80)
+    half = {"mean": 0.8123, "ci95": [0.8067, 0.8179]}
+    for test in summary["tests"]:
+        test |= {"alpha_oracle": half, "first_domain_change_online": half, "recovered_online": None}
+    with console.capture() as capture:
+        console.print(drift_table(summary))
+    text = capture.get()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for part in ("prose 25%", "cpp 100%", "without anchors", " 0.812 ±0.006", "+0.812", "no gap"):
+        assert part in text
+    assert "for 240 requests." in " ".join(text.split())
 
 
 class FakeRefit:

@@ -73,11 +73,8 @@ def test_parts_that_fail_or_do_not_end_cost_themselves_alone(
     assert "summary" not in results["decoder"]
     assert results["training"]["provenance"] == {"git_commit": "abc"}
     shown = capsys.readouterr().out
-    for words in ("failed with exit code 1", "out of time", "ratio_to_trl", "2.500", "8B, 0.15B"):
+    for words in ("tests: failed with exit code 1 in ", "ratio_to_trl          2.500"):
         assert words in shown
-    of_decoder = {"status": "complete", "seconds": 1.0, "summary": {"random": random["decoder"]}}
-    table = dict(gpu.rows({"decoder": of_decoder}))
-    assert float(table["  8B, 0.15B: likely_speedup"]) > 0
 
 
 @pytest.mark.parametrize(

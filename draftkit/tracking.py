@@ -15,14 +15,13 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import write_text
 
 FILE_NAME = "metrics.jsonl"
-STEP_NAMES = {"online": "update"}  # the step axis of a section, where it is not `step`
 
 
 def _is_finite(value: Any) -> bool:
@@ -150,7 +149,7 @@ class Tracker:
         line |= {key: value if _is_finite(value) else None for key, value in numbers.items()}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        axis = f"{section}/{STEP_NAMES.get(section, 'step')}"
+        axis = f"{section}/step"
 
         def send(run: Any) -> None:
             if begins:
@@ -176,28 +175,6 @@ class Tracker:
         """Final numbers for W&B, as scalars; `summary.json` is the stage's to write."""
         self._tell(lambda run: run.summary.update(dict(scalars(values))))
 
-    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table in W&B, one list a row."""
-
-        def send(run: Any) -> None:
-            import wandb
-
-            cells: list[Any] = [list(row) for row in rows]
-            table = wandb.Table(columns=list(columns), data=cells, allow_mixed_types=True)
-            run.log({name: table})
-
-        self._tell(send)
-
-    def figure(self, name: str, path: str | Path) -> None:
-        """An image file as a W&B picture."""
-
-        def send(run: Any) -> None:
-            import wandb
-
-            run.log({name: wandb.Image(str(path))})
-
-        self._tell(send)
-
     def page(self, name: str, html: str) -> None:
         """A page as it is in W&B, which would add a stylesheet to load."""
 
@@ -208,10 +185,8 @@ class Tracker:
 
         self._tell(send)
 
-    def artifact(
-        self, name: str, type: str, folder: str | Path, metadata: Mapping[str, Any]
-    ) -> None:
-        """A W&B artifact (`model`, `dataset`) that refers to `folder` with checksums.
+    def artifact(self, name: str, folder: str | Path, metadata: Mapping[str, Any]) -> None:
+        """A model as a W&B artifact that refers to `folder` with checksums.
 
         Files are referred to, not copied or uploaded: weights leave the machine only by hand.
         """
@@ -220,7 +195,7 @@ class Tracker:
             import wandb
 
             allowed = "".join(char if char.isalnum() or char in "-_." else "-" for char in name)
-            artifact = wandb.Artifact(allowed[:128], type=type, metadata=dict(scalars(metadata)))
+            artifact = wandb.Artifact(allowed[:128], type="model", metadata=dict(scalars(metadata)))
             root = Path(folder).resolve()
             for file in sorted(path for path in root.rglob("*") if path.is_file()):
                 artifact.add_reference(file.as_uri(), name=file.relative_to(root).as_posix())

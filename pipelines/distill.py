@@ -76,7 +76,7 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
     )
     write_page(folder.path, page)
     folder.tracker.page("report", as_html(without_traces(page)))
-    folder.tracker.artifact(f"{config.name}-draft", "model", folder.path / DRAFT, summary)
+    folder.tracker.artifact(f"{config.name}-draft", folder.path / DRAFT, summary)
     return summary
 
 

@@ -174,12 +174,6 @@ def test_every_way_is_timed_at_its_own_number_and_every_chunk_of_it_is_kept(fini
         assert re.search(rf"│ {re.escape(name)} +│", shown)
 
 
-def test_a_number_of_proposals_stays_that_number_for_every_way(finished, root):
-    options = ["evaluate.draft=given", "evaluate.calibration_turns=1", "decode.gamma=3"]
-    summary = launch(EVALUATE, smoke(root, "name=three", *options))
-    assert {way["gamma"] for way in summary["ways"].values()} == {summary["gamma"]} == {3}
-
-
 @pytest.mark.usefixtures("finished")
 @pytest.mark.parametrize("name", ["argmax", "ngram"])
 def test_the_drafter_is_judged_as_it_is_served(root, capsys, name):
@@ -289,14 +283,6 @@ def test_transformers_proposes_as_many_tokens_as_pay_by_what_the_folder_says(fin
     assert "num_assistant_tokens" not in trained
 
 
-@pytest.mark.parametrize("source", ["fixed", "draft"])
-def test_every_source_trains(root, source):
-    config = smoke(root, f"source={source}", f"name=by_{source}")
-    lines = [line for line in numbers(ensure(TRAIN, config)) if "loss" in line]
-    assert lines[-1]["step"] == config.optim.max_steps
-    assert lines[-1]["loss"] < lines[0]["loss"]
-
-
 @pytest.mark.parametrize("source", ["fixed", "target"])
 def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monkeypatch):
     config = smoke(tmp_path, f"source={source}", "generate.top_k=40", "data.max_rows=40")
@@ -366,38 +352,32 @@ def test_without_proposals_there_is_nothing_to_judge_and_nothing_is_made(tmp_pat
     assert not list(tmp_path.rglob("manifest.json"))
 
 
-def test_several_temperatures_are_evaluated_in_one_go(finished, root):
-    config = smoke(
-        root,
-        "name=temperatures",
-        "evaluate.draft=given",
-        "evaluate.temperatures=[0,0.7]",
-        f"draft.path={finished / 'distill' / 'draft'}",
-    )
-    summary = launch(EVALUATE, config)
+def test_several_temperatures_are_evaluated_in_one_go_at_a_given_number_of_proposals(
+    finished, root
+):
+    given = ["evaluate.draft=given", f"draft.path={finished / 'distill' / 'draft'}"]
+    given += ["evaluate.temperatures=[0,0.7]", "decode.gamma=3", "evaluate.calibration_turns=1"]
+    summary = launch(EVALUATE, smoke(root, "name=temperatures", *given))
     assert list(summary["by_temperature"]) == ["0", "0.7"]
     assert summary["temperature"] == 0
     assert "before" not in summary
     greedy = summary["by_temperature"]["0"]
     assert greedy["alpha"]["mean"] == greedy["alpha_exact_match"]["mean"]
     assert greedy["alpha"]["mean"] != summary["by_temperature"]["0.7"]["alpha"]["mean"]
+    assert {way["gamma"] for way in summary["ways"].values()} == {summary["gamma"]} == {3}
 
 
 # The benchmark
-
-HEADLINE = ("ratio_to_plain", "ratio_to_hf_assisted", "ratio_to_hf_plain")
-HEADLINE += ("plain_ratio_to_hf_plain", "acceptance_length", "prediction_error")
 
 
 @pytest.mark.usefixtures("finished")
 def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsys, monkeypatch):
     cases = decoder.CASES["cpu"]
     monkeypatch.setitem(decoder.CASES, "cpu", {1: cases[1], 2: cases[4]})
-    monkeypatch.setattr(decoder, "PROMPTS", 4)
-    monkeypatch.setattr(decoder, "MAX_NEW_TOKENS", 8)
+    for name, value in {"PROMPTS": 4, "MIN_CHUNKS": 2, "MAX_NEW_TOKENS": 8}.items():
+        monkeypatch.setattr(decoder, name, value)
     summary = launch(decoder.STAGE, smoke(root))
     assert summary == read_json(root / "smoke" / "benchmark" / "summary.json")
-    assert all(summary[key] is not None for key in HEADLINE)
     assert set(summary["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
     assert summary["compile_seconds"] == 0
     assert summary["peak_memory_bytes"] > 1e7
@@ -405,18 +385,19 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
     alone = ["plain", "speculative", "hf_plain", "hf_assisted", "hf_lookup"]
     for temperature in (0, 1):
         for batch, methods in ((1, alone), (2, alone[:3])):
-            found = [name for t, b, name in measured if (t, b) == (temperature, batch)]
-            assert found == methods
+            timed = [name for t, b, name in measured if (t, b) == (temperature, batch)]
+            assert timed == methods
     for point in summary["points"]:
         assert point["prompts"] == point["chunks"] * point["batch_size"] > 1
         assert point.get("beside_hf", {"different": 0})["different"] == 0
     shown = capsys.readouterr().out
     assert "greedy, batch 1, eager" in shown
-    assert "HF prompt lookup" in shown
     assert max(map(len, shown.splitlines())) <= 80
     manifest = read_json(root / "smoke" / "benchmark" / "manifest.json")
     assert manifest["inputs"]["train"] != manifest["inputs"]["draft"]
-    assert manifest["provenance"]["hardware"]["cores"] >= 1
+    monkeypatch.setitem(decoder.CASES, "cpu", {100: decoder.BOTH})
+    with pytest.raises(ValueError, match=r"^evaluate\.prompts: 100 rows need 200 held-out"):
+        launch(decoder.STAGE, smoke(root, "name=crowd", "evaluate.draft=given"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for machines without CUDA")
@@ -427,13 +408,6 @@ def test_a_benchmark_without_its_gpu_is_one_line_and_leaves_no_folder(tmp_path, 
         launch(script.STAGE, config)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.rglob("manifest.json"))
-
-
-@pytest.mark.usefixtures("finished")
-def test_a_batch_that_needs_more_prompts_than_there_are_is_refused(root, monkeypatch):
-    monkeypatch.setitem(decoder.CASES, "cpu", {100: decoder.BOTH})
-    with pytest.raises(ValueError, match=r"^evaluate\.prompts: 100 rows need 200 held-out"):
-        launch(decoder.STAGE, smoke(root, "name=crowd", "evaluate.draft=given"))
 
 
 # The same run again, interrupted or not
@@ -447,17 +421,17 @@ def run_distill(root: Path, name: str) -> Config:
 @pytest.mark.usefixtures("finished")
 def test_a_killed_distillation_ends_like_an_uninterrupted_one(root):
     ensure(TRAIN, run_distill(root, "whole"))
-    ensure(TRAIN, run_distill(root, "again"))
     checkpoint = root / "killed" / "train" / "checkpoint.safetensors"
     kill_when(checkpoint.exists, TRAIN, run_distill(root, "killed"))
     assert not (root / "killed" / "train" / "summary.json").exists()
     ensure(TRAIN, run_distill(root, "killed"))
-    for other in ("again", "killed"):
-        whole, run = root / "whole" / "train", root / other / "train"
-        assert numbers(run) == numbers(whole)
-        assert same_weights(first=run / "draft", second=whole / "draft")
-        first, second = (read_json(path / "summary.json") for path in (whole, run))
-        assert first["tokens"] == second["tokens"]
+    whole, run = root / "whole" / "train", root / "killed" / "train"
+    lines = [line for line in numbers(whole) if "loss" in line]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert numbers(run) == numbers(whole)
+    assert same_weights(first=run / "draft", second=whole / "draft")
+    first, second = (read_json(path / "summary.json") for path in (whole, run))
+    assert first["tokens"] == second["tokens"]
 
 
 def test_a_killed_preparation_ends_like_an_uninterrupted_one(finished, root, tmp_path):

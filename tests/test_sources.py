@@ -41,6 +41,7 @@ def _local(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CASES = [
+    ("fixed", []),
     ("mix", []),
     ("mix", ["source.other=fixed", "source.fraction=0.8"]),
     ("mix", ["source.granularity=token"]),

@@ -175,13 +175,13 @@ class Tracker:
         """Final numbers for W&B, as scalars; `summary.json` is the stage's to write."""
         self._tell(lambda run: run.summary.update(dict(scalars(values))))
 
-    def page(self, name: str, html: str) -> None:
+    def report(self, html: str) -> None:
         """A page as it is in W&B, which would add a stylesheet to load."""
 
         def send(run: Any) -> None:
             import wandb
 
-            run.log({name: wandb.Html(html, inject=False)})
+            run.log({"report": wandb.Html(html, inject=False)})
 
         self._tell(send)
 

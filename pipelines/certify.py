@@ -72,7 +72,7 @@ def show(config: Config, folder: Path) -> None:
 
 def certify(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Ask both servers, and compare what they answer."""
-    prompts = [list(one.prompt_ids) for one in read_splits(folder.input("texts")).test]
+    prompts = [list(one.prompt_ids) for one in read_splits(folder.inputs["texts"]).test]
     prompts = prompts[: config.evaluate.prompts]
     if len(prompts) < LEAST_UNITS:
         raise ValueError(

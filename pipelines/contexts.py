@@ -43,7 +43,7 @@ def contexts(config: Config, folder: StageFolder) -> dict[str, Any]:
 
     Validation contexts choose the weights in `train`; test contexts are for the tables alone.
     """
-    options, splits = config.evaluate, read_splits(folder.input("texts"))
+    options, splits = config.evaluate, read_splits(folder.inputs["texts"])
     if (new := answer_tokens(config)) < options.max_new_tokens:
         folder.note(f"{new} tokens an answer, all that the models' context leaves after a prompt")
     if line := too_few(config, splits.test):

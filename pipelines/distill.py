@@ -48,7 +48,7 @@ def show(config: Config, folder: Path) -> None:
 
 def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Lay the judged drafter out for use, with the numbers of training and evaluation."""
-    trained, evaluated = folder.input("train").parent, folder.input("evaluate")
+    trained, evaluated = folder.inputs["train"].parent, folder.inputs["evaluate"]
     judged, training = read_json(evaluated / SUMMARY), read_json(trained / SUMMARY)
     summary: dict[str, Any] = {"verdict": judged["verdict"]}
     for mode in MODES:
@@ -75,7 +75,7 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
         lines=read_metrics(trained / FILE_NAME),
     )
     write_page(folder.path, page)
-    folder.tracker.page("report", as_html(without_traces(page)))
+    folder.tracker.report(as_html(without_traces(page)))
     folder.tracker.artifact(f"{config.name}-draft", folder.path / DRAFT, summary)
     return summary
 

@@ -145,7 +145,7 @@ def answering_seconds(run: Run) -> float:
     done = sum(len(read_records(path)) for path in run.folder.path.glob("*.parquet"))
     options, rows = run.config.evaluate, run.config.generate.rollouts
     if run.folder.stage != "generate":
-        counts = read_splits(run.folder.input("texts")).counts  # of all texts, also of a few
+        counts = read_splits(run.folder.inputs["texts"]).counts  # of all texts, also of a few
         if run.folder.stage == "contexts":
             rows = min(options.prompts, counts["test"])
         elif run.config.source.name != "target":
@@ -159,7 +159,7 @@ def training_seconds(run: Run) -> float:
     """Loading and the first step; steps, validations and checkpoints; trials of the rate."""
     optim, steps = run.config.optim, run.times("train")
     _, last = run.times("validation")
-    answers = run.folder.input("scores" if "scores" in run.folder.inputs else "contexts")
+    answers = run.folder.inputs["scores" if "scores" in run.folder.inputs else "contexts"]
     rows = len(read_records(answers / "validation.parquet"))
     share = max(1.0, run.config.evaluate.validation_prompts / rows)
     a_step, validation = (steps[-2] - steps[0]) / (len(steps) - 2), last - steps[-1]
@@ -175,7 +175,7 @@ def training_seconds(run: Run) -> float:
 def judging_seconds(run: Run) -> float:
     """The identity check, scoring and timed decoding, each times its own count."""
     options = run.config.evaluate
-    records = read_records(run.folder.input("contexts") / "test.parquet")
+    records = read_records(run.folder.inputs["contexts"] / "test.parquet")
     lossless = run.until("alpha on") - run.until("loaded")
     chosen = "choosing the number" if run.config.decode.gamma == "auto" else "proposals a round"
     scored = run.until(chosen) - run.until("alpha on")

@@ -58,7 +58,7 @@ def drafts_of(config: Config, folder: StageFolder) -> dict[str, DraftConfig]:
         return {"given": start}
     # As it is: `distill` alone makes a parallel one of it.
     before = replace(start, kind=kind_of(None))
-    return {"before": before, "after": with_path(start, folder.input("train"))}
+    return {"before": before, "after": with_path(start, folder.inputs["train"])}
 
 
 def check(config: Config) -> None:
@@ -74,7 +74,7 @@ def check(config: Config) -> None:
 def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
     """The prompts of the contexts in `answers`, with the training texts of `folder`."""
     test, validation = (read_contexts(answers, split) for split in ("test", "validation"))
-    texts = folder.input("texts")
+    texts = folder.inputs["texts"]
     return Prompts(
         test=[record.prompt_ids for record in test],
         calibration=[record.prompt_ids for record in validation],
@@ -182,7 +182,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
     first = next(iter(by_temperature.values()))
     if (kept := getattr(drafts[judged], "kept_ids", None)) is not None:
         first["kept_ids"] = len(kept)
-    shares, kind = shares_of(folder.input("texts")), kind_of(drafts[judged].parallel)
+    shares, kind = shares_of(folder.inputs["texts"]), kind_of(drafts[judged].parallel)
     if target.adapter.has_encoder:
         kind = ENCODER_DECODER
     summary = {**first, "by_temperature": by_temperature, "kind": kind, **shares}
@@ -193,7 +193,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         provenance={**provenance(), "inputs": folder.digests},
     )
     write_page(folder.path, page)
-    folder.tracker.page("report", as_html(without_traces(page)))
+    folder.tracker.report(as_html(without_traces(page)))
     return summary
 
 

@@ -33,7 +33,7 @@ check = check_pair
 def drafter_of(config: Config, folder: StageFolder) -> DraftConfig:
     """The drafter to export."""
     start = folder.model(config, "draft")
-    return with_path(start, folder.input("train")) if "train" in folder.inputs else start
+    return with_path(start, folder.inputs["train"]) if "train" in folder.inputs else start
 
 
 def show(config: Config, folder: Path) -> None:
@@ -53,7 +53,7 @@ def show(config: Config, folder: Path) -> None:
 def export(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Write both; the summary says at which gamma each engine is started and what to expect."""
     target = folder.model(config, "target")
-    judged = read_json(folder.input(JUDGED) / SUMMARY) if JUDGED in folder.inputs else None
+    judged = read_json(folder.inputs[JUDGED] / SUMMARY) if JUDGED in folder.inputs else None
     drafter = drafter_of(config, folder)
     check_kind(config.draft, model_config(drafter))
     shape = model_config(drafter)

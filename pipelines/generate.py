@@ -33,7 +33,7 @@ def generate(config: Config, folder: StageFolder) -> dict[str, Any]:
     (`generate.url`).
     """
     size, total = config.generate.batch_size, config.generate.rollouts
-    splits, target = read_splits(folder.input("texts")), folder.model(config, "target")
+    splits, target = read_splits(folder.inputs["texts"]), folder.model(config, "target")
     rollouts = tokens = 0
     countdown = Countdown(total, folder.note)
 

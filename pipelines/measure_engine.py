@@ -106,7 +106,7 @@ def show(config: Config, folder: Path) -> None:
 
 def measure_engine(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Count on the server, predict at its gamma, and compare."""
-    texts, limit = read_contexts(folder.input("contexts"), "test"), answer_tokens(config)
+    texts, limit = read_contexts(folder.inputs["contexts"], "test"), answer_tokens(config)
     prompts = [record.prompt_ids for record in texts]
     with closing(connected(config)) as server:
         folder.note(f"{len(prompts)} prompts to {server.engine}, one at a time")

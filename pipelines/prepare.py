@@ -38,7 +38,7 @@ def check(config: Config) -> None:
 def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Make the drafter, in `draft` of the folder."""
     tokenizer = load_tokenizer(folder.model(config, "target"))
-    splits = read_splits(folder.input("texts"))
+    splits = read_splits(folder.inputs["texts"])
     if not (folder.path / "draft").exists():
         make_draft(
             config,
@@ -47,7 +47,7 @@ def prepare(config: Config, folder: StageFolder) -> dict[str, Any]:
             folder.path,
             tracker=folder.tracker,
             note=folder.note,
-            answers=read_parts(folder.input("generate")) if "generate" in folder.inputs else (),
+            answers=read_parts(folder.inputs["generate"]) if "generate" in folder.inputs else (),
         )
     return {"vocab_size": len(tokenizer), "text_sha256": splits.sha256}
 

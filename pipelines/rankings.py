@@ -23,6 +23,7 @@ _COSTS = ("draft.", "decode.", "evaluate.draft")  # what changes the cost of a p
 # By which runs learn from more or less text, of the same kind.
 _AMOUNT = ("optim.max_steps", "optim.warmup_steps", "optim.eval_steps", "optim.save_steps")
 _AMOUNT += ("generate.rollouts", "machine.")
+LISTED = 3  # names in a sentence
 AT_MOMENTS = (
     "Runs were timed at different moments. Each speed-up is over plain decoding in turns with it: "
     "what slows a machine as a whole cancels, the rest does not."
@@ -164,9 +165,9 @@ def _with_gaps(runs: list[Run], notes: list[str]) -> list[Run]:
     return runs
 
 
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + f" and {more} more" * (more > 0)
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + f" and {more} more" * (more > 0)
 
 
 def recommendation(made: Sequence[Ranking]) -> tuple[str, str, str]:

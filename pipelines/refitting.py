@@ -117,11 +117,11 @@ def load_anchors(config: Config, made: StageFolder) -> Anchors:
     """Answers of the target to prompts of `data`: some to mix in, held-out ones for the gate."""
     options = config.online
     if "scores" in made.inputs:
-        train = read_parts(made.input("scores"))
-        held_out = read_contexts(made.input("scores"), "validation")
+        train = read_parts(made.inputs["scores"])
+        held_out = read_contexts(made.inputs["scores"], "validation")
     elif "generate" in made.inputs:
-        train = read_parts(made.input("generate"))
-        held_out = read_contexts(made.input("contexts"), "validation")
+        train = read_parts(made.inputs["generate"])
+        held_out = read_contexts(made.inputs["contexts"], "validation")
     else:
         return Anchors()
     return Anchors(

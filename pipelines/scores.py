@@ -26,8 +26,8 @@ PART = 1024  # texts of a file
 
 def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Score the texts that `source` names, and the validation contexts."""
-    rollouts = read_parts(folder.input("generate")) if "generate" in folder.inputs else None
-    splits = read_splits(folder.input("texts"))
+    rollouts = read_parts(folder.inputs["generate"]) if "generate" in folder.inputs else None
+    splits = read_splits(folder.inputs["texts"])
     records = texts_to_score(config, TrainingTexts(splits.train, splits.room, rollouts))
     score = partial(
         scored_by,
@@ -36,7 +36,7 @@ def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
         temperature=config.training_temperature,
     )
     folder.mark("loaded")
-    held_out = read_contexts(folder.input("contexts"), "validation")
+    held_out = read_contexts(folder.inputs["contexts"], "validation")
     write_records(folder.path / "validation.parquet", score(held_out))
     tail, tokens, done = 0.0, 0, 0
     countdown = Countdown(len(records), folder.note)

@@ -89,7 +89,7 @@ def drafters_of(config: Config, made: StageFolder, target: Target) -> Drafters:
             registry = seeded_registry(config, name, draft, target, checksums_of(made))
         proposer = PROPOSERS[decode.proposer](
             lambda: load_draft(draft, target),
-            lambda: training_ids(made.input("texts")),
+            lambda: training_ids(made.inputs["texts"]),
             target.adapter,
         )
         proposer.version = "" if decode.has_drafter else decode.proposer

@@ -88,10 +88,6 @@ class StageFolder:
         if self.is_main:
             print(f"{self.stage}: {text}" if self.stage else text, flush=True)
 
-    def input(self, name: str) -> Path:
-        """Where the product of the input `name` lies."""
-        return self.inputs[name]
-
     def model(self, config: Config, key: str) -> Any:
         """The model of section `key` (`target` or `draft`): as it is given, or as it was made.
 
@@ -99,7 +95,7 @@ class StageFolder:
         """
         section: ModelConfig = getattr(config, key)
         if section.path is None:
-            return replace(section, path=str(self.input(key)), revision=None)
+            return replace(section, path=str(self.inputs[key]), revision=None)
         name, _, commit = self.digests[key].rpartition("@")
         return replace(section, revision=commit) if name == section.path else section
 

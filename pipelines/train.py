@@ -46,9 +46,9 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     temperature, served = config.training_temperature, config.sampling.temperature
     if temperature != served and config.divergence.name != "ce_argmax":
         folder.note(f"the loss is taken at temperature {temperature:g}, served is {served:g}")
-    scored = folder.input("scores") if "scores" in folder.inputs else None
-    rollouts = folder.input("generate") if "generate" in folder.inputs else None
-    splits = read_splits(folder.input("texts"))
+    scored = folder.inputs.get("scores")
+    rollouts = folder.inputs.get("generate")
+    splits = read_splits(folder.inputs["texts"])
     target = load_teaching_target(
         folder.model(config, "target"), config.hardware, stored=scored is not None
     )
@@ -62,7 +62,7 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
             read_parts(rollouts) if rollouts else None,
             read_parts(scored) if scored else None,
         ),
-        validation=read_contexts(scored or folder.input("contexts"), "validation"),
+        validation=read_contexts(scored or folder.inputs["contexts"], "validation"),
         folder=folder.path,
         tracker=folder.tracker,
         note=folder.note,

@@ -203,7 +203,7 @@ tracker = Tracker(folder, mode="offline", group="toy", job_type="distill", name=
                   tags=["source=draft"], config={"seed": 0, "provenance": {"git_commit": None}})
 tracker.log("train", 1, {"loss": 0.5})
 tracker.log("eval", 1, {"alpha": 0.75})
-tracker.page("report", "<h1>a page</h1>")
+tracker.report("<h1>a page</h1>")
 (folder / "draft").mkdir()
 (folder / "draft" / "weights").write_bytes(b"123")
 tracker.artifact("toy drafter", folder / "draft", {"alpha": {"mean": 1, "ci95": [0, 1]}})

@@ -38,7 +38,6 @@ class Rule:
     below: float | None = None
     names: Sequence[str] = ()
     filled: bool = False  # a list: at least one entry
-    unique: bool = False  # and none twice
     word: str = ""  # that may stand for a number
     hint: str = ""  # behind the rule, in the message
 
@@ -90,8 +89,6 @@ def check_rules(section: Any, key: str) -> None:
         name = f"{key}.{one.name}" if key else one.name
         entries = value if isinstance(value, list) else [value]
         require(bool(entries) or not rule.filled, name, "name at least one", value)
-        once = not rule.unique or len(set(entries)) == len(entries)
-        require(once, name, "name none twice", value)
         for entry in entries:
             require(rule.fits(entry), name, str(rule), entry)
 

@@ -82,13 +82,13 @@ def write_plain_folder(
     return notes
 
 
-def tokenizer_files(model: TargetConfig, key: str = "target") -> dict[str, Path]:
-    """The files of a model's tokenizer, by name. Raises ValueError naming `key` for none."""
+def tokenizer_files(target: TargetConfig) -> dict[str, Path]:
+    """The files of the target's tokenizer, by name. Raises ValueError where there are none."""
     files = {
         name: cached_file(
-            model.location,
+            target.location,
             name,
-            revision=model.revision,
+            revision=target.revision,
             _raise_exceptions_for_missing_entries=False,
         )
         for name in TOKENIZER_FILES
@@ -96,7 +96,7 @@ def tokenizer_files(model: TargetConfig, key: str = "target") -> dict[str, Path]
     held = {name: Path(file) for name, file in files.items() if file is not None}
     if not any(name in held for name in VOCABULARIES):
         raise ValueError(
-            f"{key}.path {model.path}: holds no tokenizer file ({', '.join(VOCABULARIES)}): "
+            f"target.path {target.path}: holds no tokenizer file ({', '.join(VOCABULARIES)}): "
             "save the tokenizer into the folder with save_pretrained"
         )
     return held

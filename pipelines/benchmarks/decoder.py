@@ -97,7 +97,7 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     target = load_target(folder.model(config, "target"), config.hardware)
     adapter = target.adapter
     draft = load_draft(list(drafts_of(config, folder).values())[-1], target)
-    prompts = prompts_in(folder, folder.input("contexts"))
+    prompts = prompts_in(folder, folder.inputs["contexts"])
     points = points_of(config, adapter, draft, prompts, folder, ends=target.eos_token_ids)
     return {
         **headline(points),

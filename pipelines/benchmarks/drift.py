@@ -96,7 +96,7 @@ def check(config: Config) -> None:
 def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Run the experiment in `folder`; figure and curve lie there, the table is in the summary."""
     target = load_target(folder.model(config, "target"), config.hardware)
-    splits = read_splits(folder.input("texts"))
+    splits = read_splits(folder.inputs["texts"])
     points, updates, tests = stream(Experiment(config, folder, target, splits))
     write_json(folder.path / CURVE, {"points": points, "updates": updates})
     draw(points, updates, folder.path / FIGURE)
@@ -251,7 +251,7 @@ def stream(experiment: Experiment) -> tuple[Rows, Rows, Rows]:
     config, folder = experiment.config, experiment.folder
     known, *new = config.data.domains
     texts = {domain: experiment.texts(domain) for domain in config.data.domains}
-    base = folder.input("prepare")
+    base = folder.inputs["prepare"]
     static = experiment.distil("static", base, texts[known], config.optim.max_steps)
     oracles = {
         domain: experiment.distil(f"oracle-{domain}", static, texts[domain], ORACLE_STEPS)

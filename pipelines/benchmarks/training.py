@@ -75,7 +75,7 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     config = replace(config, optim=replace(config.optim, learning_rate=rate, **constant))
     target = load_target(folder.model(config, "target"), config.hardware)
     draft = load_draft(folder.model(config, "draft"), target, dtype=torch.float32)
-    examples = read_splits(folder.input("texts")).train[: rows * STEPS]
+    examples = read_splits(folder.inputs["texts"]).train[: rows * STEPS]
     folder.note(f"{STEPS} steps of each trainer, in turns")
     rates = beside_trl(target, draft, [example.prompt_ids for example in examples], config)
     folder.note(f"the loss on {LOSS_TOKENS} tokens of {LOSS_VOCAB_SIZE}, both ways")

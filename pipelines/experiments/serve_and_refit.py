@@ -89,7 +89,7 @@ def check(config: Config) -> None:
 
 def serve_and_refit(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Run both from an empty service folder, load them, and tell what each version did."""
-    requests = requests_of(config, folder.input("texts"))
+    requests = requests_of(config, folder.inputs["texts"])
     clear_service(config, SERVER, STATE)
     serving = replace(config.serve, host="127.0.0.1", port=free_port("127.0.0.1"))
     both = replace(config, serve=serving, overwrite=False)

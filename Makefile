@@ -31,13 +31,13 @@ pins: $(DEV)
 		--extra dev --extra notebooks pyproject.toml -o constraints.txt
 	$(MAKE) test
 
-# In an environment of their own. Warnings are counted there, and are no errors.
+# In an environment of their own. Warnings are shown there, and are no errors.
 newest oldest:
 	$(PYTHON) -m venv --clear .venv-$@
 	.venv-$@/bin/python -m pip install -qq --upgrade pip
 	.venv-$@/bin/python -m pip install -qq $$($(PYTHON) tests/releases.py $@)
 	.venv-$@/bin/python -m pip install -qq --no-deps --editable .
-	.venv-$@/bin/python $(SUITE) -W default --disable-warnings
+	.venv-$@/bin/python $(SUITE) -W default
 
 # The same suites at full counts: more draws, more cases, longer faults. TIMED compare times, so they
 # run alone.

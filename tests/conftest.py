@@ -15,7 +15,6 @@ for _key in ("WANDB_API_KEY", "HYDRA_FULL_ERROR", "RANK", "WORLD_SIZE"):
 import gc  # noqa: E402
 import resource  # noqa: E402
 import socket  # noqa: E402
-import warnings  # noqa: E402
 from collections import Counter  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from typing import Any  # noqa: E402
@@ -29,7 +28,6 @@ ELSEWHERE = {  # what runs the tests of a marker
     "gpu": "make gpu; python -m pytest -m gpu",
     "soak": "make soak",
 }
-WARNINGS: dict[tuple[str, str], list[str]] = {}  # their places by category and first words
 _LOOPBACK = ("127.", "::1", "localhost")
 # Files that take longest, in this order before all others: none is left for one worker at the end,
 # and those that fork do so while the worker is small (a large one takes five times as long).
@@ -88,20 +86,6 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[LEFT_OUT] = Counter(counts)
 
 
-def pytest_warning_recorded(warning_message: warnings.WarningMessage) -> None:
-    """Count warnings that are no errors, as under `make newest`, by kind."""
-    kind = (warning_message.category.__name__, " ".join(str(warning_message.message).split())[:100])
-    WARNINGS.setdefault(kind, []).append(f"{warning_message.filename}:{warning_message.lineno}")
-
-
-def warning_lines() -> list[str]:
-    """Of each kind of warning its number, its words and where the first came from."""
-    return [
-        f"warned {len(places)} times: {category}: {words} ({places[0]})"
-        for (category, words), places in WARNINGS.items()
-    ]
-
-
 def pytest_collection_finish() -> None:
     """Leave all that was imported out of garbage collection: every stage ends with one."""
     gc.collect()
@@ -117,8 +101,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         counts = terminalreporter.config.stash.get(LEFT_OUT, Counter())
         for name, count in sorted(counts.items()):
             terminalreporter.write_line(f"not run: {count} marked {name} ({ELSEWHERE[name]})")
-    for line in warning_lines():
-        terminalreporter.write_line(line)
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     user, system = (
         sum(getattr(use, key) for use in spent) / 60 for key in ("ru_utime", "ru_stime")

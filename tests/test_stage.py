@@ -248,15 +248,39 @@ def test_a_killed_removal_of_a_refused_run_does_not_stand_in_the_way(
     assert not left.exists()
 
 
-@pytest.mark.parametrize("name", ["thesis.txt", ".git"])
-def test_files_of_somebody_else_are_not_touched(toy: Toy, config: Config, name: str) -> None:
+FOREIGN: dict[str, Any] = {
+    "thesis.txt": "years of work",
+    ".git": "a repository",
+    "manifest.json of an app": {"name": "my app", "icons": []},
+    "manifest.json of another stage": {"stage": "up", "settings": {"seed": 0}, "inputs": {}},
+    "manifest.json of settings alone": {"settings": {"seed": 0}, "inputs": {}},
+    "manifest.json being cleared by another stage": {"stage": "up", "cleared": True},
+    "manifest.json of a list": ["down"],
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_of_somebody_else_are_not_touched(
+    toy: Toy, config: Config, name: str, overwrite: bool
+) -> None:
     path = plan(toy.down, config).folder
-    path.mkdir(parents=True)
-    (path / name).write_text("years of work")
-    for overwrite in (False, True):
-        with pytest.raises(ValueError, match=rf"{re.escape(name)}, \.\.\."):
-            launch(toy.down, replace(config, overwrite=overwrite))
-    assert (path / name).read_text() == "years of work"
+    file = path / name.split()[0]
+    write_json(path / file, FOREIGN[name])
+    write_json(path / "zoo" / "code.json", "precious")
+    with pytest.raises(ValueError, match=rf"\({file.name}, \.\.\.\): move them away, or use name="):
+        launch(toy.down, replace(config, overwrite=overwrite))
+    assert read_json(file) == FOREIGN[name]
+    assert read_json(path / "zoo" / "code.json") == "precious"
+    assert "down" not in toy.runs
+
+
+def test_a_folder_that_was_being_cleared_is_gone_on_with(toy: Toy, config: Config) -> None:
+    path = plan(toy.down, config).folder
+    write_json(path / "manifest.json", {"stage": "down", "cleared": True})
+    write_json(path / "stray", "of the product before")
+    launch(toy.down, config)
+    assert not (path / "stray").exists()
 
 
 def test_results_do_not_depend_on_whether_an_input_had_to_be_made(config: Config) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests import conftest, releases
+from tests import releases
 from tests.conftest import ELSEWHERE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,17 +76,3 @@ def test_a_command_shows_no_deprecation_of_a_dependency(
     command = [sys.executable, *options, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert ("x becomes y" in done.stderr) is shown
-
-
-def test_warnings_that_are_no_errors_are_counted_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conftest, "WARNINGS", {})
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for name in ("cache", "cache", "mask"):
-            warnings.warn(f"{name} has another name" + " and so on" * 9, FutureWarning, 1)
-    for one in caught:
-        conftest.pytest_warning_recorded(one)
-    cached, masked = conftest.warning_lines()
-    assert cached.startswith("warned 2 times: FutureWarning: cache has another name and so")
-    assert masked.startswith("warned 1 times: FutureWarning: mask")
-    assert f"{__file__}:{caught[0].lineno}" in cached

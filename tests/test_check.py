@@ -89,9 +89,9 @@ def test_every_stage_runs_below_a_folder_of_its_own_and_nothing_stays(
 
 
 def test_a_command_with_a_limit_says_what_it_takes_of_what_is_yet_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = smoke(tmp_path, "limit=2")
+    config = smoke(root, f"root={tmp_path}", "limit=2")
     assert launch(GENERATE, config) == {}
     check_shown(capsys.readouterr().out, plan(GENERATE, config))
     ensure(GENERATE, config)
@@ -189,12 +189,15 @@ def test_what_is_judged_as_it_is_trains_nothing() -> None:
     assert goal_of(compose_config(["+experiment=smoke"])).name == "distill"
 
 
-def test_commands_refuse_what_cannot_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_refuse_what_cannot_fit(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = smoke(root, f"root={tmp_path}")
     monkeypatch.setattr(weights, "free_bytes", lambda device: 1000)
     with pytest.raises(ValueError, match=r"^\w+ takes .* alone, and .* are free: "):
-        ensure(DISTILL, smoke(tmp_path))
-    assert made(smoke(tmp_path)) == set()
-    ensure(TEXTS, smoke(tmp_path))  # which needs no model
+        ensure(DISTILL, config)
+    assert made(config) == set()
+    ensure(TEXTS, config)  # which needs no model
 
 
 EIGHT = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
@@ -227,9 +230,9 @@ def test_a_target_of_8b_and_a_drafter_of_1b_fit_a_card_of_80_gb(tmp_path: Path) 
 
 
 def test_a_plan_tells_what_weights_take_on_a_card(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launch(DISTILL, smoke(tmp_path, "plan=true"))
+    launch(DISTILL, smoke(root, "plan=true"))
     line = capsys.readouterr().out.splitlines()[-1]
     assert re.match(r"on a card: < 0\.1 GB of weights \(bfloat16\), gradients and moments \(", line)
 

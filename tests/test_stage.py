@@ -1,7 +1,6 @@
 """The stage folder: complete, resumed, refused, redone, stale, locked, cleared of refused runs."""
 
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator

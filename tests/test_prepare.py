@@ -69,9 +69,8 @@ def test_a_drafter_is_cut_from_the_target(root: Path, capsys: pytest.CaptureFixt
     assert "% of the validation text" in capsys.readouterr().out
     copied = shutil.copytree(target, root / "copied")
     given = [smoke(root, *SHRUNK, f"target.path={path}") for path in (target, copied)]
-    assert (
-        plan(PREPARE, given[0]).folder == plan(PREPARE, given[1]).folder
-    )  # the same target, wherever it lies
+    first, other = (plan(PREPARE, one).folder for one in given)
+    assert first == other  # the same target, wherever it lies
 
 
 def test_a_drafter_that_was_cut_is_trained_on_the_text(root: Path) -> None:
@@ -144,9 +143,9 @@ def test_layers_and_ids_are_part_of_what_was_made(root: Path) -> None:
     ],
 )
 def test_more_than_the_target_has_is_refused_at_once(
-    tmp_path: Path, override: str, told: str
+    root: Path, tmp_path: Path, override: str, told: str
 ) -> None:
-    config = smoke(tmp_path, *SHRUNK, override)
+    config = smoke(root, *SHRUNK, override, f"root={tmp_path}")
     with pytest.raises(ValueError, match=told) as error:
         launch(PREPARE, config)
     assert "\n" not in str(error.value)

@@ -108,32 +108,33 @@ class Engine:
         return httpx.Response(404)
 
 
-@pytest.fixture
-def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pair that agrees in part."""
-    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
-    draw = random.Random(0)
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair that agrees in part, with its texts; beside it lies what all runs share."""
+    root, draw = tmp_path_factory.mktemp("engines"), random.Random(0)
     rows = [{"text": " ".join(draw.choices(WORDS, k=40))} for _ in range(200)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (root / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     target = making.model(num_hidden_layers=2)
-    making.saved(target, tmp_path / "pair" / "target")
-    making.saved(making.tiny.related(target), tmp_path / "pair" / "draft")
-    return tmp_path / "pair"
+    making.saved(target, root / "pair" / "target")
+    making.saved(making.tiny.related(target), root / "pair" / "draft")
+    return root / "pair"
 
 
 @pytest.fixture
 def measured(tmp_path: Path, pair: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The command against an engine, with more words; its summary."""
+    """The command against an engine, with more words; its summary. Its folder is `tmp_path`'s."""
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
 
     def measure(engine: Engine, *more: str) -> dict[str, Any]:
         transport = httpx.MockTransport(engine.reply)
         client = partial(httpx.Client, transport=transport)
         monkeypatch.setattr(endpoint.httpx, "Client", client)
         paths = [f"{key}.path={pair / key}" for key in ("target", "draft")]
-        text = ["data=local", f"data.path={tmp_path / 'rows.jsonl'}", "data.test_fraction=0.4"]
+        text = ["data=local", f"data.path={pair.parent / 'rows.jsonl'}", "data.test_fraction=0.4"]
         size = ["evaluate.prompts=24", "evaluate.max_new_tokens=24", "hardware.threads=1"]
         given = [*paths, *text, *size, "hardware.dtype=float32", "evaluate.draft=given"]
-        return launch(MEASURE_ENGINE, smoke(tmp_path, *given, f"engine.url={URL}", *more))
+        run = [f"name={tmp_path.name}", f"engine.url={URL}"]
+        return launch(MEASURE_ENGINE, smoke(pair.parent, *given, *run, *more))
 
     return measure
 
@@ -159,7 +160,7 @@ def test_what_an_engine_counts_is_what_is_predicted(
     assert "counted agrees with what argmax drafts predict" in printed
     assert re.search(r"\d tokens a second, one request at a time", printed)
     assert len({json.dumps(one["prompt"]) for one in engine.requests}) == 24
-    folder = tmp_path / "smoke" / "measure_engine"
+    folder = pair.parent / tmp_path.name / "measure_engine"
     assert read_json(folder / SUMMARY)["engine"] == name
     assert SECRET not in "".join(f.read_text() for f in folder.glob("*.[jy]*"))
 
@@ -192,7 +193,7 @@ def test_a_server_that_cannot_be_measured_is_refused_before_anything_is_made(
     with pytest.raises(ValueError, match=rf"^engine\.url: {URL} {message}") as error:
         measured(Engine(name, pair, **changes))
     assert "\n" not in str(error.value)
-    assert not (tmp_path / "smoke").exists()
+    assert not (pair.parent / tmp_path.name).exists()
 
 
 def test_a_server_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,15 +175,28 @@ class Tracker:
         """Final numbers for W&B, as scalars; `summary.json` is the stage's to write."""
         self._tell(lambda run: run.summary.update(dict(scalars(values))))
 
-    def report(self, html: str) -> None:
-        """A page as it is in W&B, which would add a stylesheet to load."""
+    def _show(self, name: str, make: Callable[[Any], Any]) -> None:
+        """Send what `make` makes of the module wandb."""
 
         def send(run: Any) -> None:
             import wandb
 
-            run.log({"report": wandb.Html(html, inject=False)})
+            run.log({name: make(wandb)})
 
         self._tell(send)
+
+    def table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table in W&B, one list a row."""
+        content = {"columns": [*columns], "data": [[*row] for row in rows]}
+        self._show(name, lambda wandb: wandb.Table(**content, allow_mixed_types=True))
+
+    def figure(self, name: str, path: str | Path) -> None:
+        """An image file as a W&B picture."""
+        self._show(name, lambda wandb: wandb.Image(str(path)))
+
+    def report(self, html: str) -> None:
+        """A page as it is in W&B, which would add a stylesheet to load."""
+        self._show("report", lambda wandb: wandb.Html(html, inject=False))
 
     def artifact(self, name: str, folder: str | Path, metadata: Mapping[str, Any]) -> None:
         """A model as a W&B artifact that refers to `folder` with checksums.

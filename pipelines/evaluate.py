@@ -83,13 +83,19 @@ def prompts_in(folder: StageFolder, answers: Path) -> Prompts:
     )
 
 
-def track(tracker: Tracker, temperature: float, summary: dict[str, Any]) -> None:
-    """One line of metrics."""
+def track(tracker: Tracker, temperature: float, summary: dict[str, Any], timed: Timed) -> None:
+    """One line of metrics, and for W&B a row for each timed prompt."""
     speedup = summary["speedup"]
     numbers = {name: summary[name]["mean"] for name in ("alpha", "acceptance_length")}
     numbers |= {"temperature": temperature, "speedup": speedup["measured"]}
     numbers["speedup_end_to_end"] = speedup["end_to_end"]["mean"]
     tracker.log("eval", round(1000 * temperature), numbers)
+    columns = ["prompt", "tokens", "rounds", "accepted", "acceptance"]
+    rows = [
+        [i, len(c.output_ids), c.rounds, c.accepted, c.acceptance_total / max(1, c.tested)]
+        for i, c in enumerate(timed.completions)
+    ]
+    tracker.table(f"eval/prompts_at_{temperature:g}", columns, rows)
 
 
 def chunks_of(measured: Measured) -> dict[str, Any]:
@@ -176,7 +182,7 @@ def evaluate(config: Config, folder: StageFolder) -> dict[str, Any]:
         scored = {name: totals.as_dict() for name, totals in measured.scored.items()}
         by_prompt[key] = {"contexts": answers.name, **scored}
         by_chunk[key] = chunks_of(measured)
-        track(folder.tracker, temperature, by_temperature[key])
+        track(folder.tracker, temperature, by_temperature[key], measured.timed[judged])
     write_json(folder.path / PROMPTS, by_prompt)
     write_json(folder.path / TIMING, by_chunk)
     first = next(iter(by_temperature.values()))

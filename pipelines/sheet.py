@@ -154,9 +154,28 @@ def curves(runs: Sequence[Run]) -> Figure:
     return figure(draw, f"What training brought; in colour: {runs[0].label}.")
 
 
+def heat_map(runs: Sequence[Run], axes_of: Sequence[str]) -> Figure:
+    """Alpha by two settings."""
+    down, across = (values_of(runs, key) for key in axes_of)
+    alphas = [run.entries["alpha"].mean for run in runs]
+    least, span = min(alphas), max(alphas) - min(alphas) or 1
+
+    def draw(axes: Any) -> None:
+        for run, alpha in zip(runs, alphas, strict=True):
+            name, other = cell_of(run, axes_of)
+            x, y, share = across.index(other), down.index(name), (alpha - least) / span
+            axes.bar(x, 1, 1, y - 0.5, color=AFTER, alpha=0.05 + 0.5 * share)
+            axes.text(x, y, f"{alpha:.3f}", ha="center", va="center", fontsize=8)
+        axes.set(xlabel=axes_of[1], ylabel=axes_of[0], ylim=(len(down) - 0.5, -0.5))
+        axes.set_xticks(range(len(across)), across, fontsize=8)
+        axes.set_yticks(range(len(down)), down, fontsize=8)
+
+    return figure(draw, "Alpha: the fuller the colour, the larger.")
+
+
 def figures_of(runs: Sequence[Run]) -> list[Figure]:
     """What the runs have numbers for."""
-    made = []
+    made = [heat_map(runs, axes)] if (axes := grid_of(runs)) else []
     for x, cost, y, name in (
         ("cost of a proposal c", "cost_ratio", "tokens a target pass", "tau"),
         ("minutes of training", "minutes", "speed-up end to end", "speedup"),

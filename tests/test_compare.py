@@ -445,7 +445,7 @@ def test_the_page_needs_nothing_else_and_escapes_what_runs_are_called(grid: Path
     assert "&lt;b&gt;&amp;divergence" in text
     assert "http" not in text
     assert "<script" not in text
-    assert text.count("<svg") == 6
+    assert text.count("<svg") == 8
     for part in ("Take forward_kl / draft", "surely above", "x: evaluate unfinished", "0.62"):
         assert part in text
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 
@@ -197,12 +198,17 @@ def test_the_tracker_is_light_until_wandb_is_wanted(tmp_path: Path) -> None:
 OFFLINE = """
 import sys
 from pathlib import Path
+import matplotlib.pyplot as plt
 from draftkit.tracking import Tracker
 folder = Path(sys.argv[1])
 tracker = Tracker(folder, mode="offline", group="toy", job_type="distill", name="toy-distill",
                   tags=["source=draft"], config={"seed": 0, "provenance": {"git_commit": None}})
 tracker.log("train", 1, {"loss": 0.5})
 tracker.log("eval", 1, {"alpha": 0.75})
+tracker.table("eval/prompts", ["prompt", "tokens"], [["a", 3], [7, None]])
+plt.plot([1, 2])
+plt.savefig(folder / "figure.png")
+tracker.figure("eval/figure", folder / "figure.png")
 tracker.report("<h1>a page</h1>")
 (folder / "draft").mkdir()
 (folder / "draft" / "weights").write_bytes(b"123")
@@ -222,7 +228,12 @@ def test_an_offline_run_writes_its_file_and_contacts_nobody(tmp_path: Path) -> N
         proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "WANDB_BASE_URL"), address)
         done = subprocess.run(
             [sys.executable, "-c", OFFLINE, str(tmp_path)],
-            env={**environment, **proxies, "HOME": str(tmp_path / "home")},
+            env={
+                **environment,
+                **proxies,
+                "HOME": str(tmp_path / "home"),
+                "MPLCONFIGDIR": matplotlib.get_cachedir(),  # it tells when it must look for fonts
+            },
             capture_output=True,
             text=True,
             check=False,
@@ -238,8 +249,11 @@ def test_an_offline_run_writes_its_file_and_contacts_nobody(tmp_path: Path) -> N
     content = stored[0].read_bytes()
     for word in (b"toy-distill", b"train/loss", b"eval/step", b"source=draft", b"toy-drafter"):
         assert word in content
+    assert list(tmp_path.glob("wandb/offline-run-*/files/media/images/eval/figure*.png"))
     (page,) = tmp_path.glob("wandb/offline-run-*/files/media/html/report*.html")
     assert page.read_text() == "<h1>a page</h1>"
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/eval/prompts*.table.json")
+    assert json.loads(table.read_text())["data"] == [["a", 3], [7, None]]
     assert [line["section"] for line in read_metrics(tmp_path / FILE_NAME)] == ["train", "eval"]
 
 
@@ -250,6 +264,7 @@ def test_disabled_keeps_the_file_and_nothing_of_wandb(
     calls: list[Callable[[], None]] = [
         lambda: tracker.log("train", 1, {"loss": 1.0}),
         lambda: tracker.summary({"alpha": ESTIMATE}),
+        lambda: tracker.table("t", ["a"], [[1]]),
         lambda: tracker.artifact("a", tmp_path, {}),
         lambda: tracker.finish(0),
     ]

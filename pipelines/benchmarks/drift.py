@@ -100,6 +100,7 @@ def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
     points, updates, tests = stream(Experiment(config, folder, target, splits))
     write_json(folder.path / CURVE, {"points": points, "updates": updates})
     draw(points, updates, folder.path / FIGURE)
+    folder.tracker.figure("online/drift", folder.path / FIGURE)
     mine = [update for update in updates if update["service"] == ONLINE]
     published = [update for update in mine if update["version"] is not None]
     early = [test for test in tests if test["share"] < 1]

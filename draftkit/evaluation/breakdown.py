@@ -1,7 +1,8 @@
 """Where 1 - alpha is lost: by the target's entropy, by position in the answer, by category.
 
 The losses of the parts of each sum to 1 - alpha. Made of the scores of single tokens, in float64,
-with intervals over documents.
+with intervals over documents, for parts that `LEAST_UNITS` documents or more have tokens in: what
+few of many documents lose is skewed, and an interval over all of them holds it too rarely.
 """
 
 from collections import Counter
@@ -59,14 +60,14 @@ def _parts(scored: PromptTotals, part: Tensor, names: Sequence[str]) -> list[dic
         inside = (part == number).double()
         if inside.any():
             tokens, lost = by_prompt(inside), by_prompt(inside * (1 - accepted))
-            alpha = Rate(tokens - lost, tokens, scored.documents)
-            loss = Rate(lost, scored.counts, scored.documents)
+            alpha = estimate(Rate(tokens - lost, tokens, scored.documents))
+            loss = estimate(Rate(lost, scored.counts, scored.documents)).as_dict()
             rows.append(
                 {
                     "part": name,
                     "tokens": float(inside.mean()),
-                    "alpha": estimate(alpha).as_dict(),
-                    "lost": estimate(loss).as_dict(),
+                    "alpha": alpha.as_dict(),
+                    "lost": loss | ({} if alpha.ci95 else {"ci95": None}),
                 }
             )
     return rows

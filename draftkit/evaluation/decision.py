@@ -15,6 +15,7 @@ from draftkit.evaluation import page, report
 from draftkit.evaluation.breakdown import ENTROPIES, UNSURE
 from draftkit.evaluation.page import Answer, Figure, Page, Section
 from draftkit.evaluation.report import interval
+from draftkit.theory.acceptance import LEAST_UNITS
 
 TONES = {"deploy": "good", "do_not_deploy": "bad", "inconclusive": "open"}
 COLOURS = {"before": page.BEFORE, "after": page.AFTER, "draft": page.AFTER}
@@ -137,7 +138,8 @@ def advice(judged: Mapping[str, Any]) -> str:
 def lost_table(judged: Mapping[str, Any]) -> Table:
     """Every part: its share of the tokens, alpha there, and its share of 1 - alpha."""
     lost = 1 - judged["alpha"]["mean"]
-    table = Table(title=f"1 - alpha = {lost:.3f}, in parts that sum to it")
+    few = f"No interval where fewer than {LEAST_UNITS} documents have tokens in a part."
+    table = Table(title=f"1 - alpha = {lost:.3f}, in parts that sum to it", caption=few)
     table.add_column("by")
     table.add_column("part")
     for name in ("tokens", "alpha there", "lost there"):

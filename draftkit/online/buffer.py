@@ -5,12 +5,10 @@ process writes it, any number may read it, and several threads may use one `Buff
 
 What `append` has stored survives the death of any process and a power cut. What is older than
 `retention_days` by the clock, or too much for `max_megabytes`, is deleted and overwritten by the
-next `maintain`. A damaged row is left out; a damaged file is set aside for a day and a new one
-begun.
+next `maintain`. A damaged row is left out; a damaged file is refused.
 """
 
 import hashlib
-import itertools
 import json
 import logging
 import random
@@ -32,8 +30,8 @@ TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS records (
     id INTEGER PRIMARY KEY AUTOINCREMENT, route TEXT NOT NULL,
-    number INTEGER NOT NULL, -- of its route, from 1 on
-    kept REAL NOT NULL, split REAL NOT NULL, -- kept: since, unix time
+    kept REAL NOT NULL, -- since, unix time
+    split REAL NOT NULL, luck REAL NOT NULL, -- luck: drawn once, from 0 to 1
     size INTEGER NOT NULL, content BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS records_by_route ON records (route, id, split, size);
 CREATE INDEX IF NOT EXISTS records_by_time ON records (kept);
@@ -47,7 +45,7 @@ _SPLIT_BITS = 53  # what a float holds exactly
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
 _FILLED = 0.98  # of the bound: how full pages are changes with what is deleted
 _OLDER = 0.5  # of a route's room, for the sample of what is no longer among the newest
-_DAY = 86400.0  # also for how long a damaged file is kept, whose records may be due any moment
+_DAY = 86400.0
 # The records of one side of a route; `held_out` by the split against the gate's fraction.
 _SIDE = {
     held_out: f"FROM records INDEXED BY records_by_route WHERE route = ? AND split {sign} ?"
@@ -89,29 +87,14 @@ def split(record: Record) -> float:
     return (int.from_bytes(digest, "little") >> (64 - _SPLIT_BITS)) / (1 << _SPLIT_BITS)
 
 
-def too_much(connection: sqlite3.Connection, *, newest: float, older: float) -> list[int]:
-    """The ids of what has no room.
-
-    Of every route's records the newest fill `newest` bytes. Of those behind them every k-th stays:
-    k is the smallest power of two by which all that ever came there fit into `older` bytes, so that
-    what stays is spread evenly, however often this was asked.
-    """
-    gone = []
-    for (route,) in connection.execute("SELECT DISTINCT route FROM records").fetchall():
-        query = "SELECT id, number, size FROM records WHERE route = ? ORDER BY id DESC"
-        rows = connection.execute(query, (route,)).fetchall()
-        totals = itertools.accumulate(size for *_, size in rows)
-        old = [row for row, total in zip(rows, totals, strict=True) if total > newest]
-        if not old:
-            continue
-        came, k = old[0][1] - old[-1][1] + 1, 1  # with those that are gone since
-        expected = came * sum(size for *_, size in old) / len(old)
-        while (
-            expected > k * older or sum(size for _, number, size in old if number % k == 0) > older
-        ):
-            k *= 2
-        gone += [record_id for record_id, number, _ in old if number % k]
-    return gone
+# Of every route's records the newest fill `newest` bytes; of those behind them the ones of least
+# luck fill `older` bytes: a uniform sample of all that ever aged, however often this was run.
+TOO_MUCH = """
+DELETE FROM records WHERE id IN (SELECT id FROM (
+    SELECT id, sum(size) OVER (PARTITION BY route ORDER BY luck) AS total FROM (
+        SELECT *, sum(size) OVER (PARTITION BY route ORDER BY id DESC) AS newer FROM records)
+    WHERE newer > :newest) WHERE total > :older)
+"""
 
 
 @dataclass(eq=False)
@@ -121,8 +104,8 @@ class Buffer:
     A conversation, by `Record.document` or else by the prompt, is on the same side of the held-out
     split for ever (for one `gate_fraction`).
     `fingerprints`: of what the records are made with, by configuration key; a new file keeps them.
-    None: whoever opens it does not ask. Raises ValueError, one line, for a file with other ones or
-    of another format; OSError where the file cannot be opened or written.
+    None: whoever opens it does not ask. Raises ValueError, one line, for a file with other ones, of
+    another format, or damaged; OSError where the file cannot be opened or written.
     """
 
     path: Path
@@ -141,7 +124,7 @@ class Buffer:
         for statement in TABLES.split(";"):
             connection.execute(statement)
         # Ids of a new file begin at its time in milliseconds, so that they come after those of
-        # the file whose place it may have taken, and nobody who waits for higher ones waits on.
+        # a file that was moved away, and nobody who waits for higher ones waits on.
         first = max(0, int(1000 * self.clock()))
         if not connection.execute("SELECT count(*) FROM sqlite_sequence").fetchone()[0]:
             connection.execute("INSERT INTO sqlite_sequence VALUES ('records', ?)", (first,))
@@ -173,12 +156,11 @@ class Buffer:
         now, rows = self.clock(), []
         for route, record in entries:
             content = to_bytes(record)
-            rows.append((route, now, split(record), len(content), content))
+            rows.append((route, now, split(record), random.random(), len(content), content))
         with self._database.writing() as connection:
             connection.executemany(
-                "INSERT INTO records (route, number, kept, split, size, content) VALUES"
-                " (?1, 1 + coalesce((SELECT number FROM records WHERE route = ?1 ORDER BY id DESC"
-                " LIMIT 1), 0), ?2, ?3, ?4, ?5)",
+                "INSERT INTO records (route, kept, split, luck, size, content)"
+                " VALUES (?, ?, ?, ?, ?, ?)",
                 rows,
             )
         self._grown += sum(len(row[-1]) for row in rows)
@@ -280,22 +262,17 @@ class Buffer:
     def maintain(self) -> None:
         """Delete what is too old or too much, really: no deleted token stays in the files.
 
-        Files that were set aside go after a day: how old their records are cannot be known.
         Call it now and then, with or without traffic. Raises OSError as `append`.
         """
-        now, self._grown = self.clock(), 0
-        keep_seconds = self.settings.retention_days * _DAY
+        self._grown = 0
+        oldest = self.clock() - self.settings.retention_days * _DAY
         with self._database.writing() as connection:
-            connection.execute("DELETE FROM records WHERE kept < ?", (now - keep_seconds,))
+            connection.execute("DELETE FROM records WHERE kept < ?", (oldest,))
             share = self._share(connection)
-            ids = too_much(connection, newest=(1 - _OLDER) * share, older=_OLDER * share)
-            gone = [(record_id,) for record_id in ids]
-            connection.executemany("DELETE FROM records WHERE id = ?", gone)
+            room = {"newest": (1 - _OLDER) * share, "older": _OLDER * share}
+            connection.execute(TOO_MUCH, room)
         if not self._database.shrink():
             _log.warning("%s: a reader is busy, the log is emptied later", self.path)
-        for aside in self.path.parent.glob(f"{self.path.name}.damaged*"):
-            if now - aside.stat().st_mtime > min(_DAY, keep_seconds):
-                aside.unlink()
 
     def _share(self, connection: sqlite3.Connection) -> float:
         """Bytes of content that a route has room for, by how full the file's pages are now."""

@@ -1,23 +1,19 @@
-"""One SQLite file of several processes: opening it, transactions, and what to do with damage.
+"""One SQLite file of several processes: opening it, transactions, and giving space back.
 
 What a finished transaction wrote survives the death of any process and a power cut. A page of
-SQLite's write-ahead log that goes bad on the disk costs the transactions from it on. A file in
-which SQLite finds damage is renamed to `*.damaged` by whoever opens it, and a new one begins;
-others that have it open go over to the new one. This module does not know what the tables hold.
+SQLite's write-ahead log that goes bad on the disk costs the transactions from it on. This module
+does not know what the tables hold.
 """
 
 import contextlib
 import errno
-import fcntl
-import logging
-import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FORMAT = 5  # in the file's header; rises with the tables
+FORMAT = 6  # in the file's header; rises with the tables
 BUSY_SECONDS = 10.0  # how long a writer waits for another one
 _PRAGMAS = (
     "auto_vacuum=INCREMENTAL",  # before there is a table
@@ -27,55 +23,6 @@ _PRAGMAS = (
     "temp_store=MEMORY",
     "cell_size_check=ON",
 )
-_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-_log = logging.getLogger(__name__)
-
-
-def _is_damage(error: sqlite3.Error) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode=rw",
-        uri=True,
-        isolation_level=None,
-        check_same_thread=False,
-        timeout=BUSY_SECONDS,
-    )
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether SQLite finds nothing wrong with the file and its log.
-
-    Raises ValueError for a whole file of another format, before anything changes it.
-    """
-    with contextlib.closing(_connect(path)) as connection:
-        try:
-            if connection.execute("PRAGMA integrity_check(1)").fetchone() != ("ok",):
-                return False
-            has_tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            stored = connection.execute("PRAGMA user_version").fetchone()[0]
-        except sqlite3.DatabaseError as error:
-            if _is_damage(error):
-                return False
-            raise
-    if has_tables and stored != FORMAT:
-        raise ValueError(
-            f"{path} is a traffic buffer of format {stored}, this is {FORMAT}:"
-            " move it away, and a new one begins"
-        )
-    return True
-
-
-def _set_aside(path: Path) -> None:
-    """Rename the file and its log; a kill in between leaves a damaged file without its log."""
-    for ending in ("-wal", ""):
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(f"{path}{ending}", f"{path}.damaged{ending}")
-            os.utime(f"{path}.damaged{ending}")  # since when it lies there
-    Path(f"{path}-shm").unlink(missing_ok=True)
-    _log.warning("%s is damaged: it is now %s.damaged, a new one begins", path, path.name)
 
 
 class Database:
@@ -84,70 +31,58 @@ class Database:
     def __init__(self, path: Path, prepare: Callable[[sqlite3.Connection], None]) -> None:
         """Open `path`; `prepare` makes the tables that are not there, in a transaction.
 
-        Raises ValueError for a file of another format, OSError else.
+        Raises ValueError for a damaged file and for one of another format, which stay as they are;
+        OSError else.
         """
         self.path = path
-        self._prepare = prepare
         self._threads = threading.RLock()
-        self._connection: sqlite3.Connection | None = None
-        self._inode = 0  # of the file that is open
-        self._closed = False
-        with self.session():
-            pass
-
-    def _open(self) -> sqlite3.Connection:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Alone meanwhile, so that a file is set aside once.
-        lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Served text is its owner's: nobody else on the machine reads it. A file that is there must
+        # not be opened here: closing it would drop the locks that SQLite holds on it for another
+        # connection of this process.
+        with contextlib.suppress(FileExistsError):
+            path.touch(mode=0o600, exist_ok=False)
+        self._connection: sqlite3.Connection | None = sqlite3.connect(
+            path, isolation_level=None, check_same_thread=False, timeout=BUSY_SECONDS
+        )
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if self.path.exists() and not _is_whole(self.path):
-                _set_aside(self.path)
-            # Served text is its owner's: nobody else on the machine reads it. A file that is
-            # there must not be opened here: closing it would drop the locks that SQLite holds
-            # on it for another connection of this process.
-            with contextlib.suppress(FileExistsError):
-                self.path.touch(mode=0o600, exist_ok=False)
-            self._connection, self._inode = _connect(self.path), self.path.stat().st_ino
-            for pragma in _PRAGMAS:
-                self._connection.execute(f"PRAGMA {pragma}")
-            with self._connection:
-                self._connection.execute("BEGIN IMMEDIATE")
-                self._connection.execute(f"PRAGMA user_version={FORMAT}")
-                self._prepare(self._connection)
-            return self._connection
+            with self.session() as connection:
+                self._check(connection)
+                for pragma in _PRAGMAS:
+                    connection.execute(f"PRAGMA {pragma}")
+            with self.writing() as connection:
+                connection.execute(f"PRAGMA user_version={FORMAT}")
+                prepare(connection)
         except BaseException:
-            self._release()
+            self.close()
             raise
-        finally:
-            os.close(lock)
 
-    def _release(self) -> None:
-        if self._connection is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._connection.close()
-        self._connection = None
-
-    def _is_current(self) -> bool:
-        """Whether the file that is open has not been set aside by another process."""
+    def _check(self, connection: sqlite3.Connection) -> None:
+        advice = "move it away, and a new one begins"
         try:
-            return self._inode == self.path.stat().st_ino
-        except FileNotFoundError:
-            return False
+            faults = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
+            has_tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            stored = connection.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise
+            faults = str(error)
+        if faults != "ok":
+            raise ValueError(f"{self.path} is damaged: {advice}")
+        if has_tables and stored != FORMAT:
+            raise ValueError(
+                f"{self.path} is a traffic buffer of format {stored}, this is {FORMAT}: {advice}"
+            )
 
     @contextmanager
     def session(self) -> Iterator[sqlite3.Connection]:
         """The connection, for one thread at a time."""
         with self._threads:
-            if self._closed:
+            if self._connection is None:
                 raise ValueError(f"{self.path} is closed")
-            if not self._is_current():
-                self._release()
             try:
-                yield self._connection or self._open()
+                yield self._connection
             except sqlite3.DatabaseError as error:
-                if _is_damage(error):  # it is looked over when it is opened next
-                    self._release()
                 is_full = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
                 number = errno.ENOSPC if is_full else errno.EIO
                 raise OSError(number, str(error), str(self.path)) from error
@@ -180,5 +115,6 @@ class Database:
     def close(self) -> None:
         """Close the file. Closing twice does nothing."""
         with self._threads:
-            self._closed = True
-            self._release()
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None

@@ -215,7 +215,7 @@ def test_the_files_are_for_their_owner_alone(buffer: Buffer) -> None:
         path.name: path.stat().st_mode & 0o777 for path in buffer._database.path.parent.iterdir()
     }
     assert set(modes.values()) == {0o600}
-    assert len(modes) == 4
+    assert len(modes) == 3
 
 
 def test_a_closed_buffer_says_so(tmp_path: Path) -> None:
@@ -224,4 +224,4 @@ def test_a_closed_buffer_says_so(tmp_path: Path) -> None:
     buffer.close()
     with pytest.raises(ValueError, match=r"b\.sqlite is closed"):
         buffer.append([entry(1)])
-    assert sorted(os.listdir(tmp_path)) == ["b.sqlite", "b.sqlite.lock"]
+    assert sorted(os.listdir(tmp_path)) == ["b.sqlite"]

@@ -1,6 +1,5 @@
-"""Opening a file: by whom it is looked over, what is refused, and what is set aside."""
+"""Opening a file: what is refused, what a kill leaves, and who may use it at once."""
 
-import logging
 import multiprocessing
 import os
 import shutil
@@ -62,7 +61,6 @@ def test_a_file_that_was_closed_or_left_by_a_kill_needs_nothing(tmp_path: Path) 
     for name in ("closed", "killed"):
         buffer = Buffer(tmp_path / name, settings())
         assert seeds(buffer) == list(range(20))
-        assert not list(tmp_path.glob("*.damaged"))
         buffer.close()
 
 
@@ -72,7 +70,6 @@ def test_a_damaged_page_of_the_log_loses_what_follows(tmp_path: Path) -> None:
     flip(Path(f"{path}-wal"), Path(f"{path}-wal").stat().st_size - 100)
     buffer = Buffer(path, settings())
     assert seeds(buffer) == list(range(19))
-    assert not list(tmp_path.glob("*.damaged"))
     buffer.append([entry(30)])
     buffer.close()
     buffer = Buffer(path, settings())
@@ -97,46 +94,22 @@ def test_after_any_damage_to_the_log_what_is_read_is_right_and_the_buffer_goes_o
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut", "inner page", "zeros"])
-def test_a_damaged_file_is_set_aside_and_a_new_one_begun(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_refused_untouched(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "b.sqlite"
-    for _ in range(2):  # the second in the place of the first
-        made(path, range(300))
-        content = path.read_bytes()
-        path.write_bytes(
-            {
-                "no database": b"this is no database, whatever its name says" * 100,
-                "cut": content[: len(content) // 2],
-                "inner page": content[:8192] + b"\xa5" * 16384 + content[24576:],
-                "zeros": b"\0" * len(content),
-            }[damage]
-        )
-        damaged = path.read_bytes()
-        with caplog.at_level(logging.WARNING):
-            buffer = Buffer(path, settings())
-        aside = tmp_path / "b.sqlite.damaged"
-        assert caplog.text.count(f"it is now {aside.name}, a new one begins") == 1
-        caplog.clear()
-        assert aside.read_bytes() == damaged
-        assert aside.stat().st_mode & 0o777 == 0o600
-        assert seeds(buffer) == []
-        buffer.append([entry(5)])
-        assert seeds(buffer) == [5]
-        buffer.close()
-
-
-def test_a_kill_while_a_file_is_set_aside_is_made_good(tmp_path: Path) -> None:
-    path = tmp_path / "b.sqlite"
-    made(path)
-    path.write_bytes(path.read_bytes()[:8192])
-    (tmp_path / "b.sqlite.damaged-wal").touch()  # the first of the two renames was done
-    buffer = Buffer(path, settings())
-    assert (tmp_path / "b.sqlite.damaged").exists()
-    assert seeds(buffer) == []
-    buffer.append([entry(5)])
-    assert seeds(buffer) == [5]
-    buffer.close()
+    made(path, range(300))
+    content = path.read_bytes()
+    damaged = {
+        "no database": b"this is no database, whatever its name says" * 100,
+        "cut": content[: len(content) // 2],
+        "inner page": content[:8192] + b"\xa5" * 16384 + content[24576:],
+        "zeros": b"\0" * len(content),
+    }[damage]
+    path.write_bytes(damaged)
+    with pytest.raises(
+        ValueError, match=r"^.*b\.sqlite is damaged: move it away, and a new one.*$"
+    ):
+        Buffer(path, settings())
+    assert path.read_bytes() == damaged
 
 
 def test_a_log_without_its_file_is_not_read(tmp_path: Path) -> None:
@@ -145,7 +118,6 @@ def test_a_log_without_its_file_is_not_read(tmp_path: Path) -> None:
     path.unlink()
     buffer = Buffer(path, settings())
     assert seeds(buffer) == []
-    assert not list(tmp_path.glob("*.damaged"))
     buffer.append([entry(7)])
     assert seeds(buffer) == [7]
     buffer.close()
@@ -157,35 +129,16 @@ def test_another_format_is_refused_untouched(tmp_path: Path) -> None:
     with closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA user_version=1")
     before = path.read_bytes()
-    with pytest.raises(ValueError, match=r"^.* of format 1, this is 5: move it away.*$"):
+    with pytest.raises(ValueError, match=r"^.* of format 1, this is 6: move it away.*$"):
         Buffer(path, settings())
     assert path.read_bytes() == before
 
 
-def test_who_has_a_damaged_file_open_goes_over_to_the_new_one(tmp_path: Path) -> None:
-    path = tmp_path / "b.sqlite"
-    made(path, range(300))
-    reader = Buffer(path, settings())
-    content = path.read_bytes()
-    path.write_bytes(content[:8192] + b"\xa5" * 16384 + content[24576:])
-    server = Buffer(path, settings())
-    server.append([entry(7)])
-    assert seeds(reader) == [7]
-    assert len(list(tmp_path.glob("*.damaged"))) == 1
-    reader.close()
-    server.close()
-
-
-def test_a_file_that_others_use_is_left_alone(tmp_path: Path) -> None:
-    """Its log is being written: only who is alone looks it over."""
+def test_a_file_that_others_use_is_opened_beside_them(tmp_path: Path) -> None:
     path = tmp_path / "b.sqlite"
     first = Buffer(path, settings())
     first.append(entries(range(5)))
-    inode = path.stat().st_ino
-    flip(Path(f"{path}-wal"), 0)
     second = Buffer(path, settings())
-    assert not list(tmp_path.glob("*.damaged"))
-    assert path.stat().st_ino == inode
     first.append([entry(7)])
     assert seeds(second) == [*range(5), 7]
     first.close()
@@ -228,24 +181,18 @@ def test_many_begin_a_file_at_once(tmp_path: Path) -> None:
         assert process.exitcode == 0
     buffer = Buffer(tmp_path / "new" / "b.sqlite", settings())
     assert len(seeds(buffer)) == 6
-    assert not list(tmp_path.rglob("*damaged*"))
     buffer.close()
 
 
-def test_a_file_that_breaks_while_it_is_open_is_let_go_and_begun_anew(tmp_path: Path) -> None:
+def test_a_file_that_breaks_while_it_is_open_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "b.sqlite"
     made(path, range(300))
-    buffer = Buffer(path, settings())
-    with path.open("r+b") as file:
-        file.seek(4096)
-        file.write(os.urandom(path.stat().st_size - 4096))
-    with pytest.raises(OSError, match=r"malformed: .*b\.sqlite"):
-        seeds(buffer)
-    assert seeds(buffer) == []
-    assert (tmp_path / "b.sqlite.damaged").exists()
-    buffer.append([entry(1)])
-    assert seeds(buffer) == [1]
-    buffer.close()
+    with closing(Buffer(path, settings())) as buffer:
+        with path.open("r+b") as file:
+            file.seek(4096)
+            file.write(os.urandom(path.stat().st_size - 4096))
+        with pytest.raises(OSError, match=r"malformed: .*b\.sqlite"):
+            seeds(buffer)
 
 
 def test_a_folder_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
-from types import FrameType
 from typing import Any
 
 import torch
@@ -48,17 +47,10 @@ def daemon(config: Config) -> None:
         torch.set_num_threads(config.hardware.threads)
     folder = service_folder(config)
     stop = Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    previous = {name: signal.signal(name, end) for name in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with locked(folder / STATE, wait=False):
-            watch(config, folder, stop)
-    finally:
-        for name, handler in previous.items():
-            signal.signal(name, handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with locked(folder / STATE, wait=False):
+        watch(config, folder, stop)
     print("online: told to stop" if stop.is_set() else "online: all updates done", flush=True)
 
 

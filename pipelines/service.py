@@ -6,7 +6,6 @@ for one target and one starting drafter, whose fingerprints the buffer and every
 others it is refused, unless `overwrite=true` clears it first.
 """
 
-import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -99,7 +98,6 @@ def clear_service(config: Config, *roles: str) -> None:
         for role in roles:
             stack.enter_context(locked(folder / role, wait=False))
         states = [path for path in (folder / STATE).iterdir() if path.name != LOCK]
-        for path in (*states, folder / DRAFTERS, account / SUMMARY, account / FILE_NAME):
+        logs = sorted(folder.glob(f"{BUFFER}*"), reverse=True)  # before their file
+        for path in (*states, folder / DRAFTERS, account / SUMMARY, account / FILE_NAME, *logs):
             remove(path)
-        for path in sorted(folder.glob(f"{BUFFER}*"), reverse=True):  # a log before its file
-            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from draftkit.artifacts import read_json, write_json
 from draftkit.config import Config
 from draftkit.online.buffer import Buffer
-from draftkit.online.versions import Version
+from draftkit.online.registry import Version
 from pipelines.configuration import compose_config
 from pipelines.lock import locked
 from pipelines.refitting import daemon, daemon_folder

@@ -12,18 +12,47 @@ holds is compared with its checksums whenever weights are read.
 
 import contextlib
 import fcntl
+import hashlib
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftkit.artifacts import read_json, remove, write_json
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from draftkit.artifacts import atomic_path, read_json, remove, sha256_file, write_json
 from draftkit.config.service import DEFAULT_ROUTE
 from draftkit.online.fingerprints import require_same
-from draftkit.online.versions import NAME, Version, read_version, read_weights, write_version
 
-CURRENT = "current"
+CURRENT, ABOUT = "current", "version.json"
+NAME = re.compile(r"v[0-9]{6,12}")
+_WEIGHTS = ".safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """One published drafter: a plain `save_pretrained` folder that never changes."""
+
+    path: Path
+    ancestors: tuple[str, ...]  # the parent, its parent, and so on
+    sha256: dict[str, str]  # of every file, by its relative name
+    metrics: dict[str, Any]
+    fingerprints: dict[str, str]  # of what it was made with, by configuration key; may be empty
+
+    @property
+    def name(self) -> str:
+        """As v000001; names rise and are not used twice."""
+        return self.path.name
+
+    @property
+    def parent(self) -> str | None:
+        """The version it was trained from; null for the starting drafter."""
+        return self.ancestors[0] if self.ancestors else None
 
 
 class NotInForce(ValueError):
@@ -52,10 +81,20 @@ class Registry:
     # Reading
 
     def version(self, name: str) -> Version:
-        """One of them; its weights are not looked at. Raises ValueError if it is not there."""
+        """One of them; its weights are not looked at.
+
+        Raises ValueError, one line, if it is not there or is damaged; OSError if that cannot be
+        known at the moment.
+        """
         if NAME.fullmatch(name) is None:
             raise ValueError(f"{name!r} is no version: those are called like v000001")
-        return read_version(self._versions / name)
+        path = self._versions / name
+        try:
+            about = read_json(path / ABOUT)
+            return Version(path=path, **about | {"ancestors": tuple(about["ancestors"])})
+        except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
+            state = "missing" if isinstance(error, FileNotFoundError) else "damaged"
+            raise ValueError(f"{path / ABOUT} is {state}: roll back to another version") from error
 
     def names(self) -> list[str]:
         """The names of all that are there, the oldest first."""
@@ -68,7 +107,24 @@ class Registry:
         """All that are there, the oldest first. Raises ValueError for one that is damaged."""
         return [self.version(name) for name in self.names()]
 
-    read = staticmethod(read_weights)
+    def read(self, version: Version) -> dict[str, Tensor]:
+        """The tensors of all its safetensors files, from the bytes whose checksums were right.
+
+        Raises ValueError, one line, if any of its files is gone or differs from its checksum;
+        OSError if one cannot be read at the moment.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, expected in version.sha256.items():
+            file = version.path / name
+            try:
+                content = file.read_bytes()
+                if hashlib.sha256(content).hexdigest() != expected:
+                    raise ValueError(f"{file} of {version.name} differs from its checksum")
+                if name.endswith(_WEIGHTS):
+                    tensors |= safetensors.torch.load(content)
+            except (FileNotFoundError, SafetensorError) as error:
+                raise ValueError(f"{file} of {version.name} cannot be read ({error})") from error
+        return tensors
 
     def _pointer(self) -> dict[str, Any]:
         """What the pointer says: a version's name, its ancestors, the last number in use."""
@@ -101,15 +157,22 @@ class Registry:
     def _write(
         self, write: Callable[[Path], None], parent: Version | None, metrics: dict[str, Any]
     ) -> Version:
-        """A new version of what `write` makes, under a name that was never in force."""
-        number = 1 + max([self._pointer()["last"], *map(_number, self.names())])
-        return write_version(
-            self._versions / f"v{number:06d}",
-            write,
-            ancestors=() if parent is None else (parent.name, *parent.ancestors),
-            metrics=metrics,
-            fingerprints=self._fingerprints,
-        )
+        """A new version of what `write` makes, under a name that was never in force.
+
+        Its folder appears whole and flushed, or not at all.
+        """
+        name = f"v{1 + max([self._pointer()['last'], *map(_number, self.names())]):06d}"
+        with atomic_path(self._versions / name) as folder:
+            folder.mkdir()
+            write(folder)
+            files = sorted(file for file in folder.rglob("*") if file.is_file())
+            sums = {file.relative_to(folder).as_posix(): sha256_file(file) for file in files}
+            if not any(file.endswith(_WEIGHTS) for file in sums):
+                raise ValueError(f"nothing is published: no {_WEIGHTS} file was written")
+            ancestors = () if parent is None else (parent.name, *parent.ancestors)
+            about = {"ancestors": ancestors, "sha256": sums, "metrics": metrics}
+            write_json(folder / ABOUT, about | {"fingerprints": self._fingerprints})
+        return self.version(name)
 
     def seed(self, write: Callable[[Path], None]) -> Version:
         """The current version; where there is none, what `write` puts into a folder becomes it.

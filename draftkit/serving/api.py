@@ -27,7 +27,6 @@ from draftkit.serving.protocol import (
 )
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-GRACE_SECONDS = 10.0  # beyond a request's deadline; then the engine is awaited no longer
 
 
 def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
@@ -48,12 +47,10 @@ def make_app(engine: Engine, intake: Intake, *, key: str | None) -> FastAPI:
 
 
 def _add_generation(app: FastAPI, engine: Engine, intake: Intake, metrics: Metrics) -> None:
-    seconds = intake.settings.request_seconds + GRACE_SECONDS
-
     async def answer(body: CompletionRequest | ChatRequest, request: Request) -> Response:
         began = time.monotonic()
-        reply = await intake.prepare(body, request.headers, request.state.request_id)
-        delivery = Delivery(engine, reply, metrics, began=began, seconds=seconds)
+        reply = await intake.prepare(body, request.headers)
+        delivery = Delivery(engine, reply, metrics, began=began)
         return delivery.stream() if reply.streams else await delivery.whole(request)
 
     @app.post(COMPLETIONS)

@@ -32,32 +32,17 @@ FAILURES = {
 }
 
 
-def failure(reason: str) -> ApiError:
-    """What to tell where an answer ended for `reason`, a key of FAILURES."""
-    status, message, code = FAILURES[reason]
-    # A client that at once asked for the same again would only add to what made it late.
-    return ApiError(message, status=status, code=code, headers={"x-should-retry": "false"})
-
-
 class Delivery:
     """The answers to one request on their way to a client. Belongs to the running loop."""
 
     def __init__(
-        self,
-        engine: Engine,
-        reply: CompletionReply,
-        metrics: Metrics,
-        *,
-        began: float,
-        seconds: float,
+        self, engine: Engine, reply: CompletionReply, metrics: Metrics, *, began: float
     ) -> None:
         """Submit the jobs; raises what `engine.submit` raises.
 
-        `began`: when the request came, by time.monotonic(). `seconds`: after which an answer is
-        given up that does not come, and one whose reader does not take it.
+        `began`: when the request came, by time.monotonic().
         """
-        self._reply, self._engine, self._metrics = reply, engine, metrics
-        self._began, self._seconds = began, seconds
+        self._reply, self._engine, self._metrics, self._began = reply, engine, metrics, began
         self._last: dict[int, float] = {}  # time of each choice's last tokens
         self._loop = asyncio.get_running_loop()
         jobs = reply.jobs
@@ -112,7 +97,10 @@ class Delivery:
         while self._open:
             index, piece = await self._arrived.get()
             if piece.finish_reason in FAILURES:
-                raise failure(piece.finish_reason)
+                status, message, code = FAILURES[piece.finish_reason]
+                # A client that at once asked for the same again would make the next one late.
+                headers = {"x-should-retry": "false"}
+                raise ApiError(message, status=status, code=code, headers=headers)
             self._open -= piece.finish_reason is not None
             self._reply.push(index, piece)
             yield index, piece
@@ -130,11 +118,8 @@ class Delivery:
 
         watching = asyncio.create_task(watch())
         try:
-            async with asyncio.timeout(self._seconds):
-                async for _ in self.pieces():
-                    pass
-        except TimeoutError:
-            raise failure("timeout") from None
+            async for _ in self.pieces():
+                pass
         finally:
             watching.cancel()
             self.cancel()
@@ -144,7 +129,7 @@ class Delivery:
 
     def stream(self) -> Response:
         """The answers as events, sent as they come."""
-        return _Events(self._events(), self.cancel, self._seconds)
+        return _Events(self._events(), self.cancel)
 
     async def _events(self) -> AsyncIterator[bytes]:
         for opening in self._reply.opening():
@@ -160,21 +145,17 @@ class Delivery:
 
 
 class _Events(StreamingResponse):
-    """A stream that ends with its client, or after `seconds`, and then calls `cancel`."""
+    """A stream that calls `cancel` when it ends or its client leaves."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncIterator[bytes], cancel: Callable[[], None], seconds: float
-    ) -> None:
+    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], None]) -> None:
         super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._cancel, self._seconds = cancel, seconds
+        self._cancel = cancel
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(TimeoutError):  # the server closes what has not come to its end
-                async with asyncio.timeout(self._seconds):
-                    await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send)
         finally:
             self._cancel()
 

@@ -59,12 +59,11 @@ class Drafters:
     decodes; the others for any.
     """
 
-    def __init__(self, routes: Iterable[Route], *, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(self, routes: Iterable[Route]) -> None:
         self.routes = {route.name: route for route in routes}
         self.swaps = self.refused = 0  # versions
         self.last_swap_seconds = 0.0  # for which the rounds waited
         self.wake: Callable[[], None] = lambda: None
-        self._poll_seconds = poll_seconds
         self._offer: Offer | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -119,7 +118,7 @@ class Drafters:
             self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stopping.wait(self._poll_seconds):
+        while not self._stopping.wait(POLL_SECONDS):
             self.poll()
 
     def poll(self) -> None:

@@ -54,14 +54,12 @@ class Engine:
         serve: ServeConfig,
         decoding: DecodeConfig,
         recorder: Recorder,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.drafters = drafters
         self.recorder = recorder
         self.slots = serve.slots
         self._serve = serve
         self._gamma = decoding.proposals
-        self._clock = clock
         self._decode = decode
         if 0 < recorder.top_k < TOP_LOGPROBS:
             raise ValueError(
@@ -82,11 +80,11 @@ class Engine:
             top_k=max(TOP_LOGPROBS, recorder.top_k),
         )
         drafters.attach(self.decoder)
-        self._rows = Rows(self.decoder, recorder, gamma=decoding.proposals, clock=clock)
+        self._rows = Rows(self.decoder, recorder, gamma=decoding.proposals)
         self._changed = threading.Condition()  # guards what follows
         self._waiting: deque[Answer] = deque()
         self.draining = self._stopping = False
-        self._beat = self._clock()
+        self._beat = time.monotonic()
         self._thread: threading.Thread | None = None
 
     # For any thread
@@ -139,7 +137,7 @@ class Engine:
     def healthy(self) -> bool:
         """Whether the thread lives, makes progress, and not every round fails."""
         alive = self._thread is not None and self._thread.is_alive()
-        moves = self._clock() - self._beat < STALLED_SECONDS
+        moves = time.monotonic() - self._beat < STALLED_SECONDS
         return alive and moves and self._rows.errors_in_a_row < MOST_ERRORS
 
     # Life
@@ -150,7 +148,7 @@ class Engine:
         if self._serve.adapts and self._gamma > 0:
             proposer_id = next(iter(self.drafters.routes))
             self.decoder.gamma_policy = measured_policy(self.decoder, proposer_id, self._gamma)
-        self._beat = self._clock()
+        self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self.drafters.wake = self._wake
@@ -193,7 +191,7 @@ class Engine:
         reason = "error"  # why answers end where the thread does, for whatever cause
         try:
             while not self._stopping:
-                self._beat = self._clock()
+                self._beat = time.monotonic()
                 try:
                     self._step()
                 except Exception:  # not of a round: those end their own rows
@@ -226,7 +224,7 @@ class Engine:
         if answer.is_cancelled:
             return "cancelled"
         deadline = answer.job.deadline
-        return "timeout" if deadline is not None and self._clock() >= deadline else None
+        return "timeout" if deadline is not None and time.monotonic() >= deadline else None
 
     def _end(self, reason_of: Callable[[Answer], str | None]) -> None:
         """End the answers, waiting or running, that have a reason."""

@@ -37,9 +37,9 @@ class Intake:
     model_name: str
 
     async def prepare(
-        self, body: CompletionRequest | ChatRequest, headers: Headers, name: str
+        self, body: CompletionRequest | ChatRequest, headers: Headers
     ) -> CompletionReply:
-        """The reply to a request, with the jobs that make it; `name` is the request's own."""
+        """The reply to a request, with the jobs that make it."""
         self._check(body)
         shared: dict[str, Any] = {
             "sampling": body.sampling(self.sampling),
@@ -67,7 +67,6 @@ class Intake:
         return kind(
             texts=self.texts,
             model=self.model_name,
-            name=name,
             jobs=jobs,
             prompt_tokens=sum(map(len, prompts)),
             has_logprobs=body.alternatives is not None,

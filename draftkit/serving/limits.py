@@ -1,4 +1,4 @@
-"""The door: the key or the host, the kind and size of a body, and the name of each request.
+"""The door: the key or the host, and the kind and size of a body.
 
 A pure ASGI layer around the app, so that nothing behind it sees a request without the key or more
 of a body than the limit. It knows no route but `/health` and nothing of what is asked. Clients that
@@ -7,7 +7,6 @@ send in drops are the proxy's in front (docs/online.md).
 
 import hmac
 import ipaddress
-import secrets
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,11 +18,7 @@ OPEN_PATHS = ("/health",)  # answered without the key
 
 
 class Limits:
-    """Lets requests through to `app` whose key and body are in order.
-
-    Every answer carries `x-request-id`, made here: what the client sends under that name is not
-    repeated.
-    """
+    """Lets requests through to `app` whose key and body are in order."""
 
     def __init__(self, app: ASGIApp, *, key: str | None, host: str) -> None:
         """`key`: what `Authorization: Bearer` must hold, None to let everybody in.
@@ -38,7 +33,7 @@ class Limits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        name, size = secrets.token_hex(12), 0
+        size = 0
 
         async def counted() -> Message:
             nonlocal size
@@ -49,13 +44,6 @@ class Limits:
                 raise ApiError(reason, status=413, code="too_large")
             return message
 
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                own = (b"x-request-id", f"req-{name}".encode())
-                message["headers"] = [*message.get("headers", []), own]
-            await send(message)
-
-        scope.setdefault("state", {})["request_id"] = name
         try:
             headers = Headers(scope=scope)
             if scope["path"] not in OPEN_PATHS:
@@ -63,8 +51,8 @@ class Limits:
             if scope["method"] == "POST":
                 _check_kind(headers)
         except ApiError as error:
-            return await error.response(scope, receive, named)
-        return await self._app(scope, counted, named)
+            return await error.response(scope, receive, send)
+        return await self._app(scope, counted, send)
 
     def _check_caller(self, headers: Headers) -> None:
         if self._key is None:

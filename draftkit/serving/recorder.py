@@ -35,18 +35,11 @@ log = logging.getLogger(__name__)
 class Recorder:
     """Writes a `settings.fraction` of what `offer` is given; see the module's docstring."""
 
-    def __init__(
-        self,
-        store: Buffer,
-        settings: BufferConfig,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, store: Buffer, settings: BufferConfig) -> None:
         self.top_k = settings.top_k
         self._refused = self._lost = 0  # by whoever offers, and by the thread that writes
         self._store = store
         self._fraction = settings.fraction
-        self._clock = clock
         self._queue: queue.Queue[Answer] = queue.Queue(QUEUE)
         self._written: dict[DrafterKey, Served] = {}
         self._failing = False
@@ -84,14 +77,14 @@ class Recorder:
         counted = maintained = -math.inf
         while not self._stopping.is_set():
             self._write(self._gather())
-            if self._clock() >= counted + TELL_SECONDS:
-                counted = self._clock()
+            if time.monotonic() >= counted + TELL_SECONDS:
+                counted = time.monotonic()
                 self._write_counts()
-            if self._clock() >= maintained + UPKEEP_SECONDS:
-                maintained = self._clock()
+            if time.monotonic() >= maintained + UPKEEP_SECONDS:
+                maintained = time.monotonic()
                 self._try(self._store.maintain)
-        deadline = self._clock() + CLOSE_SECONDS
-        while not self._queue.empty() and self._clock() < deadline:
+        deadline = time.monotonic() + CLOSE_SECONDS
+        while not self._queue.empty() and time.monotonic() < deadline:
             self._write(self._gather())
         self._lost += self._queue.qsize()
         self._write_counts()

@@ -3,6 +3,7 @@
 JSON values made from the pieces of the engine; nothing here waits, sends or decides.
 """
 
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,12 +44,12 @@ class CompletionReply:
 
     texts: Texts
     model: str
-    name: str  # of the request
     jobs: Sequence[Job]  # one for each choice
     prompt_tokens: int
     has_logprobs: bool
     streams: bool
     includes_usage: bool
+    name: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -28,19 +28,11 @@ def discard(_: Piece) -> None:
 class Rows:
     """The running answers by slot of `decoder`; see the module's docstring."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        recorder: Recorder,
-        *,
-        gamma: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, decoder: Decoder, recorder: Recorder, *, gamma: int) -> None:
         self.decoder = decoder
         self.errors_in_a_row = 0  # rounds
         self._recorder = recorder
         self._gamma = gamma
-        self._clock = clock
         self._running: dict[int, Answer] = {}
         self._counters = Counters()
         self._counting = threading.Lock()
@@ -90,10 +82,10 @@ class Rows:
 
     def round(self) -> None:
         """Bring all on by a round; where that fails, all that run end as "error"."""
-        started = self._clock()
+        started = time.monotonic()
         try:
             results = self.decoder.round()
-            seconds = self._clock() - started
+            seconds = time.monotonic() - started
             rows = sum(len(result.slots) for result in results)
             for result in results:
                 self._take(result, seconds / rows)

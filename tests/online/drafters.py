@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from draftkit.online.registry import Registry
-from draftkit.online.versions import Version
+from draftkit.online.registry import Registry, Version
 
 TOLD = {"metrics": {"alpha": 0.5}}
 

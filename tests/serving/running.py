@@ -4,12 +4,12 @@ Every wait has a deadline; engines are stopped when their `with` ends.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -170,7 +170,6 @@ def serving(
     gamma: int = 3,
     verification: str = "speculative",
     started: bool = True,
-    clock: Callable[[], float] = time.monotonic,
     proposer: str = "sampled",
     **serve: Any,
 ) -> Iterator[Engine]:
@@ -178,8 +177,7 @@ def serving(
     settings = {"slots": 4, "max_length": 96, "adapts": False}
     routes = registries or {"default": None}
     drafters = Drafters(
-        [route_of(name, make, registry, proposer=proposer) for name, registry in routes.items()],
-        poll_seconds=0.01,
+        [route_of(name, make, registry, proposer=proposer) for name, registry in routes.items()]
     )
     engine = Engine(
         target,
@@ -189,14 +187,14 @@ def serving(
         serve=ServeConfig(**settings | serve),
         decoding=DecodeConfig(gamma=gamma, compile="false", verification=verification),
         recorder=Recorder(disk or Disk(), buffer or BufferConfig(top_k=24)),
-        clock=clock,
     )
-    if started:
-        engine.start()
-    try:
-        yield engine
-    finally:
-        engine.stop()
+    with patch("draftkit.serving.drafters.POLL_SECONDS", 0.01):
+        if started:
+            engine.start()
+        try:
+            yield engine
+        finally:
+            engine.stop()
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -135,6 +135,7 @@ def test_a_stream_is_the_same_answer_in_pieces(client: OpenAI) -> None:
     *parts, last = chunks
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
     assert [part.choices[0].finish_reason for part in parts][-1] == "length"
+    assert {part.id for part in parts} == {last.id} != {whole.id}
     assert last.choices == []
     assert last.usage is not None
     assert whole.usage is not None

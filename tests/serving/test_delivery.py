@@ -39,21 +39,18 @@ class Handed(FakeEngine):
         thread.join()
 
 
-def submitted(
-    engine: Handed, count: int = 1, *, streams: bool = True, seconds: float = 30
-) -> Delivery:
+def submitted(engine: Handed, count: int = 1, *, streams: bool = True) -> Delivery:
     job = Job(prompt_ids=[1], max_new_tokens=5, sampling=SamplingConfig())
     reply = CompletionReply(
         texts=TEXTS,
         model="m",
-        name="n",
         jobs=[job] * count,
         prompt_tokens=1,
         has_logprobs=True,
         streams=streams,
         includes_usage=False,
     )
-    return Delivery(engine, reply, Metrics(engine, "m"), began=0.0, seconds=seconds)
+    return Delivery(engine, reply, Metrics(engine, "m"), began=0.0)
 
 
 async def never(_: Any = None) -> Any:
@@ -160,10 +157,3 @@ def test_a_stream_waits_for_its_reader() -> None:
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "aaaaab"
 
     assert run(test).cancelled == set()
-
-
-def test_a_stream_that_nobody_reads_is_given_up() -> None:
-    async def test(engine: Handed) -> None:
-        await submitted(engine, seconds=0.05).stream()({"type": "http"}, never, never)
-
-    assert run(test).cancelled == {10}

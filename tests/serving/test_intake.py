@@ -37,11 +37,11 @@ def intake(texts: Texts = TEXTS, max_length: int = 40, **settings: Any) -> Intak
 
 def complete(found: Intake, headers: dict[str, str] | None = None, **rest: Any) -> CompletionReply:
     body = CompletionRequest.model_validate(completion(**rest))
-    return asyncio.run(found.prepare(body, Headers(headers), "name"))
+    return asyncio.run(found.prepare(body, Headers(headers)))
 
 
 def converse(found: Intake, **rest: Any) -> CompletionReply:
-    return asyncio.run(found.prepare(ChatRequest.model_validate(chat(**rest)), Headers(), "name"))
+    return asyncio.run(found.prepare(ChatRequest.model_validate(chat(**rest)), Headers()))
 
 
 def test_a_prompt_and_its_answer_fit_exactly() -> None:
@@ -91,7 +91,7 @@ def test_one_no_among_several_suffices() -> None:
     raw = [(b"x-draftkit-record", b"yes"), (b"x-draftkit-record", b"no")]
     body = CompletionRequest.model_validate(completion())
     for headers in (raw, raw[::-1]):
-        asked = asyncio.run(intake().prepare(body, Headers(raw=headers), "name"))
+        asked = asyncio.run(intake().prepare(body, Headers(raw=headers)))
         assert not asked.jobs[0].records
 
 

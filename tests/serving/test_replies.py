@@ -29,7 +29,6 @@ def reply(
     made = kind(
         texts=TEXTS,
         model="m",
-        name="n",
         jobs=[job],
         prompt_tokens=1,
         has_logprobs=has_logprobs,

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,10 +22,9 @@ def opened(path: Path, clock: Clock) -> Buffer:
     return Buffer(path, BufferConfig(retention_days=1), clock=clock)
 
 
-def idle(buffer: Buffer, *, fraction: float = 0.0, **options: Any) -> Recorder:
+def idle(buffer: Buffer, *, fraction: float = 0.0) -> Recorder:
     """A running recorder that is offered nothing."""
-    settings = BufferConfig(retention_days=1, fraction=fraction)
-    recorder = Recorder(buffer, settings, **options)
+    recorder = Recorder(buffer, BufferConfig(retention_days=1, fraction=fraction))
     recorder.start(lambda: Counters(queued=1))
     return recorder
 
@@ -48,11 +47,15 @@ def test_a_server_that_starts_deletes_what_is_due(tmp_path: Path, fraction: floa
     buffer.close()
 
 
-def test_an_idle_server_deletes_what_becomes_due(tmp_path: Path) -> None:
-    clock = Clock()
+def test_an_idle_server_deletes_what_becomes_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, monotonic = Clock(), time.monotonic
+    watch = SimpleNamespace(monotonic=lambda: monotonic() + clock.seconds)
+    monkeypatch.setattr("draftkit.serving.recorder.time", watch)
     buffer = opened(tmp_path / "b.sqlite", clock)
     buffer.append(entries(range(5)))
-    recorder = idle(buffer, clock=lambda: time.monotonic() + clock.seconds)
+    recorder = idle(buffer)
     until(lambda: buffer.queued(within=DAY) == 1)
     assert held(buffer) == 5
     clock.pass_time(1.5 * DAY)

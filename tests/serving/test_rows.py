@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,14 +26,12 @@ PROMPT = tiny.prompts([6])[0]
 class Stand:
     """Rows without an engine."""
 
-    def __init__(
-        self, registry: Registry | None = None, decode: Decode = bytes_text, **rows: Any
-    ) -> None:
+    def __init__(self, registry: Registry | None = None, decode: Decode = bytes_text) -> None:
         self.decode = decode
         self.drafters = Drafters([route_of("default", lambda: copy.deepcopy(DRAFT), registry)])
         self.decoder = Decoder(TARGET, slots=3, capacity=96)
         self.drafters.attach(self.decoder)
-        self.rows = Rows(self.decoder, Recorder(Disk(), BufferConfig()), gamma=3, **rows)
+        self.rows = Rows(self.decoder, Recorder(Disk(), BufferConfig()), gamma=3)
 
     def join(self, one: Job) -> tuple[Client, Answer]:
         client = Client(one)
@@ -57,9 +56,11 @@ def test_an_answer_of_two_versions_is_counted_for_both(tmp_path: Path) -> None:
     assert keys == {START, "v000001"}
 
 
-def test_rows_share_the_time_of_their_round() -> None:
+def test_rows_share_the_time_of_their_round(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(1000))
-    stand = Stand(clock=lambda: float(next(ticks)))
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+    monkeypatch.setattr("draftkit.serving.rows.time", clock)
+    stand = Stand()
     stand.join(job(PROMPT, 9, sampling=GREEDY))
     stand.join(job(PROMPT, 9, sampling=GREEDY))
     stand.rows.round()

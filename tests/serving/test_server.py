@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from draftkit.config import ServeConfig
 from draftkit.serving import delivery, server
 from draftkit.serving.server import listen
 from tests.serving.fakes import FakeEngine, ask, completion, serving, wait_for
@@ -37,17 +36,6 @@ def test_a_reader_that_takes_nothing_is_cancelled(monkeypatch: pytest.MonkeyPatc
         assert wait_for(lambda: not engine.running)
         assert ask(address, "/health").status == 200
         made.close()
-
-
-def test_a_request_is_given_up_though_the_engine_says_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("draftkit.serving.api.GRACE_SECONDS", 0.0)
-    engine = FakeEngine(round_seconds=2)
-    with serving(engine, ServeConfig(request_seconds=0.2)) as address:
-        refused = ask(address, "/v1/completions", completion())
-        assert (refused.status, refused.error["code"]) == (408, "timeout")
-        assert engine.cancelled == {0}
 
 
 def test_too_many_connections_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

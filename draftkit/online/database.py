@@ -58,7 +58,8 @@ class Database:
             raise
 
     def _check(self, connection: sqlite3.Connection) -> None:
-        advice = "move it away, and a new one begins"
+        """Raise ValueError where the file is not one to go on with."""
+        advice, has_tables, stored = "move it away, and a new one begins", 0, 0
         try:
             faults = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
             has_tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]

@@ -16,7 +16,7 @@ from draftkit.online.daemon import Daemon
 from draftkit.online.registry import NotInForce, Registry
 from tests import tiny
 from tests.online import making
-from tests.online.drafters import chain, name_of, publish
+from tests.online.drafters import chain, name_of
 from tests.online.shop import Shop, entries, start
 
 
@@ -84,19 +84,6 @@ def test_the_daemon_says_so_in_one_line_and_goes_on_at_once(shop: Shop, caplog) 
     )
     assert sum(waits) <= 2 * OnlineConfig().poll_seconds
     assert name_of(shop.registry.current()) != "v000002"
-
-
-def test_what_a_version_was_made_of_must_still_be_in_force(tmp_path: Path) -> None:
-    registry = Registry(tmp_path)
-    chain(registry, 3)
-    registry.rollback(reason="it fell")
-    pointer = (registry.path / "current").read_bytes()
-    for gone in ("v000003", "v000001"):
-        with pytest.raises(ValueError, match=f"made of {gone}, and v000002 is in force now"):
-            publish(registry, 9, parent=gone)
-    assert (registry.path / "current").read_bytes() == pointer
-    assert name_of(registry.current()) == "v000002"
-    assert publish(registry, 4, parent="v000002").ancestors == ("v000002", "v000001")
 
 
 def less_sure(record):

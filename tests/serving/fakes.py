@@ -5,7 +5,6 @@ import http.client
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from socket import SO_SNDBUF, SOL_SOCKET
@@ -15,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from draftkit.config import SamplingConfig, ServeConfig
 from draftkit.decoding.streaming import Decode
-from draftkit.online.buffer import Served
 from draftkit.serving.answers import Answer
 from draftkit.serving.api import make_app
 from draftkit.serving.intake import Intake
@@ -129,44 +127,6 @@ class FakeEngine:
     def drain(self) -> bool:
         self.draining = True
         return wait_for(lambda: not self.running)
-
-
-SOME_COUNTS = Counters(
-    drafters={
-        (one.route, one.version): one
-        for one in (
-            Served(
-                route="default",
-                version="v000001",
-                requests=3,
-                tokens=40,
-                drafted=40,
-                accepted=20,
-                tested=24,
-                acceptance=18.0,
-            ),
-            Served(
-                route="default",
-                version="v000002",
-                requests=2,
-                tokens=30,
-                drafted=20,
-                accepted=15,
-                tested=16,
-                acceptance=14.4,
-            ),
-            Served(route="code", version="v000001"),
-        )
-    },
-    drafts=15,
-    accepted_per_position=Counter(dict(enumerate((14, 10, 7, 4)))),
-    prompt_tokens=77,
-    swaps=1,
-    refused_versions=2,
-    last_swap_seconds=0.25,
-    records_dropped=3,
-    errors=4,
-)
 
 
 def wait_for(condition: Any, seconds: float = 10.0) -> bool:

@@ -1,5 +1,7 @@
 """What may be told of an answer when: text that is final, scores that no stop string takes back."""
 
+import pytest
+
 from draftkit.serving.answers import Answer
 from draftkit.serving.jobs import Piece
 from tests.serving.running import job
@@ -56,3 +58,17 @@ def test_an_end_of_text_is_a_stop_and_an_early_end_tells_what_was_held() -> None
     take(made, [34])
     piece = made.end("timeout")
     assert (piece.text, ids(piece), piece.finish_reason) == ("4", [34], "timeout")
+
+
+@pytest.mark.parametrize(("continues", "text"), [(True, " 3 4"), (False, "3 4")])
+def test_a_completion_goes_on_from_its_prompt_and_a_chat_is_a_text_of_its_own(
+    continues: bool, text: str
+) -> None:
+    """Decoders as Llama 2's drop the first space of a text: a completion keeps its own."""
+
+    def words(ids: list[int]) -> str:
+        return "".join(f" {token}" for token in ids).removeprefix(" ")
+
+    made = Answer(job([1, 2], continues=continues), print, decode=words, seed=0)
+    pieces = [take(made, [3]), take(made, [4], done=True)]
+    assert "".join(piece.text for piece in pieces if piece) == text

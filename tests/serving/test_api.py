@@ -115,12 +115,6 @@ def test_the_default_bounds_of_an_answer(client: OpenAI, engine: FakeEngine) -> 
     assert job.max_new_tokens == engine.max_length - len(job.prompt_ids)
 
 
-def test_a_stop_string(client: OpenAI) -> None:
-    made = client.completions.create(model=NAME, prompt="a", max_tokens=60, stop=["an", "zzz"])
-    assert made.choices[0].text == "Grüße "
-    assert made.choices[0].finish_reason == "stop"
-
-
 def test_a_stream_is_the_same_answer_in_pieces(client: OpenAI) -> None:
     whole = client.completions.create(model=NAME, prompt="a", max_tokens=20)
     chunks = list(
@@ -265,19 +259,16 @@ def test_an_answer_that_ends_before_it_is_complete(reason: str, status: int, cod
             list(client.completions.create(model=NAME, prompt="a", stream=True))
 
 
-def test_draining() -> None:
-    with serving(FakeEngine(draining=True)) as address:
-        refused = ask(address, "/v1/completions", completion())
-        assert (refused.status, refused.error["code"]) == (503, "draining")
-        assert ask(address, "/health").json == {"status": "draining"}
-
-
-def test_health_is_that_of_the_engine() -> None:
+def test_health_is_that_of_the_engine_and_a_draining_one_takes_no_more() -> None:
     engine = FakeEngine()
     with serving(engine) as address:
         assert ask(address, "/health").status == 200
         engine.is_healthy = False
         assert ask(address, "/health").status == 503
+        engine.is_healthy, engine.draining = True, True
+        assert ask(address, "/health").json == {"status": "draining"}
+        refused = ask(address, "/v1/completions", completion())
+        assert (refused.status, refused.error["code"]) == (503, "draining")
 
 
 def test_an_answer_that_ended_is_not_cancelled(address: str, engine: FakeEngine) -> None:

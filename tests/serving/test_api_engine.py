@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from openai import OpenAI
 
 from draftkit.models.adapter import Adapter
 from draftkit.serving.engine import Engine
@@ -20,7 +19,6 @@ from tests.serving.test_api import client_for
 
 TARGET, DRAFT = tiny.pair()
 CLIENTS, REQUESTS = 8, 4
-PROMPT = "Say something: "
 
 
 def draft() -> Adapter:
@@ -36,12 +34,6 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def address(engine: Engine) -> Iterator[str]:
     with serving(engine) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(address: str) -> Iterator[OpenAI]:
-    with client_for(address) as found:
         yield found
 
 
@@ -65,15 +57,6 @@ def slowed(engine: Engine, seconds: float) -> threading.Event:
 
     engine.decoder.round = slow  # type: ignore[method-assign]
     return go
-
-
-def test_greedy_answers_are_the_targets_own(client: OpenAI) -> None:
-    expected = own(PROMPT, 24)
-    options: Any = {"model": NAME, "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-    whole = client.completions.create(**options, n=2)
-    assert [choice.text for choice in whole.choices] == [expected] * 2
-    parts = client.completions.create(**options, stream=True)
-    assert "".join(part.choices[0].text for part in parts) == expected
 
 
 def test_many_clients_each_get_their_own_answer(address: str, engine: Engine) -> None:

@@ -104,8 +104,9 @@ def nearly_right(path: str) -> st.SearchStrategy[Any]:
     return st.builds(lambda more: FIXED[path] | more, thrown) | JUNK
 
 
-def check_fuzzed(address: str, path: str, count: int) -> set[int]:
-    """Send `count` bodies to `path`; the statuses that came."""
+@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_bodies_that_are_nearly_right(address: str, path: str, count: int) -> None:
     statuses: set[int] = set()
 
     @settings(
@@ -122,18 +123,7 @@ def check_fuzzed(address: str, path: str, count: int) -> set[int]:
         fits(reply)
 
     send()
-    return statuses
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_bodies_that_are_nearly_right(address: str, path: str) -> None:
-    assert {200, 400} <= check_fuzzed(address, path, 300)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_many_bodies_that_are_nearly_right(address: str, path: str) -> None:
-    assert {200, 400} <= check_fuzzed(address, path, 5000)
+    assert {200, 400} <= statuses
 
 
 @settings(max_examples=100, deadline=None, database=None, derandomize=True)

@@ -133,4 +133,9 @@ def test_a_conversation_is_known_by_what_comes_before_its_first_answer() -> None
     assert conversation_of([system, first]) == conversation_of([system, first, *later])
     assert len({conversation_of([t]) for t in (system, first, other)}) == 3
     assert conversation_of([first]) != conversation_of([system, first])
-    assert complete(intake(), prompt="a", max_tokens=1).jobs[0].conversation == ""
+    (text,), (turn,) = complete(intake(), prompt="a").jobs, converse(intake(), max_tokens=1).jobs
+    assert (text.conversation, text.continues) == ("", True)
+    assert (turn.conversation, turn.continues) == (
+        conversation_of([{**first, "content": "Hi"}]),
+        False,
+    )

@@ -1,10 +1,36 @@
 """What Prometheus reads."""
 
+from collections import Counter
+from typing import Any
+
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
+from draftkit.online.buffer import Served
+from draftkit.serving.jobs import Counters
 from draftkit.serving.metrics import Metrics
-from tests.serving.fakes import SOME_COUNTS, FakeEngine
+from tests.serving.fakes import FakeEngine
+
+FIRST: Any = {"requests": 3, "tokens": 40, "drafted": 40, "accepted": 20, "tested": 24}
+SECOND: Any = {"requests": 2, "tokens": 30, "drafted": 20, "accepted": 15, "tested": 16}
+COUNTS = Counters(
+    drafters={
+        (one.route, one.version): one
+        for one in (
+            Served(route="default", version="v000001", acceptance=18.0, **FIRST),
+            Served(route="default", version="v000002", acceptance=14.4, **SECOND),
+            Served(route="code", version="v000001"),
+        )
+    },
+    drafts=15,
+    accepted_per_position=Counter(dict(enumerate((14, 10, 7, 4)))),
+    prompt_tokens=77,
+    swaps=1,
+    refused_versions=2,
+    last_swap_seconds=0.25,
+    records_dropped=3,
+    errors=4,
+)
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 
@@ -25,7 +51,7 @@ def value(found: dict[Sample, float], name: str, **labels: str) -> float:
 
 
 def test_counters_have_vllms_names_and_sum_over_routes_and_versions() -> None:
-    found = samples(Metrics(FakeEngine(counts=SOME_COUNTS), "tiny"))
+    found = samples(Metrics(FakeEngine(counts=COUNTS), "tiny"))
     spec = "vllm:spec_decode_num_"
     assert value(found, f"{spec}drafts_total") == 15
     assert value(found, f"{spec}draft_tokens_total") == 60
@@ -41,7 +67,7 @@ def test_counters_have_vllms_names_and_sum_over_routes_and_versions() -> None:
 
 
 def test_versions_and_what_became_of_them() -> None:
-    found = samples(Metrics(FakeEngine(counts=SOME_COUNTS), "tiny"))
+    found = samples(Metrics(FakeEngine(counts=COUNTS), "tiny"))
     assert value(found, "draftkit:alpha", route="default", version="v000001") == 0.75
     assert value(found, "draftkit:alpha", route="default", version="v000002") == 0.9
     untested = ("draftkit:alpha", frozenset({("route", "code"), ("version", "v000001")}))

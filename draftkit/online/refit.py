@@ -98,25 +98,24 @@ class Refit:
 
     def due(self) -> bool:
         """Whether enough was recorded since the last update."""
-        self._restore()
+        _, base = self._restore()
         news = self.new_records()
         if news < self.settings.min_records:
             return False
         most = self.settings.gate.records
         if self.buffer.conversations(self.route, held_out=True, newest=most) < LEAST_PROMPTS:
             return False
-        return news >= self.wanted or self.has_drifted()
+        return news >= self.wanted or self._has_drifted(base, news)
 
-    def has_drifted(self) -> bool:
+    def _has_drifted(self, base: Version, news: int) -> bool:
         """Whether alpha on the newest records lies below what the last update left.
 
         Then the wait of updates that did not pay is over: the traffic is another. Models run only
         where `NEWEST` records have come since the last look. A false alarm costs an early update,
         which the gate judges like any other.
         """
-        known, news = self.state["alpha_low"], self.new_records()
-        base = self.registry.current()
-        if known is None or base is None or news < self._drift_looked_at + NEWEST:
+        known = self.state["alpha_low"]
+        if known is None or news < self._drift_looked_at + NEWEST:
             return False
         self._drift_looked_at = news
         after = self.state["last_id"]

@@ -62,7 +62,7 @@ class Piece:
     speculation: Served | None = None  # of the whole answer, under its last drafter
 
 
-Listener = Callable[[Piece], None]  # called on the engine's thread, must not block
+Listener = Callable[[Piece], None]  # called on the engine's thread, must not block or raise
 
 
 DrafterKey = tuple[str, str]  # route and version

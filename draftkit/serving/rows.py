@@ -110,9 +110,9 @@ class Rows:
             scores, version = log_probs[row][: result.committed[row]], result.proposer_version
             piece = answer.take(scores, version=version, done=result.done[row])
             self._count_round(answer, result, row, seconds)
-            if piece is not None and piece.finish_reason is None and not self._tell(answer, piece):
-                piece = answer.end("cancelled")
-            if piece is not None and piece.finish_reason is not None:
+            if piece is not None and piece.finish_reason is None:
+                self._tell(answer, piece)
+            elif piece is not None:
                 ended.append(slot)
                 self.finish(answer, piece)
         self._leave(ended)
@@ -142,14 +142,7 @@ class Rows:
         self._tell(answer, piece)
         answer.listener = discard  # what waits to be recorded keeps no client
 
-    def _tell(self, answer: Answer, piece: Piece) -> bool:
-        """Whether the listener could take `piece`; after a failure it is not called again."""
+    def _tell(self, answer: Answer, piece: Piece) -> None:
         with self._counting:
             self._counters.of(answer.drafter).tokens += len(piece.scores)
-        try:
-            answer.listener(piece)
-        except Exception:
-            log.exception("a listener failed; its answer is cancelled")
-            answer.listener = discard
-            return False
-        return True
+        answer.listener(piece)

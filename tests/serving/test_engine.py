@@ -263,22 +263,6 @@ def test_a_thread_that_dies_leaves_nobody_waiting_and_takes_no_more(
             ask(engine, job(PROMPTS[0], 2))
 
 
-def test_a_listener_that_fails_harms_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
-    calls: list[int] = []
-
-    def broken(_: object) -> None:
-        calls.append(1)
-        raise OSError("gone")
-
-    with serving(TARGET, draft) as engine:
-        engine.submit([job(PROMPTS[0], 90)], [broken])
-        (client,) = answers(engine, job(PROMPTS[2], LENGTHS[2], sampling=GREEDY))
-        assert client.ids == OWN[2]
-        until(lambda: engine.counters().running == 0)
-        assert engine.counters().generated_tokens < 90
-    assert calls == [1]
-
-
 def test_draining_takes_no_more_and_lets_the_rest_finish() -> None:
     with serving(TARGET, draft, slots=2) as engine:
         clients = ask(engine, *[job(p, 20, sampling=GREEDY) for p in PROMPTS[:6]])

@@ -24,6 +24,7 @@ from pipelines.serve import KEY_VARIABLE, answered_at, api_key, serve
 from pipelines.service import service_folder
 from tests import tiny
 from tests.launching import ROOT, Forked
+from tests.online.traffic import stored
 from tests.services import buffer_of
 from tests.serving.fakes import ask, chat_tokenizer, completion, wait_for
 from tests.tiny import byte_tokenizer
@@ -113,11 +114,8 @@ def test_a_server_from_start_to_end(pair: list[str], tmp_path: Path) -> None:
         assert (process.returncode, out, errors) == (0, "", "")
     config = compose_config(arguments)
     buffer = buffer_of(config)
-    stored = [
-        entry for held in (True, False) for entry in buffer.newest("default", 9, held_out=held)
-    ]
+    assert sorted(len(one.output_ids) for one in stored(buffer)) == [5, 100]
     buffer.close()
-    assert sorted(len(entry.output_ids) for entry in stored) == [5, 100]
     with Forked("pipelines.serve", *arguments) as again:
         address = address_in(again.stdout.readline())
         assert ask(address, "/health").status == 200

@@ -13,22 +13,14 @@ import pytest
 
 from draftkit.online.buffer import Buffer
 from draftkit.online.database import Database
-from tests.online.traffic import entries, entry, settings
+from tests.online.traffic import entries, entry, numbers, settings
 
 
-def made(path: Path, numbers: range = range(20)) -> None:
+def made(path: Path, count: int = 20) -> None:
     """A buffer that was closed well."""
     buffer = Buffer(path, settings())
-    buffer.append(entries(numbers))
+    buffer.append(entries(range(count)))
     buffer.close()
-
-
-def seeds(buffer: Buffer) -> list[int]:
-    return sorted(
-        stored.seed
-        for held_out in (True, False)
-        for stored in buffer.newest("default", 999, held_out=held_out)
-    )
 
 
 def test_a_damaged_page_of_the_log_costs_what_follows(tmp_path: Path) -> None:
@@ -43,15 +35,15 @@ def test_a_damaged_page_of_the_log_costs_what_follows(tmp_path: Path) -> None:
     content[-100] ^= 0xFF
     log.write_bytes(content)
     with closing(Buffer(path, settings())) as buffer:
-        assert seeds(buffer) == list(range(19))
+        assert numbers(buffer) == list(range(19))
         buffer.append([entry(30)])
-        assert seeds(buffer) == [*range(19), 30]
+        assert numbers(buffer) == [*range(19), 30]
 
 
 @pytest.mark.parametrize("damage", ["no database", "cut", "inner page", "zeros"])
 def test_a_damaged_file_is_refused_untouched(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "b.sqlite"
-    made(path, range(300))
+    made(path, 300)
     content = path.read_bytes()
     damaged = {
         "no database": b"this is no database, whatever its name says" * 100,
@@ -84,7 +76,7 @@ def test_a_file_that_others_use_is_opened_beside_them(tmp_path: Path) -> None:
     first.append(entries(range(5)))
     second = Buffer(path, settings())
     first.append([entry(7)])
-    assert seeds(second) == [*range(5), 7]
+    assert numbers(second) == [*range(5), 7]
     first.close()
     second.close()
 
@@ -124,13 +116,13 @@ def test_many_begin_a_file_at_once(tmp_path: Path) -> None:
         process.join()
         assert process.exitcode == 0
     buffer = Buffer(tmp_path / "new" / "b.sqlite", settings())
-    assert len(seeds(buffer)) == 6
+    assert len(numbers(buffer)) == 6
     buffer.close()
 
 
 def test_a_file_that_breaks_while_it_is_open_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "b.sqlite"
-    made(path, range(300))
+    made(path, 300)
     with closing(Buffer(path, settings())) as buffer:
         with buffer._database.session() as connection:
             connection.execute("PRAGMA shrink_memory")  # what is read comes from the disk
@@ -138,7 +130,7 @@ def test_a_file_that_breaks_while_it_is_open_is_one_line(tmp_path: Path) -> None
             file.seek(4096)
             file.write(os.urandom(path.stat().st_size - 4096))
         with pytest.raises(OSError, match=r"malformed: .*b\.sqlite"):
-            seeds(buffer)
+            numbers(buffer)
 
 
 def test_a_folder_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:

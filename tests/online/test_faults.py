@@ -20,7 +20,7 @@ import pytest
 from draftkit.online.buffer import Buffer, Served
 from draftkit.online.registry import Registry
 from tests.online.drafters import TOLD, weights
-from tests.online.traffic import entries, entry, settings
+from tests.online.traffic import entries, entry, numbers, settings, stored
 from tests.test_stage_kill import killed_at
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -56,12 +56,8 @@ def killed_after(work: Callable[[Tell], None], seconds: float) -> list[int]:
 
 def kept(buffer: Buffer) -> list[int]:
     """The numbers of all records, each compared with what was given."""
-    found = []
-    for held_out in (True, False):
-        for record in buffer.newest("default", 10**6, held_out=held_out):
-            assert record == entry(record.seed)[1]
-            found.append(record.seed)
-    return sorted(found)
+    assert all(one == entry(one.seed)[1] for one in stored(buffer))
+    return numbers(buffer)
 
 
 def serve(path: Path, first: int, tell: Tell) -> None:

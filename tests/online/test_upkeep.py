@@ -9,17 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftkit.online.buffer import TOO_MUCH, Buffer
-from tests.online.traffic import DAY, Clock, entries, entry, settings
-
-
-def numbers(buffer: Buffer, route: str = "default") -> list[int]:
-    """Of all records of a route, the oldest first."""
-    found = [
-        stored.seed
-        for held_out in (False, True)
-        for stored in buffer.newest(route, 10**6, held_out=held_out)
-    ]
-    return sorted(found)
+from tests.online.traffic import DAY, Clock, entries, entry, numbers, settings
 
 
 def file_bytes(buffer: Buffer) -> int:

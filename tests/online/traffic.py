@@ -6,6 +6,7 @@ from typing import Any
 
 from draftkit.config.service import BufferConfig
 from draftkit.data.rollouts import Record
+from draftkit.online.buffer import Buffer
 
 MARK = 0x5EED0000  # ids of answers begin here
 DAY = 86400.0
@@ -48,6 +49,17 @@ def entries(
 def settings(**changes: Any) -> BufferConfig:
     """A small buffer."""
     return BufferConfig(**{"max_megabytes": 16.0} | changes)
+
+
+def stored(buffer: Buffer, route: str = "default") -> list[Record]:
+    """All records of a route, of both sides."""
+    sides = (buffer.newest(route, 10**6, held_out=held_out) for held_out in (True, False))
+    return [one for side in sides for one in side]
+
+
+def numbers(buffer: Buffer, route: str = "default") -> list[int]:
+    """The numbers of all records of a route, in order."""
+    return sorted(one.seed for one in stored(buffer, route))
 
 
 class Clock:

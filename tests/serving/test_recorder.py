@@ -19,6 +19,7 @@ from draftkit.serving.drafters import START
 from draftkit.serving.jobs import Counters
 from draftkit.serving.recorder import BATCH, Recorder, record_of
 from tests import tiny
+from tests.online.traffic import stored
 from tests.serving.running import GREEDY, Disk, answers, ask, bytes_text, job, serving, until
 
 TARGET, DRAFT = tiny.pair()
@@ -210,13 +211,9 @@ def test_the_real_buffer_holds_what_was_served_and_no_trace_of_who_opted_out(
         )
         written = engine.counters().drafters["default", START]
         assert engine.counters().records_dropped == 0
-    stored = [
-        found
-        for held_out in (True, False)
-        for found in buffer.newest("default", 9, held_out=held_out)
-    ]
-    assert [found.prompt_ids for found in stored] == [open_] * 2
-    check_record(next(found for found in stored if len(found.output_ids) == 9), 1.0)
+    found = stored(buffer)
+    assert [one.prompt_ids for one in found] == [open_] * 2
+    check_record(next(one for one in found if len(one.output_ids) == 9), 1.0)
     (counts,) = buffer.served("default")
     assert (counts.requests, counts.tokens) == (written.requests, written.tokens) == (3, 22)
     with buffer._database.reading() as connection:

@@ -14,7 +14,7 @@ import logging
 import random
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -204,47 +204,28 @@ class Buffer:
     def count(self, route: str, *, held_out: bool, after: int = 0) -> int:
         """How many records of a side of `route` have an id above `after`."""
         query = f"SELECT count(*) {_SIDE[held_out]} AND id > ?"
-        with self._database.reading() as connection:
-            values = (route, self.gate_fraction, after)
-            return connection.execute(query, values).fetchone()[0]
+        return self._number(query, route, self.gate_fraction, after)
 
     def conversations(self, route: str, *, held_out: bool, newest: int) -> int:
         """How many conversations the `newest` records of a side of `route` belong to."""
         side = f"SELECT split {_SIDE[held_out]} ORDER BY id DESC LIMIT ?"
-        query, values = f"SELECT count(DISTINCT split) FROM ({side})", (self.gate_fraction, newest)
-        with self._database.reading() as connection:
-            return connection.execute(query, (route, *values)).fetchone()[0]
+        query = f"SELECT count(DISTINCT split) FROM ({side})"
+        return self._number(query, route, self.gate_fraction, newest)
 
     def last_id(self, route: str) -> int:
         """The highest id stored for `route`, 0 if there is none."""
-        query = "SELECT coalesce(max(id), 0) FROM records WHERE route = ?"
+        return self._number("SELECT coalesce(max(id), 0) FROM records WHERE route = ?", route)
+
+    def _number(self, query: str, *values: object) -> int:
         with self._database.reading() as connection:
-            return connection.execute(query, (route,)).fetchone()[0]
-
-    def _ids(
-        self, connection: sqlite3.Connection, route: str, *, held_out: bool, after: int = 0
-    ) -> list[int]:
-        """Of one side of a route, the newest first."""
-        query = f"SELECT id {_SIDE[held_out]} AND id > ? ORDER BY id DESC"
-        return [row[0] for row in connection.execute(query, (route, self.gate_fraction, after))]
-
-    def _read(self, connection: sqlite3.Connection, ids: Sequence[int]) -> list[Record]:
-        """The records of `ids`, in their order, without damaged ones."""
-        records = []
-        for record_id in ids:
-            query = "SELECT content FROM records WHERE id = ?"
-            (content,) = connection.execute(query, (record_id,)).fetchone()
-            try:
-                records.append(from_bytes(content))
-            except ValueError as error:
-                _log.warning("%s: record %d: %s", self.path, record_id, error)
-        return records
+            return connection.execute(query, values).fetchone()[0]
 
     def newest(self, route: str, count: int, *, held_out: bool, after: int = 0) -> list[Record]:
         """The `count` newest records of a side with an id above `after`, the newest first."""
+        query = f"SELECT id, content {_SIDE[held_out]} AND id > ? ORDER BY id DESC LIMIT ?"
         with self._database.reading() as connection:
-            ids = self._ids(connection, route, held_out=held_out, after=after)
-            return self._read(connection, ids[:count])
+            values = (route, self.gate_fraction, after, count)
+            return self._records(connection.execute(query, values))
 
     def older(
         self, route: str, count: int, *, held_out: bool, seed: int, recent: int
@@ -254,10 +235,22 @@ class Buffer:
         Drawn from all of that side of `route` but the newest `recent`. The same content and seed
         give the same records.
         """
+        query = f"SELECT id {_SIDE[held_out]} ORDER BY id DESC LIMIT -1 OFFSET ?"
+        one = "SELECT id, content FROM records WHERE id = ?"
         with self._database.reading() as connection:
-            ids = self._ids(connection, route, held_out=held_out)[recent:]
+            ids = connection.execute(query, (route, self.gate_fraction, recent)).fetchall()
             chosen = random.Random(seed).sample(ids, min(count, len(ids)))
-            return self._read(connection, chosen)
+            return self._records(connection.execute(one, drawn).fetchone() for drawn in chosen)
+
+    def _records(self, rows: Iterable[tuple[int, bytes]]) -> list[Record]:
+        """The records of ids and contents, without damaged ones."""
+        records = []
+        for record_id, content in rows:
+            try:
+                records.append(from_bytes(content))
+            except ValueError as error:
+                _log.warning("%s: record %d: %s", self.path, record_id, error)
+        return records
 
     def maintain(self) -> None:
         """Delete what is too old or too much, really: no deleted token stays in the files.

@@ -26,20 +26,21 @@ START = "start"  # the version of weights that no registry has published
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Route:
     """One route's drafter, known to the decoder by the route's name.
 
     One without a draft model has no weights to replace, and so no `registry` to follow.
     """
 
-    def __init__(self, name: str, proposer: Proposer, registry: Registry | None = None) -> None:
-        proposer.version = proposer.version or START
-        assert registry is None or proposer.weights()
-        self.name = name
-        self.proposer = proposer
-        self.registry = registry
-        self.seen = ""  # the version that has been looked at
-        self.trouble = ""  # with the registry, as it was told
+    name: str
+    proposer: Proposer
+    registry: Registry | None = None
+    seen: str = ""  # the version that has been looked at
+    trouble: str = ""  # with the registry, as it was told
+
+    def __post_init__(self) -> None:
+        self.proposer.version = self.proposer.version or START
 
 
 @dataclass

@@ -55,9 +55,6 @@ class ApiError(HTTPException):
         super().__init__(status, message, headers)
         self.code, self.param = code, param
 
-    def __str__(self) -> str:
-        return self.detail
-
     @property
     def body(self) -> Json:
         other = "invalid_request_error" if self.status_code < 500 else "server_error"

@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_named() -> None:
         with pytest.raises(ApiError, match="does not fit the 40 tokens") as caught:
             converse(intake(), **options)
         assert caught.value.param == param
-        assert f"{param} " in str(caught.value)
+        assert f"{param} " in caught.value.detail
     with pytest.raises(ApiError, match="prompt of 20 tokens with max_tokens 21") as caught:
         complete(intake(), prompt=short, max_tokens=21)
     assert caught.value.param == "max_tokens"

@@ -49,7 +49,9 @@ def test_a_prompt_has_four_forms(prompt: Any, prompts: Any) -> None:
 def test_any_other_prompt_is_refused(prompt: Any) -> None:
     wrong = refusal(CompletionRequest, completion(prompt=prompt))
     assert wrong.param == "prompt"
-    assert str(wrong).startswith("prompt: should be a string, token ids, or a list of 1 to 4096 of")
+    assert wrong.detail.startswith(
+        "prompt: should be a string, token ids, or a list of 1 to 4096 of"
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,8 +80,8 @@ def test_a_value_that_breaks_its_rule_is_named_with_the_rule(name: str, value: A
     for kind, body in ((CompletionRequest, completion), (ChatRequest, chat)):
         wrong = refusal(kind, body(**{name: value}))
         assert wrong.param == name
-        assert str(wrong).startswith(name)
-        assert re.fullmatch(r"[a-z_.]+: .+, got .+", str(wrong))
+        assert wrong.detail.startswith(name)
+        assert re.fullmatch(r"[a-z_.]+: .+, got .+", wrong.detail)
 
 
 @pytest.mark.parametrize(
@@ -107,26 +109,28 @@ def test_null_is_absence(kind: type[GenerationRequest], body: dict[str, Any]) ->
 
 def test_a_misspelt_parameter_is_refused_with_the_near_match() -> None:
     wrong = refusal(CompletionRequest, completion(temprature=1))
-    assert str(wrong) == "there is no parameter 'temprature': did you mean temperature?"
+    assert wrong.detail == "there is no parameter 'temprature': did you mean temperature?"
     assert wrong.param == "temprature"
-    assert str(refusal(ChatRequest, chat(prompt="p"))).startswith("there is no parameter 'prompt'")
+    assert refusal(ChatRequest, chat(prompt="p")).detail.startswith(
+        "there is no parameter 'prompt'"
+    )
 
 
 def test_alternatives_are_as_many_as_a_round_lists() -> None:
     rule = "Input should be less than or equal to 20, got 21"
-    assert str(refusal(CompletionRequest, completion(logprobs=21))) == f"logprobs: {rule}"
-    assert str(refusal(ChatRequest, chat(top_logprobs=21))) == f"top_logprobs: {rule}"
+    assert refusal(CompletionRequest, completion(logprobs=21)).detail == f"logprobs: {rule}"
+    assert refusal(ChatRequest, chat(top_logprobs=21)).detail == f"top_logprobs: {rule}"
 
 
 def test_a_missing_parameter_is_named() -> None:
-    assert str(refusal(CompletionRequest, {"model": "m"})) == "prompt is missing"
-    assert str(refusal(ChatRequest, {"messages": []})) == "model is missing"
-    assert str(refusal(ChatRequest, [])) == "the body must be a JSON object"
+    assert refusal(CompletionRequest, {"model": "m"}).detail == "prompt is missing"
+    assert refusal(ChatRequest, {"messages": []}).detail == "model is missing"
+    assert refusal(ChatRequest, []).detail == "the body must be a JSON object"
 
 
 def test_long_values_and_names_are_shortened() -> None:
-    assert len(str(refusal(CompletionRequest, completion(n="9" * 10_000)))) < 200
-    assert len(str(refusal(CompletionRequest, completion(**{"x" * 10_000: 1})))) < 200
+    assert len(refusal(CompletionRequest, completion(n="9" * 10_000)).detail) < 200
+    assert len(refusal(CompletionRequest, completion(**{"x" * 10_000: 1})).detail) < 200
 
 
 def test_what_a_request_names_replaces_the_served_sampling() -> None:
@@ -180,5 +184,5 @@ def test_messages_hold_text_in_two_forms_and_nothing_else() -> None:
     ):
         assert refusal(ChatRequest, chat(messages=wrong)).param == "messages"
     deep = refusal(ChatRequest, chat(messages=[{"role": "king", "content": "a"}]))
-    assert str(deep).startswith("messages.0.role: Input should be 'system', ")
-    assert str(deep).endswith("got 'king'")
+    assert deep.detail.startswith("messages.0.role: Input should be 'system', ")
+    assert deep.detail.endswith("got 'king'")

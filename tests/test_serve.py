@@ -1,13 +1,7 @@
 """The command that serves: a process of its own, its folder, its end."""
 
-import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +17,11 @@ from pipelines.lock import locked
 from pipelines.serve import KEY_VARIABLE, answered_at, api_key, serve
 from pipelines.service import service_folder
 from tests import tiny
-from tests.launching import ROOT, Forked
+from tests.launching import Forked
 from tests.online.traffic import stored
 from tests.services import buffer_of
 from tests.serving.fakes import ask, chat_tokenizer, completion, wait_for
 from tests.tiny import byte_tokenizer
-
-STARTING = 60  # seconds for a process to come up beside others
 
 
 @pytest.fixture(scope="module")
@@ -47,43 +39,23 @@ def overrides(pair: list[str], root: Path, *more: str) -> list[str]:
     return [*pair, f"root={root}", "name=served", *fixed, *more]
 
 
-def address_in(line: str) -> str:
-    """Host and port, of what the command prints when it serves."""
+def address_of(process: Forked) -> str:
+    """Host and port, once the command has told that it serves."""
+    line = next((line for line in process.stdout if " answers at " in line), "")
     return line.rpartition("http://")[2].removesuffix("/v1\n")
 
 
-@contextmanager
-def running(
-    arguments: list[str], **environment: str
-) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The command in a process; its address, once it has told it."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pipelines.serve", *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    clock = threading.Timer(STARTING, process.kill)
-    clock.start()
-    try:
-        assert process.stdout is not None
-        line = next((line for line in process.stdout if " answers at " in line), "")
-        clock.cancel()
-        assert " answers at http://127.0.0.1:" in line, process.communicate()
-        yield address_in(line), process
-    finally:
-        clock.cancel()
-        process.kill()
-        process.communicate()
-
-
-def test_a_server_from_start_to_end(pair: list[str], tmp_path: Path) -> None:
+def test_a_server_from_start_to_end(
+    pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Serves, records, drains on SIGTERM, and begins again with what its folder holds."""
     arguments = overrides(pair, tmp_path, "serve.model_name=mine", "online.routes=[default,code]")
     folder = tmp_path / "served" / "service"
-    with running(arguments, **{KEY_VARIABLE: "secret"}) as (address, process):
+    with monkeypatch.context() as patch:
+        patch.setenv(KEY_VARIABLE, "secret")
+        process = Forked("pipelines.serve", *arguments)
+    with process:
+        address = address_of(process)
         key = {"authorization": "Bearer secret"}
         assert ask(address, "/v1/models").status == 401
         assert ask(address, "/v1/models", headers=key).json["data"][0]["id"] == "mine"
@@ -110,14 +82,13 @@ def test_a_server_from_start_to_end(pair: list[str], tmp_path: Path) -> None:
             )
             process.send_signal(signal.SIGTERM)
             assert last.result().status == 200
-        out, errors = process.communicate(timeout=30)
-        assert (process.returncode, out, errors) == (0, "", "")
+        assert (process.wait(), process.stdout.read()) == (0, "")
     config = compose_config(arguments)
     buffer = buffer_of(config)
     assert sorted(len(one.output_ids) for one in stored(buffer)) == [5, 100]
     buffer.close()
     with Forked("pipelines.serve", *arguments) as again:
-        address = address_in(again.stdout.readline())
+        address = address_of(again)
         assert ask(address, "/health").status == 200
         assert len(Registry(folder / "drafters", "default").versions()) == 1
         again.send_signal(signal.SIGINT)
@@ -141,7 +112,7 @@ def test_a_server_without_a_drafter_answers_as_the_target_does(
     )
     with Forked("pipelines.serve", *arguments) as process:
         assert "no published version is followed" in process.stdout.readline()
-        address = address_in(process.stdout.readline())
+        address = address_of(process)
         body = completion(model="target", prompt=prompt, max_tokens=30, temperature=0)
         made = ask(address, "/v1/completions", body).json
         assert made["choices"][0]["text"] == target.tokenizer.decode(expected.output_ids)

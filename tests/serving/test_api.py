@@ -67,18 +67,10 @@ def test_a_completion(client: OpenAI, engine: FakeEngine) -> None:
 
 def test_every_parameter_reaches_the_engine(client: OpenAI, engine: FakeEngine) -> None:
     extra = {"top_k": 3, "repetition_penalty": 1.2}
-    client.completions.create(
-        model=NAME,
-        prompt="a",
-        temperature=0.5,
-        top_p=0.8,
-        seed=11,
-        stop=["x", "yz"],
-        logprobs=2,
-        max_tokens=3,
-        extra_body=extra,
-        extra_headers={"X-Draftkit-Route": "code", "X-Draftkit-Record": "no"},
-    )
+    named = {"temperature": 0.5, "top_p": 0.8, "seed": 11, "stop": ["x", "yz"], "logprobs": 2}
+    headers = {"X-Draftkit-Route": "code", "X-Draftkit-Record": "no"}
+    body = completion(**named, max_tokens=3, extra_body=extra, extra_headers=headers)
+    client.completions.create(**body)
     job = engine.jobs[-1]
     assert job.sampling == SamplingConfig(
         temperature=0.5, top_p=0.8, top_k=3, repetition_penalty=1.2
@@ -110,23 +102,15 @@ def test_a_prompt_of_token_ids(client: OpenAI, engine: FakeEngine) -> None:
 def test_the_default_bounds_of_an_answer(client: OpenAI, engine: FakeEngine) -> None:
     client.completions.create(model=NAME, prompt="a")
     assert engine.jobs[-1].max_new_tokens == 16
-    client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "Hi"}])
+    client.chat.completions.create(**chat())
     job = engine.jobs[-1]
     assert job.max_new_tokens == engine.max_length - len(job.prompt_ids)
 
 
 def test_a_stream_is_the_same_answer_in_pieces(client: OpenAI) -> None:
     whole = client.completions.create(model=NAME, prompt="a", max_tokens=20)
-    chunks = list(
-        client.completions.create(
-            model=NAME,
-            prompt="a",
-            max_tokens=20,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
-    *parts, last = chunks
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *parts, last = client.completions.create(**completion(max_tokens=20, **options))
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
     assert [part.choices[0].finish_reason for part in parts][-1] == "length"
     assert {part.id for part in parts} == {last.id} != {whole.id}
@@ -144,26 +128,15 @@ def test_a_stream_mixes_no_choices(client: OpenAI) -> None:
 
 
 def test_a_chat(client: OpenAI, engine: FakeEngine) -> None:
-    made = client.chat.completions.create(
-        model=NAME,
-        messages=[{"role": "user", "content": "Hi"}],
-        max_completion_tokens=6,
-    )
+    made = client.chat.completions.create(**chat(max_completion_tokens=6))
     assert made.choices[0].message.content == "Grüß"
     assert made.choices[0].message.role == "assistant"
     assert len(engine.jobs[-1].prompt_ids) == len("user: Hi\nassistant: ")
 
 
 def test_a_chat_as_a_stream(client: OpenAI) -> None:
-    chunks = list(
-        client.chat.completions.create(
-            model=NAME,
-            messages=[{"role": "user", "content": "Hi"}],
-            max_tokens=8,
-            stream=True,
-            logprobs=True,
-        )
-    )
+    body = chat(max_tokens=8, stream=True, logprobs=True)
+    chunks = list(client.chat.completions.create(**body))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Grüße "
     scored = [c.choices[0].logprobs.content or [] for c in chunks if c.choices[0].logprobs]
@@ -182,13 +155,7 @@ def test_log_probs_of_a_completion(client: OpenAI) -> None:
 
 
 def test_log_probs_of_a_chat(client: OpenAI) -> None:
-    made = client.chat.completions.create(
-        model=NAME,
-        messages=[{"role": "user", "content": "Hi"}],
-        max_tokens=3,
-        logprobs=True,
-        top_logprobs=2,
-    )
+    made = client.chat.completions.create(**chat(max_tokens=3, logprobs=True, top_logprobs=2))
     found = made.choices[0].logprobs
     assert found is not None
     assert found.content is not None

@@ -31,7 +31,7 @@ from draftkit.serving.drafters import Drafters, Route
 from draftkit.serving.engine import Engine
 from draftkit.serving.intake import Intake
 from draftkit.serving.recorder import Recorder
-from draftkit.serving.server import DRAIN_SECONDS, listen, run, server_of
+from draftkit.serving.server import DRAIN_SECONDS, Server, listen
 from draftkit.serving.texts import Texts
 
 from .command import run_command
@@ -153,7 +153,8 @@ def serve(config: Config) -> None:
             routes=config.online.routes,
             model_name=settings.model_name or Path(str(target_config.path)).name,
         )
-        server = server_of(make_app(engine, intake, key=key))
+        app = make_app(engine, intake, key=key)
+        server = Server(app, drain=lambda: engine.drain(DRAIN_SECONDS))
         stack.callback(engine.stop)
         engine.start()
         gc.collect()
@@ -162,7 +163,7 @@ def serve(config: Config) -> None:
             signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         address = answered_at(listening.getsockname())
         print(f"serve: {intake.model_name} answers at {address}/v1", flush=True)
-        run(server, listening, drain=lambda: engine.drain(DRAIN_SECONDS))
+        server.run(sockets=[listening])
 
 
 if __name__ == "__main__":

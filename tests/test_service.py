@@ -82,7 +82,7 @@ def _in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Server and daemon load all that they need, and end where they would begin to wait."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
-    monkeypatch.setattr("pipelines.serve.run", lambda *_, **__: None)
+    monkeypatch.setattr("draftkit.serving.server.Server.run", lambda *_, **__: None)
     monkeypatch.setattr("os.nice", lambda more: more)
     monkeypatch.setattr("draftkit.online.daemon.Daemon.run", lambda self: None)
     yield

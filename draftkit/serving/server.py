@@ -17,7 +17,6 @@ KEEP_ALIVE_SECONDS = 30
 CONNECTIONS = 512  # at once; more are answered with 503
 DRAIN_SECONDS = 30  # in which answers under way end
 CLOSING_SECONDS = 5  # for the last answers to be sent, after the engine has drained
-LOOK_SECONDS = 0.1  # between two looks whether the server was told to stop
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -38,12 +37,18 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def server_of(app: Any) -> uvicorn.Server:
-    """A server of `app`, for `run`; set its `should_exit` to end it."""
-    logging.getLogger("uvicorn.access").disabled = True  # whatever handlers a host program has
-    return uvicorn.Server(
-        uvicorn.Config(
+class Server(uvicorn.Server):
+    """A server of `app`: `run(sockets=[...])` serves, until `should_exit` is set.
+
+    Then it takes no more connections and lets answers end: `drain` is called on another thread, and
+    returns when no answer is being made any more.
+    """
+
+    def __init__(self, app: Any, drain: Callable[[], object]) -> None:
+        logging.getLogger("uvicorn.access").disabled = True  # whatever handlers a host program has
+        config = uvicorn.Config(
             app,
+            loop="asyncio",
             http="h11",
             ws="none",
             lifespan="off",
@@ -54,26 +59,10 @@ def server_of(app: Any) -> uvicorn.Server:
             timeout_graceful_shutdown=DRAIN_SECONDS + CLOSING_SECONDS,
             limit_concurrency=CONNECTIONS,
         )
-    )
+        super().__init__(config)
+        self._drain = drain
 
-
-def run(server: uvicorn.Server, listening: socket.socket, *, drain: Callable[[], object]) -> None:
-    """Serve until told to stop; then take no more connections and let answers end.
-
-    `drain` is called then, on another thread, and ends when no answer is being made any more.
-    """
-
-    async def drained() -> None:
-        while not server.should_exit:
-            await asyncio.sleep(LOOK_SECONDS)
-        await asyncio.to_thread(drain)
-
-    async def serve() -> None:
-        draining = asyncio.create_task(drained())
-        try:
-            await server.serve(sockets=[listening])
-        finally:
-            server.should_exit = True
-            await draining
-
-    asyncio.run(serve())
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.create_task(asyncio.to_thread(self._drain))
+        await super().shutdown(sockets)
+        await draining

@@ -25,7 +25,7 @@ from draftkit.serving.jobs import (
     QueueFull,
 )
 from draftkit.serving.protocol import TOP_LOGPROBS
-from draftkit.serving.server import listen, run, server_of
+from draftkit.serving.server import Server, listen
 from draftkit.serving.texts import Texts
 from tests.tiny import VOCAB_SIZE, byte_tokenizer
 
@@ -170,8 +170,8 @@ def serving(
     if send_buffer is not None:
         socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)
     address = "{}:{}".format(*socket.getsockname())
-    server = server_of(app)
-    thread = threading.Thread(target=run, args=(server, socket), kwargs={"drain": drain})
+    server = Server(app, drain)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
     thread.start()
     try:
         assert wait_for(lambda: server.started)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,21 @@ def test_a_start_on_damage_is_refused_with_the_way_out(
     with pytest.raises(ValueError, match=f"version.json is {state}: roll back to another version"):
         registry.seed(weights(7))
     assert registry.names() == ["v000001"]
+
+
+def test_a_start_does_not_begin_anew_for_a_read_error(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = chain(registry, 2)
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise PermissionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)
+        with pytest.raises(PermissionError):
+            registry.seed(weights(7))
+    assert registry.seed(weights(7)) == versions[1]
 
 
 def test_a_lost_pointer_begins_again_under_a_new_name(registry: Registry) -> None:

@@ -1,6 +1,8 @@
 """Versions come into force between rounds, and are refused where they do not fit."""
 
 import copy
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,10 @@ import pytest
 from torch import Tensor
 
 from draftkit.config import DRAFTED_NAMES
+from draftkit.decoding.decoder import Decoder
 from draftkit.models.adapter import Adapter
 from draftkit.online.registry import Registry
-from draftkit.serving.drafters import START, same
+from draftkit.serving.drafters import START, Drafters, same
 from draftkit.serving.engine import Engine
 from tests import tiny
 from tests.serving.running import (
@@ -19,6 +22,7 @@ from tests.serving.running import (
     ask,
     job,
     publish,
+    route_of,
     serving,
     until,
     write,
@@ -128,6 +132,40 @@ def test_what_does_not_fit_is_refused_told_and_serving_goes_on(
         assert engine.healthy()
     assert f"version {bad} is refused, {first} goes on" in caplog.text
     assert reason in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_a_read_error_that_passes_delays_a_version_and_nothing_else(
+    registry: Registry,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What cannot be read at the moment is tried again; what is damaged is refused for good."""
+    first = publish(registry, WEIGHTS)
+    route = route_of("default", draft, registry)
+    drafters = Drafters([route])
+    drafters.attach(Decoder(TARGET, slots=1, capacity=8))
+    drafters.poll()
+    second, read, left = publish(registry, EXACT), Path.read_bytes, [1, 2, 3]
+
+    def failing(path: Path) -> bytes:
+        if left and path.parent.name == second:
+            left.pop()
+            raise OSError(number, os.strerror(number), str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    for _ in range(3):
+        drafters.poll()
+        assert drafters.versions() == {"default": first}
+    assert left == []
+    drafters.poll()
+    assert drafters.versions() == {"default": second}
+    assert same(route.proposer.weights(), EXACT)
+    assert drafters.refused == 0
+    assert caplog.text.count("cannot be followed") == 1
+    assert os.strerror(number) in caplog.text
 
 
 def lossy_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

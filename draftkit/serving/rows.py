@@ -103,11 +103,11 @@ class Rows:
 
     def _take(self, result: RoundResult, seconds: float) -> None:
         """Bring a group's round to its answers; `seconds` is each row's share of the time."""
-        answers = [self._running[slot] for slot in result.slots]
         record({slot: self._running[slot].completion for slot in result.slots}, result)
         log_probs, ended = result.target_log_probs.tolist(), []
-        for row, (slot, answer) in enumerate(zip(result.slots, answers, strict=True)):
-            scores, version = log_probs[row][: result.committed[row]], result.proposer_version
+        for row, slot in enumerate(result.slots):
+            answer, version = self._running[slot], result.proposer_version
+            scores = log_probs[row][: result.committed[row]]
             piece = answer.take(scores, version=version, done=result.done[row])
             self._count_round(answer, result, row, seconds)
             if piece is not None and piece.finish_reason is None:

@@ -8,7 +8,7 @@ from draftkit.online.buffer import Buffer, Served
 from draftkit.online.fingerprints import require_same
 from draftkit.online.registry import Registry
 from tests.online.drafters import TOLD, weights
-from tests.online.traffic import entries, settings, stored
+from tests.online.traffic import entries, settings
 
 MINE = {"target": "a", "draft": "b"}
 
@@ -31,19 +31,6 @@ def test_what_differs_is_named_in_one_line_with_the_ways_out(
         require_same(Path("x"), stored=stored, wanted=MINE)
     assert told in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_buffer_is_refused_under_other_ones_and_left_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "b.sqlite"
-    mine = Buffer(path, settings(), fingerprints=MINE)
-    mine.append(entries(range(3)))
-    mine.close()
-    with pytest.raises(ValueError, match="another draft"):
-        Buffer(path, settings(), fingerprints={**MINE, "draft": "c"})
-    for fingerprints in (MINE, None):  # who gives none does not ask
-        again = Buffer(path, settings(), fingerprints=fingerprints)
-        assert len(stored(again)) == 3
-        again.close()
 
 
 def test_a_buffer_that_tells_nothing_is_adopted_while_it_is_empty(tmp_path: Path) -> None:

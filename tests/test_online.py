@@ -1,6 +1,7 @@
 """`python -m pipelines.online`, the daemon as a process."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from draftkit.artifacts import read_json
+from draftkit.config import Config, DecodeConfig, OnlineConfig
 from draftkit.data.rollouts import Record, read_parts
 from draftkit.distillation.batch import Batch
 from draftkit.distillation.trainer import Trainer
@@ -201,15 +203,20 @@ def test_a_version_is_taken_back_by_command(root: Path, capsys: pytest.CaptureFi
         rollback(config)
 
 
-@pytest.mark.parametrize("name", ["prompt_lookup", "none"])
-def test_where_nothing_is_drafted_there_is_nothing_to_refit(name: str) -> None:
-    config = compose_config(["+experiment=serve", f"decode.proposer={name}"])
-    with pytest.raises(ValueError, match=f"decode.proposer={name} has no drafter to refit: use "):
-        check_drafter(config)
-    argmax = ["+experiment=serve", "decode.proposer=argmax"]
-    check_drafter(compose_config(argmax))
-    with pytest.raises(ValueError, match=r"decode\.proposer=argmax needs online\.teacher=target"):
-        check_drafter(compose_config([*argmax, "online.teacher=stored"]))
-    match = ["+experiment=serve", "decode.verification=match", "online.teacher=stored"]
-    with pytest.raises(ValueError, match=r"decode.verification=match needs online\.teacher=target"):
-        check_drafter(compose_config(match))
+@pytest.mark.parametrize(
+    ("decode", "teacher", "words"),
+    [
+        ({"proposer": "prompt_lookup"}, "target", "decode.proposer=prompt_lookup has no drafter"),
+        ({"proposer": "none"}, "target", "decode.proposer=none has no drafter to refit: use "),
+        ({"proposer": "argmax"}, "stored", "decode.proposer=argmax needs online.teacher=target"),
+        ({"verification": "match"}, "stored", "decode.verification=match needs online.teacher="),
+    ],
+)
+def test_where_there_is_nothing_to_refit_or_to_judge_by_it_is_said(
+    decode: dict[str, str], teacher: str, words: str
+) -> None:
+    given = Config(decode=DecodeConfig(**decode), online=OnlineConfig(teacher=teacher))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        check_drafter(given)
+    if teacher == "stored":
+        check_drafter(replace(given, online=OnlineConfig()))

@@ -36,7 +36,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def overrides(pair: list[str], root: Path, *more: str) -> list[str]:
     fixed = ["serve.port=0", "hardware.device=cpu", "hardware.threads=1", "decode.compile='false'"]
-    return [*pair, f"root={root}", "name=served", *fixed, *more]
+    return [*pair, f"root={root}", "name=served", "serve.adapts=false", *fixed, *more]
 
 
 def address_of(process: Forked) -> str:

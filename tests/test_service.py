@@ -24,7 +24,7 @@ from tests.pairs import OTHERS, paths, save_pairs
 from tests.services import buffer_of, seeded_registry
 
 FIXED = ["name=service", "serve.port=0", "hardware=cpu", "hardware.threads=1", "tracker=none"]
-FIXED += ["decode.compile='false'", "optim.compile='false'"]
+FIXED += ["decode.compile='false'", "optim.compile='false'", "serve.adapts=false"]
 FIXED += ["online.anchor_fraction=0", "online.gate.anchors=0"]
 KEYS = {name: " and ".join(models) for name, models in OTHERS.items()}
 KEYS["top_k"] = "online.buffer.top_k"

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -71,21 +72,20 @@ def test_adapting_answers_are_the_targets_too_and_rounds_have_been_measured() ->
         assert [client.ids for client in answers(engine, *jobs)] == OWN
 
 
-@pytest.mark.parametrize(
-    "sampling", [SamplingConfig(temperature=2.0), SamplingConfig(temperature=2.5, top_k=9)]
-)
-def test_a_seeded_job_says_the_same_alone_and_in_company(sampling: SamplingConfig) -> None:
-    seeded = [job(PROMPTS[n], 14, seed=2**64 + 5, row=n, sampling=sampling) for n in range(3)]
+def test_a_seeded_job_says_the_same_alone_and_in_company() -> None:
     with serving(TARGET, draft, adapts=True, slots=8) as engine:
-        alone = [answers(engine, one)[0].ids for one in seeded]
-        company = [job(prompt, 20) for prompt in PROMPTS[:4]]
-        together = answers(engine, *company, *seeded)[4:]
-        assert [client.ids for client in together] == alone
-        again = [job(PROMPTS[0], 14, seed=2**64 + 5, row=row, sampling=sampling) for row in (0, 1)]
-        first, second = answers(engine, *again)
-        assert first.ids == alone[0] != second.ids
-        free = answers(engine, *[job(PROMPTS[0], 14, sampling=sampling) for _ in range(3)])
-        assert len({tuple(client.ids) for client in free}) == 3
+        for sampling in (SamplingConfig(temperature=2.0), SamplingConfig(temperature=2.5, top_k=9)):
+            key: dict[str, Any] = {"seed": 2**64 + 5, "sampling": sampling}
+            seeded = [job(PROMPTS[n], 14, row=n, **key) for n in range(3)]
+            alone = [answers(engine, one)[0].ids for one in seeded]
+            company = [job(prompt, 20) for prompt in PROMPTS[:4]]
+            together = answers(engine, *company, *seeded)[4:]
+            assert [client.ids for client in together] == alone
+            again = [job(PROMPTS[0], 14, row=row, **key) for row in (0, 1)]
+            first, second = answers(engine, *again)
+            assert first.ids == alone[0] != second.ids
+            free = answers(engine, *[job(PROMPTS[0], 14, sampling=sampling) for _ in range(3)])
+            assert len({tuple(client.ids) for client in free}) == 3
 
 
 def test_scores_are_the_targets_at_temperature_one() -> None:

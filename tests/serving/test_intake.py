@@ -1,24 +1,17 @@
 """From requests to jobs: limits and defaults."""
 
 import asyncio
-from collections import Counter
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.datastructures import Headers
 
-from draftkit.config import BufferConfig, SamplingConfig, ServeConfig
-from draftkit.decoding.generation import TraceRound
-from draftkit.online.buffer import Buffer
-from draftkit.serving.answers import Answer
+from draftkit.config import SamplingConfig, ServeConfig
 from draftkit.serving.intake import Intake, conversation_of
 from draftkit.serving.protocol import ApiError, ChatRequest, CompletionRequest
-from draftkit.serving.recorder import record_of
 from draftkit.serving.replies import CompletionReply
 from draftkit.serving.texts import Texts
-from tests.serving.fakes import chat, chat_tokenizer, completion, decode
+from tests.serving.fakes import chat, chat_tokenizer, completion
 from tests.tiny import VOCAB_SIZE
 
 TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
@@ -103,30 +96,8 @@ def test_other_models_and_empty_prompts() -> None:
         complete(intake(), prompt="")
 
 
-def test_all_turns_of_a_conversation_are_on_one_side_of_the_held_out_split(tmp_path: Path) -> None:
-    """A later turn holds the answers to earlier ones, which a gate may be judging."""
-    found = intake(max_length=200)
-    with closing(Buffer(tmp_path / "buffer.sqlite", BufferConfig(), gate_fraction=0.5)) as buffer:
-        for number in range(24):
-            turns = [{"role": "user", "content": f"q{number}"}]
-            for answer in ("a", "b"):
-                (one,) = converse(found, messages=turns, max_tokens=1).jobs
-                finished = Answer(one, print, decode=decode, seed=0)
-                finished.completion.output_ids += [7, 9]
-                finished.completion.steps += [TraceRound([7, 8], 1, 9, 2)]
-                buffer.append([("default", record_of(finished, with_scores=False))])
-                turns += [{"role": "assistant", "content": answer}]
-                turns += [{"role": "user", "content": "?"}]
-        train, gate = (
-            Counter(record.document for record in buffer.newest("default", 99, held_out=side))
-            for side in (False, True)
-        )
-    assert not train & gate
-    assert set((train + gate).values()) == {2}
-    assert min(len(train), len(gate)) > 4
-
-
 def test_a_conversation_is_known_by_what_comes_before_its_first_answer() -> None:
+    """So all its turns are on one side of the held-out split: later ones hold earlier answers."""
     system = {"role": "system", "content": "s"}
     first, other = ({"role": "user", "content": text} for text in ("a", "b"))
     later = [{"role": "assistant", "content": "x"}, other]

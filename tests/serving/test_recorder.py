@@ -32,7 +32,7 @@ def draft() -> Adapter:
 
 
 def answered(number: int = 0, *, output_ids: Sequence[int] = (7, 9)) -> Answer:
-    one = job([1, 2, number])
+    one = job([1, 2, number], conversation=f"talk {number}")
     made = Answer(one, lambda _: None, decode=bytes_text, seed=number)
     made.completion.output_ids += output_ids
     made.completion.steps = [TraceRound([7, 8], 1, 9, 2)]
@@ -195,6 +195,7 @@ def test_a_record_holds_what_was_proposed_in_the_place_of_each_token() -> None:
     found = record_of(answered(3), with_scores=False)
     assert found.proposals == [7, 8]
     assert found.rejected == [False, True]
+    assert found.document == "talk 3"
     assert found.sampler_version == "v1"
     cut = record_of(answered(3, output_ids=[7]), with_scores=False)
     assert cut.proposals == [7]

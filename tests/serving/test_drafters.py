@@ -15,9 +15,11 @@ from draftkit.models.adapter import Adapter
 from draftkit.online.registry import Registry
 from draftkit.serving.drafters import START, Drafters, same
 from draftkit.serving.engine import Engine
+from draftkit.serving.jobs import Job
 from tests import tiny
 from tests.serving.running import (
     GREEDY,
+    Client,
     answers,
     ask,
     job,
@@ -71,28 +73,25 @@ def test_a_version_comes_into_force_between_rounds_and_tags_what_it_drafts(
         assert {version for _, version in counters.drafters} == {START, name}
 
 
-@pytest.mark.parametrize("proposer", ["unigram", "bigram", "prompt_lookup", "ngram", "none"])
-def test_without_a_drafter_answers_are_the_targets_and_there_is_nothing_to_follow(
-    proposer: str,
-) -> None:
+def test_without_a_drafter_answers_are_the_targets_and_there_is_nothing_to_follow() -> None:
     jobs = [job(prompt, 12, sampling=GREEDY) for prompt in PROMPTS]
     with serving(TARGET, draft) as engine:
         expected = [client.ids for client in answers(engine, *jobs)]
-    with serving(TARGET, lambda: pytest.fail("loaded"), proposer=proposer) as engine:
-        assert [client.ids for client in answers(engine, *jobs)] == expected
+    for proposer in ("unigram", "bigram", "prompt_lookup", "ngram", "none"):
+        with serving(TARGET, lambda: pytest.fail("loaded"), proposer=proposer) as engine:
+            assert [client.ids for client in answers(engine, *jobs)] == expected, proposer
 
 
 def test_a_row_in_flight_goes_on_with_the_new_weights(registry: Registry) -> None:
     long = job(PROMPTS[0], 60, sampling=GREEDY)
     with serving(TARGET, draft, registries={"default": registry}, started=False) as engine:
-        (alone,) = [*_stepped(engine, long)]
-        (swapped,) = [*_stepped(engine, long, registry)]
+        alone, swapped = _stepped(engine, long), _stepped(engine, long, registry)
     assert swapped.ids == alone.ids
     assert swapped.speculation.version == "v000001"
     assert swapped.speculation.rounds < alone.speculation.rounds
 
 
-def _stepped(engine: Engine, one: Any, registry: Registry | None = None) -> Any:
+def _stepped(engine: Engine, one: Job, registry: Registry | None = None) -> Client:
     (client,) = ask(engine, one)
     for number in range(200):
         if client.ended.is_set():
@@ -101,7 +100,7 @@ def _stepped(engine: Engine, one: Any, registry: Registry | None = None) -> Any:
             publish(registry, EXACT)
             engine.drafters.poll()
         engine._step()
-    yield client.wait()
+    return client.wait()
 
 
 def corrupt(folder: Path) -> None:

@@ -22,11 +22,12 @@ from pipelines.plan import DISTILL, TEXTS
 from pipelines.stage import ensure
 from tests import tiny
 from tests.launching import Forked
+from tests.online.traffic import stored
 from tests.services import buffer_of
 from tests.serving.fakes import ask
 from tests.smoke import smoke, splits_of
 from tests.templates import byte_bpe, chat, headers, thinking
-from tests.test_serve import address_in
+from tests.test_serve import address_of
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
 
@@ -70,7 +71,7 @@ def served(words: list[str], chats: list[list[dict[str, str]]]) -> list[list[int
     fixed = ["name=served", "serve.port=0", "hardware.threads=1", "decode.compile='false'"]
     prompts = []
     with Forked("pipelines.serve", *words, *fixed) as server:
-        address = address_in(server.stdout.readline())
+        address = address_of(server)
         for turns in chats:
             body = {"model": "target", "messages": turns, "max_tokens": 4, "temperature": 0}
             made = ask(address, "/v1/chat/completions", body)
@@ -79,9 +80,8 @@ def served(words: list[str], chats: list[list[dict[str, str]]]) -> list[list[int
         server.send_signal(signal.SIGINT)
         assert server.wait() == 0
     buffer = buffer_of(compose_config([*words, *fixed]))
-    entries = [e for held in (True, False) for e in buffer.newest("default", 99, held_out=held)]
+    recorded = [one.prompt_ids for one in stored(buffer)]
     buffer.close()
-    recorded = [entry.prompt_ids for entry in entries]
     assert sorted(map(len, recorded)) == sorted(prompts)
     return recorded
 

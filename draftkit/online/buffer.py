@@ -5,7 +5,8 @@ process writes it, any number may read it, and several threads may use one `Buff
 
 What `append` has stored survives the death of any process and a power cut. What is older than
 `retention_days` by the clock, or too much for `max_megabytes`, is deleted and overwritten by the
-next `maintain`. A damaged row is left out; a damaged file is refused.
+next `maintain`. A damaged row is left out; a damaged file is set aside for a day and a new one
+begun.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ _SPLIT_BITS = 53  # what a float holds exactly
 _GROWTH = 16  # the part of its room, 1 / this, after which a buffer is looked after
 _FILLED = 0.98  # of the bound: how full pages are changes with what is deleted
 _OLDER = 0.5  # of a route's room, for the sample of what is no longer among the newest
-_DAY = 86400.0
+_DAY = 86400.0  # also for how long a damaged file is kept, whose records may be due any moment
 # The records of one side of a route; `held_out` by the split against the gate's fraction.
 _SIDE = {
     held_out: f"FROM records INDEXED BY records_by_route WHERE route = ? AND split {sign} ?"
@@ -104,8 +105,8 @@ class Buffer:
     A conversation, by `Record.document` or else by the prompt, is on the same side of the held-out
     split for ever (for one `gate_fraction`).
     `fingerprints`: of what the records are made with, by configuration key; a new file keeps them.
-    None: whoever opens it does not ask. Raises ValueError, one line, for a file with other ones, of
-    another format, or damaged; OSError where the file cannot be opened or written.
+    None: whoever opens it does not ask. Raises ValueError, one line, for a file with other ones or
+    of another format; OSError where the file cannot be opened or written.
     """
 
     path: Path
@@ -124,7 +125,7 @@ class Buffer:
         for statement in TABLES.split(";"):
             connection.execute(statement)
         # Ids of a new file begin at its time in milliseconds, so that they come after those of
-        # a file that was moved away, and nobody who waits for higher ones waits on.
+        # the file whose place it may have taken, and nobody who waits for higher ones waits on.
         first = max(0, int(1000 * self.clock()))
         if not connection.execute("SELECT count(*) FROM sqlite_sequence").fetchone()[0]:
             connection.execute("INSERT INTO sqlite_sequence VALUES ('records', ?)", (first,))
@@ -255,17 +256,21 @@ class Buffer:
     def maintain(self) -> None:
         """Delete what is too old or too much, really: no deleted token stays in the files.
 
+        Files that were set aside go after a day: how old their records are cannot be known.
         Call it now and then, with or without traffic. Raises OSError as `append`.
         """
-        self._grown = 0
-        oldest = self.clock() - self.settings.retention_days * _DAY
+        now, self._grown = self.clock(), 0
+        keep_seconds = self.settings.retention_days * _DAY
         with self._database.writing() as connection:
-            connection.execute("DELETE FROM records WHERE kept < ?", (oldest,))
+            connection.execute("DELETE FROM records WHERE kept < ?", (now - keep_seconds,))
             share = self._share(connection)
             room = {"newest": (1 - _OLDER) * share, "older": _OLDER * share}
             connection.execute(TOO_MUCH, room)
         if not self._database.shrink():
             _log.warning("%s: a reader is busy, the log is emptied later", self.path)
+        for aside in self.path.parent.glob(f"{self.path.name}.damaged*"):
+            if now - aside.stat().st_mtime > min(_DAY, keep_seconds):
+                aside.unlink()
 
     def _share(self, connection: sqlite3.Connection) -> float:
         """Bytes of content that a route has room for, by how full the file's pages are now."""

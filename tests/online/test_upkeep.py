@@ -1,7 +1,9 @@
 """Room and retention: the newest stay, the sample of the others is even, the file is bounded."""
 
+import os
 import random
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,4 +138,27 @@ def test_what_is_deleted_is_not_in_the_files_any_more(tmp_path: Path) -> None:
     assert all(traces(number) for number in range(150, 200))
     assert (tmp_path / "b.sqlite-wal").stat().st_size == 0
     assert (tmp_path / "b.sqlite").stat().st_size < 200_000
+    buffer.close()
+
+
+def test_files_that_were_set_aside_hold_text_too_and_go_after_a_day(tmp_path: Path) -> None:
+    """Their oldest records were as old as any may be when they were set aside."""
+    clock = Clock()
+    clock.seconds = time.time() - 9 * DAY  # files are stamped by the machine's
+    path, aside = tmp_path / "b.sqlite", tmp_path / "b.sqlite.damaged"
+
+    def opened() -> Buffer:
+        return Buffer(path, settings(retention_days=10), clock=clock)
+
+    buffer = opened()
+    buffer.append(entries(range(9)))
+    buffer.close()
+    clock.pass_time(9 * DAY)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    os.utime(path, (clock.seconds - 5 * DAY,) * 2)  # of its last write, when nobody set it aside
+    buffer = opened()
+    for hours, there in ((0, True), (20, True), (7, False)):
+        clock.pass_time(3600 * hours)
+        buffer.maintain()
+        assert aside.exists() == there
     buffer.close()

@@ -80,8 +80,8 @@ def decoded(pair: str, parts: Parts, rule: str, *, gamma: int, seed: int) -> lis
     rows.state.row = torch.arange(PROMPTS * SAMPLES)
     while not rows.state.done.all():
         rows.play()
-    ids = rows.state.tokens[:, len(START) : len(START) + TOKENS].tolist()
-    answers = [Answer([*map(str, row)], []) for row in ids]
+    ids = rows.state.tokens[:, len(START) : len(START) + TOKENS].numpy()
+    answers = [Answer(row, []) for row in np.array([*"01234567"])[ids].tolist()]
     return [answers[at : at + SAMPLES] for at in range(0, len(answers), SAMPLES)]
 
 
@@ -136,7 +136,7 @@ def drawn(
         ids = draw.integers(0, 3, (count, 3))
         ids[:, 0] = ids[:, 0] > 0
         ids[draw.random(count) < share, 1:] = 0
-        made.append([Answer(row, []) for row in ids.astype(str).tolist()])
+        made.append([Answer(row, []) for row in np.array([*"012"])[ids].tolist()])
     return made
 
 

@@ -17,11 +17,6 @@ def card():
     return model_card(judged(), target="some/target", name="chats")
 
 
-def test_a_card_states_the_whole_sampling_under_which_its_numbers_hold(card):
-    assert "temperature 1, top-k 20, top-p 0.95, batch 1" in " ".join(card.split())
-    assert "repetition" not in card
-
-
 def test_a_card_begins_with_what_the_hub_reads_and_names_target_and_experiment(card):
     _, head, body = card.split("---\n", 2)
     assert 'base_model: "some/target"' in head.splitlines()
@@ -89,9 +84,3 @@ def test_the_lines_for_transformers_run(tmp_path, capsys):
     )
     exec(code, {})
     assert capsys.readouterr().out.startswith("Once upon a time")
-
-
-def test_a_card_says_that_engines_do_not_know_the_ids_that_a_drafter_keeps_to(card):
-    assert "kept_ids" not in card
-    text = model_card(judged(kept_ids=4096), target=None, name="chats")
-    assert "proposes 4,096 ids alone (kept_ids.json)" in text.partition("## In your engine")[2]

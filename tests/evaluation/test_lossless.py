@@ -13,7 +13,6 @@ from draftkit.decoding.generation import Completion, decode, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation import lossless
 from draftkit.evaluation.lossless import (
-    NOT_CHECKED,
     Losslessness,
     binomial_tail,
     differ_by_rounding,
@@ -208,17 +207,6 @@ def test_the_tail_of_the_test_is_counted_exactly():
     assert binomial_tail(10, 0) == 2**-10
     assert binomial_tail(0, 5) == 1
     assert math.isclose(binomial_tail(3, 1), 5 / 16)
-
-
-def test_what_was_not_checked_is_neither_right_nor_wrong():
-    assert NOT_CHECKED.as_dict() == {
-        "method": "not checked",
-        "statistic": None,
-        "p_value": None,
-        "passed": None,
-        "compared": 0,
-        "near_ties": 0,
-    }
 
 
 def test_answers_of_an_encoder_decoder_model_are_read_again_as_others():

@@ -146,7 +146,8 @@ class Disk:
         self.queued.append(queued)
 
     def maintain(self) -> None:
-        pass
+        if self.fails is not None:
+            raise self.fails
 
 
 Make = Callable[[], Adapter]

@@ -1,7 +1,7 @@
 """Servers of other people's engines, started on an exported pair with the options of `export`.
 
 They listen on this machine only, send no usage statistics, and end with their block. All compute in
-float32, one request at a time.
+float32.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ from tests.engines.gguf import write_gguf
 HOST = "127.0.0.1"
 START_SECONDS = 600.0  # an engine may compile before it answers
 DRAFTS = {"vllm": ("argmax", "probabilistic"), "llamacpp": ("argmax",)}  # by engine, as it can
+NOTHING = "nothing"  # is drafted
 PLUGIN = "vllm_expand"
 GGUF = "{}-f32.gguf"
 
@@ -36,8 +37,9 @@ GGUF = "{}-f32.gguf"
 class Launch:
     """What is started, and how.
 
-    folder: of the exported pair. drafts: one of `DRAFTS`. length: the most tokens of a prompt with
-    its answer. plugin: of vLLM. The engine's own lines go to `engine.log` in the folder.
+    folder: of the exported pair. drafts: one of `DRAFTS`, or NOTHING for vLLM without a drafter.
+    length: the most tokens of a prompt with its answer. plugin: of vLLM. rows: that vLLM decodes at
+    once. The engine's own lines go to `engine.log` in the folder.
     """
 
     folder: Path
@@ -46,6 +48,7 @@ class Launch:
     drafts: str
     length: int
     plugin: str = ""
+    rows: int = 1
 
     @property
     def log(self) -> Path:
@@ -72,11 +75,16 @@ def vllm(launch: Launch, port: int) -> list[str]:
     options = vllm_options(str(drafter), launch.gamma, parallel=parallel)
     if launch.drafts == "argmax":
         del options["draft_sample_method"]  # its default
+    speculation = ("--speculative-config", json.dumps(options))
     return [
         *(str(FOLDER / "vllm" / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(launch.target), "--host", HOST, "--port", str(port)),
-        *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "1"),
-        *("--max-model-len", str(launch.length), "--speculative-config", json.dumps(options)),
+        *("--dtype", "float32", "--enforce-eager", "--max-num-seqs", str(launch.rows)),
+        *(
+            "--max-model-len",
+            str(launch.length),
+            *(speculation if launch.drafts != NOTHING else ()),
+        ),
     ]
 
 

@@ -6,6 +6,7 @@ Run by `pytest -m engines` after `make engines`; an engine that is not installed
 import os
 import re
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from transformers import AutoModelForCausalLM
 from draftkit.config import SamplingConfig, TargetConfig
 from draftkit.engines.launch import onnx
 from draftkit.models.loading import load_tokenizer, save_model
+from pipelines.command import launch
+from pipelines.configuration import compose_config
+from pipelines.plan import CERTIFY
 from tests import tiny
 from tests.engines import study
 from tests.engines.environments import FOLDER, missing
 from tests.engines.pairs import EMBEDDED, ROWS, SHAPES, text_rows, trained
-from tests.engines.servers import DRAFTS, Launch, export_pair, serving
+from tests.engines.servers import DRAFTS, NOTHING, PLUGIN, Launch, export_pair, serving
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
 
@@ -84,6 +88,48 @@ def test_greedy_answers_are_the_targets_own(
     launch = Launch(folder=tmp_path, target=target, gamma=4, drafts=DRAFTS[engine][-1], length=128)
     with serving(engine, launch) as url, httpx.Client(base_url=url, timeout=300) as client:
         assert [greedy(client, engine, prompt) for prompt in prompts] == own
+
+
+@pytest.mark.parametrize(("plugin", "certified"), [("", False), (PLUGIN, True)])
+def test_the_certificate_fails_vllms_broken_kernel_and_passes_the_mended_one(
+    tmp_path: Path, pairs: dict[str, Path], plugin: str, certified: bool
+) -> None:
+    installed("vllm")
+    target, draft = (pairs["llama"] / side for side in ("target", "draft"))
+    sides = {}
+    with ExitStack() as stack:
+        for side, drafts in (("with", "probabilistic"), ("without", NOTHING)):
+            export_pair("vllm", tmp_path / side, target, draft, gamma=4)
+            one = Launch(
+                folder=tmp_path / side,
+                target=target,
+                gamma=4,
+                drafts=drafts,
+                length=128,
+                plugin=plugin,
+                rows=32,
+            )
+            sides[side] = stack.enter_context(serving("vllm", one))
+        summary = launch(
+            CERTIFY,
+            compose_config(
+                [
+                    *("+experiment=evaluate_pair", "name=certificate", "data=corpus"),
+                    *(f"root={tmp_path}", "tracker=none", "decode.gamma=4"),
+                    *(f"target.path={target}", f"draft.path={draft}", "sampling.temperature=1"),
+                    *(
+                        "data.max_length=64",
+                        "data.max_rows=300",
+                        "evaluate.prompts=24",
+                        "evaluate.max_new_tokens=32",
+                    ),
+                    *(f"certify.{side}={url}" for side, url in sides.items()),
+                    "evaluate.batch_size=32",
+                ]
+            ),
+        )
+    assert summary["greedy"]["passed"]
+    assert summary["certified"] is certified
 
 
 def greedy(client: httpx.Client, engine: str, prompt: list[int]) -> list[int]:

@@ -21,17 +21,12 @@ from torch import Tensor
 
 from draftkit.decoding import round as units
 from draftkit.decoding.feeding import feed, feed_encoders
-from draftkit.decoding.gamma import GammaPolicy
-from draftkit.decoding.graphs import (
-    COMPILED_BUCKET,
-    FREEZE_BYTES,
-    Units,
-    can_pack,
-)
+from draftkit.decoding.gamma import AdaptiveGamma
+from draftkit.decoding.graphs import COMPILED_BUCKET, FREEZE_BYTES, Units, can_pack
 from draftkit.decoding.proposers import Proposal, Proposer
 from draftkit.decoding.results import (
     Launched,
-    Packed,
+    Outcome,
     RoundResult,
     RoundSeconds,
     read,
@@ -47,7 +42,6 @@ from draftkit.decoding.state import (
     group_shape,
     make_group,
     tokens_needed,
-    with_gammas,
 )
 from draftkit.models.adapter import Adapter, parts_of
 from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
@@ -66,10 +60,13 @@ class Decoder:
     compiled units (`graphs`), `captured` as CUDA graphs of eager code (elsewhere: as they are),
     both with the same results for the same noise, in batches of `batch_sizes` (default: a few) or
     of all slots: each size is code of its own. `late` lets `round` return what the round before it
-    did, so that the device never waits for the host (default: on CUDA, without a clock). `top_k` is
-    how many of the target's likeliest ids results name. `clock` fills `RoundResult.seconds`:
-    differences of what it returns are seconds.
+    did, so that the device never waits for the host (default: on CUDA). `top_k` is how many of the
+    target's likeliest ids results name. Set between rounds: `gamma_policy`, and a `clock` that
+    fills `RoundResult.seconds`, since differences of what it returns are seconds.
     """
+
+    gamma_policy: AdaptiveGamma | None = None
+    clock: Callable[[], Any] | None = None
 
     def __init__(
         self,
@@ -80,30 +77,26 @@ class Decoder:
         eos_token_ids: Sequence[int] = (),
         verification: str = "speculative",
         noise_function: NoiseFunction = noise.uniform,
-        gamma_policy: GammaPolicy | None = None,
         compiled: bool = False,
         captured: bool = False,
         batch_sizes: Sequence[int] | None = None,
         late: bool | None = None,
         top_k: int = 0,
-        clock: Callable[[], Any] | None = None,
     ) -> None:
         self.target = target
         self._on_cuda = target.device.type == "cuda"
         self.capacity = capacity = rounded_capacity(capacity, target.device)
-        self.clock = clock
         self.verification = verification
         self.verifier = VERIFIERS[verification]
         self.mode = SAMPLED_MODES[verification]
         self.noise = noise_function
         self.top_k = min(top_k, target.vocab_size - 1)
-        self.gamma_policy = gamma_policy
         self.eos_token_ids = torch.tensor(
             list(eos_token_ids), dtype=torch.long, device=target.device
         )
         self.cache = SlotCache(slots, capacity, capacity if target.has_encoder else 0)
         self.state = DecodeState.empty(slots, capacity, target.device)
-        self.late = self._on_cuda and clock is None if late is None else late
+        self.late = self._on_cuda if late is None else late
         self._units = Units(
             compiled=compiled, captured=captured, sizes=batch_sizes, device=target.device
         )
@@ -221,7 +214,11 @@ class Decoder:
             self._running = self._groups()
         unread = len(self._pending)
         results = []
-        for group in with_gammas(self._running, self.gamma_policy):
+        for group in self._running:
+            if group.adapts and self.gamma_policy is not None:
+                batch = len(group.members)
+                chosen = self.gamma_policy.choose(batch=batch, most=group.gamma)
+                group = replace(group, gamma=chosen)
             self._pending.append(self._launch(group))
             if not self.late:
                 results.append(self._read(self._pending.popleft()))
@@ -255,11 +252,11 @@ class Decoder:
         inputs = RoundInputs(group, visible)
         proposal, version = self._propose(inputs)
         ticks.append(self._tick())
-        packed = self._verify(inputs._replace(proposal=proposal))
+        outcome = self._verify(inputs._replace(proposal=proposal))
         ticks.append(self._tick())
         for slot in held:
             slot.rounds += 1
-        return Launched(group, held, version, ticks, *to_host(packed))
+        return Launched(group, held, version, ticks, *to_host(outcome))
 
     def _tick(self) -> Any:
         return self.clock() if self.clock is not None else 0.0
@@ -297,7 +294,7 @@ class Decoder:
         )
         return proposal, version
 
-    def _verify(self, inputs: RoundInputs) -> Packed:
+    def _verify(self, inputs: RoundInputs) -> Outcome:
         proposal = inputs.proposal
         assert proposal is not None
         sampled = None if proposal.draft_probs is None else proposal.draft_probs.dtype
@@ -306,7 +303,7 @@ class Decoder:
             self._packed.add(key)
         frozen = key in self._packed
         return self._units.run(
-            units.verify_and_pack,
+            units.verify,
             self,
             inputs,
             key=key,

@@ -8,29 +8,11 @@ Every choice is lossless: it depends only on rounds that are already committed, 
 noise, the proposals or the target's pass of the round that it is made for. Given the past, a round
 verifies a number of proposals that was fixed beforehand, and that is exact for each number. Only
 the law is kept, not the sample: another schedule reads other noise.
-
-Policies are deterministic and measure nothing: rounds are reported to them.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from draftkit.theory.speedup import Costs, best_gamma
-
-
-class GammaPolicy(Protocol):
-    """Consulted before every round of a batch, and shown what came of it."""
-
-    def choose(self, *, batch: int, most: int) -> int:
-        """The number of tokens, 0..most, that each of `batch` rows proposes next. Changes nothing.
-
-        0 is a plain step.
-        """
-        ...
-
-    def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
-        """Take in a finished round: proposals kept by each row that had `gamma` of them."""
-        ...
 
 
 class AdaptiveGamma:
@@ -44,30 +26,21 @@ class AdaptiveGamma:
     Plain rounds observe nothing but age the evidence. After `probe_after` of them gamma 1 is tried
     for one round; while such probes find no acceptance that would pay, the wait doubles up to
     `probe_at_most`. Nothing is tried where even alpha = 1 would not pay.
-    costs: by batch size; ValueError if there are none. steps: numbers to keep to beside 0, since
-    each may be compiled code of its own (default: all).
+    costs: by batch size. steps: numbers to keep to beside 0, since each may be compiled code of its
+    own (default: all). It measures nothing: rounds are reported to it.
     """
 
-    def __init__(
-        self,
-        costs: dict[int, Costs],
-        *,
-        steps: Sequence[int] | None = None,
-        decay: float = 0.98,
-        probe_after: int = 8,
-        probe_at_most: int = 128,
-    ) -> None:
-        if not costs:
-            raise ValueError("costs is empty; measure one batch size at least")
+    decay = 0.98
+    probe_after = 8
+    probe_at_most = 128
+
+    def __init__(self, costs: dict[int, Costs], *, steps: Sequence[int] | None = None) -> None:
         self.costs = costs
         self.steps = None if steps is None else sorted({0, *steps})
-        self.decay = decay
-        self.probe_after = probe_after
-        self.probe_at_most = probe_at_most
         self._accepted = 0.0  # decayed
         self._tests = 0.0  # decayed
         self._plain_rounds = 0  # since the last round that proposed
-        self._wait = probe_after
+        self._wait = self.probe_after
 
     @property
     def alpha(self) -> float:
@@ -75,6 +48,10 @@ class AdaptiveGamma:
         return (self._accepted + 1) / (self._tests + 2)
 
     def choose(self, *, batch: int, most: int) -> int:
+        """The number of tokens, 0..most, that each of `batch` rows proposes next. Changes nothing.
+
+        0 is a plain step.
+        """
         costs = costs_at(self.costs, batch)
         gamma = _best(self.alpha, costs, most)
         if gamma == 0 and self._plain_rounds >= self._wait and _best(1.0, costs, most) > 0:
@@ -82,6 +59,7 @@ class AdaptiveGamma:
         return gamma if self.steps is None else max(n for n in self.steps if n <= gamma)
 
     def observe(self, *, gamma: int, accepted: Sequence[int]) -> None:
+        """Take in a finished round: proposals kept by each row that had `gamma` of them."""
         if gamma == 0:
             self._plain_rounds += 1
         elif accepted:

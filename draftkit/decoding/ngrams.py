@@ -26,17 +26,13 @@ LARGEST_BIGRAM_VOCABULARY = 8192  # a table of 256 MiB
 _MULTIPLIER = 0x7FEB352D  # odd; its powers weigh the tokens of a context
 
 
-def count_table(
-    texts: Iterable[Sequence[int]], *, vocab_size: int, order: int, smoothing: float = 1.0
-) -> Tensor:
+def count_table(texts: Iterable[Sequence[int]], *, vocab_size: int, order: int) -> Tensor:
     """Log-probabilities of the next token: [V] of order 1, [V, V] by the last token of order 2.
 
-    Each token has `smoothing` counts of nothing: of order 1 they are spread evenly, of order 2 as
-    the tokens of order 1 (the mean of a Dirichlet prior; MacKay and Peto 1995). Returns float32.
-    Raises ValueError for another order, and where a [V, V] table would be too large.
+    Each row has one count of nothing: of order 1 it is spread evenly, of order 2 as the tokens of
+    order 1 (the mean of a Dirichlet prior; MacKay and Peto 1995). Returns float32. Raises
+    ValueError where a [V, V] table would be too large.
     """
-    if order not in (1, 2):
-        raise ValueError(f"order={order}: tables count single tokens (1) or pairs (2)")
     if order == 2 and vocab_size > LARGEST_BIGRAM_VOCABULARY:
         raise ValueError(
             f"a bigram table of {vocab_size} x {vocab_size} tokens would take "
@@ -51,12 +47,12 @@ def count_table(
         if order == 2:
             followed = ids[:-1] * vocab_size + ids[1:]
             pairs.index_add_(0, followed, torch.ones(len(followed)))
-    law = (singles + smoothing / vocab_size) / (singles.sum() + smoothing)
+    law = (singles + 1 / vocab_size) / (singles.sum() + 1)
     if order == 1:
         return law.log()
     pairs = pairs.view(vocab_size, vocab_size)
     totals = pairs.sum(1, keepdim=True)
-    return pairs.add_(smoothing * law).div_(totals + smoothing).log_()
+    return pairs.add_(law).div_(totals + 1).log_()
 
 
 class CountTable(Proposer):
@@ -73,7 +69,7 @@ class CountTable(Proposer):
             rows = self.table.expand(len(token), -1) if self.table.dim() == 1 else self.table[token]
             return rows[:, None]
 
-        return draw(view, gamma, first=after(view.last_two[:, 1], -1), after=after)
+        return draw(view, gamma, after)
 
 
 class PromptLookup(Proposer):
@@ -85,7 +81,6 @@ class PromptLookup(Proposer):
     """
 
     def __init__(self, *, max_ngram: int = 3, min_ngram: int = 1) -> None:
-        _check_orders(max_ngram, min_ngram)
         self.max_ngram = max_ngram
         self.min_ngram = min_ngram
 
@@ -112,7 +107,7 @@ class PromptLookup(Proposer):
 class NgramMemory(Proposer):
     """What followed the last tokens in past answers, longest context first.
 
-    A hash table of `cells` cells for each length of context from `min_ngram` to `max_ngram`: a cell
+    A hash table of `cells` cells for each length of context from 1 to `max_ngram`: a cell
     holds the number of a context and the token that followed it last. Contexts that share a cell
     overwrite each other; those that share a number as well, few of many millions, are taken for
     each other.
@@ -122,12 +117,10 @@ class NgramMemory(Proposer):
         self,
         *,
         max_ngram: int = 4,
-        min_ngram: int = 1,
         cells: int = 1 << 18,
         device: torch.device | str | None = None,
     ) -> None:
-        _check_orders(max_ngram, min_ngram)
-        self._orders = torch.arange(min_ngram, max_ngram + 1, device=device)
+        self._orders = torch.arange(1, max_ngram + 1, device=device)
         powers = [pow(_MULTIPLIER, n + 1, 1 << 31) for n in range(max_ngram)]
         self._weights = torch.tensor(powers, device=device)  # [C]
         self._cells = cells - 1  # an odd number: the rest of a division depends on all bits
@@ -175,10 +168,4 @@ class NgramMemory(Proposer):
     def _look_up(self, recent: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers [N, O] of the contexts `recent` [N, C], newest first, and their cells."""
         sums = ((recent + 1) * self._weights).cumsum(1)  # below 2^63 for ids below 2^24
-        numbers = sums[:, self._orders - 1]
-        return numbers, self._starts + numbers % self._cells
-
-
-def _check_orders(max_ngram: int, min_ngram: int) -> None:
-    if not 1 <= min_ngram <= max_ngram:
-        raise ValueError(f"n-grams of {min_ngram} to {max_ngram} tokens: give 1 <= min <= max")
+        return sums, self._starts + sums % self._cells

@@ -11,6 +11,7 @@ written to; those that are applied to the same states are joined.
 """
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,13 +71,19 @@ def by_layers(
         setattr(whole, name, called)
     flat = [i for joined in joined_inputs for i in joined]
     packed: list[Tensor] = []
-    versions: list[int] = []
+    state: list[tuple[Any, int]] = []  # of the weights that `packed` is made of
+
+    def forget(_: Any) -> None:
+        packed.clear()
+        state.clear()
 
     def run(*arguments: Any) -> Any:
-        now = [_version(arguments[i]) for i in flat]
-        if now != versions:
+        weights = [arguments[i] for i in flat]
+        known = zip(state, weights, strict=True) if state else ()
+        # Models of one shape share a graph: their weights may be as often written to.
+        if not known or any(r() is not w or v != _version(w) for (r, v), w in known):
             packed[:] = [_pack([arguments[i] for i in joined]) for joined in joined_inputs]
-            versions[:] = now
+            state[:] = [(weakref.ref(weight, forget), _version(weight)) for weight in weights]
         return whole.forward(*arguments, *packed)
 
     return run

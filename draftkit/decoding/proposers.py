@@ -112,18 +112,17 @@ def undecided(logits: Tensor, i: int) -> Tensor:
     return logits
 
 
-def draw(
-    view: RoundView, gamma: int, *, first: Tensor, after: Callable[[Tensor, int], Tensor]
-) -> Proposal:
+def draw(view: RoundView, gamma: int, after: Callable[[Tensor, int], Tensor]) -> Proposal:
     """Draw `gamma` tokens one after the other from the served law of a model's logits.
 
-    first: [B, 1, V], for the first token; after(token, i): [B, 1, V], those that follow proposal
-    i, which is `token` [B]. Where all rows are greedy the proposals are one-hot.
+    after(token, i): [B, 1, V], the logits for proposal i, which follows `token` [B]. Where all rows
+    are greedy the proposals are one-hot.
     """
-    params, seen, logits = view.group.params, view.seen, first
+    params, seen, token = view.group.params, view.seen, view.last_two[:, 1]
     uniforms = view.uniform(count=gamma, purpose=DRAFT)  # [B, K]
     tokens, draft_probs = [], []
     for i in range(gamma):
+        logits = after(token, i)
         probs = warp(logits, params, None if seen is None else seen[:, None])[:, 0]  # [B, V]
         greedy = view.group.greedy
         token = probs.argmax(-1) if greedy else sample(probs=probs, uniform=uniforms[:, i])
@@ -131,8 +130,6 @@ def draw(
         draft_probs.append(probs)
         if seen is not None:
             seen = seen.scatter(1, token[:, None], True)
-        if i + 1 < gamma:
-            logits = after(token, i)
     return Proposal(
         tokens=torch.stack(tokens, dim=1),
         draft_probs=None if view.group.greedy else torch.stack(draft_probs, dim=1),
@@ -173,14 +170,25 @@ class DraftModelProposer(Proposer):
         self.draft.prefill(tokens, positions=positions, cache=cache)
 
     def propose(self, view: RoundView, gamma: int, decide: Decide = undecided) -> Proposal:
+        """Read on to the end of the text, and over each proposal but the last.
+
+        Feeds the last *two* tokens: after full acceptance the cache lacks the last proposal, and
+        otherwise writing its slot again is harmless, so no branch is needed.
+        """
         view = self.served(view)
-        first, after = self.reading(view)
-        return draw(
-            view,
-            gamma,
-            first=decide(first, 0),
-            after=lambda token, i: decide(after(token, i), i + 1),
-        )
+        cache = self.cache(view)
+
+        def after(token: Tensor, i: int) -> Tensor:
+            if i == 0:
+                offsets = torch.arange(-2, 0, device=view.length.device)
+                positions = (view.length[:, None] + offsets).clamp(min=0)  # [B, 2]
+                logits = self.draft.step(view.last_two, positions=positions, cache=cache, last=1)
+                return decide(logits, 0)
+            # A filler's text may end anywhere: it must not reach beyond the cache.
+            positions = (view.length + i - 1).clamp(max=cache.capacity - 1)[:, None]
+            return decide(self.draft.step(token[:, None], positions=positions, cache=cache), i)
+
+        return draw(view, gamma, after)
 
     def served(self, view: RoundView) -> RoundView:
         """`view` with the sampling that the draft's tokens are chosen by."""
@@ -190,24 +198,6 @@ class DraftModelProposer(Proposer):
     def cache(self, view: RoundView) -> SlotCache:
         """The draft's cache of the rows of `view`."""
         return self._cache.select(view.group.rows, visible=view.visible)
-
-    def reading(self, view: RoundView) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:
-        """Read on to the end of the text; return `first` and `after` as `draw` needs them.
-
-        Feeds the last *two* tokens: after full acceptance the cache lacks the last proposal, and
-        otherwise writing its slot again is harmless, so no branch is needed.
-        """
-        cache = self.cache(view)
-        offsets = torch.arange(-2, 0, device=view.length.device)
-        positions = (view.length[:, None] + offsets).clamp(min=0)  # [B, 2]
-        first = self.draft.step(view.last_two, positions=positions, cache=cache, last=1)
-
-        def after(token: Tensor, i: int) -> Tensor:
-            # A filler's text may end anywhere: it must not reach beyond the cache.
-            positions = (view.length + i).clamp(max=cache.capacity - 1)[:, None]
-            return self.draft.step(token[:, None], positions=positions, cache=cache)
-
-        return first, after
 
     def weights(self) -> dict[str, Tensor]:
         return self.draft.weights()

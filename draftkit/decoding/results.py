@@ -15,15 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftkit.decoding.graphs import map_tensors, tensors_of
 from draftkit.decoding.state import Group, Slot
-
-REPORTED = 5  # columns of a report
 
 
 class Outcome(NamedTuple):
     """What verification yields, as `RoundResult` has it; garbage in inactive rows."""
 
-    report: Tensor  # [B, REPORTED] int64: emitted, committed, ended, done, valid proposals
+    report: Tensor  # [B, 5] int64: emitted, committed, ended, done, valid proposals
     tokens: Tensor
     draft_tokens: Tensor
     acceptance: Tensor
@@ -33,41 +32,6 @@ class Outcome(NamedTuple):
     topk_ids: Tensor | None = None
     topk_log_probs: Tensor | None = None
     tail_mass: Tensor | None = None
-
-
-class Packed(NamedTuple):
-    """An outcome in two tensors: two copies bring all of it."""
-
-    integers: Tensor  # [B, I] int64
-    numbers: Tensor  # [B, F] of the outcome's floats, in the widest of their precisions
-
-    def select(self, rows: Tensor) -> "Packed":
-        return Packed(self.integers[rows], self.numbers[rows])
-
-
-def pack(outcome: Outcome) -> Packed:
-    """The parts of `outcome` side by side, in their order."""
-    parts = [part.flatten(1) for part in outcome if part is not None]
-    integers = [part for part in parts if part.dtype == torch.long]
-    numbers = [part for part in parts if part.dtype != torch.long]
-    return Packed(torch.cat(integers, dim=1), torch.cat(numbers, dim=1))
-
-
-def unpack(packed: Packed, *, gamma: int) -> Outcome:
-    """What was packed of a round with `gamma` proposals a row."""
-    wide = gamma + 1
-    likeliest = packed.integers.shape[1] - REPORTED - wide - gamma
-    report, tokens, draft_tokens, ids = packed.integers.split(
-        [REPORTED, wide, gamma, likeliest], dim=1
-    )
-    acceptance, log_probs, log_sum_exp, served, log_probs_of_ids, tail = packed.numbers.split(
-        [gamma, wide, wide, wide, likeliest, wide if likeliest else 0], dim=1
-    )
-    outcome = Outcome(report, tokens, draft_tokens, acceptance, log_probs, log_sum_exp, served)
-    if likeliest == 0:
-        return outcome
-    ids, log_probs_of_ids = (part.unflatten(1, (wide, -1)) for part in (ids, log_probs_of_ids))
-    return outcome._replace(topk_ids=ids, topk_log_probs=log_probs_of_ids, tail_mass=tail)
 
 
 class RoundSeconds(NamedTuple):
@@ -125,33 +89,40 @@ class Launched(NamedTuple):
     held: list[Slot]  # what its slots held, in their order
     proposer_version: str
     ticks: list[float]
-    packed: Packed  # on the host, to be read after `ready`
+    outcome: Outcome  # on the host, to be read after `ready`
     ready: torch.cuda.Event | None
 
 
-def to_host(packed: Packed) -> tuple[Packed, torch.cuda.Event | None]:
-    """Queue copies to the host of what is on a device, which may then be written over."""
-    if not packed.integers.is_cuda:
-        return packed, None
-    on_host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in packed]
-    for copy, tensor in zip(on_host, packed, strict=True):
-        copy.copy_(tensor, non_blocking=True)
+def to_host(outcome: Outcome) -> tuple[Outcome, torch.cuda.Event | None]:
+    """Queue a copy to the host of what is on a device, which may then be written over.
+
+    One of all parts, since each copy is a call of its own: the widest first, so that every part
+    begins where its type may lie.
+    """
+    if not outcome.report.is_cuda:
+        return outcome, None
+    parts = sorted(tensors_of(outcome), key=lambda part: part.itemsize, reverse=True)
+    joined = torch.cat([part.flatten().view(torch.int8) for part in parts])
+    on_host = torch.empty(joined.shape, dtype=torch.int8, pin_memory=True)
+    on_host.copy_(joined, non_blocking=True)
     ready = torch.cuda.Event()
-    ready.record(torch.cuda.current_stream(packed.integers.device))
-    return Packed(*on_host), ready
+    ready.record(torch.cuda.current_stream(outcome.report.device))
+    bytes_of = dict(zip(map(id, parts), on_host.split([p.nbytes for p in parts]), strict=True))
+    return map_tensors(lambda p: bytes_of[id(p)].view(p.dtype).view(p.shape), outcome), ready
 
 
 def read(launched: Launched, slots: Mapping[int, Slot]) -> RoundResult:
     """The rows of a launched round that moved and whose requests are still in `slots`."""
-    group, packed = launched.group, launched.packed
+    group, outcome = launched.group, launched.outcome
     if launched.ready is not None:
         launched.ready.synchronize()  # what the device does later is not awaited
-    emitted = packed.integers[:, 0].tolist()
+    emitted = outcome.report[:, 0].tolist()
     members = zip(group.members.items(), launched.held, strict=True)
     kept = [(n, row) for (n, row), held in members if slots.get(n) is held and emitted[row] > 0]
     if len(kept) < len(emitted):
-        packed = packed.select(torch.tensor([row for _, row in kept], dtype=torch.long))
-    tensors = unpack(packed, gamma=group.gamma)._asdict()
+        rows = torch.tensor([row for _, row in kept], dtype=torch.long)
+        outcome = map_tensors(lambda part: part[rows], outcome)
+    tensors = outcome._asdict()
     emitted, committed, ended, done, lengths = tensors.pop("report").T.tolist()
     return RoundResult(
         slots=[number for number, _ in kept],

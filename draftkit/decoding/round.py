@@ -23,7 +23,7 @@ from torch import Tensor
 
 from draftkit.decoding.graphs import map_tensors
 from draftkit.decoding.proposers import Proposal, Proposer
-from draftkit.decoding.results import Outcome, Packed, pack
+from draftkit.decoding.results import Outcome
 from draftkit.decoding.state import DecodeState, Group, NoiseFunction, RoundView, text_of
 from draftkit.models.adapter import Adapter
 from draftkit.models.cache import SlotCache
@@ -111,11 +111,6 @@ def _target_pass(bench: Bench, view: RoundView, proposal: Proposal) -> Tensor:
     positions = positions.clamp(max=bench.cache.capacity - 1)  # fillers may stand anywhere
     cache = bench.cache.select(view.group.rows, visible=view.visible)
     return bench.target.step(tokens, positions=positions, cache=cache)
-
-
-def verify_and_pack(bench: Bench, inputs: RoundInputs) -> Packed:
-    """`verify`, its outcome packed."""
-    return pack(verify(bench, inputs))
 
 
 def round_view(bench: Bench, inputs: RoundInputs) -> RoundView:

@@ -8,14 +8,13 @@ Shapes: S slots, B rows of a group, L tokens a row can hold, K proposed tokens, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding.gamma import GammaPolicy
 from draftkit.decoding.graphs import Units, batch_size
 from draftkit.theory import noise
 from draftkit.theory.warping import SamplingParams, seen_tokens
@@ -239,23 +238,6 @@ def make_group(
         proposer_id=proposer_id,
         most=gamma,
     )
-
-
-def with_gammas(groups: Sequence[Group], policy: GammaPolicy | None) -> list[Group]:
-    """`groups` with the gamma of a round: for all that adapt what `policy` chooses for the largest.
-
-    So drafters that are compared on the same traffic propose alike. Were the few rows of one given
-    a larger gamma, its deeper positions, reached in easier contexts, would raise its mean.
-    """
-    if policy is None:
-        return list(groups)
-    batch = max((len(group.members) for group in groups if group.adapts), default=1)
-    return [
-        replace(group, gamma=policy.choose(batch=batch, most=group.gamma))
-        if group.adapts
-        else group
-        for group in groups
-    ]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.gamma import AdaptiveGamma, GammaPolicy
+from draftkit.decoding.gamma import AdaptiveGamma
 from draftkit.decoding.generation import Completion, record
 from draftkit.decoding.proposers import Proposer
 from draftkit.decoding.results import RoundSeconds
@@ -192,7 +192,7 @@ def between(meters: Sequence[Meter], turns: int = CALIBRATION_TURNS) -> Callable
     return before
 
 
-def measured_policy(decoder: Decoder, proposer_id: str, gamma: int) -> GammaPolicy:
+def measured_policy(decoder: Decoder, proposer_id: str, gamma: int) -> AdaptiveGamma:
     """A policy up to `gamma` by the measured costs of an idle `decoder` and one of its proposers.
 
     At few gammas and batch sizes (one row, a quarter of the slots, all), since each may be compiled

@@ -122,25 +122,26 @@ class Adapter(nn.Module, ABC):
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
         """Fill slots `positions` [B, N] of the cache; the head is not run."""
 
-    @abstractmethod
     def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
         """Return logits [M, V] at the M true positions of `keep` [B, T] of `tokens` [B, T].
 
         The head runs on the kept positions only. Rows are padded on the right, so padding is
         never seen by a kept position and needs no mask.
         """
+        states, head = self.states(tokens, keep), self.head
+        return states if head is None else head(states)
 
+    @abstractmethod
     def states(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
         """What `head` makes logits of at the M positions of `keep`: [M, H].
 
         Where `head` is None these are the logits [M, V] themselves. packing: of a parallel draft.
         """
-        return self.score(tokens, keep)
 
     @property
+    @abstractmethod
     def head(self) -> "Head | None":
         """The output head, where logits are nothing but what it makes of the last states."""
-        return None
 
     def forward(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
         """`states`: data-parallel wrappers see the forward pass of training."""
@@ -291,10 +292,6 @@ class CausalAdapter(Adapter):
     def prefill(self, tokens: Tensor, *, positions: Tensor, cache: SlotCache) -> None:
         inputs = self._cached_inputs(tokens, positions, cache, self._stack_takes)
         self.model.base_model(**inputs)
-
-    def score(self, tokens: Tensor, keep: Tensor) -> Tensor:
-        states, head = self.states(tokens, keep), self.head
-        return states if head is None else head(states)
 
     def states(self, tokens: Tensor, keep: Tensor, packing: Packing | None = None) -> Tensor:
         # A model that does more than its head (soft-capped or scaled logits) has none.

@@ -22,7 +22,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 PLAIN, PARD = "plain", "pard"  # of `draft.kind`
 ENCODER_DECODER = "encoder-decoder"  # what a summary calls a drafter of that kind
-ENCODER_DECODER = "encoder-decoder"  # what a summary calls a drafter of that kind
 LEAST_KEPT = 0.2  # of the chains, at every depth
 
 

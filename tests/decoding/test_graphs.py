@@ -119,24 +119,10 @@ def test_eager_units_are_called_as_they_are(strict: Strict) -> None:
     assert strict.made == made
 
 
-@pytest.mark.parametrize(
-    ("rows", "slots", "size"),
-    [
-        (1, 1, 1),
-        (1, 9, 1),
-        (2, 9, 4),
-        (2, 3, 3),
-        (4, 9, 4),
-        (5, 9, 9),
-        (65, 999, 256),
-        (257, 999, 999),
-    ],
-)
-def test_batches_are_of_few_sizes_and_never_of_more_rows_than_there_are_slots(
-    rows: int, slots: int, size: int
-) -> None:
+def test_batches_are_of_few_sizes_and_never_of_more_rows_than_there_are_slots() -> None:
     assert BATCHES == (1, 4, 16, 64, 256)
-    assert batch_size(rows, slots) == size
+    sizes = {(1, 9): 1, (2, 9): 4, (2, 3): 3, (4, 9): 4, (5, 9): 9, (65, 999): 256, (257, 999): 999}
+    assert {pair: batch_size(*pair) for pair in sizes} == sizes
 
 
 # Trees

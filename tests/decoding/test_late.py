@@ -1,5 +1,6 @@
 """Who waits for whom: the host for the round before, the device for nobody."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.generation import Completion, record
+from draftkit.decoding.generation import Completion, finish, record
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from tests.decoding.driving import DRAFT, SAMPLINGS, request
@@ -32,22 +33,11 @@ def decoder_of(*, slots: int, late: bool, **options: Any) -> Decoder:
 
 def answers(decoder: Decoder, wanted: Sequence[Request]) -> list[list[int]]:
     """Decode them, as many at once as there are slots, and read all that rounds report."""
-    waiting, running = list(enumerate(wanted)), dict[int, tuple[int, Completion]]()
-    found: dict[int, list[int]] = {}
-    while waiting or running:
-        joining = [waiting.pop(0) for _ in range(min(len(waiting), decoder.free_slots))]
-        slots = decoder.join([r for _, r in joining])
-        for slot, (number, r) in zip(slots, joining, strict=True):
-            running[slot] = number, Completion(list(r.prompt_ids))
-        for result in decoder.round():
-            done = record({slot: completion for slot, (_, completion) in running.items()}, result)
-            for name in ("topk_ids", "topk_log_probs", "tail_mass", "log_sum_exp"):
-                assert torch.isfinite(getattr(result, name).double()).all()
-            decoder.leave(done)
-            for slot in done:
-                number, completion = running.pop(slot)
-                found[number] = completion.output_ids
-    return [found[number] for number in range(len(wanted))]
+    read = finish(decoder, wanted)
+    for answer in read:
+        assert all(map(math.isfinite, answer.tail_mass))
+        assert len(answer.topk_ids) == len(answer.topk_log_probs) == len(answer.output_ids)
+    return [answer.output_ids for answer in read]
 
 
 def test_the_host_waits_for_the_round_before_while_the_next_is_under_way() -> None:
@@ -97,9 +87,9 @@ def test_a_value_that_has_not_arrived_is_not_read() -> None:
         decoder.join(requests(1))
         decoder.round()
         (launched,) = decoder._pending
-        assert (launched.packed.integers == -7).all()
+        assert (launched.outcome.report < 0).all()
         with pytest.raises(Waited):
             decoder.state.length.tolist()
         with torch.inference_mode():
             launched.ready.synchronize()
-            assert (launched.packed.integers >= 0).all()
+            assert (launched.outcome.report >= 0).all()

@@ -234,4 +234,4 @@ def test_timed_generations_run_the_code_that_was_compiled_for_the_calibration(cl
     keys.clear()
     time_methods(target, {"draft": DraftModelProposer(draft)}, PROMPTS, PROMPTS, setting)
     assert keys == calibrated
-    assert sorted(name for name, _ in keys) == ["propose", "verify_and_pack", "verify_and_pack"]
+    assert sorted(name for name, _ in keys) == ["propose", "verify", "verify"]

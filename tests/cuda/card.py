@@ -43,8 +43,10 @@ class Code:
 
 
 def codes(device: torch.device, *, compiled: bool = False) -> list[Code]:
-    """Eager and captured, at once and late; if wanted compiled, on CUDA alone: it takes a while."""
-    made = [Code(), Code(late=True), Code(captured=True), Code(captured=True, late=True)]
+    """Eager, at once and late; on CUDA captured as well, and if wanted compiled."""
+    made = [Code(), Code(late=True)]
+    if device.type == "cuda":
+        made += [Code(captured=True), Code(captured=True, late=True)]
     if compiled and device.type == "cuda":
         made += [Code(compiled=True), Code(compiled=True, late=True)]
     return made

@@ -224,4 +224,4 @@ def test_encoder_decoder_models_decode(device: torch.device) -> None:
         decoder = code.decoder(target, slots=3, capacity=48)
         decoder.attach(DRAFT, DraftModelProposer(draft))
         found.append([answer.text for answer in drive(decoder, wanted)])
-    assert found == [found[0]] * 4
+    assert found == [found[0]] * len(found)

@@ -10,13 +10,10 @@ import pytest
 import torch
 
 from draftkit.config import HardwareConfig
-from draftkit.decoding.graphs import compile_seconds
-from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.models.adapter import CausalAdapter
 from draftkit.models.attention import grouped_attention, plain_attention, sdpa_attention_forward
 from pipelines.benchmarks.random_models import random_model, shape
-from tests.cuda.card import Code, milliseconds, on_devices
-from tests.decoding.driving import DRAFT, fresh_graphs, request
+from tests.cuda.card import milliseconds, on_devices
 
 EIGHT_BILLION, DRAFT_SHAPE, SMALL = (4096, 14336, 32), (768, 3072, 12), (32, 32, 4)
 
@@ -30,31 +27,6 @@ def llama(
         return random_model(shape(layers, *sizes), hardware, seed=0)
     hardware = HardwareConfig(device="cpu", dtype="float32")
     return random_model(shape(layers, *SMALL, vocab_size=256), hardware, seed=0)
-
-
-@on_devices
-def test_seconds_until_code_is_ready_and_milliseconds_of_a_round(
-    device: torch.device, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Captured or compiled: four layers of 8 B beside a drafter of two small ones."""
-    target = llama(device, 4)
-    draft = llama(device, 2, DRAFT_SHAPE)
-    codes = [Code(late=True), Code(captured=True, late=True)]
-    codes += [Code(compiled=True, late=True)] if device.type == "cuda" else []
-    lines = []
-    with fresh_graphs():
-        for code in codes:
-            decoder = code.decoder(target, slots=1, capacity=1024)
-            decoder.attach(DRAFT, DraftModelProposer(draft))
-            decoder.join([request([1, 2, 3], new=900, gamma=4)])
-            before = compile_seconds()
-            for _ in range(3):
-                decoder.round()
-            made = compile_seconds() - before
-            took = milliseconds(device, decoder.round)
-            lines.append(f"{code}: ready after {made:.2f} s, {took:.2f} ms a round")
-    with capsys.disabled():
-        print("", *lines, sep="\n") if device.type == "cuda" else None  # noqa: T201
 
 
 @on_devices

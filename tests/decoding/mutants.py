@@ -6,19 +6,23 @@ must reject each of them.
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from draftkit.decoding import decoder, feeding, proposers, state
+from draftkit.decoding import composite, decoder, feeding, proposers, state
 from draftkit.decoding import round as units
-from draftkit.decoding.proposers import DraftModelProposer, Proposal
+from draftkit.decoding.ngrams import CountTable, PromptLookup
+from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView
 from draftkit.models import cache
 from draftkit.theory.warping import SamplingParams, warp
 from tests.decoding.checks import Parts
+from tests.tabular import TabularAdapter, random_adapter, with_masks
 from tests.theory.checks import stops_after_token_one
 from tests.theory.mutants import mutate
 
@@ -29,21 +33,16 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
         "draft_probs.append(probs)",
         "draft_probs.append(logits[:, 0].softmax(-1))",
     ),
-    "proposals from the noise of the tests": (
-        proposers,
-        "purpose=DRAFT)  # [B, K]",
-        "purpose=1)",
-    ),
     "one uniform for all proposals": (proposers, "uniforms[:, i]", "uniforms[:, 0]"),
     "draft feeds the last token alone": (
         proposers,
         "self.draft.step(view.last_two, positions=positions, cache=cache, last=1)",
-        "self.draft.step(view.last_two[:, 1:], positions=positions[:, 1:], cache=cache)",
+        "self.draft.step(token[:, None], positions=positions[:, 1:], cache=cache)",
     ),
     "draft positions shifted by one": (
         proposers,
+        "positions = (view.length + i - 1).clamp(",
         "positions = (view.length + i).clamp(",
-        "positions = (view.length + i + 1).clamp(",
     ),
     "penalty of proposals forgets proposals": (
         proposers,
@@ -76,11 +75,6 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
         "candidates.scatter(1, verification.accepted[:, None], ",
         "candidates.scatter(1, (verification.accepted[:, None] + 1).clamp(max=group.gamma), ",
     ),
-    "one rejected proposal committed": (
-        units,
-        "accepted=verification.accepted,\n        remaining",
-        "accepted=(verification.accepted + 1).clamp(max=group.gamma),\n        remaining",
-    ),
     "number of proposals ignored": (
         units,
         "draft_tokens=proposal.tokens,\n        lengths=proposal.lengths,\n        accept",
@@ -111,11 +105,6 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
         "uses_sampling=any(s.temperature > 0",
         "uses_sampling=all(s.temperature > 0",
     ),
-    "a greedy row beside sampled ones is sampled": (
-        state,
-        "uses_greedy=any(s.temperature == 0",
-        "uses_greedy=all(s.temperature == 0",
-    ),
     "sampling of the wrong rows": (
         state,
         "[sampling.get(slot, sampling[slots[0]]) for slot in index]",
@@ -126,25 +115,100 @@ EDITS: dict[str, tuple[ModuleType, str, str]] = {
         "state.tokens.device, torch.float64)",
         "state.tokens.device, torch.float32)",
     ),
-    "cache slots shifted by one": (
-        cache,
-        "self._positions = positions",
-        "self._positions = positions + 1",
-    ),
     "cache of other rows": (
         cache,
         "return seen[self._selected]\n",
         "return seen[self._selected.flip(0)]\n",
     ),
+    # Composite proposers
+    "staged states the law of the guesser": (
+        composite,
+        "return tokens, verification.accepted + 1, law",
+        "law = torch.cat([guess.draft_probs, law[:, 1:]], dim=1)\n"
+        "        return tokens, verification.accepted + 1, law",
+    ),
+    "staged takes guesses untested": (composite, "accept_uniform=accept,", "accept_uniform=0,"),
+    "staged draws guess and test with one number": (
+        composite,
+        "accept_uniform=accept,",
+        "accept_uniform=own,",
+    ),
+    "staged proposes what no pass has drawn": (
+        composite,
+        "ends[:, -1].clamp(max=gamma)",
+        "ends[:, -1].clamp(min=gamma)",
+    ),
+    "staged draws all passes with the same numbers": (
+        composite,
+        "self._pass(now, width, uniforms[i], end)",
+        "self._pass(now, width, uniforms[0], end)",
+    ),
+    "staged does not move on between passes": (
+        composite,
+        "now = _after(now, new, kept, end)",
+        "pass",
+    ),
+    "staged draws numbers that later rounds draw again": (
+        composite,
+        "replace(view, noise=lambda **_: own)",
+        "view",
+    ),
+    "hybrid chooses by what the model draws": (
+        composite,
+        "is_guessed = guess.lengths > 0",
+        "drawn = self.model.propose(view, gamma).tokens[:, 0]\n"
+        "        is_guessed = (guess.lengths > 0) & (drawn == guess.tokens[:, 0])",
+    ),
+    "hybrid lets the model read other tokens than are proposed": (
+        composite,
+        "proposal = self.model.propose(view, gamma, decided)",
+        "own = self.model.propose(view, gamma)\n"
+        "        tokens = torch.where(is_guessed[:, None], guess.tokens, own.tokens)\n"
+        "        certain = torch.nn.functional.one_hot(tokens, 3).double()\n"
+        "        law = torch.where(is_guessed[:, None, None], certain, own.draft_probs)\n"
+        "        proposal = Proposal(tokens, law, lengths=guess.lengths)",
+    ),
+    "parallel proposals in another order than their laws": (
+        proposers,
+        "tokens, draft_probs = sample(probs=probs, uniform=uniforms), probs",
+        "tokens, draft_probs = sample(probs=probs, uniform=uniforms), probs.flip(1)",
+    ),
 }
+Make = Callable[[dict[str, Any], TabularAdapter], Proposer]  # of the names of a module
 
 
-def mutant(name: str) -> Parts:
-    """A decoder with the edit of that name."""
+def plain(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    return names["DraftModelProposer"](draft)
+
+
+def parallel(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    return names["ParallelProposer"](with_masks(draft))
+
+
+def staged(names: dict[str, Any], draft: TabularAdapter, passes: int = 2) -> Proposer:
+    table = CountTable(random_adapter(draft.vocab_size, 9).table[0].log_softmax(-1))
+    return names["StagedProposer"](table, DraftModelProposer(draft), width=1, passes=passes)
+
+
+def staged_once(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    return staged(names, draft, passes=1)
+
+
+def hybrid(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    return names["HybridProposer"](PromptLookup(), DraftModelProposer(draft))
+
+
+def shipped(make: Make) -> Parts:
+    """The shipped decoder with a proposer of that kind."""
+    return Parts(proposer=partial(make, vars(proposers) | vars(composite)))
+
+
+def mutant(name: str, make: Make = plain) -> Parts:
+    """A decoder with the edit of that name, and a proposer of that kind."""
     module, old, new = EDITS[name]
     names = vars(mutate(module, old, new))
-    if module is proposers:
-        return Parts(proposer=names["DraftModelProposer"])
+    if module in (proposers, composite):
+        return Parts(proposer=partial(make, names))
     if module is decoder:
         return Parts(decoder=names["Decoder"])
     copied = mutate(decoder, '"""The speculative decoder', '"""A speculative decoder')

@@ -4,7 +4,6 @@ The models are wrapped to record what they returned through the cache; the texts
 every recorded logit is compared with the bare model on the bare text.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,8 +125,10 @@ def play(session: Session) -> None:
         session.leave(session.round())
 
 
-@pytest.mark.parametrize(("chunk", "bucket"), [(4, 1), (512, BUCKET)])
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "gemma3"])
+@pytest.mark.parametrize(
+    ("architecture", "chunk", "bucket"),
+    [("llama", 512, BUCKET), ("mistral", 4, 1), ("gpt2", 512, BUCKET), ("gemma3", 4, 1)],
+)
 def test_after_every_round_cached_logits_equal_a_fresh_pass(
     architecture: str, chunk: int, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,23 +178,11 @@ def test_new_weights_are_met_by_old_caches_and_a_fresh_row_gets_a_fresh_one() ->
     session.round()
 
 
-# The cache itself
-
-
 # A wrong cache is seen
 
 
-BROKEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "a constant slot": torch.zeros_like,
-    "slots that come round again": lambda positions: positions % 16,
-}
-
-
-@pytest.mark.parametrize("place", BROKEN.values(), ids=BROKEN)
-def test_a_cache_that_writes_elsewhere_is_rejected(
-    place: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_writes_elsewhere_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     real = SlotCache.at
-    monkeypatch.setattr(SlotCache, "at", lambda self, positions: real(self, place(positions)))
+    monkeypatch.setattr(SlotCache, "at", lambda self, positions: real(self, positions % 16))
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         play(Session("llama"))

@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,6 @@ from tests.decoding.driving import (
     assert_same,
     drive,
     request,
-    strict_compiler,
 )
 from tests.decoding.pretended import Tape, pretended_captures, pretended_device, put_on_device
 from tests.tabular import random_adapter, relative
@@ -39,11 +37,8 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tape]]:
         yield made
 
 
-def decoder_of(*, captures: bool, target: Any = None, compiled: bool = False) -> Decoder:
-    target = random_adapter(8, 1) if target is None else target
-    decoder = Decoder(
-        target, slots=SLOTS, capacity=48, captured=captures, compiled=compiled and captures
-    )
+def decoder_of(*, captures: bool) -> Decoder:
+    decoder = Decoder(random_adapter(8, 1), slots=SLOTS, capacity=48, captured=captures)
     decoder._units._captures = captures
     return decoder
 
@@ -64,20 +59,18 @@ def requests(
     ]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 def test_rounds_of_two_proposers_and_two_gammas_in_turns_are_eager_rounds(
-    tapes: list[Tape], compiled: bool
+    tapes: list[Tape],
 ) -> None:
     """Verification reads proposals where the last proposer of its shape left them, or copies."""
     found = []
-    with strict_compiler():
-        for captures in (True, False):
-            decoder = decoder_of(captures=captures, compiled=compiled)
-            for name, seed in (("one", 2), ("two", 3)):
-                proposer = DraftModelProposer(relative(decoder.target, seed), version=name)
-                decoder.attach(name, proposer)
-            names = ("one", "two", "two", "one")
-            found.append(drive(decoder, requests(*names, gammas=(2, 3), new=14)))
+    for captures in (True, False):
+        decoder = decoder_of(captures=captures)
+        for name, seed in (("one", 2), ("two", 3)):
+            proposer = DraftModelProposer(relative(decoder.target, seed), version=name)
+            decoder.attach(name, proposer)
+        names = ("one", "two", "two", "one")
+        found.append(drive(decoder, requests(*names, gammas=(2, 3), new=14)))
     assert_same(found[0], found[1], atol=EXACT)
     assert len(tapes) == 6  # four of proposals, two of verification
     assert all(tape.replays > 1 for tape in tapes)

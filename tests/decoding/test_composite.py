@@ -65,7 +65,7 @@ def test_the_rows_of_the_model_are_drawn_as_by_the_model_alone() -> None:
 
 
 def test_a_guess_shorter_than_gamma_stays_short() -> None:
-    memory = NgramMemory(max_ngram=2, min_ngram=2)
+    memory = NgramMemory(max_ngram=2)
     memory.learn([[3, 1, 6, 2]])
     proposer = HybridProposer(memory, DraftModelProposer(model_of()))
     proposal = ready(proposer, TEXTS).propose(view_of(TEXTS, SAMPLINGS, 4), 4)

@@ -16,10 +16,9 @@ from scipy import stats
 from draftkit.config import SamplingConfig
 from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.decoding.composite import HybridProposer, StagedProposer
-from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
+from draftkit.decoding.ngrams import CountTable, PromptLookup, count_table
 from draftkit.decoding.proposers import DraftModelProposer, ParallelProposer, Proposer
 from draftkit.theory import noise
-from draftkit.theory.verification import Verification
 from tests.decoding import mutants
 from tests.decoding.checks import (
     Made,
@@ -36,8 +35,6 @@ from tests.decoding.checks import (
 from tests.decoding.driving import request
 from tests.tabular import TabularAdapter, random_adapter, relative, with_masks
 from tests.theory import checks as theory_checks
-from tests.theory import mutants as theory_mutants
-from tests.theory.laws import LawBroken
 
 PLAIN = SamplingConfig()
 CUT = SamplingConfig(temperature=0.7, top_k=2)
@@ -49,10 +46,8 @@ EVERY = (PLAIN, CUT, NUCLEUS, PENALTY, ALL, GREEDY)
 
 SETTINGS = {
     "gamma 2, mixed": Setting(gamma=2, tokens=3, samplings=EVERY),
-    "gamma 2, penalty to the end": Setting(gamma=2, samplings=(PENALTY,), eos=(0,)),
-    "gamma 2, two ends": Setting(gamma=2, eos=(1, 2)),
-    "gamma 3": Setting(gamma=3),
-    "gamma 3, top-k and top-p to the end": Setting(gamma=3, samplings=(CUT, NUCLEUS), eos=(2,)),
+    "gamma 2, penalty to two ends": Setting(gamma=2, samplings=(PENALTY,), eos=(0, 2)),
+    "gamma 3, to the end": Setting(gamma=3, samplings=(PLAIN, NUCLEUS), eos=(2,)),
 }
 WHATEVER_THE_RULE = {  # with one proposal, or greedy, both rules are one
     "plain decoding": Setting(gamma=0, samplings=EVERY, eos=(2,)),
@@ -65,6 +60,8 @@ rules = pytest.mark.parametrize("rule", ["speculative", "block"])
 def check_everything(setting: Setting) -> int:
     """All that enumeration can say; returns how many later rounds were tried."""
     result = measured(Parts(), setting)
+    if not result.rows.inputs.group.greedy:  # rounds of every kind are followed by others
+        assert set(result.cells.outcome.accepted.tolist()) == {*range(setting.gamma + 1)}
     check_joint_law(result)
     check_proposal_law(result)
     return check_text_alone(result)
@@ -102,37 +99,13 @@ def test_the_joint_law_is_the_targets_everywhere(
     assert check_everything(replace(setting, tokens=4 if gamma == 3 else 5)) > 0
 
 
-@rules
-def test_enumeration_reaches_rounds_after_every_kind_of_round(rule: str) -> None:
-    """Full acceptance with its bonus, and rejection at each position, precede measured rounds."""
-    result = measured(Parts(), Setting(verification=rule))
-    check_joint_law(result)
-    outcome = result.cells.outcome
-    first = result.cells.state == result.number(())
-    assert set(outcome.accepted[first].tolist()) == {0, 1, 2}
-    assert not outcome.done[first].any()  # so each of them is followed by another round
-    assert check_text_alone(result, levels=2) > 1000
-    starts = result.cells.mass[first]
-    assert starts.sum().item() == pytest.approx(1, abs=1e-12)
+def test_ragged_proposals_keep_the_joint_law() -> None:
+    setting = Setting(tokens=3, verification="block", samplings=(CUT, PENALTY, GREEDY))
+    check_law(mutants.CautiousProposer, setting)
 
 
-def argmax(draft: TabularAdapter) -> DraftModelProposer:
-    return DraftModelProposer(draft, tokens="argmax")
-
-
-@rules
-@pytest.mark.parametrize("proposer", [mutants.CautiousProposer, argmax])
-@pytest.mark.parametrize("samplings", [(PLAIN, CUT), (PENALTY, GREEDY)], ids=["plain", "penalty"])
-def test_ragged_and_one_hot_proposals_keep_the_joint_law(
-    proposer: Made, samplings: tuple[SamplingConfig, ...], rule: str
-) -> None:
-    setting = Setting(gamma=2, tokens=3, verification=rule, samplings=samplings)
-    check_law(proposer, setting)
-
-
-@pytest.mark.parametrize(("sampling", "rule"), [(PLAIN, "speculative"), (ALL, "block")])
-def test_new_draft_weights_between_rounds_keep_the_law(sampling: SamplingConfig, rule: str) -> None:
-    check_swapped(Parts(), Setting(verification=rule, samplings=(sampling,), eos=(2,)))
+def test_new_draft_weights_between_rounds_keep_the_law() -> None:
+    check_swapped(Parts(), Setting(verification="block", samplings=(ALL,), eos=(2,)))
 
 
 # Other proposers
@@ -165,23 +138,10 @@ def named(name: str) -> Made:
     return make
 
 
-def memory_of(draft: TabularAdapter, min_ngram: int = 1) -> NgramMemory:
-    generator = torch.Generator().manual_seed(0)
-    memory = NgramMemory(max_ngram=3, min_ngram=min_ngram, cells=1 << 8)
-    memory.learn(torch.randint(draft.vocab_size, (4, 20), generator=generator).tolist())
-    return memory
-
-
 ALL_PROPOSERS: dict[str, Made] = {
     **{name: named(name) for name in PROPOSERS},
     "hybrid of lookup": lambda draft: HybridProposer(
         PromptLookup(min_ngram=2), DraftModelProposer(draft)
-    ),
-    "hybrid of ngram, argmax": lambda draft: HybridProposer(
-        memory_of(draft, min_ngram=2), argmax(draft)
-    ),
-    "staged on ngram, argmax": lambda draft: StagedProposer(
-        memory_of(draft), argmax(draft), width=2
     ),
     "staged on bigram": lambda draft: StagedProposer(
         table_of(draft, 2), DraftModelProposer(draft), width=1
@@ -202,28 +162,11 @@ def test_the_joint_law_is_the_targets_whoever_proposes(make: Made) -> None:
     check_law(make, Setting(gamma=2, tokens=3, samplings=(PLAIN, ALL)))
 
 
-@pytest.mark.parametrize("name", PROPOSERS)
-def test_a_broken_rule_is_seen_whoever_proposes(name: str) -> None:
-    """The correction drawn from the whole law; without proposals, the likeliest next token."""
-    mutant = theory_mutants.verification_mutant("correction drawn afresh from the target")
-
-    def broken(**arguments: Any) -> Verification:
-        if name == "none":
-            return Verification(arguments["lengths"], arguments["target_probs"][:, 0].argmax(-1))
-        return mutant.VERIFIERS["speculative"](**arguments)
-
-    parts = Parts(proposer=named(name), verifier=broken)
-    result = measured(parts, Setting(gamma=2, tokens=3))
-    with pytest.raises(LawBroken):
-        check_joint_law(result)
-
-
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
         ("ngram", "block"),
         ("hybrid of lookup", "match"),
-        ("staged on bigram", "block"),
         ("parallel", "block"),
     ],
 )
@@ -257,12 +200,9 @@ SAMPLED = {"plain": PLAIN, "cut": SamplingConfig(temperature=0.8, top_k=6, top_p
 
 
 @all_rules
-@pytest.mark.parametrize("sampling", SAMPLED.values(), ids=SAMPLED)
-def test_decoded_rows_have_the_targets_law_under_an_adversarial_draft(
-    sampling: SamplingConfig, rule: str
-) -> None:
+def test_decoded_rows_have_the_targets_law_under_an_adversarial_draft(rule: str) -> None:
     tables = theory_checks.adversarial_tables()
-    check_sampled(Parts(), tables, rows=ROWS, verification=rule, sampling=sampling)
+    check_sampled(Parts(), tables, rows=ROWS, verification=rule, sampling=SAMPLED["cut"])
 
 
 @pytest.mark.soak
@@ -298,10 +238,10 @@ def test_the_p_values_of_repetitions_are_uniform(tables: Tables, gamma: int, rul
     assert stats.kstest(p_values, "uniform").pvalue > 1e-4
 
 
-@proposers
-def test_decoded_rows_have_the_targets_law_whoever_proposes(make: Made) -> None:
-    tables = theory_checks.adversarial_tables()
-    check_sampled(Parts(proposer=make), tables, rows=ROWS // 2, sampling=SAMPLED["cut"])
+@pytest.mark.parametrize("name", ["hybrid of lookup", "staged on bigram", "parallel"])
+def test_decoded_rows_have_the_targets_law_whoever_draws(name: str) -> None:
+    tables, parts = theory_checks.adversarial_tables(), Parts(proposer=ALL_PROPOSERS[name])
+    check_sampled(parts, tables, rows=ROWS // 2, sampling=SAMPLED["cut"])
 
 
 @pytest.mark.soak

@@ -42,9 +42,7 @@ def answers(
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "batch_size"), [("t5", 3), ("t5 1.1", 1), ("t5 1.1", 8), ("mt5", 3)]
-)
+@pytest.mark.parametrize(("kind", "batch_size"), [("t5", 3), ("t5 1.1", 8), ("mt5", 1)])
 def test_greedy_answers_are_those_of_generate(kind: str, batch_size: int) -> None:
     target, draft = tiny.seq2seq_pair(kind)
     speculative = answers(target, draft, 4, batch_size)
@@ -126,10 +124,9 @@ class EncodedSetting(Setting):
         return EncodedAdapter(relative(self.target, self.seed + seed))
 
 
-@pytest.mark.parametrize("verification", ["speculative", "block", "match"])
-def test_the_joint_law_behind_an_encoder_is_the_targets(verification: str) -> None:
+def test_the_joint_law_behind_an_encoder_is_the_targets() -> None:
     """By enumeration, of an encoder-decoder pair of tables."""
-    check_joint_law(measured(Parts(), EncodedSetting(tokens=3, verification=verification)))
+    check_joint_law(measured(Parts(), EncodedSetting(tokens=3, verification="block")))
 
 
 def test_an_encoder_that_reads_another_text_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

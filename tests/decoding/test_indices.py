@@ -1,41 +1,18 @@
 """The units of a round compute nothing from indices alone that would leave int32."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.decoder import Decoder
-from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
 from draftkit.decoding.proposers import DraftModelProposer, Proposer
 from tests import tiny
-from tests.decoding.driving import DRAFT, SAMPLINGS, SMALL, request
+from tests.decoding.driving import DRAFT, PROPOSERS, SAMPLINGS, SMALL, request
 from tests.indices import indices_inside_int32
-from tests.tabular import TabularAdapter, random_adapter, relative
+from tests.tabular import random_adapter
 
 TEXT = [1, 2, 3, 1, 2, 3, 1, 2]
-
-
-def model(target: TabularAdapter) -> DraftModelProposer:
-    return DraftModelProposer(relative(target, 2))
-
-
-def memory() -> NgramMemory:
-    made = NgramMemory(cells=1 << 8)
-    made.learn([TEXT])
-    return made
-
-
-PROPOSERS: dict[str, Callable[[TabularAdapter], Proposer]] = {
-    "model": model,
-    "table": lambda target: CountTable(count_table([TEXT], vocab_size=8, order=2)),
-    "lookup": lambda target: PromptLookup(),
-    "memory": lambda target: memory(),
-    "hybrid": lambda target: HybridProposer(PromptLookup(min_ngram=2), model(target)),
-    "staged": lambda target: StagedProposer(PromptLookup(), model(target)),
-}
 
 
 def play(target: Any, proposer: Proposer, *, gamma: int = 3, **options: Any) -> None:
@@ -64,7 +41,7 @@ def test_of_every_rule_and_of_a_transformer(rule: str) -> None:
 
 def test_places_of_the_largest_memory_are_no_products_of_indices() -> None:
     """Its tables begin at multiples of 2^30, which must not be made of indices in a unit."""
-    made = memory()
+    made: Any = PROPOSERS["memory"](random_adapter(8, 1))
     made._cells, made._starts = (1 << 30) - 1, torch.arange(4) << 30
     with indices_inside_int32() as indices:
         torch.arange(2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+import torch.distributed.fsdp  # here, lest each process imports it after the fork
 
 from draftkit.artifacts import write_json
 from draftkit.config import HardwareConfig, TargetConfig

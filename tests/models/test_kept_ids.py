@@ -158,13 +158,10 @@ def deep(**options: Any) -> PreTrainedModel:
     return tiny.model(num_hidden_layers=4, **options)
 
 
-@pytest.mark.parametrize("rule", ["speculative", "block"])
-def test_the_joint_law_is_the_targets_whatever_the_draft_cannot_say(rule: str) -> None:
+def test_the_joint_law_is_the_targets_whatever_the_draft_cannot_say() -> None:
     cut = shrink(deep(vocab_size=VOCAB_SIZE, dtype=torch.float64), [0, 3])
     draft = CausalAdapter(cut, vocab_size=VOCAB_SIZE, kept_ids=torch.tensor([0, 2]))
-    result = measured(
-        Parts(proposer=lambda _: DraftModelProposer(draft)), Setting(verification=rule, tokens=3)
-    )
+    result = measured(Parts(proposer=lambda _: DraftModelProposer(draft)), Setting(tokens=3))
     assert set(result.cells.outcome.draft_tokens.flatten().tolist()) == {0, 2}
     assert any(1 in text for text in result.cells.outcome.text.tolist())
     check_joint_law(result)

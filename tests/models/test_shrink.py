@@ -23,6 +23,7 @@ from tests import tiny
 
 LAYERS = [0, 2, 3]
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+few = pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma3"])
 architectures = pytest.mark.parametrize("architecture", tiny.ARCHITECTURES)
 
 
@@ -64,7 +65,7 @@ def test_a_cut_model_is_its_target_without_the_other_layers(architecture: str) -
     assert torch.equal(draft(input_ids=tokens(), use_cache=False).logits, expected)
 
 
-@architectures
+@few
 @torch.no_grad()
 def test_layers_of_a_cut_model_find_their_own_slots_and_masks(architecture: str) -> None:
     draft = CausalAdapter(shrink(deep(architecture), LAYERS), vocab_size=tiny.VOCAB_SIZE)
@@ -76,7 +77,7 @@ def test_layers_of_a_cut_model_find_their_own_slots_and_masks(architecture: str)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-@architectures
+@few
 @torch.no_grad()
 def test_a_cut_model_is_saved_as_any_other(architecture: str, tmp_path: Path) -> None:
     draft = shrink(deep(architecture), [1, 3])

@@ -11,10 +11,6 @@ from .lengths import answer_tokens, lengths_of
 from .product import SUMMARY, Input, Product, Stage, plan
 
 
-def given_text(config: Config) -> list[Product]:
-    return [Product(config, given=address_of_text(config.data, config.root))]
-
-
 def given_model(key: str, config: Config) -> list[Product]:
     """The model of section `key` where one is named."""
     model = getattr(config, key)
@@ -29,10 +25,6 @@ def carries_scores(config: Config) -> bool:
     return bool(options.top_k) and not options.by_engine and config.source.name == "target"
 
 
-def learns_from_scores(config: Config) -> bool:
-    return config.generate.top_k > 0
-
-
 def keeps_ids_of_rollouts(config: Config) -> bool:
     """Whether the ids that a cut drafter keeps are counted in rollouts too."""
     learned = config.source.name == "target" or reads_rollouts(config)
@@ -41,10 +33,6 @@ def keeps_ids_of_rollouts(config: Config) -> bool:
 
 def judges_trained(config: Config) -> bool:
     return config.evaluate.draft == "trained"
-
-
-def with_trained(config: Config) -> list[Config]:
-    return [replace(config, evaluate=replace(config.evaluate, draft="trained"))]
 
 
 def at_temperatures(config: Config) -> list[Config]:
@@ -79,7 +67,9 @@ def is_judged(config: Config) -> bool:
 # Where an engine answers, and to how many at a time, is no part of what it answers.
 ROLLOUTS = tuple(f"generate.{key}" for key in ("rollouts", "batch_size", "model"))
 
-DATA = Input("data", given_text)
+DATA = Input(
+    "data", lambda config: [Product(config, given=address_of_text(config.data, config.root))]
+)
 TARGET_MODEL = Input("target", lambda config: given_model("target", config))
 TEXTS = Stage(
     name="texts",
@@ -155,8 +145,8 @@ TRAIN = Stage(
     inputs=(
         *PAIR_AND_TEXT,
         GENERATE.where(reads_rollouts),
-        SCORES.where(learns_from_scores),
-        CONTEXTS.where(lambda config: not learns_from_scores(config)),
+        SCORES.where(lambda config: config.generate.top_k > 0),
+        CONTEXTS.where(lambda config: config.generate.top_k == 0),
     ),
     product="draft",
     version=2,
@@ -173,7 +163,10 @@ EVALUATE = Stage(
 )
 DISTILL = Stage(
     name="distill",
-    inputs=(*PAIR_AND_TEXT, TRAIN, EVALUATE.under(with_trained)),
+    inputs=(
+        *(*PAIR_AND_TEXT, TRAIN),
+        EVALUATE.under(lambda c: [replace(c, evaluate=replace(c.evaluate, draft="trained"))]),
+    ),
     product=None,
     version=3,
 )

@@ -1,4 +1,4 @@
-"""A setting: counting, pairing, prediction, and what is said where answers part."""
+"""A setting is counted, paired and predicted; peers run the same weights and lengths as we do."""
 
 import math
 from dataclasses import replace
@@ -9,8 +9,9 @@ from rich.console import Console
 
 from draftkit.config import Config, SamplingConfig
 from draftkit.decoding.generation import Completion
+from draftkit.evaluation import walltime
 from draftkit.evaluation.judge import Prompts
-from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed
+from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed, decoding
 from draftkit.theory.speedup import Costs
 from pipelines.benchmarks.decoder import (
     CASES,
@@ -22,34 +23,20 @@ from pipelines.benchmarks.decoder import (
     prediction,
     show_points,
 )
+from pipelines.benchmarks.decoder_peers import PAD, generation_config, hugging_face
 from tests import tiny
 
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPTS = Prompts(
     test=tiny.prompts([5, 3, 8, 6, 4, 7]), calibration=tiny.prompts([4, 6, 5], seed=1)
 )
-SETTING = Setting(
-    sampling=GREEDY,
-    max_new_tokens=12,
-    gamma=3,
-    verification="speculative",
-    batch_size=1,
-    capacity=40,
-    eos_token_ids=(),
-    seed=0,
-    compiled=False,
-)
+pytestmark = pytest.mark.usefixtures("short_bursts")
+SETTING = Setting(sampling=GREEDY, max_new_tokens=12, gamma=3, capacity=40)
 
 
 @pytest.fixture(scope="module")
 def pair():
     return tiny.pair()
-
-
-@pytest.fixture(autouse=True)
-def _few_rounds(monkeypatch):
-    monkeypatch.setattr("draftkit.evaluation.costs.BURST", 6)
-    monkeypatch.setattr("draftkit.evaluation.costs.SETTLING", 2)
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +154,82 @@ def test_only_differences_by_more_than_rounding_count_as_different(pair):
         found = greedy_agreement(target, ours, other, SETTING)
         counts = {"compared": 1, "identical": identical, "near_ties": 0, "different": different}
         assert found == counts
+
+
+# The peers
+
+CROWD, TEXTS = replace(SETTING, batch_size=3), tiny.prompts([5, 3, 8])
+
+
+def outputs(method, prompts, first=0):
+    return [completion.output_ids for completion in method(prompts, first).completions]
+
+
+def test_plain_assisted_and_lookup_answer_as_our_decoder_does(pair):
+    target, draft = pair
+    ours = decoding(target, None, CROWD)
+    assert outputs(hugging_face(target, CROWD), TEXTS) == outputs(ours, TEXTS)
+    for options in ({"assistant": draft}, {"lookup": True}):
+        peer = hugging_face(target, CROWD, **options)
+        for prompt in TEXTS:
+            assert outputs(peer, [prompt]) == outputs(ours, [prompt])
+
+
+def test_answers_end_with_their_first_end_of_text_in_a_batch_too(pair):
+    target, _ = pair
+    free = outputs(decoding(target, None, CROWD), TEXTS)
+    ends = (free[0][4], free[1][7])
+    setting = replace(CROWD, eos_token_ids=ends)
+    ours = decoding(target, None, setting)(TEXTS, 0).completions
+    theirs = hugging_face(target, setting)(TEXTS, 0).completions
+    assert [c.output_ids for c in theirs] == [c.output_ids for c in ours]
+    assert [c.ended for c in theirs] == [c.ended for c in ours]
+    assert min(len(c.output_ids) for c in theirs) < 12
+
+
+def test_the_assistant_proposes_gamma_tokens_a_round(pair, monkeypatch):
+    target, draft = pair
+    passes = {"target": 0, "draft": 0}
+    for name, adapter in (("target", target), ("draft", draft)):
+        real = adapter.model.forward
+
+        def counted(*arguments, name=name, real=real, **options):
+            passes[name] += 1
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(adapter.model, "forward", counted)
+    long = replace(CROWD, max_new_tokens=60)
+    hugging_face(target, long, assistant=draft)(TEXTS[:1], 0)
+    # the last rounds are cut by the length limit
+    assert 3 * passes["target"] - 6 <= passes["draft"] <= 3 * passes["target"]
+    assert passes["target"] < 60
+
+
+def test_sampled_answers_repeat_by_seed(pair):
+    target, _ = pair
+    sampled = replace(CROWD, sampling=SamplingConfig(temperature=1.0))
+    peer = hugging_face(target, sampled)
+    first = outputs(peer, TEXTS)
+    assert outputs(peer, TEXTS) == first
+    assert outputs(peer, TEXTS, first=3) != first
+    other = hugging_face(target, replace(sampled, seed=1))
+    assert outputs(other, TEXTS) != first
+
+
+def test_the_served_sampling_reaches_hugging_face():
+    sampling = SamplingConfig(temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.2)
+    made = generation_config(replace(CROWD, sampling=sampling, eos_token_ids=(3, 4)))
+    assert (made.do_sample, made.temperature, made.top_k, made.top_p) == (True, 0.7, 5, 0.9)
+    assert made.repetition_penalty == 1.2
+    assert (made.eos_token_id, made.pad_token_id, made.max_new_tokens) == ([3, 4], PAD, 12)
+    assert generation_config(CROWD).do_sample is False
+    assert generation_config(CROWD).eos_token_id is None
+
+
+def test_all_that_a_caller_waits_for_is_in_the_time(pair, monkeypatch):
+    target, _ = pair
+    ticks = iter([10.0, 17.0])
+    monkeypatch.setattr("pipelines.benchmarks.decoder_peers.now", lambda: next(ticks))
+    monkeypatch.setattr(walltime, "now", lambda: next(ticks))
+    chunk = hugging_face(target, CROWD)(TEXTS, 0)
+    assert (chunk.prefill_seconds, chunk.seconds) == (0.0, 7.0)

@@ -257,21 +257,6 @@ def script(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def test_python_m_from_another_folder_gives_an_exit_code(
-    tmp_path: Path, script: dict[str, str]
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "toy_command", "decode.gamma=-1"],
-        cwd=tmp_path,
-        env=script,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert one_line(done.stderr) == "down: decode.gamma must lie in 0..32, or be auto, got -1"
-
-
 def test_help_shows_how_the_command_is_used(command: Command, toy: Toy) -> None:
     code, out, _ = command("--help")
     assert code == 0

@@ -26,8 +26,8 @@ def random(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
         monkeypatch.setattr(script, "TARGET", ("8B", TINY))
         monkeypatch.setattr(script, "DRAFTERS", dict.fromkeys(("1B", "0.15B"), TINY))
     monkeypatch.setattr(decoder, "CASES", {"cpu": decoder.CASES["cuda"]})
-    monkeypatch.setattr(decoder, "PROMPTS", 6)
-    monkeypatch.setattr(decoder, "MAX_NEW_TOKENS", 6)
+    for name, value in {"PROMPTS": 2, "MIN_CHUNKS": 2, "MAX_NEW_TOKENS": 6}.items():
+        monkeypatch.setattr(decoder, name, value)
     small = ["hardware=cpu", "optim.per_device_train_batch_size=2", "data.prompt_tokens=6"]
     small += ["data.max_length=12"]
     config = compose_config(["+experiment=bench_gpu", *small])

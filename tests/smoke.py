@@ -1,5 +1,8 @@
 """The smallest experiment, and what two runs of it have in common."""
 
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,25 @@ TIMES = ("time", "seconds", "tokens_per_second")
 TEXT = "The quick brown fox {0} jumps over {1} lazy dogs, and {2} cats look on in wonder."
 
 
+@cache
+def _composed(*words: str) -> Config:
+    return compose_config(words)
+
+
+def composed(*words: str) -> Config:
+    """What `compose_config` gives; all but the root of the outputs is composed once."""
+    roots = [word for word in words if word.startswith("root=")]
+    config = _composed(*(word for word in words if word not in roots))
+    return replace(deepcopy(config), root=roots[-1].removeprefix("root="))
+
+
 def smoke(root: Path, *overrides: str) -> Config:
     """The smallest experiment, in `root`, nothing compiled, for a target that is smaller too."""
     given = ["+experiment=smoke", f"root={root}", "tracker=none", "decode.compile=false"]
     if not any(one.startswith("target.path=") for one in overrides):
         text = [one for one in overrides if one.startswith(("data", "hardware."))]
         given += ["target=local", f"target.path={trained_target(*text)}"]
-    return compose_config([*given, *overrides])
+    return composed(*given, *overrides)
 
 
 def models(config: Config) -> tuple[TargetConfig, TargetConfig]:

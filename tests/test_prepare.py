@@ -15,11 +15,10 @@ from draftkit.data.rollouts import read_parts
 from draftkit.models.loading import load_draft, load_target
 from draftkit.tracking import read_metrics
 from pipelines.command import launch
-from pipelines.configuration import compose_config
 from pipelines.plan import GENERATE, PREPARE
 from pipelines.product import plan
 from pipelines.stage import ensure
-from tests.smoke import models, splits_of
+from tests.smoke import composed, models, splits_of
 from tests.trained import trained_target
 
 VOCAB = 300
@@ -36,7 +35,7 @@ def smoke(root: Path, *overrides: str) -> Config:
     small = ["data=local", f"data.path={path}", "data.prompt_tokens=4"]
     small += ["target=local", f"target.path={trained_target(*small, vocab_size=VOCAB)}"]
     given = ["+experiment=smoke", f"root={root / 'outputs'}", "tracker=none"]
-    return compose_config([*given, *small, "draft.pretrain.max_steps=2", *overrides])
+    return composed(*given, *small, "draft.pretrain.max_steps=2", *overrides)
 
 
 def layer(weights: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:

@@ -12,12 +12,11 @@ from draftkit.config import Config
 from draftkit.data.rollouts import read_parts
 from draftkit.models.loading import load_target
 from draftkit.tracking import read_metrics
-from pipelines.configuration import compose_config
 from pipelines.plan import GENERATE, TRAIN
 from pipelines.product import plan
 from pipelines.stage import ensure
 from tests.distillation.serving import Engine, served
-from tests.smoke import models
+from tests.smoke import composed, models
 from tests.trained import trained_target
 
 
@@ -26,7 +25,7 @@ def smoke(root: Path, *overrides: str) -> Config:
     given = ["+experiment=smoke", f"root={root}", "tracker=none", "decode.compile=false"]
     short = ["generate.rollouts=8", "optim.max_steps=4", "optim.logging_steps=1"]
     given += ["target=local", f"target.path={trained_target()}"]
-    return compose_config([*given, *short, "optim.save_steps=2", "optim.eval_steps=4", *overrides])
+    return composed(*given, *short, "optim.save_steps=2", "optim.eval_steps=4", *overrides)
 
 
 @pytest.fixture(scope="module")

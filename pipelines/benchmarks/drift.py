@@ -42,6 +42,7 @@ from draftkit.online.buffer import Buffer
 from draftkit.online.refit import Refit, Update
 from draftkit.online.registry import Registry
 from draftkit.online.rows import Anchors, row_of
+from draftkit.online.versions import Version
 from draftkit.theory.acceptance import Estimate, Rate, estimate
 
 from ..command import main
@@ -120,28 +121,22 @@ def drift(config: Config, folder: StageFolder) -> dict[str, Any]:
 # What the experiment is made of
 
 
-class Service:
-    """A drafter that is refitted from what it serves. `draft` holds the version in force."""
+def served(refit: Refit, draft: Adapter, records: Sequence[Record]) -> Iterator[Update]:
+    """Put what `draft` served into the buffer; yield the updates that follow.
 
-    def __init__(self, draft: Adapter, buffer: Buffer, refit: Refit) -> None:
-        self.draft, self.version = draft, ""
-        self._buffer, self._refit = buffer, refit
-        self._follow()
+    The version in force behind each of them is read into `draft`, as a server does.
+    """
+    refit.buffer.append([(DEFAULT_ROUTE, record) for record in records])
+    while refit.due():
+        update = refit.update()
+        draft.load_weights(refit.registry.read(in_force(refit)))
+        yield update
 
-    def record(self, records: Sequence[Record]) -> Iterator[Update]:
-        """Put what was served into the buffer; yield the updates that follow, each in force."""
-        self._buffer.append([(DEFAULT_ROUTE, record) for record in records])
-        while self._refit.due():
-            update = self._refit.update()
-            self._follow()
-            yield update
 
-    def _follow(self) -> None:
-        """Take the version in force, as a server does."""
-        version = self._refit.registry.current()
-        if version is not None and version.name != self.version:
-            self.draft.load_weights(self._refit.registry.read(version))
-            self.version = version.name
+def in_force(refit: Refit) -> Version:
+    version = refit.registry.current()
+    assert version is not None
+    return version
 
 
 @dataclass
@@ -218,8 +213,8 @@ class Experiment:
         remove(work)
         return path
 
-    def service(self, name: str, static: Path, anchors: Anchors) -> Service:
-        """A service with a buffer and a registry of its own; it begins with the static drafter."""
+    def refit(self, name: str, static: Path, anchors: Anchors) -> Refit:
+        """One with a buffer and a registry of its own, which begins with the static drafter."""
         config, folder = self.config, self.folder.path / name
         remove(folder)  # of an interrupted run: a stream is gone through whole
         folder.mkdir()
@@ -227,7 +222,7 @@ class Experiment:
         buffer = Buffer(folder / "buffer.sqlite", config.online.buffer, gate_fraction=fraction)
         registry = Registry(folder / "drafters")
         registry.seed(partial(shutil.copytree, static, dirs_exist_ok=True))
-        refit = make_refit(
+        return make_refit(
             config,
             route=DEFAULT_ROUTE,
             start=config.draft,
@@ -237,7 +232,6 @@ class Experiment:
             anchors=anchors,
             folder=folder,
         )
-        return Service(self.draft(static), buffer, refit)
 
 
 # The stream
@@ -259,27 +253,28 @@ def stream(experiment: Experiment) -> tuple[Rows, Rows, Rows]:
         for domain in new
     }
     held_out = texts[known]["validation"][: config.online.gate.anchors]
-    services = {
-        ONLINE: experiment.service(ONLINE, static, Anchors(texts[known]["train"], held_out)),
-        BARE: experiment.service(BARE, static, Anchors()),
+    refits = {
+        ONLINE: experiment.refit(ONLINE, static, Anchors(texts[known]["train"], held_out)),
+        BARE: experiment.refit(BARE, static, Anchors()),
     }
+    online = {name: experiment.draft(static) for name in refits}
     points, updates, tests, before = Rows(), Rows(), Rows(), 0
     for domain, oracle in oracles.items():
-        records, drafts = texts[domain]["train"], {n: one.draft for n, one in services.items()}
-        drafts |= {"static": experiment.draft(static), "oracle": experiment.draft(oracle)}
+        records = texts[domain]["train"]
+        drafts = {"static": experiment.draft(static), "oracle": experiment.draft(oracle), **online}
         edges = [len(records) * part // POINTS for part in range(POINTS + 1)]
         for passed, (first, last) in enumerate(pairwise(edges), 1):
             scored = experiment.score(drafts, records[first : min(last, first + SCORED)])
             alphas = {name: totals.alpha.as_dict() for name, totals in scored.items()}
             part = {"domain": domain, "first": before + first, "last": before + last}
-            versions = {name: service.version for name, service in services.items()}
+            versions = {name: in_force(refit).name for name, refit in refits.items()}
             points.append(part | {"alpha": alphas, "versions": versions})
             shown = (f"{name} {alpha['mean']:.3f}" for name, alpha in alphas.items())
             folder.note(f"{domain} {before + first:>6}: {', '.join(shown)}")
             for start in range(first, last, config.online.min_records):
                 end = min(last, start + config.online.min_records)
-                for name, service in services.items():
-                    for update in service.record(records[start:end]):
+                for name, refit in refits.items():
+                    for update in served(refit, online[name], records[start:end]):
                         dated = {"service": name, "request": before + end}
                         updates.append(dated | outcome(update))
             if passed in (ceil(EARLY * POINTS), POINTS):

@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from draftkit.artifacts import read_json
-from draftkit.data.rollouts import Record
 from pipelines.benchmarks import drift as module
-from pipelines.benchmarks.drift import EARLY, STAGE, Service, drift_table, recovered
+from pipelines.benchmarks.drift import EARLY, STAGE, drift_table, recovered, served
 from pipelines.command import launch
 from pipelines.stage import ensure
 from tests.online import making
@@ -110,38 +109,23 @@ def test_the_table_holds_every_figure_in_80_columns(drifted: Path) -> None:
     assert "for 144 requests." in " ".join(text.split())
 
 
-class FakeRefit:
-    """Publishes a version for every ten records of its buffer."""
+def test_all_that_is_served_is_recorded_and_each_version_is_taken_before_the_next() -> None:
+    """A version for every ten records."""
+    entries, loaded, done = list[Any](), list[str](), [0]
 
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.done = 0
-        self.registry = SimpleNamespace(current=self.current, read=lambda version: version.name)
+    def update() -> int:
+        done[0] += 1
+        return done[0]
 
-    def append(self, entries: list[tuple[str, Record]]) -> None:
-        self.records += [record for _, record in entries]
-
-    def current(self) -> Any:
-        return SimpleNamespace(name=f"v{self.done}")
-
-    def due(self) -> bool:
-        return len(self.records) >= 10 * (self.done + 1)
-
-    def update(self) -> int:
-        self.done += 1
-        return self.done
-
-
-def test_records_are_of_the_version_that_served_them_and_each_version_is_taken_once() -> None:
-    refit, loaded = FakeRefit(), []
+    refit: Any = SimpleNamespace(
+        buffer=SimpleNamespace(append=entries.extend),
+        due=lambda: len(entries) >= 10 * (done[0] + 1),
+        update=update,
+        registry=SimpleNamespace(current=lambda: f"v{done[0]}", read=lambda version: version),
+    )
     draft: Any = SimpleNamespace(load_weights=loaded.append)
-    service = Service(draft, refit, refit)  # type: ignore[arg-type]
     record = making.traffic(1)[0]
-    assert [list(service.record([record] * count)) for count in (5, 5, 3, 17)] == [
-        [],
-        [1],
-        [],
-        [2, 3],
-    ]
-    assert loaded == ["v0", "v1", "v2", "v3"]
-    assert refit.records == [record] * 30
+    updates = [[*served(refit, draft, [record] * count)] for count in (5, 5, 3, 17)]
+    assert updates == [[], [1], [], [2, 3]]
+    assert loaded == ["v1", "v2", "v3"]
+    assert entries == [("default", record)] * 30

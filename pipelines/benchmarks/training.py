@@ -45,7 +45,7 @@ from .random_models import DRAFTERS, TARGET, random_model, random_texts
 WARM_STEPS, STEPS = 4, 20  # of both trainers: those that do not count, and those that do
 LEARNING_RATE = 1e-4  # of both, where none is given
 RANDOM_WARM_STEPS, RANDOM_STEPS = 2, 6
-LOSS_TOKENS, LOSS_VOCAB_SIZE = 2048, 152_064
+LOSS_TOKENS, LOSS_VOCAB_SIZE, LOSS_WIDTHS = 2048, 152_064, (1024, 512)  # of target and draft
 LOSS_REPEATS = 2  # of half a minute each, on two cores
 STAGE = Stage(
     name="benchmark",
@@ -218,16 +218,7 @@ def random_steps(config: Config) -> dict[str, dict[str, float]]:
 # The loss
 
 
-def chunked_costs(
-    *,
-    divergence: str,
-    device: torch.device,
-    seed: int,
-    tokens: int = LOSS_TOKENS,
-    vocab_size: int = LOSS_VOCAB_SIZE,
-    target_width: int = 1024,
-    draft_width: int = 512,
-) -> dict[str, float]:
+def chunked_costs(*, divergence: str, device: torch.device, seed: int) -> dict[str, float]:
     """Memory, time and gradients of the loss in chunks, as shares of those of the plain loss.
 
     Forward and backward, float32, random states and heads. Memory is the most that the allocator
@@ -238,10 +229,11 @@ def chunked_costs(
     def random(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=generator).to(device)
 
+    tokens, target_width, draft_width = LOSS_TOKENS, *LOSS_WIDTHS
     states = random(tokens, draft_width).requires_grad_()
-    weight = (0.05 * random(vocab_size, draft_width)).requires_grad_()
+    weight = (0.05 * random(LOSS_VOCAB_SIZE, draft_width)).requires_grad_()
     head, leaves = Head(weight, None), (states, weight)
-    target_head = Head(0.05 * random(vocab_size, target_width), None)
+    target_head = Head(0.05 * random(LOSS_VOCAB_SIZE, target_width), None)
     scores = FullScores(random(tokens, target_width), target_head)
     objective = Objective(DivergenceConfig(name=divergence))
     ids = torch.zeros(tokens, dtype=torch.long, device=device)

@@ -48,13 +48,6 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
     assert names(tmp_path / "model") == ["new.bin"]
 
 
-def test_the_old_file_is_seen_until_the_new_one_is_whole(tmp_path: Path) -> None:
-    write_text(tmp_path / "a.txt", "old")
-    with atomic_path(tmp_path / "a.txt") as temporary:
-        temporary.write_text("half of the ne")
-        assert (tmp_path / "a.txt").read_text() == "old"
-
-
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_a_failed_write_changes_nothing(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "product"

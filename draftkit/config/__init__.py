@@ -12,7 +12,6 @@ with the key as the user types it.
 from draftkit.config.choices import (
     COUNTING_NAMES,
     DIVERGENCE_NAMES,
-    DOMAIN_NAMES,
     DRAFTED_NAMES,
     MIXTURE,
     PROPOSER_NAMES,
@@ -29,9 +28,7 @@ from draftkit.config.experiment import (
 )
 from draftkit.config.measuring import (
     DecodeConfig,
-    EngineConfig,
     EvaluateConfig,
-    ExportConfig,
 )
 from draftkit.config.service import (
     DEFAULT_ROUTE,
@@ -52,7 +49,6 @@ from draftkit.config.text import (
 )
 from draftkit.config.training import (
     DivergenceConfig,
-    GenerateConfig,
     OptimConfig,
     SourceConfig,
     has_compiler,

@@ -15,7 +15,6 @@ VERIFICATION_NAMES = ("speculative", "block", "match")
 DRAFTED_NAMES = ("sampled", "argmax", "hybrid", "staged")  # proposers with a drafter
 COUNTING_NAMES = ("unigram", "bigram", "ngram")  # proposers that count the training text
 PROPOSER_NAMES = (*DRAFTED_NAMES, *COUNTING_NAMES, "prompt_lookup", "none")
-PROPOSER_ALIASES = {"draft": "sampled", "lookup": "prompt_lookup"}
 DTYPE_NAMES = ("float32", "bfloat16")
 TRACKER_NAMES = ("offline", "online", "disabled", "none")
 DOMAIN_NAMES = ("python", "prose", "cpp")

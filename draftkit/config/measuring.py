@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from draftkit.config.choices import (
     DRAFTED_NAMES,
     DTYPE_NAMES,
-    PROPOSER_ALIASES,
     PROPOSER_NAMES,
     VERIFICATION_NAMES,
     Section,
@@ -35,7 +34,6 @@ class DecodeConfig(Section, key="decode"):
 
     def __post_init__(self) -> None:
         self.compile = str(self.compile).lower()  # YAML reads true and false as booleans
-        self.proposer = PROPOSER_ALIASES.get(self.proposer, self.proposer)
         super().__post_init__()
         if self.proposer == "none":
             self.gamma = 0

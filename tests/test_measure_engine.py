@@ -219,4 +219,4 @@ def test_counts_that_are_not_the_answers_are_refused(
 ) -> None:
     monkeypatch.setattr(counters, "COUNT_SECONDS", 0.05)
     with pytest.raises(ValueError, match=message):
-        measured(Engine(name, pair, **changes))
+        measured(Engine(name, pair, **changes), "evaluate.prompts=2")

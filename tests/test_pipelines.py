@@ -285,7 +285,7 @@ def test_transformers_proposes_as_many_tokens_as_pay_by_what_the_folder_says(fin
 
 @pytest.mark.parametrize("source", ["fixed", "target"])
 def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monkeypatch):
-    config = smoke(tmp_path, f"source={source}", "generate.top_k=40", "data.max_rows=40")
+    config = smoke(tmp_path, f"source={source}", "generate.top_k=40")
     ensure(SCORES, config)
     carried = [r.topk_ids for path in tmp_path.glob("shared/generate/*") for r in read_parts(path)]
     assert carried == [r.topk_ids for r in read_parts(plan(SCORES, config).folder)][: len(carried)]

@@ -118,35 +118,18 @@ def test_an_export_launches_the_judged_drafter_and_says_what_to_expect(finished,
     assert f"sglang    {tokens:.2f} tokens a pass at gamma" in capsys.readouterr().out
 
 
-def test_the_evaluation_holds_every_key_that_others_rely_on(finished):
+def test_the_numbers_of_an_evaluation_lie_where_they_must(finished):
+    """That none is missing is a golden test's business."""
     judged = read_json(finished / "evaluate" / "summary.json")
     for summary in (judged, judged["before"], judged["by_temperature"]["1"]):
-        for key in (
-            *("alpha", "alpha_decoding", "alpha_greedy_draft", "alpha_exact_match"),
-            *("acceptance_rate", "acceptance_length"),
-        ):
-            assert set(summary[key]) == {"mean", "ci95", "n", "prompts", "documents"}
         assert 0 < summary["alpha_exact_match"]["mean"] <= summary["alpha"]["mean"] <= 1
         assert len(summary["acceptance_per_position"]) == summary["gamma"]
-        assert set(summary["speedup"]) >= {"measured", "ci95", "predicted", "ceiling"}
         whole = summary["speedup"]["end_to_end"]
-        assert set(whole) == {"mean", "ci95", "p_value", "chunks", "units"}
         assert whole["chunks"] >= whole["units"] > 0
         assert summary["lossless"]["passed"] is True
-        assert summary["verdict"] in ("deploy", "do_not_deploy", "inconclusive")
-        for key in ("cost_ratio", "verify_ratio", "overhead_ratio"):
-            assert summary[key] > 0
-        assert set(summary["tokens_per_second"]) == {"autoregressive", "speculative"}
-
-
-def test_prompt_lookup_stands_beside_the_drafter(finished):
-    judged = read_json(finished / "evaluate" / "summary.json")
-    beside = judged["prompt_lookup"]
-    assert set(beside["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
-    assert 1 <= beside["acceptance_length"]["mean"] <= judged["gamma"] + 1
-    assert set(beside["speedup"]) == {"measured", "ci95", "end_to_end"}
-    assert judged["best_of"] in ("drafter", "hybrid", "before", "prompt_lookup", "none")
-    assert judged["proposer"] == "sampled"
+        assert all(summary[f"{key}_ratio"] > 0 for key in ("cost", "verify", "overhead"))
+    beside = judged["prompt_lookup"]["acceptance_length"]["mean"]
+    assert 1 <= beside <= judged["gamma"] + 1
 
 
 def test_every_way_is_timed_at_its_own_number_and_every_chunk_of_it_is_kept(finished, root, capsys):

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 
 from draftkit.config import DIVERGENCE_NAMES, MIXTURE, SOURCE_NAMES
-from draftkit.evaluation.page import AFTER, MUTED, Answer, Figure, Page, Section, figure
+from draftkit.evaluation.page import AFTER, MUTED, Answer, Figure, Page, Section
 from draftkit.evaluation.ranking import Difference, Entry, front
 
 from .rankings import CONTROL, Ranking, differing, recommendation
@@ -138,7 +138,7 @@ def scatter(points: Sequence[tuple[Any, float, str]], x: str, y: str) -> Figure:
         axes.margins(0.2)
 
     named = ", ".join(label for *_, label in free[:NAMED])
-    return figure(draw, f"Up and left is better: in {y} over {x} no other run beats {named}.")
+    return Figure(draw, f"Up and left is better: in {y} over {x} no other run beats {named}.")
 
 
 def curves(runs: Sequence[Run]) -> Figure:
@@ -151,7 +151,7 @@ def curves(runs: Sequence[Run]) -> Figure:
             axes.plot([count / 1000 for count in tokens], alphas, **style)
         axes.set(xlabel="thousand generated tokens", ylabel="alpha on validation prompts")
 
-    return figure(draw, f"What training brought; in colour: {runs[0].label}.")
+    return Figure(draw, f"What training brought; in colour: {runs[0].label}.")
 
 
 def heat_map(runs: Sequence[Run], axes_of: Sequence[str]) -> Figure:
@@ -170,7 +170,7 @@ def heat_map(runs: Sequence[Run], axes_of: Sequence[str]) -> Figure:
         axes.set_xticks(range(len(across)), across, fontsize=8)
         axes.set_yticks(range(len(down)), down, fontsize=8)
 
-    return figure(draw, "Alpha: the fuller the colour, the larger.")
+    return Figure(draw, "Alpha: the fuller the colour, the larger.")
 
 
 def figures_of(runs: Sequence[Run]) -> list[Figure]:

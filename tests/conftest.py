@@ -150,5 +150,6 @@ def short_bursts() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
     patch.setattr("draftkit.evaluation.costs.BURST", 3)
     patch.setattr("draftkit.evaluation.costs.SETTLING", 1)
+    patch.setattr("draftkit.evaluation.judge.CHOOSING_TURNS", 1)
     yield
     patch.undo()

@@ -35,7 +35,8 @@ def smoke(root: Path, *overrides: str) -> Config:
     small = ["data=local", f"data.path={path}", "data.prompt_tokens=4"]
     small += ["target=local", f"target.path={trained_target(*small, vocab_size=VOCAB)}"]
     given = ["+experiment=smoke", f"root={root / 'outputs'}", "tracker=none"]
-    return composed(*given, *small, "draft.pretrain.max_steps=2", *overrides)
+    small += ["draft.pretrain.max_steps=2", "evaluate.calibration_turns=2"]
+    return composed(*given, *small, *overrides)
 
 
 def layer(weights: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:

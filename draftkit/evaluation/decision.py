@@ -208,9 +208,7 @@ def speedup_figure(judged: dict[str, Any]) -> Figure:
         axes.set(xlabel="proposals a round", ylabel="speed-up of the rounds")
         axes.legend()
 
-    return page.figure(
-        draw, "Speed-up over the number of proposals; band and bars: 95 % intervals."
-    )
+    return Figure(draw, "Speed-up over the number of proposals; band and bars: 95 % intervals.")
 
 
 def position_figure(judged: dict[str, Any]) -> Figure:
@@ -228,7 +226,7 @@ def position_figure(judged: dict[str, Any]) -> Figure:
         axes.set(xlabel="position in the round", ylabel="accepted up to here", ylim=(0, 1))
         axes.legend()
 
-    return page.figure(draw, "Share of rounds whose proposals are all accepted up to a position.")
+    return Figure(draw, "Share of rounds whose proposals are all accepted up to a position.")
 
 
 def training_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
@@ -242,6 +240,4 @@ def training_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
                 _point(axes, tokens_at[line["step"]] / 1000, line["alpha"], ends, color=page.AFTER)
         axes.set(xlabel="thousand generated tokens", ylabel="validation alpha")
 
-    return page.figure(
-        draw, "Alpha on validation texts over the tokens of training; 95 % intervals."
-    )
+    return Figure(draw, "Alpha on validation texts over the tokens of training; 95 % intervals.")

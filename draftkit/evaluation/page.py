@@ -8,6 +8,8 @@ import html
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,11 +44,31 @@ class Answer(NamedTuple):
     words: str
 
 
-class Figure(NamedTuple):
-    """A drawing, and the sentence that says what it shows."""
+@dataclass
+class Figure:
+    """What `draw` draws on one pair of axes, in the colours above; `words` say what it shows."""
 
-    svg: str
+    draw: Callable[[Any], None]
     words: str
+
+    @cached_property
+    def svg(self) -> str:
+        """The drawing, which is made where somebody looks at it."""
+        import matplotlib
+        from matplotlib.figure import Figure as Canvas
+
+        file = io.StringIO()
+        with matplotlib.rc_context({**STYLE, "svg.hashsalt": self.words}):
+            canvas = Canvas(figsize=(4.6, 3.0), layout="constrained")
+            self.draw(canvas.subplots())
+            nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            canvas.savefig(file, format="svg", metadata=nothing)
+        svg = "<svg " + file.getvalue().partition("<svg ")[2]
+        svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", NAMED.sub("", FONT.sub("sans-serif", svg)))
+        for colour, css in COLOURS.items():
+            svg = svg.replace(colour, css)
+        named = f'<svg role="img" aria-label="{html.escape(self.words)}" '
+        return svg.replace("<svg ", named, 1)
 
 
 Part = str | Table | Figure | Mapping[str, Any]  # a paragraph; a trace as JSON holds it
@@ -124,22 +146,3 @@ def _table(table: Table) -> str:
 def rows(table: Table) -> list[tuple[str, ...]]:
     """The cells of a terminal's table, by row."""
     return [*zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)]
-
-
-def figure(draw: Callable[[Any], None], words: str) -> Figure:
-    """What `draw` draws on one pair of axes, in the colours above; `words` say what it shows."""
-    import matplotlib
-    from matplotlib.figure import Figure as Canvas
-
-    file = io.StringIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": words}):
-        canvas = Canvas(figsize=(4.6, 3.0), layout="constrained")
-        draw(canvas.subplots())
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        canvas.savefig(file, format="svg", metadata=nothing)
-    svg = "<svg " + file.getvalue().partition("<svg ")[2]
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", NAMED.sub("", FONT.sub("sans-serif", svg)))
-    for colour, css in COLOURS.items():
-        svg = svg.replace(colour, css)
-    named = f'<svg role="img" aria-label="{html.escape(words)}" '
-    return Figure(svg.replace("<svg ", named, 1), words)

@@ -10,11 +10,11 @@ from draftkit.evaluation.page import (
     AFTER,
     COLOURS,
     Answer,
+    Figure,
     Page,
     Section,
     as_html,
     as_markdown,
-    figure,
     without_traces,
 )
 
@@ -28,7 +28,7 @@ def drawn(words="a line"):
         axes.set(xlabel="x", ylabel="y")
         axes.legend()
 
-    return figure(draw, words)
+    return Figure(draw, words)
 
 
 def page(text="plain words", *, folded=False):

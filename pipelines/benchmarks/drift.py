@@ -40,9 +40,8 @@ from draftkit.models.loading import Target, load_draft, load_target, save_draft,
 from draftkit.online.assembly import make_refit
 from draftkit.online.buffer import Buffer
 from draftkit.online.refit import Refit, Update
-from draftkit.online.registry import Registry
+from draftkit.online.registry import Registry, Version
 from draftkit.online.rows import Anchors, row_of
-from draftkit.online.versions import Version
 from draftkit.theory.acceptance import Estimate, Rate, estimate
 
 from ..command import main

@@ -51,10 +51,10 @@ temperatures above 0 (upstream issue 55005), so it accepts too little and its an
 target's; greedy ones are. In rows of the plugin `{PLUGIN}` that one kernel is replaced by
 tests/engines/plugins/{PLUGIN}.
 
-`evaluate certify.with=... certify.without=...` sees it. A `llama` target and a disturbed copy of it that
-drafts (probabilistic, four proposals, temperature 1; 6,144 answers a server): as shipped it is not
-certified (p = 0.001), with the plugin it is (p = 0.92; a bias of 0.041 in total variation would have
-been seen). All 24 greedy answers are equal both times. A test marked `engines` repeats it.
+`evaluate certify.with=... certify.without=...` sees it. A `llama` target and a disturbed copy of it
+that drafts (probabilistic, four proposals, temperature 1; 6,144 answers a server): as shipped it is
+not certified (p = 0.001), with the plugin it is (p = 0.92; a bias of 0.041 in total variation would
+have been seen). All 24 greedy answers are equal both times. A test marked `engines` repeats it.
 """
 
 

@@ -49,6 +49,7 @@ from draftkit.config.text import (
 )
 from draftkit.config.training import (
     DivergenceConfig,
+    GenerateConfig,
     OptimConfig,
     SourceConfig,
     has_compiler,

@@ -11,7 +11,7 @@ from draftkit.decoding.generation import finish
 from draftkit.models.adapter import CausalAdapter, Packing
 from draftkit.models.attention import fit_to_device
 from draftkit.models.devices import resolve_device
-from pipelines.benchmarks.training import chunked_costs
+from pipelines.benchmarks import training
 from tests import tiny
 from tests.cuda.card import on_devices
 from tests.decoding.driving import request
@@ -72,12 +72,14 @@ def test_a_packed_step_has_a_finite_gradient(chosen: torch.device) -> None:
 
 @on_devices
 def test_a_loss_in_chunks_is_the_whole_loss_in_a_quarter_of_its_memory(
-    device: torch.device,
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_cuda = device.type == "cuda"
-    small = {"tokens": 700, "vocab_size": 512, "target_width": 16, "draft_width": 16}
-    sizes = {} if on_cuda else small
-    found = chunked_costs(divergence="forward_kl", device=device, seed=0, **sizes)
+    if not on_cuda:
+        small = {"LOSS_TOKENS": 700, "LOSS_VOCAB_SIZE": 512, "LOSS_WIDTHS": (16, 16)}
+        for name, size in small.items():
+            monkeypatch.setattr(training, name, size)
+    found = training.chunked_costs(divergence="forward_kl", device=device, seed=0)
     assert found["chunked_gradient_error"] < 1e-3
     assert found["chunked_time_ratio"] > 0
     if on_cuda:

@@ -172,28 +172,19 @@ def calls(folder: Path, way: str) -> list[tuple[str, float]]:
 def draw(rows: dict[str, list[tuple[str, float]]], path: Path) -> None:
     """Figure 5 of Leviathan et al. (2211.17192): the calls of one answer, their widths to scale."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(9, 2.6), layout="constrained")
     axes = figure.subplots()
     for height, made in enumerate(reversed(rows.values())):
-        starts = [0.0, *accumulate(width for _, width in made)]
-        for call, colour in CALLS.items():
-            spans = [
-                (start, one[1]) for start, one in zip(starts, made, strict=False) if one[0] == call
-            ]
-            name = call if height == 0 else None
-            axes.broken_barh(
-                spans,
-                (height - 0.3, 0.6),
-                facecolor=colour,
-                edgecolor="white",
-                linewidth=0.6,
-                label=name,
-            )
+        names, widths = zip(*made, strict=True)
+        starts, colours = [0.0, *accumulate(widths)][:-1], [CALLS[name] for name in names]
+        axes.barh(height, widths, 0.6, starts, color=colours, edgecolor="white", linewidth=0.6)
     axes.set_yticks(range(len(rows)), [*reversed(rows)])
     axes.set_xlabel("milliseconds")
     axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=len(CALLS), frameon=False)
+    legend = [Patch(color=colour, label=name) for name, colour in CALLS.items()]
+    figure.legend(handles=legend, loc="outside upper center", ncols=len(CALLS), frameon=False)
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="svg", metadata={"Date": None})
 

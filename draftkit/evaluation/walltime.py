@@ -238,10 +238,8 @@ def decoding(target: Adapter, proposer: Proposer | None, setting: Setting) -> Me
 
     Timed from the request to the moment the last token has been read.
     """
-    decoder, gamma = (
-        make_decoder(target, proposer, setting),
-        0 if proposer is None else setting.gamma,
-    )
+    decoder = make_decoder(target, proposer, setting)
+    gamma = 0 if proposer is None else setting.gamma
     clock = synchronised_clock(target.device)
 
     def generate(prompts: PromptIds, first: int) -> Chunk:

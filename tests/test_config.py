@@ -39,7 +39,6 @@ WRONG: dict[str, list[Any]] = {
     "divergence.tokens": ["hard"],
     "divergence.position_decay": [1.1],
     "source.name": ["student"],
-    "source.granularity": ["batch"],
     "source.refresh_steps": [0],
     "generate.rollouts": [0],
     "generate.batch_size": [0],
@@ -90,10 +89,6 @@ TOGETHER: list[tuple[str, dict[str, Any]]] = [
     ("source.fraction", {"source.name": "mix", "source.fraction": 0}),
     ("source.fraction", {"source.name": "mix", "source.fraction": 1}),
     ("source.other", {"source.name": "mix", "source.other": "draft"}),
-    (
-        "source.other",
-        {"source.name": "mix", "source.other": "fixed", "source.granularity": "token"},
-    ),
     ("online.prompts", {"online.prompts": True, "online.teacher": "stored"}),
     ("draft.shrink.vocabulary", {"draft.shrink.layers": [0], "draft.shrink.vocabulary": -1}),
     ("draft.shrink.layers", {"draft.path": "some/model", "draft.shrink.layers": [0]}),

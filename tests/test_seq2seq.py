@@ -86,7 +86,7 @@ def test_ids_that_are_trained_on_judged_on_and_served_are_the_same(root: Path) -
         ("source=fixed", "divergence=ce_argmax", "generate.top_k=8"),
         ("source=target", "divergence=forward_kl", "optim.activation_checkpointing=true"),
         ("source=draft", "divergence=jsd", "optim.gradient_accumulation_steps=2"),
-        ("source=mix", "source.granularity=token", "divergence=tvd"),
+        ("source=mix", "divergence=tvd"),
         ("source=block", "divergence=tvd"),
         ("source=replay", "divergence=reverse_kl", "draft.lora.rank=4"),
     ],

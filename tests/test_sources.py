@@ -43,7 +43,6 @@ CASES = [
     ("fixed", []),
     ("mix", []),
     ("mix", ["source.other=fixed", "source.fraction=0.8"]),
-    ("mix", ["source.granularity=token"]),
     ("block", ["decode.gamma=3", "divergence.position_decay=0.8"]),
     ("replay", ["decode.gamma=3", "divergence.tokens=rejected"]),
     ("draft", ["optim.group_by_length=true"]),

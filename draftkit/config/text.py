@@ -76,6 +76,9 @@ class PardConfig(Section, key="draft.pard"):
     """A drafter that proposes in one pass (`draft.kind=pard`)."""
 
     tokens: int = setting(8, least=2, most=32)  # proposals that it is trained for
+    # Share of the steps that comes first and teaches the first proposal alone, as a plain drafter
+    # learns: faster, for a drafter that knows little yet
+    plain_share: float = setting(0.0, least=0, below=1)
 
 
 @dataclass(kw_only=True)

@@ -88,22 +88,7 @@ class SourceConfig(Section, key="source"):
         hint="; for the ends use source=target or fixed (0) or draft (1)",
     )
     other: str = setting("target", names=("target", "fixed"))  # mix: where the rest comes from
-    # mix: whole sequences, or single tokens, from either
-    granularity: str = setting("sequence", names=("sequence", "token"))
     refresh_steps: int = positive(1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require(
-            self.granularity == "sequence" or self.other == "target",
-            "other",
-            "be target when source.granularity=token: a text of the data cannot go on another",
-        )
-
-    @property
-    def mixes_tokens(self) -> bool:
-        """Whether target and draft take turns inside a text."""
-        return self.name == "mix" and self.granularity == "token"
 
 
 @dataclass(kw_only=True)

@@ -6,9 +6,8 @@ uninterrupted one sees. Rows are numbered through all steps: row r is place r % 
 r // batch_size, and what it becomes is a function of (seed, r).
 
 `fixed`, `target`: stored texts. `draft`: the draft's own. `mix`: of either, row by row (GKD
-2306.13649) or token by token (OSD 2310.07177, see `mixing`). `block`: a piece of the target's text
-and a round of drafted tokens, as a server sees them. `replay`: texts of speculative decoding with
-what was refused in them.
+2306.13649). `block`: a piece of the target's text and a round of drafted tokens, as a server sees
+them. `replay`: texts of speculative decoding with what was refused in them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +33,6 @@ from draftkit.distillation.batch import (
     sequence_of_record,
     with_stored_scores,
 )
-from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.samplers import (
     AnswerSettings,
     BlockSampler,
@@ -78,7 +76,7 @@ def reads_rollouts(config: Config) -> bool:
     """Whether `source` takes the target's stored rollouts, and not those that carry its scores."""
     source = config.source
     if source.name == "mix":
-        return not source.mixes_tokens and source.other == "target"
+        return source.other == "target"
     return source.name == "block" or (source.name == "target" and config.generate.top_k == 0)
 
 
@@ -171,7 +169,7 @@ def make_source(
         example_of = in_turn(texts.examples, lambda one: len(one.prompt_ids))
         shape["prompt_of"] = lambda row: example_of(row).prompt_ids
     others = None
-    if source.name == "mix" and not source.mixes_tokens:
+    if source.name == "mix":
         others = shuffled(stored_sequences(texts, source.other, "source.other"), seed)
         shape["prompt_of"] = some_rows(shape["prompt_of"], fraction=source.fraction, seed=seed)
     return Source(
@@ -186,10 +184,10 @@ def make_source(
 def check_sampled(config: Config, draft: Adapter) -> None:
     """Raise ValueError for a source that cannot sample under these settings."""
     source = config.source
-    if config.hardware.shard_target and (source.name == "replay" or source.mixes_tokens):
+    if config.hardware.shard_target and source.name == "replay":
         raise ValueError(
-            f"hardware.shard_target: with source={source.name} the target decodes, which it cannot "
-            "in parts: use another source, or hardware.shard_target=false"
+            "hardware.shard_target: with source=replay the target decodes, which it cannot in "
+            "parts: use another source, or hardware.shard_target=false"
         )
     proposes = config.proposals > 0 or draft.parallel is not None
     if not proposes and source.name in ("block", "replay"):
@@ -218,10 +216,6 @@ def source_sampler(config: Config, target: Target, draft: Adapter, room: Room) -
             gamma=config.proposals,
             verification=config.decode.verification,
             settings=settings,
-        )
-    if source.mixes_tokens:
-        return MixtureSampler(
-            target=target.adapter, draft=draft, fraction=source.fraction, settings=settings
         )
     if source.name == "block" and draft.parallel is not None:
         settings = replace(settings, max_new_tokens=draft.parallel.blocks)

@@ -107,6 +107,7 @@ class Trainer:
         optim: OptimConfig,
         autocast: torch.dtype | None = None,
         seed: int = 0,
+        plain_share: float = 0.0,
     ) -> None:
         self.draft = draft
         self.parallel = draft.parallel
@@ -120,6 +121,7 @@ class Trainer:
         self.peak_rate = optim.learning_rate or learning_rate_for(draft.width)
         self._autocast = autocast
         self._seed = seed
+        self._plain_share = plain_share
         # Named, since accelerate takes what is not from the environment of its launcher.
         self.accelerator = Accelerator(
             cpu=draft.device.type == "cpu",
@@ -251,9 +253,14 @@ class Trainer:
         decay = self.objective.divergence.position_decay
         return CHAIN_DECAY if decay is None else decay
 
+    @property
+    def _is_plain_step(self) -> bool:
+        """Whether a parallel draft learns its first proposal alone (`draft.pard.plain_share`)."""
+        return self.steps < round(self._plain_share * self.optim.max_steps)
+
     def _entries(self, part: Batch) -> Chains:
         """What the draft reads of a micro-batch, and which tokens it predicts."""
-        if self.parallel is None:
+        if self.parallel is None or (self._is_plain_step and part.block_offset is None):
             return part.entries
         process = self.accelerator.process_index
         seed = dropout_seed(seed=self._seed, process=process, step=self.steps)

@@ -2,7 +2,6 @@
 
 from draftkit.config import SamplingConfig
 from draftkit.distillation.batch import TokenSequence, block_of_record
-from draftkit.distillation.mixing import MixtureSampler
 from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, SpeculativeSampler
 from draftkit.distillation.sources import Source, cut_texts, shuffled, some_rows
 from tests.distillation.bigram import CPU, VOCAB, Bigram
@@ -52,11 +51,6 @@ def mix_source(draft, *, fraction=0.5, **options):
     return sampled(chosen, sampler, others=shuffled(TEXTS, SEED), **options)
 
 
-def token_mix_source(draft, **options):
-    sampler = MixtureSampler(target=target(), draft=draft, fraction=0.5, settings=settings())
-    return sampled(shuffled(PROMPTS, SEED), sampler, **options)
-
-
 def block_source(draft, **options):
     sampler = DecoderSampler(model=draft, name="draft", settings=settings(new=GAMMA))
     return sampled(cut_texts(rollouts(), SEED), sampler, read=block_of_record, **options)
@@ -86,7 +80,6 @@ def records(source):
 SAMPLED = {
     "draft": draft_source,
     "mix": mix_source,
-    "mix of tokens": token_mix_source,
     "block": block_source,
     "replay": replay_source,
 }

@@ -36,14 +36,17 @@ def draft_of(seed: int = 1, dtype: torch.dtype = torch.float64) -> CausalAdapter
     return CausalAdapter(model.requires_grad_(), vocab_size=tiny.VOCAB_SIZE)
 
 
-def learner(draft: CausalAdapter, teacher: object, **options: object) -> Trainer:
-    settings = {"max_grad_norm": 1e9, "learning_rate": 1e-9, "warmup_steps": 0}
+def learner(
+    draft: CausalAdapter, teacher: object, plain_share: float = 0.0, **options: object
+) -> Trainer:
+    settings = {"max_grad_norm": 1e9, "learning_rate": 1e-9, "warmup_steps": 0, "max_steps": 4}
     divergence = DivergenceConfig(name=options.pop("name", "tvd"), **options)
     return Trainer(
         draft,
         teacher,
         Objective(divergence),
         optim=OptimConfig(**settings),
+        plain_share=plain_share,
     )
 
 
@@ -118,6 +121,25 @@ def test_alpha_of_a_step_is_that_of_the_first_proposals() -> None:
     for draft in (CausalAdapter(plain, vocab_size=tiny.VOCAB_SIZE), draft_of(1)):
         found.append(learner(draft, TargetTeacher(target)).step(batch, measure=True).alpha)
     assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_the_first_steps_are_those_of_a_plain_drafter() -> None:
+    target = tiny.adapter("llama", seed=4, dtype=torch.float64)
+    plain = CausalAdapter(
+        tiny.model("llama", seed=1).double().requires_grad_(), vocab_size=tiny.VOCAB_SIZE
+    )
+    batch, losses = collate(TEXTS, device=CPU), {}
+    for name, draft, share in (
+        ("plain", plain, 0),
+        ("first", draft_of(), 0.5),
+        ("own", draft_of(), 0),
+    ):
+        trainer = learner(draft, TargetTeacher(target), plain_share=share)
+        losses[name] = [trainer.step(batch).loss for _ in range(4)]
+    assert losses["first"][:2] == pytest.approx(losses["plain"][:2], rel=1e-12)
+    # The rate is so small that no step changes the next one by as much.
+    assert losses["first"][2:] == pytest.approx(losses["own"][2:], rel=1e-6)
+    assert losses["own"][0] != pytest.approx(losses["plain"][0], rel=1e-3)
 
 
 def test_stored_scores_give_the_loss_of_the_target_itself_where_they_hold_all() -> None:

@@ -38,10 +38,16 @@ def check(config: Config) -> None:
 def train(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Train the starting drafter towards the target."""
     given, config = config, with_warmup(config)
-    if config is not given:
+    if config.divergence != given.divergence:
         steps = config.divergence.warmup_steps
         folder.note(
             f"the drafter was cut and never trained: it begins with {steps} steps of forward KL"
+        )
+    if config.draft != given.draft:
+        share = config.draft.pard.plain_share
+        folder.note(
+            f"the drafter was cut and never trained: {share:.0%} of the steps teach the first "
+            "proposal alone, then all"
         )
     temperature, served = config.training_temperature, config.sampling.temperature
     if temperature != served and config.divergence.name != "ce_argmax":

@@ -88,7 +88,7 @@ def make_trainer(
         optim=optim or config.optim,
         autocast=target.dtype if target.dtype != torch.float32 else None,
         seed=config.seed,
-        plain_share=config.draft.pard.plain_share,
+        plain_share=config.draft.pard.plain_share or 0.0,
     )
 
 

@@ -26,6 +26,7 @@ from draftkit.distillation.trainer import Trainer, TrainingFailed
 from draftkit.evaluation.alpha import estimates, score_contexts, score_stored
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Outline, Target, save_draft
+from draftkit.models.parallel import PARD
 from draftkit.theory.divergences import Divergence
 from draftkit.tracking import Tracker
 
@@ -33,6 +34,7 @@ TRAIN = "train"  # what metrics of the run itself are called
 TRIALS = "rates"  # folder of the runs that choose a rate
 TRIAL_SHARE = 4  # they take a quarter of the steps
 WARMUP_SHARE = 5  # and the first of a cold drafter a fifth
+PLAIN_SHARE = 0.6  # of the steps of a cold one that is to be parallel
 VANISHING = {"tvd", "jsd"}  # without a gradient where the drafter agrees on nothing
 COLD = 0.05  # alpha below which that is so
 
@@ -64,16 +66,21 @@ class Trial:
 
 
 def with_warmup(config: Config) -> Config:
-    """`config` with the steps of forward KL that `divergence.warmup_steps=null` stands for.
+    """`config` with what null stands for in `divergence.warmup_steps` and `draft.pard.plain_share`.
 
-    A drafter that was cut and not trained agrees with its target on nothing.
+    A drafter that was cut and not trained agrees with its target on nothing: it begins with forward
+    KL, and with the first of several proposals.
     """
-    divergence, cut = config.divergence, config.draft.shrink
-    is_cold = config.draft.path is None and cut.layers and not cut.steps
-    if divergence.warmup_steps is not None or not is_cold or not divergence.names <= VANISHING:
+    divergence, cut, pard = config.divergence, config.draft.shrink, config.draft.pard
+    if config.draft.path is not None or not cut.layers or cut.steps:
         return config
-    steps = config.optim.max_steps // WARMUP_SHARE
-    return replace(config, divergence=replace(divergence, warmup_steps=steps))
+    if divergence.warmup_steps is None and divergence.names <= VANISHING:
+        steps = config.optim.max_steps // WARMUP_SHARE
+        config = replace(config, divergence=replace(divergence, warmup_steps=steps))
+    if pard.plain_share is None and config.draft.kind == PARD:
+        pard = replace(pard, plain_share=PLAIN_SHARE)
+        config = replace(config, draft=replace(config.draft, pard=pard))
+    return config
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,9 @@ from draftkit.distillation.trainer import Trainer
 from draftkit.models.memory import give_back_freed_memory
 
 CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
+# Steps after which freed memory is given back on CPUs: the next step takes a fifth of its time more
+# to get it again.
+GIVE_BACK_STEPS = 25
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ def train(
         if due(trainer.steps, optim.eval_steps, optim.max_steps):
             if evaluate is not None:
                 keep_if_best(trainer, folder, best, evaluate(trainer.steps))
+        if due(trainer.steps, GIVE_BACK_STEPS, optim.max_steps):
             give_back_freed_memory()
         if due(trainer.steps, saved_every, optim.max_steps):
             save_checkpoint(folder / CHECKPOINT, trainer, best)

@@ -9,10 +9,10 @@ import pytest
 
 from draftkit.artifacts import read_json
 from draftkit.config import Config, DivergenceConfig, DraftConfig, TargetConfig
-from draftkit.config.text import ShrinkConfig
+from draftkit.config.text import PardConfig, ShrinkConfig
 from draftkit.distillation import fit
 from draftkit.distillation.assembly import load_teaching_target
-from draftkit.distillation.fit import TRAIN, TRIAL_SHARE, Fitting, with_warmup
+from draftkit.distillation.fit import PLAIN_SHARE, TRAIN, TRIAL_SHARE, Fitting, with_warmup
 from draftkit.distillation.loop import Outcome
 from draftkit.distillation.trainer import TrainingFailed
 from draftkit.models.loading import save_model
@@ -71,6 +71,18 @@ def test_a_cold_cut_begins_with_forward_kl_unless_told_otherwise():
     assert steps(ShrinkConfig(layers=2, steps=5), tvd) is None
     assert steps(ShrinkConfig(), tvd) is None
     assert steps(ShrinkConfig(), tvd, path="a/draft") is None
+
+
+def test_a_cold_cut_learns_its_first_proposal_first_unless_told_otherwise():
+    def share(kind="pard", cut=ShrinkConfig(layers=2), path=None, **pard):
+        draft = DraftConfig(kind=kind, path=path, shrink=cut, pard=PardConfig(**pard))
+        return with_warmup(replace(CONFIG, draft=draft)).draft.pard.plain_share
+
+    assert share() == PLAIN_SHARE
+    assert share(plain_share=0.2) == 0.2
+    assert share("plain") is None
+    assert share(cut=ShrinkConfig(layers=2, steps=5)) is None
+    assert share(cut=ShrinkConfig(), path="a/draft") is None
 
 
 def test_a_divergence_without_a_gradient_at_the_start_is_said(pair, tmp_path, monkeypatch):

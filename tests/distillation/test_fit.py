@@ -74,15 +74,16 @@ def test_a_cold_cut_begins_with_forward_kl_unless_told_otherwise():
 
 
 def test_a_cold_cut_learns_its_first_proposal_first_unless_told_otherwise():
-    def share(kind="pard", cut=ShrinkConfig(layers=2), path=None, **pard):
+    def share(cut, kind="pard", path=None, **pard):
         draft = DraftConfig(kind=kind, path=path, shrink=cut, pard=PardConfig(**pard))
         return with_warmup(replace(CONFIG, draft=draft)).draft.pard.plain_share
 
-    assert share() == PLAIN_SHARE
-    assert share(plain_share=0.2) == 0.2
-    assert share("plain") is None
-    assert share(cut=ShrinkConfig(layers=2, steps=5)) is None
-    assert share(cut=ShrinkConfig(), path="a/draft") is None
+    cut = ShrinkConfig(layers=2)
+    assert share(cut) == PLAIN_SHARE
+    assert share(cut, plain_share=0.2) == 0.2
+    assert share(cut, "plain") is None
+    assert share(ShrinkConfig(layers=2, steps=5)) is None
+    assert share(ShrinkConfig(), path="a/draft") is None
 
 
 def test_a_divergence_without_a_gradient_at_the_start_is_said(pair, tmp_path, monkeypatch):

@@ -155,11 +155,11 @@ def test_its_level_is_exact() -> None:
 def test_it_sees_the_smallest_bias_with_the_power_that_it_states() -> None:
     """300 pairs of samples in which the bias is the stated one: 90 % are seen."""
     draw, seen = np.random.default_rng(1), []
-    plain = drawn(draw, 8, 200)
-    stated = same_law(drawn(draw, 8, 200), plain, gamma=1, seed=0)["smallest_bias"]
+    plain = drawn(draw, 8, 100)
+    stated = same_law(drawn(draw, 8, 100), plain, gamma=1, seed=0)["smallest_bias"]
     share = stated / (1 - 1 / 9)  # of nine chains, one is said anyway
     for seed in range(300):
-        samples = drawn(draw, 8, 200, share), drawn(draw, 8, 200)
+        samples = drawn(draw, 8, 100, share), drawn(draw, 8, 100)
         seen.append(same_law(*samples, gamma=1, seed=seed)["p_value"] <= LEVEL)
     assert 0.02 < stated < 0.2
     assert 0.82 < np.mean(seen) < 0.97

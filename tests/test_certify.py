@@ -106,7 +106,6 @@ def test_a_server_that_accepts_wrongly_is_not(
     if temperature == 0:
         monkeypatch.setattr(units, "greedy_verification", accept_everything)
     else:
-        monkeypatch.setattr(certify, "SAMPLES", 96)  # so large a bias needs no more
         mutant = mutants.verification_mutant("correction drawn afresh from the draft")
         verifier = mutant.VERIFIERS["speculative"]
     code = certified(command, f"sampling.temperature={temperature}", verifier=verifier)

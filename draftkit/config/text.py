@@ -76,9 +76,8 @@ class PardConfig(Section, key="draft.pard"):
     """A drafter that proposes in one pass (`draft.kind=pard`)."""
 
     tokens: int = setting(8, least=2, most=32)  # proposals that it is trained for
-    # Share of the steps that comes first and teaches the first proposal alone, as a plain drafter
-    # learns: such a step is several times as fast. null: 0.6 for a drafter that was cut and not
-    # trained, else 0.
+    # Of a drafter that is not parallel yet: the share of the steps that comes first and teaches the
+    # first proposal alone, which is faster. null: 0.6 where it was cut and not trained, else 0.
     plain_share: float | None = setting(None, least=0, below=1)
 
 

@@ -63,6 +63,8 @@ def make_trainer(
     texts where that has no weights. loss: minimised instead of `divergence.name`. texts: none
     of which may use the id of the masks, where the draft is a parallel one.
     """
+    # One that proposes in one pass already, as the daemon's does, has that behind it.
+    plain_share = 0.0 if draft.parallel else config.draft.pard.plain_share or 0.0
     if config.draft.kind == PARD:
         draft = made_parallel(draft, config.draft.pard.tokens, target.tokenizer, texts)
     if draft.parallel is not None:
@@ -88,7 +90,7 @@ def make_trainer(
         optim=optim or config.optim,
         autocast=target.dtype if target.dtype != torch.float32 else None,
         seed=config.seed,
-        plain_share=config.draft.pard.plain_share or 0.0,
+        plain_share=plain_share,
     )
 
 

@@ -30,7 +30,7 @@ from draftkit.models.memory import give_back_freed_memory
 
 CHECKPOINT, BEST = "checkpoint.safetensors", "best.safetensors"
 # Steps after which freed memory is given back on CPUs. The next step has to fetch it again, so
-# doing it every 5 steps made steps of a 135 M pair a fifth longer.
+# doing it every 5 steps made steps of a 135 M pair a sixth longer.
 GIVE_BACK_STEPS = 25
 
 

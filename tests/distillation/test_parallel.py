@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftkit.config import DivergenceConfig, OptimConfig, SamplingConfig
+from draftkit.config import DivergenceConfig, DraftConfig, OptimConfig, SamplingConfig
+from draftkit.config.text import PardConfig
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, make_requests
 from draftkit.decoding.proposers import ParallelProposer
+from draftkit.distillation.assembly import make_trainer
 from draftkit.distillation.batch import block_of_record, collate, continued, sequence_of_record
 from draftkit.distillation.losses import Objective, StoredTeacher, TargetTeacher
 from draftkit.distillation.samplers import AnswerSettings, BlockSampler
@@ -23,6 +25,7 @@ from draftkit.models.parallel import (
 )
 from draftkit.theory.divergences import DIVERGENCES
 from tests import tiny
+from tests.distillation.fittings import CONFIG
 from tests.records import record
 
 MASK, BLOCKS, CPU = 250, 3, torch.device("cpu")
@@ -140,6 +143,20 @@ def test_the_first_steps_are_those_of_a_plain_drafter() -> None:
     # The rate is so small that no step changes the next one by as much.
     assert losses["first"][2:] == pytest.approx(losses["own"][2:], rel=1e-6)
     assert losses["own"][0] != pytest.approx(losses["plain"][0], rel=1e-3)
+
+
+@pytest.mark.parametrize(("is_parallel", "share"), [(False, 0.5), (True, 0.0)])
+def test_only_a_drafter_that_becomes_parallel_begins_plainly(
+    is_parallel: bool, share: float
+) -> None:
+    pard = PardConfig(tokens=BLOCKS, plain_share=0.5)
+    config = replace(CONFIG, draft=DraftConfig(kind="pard", pard=pard))
+    model = tiny.model("llama", seed=1)
+    if is_parallel:
+        declare(model.config, Parallel(MASK, BLOCKS))
+    draft = CausalAdapter(model.requires_grad_(), vocab_size=tiny.VOCAB_SIZE)
+    target = tiny.target_of(tiny.adapter("llama", seed=4), tiny.byte_tokenizer(), 0)
+    assert make_trainer(config, draft, target)._plain_share == share
 
 
 def test_stored_scores_give_the_loss_of_the_target_itself_where_they_hold_all() -> None:

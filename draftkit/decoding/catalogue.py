@@ -50,8 +50,8 @@ def remembering(_: Draft, texts: Texts, target: Adapter) -> Proposer:
 PROPOSERS: dict[str, Make] = {
     "sampled": lambda draft, *_: drafting(draft()),
     "argmax": lambda draft, *_: drafting(draft(), tokens="argmax"),
-    # A guess must rest on three tokens where a model could propose instead.
-    "hybrid": lambda draft, *_: HybridProposer(PromptLookup(min_ngram=3), drafting(draft())),
+    # A guess must rest on two tokens where a model could propose instead.
+    "hybrid": lambda draft, *_: HybridProposer(PromptLookup(min_ngram=2), drafting(draft())),
     # Token by token, whatever the draft model can do else: it verifies what the guesser says.
     "staged": lambda draft, *_: StagedProposer(PromptLookup(), DraftModelProposer(draft())),
     "unigram": counting(1),

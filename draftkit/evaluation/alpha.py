@@ -30,6 +30,7 @@ from draftkit.theory.acceptance import (
     Estimate,
     Rate,
     estimate,
+    proportion,
     rounds_of_texts,
     sampled_acceptance,
     sampled_share,
@@ -93,7 +94,7 @@ class PromptTotals:
     @property
     def alpha(self) -> Estimate:
         """Alpha over all positions, its interval over documents."""
-        return estimate(self.rate())
+        return proportion(self.rate())
 
     def gain(self, before: "PromptTotals", mode: str = "alpha", **options: int) -> Estimate:
         """What was gained since `before`, paired: on the same prompts and contexts."""
@@ -327,7 +328,7 @@ def score_stored(
 
 def estimates(scored: PromptTotals) -> dict[str, Estimate]:
     """Mean and interval of each mode."""
-    return {mode: estimate(scored.rate(mode)) for mode in scored.totals}
+    return {mode: proportion(scored.rate(mode)) for mode in scored.totals}
 
 
 def sampling_of(context: Record) -> SamplingConfig:

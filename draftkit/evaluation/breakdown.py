@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftkit.evaluation.alpha import PromptTotals
-from draftkit.theory.acceptance import Rate, estimate
+from draftkit.theory.acceptance import Rate, proportion
 
 # Where each part begins, and its name. Nats of the target's own law, and tokens of the answer.
 ENTROPIES = {0: "under 0.5", 0.5: "0.5 to 1", 1: "1 to 2", 2: "2 to 3", 3: "3 and more"}
@@ -60,8 +60,8 @@ def _parts(scored: PromptTotals, part: Tensor, names: Sequence[str]) -> list[dic
         inside = (part == number).double()
         if inside.any():
             tokens, lost = by_prompt(inside), by_prompt(inside * (1 - accepted))
-            alpha = estimate(Rate(tokens - lost, tokens, scored.documents))
-            loss = estimate(Rate(lost, scored.counts, scored.documents)).as_dict()
+            alpha = proportion(Rate(tokens - lost, tokens, scored.documents))
+            loss = proportion(Rate(lost, scored.counts, scored.documents)).as_dict()
             rows.append(
                 {
                     "part": name,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftkit.evaluation.alpha import UNCUT, PromptTotals
-from draftkit.theory.acceptance import estimate
+from draftkit.theory.acceptance import estimate, proportion
 
 SAMPLED, ARGMAX, MATCHED = "alpha", "alpha_greedy_draft", "alpha_exact_match"
 
@@ -92,7 +92,7 @@ def engine_rows(
             "setting": setting.name,
             "mode": mode,
             "gamma": proposals,
-            "acceptance": estimate(scored.rate(mode)).as_dict(),
+            "acceptance": proportion(scored.rate(mode)).as_dict(),
             "acceptance_length": estimate(length).as_dict(),
         }
         if best_gammas is not None:

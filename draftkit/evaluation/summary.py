@@ -24,6 +24,7 @@ from draftkit.theory.acceptance import (
     gain_p_value,
     log_ratio,
     mean_by_position,
+    proportion,
     speedup,
     unconditional_rates,
 )
@@ -255,7 +256,7 @@ def count_rounds(timed: Timed) -> dict[str, Any]:
 
     def stated(*pairs: tuple[float, float]) -> dict[str, Any] | None:
         rate = timed.of_prompts(pairs)
-        return estimate(rate).as_dict() if rate.counts.sum() > 0 else None
+        return proportion(rate).as_dict() if rate.counts.sum() > 0 else None
 
     histogram = torch.tensor([c.accept_counts for c in done], dtype=torch.float64).sum(0)
     return {

@@ -1,9 +1,11 @@
 """Evaluations of drawn documents: intervals hold the truth, and nothing gained is rarely named."""
 
 import pytest
+import torch
 
 from draftkit.config import EvaluateConfig
-from tests.evaluation.simulated import ANSWERS, CHATS, DOCUMENTS, MEANS, coverage, named
+from draftkit.theory.acceptance import Rate, estimate, proportion
+from tests.evaluation.simulated import ANSWERS, CHATS, DOCUMENTS, MEANS, coverage, named, rates
 
 
 @pytest.mark.parametrize("answers", [1, 16, CHATS])
@@ -11,6 +13,18 @@ def test_intervals_hold_the_truth_whatever_a_document_is(answers):
     """Of 500, 93 to 97 % and two and a half standard errors of that."""
     for share in coverage(20, answers, 0.5, repetitions=500).values():
         assert 0.905 <= share <= 0.99
+
+
+@pytest.mark.parametrize("mean", [0.05, 0.95])
+def test_the_interval_of_a_proportion_near_its_end_covers_the_truth(mean: float) -> None:
+    """One of the rate itself does not: of 20 documents it covers 90 %."""
+    generator, counts = torch.Generator().manual_seed(2), torch.full((20,), 100.0).double()
+    covered = torch.zeros(2)
+    for _ in range(1000):
+        rate = Rate(torch.binomial(counts, rates(mean, 20, generator), generator=generator), counts)
+        covered += torch.tensor([not f(rate).excludes(mean) for f in (proportion, estimate)])
+    assert 0.93 <= covered[0] / 1000 <= 0.97
+    assert covered[1] / 1000 < 0.92
 
 
 @pytest.mark.soak

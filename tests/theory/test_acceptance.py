@@ -4,6 +4,7 @@ import json
 import math
 import operator
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -20,6 +21,7 @@ from draftkit.theory.acceptance import (
     greedy_draft_acceptance,
     greedy_draft_share,
     log_ratio,
+    proportion,
     rounds_of_texts,
     sampled_acceptance,
     sampled_share,
@@ -167,6 +169,30 @@ def test_the_interval_is_that_of_the_formulas_by_hand() -> None:
     width = stats.t.isf(0.025, (share**2).sum() / (share**3).sum()) * error
     found = estimate(Rate(totals, counts))
     assert [found.low, found.high] == pytest.approx([rate - width, rate + width], rel=1e-9)
+
+
+def test_the_interval_of_a_proportion_is_that_of_its_log_odds() -> None:
+    """Each document left out by hand; ends inside 0 to 1; the mean is that of the rate."""
+    totals, counts = correlated_prompts(torch.Generator().manual_seed(4), prompts=25)
+    t, n = totals.double().numpy(), counts.double().numpy()
+    without = (t.sum() - t) / (n.sum() - n)
+    odds, left = np.log(t.sum() / (n - t).sum()), np.log(without / (1 - without))
+    error = (((left - odds) ** 2).sum() * 25 / 24) ** 0.5
+    share = n / n.sum()
+    width = stats.t.isf(0.025, (share**2).sum() / (share**3).sum()) * error
+    found = proportion(Rate(totals, counts))
+    ends = 1 / (1 + np.exp(-np.array([odds - width, odds + width])))
+    assert [found.low, found.high] == pytest.approx(ends.tolist(), rel=1e-9)
+    assert found.mean == pytest.approx(t.sum() / n.sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("total", [0.0, 50.0])
+def test_a_proportion_without_odds_has_the_interval_of_its_rate(total: float) -> None:
+    """All refused, all accepted, and all that was accepted in one document."""
+    counts = torch.full((20,), 50.0).double()
+    alone = torch.full((20,), total).double()
+    for totals in (alone, alone.index_fill(0, torch.tensor([3]), 25.0)):
+        assert proportion(Rate(totals, counts)) == estimate(Rate(totals, counts))
 
 
 def test_rows_of_a_document_are_one_observation() -> None:

@@ -25,7 +25,6 @@ from draftkit.evaluation.page import REPORT, as_html, without_traces, write_page
 from draftkit.evaluation.report import result_lines, ways_table
 from draftkit.models.files import CARD
 from draftkit.models.served import FILE as GENERATION_CONFIG
-from draftkit.tracking import FILE_NAME, read_metrics
 
 from .command import main
 from .evaluate import SAMPLES, TRACE
@@ -72,7 +71,6 @@ def distill(config: Config, folder: StageFolder) -> dict[str, Any]:
         traces=read_json(evaluated / TRACE),
         provenance=origin | {"inputs": folder.digests},
         trained=training,
-        lines=read_metrics(trained / FILE_NAME),
     )
     write_page(folder.path, page)
     folder.tracker.report(as_html(without_traces(page)))

@@ -57,13 +57,8 @@ def sections(
     traces: Sequence[Mapping[str, Any]] = (),
     provenance: Mapping[str, Any] | None = None,
     trained: Mapping[str, Any] | None = None,
-    lines: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[Section]:
-    """What stands below, as far as the summary knows it.
-
-    traces: as `trace.as_rows` makes them. trained, lines: the summary of the training and its
-    metrics, where the drafter was trained.
-    """
+    """What stands below. traces: by `trace.as_rows`; trained: the summary of the training."""
     yield Section("Before, after, and other ways", [report.ways_table(judged)])
     if "speedup_by_k" in judged:
         figures = [speedup_figure(judged), position_figure(judged)]
@@ -74,7 +69,7 @@ def sections(
         yield Section("In your engine", [report.engine_table(judged)])
     yield Section("What it costs", [cost_text(judged)])
     if trained:
-        yield Section("How it was trained", [training_text(trained), training_figure(lines)])
+        yield Section("How it was trained", [training_text(trained)])
     if traces:
         yield Section("Token by token", traces)
     tables = [report.evaluation_table(one) for one in judged["by_temperature"].values()]
@@ -139,9 +134,8 @@ def lost_table(judged: Mapping[str, Any]) -> Table:
     """Every part: its share of the tokens, alpha there, and its share of 1 - alpha."""
     lost = 1 - judged["alpha"]["mean"]
     few = f"No interval where fewer than {LEAST_UNITS} documents have tokens in a part."
-    table = Table(title=f"1 - alpha = {lost:.3f}, in parts that sum to it", caption=few)
-    table.add_column("by")
-    table.add_column("part")
+    title = f"1 - alpha = {lost:.3f}, in parts that sum to it"
+    table = Table("by", "part", title=title, caption=few)
     for name in ("tokens", "alpha there", "lost there"):
         table.add_column(name, justify="right")
     for by, parts in judged["lost"].items():
@@ -180,12 +174,6 @@ def provenance_table(provenance: Mapping[str, Any]) -> Table:
     return table
 
 
-def _point(axes: Any, x: float, mean: float, ci95: Sequence[float] | None, **style: Any) -> None:
-    """A point with its interval, where there is one."""
-    low, high = ci95 or (mean, mean)
-    axes.errorbar([x], [mean], [[mean - low], [high - mean]], fmt="o", capsize=3, **style)
-
-
 def speedup_figure(judged: dict[str, Any]) -> Figure:
     """Speed-up over the number of proposals: computed, with the band of tau, and measured."""
 
@@ -194,16 +182,14 @@ def speedup_figure(judged: dict[str, Any]) -> Figure:
             factors, taus = one["speedup_by_k"].values(), one["acceptance_length_by_k"].values()
             numbers, colour = range(1, len(factors) + 1), COLOURS[name]
             axes.plot(numbers, factors, color=colour, label=f"{name}, computed")
-            low, high = (
-                [
-                    f * (t["ci95"] or 2 * [t["mean"]])[end] / t["mean"]
-                    for f, t in zip(factors, taus, strict=True)
-                ]
-                for end in (0, 1)
-            )
-            axes.fill_between(numbers, low, high, color=colour, alpha=0.2, linewidth=0)
-            mean, ends = one["speedup"]["measured"], one["speedup"]["ci95"]
-            _point(axes, one["gamma"], mean, ends, color=colour, label=f"{name}, measured")
+            ends = [t["ci95"] or 2 * [t["mean"]] for t in taus]
+            for_each = zip(factors, taus, ends, strict=True)
+            band = [(f * low / t["mean"], f * high / t["mean"]) for f, t, (low, high) in for_each]
+            axes.fill_between(numbers, *zip(*band, strict=True), color=colour, alpha=0.2, lw=0)
+            mean = one["speedup"]["measured"]
+            low, high = one["speedup"]["ci95"] or (mean, mean)
+            style = {"fmt": "o", "capsize": 3, "color": colour, "label": f"{name}, measured"}
+            axes.errorbar([one["gamma"]], [mean], [[mean - low], [high - mean]], **style)
         axes.axhline(1, color=page.MUTED, linewidth=1, linestyle=":")
         axes.set(xlabel="proposals a round", ylabel="speed-up of the rounds")
         axes.legend()
@@ -227,17 +213,3 @@ def position_figure(judged: dict[str, Any]) -> Figure:
         axes.legend()
 
     return Figure(draw, "Share of rounds whose proposals are all accepted up to a position.")
-
-
-def training_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """Validation alpha over the tokens that were trained on."""
-    tokens_at = {0: 0} | {line["step"]: line["total_tokens"] for line in lines if "loss" in line}
-
-    def draw(axes: Any) -> None:
-        for line in lines:
-            if line["section"] == "validation" and line["step"] in tokens_at:
-                ends = [line["low"], line["high"]] if "low" in line else None
-                _point(axes, tokens_at[line["step"]] / 1000, line["alpha"], ends, color=page.AFTER)
-        axes.set(xlabel="thousand generated tokens", ylabel="validation alpha")
-
-    return Figure(draw, "Alpha on validation texts over the tokens of training; 95 % intervals.")

@@ -15,11 +15,6 @@ TRAINED = {
     **{"seconds": 126.0, "tokens": 586_549, "steps": 390, "divergence": "forward_kl"},
     **{"source": "fixed", "tokens_per_second": 5623.4, "peak_memory_bytes": 2_623_750_144},
 }
-LINES = [
-    {"section": "validation", "step": 0, "alpha": 0.31, "low": 0.29, "high": 0.33},
-    {"section": "train", "step": 5, "alpha": 0.4, "loss": 2.0, "total_tokens": 7590},
-    {"section": "validation", "step": 5, "alpha": 0.41},
-]
 TRACE = {
     "counts": "3 tokens in 1 rounds, 1 of 2 accepted",
     "prompt": "Once",
@@ -91,7 +86,7 @@ def bare(page):
 
 def test_every_number_on_the_page_is_the_summarys():
     one = judged()
-    page, short = whole(one, trained=TRAINED, lines=LINES)
+    page, short = whole(one, trained=TRAINED)
     way = one["ways"]["hybrid"]["speedup"]["end_to_end"]
     numbers = [
         "DEPLOY",
@@ -114,7 +109,7 @@ def test_every_number_on_the_page_is_the_summarys():
         interval(one["speedup_over"]["before"], 2),
     ]
     assert "Token by token" not in short  # a trace has colours and no Markdown
-    assert page.count("<svg") == 3  # two of proposals, one of training
+    assert page.count("<svg") == 2
 
 
 def test_what_is_folded_has_all_temperatures_and_where_numbers_come_from():

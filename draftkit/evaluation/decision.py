@@ -183,8 +183,8 @@ def speedup_figure(judged: dict[str, Any]) -> Figure:
             numbers, colour = range(1, len(factors) + 1), COLOURS[name]
             axes.plot(numbers, factors, color=colour, label=f"{name}, computed")
             ends = [t["ci95"] or 2 * [t["mean"]] for t in taus]
-            for_each = zip(factors, taus, ends, strict=True)
-            band = [(f * low / t["mean"], f * high / t["mean"]) for f, t, (low, high) in for_each]
+            points = zip(factors, taus, ends, strict=True)
+            band = [(f * low / t["mean"], f * high / t["mean"]) for f, t, (low, high) in points]
             axes.fill_between(numbers, *zip(*band, strict=True), color=colour, alpha=0.2, lw=0)
             mean = one["speedup"]["measured"]
             low, high = one["speedup"]["ci95"] or (mean, mean)

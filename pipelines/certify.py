@@ -6,8 +6,6 @@ OpenAI's HTTP API: greedy ones, and at a temperature above 0 also sampled ones o
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -30,22 +28,16 @@ SAME_MODEL = 0.1  # nats by which the log-probabilities of a first token may dif
 WORDS = {True: "passed", False: "FAILED", None: "no power"}
 
 
-@contextmanager
-def endpoints(config: Config) -> Iterator[list[Endpoint]]:
+def endpoints(config: Config) -> list[Endpoint]:
     """The server with a drafter and the one without."""
     key = os.environ.get("OPENAI_API_KEY", "")
-    made = [Endpoint(f"certify.{name}", config.certify[name], key=key) for name in SERVERS]
-    try:
-        yield made
-    finally:
-        for endpoint in made:
-            endpoint.client.close()
+    return [Endpoint(f"certify.{name}", config.certify[name], key=key) for name in SERVERS]
 
 
 def check(config: Config) -> None:
     """Raise ValueError for a server that does not answer, before anything is made for it."""
-    with endpoints(config) as servers:
-        for server in servers:
+    for server in endpoints(config):
+        with server.client:
             server.model()
 
 
@@ -71,7 +63,7 @@ def show(config: Config, folder: Path) -> None:
 
 
 def certify(config: Config, folder: StageFolder) -> dict[str, Any]:
-    """Ask both servers, and compare what they answer."""
+    """The certificate: both tests of what the two servers answer."""
     prompts = [list(one.prompt_ids) for one in read_splits(folder.inputs["texts"]).test]
     prompts = prompts[: config.evaluate.prompts]
     if len(prompts) < LEAST_UNITS:
@@ -79,17 +71,11 @@ def certify(config: Config, folder: StageFolder) -> dict[str, Any]:
             f"certify: {len(prompts)} held-out prompts, and {LEAST_UNITS} are needed: raise "
             "evaluate.prompts or data.test_fraction, or give more text"
         )
-    with endpoints(config) as servers:
-        return compared(servers, prompts, config, folder)
+    servers, many_at_once = endpoints(config), config.evaluate.batch_size
 
-
-def compared(
-    servers: Sequence[Endpoint], prompts: list[list[int]], config: Config, folder: StageFolder
-) -> dict[str, Any]:
-    """The certificate: both tests of what the two servers answer."""
-    at_once = config.evaluate.batch_size
-
-    def ask(side: int, sampling: SamplingConfig, limit: int, **other: int) -> list[Answer]:
+    def ask(
+        side: int, sampling: SamplingConfig, limit: int, at_once: int = many_at_once
+    ) -> list[Answer]:
         """Answers to the prompts in turn; no two of them, nor of the servers, have one seed."""
         many = prompts[:SAMPLED_PROMPTS] * SAMPLES if sampling.temperature else prompts
         first = config.seed * 1_000_003 + side
@@ -97,28 +83,29 @@ def compared(
             {"prompt": prompt, "max_tokens": limit, "seed": (first + 2 * number) % 2**31}
             for number, prompt in enumerate(many)
         ]
-        return servers[side].answers(bodies, sampling, **{"at_once": at_once} | other)
+        return servers[side].answers(bodies, sampling, at_once=at_once)
 
-    folder.note(f"greedy answers to {len(prompts)} prompts")
-    greedy, limit = replace(config.sampling, temperature=0.0), answer_tokens(config)
-    drafted, plain = ask(0, greedy, limit), ask(1, greedy, limit)
-    firsts = [(one.tokens[0], one.likeliest[0]) for one in plain]
-    others = [one.likeliest[0] for one in drafted]
-    apart = [
-        abs(a[token] - b.get(token, -1e9)) for (token, a), b in zip(firsts, others, strict=True)
-    ]
-    if median(apart) > SAME_MODEL:
-        raise servers[0].failure(
-            "serves another model than certify.without: log-probabilities of first tokens, which "
-            "no drafter proposes, differ"
-        )
-    identity = greedy_identity(plain, ask(1, greedy, limit, at_once=1), drafted)
-    if not config.sampling.temperature:
-        return {"greedy": identity, "sampled": None, "certified": identity["passed"]}
-    gamma, count = config.proposals, len(prompts[:SAMPLED_PROMPTS])
-    folder.note(f"{SAMPLES} sampled answers to {count} of them, of {gamma + 2} tokens")
-    answers = (ask(side, config.sampling, gamma + 2) for side in range(2))
-    by_prompt = ([made[at::count] for at in range(count)] for made in answers)
-    sampled = same_law(*by_prompt, gamma=gamma, seed=config.seed)
-    certified = identity["passed"] and sampled["passed"] is True
-    return {"greedy": identity, "sampled": sampled, "certified": certified}
+    with servers[0].client, servers[1].client:
+        folder.note(f"greedy answers to {len(prompts)} prompts")
+        greedy, limit = replace(config.sampling, temperature=0.0), answer_tokens(config)
+        drafted, plain = ask(0, greedy, limit), ask(1, greedy, limit)
+        firsts = [(one.tokens[0], one.likeliest[0]) for one in plain]
+        others = [one.likeliest[0] for one in drafted]
+        apart = [
+            abs(a[token] - b.get(token, -1e9)) for (token, a), b in zip(firsts, others, strict=True)
+        ]
+        if median(apart) > SAME_MODEL:
+            raise servers[0].failure(
+                "serves another model than certify.without: log-probabilities of first tokens, "
+                "which no drafter proposes, differ"
+            )
+        identity = greedy_identity(plain, ask(1, greedy, limit, at_once=1), drafted)
+        if not config.sampling.temperature:
+            return {"greedy": identity, "sampled": None, "certified": identity["passed"]}
+        gamma, count = config.proposals, len(prompts[:SAMPLED_PROMPTS])
+        folder.note(f"{SAMPLES} sampled answers to {count} of them, of {gamma + 2} tokens")
+        answers = (ask(side, config.sampling, gamma + 2) for side in range(2))
+        by_prompt = ([made[at::count] for at in range(count)] for made in answers)
+        sampled = same_law(*by_prompt, gamma=gamma, seed=config.seed)
+        certified = identity["passed"] and sampled["passed"] is True
+        return {"greedy": identity, "sampled": sampled, "certified": certified}

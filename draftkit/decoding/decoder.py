@@ -248,7 +248,7 @@ class Decoder:
         held = [self.state.slots[number] for number in group.members]
         longest = max(slot.length for slot in held) + self._unread() + group.gamma + 1
         bucket = COMPILED_BUCKET if self._units.is_fixed else BUCKET
-        visible = visible_slots(longest, self.capacity, bucket, joins_last=self._on_cuda)
+        visible = visible_slots(longest, self.capacity, bucket, joins_last=self._units.is_fixed)
         inputs = RoundInputs(group, visible)
         proposal, version = self._propose(inputs)
         ticks.append(self._tick())

@@ -218,7 +218,7 @@ def test_on_cuda_rows_have_a_multiple_of_64_slots() -> None:
     assert [rounded_capacity(n, CPU) for n in slots] == [*slots]
 
 
-def test_on_cuda_the_last_bucket_is_joined_by_all_that_is_more_than_half_of_it() -> None:
+def test_compiled_the_last_bucket_is_joined_by_all_that_is_more_than_half_of_it() -> None:
     """Attending to a few slots more costs less than code, or a capture, of its own."""
     for capacity, shapes in ((178, {178}), (306, {306}), (512, {256, 512}), (600, {256, 600})):
         every = range(1, capacity + 1)

@@ -90,7 +90,7 @@ class Case:
 
     prompts: tuple[int, ...] = (3, 2, 5, 4, 6) * 2  # their lengths
     slots: int = 16
-    capacity: int = 300  # beyond the first number of visible slots
+    capacity: int = 520  # more than twice the first number of visible slots
     gamma: int = 2
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     eos: tuple[int, ...] = (7,)
@@ -139,7 +139,7 @@ BASE = Case()
 OTHER_CODE: dict[str, Case] = {
     "batch": replace(BASE, prompts=(3,)),
     "slots": replace(BASE, slots=14),
-    "capacity": replace(BASE, capacity=301),
+    "capacity": replace(BASE, capacity=521),
     "visible slots": replace(BASE, prompts=(260, 3, 2, 5, 6, 7)),
     "gamma": replace(BASE, gamma=3),
     "plain": replace(BASE, gamma=0),

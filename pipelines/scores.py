@@ -24,6 +24,15 @@ from .stage import StageFolder
 PART = 1024  # texts of a file
 
 
+def check(config: Config) -> None:
+    """Raise ValueError for a source whose texts change as the draft learns."""
+    if config.source.name not in ("target", "fixed"):
+        raise ValueError(
+            f"generate.top_k: source={config.source.name} makes new texts, which have no scores: "
+            "use source=target or fixed, or generate.top_k=0"
+        )
+
+
 def scores(config: Config, folder: StageFolder) -> dict[str, Any]:
     """Score the texts that `source` names, and the validation contexts."""
     rollouts = read_parts(folder.inputs["generate"]) if "generate" in folder.inputs else None

@@ -284,6 +284,12 @@ def test_stored_scores_teach_without_the_target_in_memory(tmp_path, source, monk
     assert 0 < read_json(folder / "summary.json")["alpha_error_bound"] < 1
 
 
+def test_scores_of_texts_that_change_are_refused_before_anything_is_made(tmp_path):
+    with pytest.raises(ValueError, match=r"^generate\.top_k: source=draft .*generate\.top_k=0$"):
+        ensure(TRAIN, smoke(tmp_path, "source=draft", "generate.top_k=8"))
+    assert not [*tmp_path.glob("*/*/")]
+
+
 def test_a_drafter_of_other_settings_is_not_judged(finished, root):
     options = ["name=unfinished", "source=fixed", "optim.max_steps=2"]
     ensure(TRAIN, smoke(root, *options))

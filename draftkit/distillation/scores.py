@@ -22,18 +22,10 @@ SCORED_AT_ONCE = 16  # texts that the target reads for its scores
 
 
 def texts_to_score(config: Config, texts: TrainingTexts) -> Sequence[Record]:
-    """What carries the target's scores (`generate.top_k`): its rollouts, or the data's own texts.
-
-    Raises ValueError for a source whose texts change as the draft learns.
-    """
+    """What carries the target's scores (`generate.top_k`): its rollouts, or the data's texts."""
     if config.source.name == "target":
         assert texts.rollouts is not None
         return texts.rollouts
-    if config.source.name != "fixed":
-        raise ValueError(
-            f"generate.top_k: source={config.source.name} makes new texts, which have no scores: "
-            "use source=target or fixed, or generate.top_k=0"
-        )
     examples = completed(texts.examples)
 
     def record(row: int) -> Record:  # a text of the data as if it had been sampled

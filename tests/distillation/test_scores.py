@@ -26,12 +26,6 @@ def test_texts_of_the_data_are_scored_as_if_they_had_been_sampled() -> None:
     assert (record.document, record.domain, record.row) == ("a.txt", "prose", 0)
 
 
-def test_texts_that_change_as_the_draft_learns_have_no_scores() -> None:
-    config = replace(CONFIG, source=SourceConfig(name="draft"))
-    with pytest.raises(ValueError, match=r"^generate\.top_k: source=draft .*generate\.top_k=0$"):
-        texts_to_score(config, TrainingTexts([TEXT], Room(9, 9)))
-
-
 def test_the_ids_of_every_token_are_the_targets_likeliest_there() -> None:
     target = tiny.adapter()
     config = replace(CONFIG, source=SourceConfig(name="fixed"))

@@ -212,4 +212,8 @@ def position_figure(judged: dict[str, Any]) -> Figure:
         axes.set(xlabel="position in the round", ylabel="accepted up to here", ylim=(0, 1))
         axes.legend()
 
-    return Figure(draw, "Share of rounds whose proposals are all accepted up to a position.")
+    return Figure(
+        draw,
+        "Share of rounds whose proposals are all accepted up to a position. Computed for rounds "
+        "that begin at every token; in decoding more of them begin at hard ones.",
+    )

@@ -152,10 +152,10 @@ def mean_by_position(shares: Sequence[Tensor], gamma: int) -> Tensor:
     return (columns * can).sum(0) / can.sum(0).clamp(min=1)
 
 
-def chain_acceptance(shares: Sequence[Tensor], count: int) -> list[float]:
+def chain_acceptance(shares: Sequence[Tensor], count: int) -> list[float | None]:
     """How often proposal 1, 2, ..., `count` of a round is accepted, given those before it were.
 
-    shares: as in `rounds_of_texts`; rounds begin at every token with so many behind it. NaN where
+    shares: as in `rounds_of_texts`; rounds begin at every token with so many behind it. None where
     none is that long or none was accepted.
     """
     windows = []
@@ -164,7 +164,7 @@ def chain_acceptance(shares: Sequence[Tensor], count: int) -> list[float]:
         windows.append(torch.stack([share[i : i + count].diagonal() for i in rounds]))
     chains = torch.cat([*windows, torch.zeros(0, count).double()]).cumprod(1).sum(0)
     before = torch.cat([chains.new_tensor([sum(map(len, windows))]), chains[:-1]])
-    return (chains / before).tolist()
+    return [float(x / y) if y else None for x, y in zip(chains, before, strict=True)]
 
 
 LEAST_UNITS = 20  # documents, below which an interval is not given: those of fewer are too narrow

@@ -407,3 +407,5 @@ def test_acceptance_given_the_chain_is_that_of_the_texts_that_came_so_far():
     found = chain_acceptance(texts, 3)
     assert found == pytest.approx([first / 3, second / first, third / second])
     assert chain_acceptance([torch.full((9,), 0.7)], 4) == pytest.approx([0.7] * 4)
+    assert chain_acceptance([torch.tensor([0.5, 0.0, 0.5])], 3) == [0.5, 0.0, None]
+    assert chain_acceptance(texts, 5) == [None] * 5

@@ -18,6 +18,7 @@ from .runs import Run
 CONTROL = "next_token"  # plain training, for as many steps on as many tokens
 MEASURES = {"alpha": operator.sub, "tau": operator.sub, "speedup": speedup_gain}
 _QUESTION = ("target", "data", "sampling", "evaluate.max_new_tokens")
+_ANYWHERE = ("sampling.temperature", "target.path", "data.path")
 _CLOCK = ("hardware", "machine", "evaluate.timing_batch_size")
 _COSTS = ("draft.", "decode.", "evaluate.draft")  # what changes the cost of a pass
 # By which runs learn from more or less text, of the same kind.
@@ -49,9 +50,10 @@ def differing(runs: Sequence[Run], *beginnings: str) -> list[str]:
 def _asks(key: str) -> bool:
     """Whether runs that differ in this setting answer different questions.
 
-    Not so the temperature: runs are compared at one, whichever of them is served.
+    Not so the temperature: runs are compared at one, whichever of them is served. Nor where target
+    and text lie: they are told apart by their checksums.
     """
-    return key.startswith(_QUESTION) and key != "sampling.temperature"
+    return key.startswith(_QUESTION) and key not in _ANYWHERE
 
 
 def rankings(runs: Sequence[Run]) -> list[Ranking]:

@@ -242,6 +242,7 @@ def test_runs_that_answer_another_question_are_not_compared(tmp_path: Path) -> N
         ({"evaluate": {"max_new_tokens": 8}}, "evaluate.max_new_tokens"),
         ({"seed": 1}, None),  # a given target is the same under any seed
         ({"sampling": {"temperature": 0.0}}, None),  # whichever is served
+        ({"target": {"path": "elsewhere/model"}}, None),
     ],
 )
 def test_a_target_is_what_its_checksum_says_whatever_it_is_called(

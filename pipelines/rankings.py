@@ -18,7 +18,7 @@ from .runs import Run
 CONTROL = "next_token"  # plain training, for as many steps on as many tokens
 MEASURES = {"alpha": operator.sub, "tau": operator.sub, "speedup": speedup_gain}
 _QUESTION = ("target", "data", "sampling", "evaluate.max_new_tokens")
-_ANYWHERE = ("sampling.temperature", "target.path", "data.path")
+_NO_QUESTION = ("sampling.temperature", "target.path", "data.path")
 _CLOCK = ("hardware", "machine", "evaluate.timing_batch_size")
 _COSTS = ("draft.", "decode.", "evaluate.draft")  # what changes the cost of a pass
 # By which runs learn from more or less text, of the same kind.
@@ -53,7 +53,7 @@ def _asks(key: str) -> bool:
     Not so the temperature: runs are compared at one, whichever of them is served. Nor where target
     and text lie: they are told apart by their checksums.
     """
-    return key.startswith(_QUESTION) and key not in _ANYWHERE
+    return key.startswith(_QUESTION) and key not in _NO_QUESTION
 
 
 def rankings(runs: Sequence[Run]) -> list[Ranking]:

@@ -227,3 +227,19 @@ def test_compiled_the_last_bucket_is_joined_by_all_that_is_more_than_half_of_it(
     assert {visible_slots(n, 306, BUCKET) for n in range(1, 307)} == {64, 128, 256, 306}
     few = [visible_slots(n, 150, BUCKET) for n in (1, BUCKET, BUCKET + 1, 150)]
     assert few == [BUCKET, BUCKET, 2 * BUCKET, 150]
+
+
+@pytest.mark.parametrize(("compiled", "expected"), [(False, 64), (True, 306)])
+def test_a_short_row_of_a_compiled_decoder_shares_the_code_of_a_long_one(
+    monkeypatch: pytest.MonkeyPatch, compiled: bool, expected: int
+) -> None:
+    seen = set()
+
+    def run(self: Units, unit: Any, resident: Any, inputs: Any, **_: Any) -> Any:
+        seen.add(inputs.visible)
+        return unit(resident, inputs)
+
+    monkeypatch.setattr(Units, "run", run)
+    decoder = Decoder(random_adapter(8, 1), slots=1, capacity=306, compiled=compiled)
+    drive(decoder, [request([1], gamma=0)])
+    assert seen == {expected}

@@ -71,15 +71,15 @@ def certify(config: Config, folder: StageFolder) -> dict[str, Any]:
             f"certify: {len(prompts)} held-out prompts, and {LEAST_UNITS} are needed: raise "
             "evaluate.prompts or data.test_fraction, or give more text"
         )
-    servers, many = endpoints(config), config.evaluate.batch_size
+    servers, batch = endpoints(config), config.evaluate.batch_size
 
-    def ask(side: int, sampling: SamplingConfig, limit: int, at_once: int = many) -> list[Answer]:
+    def ask(side: int, sampling: SamplingConfig, limit: int, at_once: int = batch) -> list[Answer]:
         """Answers to the prompts in turn; no two of them, nor of the servers, have one seed."""
-        asked = prompts[:SAMPLED_PROMPTS] * SAMPLES if sampling.temperature else prompts
+        repeated = prompts[:SAMPLED_PROMPTS] * SAMPLES if sampling.temperature else prompts
         first = config.seed * 1_000_003 + side
         bodies = [
             {"prompt": prompt, "max_tokens": limit, "seed": (first + 2 * number) % 2**31}
-            for number, prompt in enumerate(asked)
+            for number, prompt in enumerate(repeated)
         ]
         return servers[side].answers(bodies, sampling, at_once=at_once)
 

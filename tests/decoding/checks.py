@@ -1,8 +1,8 @@
-"""The named checks of a decoder. Each raises LawBroken when its property fails.
+"""The law of a decoder, checked from outside. Each check raises LawBroken when it fails.
 
-`test_exactness.py` demands them of the shipped decoder over all settings; `test_mutants.py` shows
-that each broken decoder of `mutants.py` fails one of them. What is right comes from the tables,
-through the logits processors of transformers, not from draftkit.
+`check_law` is the one instrument: `test_exactness.py` demands it of the shipped decoder over all
+settings, and `test_mutants.py` shows that it rejects each broken decoder of `mutants.py`. What is
+right comes from the tables, through the logits processors of transformers, not from draftkit.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ from draftkit.decoding.proposers import DraftModelProposer, Proposer
 from draftkit.decoding.state import NoiseFunction, Request
 from draftkit.theory import noise
 from draftkit.theory.verification import Verifier
-from tests.decoding.measuring import Cells, Rows, measure
+from tests.decoding.measuring import Cells, Rows, measure, one_of_each
 from tests.tabular import TabularAdapter, random_adapter, relative
 from tests.theory.laws import START, LawBroken, check_sample, pair_laws, sequences
 
@@ -37,17 +37,14 @@ TOLERANCE = 1e-10
 CHUNK = 20_000  # rows that are decoded at once
 Made = Callable[[TabularAdapter], Proposer]
 Text = tuple[int, ...]
-Mass = defaultdict[Text, float]  # probability by text
 
-
-@dataclass(frozen=True)
-class Parts:
-    """What a decoder is built of; mutants replace one of them."""
-
-    decoder: type[Decoder] = Decoder
-    proposer: Made = DraftModelProposer
-    verifier: Verifier | None = None
-    noise: NoiseFunction = noise.uniform
+PLAIN = SamplingConfig()
+CUT = SamplingConfig(temperature=0.7, top_k=2)
+NUCLEUS = SamplingConfig(top_p=0.8)
+PENALTY = SamplingConfig(repetition_penalty=1.5)
+ALL = SamplingConfig(temperature=0.9, top_k=2, top_p=0.95, repetition_penalty=1.3)
+GREEDY = SamplingConfig(temperature=0.0)
+EVERY = (PLAIN, CUT, NUCLEUS, PENALTY, ALL, GREEDY)
 
 
 @dataclass(frozen=True)
@@ -56,9 +53,9 @@ class Setting:
 
     gamma: int = 2
     verification: str = "speculative"
-    samplings: tuple[SamplingConfig, ...] = (SamplingConfig(),)
+    samplings: tuple[SamplingConfig, ...] = (PLAIN,)
     eos: tuple[int, ...] = ()
-    tokens: int = 4  # of which the joint law is enumerated
+    tokens: int = 3  # of which the joint law is enumerated
     seed: int = 5
 
     @cached_property
@@ -69,7 +66,7 @@ class Setting:
         """A new copy: weights may be swapped."""
         return relative(self.target, self.seed + seed)
 
-    def request(self, text: Text, which: int = 0) -> Request:
+    def request(self, which: int, text: Text) -> Request:
         """The request that goes on after `text`, as if it were part of the prompt."""
         return Request(
             prompt_ids=[*PROMPT, *text],
@@ -93,6 +90,66 @@ class Setting:
         """All texts that are done."""
         longer = [(*text, last) for text in self.prefixes for last in range(VOCAB_SIZE)]
         return [text for text in longer if self.is_done(text)]
+
+    def laws(self, model: TabularAdapter, tokens: int) -> list["TextLaw"]:
+        """Of texts of up to `tokens` tokens under `model`, by sampling."""
+        return [TextLaw(model, sampling, tokens) for sampling in self.samplings]
+
+
+class TextLaw:
+    """The probability of continuations under a served model."""
+
+    def __init__(self, model: TabularAdapter, sampling: SamplingConfig, tokens: int) -> None:
+        self._next: dict[Text, list[float]] = {}
+        for length in range(tokens):
+            texts = sequences(VOCAB_SIZE, length)
+            prompts = torch.tensor(PROMPT).expand(len(texts), -1)
+            law = served(model, torch.cat([prompts, texts], dim=1), sampling)
+            keys = map(tuple, texts.tolist())
+            self._next |= dict(zip(keys, law.tolist(), strict=True))
+
+    def __call__(self, text: Text, before: Text) -> float:
+        """The probability of `text`, given that it begins with `before`."""
+        law = 1.0
+        for n in range(len(before), len(text)):
+            law *= self._next[text[:n]][text[n]]
+        return law
+
+
+def served(model: TabularAdapter, texts: Tensor, sampling: SamplingConfig) -> Tensor:
+    """The law after each of `texts` [N, L], by the processors of transformers: [N, V]."""
+    ids: Any = texts
+    scores: Any = model.logits(texts)[:, -1]
+    if sampling.repetition_penalty != 1:
+        scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
+    if sampling.temperature == 0:
+        return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).double()
+    scores = TemperatureLogitsWarper(sampling.temperature)(ids, scores)
+    if sampling.top_k > 0:
+        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
+    return scores.softmax(-1)
+
+
+def in_turn(setting: Setting) -> Callable[[int, Text, Text], float]:
+    """The law of proposals by sampling, text and block: each knows those before it."""
+    laws = setting.laws(setting.draft(), setting.tokens + setting.gamma)
+    return lambda which, text, block: laws[which](text + block, text)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a decoder is built of; mutants replace one of them.
+
+    proposals: their law, where it is known.
+    """
+
+    decoder: type[Decoder] = Decoder
+    proposer: Made = DraftModelProposer
+    verifier: Verifier | None = None
+    noise: NoiseFunction = noise.uniform
+    proposals: Callable[[Setting], Callable[[int, Text, Text], float]] | None = None
 
 
 def build(
@@ -122,139 +179,94 @@ def build(
     return decoder
 
 
-def served(model: TabularAdapter, texts: Tensor, sampling: SamplingConfig) -> Tensor:
-    """The law after each of `texts` [N, L], by the processors of transformers: [N, V]."""
-    ids: Any = texts
-    scores: Any = model.logits(texts)[:, -1]
-    if sampling.repetition_penalty != 1:
-        scores = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)(ids, scores)
-    if sampling.temperature == 0:
-        return torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).double()
-    scores = TemperatureLogitsWarper(sampling.temperature)(ids, scores)
-    if sampling.top_k > 0:
-        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
-    if sampling.top_p < 1:
-        scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
-    return scores.softmax(-1)
-
-
-class TextLaw:
-    """The probability of continuations under a served model."""
-
-    def __init__(self, model: TabularAdapter, sampling: SamplingConfig, tokens: int) -> None:
-        self._next: dict[Text, list[float]] = {}
-        for length in range(tokens):
-            texts = sequences(VOCAB_SIZE, length)
-            prompts = torch.tensor(PROMPT).expand(len(texts), -1)
-            law = served(model, torch.cat([prompts, texts], dim=1), sampling)
-            keys = map(tuple, texts.tolist())
-            self._next |= dict(zip(keys, law.tolist(), strict=True))
-
-    def __call__(self, text: Text, before: Text = ()) -> float:
-        """The probability of `text`, given that it begins with `before`."""
-        law = 1.0
-        for n in range(len(before), len(text)):
-            law *= self._next[text[:n]][text[n]]
-        return law
-
-
 @dataclass(frozen=True)
 class Measured:
-    """The rounds of a setting from every text under every sampling, freshly fed."""
+    """A round from each of some texts: the rows, and the sampling (a number) and text of each."""
 
     setting: Setting
     rows: Rows
-    cells: Cells
+    texts: list[tuple[int, Text]]
 
-    def number(self, text: Text, which: int = 0) -> int:
-        """The row that goes on after `text`."""
-        return which * len(self.setting.prefixes) + self.setting.prefixes.index(text)
+    @cached_property
+    def cells(self) -> Cells:
+        """What a round does in every cell of its uniforms."""
+        return measure(self.rows)
+
+    def law(self, of: str) -> list[dict[Text, float]]:
+        """By row, the law of a field of `Outcome` that holds tokens; -1 is none."""
+        laws: list[dict[Text, float]] = [defaultdict(float) for _ in self.texts]
+        cells = self.cells
+        blocks = getattr(cells.outcome, of).tolist()
+        for row, mass, block in zip(cells.state.tolist(), cells.mass.tolist(), blocks, strict=True):
+            laws[row][tuple(token for token in block if token >= 0)] += mass
+        return laws
+
+    def left(self, rows: Rows, row: Tensor) -> tuple[Tensor, list[tuple[int, Text]]]:
+        """Those of `rows`, after a round from `row` [N], that go on, and the texts they have.
+
+        One for each that differs in sampling or in what was written, proposals included.
+        """
+        going_on = (~rows.state.done).nonzero()[:, 0]
+        which = torch.tensor([which for which, _ in self.texts])[row[going_on]]
+        example, _ = one_of_each(torch.cat([which[:, None], rows.state.tokens[going_on]], dim=1))
+        which, going_on = which[example], going_on[example]
+        written = zip(rows.state.tokens[going_on], rows.state.length[going_on], strict=True)
+        texts = [tuple(text[len(PROMPT) : length].tolist()) for text, length in written]
+        return going_on, [*zip(which.tolist(), texts, strict=True)]
 
 
-def rows_of(parts: Parts, setting: Setting, requests: Sequence[Request]) -> Rows:
-    """Rows of a decoder of the setting, ready for their first round."""
+def measured(parts: Parts, setting: Setting, texts: Sequence[Text] | None = None) -> Measured:
+    """Measure a round from every text of the setting under every sampling, freshly fed."""
+    samplings = range(len(setting.samplings))
+    every = [(which, text) for which in samplings for text in texts or setting.prefixes]
     decoder = build(
         parts,
-        requests,
+        [setting.request(*one) for one in every],
         target=setting.target,
         draft=setting.draft(),
         verification=setting.verification,
         eos=setting.eos,
     )
-    return Rows(decoder)
-
-
-def measured(parts: Parts, setting: Setting) -> Measured:
-    """Measure a round of the decoder from every text of the setting."""
-    every = [setting.request(t, n) for n in range(len(setting.samplings)) for t in setting.prefixes]
-    rows = rows_of(parts, setting, every)
-    return Measured(setting, rows, measure(rows))
-
-
-def round_law(cells: Cells, state: int) -> Mass:
-    """The law of what a round from `state` commits."""
-    law: Mass = defaultdict(float)
-    mine = (cells.state == state).nonzero()[:, 0]
-    texts = cells.outcome.text[mine].tolist()
-    for mass, row in zip(cells.mass[mine].tolist(), texts, strict=True):
-        law[tuple(token for token in row if token >= 0)] += mass
-    return law
-
-
-def _compare(law: Mass, own: dict[Text, float], where: str) -> None:
-    if unlawful := [text for text in law if text not in own]:
-        raise LawBroken(f"{where}: texts that cannot be: {unlawful[:3]}")
-    error = max(abs(law[text] - own[text]) for text in own)
-    if not error <= TOLERANCE:
-        raise LawBroken(f"{where}: joint law is off by {error:.3g} (tolerance {TOLERANCE:.0e})")
+    return Measured(setting, Rows(decoder), every)
 
 
 def check_joint_law(result: Measured) -> None:
-    """All texts, of a few tokens or to the first end of text, have the target's joint law."""
-    setting = result.setting
-    check_ends(result)
-    for which, sampling in enumerate(setting.samplings):
-        complete: dict[Text, Mass] = {}
-        for text in reversed(setting.prefixes):  # the longest first
-            complete[text] = defaultdict(float)  # of texts that are done, or cannot be
-            law = round_law(result.cells, result.number(text, which))
-            for committed, mass in law.items():
-                longer = text + committed
-                rest = complete.get(longer, {longer: 1.0})
-                for whole, conditional in rest.items():
-                    complete[text][whole] += mass * conditional
-        own = TextLaw(setting.target, sampling, setting.tokens)
-        _compare(complete[()], {text: own(text) for text in setting.whole}, str(sampling))
+    """Every round, continued by the target, has the target's law; a row is done if its text is.
 
-
-def check_ends(result: Measured) -> None:
-    """A row is done if its text is done, and not before."""
+    So all texts, of a few tokens or to the first end of text, have the target's joint law.
+    """
     setting, outcome = result.setting, result.cells.outcome
-    states = (result.cells.state % len(setting.prefixes)).tolist()
-    for state, row, done in zip(states, outcome.text.tolist(), outcome.done.tolist(), strict=True):
-        text = setting.prefixes[state] + tuple(token for token in row if token >= 0)
-        if done != setting.is_done(text):
-            raise LawBroken(f"{text} is {'done' if done else 'not done'}")
+    cells = zip(
+        result.cells.state.tolist(), outcome.text.tolist(), outcome.done.tolist(), strict=True
+    )
+    for row, text, done in cells:
+        longer = result.texts[row][1] + tuple(token for token in text if token >= 0)
+        if done != setting.is_done(longer):
+            raise LawBroken(f"{longer} is {'done' if done else 'not done'}")
+    laws = setting.laws(setting.target, setting.tokens)
+    for (which, text), committed in zip(result.texts, result.law("text"), strict=True):
+        law: dict[Text, float] = defaultdict(float)
+        whole = [one for one in setting.whole if one[: len(text)] == text]
+        for new, mass in committed.items():
+            for one in whole:
+                if one[len(text) :][: len(new)] == new:
+                    law[one] += mass * laws[which](one, text + new)
+        error = max(abs(law[one] - laws[which](one, text)) for one in whole)
+        if not error <= TOLERANCE:
+            raise LawBroken(f"after {text}: joint law is off by {error:.3g}")
 
 
-def check_proposal_law(result: Measured) -> None:
-    """Proposals have the served law of the draft, given the text and the proposals before."""
-    setting, cells = result.setting, result.cells
-    law: defaultdict[tuple[int, Text], float] = defaultdict(float)
-    blocks = cells.outcome.draft_tokens.tolist()
-    for state, mass, block in zip(cells.state.tolist(), cells.mass.tolist(), blocks, strict=True):
-        law[state, tuple(block)] += mass
-    for which, sampling in enumerate(setting.samplings):
-        own = TextLaw(setting.draft(), sampling, setting.tokens + setting.gamma)
-        for text in setting.prefixes:
-            number = result.number(text, which)
-            for block in map(tuple, sequences(VOCAB_SIZE, setting.gamma).tolist()):
-                if abs(own(text + block, before=text) - law[number, block]) > TOLERANCE:
-                    raise LawBroken(f"after {text}, {block} is proposed with another probability")
+def check_proposals(result: Measured, law: Callable[[int, Text, Text], float]) -> None:
+    """Proposals have the law that is known of them, given the text and those before them."""
+    blocks = [tuple(block) for block in sequences(VOCAB_SIZE, result.setting.gamma).tolist()]
+    for (which, text), found in zip(result.texts, result.law("draft_tokens"), strict=True):
+        for block in blocks:
+            if abs(law(which, text, block) - found[block]) > TOLERANCE:
+                raise LawBroken(f"after {text}, {block} is proposed with another probability")
 
 
-def check_text_alone(result: Measured, *, levels: int = 3, most: int = 60_000) -> int:
-    """A round's law depends on the text, not on the rounds that made it; returns the cases tried.
+def check_text_alone(result: Measured, *, levels: int = 3, most: int = 60_000) -> None:
+    """A round's law depends on the text, not on the rounds that made it.
 
     From the bare prompt all outcomes of a round are played, from each of the states so reached
     all outcomes of the next, and so on (a random part of them where they are more than `most`),
@@ -265,85 +277,47 @@ def check_text_alone(result: Measured, *, levels: int = 3, most: int = 60_000) -
     cells, rows = result.cells, result.rows
     per_state = torch.bincount(cells.state)
     first = per_state.cumsum(0) - per_state
-    row = number = torch.tensor(
-        [result.number((), which) for which in range(len(result.setting.samplings))]
-    )
-    tried = 0
+    numbers = {text: number for number, text in enumerate(result.texts)}
+    row = number = torch.tensor([n for (_, text), n in numbers.items() if text == ()])
     for _ in range(levels):
         count = per_state[number]
         parent = torch.arange(len(row)).repeat_interleave(count)
         cell = torch.arange(len(parent)) + (first[number] - count.cumsum(0) + count)[parent]
-        if len(parent) > most:
-            pick = torch.randperm(len(parent), generator=generator)[:most]
-            parent, cell = parent[pick], cell[pick]
+        pick = torch.randperm(len(parent), generator=generator)[:most]
+        parent, cell = parent[pick], cell[pick]
         corners = cells.boxes.somewhere(generator, at_edges=True)
         rows = rows.take(row[parent]).force(corners[cell])
         odd = rows.outcome().differs(cells.outcome.at(cell))
         if (odd & (cells.mass[cell] > 1e-9)).any():
             raise LawBroken("a round depends on more than the text before it")
-        tried += len(parent)
-        row, number = _new_states(rows, number[parent], result)
+        row, texts = result.left(rows, number[parent])
+        number = torch.tensor([numbers[text] for text in texts], dtype=torch.long)
+        some = torch.randperm(len(row), generator=generator)[:1500]
+        row, number = row[some], number[some]
         if not len(row):
             break
-    return tried
 
 
-def _texts_of(rows: Rows) -> dict[Text, tuple[int, Text]]:
-    """Of rows that go on, one for each that differs in what was written, proposals included.
-
-    By that: the row, and its text behind the prompt.
-    """
-    state = rows.state
-    going_on = (~state.done).nonzero()[:, 0].tolist()
-    written, lengths = state.tokens.tolist(), state.length.tolist()
-    return {
-        tuple(written[row]): (row, tuple(written[row][len(PROMPT) : lengths[row]]))
-        for row in reversed(going_on)
-    }
-
-
-def _new_states(
-    rows: Rows, before: Tensor, result: Measured, most: int = 1500
-) -> tuple[Tensor, Tensor]:
-    """Rows that go on and differ in text or proposals, and the rows of their texts.
-
-    before: those [N] of the texts that they went on from, under the same sampling.
-    """
-    texts, found = len(result.setting.prefixes), dict[tuple[int, Text], tuple[int, int]]()
-    for which in range(len(result.setting.samplings)):
-        mine = (before // texts == which).nonzero()[:, 0]
-        for written, (row, text) in _texts_of(rows.take(mine)).items():
-            found[which, written] = int(mine[row]), result.number(text, which)
-    kept = [*found.values()]
-    kept = kept[:: max(1, -(-len(kept) // most))]
-    return torch.tensor([k[0] for k in kept]).long(), torch.tensor([k[1] for k in kept]).long()
+def check_law(parts: Parts, setting: Setting) -> Measured:
+    """All that enumeration can say of a decoder."""
+    result = measured(parts, setting)
+    check_joint_law(result)
+    if parts.proposals is not None:
+        check_proposals(result, parts.proposals(setting))
+    check_text_alone(result)
+    return result
 
 
 def check_swapped(parts: Parts, setting: Setting) -> None:
-    """New draft weights after the first round, met by caches of the old ones, change no law.
-
-    Every state that the first round can leave is continued by a measured round of the new draft,
-    and then by the target.
-    """
-    rows = rows_of(parts, setting, [setting.request(())])
-    before = measure(rows)
-    left = rows.take(before.state).force(before.boxes.middle)
-    left.outcome()
-    kept = [*_texts_of(left).values()]
-    rows = left.take(torch.tensor([row for row, _ in kept]))
+    """New draft weights after the first round, met by caches of the old ones, change no law."""
+    before = measured(parts, setting, [()])
+    rows = before.rows.take(before.cells.state).force(before.cells.boxes.middle)
+    rows.outcome()
+    row, texts = before.left(rows, before.cells.state)
+    rows = rows.take(row)
     assert rows.proposer is not None
     rows.proposer.swap(setting.draft(seed=200).state_dict(), "new")
-    after, texts = measure(rows), {row: text for row, (_, text) in enumerate(kept)}
-    own = TextLaw(setting.target, setting.samplings[0], setting.tokens)
-    for row, text in texts.items():
-        whole = [t for t in setting.whole if t[: len(text)] == text]
-        law: Mass = defaultdict(float)
-        for committed, mass in round_law(after, row).items():
-            longer = text + committed
-            for full in whole:
-                if full[: len(longer)] == longer:
-                    law[full] += mass * own(full, before=longer)
-        _compare(law, {full: own(full, before=text) for full in whole}, f"after {text}")
+    check_joint_law(Measured(setting, rows, texts))
 
 
 def check_sampled(
@@ -373,13 +347,7 @@ def check_sampled(
         proposer_id=DRAFT_ID,
         seed=seed,
     )
-    one = build(
-        parts,
-        [request],
-        target=target,
-        draft=draft,
-        verification=verification,
-    )
+    one = build(parts, [request], target=target, draft=draft, verification=verification)
     sample = []
     for row in torch.arange(rows).split(CHUNK):
         some = Rows(one).take(torch.zeros_like(row))

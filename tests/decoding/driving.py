@@ -8,6 +8,7 @@ host that entered them, and holds each later call to all that machine code takes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,12 +24,18 @@ from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.decoder import Decoder, RoundResult
 from draftkit.decoding.gamma import AdaptiveGamma
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
-from draftkit.decoding.proposers import DraftModelProposer, ParallelProposer, Proposer
+from draftkit.decoding.proposers import (
+    DraftModelProposer,
+    ParallelProposer,
+    Proposal,
+    Proposer,
+)
 from draftkit.decoding.round import RoundInputs
 from draftkit.decoding.state import DecodeState, Request, RoundView, make_group
 from draftkit.models.cache import visible_slots
 from draftkit.theory import noise
-from tests.tabular import TabularAdapter, relative, with_masks
+from tests.decoding.checks import served
+from tests.tabular import TabularAdapter, random_adapter, relative, with_masks
 
 DRAFT = "draft"
 SMALL: dict[str, Any] = {  # of a tiny model
@@ -74,44 +81,50 @@ SAMPLINGS = [
 ]
 
 
+def decoder_of(
+    *,
+    slots: int = 3,
+    capacity: int = 80,
+    policy: AdaptiveGamma | None = None,
+    **options: Any,
+) -> Decoder:
+    """A decoder of a pair of tables, with free slots."""
+    target = random_adapter(8, 1)
+    decoder = Decoder(target, slots=slots, capacity=capacity, **options)
+    decoder.gamma_policy = policy
+    decoder.attach(DRAFT, DraftModelProposer(relative(target, 2), version="v1"))
+    return decoder
+
+
 def request(prompt: Sequence[int], *, new: int = 10, gamma: int = 2, **others: Any) -> Request:
     settings: dict[str, Any] = {"sampling": SamplingConfig()}
     settings["proposer_id"] = DRAFT if gamma else None
     return Request(prompt_ids=prompt, max_new_tokens=new, gamma=gamma, **settings | others)
 
 
+TEXTS = [[3, 1, 4, 3, 1], [5], [2, 6, 5, 3, 5, 0], [0, 7, 0, 7]]  # the first and the last repeat
+
+
 def view_of(
-    texts: Sequence[Sequence[int]],
-    samplings: Sequence[SamplingConfig],
     gamma: int,
-    *,
-    vocab_size: int = 8,
-    capacity: int = 32,
+    texts: Sequence[Sequence[int]] = TEXTS,
+    samplings: Sequence[SamplingConfig] = SAMPLINGS,
 ) -> RoundView:
-    """What a decoder would show of rows with those texts, under seed 11."""
-    state = DecodeState.empty(len(texts), capacity, torch.device("cpu"))
-    for slot, (text, sampling) in enumerate(zip(texts, samplings, strict=True)):
-        request = Request(
-            prompt_ids=text,
-            max_new_tokens=8,
-            sampling=sampling,
-            gamma=gamma,
-            proposer_id="draft",
-            seed=11,
-            row=slot,
-        )
-        state.admit(slot, request)
-    group = make_group(state, list(range(len(texts))), gamma, "draft")
-    visible = visible_slots(max(map(len, texts)) + gamma, capacity)
-    target: Any = SimpleNamespace(vocab_size=vocab_size)
+    """What a decoder would show of rows with those texts over 8 tokens, under seed 11."""
+    state = DecodeState.empty(len(texts), 32, torch.device("cpu"))
+    for slot, (text, sampling) in enumerate(zip(texts, cycle(samplings), strict=False)):
+        state.admit(slot, request(text, gamma=gamma, sampling=sampling, seed=11, row=slot))
+    group = make_group(state, list(range(len(texts))), gamma, DRAFT)
+    visible = visible_slots(max(map(len, texts)) + gamma, 32)
+    target: Any = SimpleNamespace(vocab_size=8)
     bench: Any = SimpleNamespace(state=state, target=target, noise=noise.uniform)
     return units.round_view(bench, RoundInputs(group, visible))
 
 
-def ready(proposer: Any, texts: Sequence[Sequence[int]]) -> Any:
-    """`proposer` with all of each text but its last token in its cache, in rows of these texts."""
-    proposer.allocate(len(texts), 32)
-    for row, text in enumerate(texts):
+def ready(proposer: Any) -> Any:
+    """`proposer` with all of each of `TEXTS` but its last token in its cache."""
+    proposer.allocate(len(TEXTS), 32)
+    for row, text in enumerate(TEXTS):
         if len(text) > 1:
             proposer.prefill(
                 torch.tensor([text[:-1]]),
@@ -120,6 +133,17 @@ def ready(proposer: Any, texts: Sequence[Sequence[int]]) -> Any:
                 visible=len(text),
             )
     return proposer
+
+
+def own_laws(
+    model: TabularAdapter, proposal: Proposal, samplings: Sequence[SamplingConfig] = SAMPLINGS
+) -> list[Tensor]:
+    """The served laws [K, V] of `model` before each proposal of rows of `TEXTS`."""
+    rows = zip(TEXTS, samplings, proposal.tokens.tolist(), strict=True)
+    return [
+        torch.cat([served(model, torch.tensor([text + tokens[:i]]), s) for i in range(len(tokens))])
+        for text, s, tokens in rows
+    ]
 
 
 @dataclass

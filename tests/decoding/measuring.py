@@ -209,9 +209,7 @@ def measure(rows: Rows) -> Cells:
     size = rows.decoder.target.vocab_size
     first = boxes(lambda row, u: rows.proposals(row, u)[0], len(rows), rows.draws)
     number, proposal = rows.proposals(first.state, first.middle)
-    different, kind = torch.stack([first.state, number]).unique(dim=1, return_inverse=True)
-    example = torch.zeros(different.shape[1], dtype=torch.long)
-    example = example.scatter(0, kind, torch.arange(len(kind)))  # a box of each proposal
+    example, kind = one_of_each(torch.stack([first.state, number], dim=1))
     _check_same_law(proposal, example[kind])
     state, draft = first.state[example], first.middle[example]
 
@@ -230,6 +228,13 @@ def measure(rows: Rows) -> Cells:
     outcome = rows.outcomes(whole.state, whole.middle)
     _check_inside(rows, first, kind, second, outcome)
     return Cells(whole, mass, outcome)
+
+
+def one_of_each(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The index of one of every kind of `rows` [N, C], and the number [N] of each row's kind."""
+    _, kind = rows.unique(dim=0, return_inverse=True)
+    example = torch.zeros(int(kind.max()) + 1 if len(kind) else 0, dtype=torch.long)
+    return example.scatter(0, kind, torch.arange(len(kind))), kind
 
 
 def _check_same_law(proposal: Proposal, example: Tensor) -> None:

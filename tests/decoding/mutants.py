@@ -1,8 +1,8 @@
-"""Deliberately broken decoders: the tests of the tests.
+"""Deliberately broken decoders, the tests of the tests, and proposers beside those that ship.
 
 A mutant is a shipped module with one edit of its source (`tests.theory.mutants.mutate`), put in
-the place of the original in an otherwise shipped decoder. `test_mutants.py` names the check that
-must reject each of them.
+the place of the original in an otherwise shipped decoder. `check_law` must reject each of them,
+and pass the shipped decoder in the same settings (`test_mutants.py`).
 """
 
 import inspect
@@ -10,175 +10,30 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from draftkit.decoding import composite, decoder, feeding, proposers, state
 from draftkit.decoding import round as units
 from draftkit.decoding.ngrams import CountTable, PromptLookup
-from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
+from draftkit.decoding.proposers import DraftModelProposer, ParallelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView
-from draftkit.models import cache
-from draftkit.theory.warping import SamplingParams, warp
-from tests.decoding.checks import Parts
+from draftkit.theory.warping import warp
+from tests.decoding.checks import ALL, EVERY, PENALTY, PLAIN, Parts, Setting, in_turn
 from tests.tabular import TabularAdapter, random_adapter, with_masks
 from tests.theory.checks import stops_after_token_one
 from tests.theory.mutants import mutate
 
-# name: (module, what is replaced in it, by what)
-EDITS: dict[str, tuple[ModuleType, str, str]] = {
-    "raw q told of warped proposals": (
-        proposers,
-        "draft_probs.append(probs)",
-        "draft_probs.append(logits[:, 0].softmax(-1))",
-    ),
-    "one uniform for all proposals": (proposers, "uniforms[:, i]", "uniforms[:, 0]"),
-    "draft feeds the last token alone": (
-        proposers,
-        "self.draft.step(view.last_two, positions=positions, cache=cache, last=1)",
-        "self.draft.step(token[:, None], positions=positions[:, 1:], cache=cache)",
-    ),
-    "draft positions shifted by one": (
-        proposers,
-        "positions = (view.length + i - 1).clamp(",
-        "positions = (view.length + i).clamp(",
-    ),
-    "penalty of proposals forgets proposals": (
-        proposers,
-        "seen = seen.scatter(1, token[:, None], True)",
-        "pass",
-    ),
-    "target positions shifted by one": (
-        units,
-        "positions = view.length[:, None] - 1 + torch",
-        "positions = view.length[:, None] + torch",
-    ),
-    "target law unwarped": (
-        units,
-        "target_probs = warp(logits, view.group.params, history)",
-        "target_probs = logits.softmax(-1)",
-    ),
-    "penalty of the target forgets proposals": (
-        units,
-        "seen_along(view.seen, proposal.tokens)",
-        "seen_along(view.seen, proposal.tokens[:, :1].expand_as(proposal.tokens))",
-    ),
-    "penalty sees what was rejected": (
-        state,
-        "else seen_tokens(tokens, length, ",
-        "else seen_tokens(tokens, length + 1, ",
-    ),
-    "next token from the noise of the tests": (units, "purpose=NEXT)", "purpose=ACCEPT)"),
-    "next token in the place after": (
-        units,
-        "candidates.scatter(1, verification.accepted[:, None], ",
-        "candidates.scatter(1, (verification.accepted[:, None] + 1).clamp(max=group.gamma), ",
-    ),
-    "number of proposals ignored": (
-        units,
-        "draft_tokens=proposal.tokens,\n        lengths=proposal.lengths,\n        accept",
-        "draft_tokens=proposal.tokens,\n        lengths=None,\n        accept",
-    ),
-    "prompt fed one slot late": (
-        feeding,
-        "positions = first[:, None] + torch",
-        "positions = first[:, None] + 1 + torch",
-    ),
-    "text goes on after its end": (
-        units,
-        "emitted = torch.minimum(accepted, first_end) + 1",
-        "emitted = accepted + 1",
-    ),
-    "a rejected end of text ends": (
-        units,
-        "ended = (first_end <= accepted) & ",
-        "ended = ",
-    ),
-    "length limit ignored": (
-        units,
-        "committed = torch.minimum(emitted, remaining)",
-        "committed = emitted",
-    ),
-    "one greedy row makes all greedy": (
-        state,
-        "uses_sampling=any(s.temperature > 0",
-        "uses_sampling=all(s.temperature > 0",
-    ),
-    "sampling of the wrong rows": (
-        state,
-        "[sampling.get(slot, sampling[slots[0]]) for slot in index]",
-        "[sampling.get(slot, sampling[slots[0]]) for slot in reversed(index)]",
-    ),
-    "temperature in single precision": (
-        state,
-        "state.tokens.device, torch.float64)",
-        "state.tokens.device, torch.float32)",
-    ),
-    "cache of other rows": (
-        cache,
-        "return seen[self._selected]\n",
-        "return seen[self._selected.flip(0)]\n",
-    ),
-    # Composite proposers
-    "staged states the law of the guesser": (
-        composite,
-        "return tokens, verification.accepted + 1, law",
-        "law = torch.cat([guess.draft_probs, law[:, 1:]], dim=1)\n"
-        "        return tokens, verification.accepted + 1, law",
-    ),
-    "staged takes guesses untested": (composite, "accept_uniform=accept,", "accept_uniform=0,"),
-    "staged draws guess and test with one number": (
-        composite,
-        "accept_uniform=accept,",
-        "accept_uniform=own,",
-    ),
-    "staged proposes what no pass has drawn": (
-        composite,
-        "ends[:, -1].clamp(max=gamma)",
-        "ends[:, -1].clamp(min=gamma)",
-    ),
-    "staged draws all passes with the same numbers": (
-        composite,
-        "self._pass(now, width, uniforms[i], end)",
-        "self._pass(now, width, uniforms[0], end)",
-    ),
-    "staged does not move on between passes": (
-        composite,
-        "now = _after(now, new, kept, end)",
-        "pass",
-    ),
-    "staged draws numbers that later rounds draw again": (
-        composite,
-        "replace(view, noise=lambda **_: own)",
-        "view",
-    ),
-    "hybrid chooses by what the model draws": (
-        composite,
-        "is_guessed = guess.lengths > 0",
-        "drawn = self.model.propose(view, gamma).tokens[:, 0]\n"
-        "        is_guessed = (guess.lengths > 0) & (drawn == guess.tokens[:, 0])",
-    ),
-    "hybrid lets the model read other tokens than are proposed": (
-        composite,
-        "proposal = self.model.propose(view, gamma, decided)",
-        "own = self.model.propose(view, gamma)\n"
-        "        tokens = torch.where(is_guessed[:, None], guess.tokens, own.tokens)\n"
-        "        certain = torch.nn.functional.one_hot(tokens, 3).double()\n"
-        "        law = torch.where(is_guessed[:, None, None], certain, own.draft_probs)\n"
-        "        proposal = Proposal(tokens, law, lengths=guess.lengths)",
-    ),
-    "parallel proposals in another order than their laws": (
-        proposers,
-        "tokens, draft_probs = sample(probs=probs, uniform=uniforms), probs",
-        "tokens, draft_probs = sample(probs=probs, uniform=uniforms), probs.flip(1)",
-    ),
-}
 Make = Callable[[dict[str, Any], TabularAdapter], Proposer]  # of the names of a module
 
 
 def plain(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
     return names["DraftModelProposer"](draft)
+
+
+def ragged(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    return CautiousProposer(draft)
 
 
 def parallel(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
@@ -198,17 +53,195 @@ def hybrid(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
     return names["HybridProposer"](PromptLookup(), DraftModelProposer(draft))
 
 
-def shipped(make: Make) -> Parts:
-    """The shipped decoder with a proposer of that kind."""
-    return Parts(proposer=partial(make, vars(proposers) | vars(composite)))
+def hybrid_parallel(names: dict[str, Any], draft: TabularAdapter) -> Proposer:
+    return names["HybridProposer"](PromptLookup(min_ngram=2), ParallelProposer(with_masks(draft)))
 
 
-def mutant(name: str, make: Make = plain) -> Parts:
-    """A decoder with the edit of that name, and a proposer of that kind."""
-    module, old, new = EDITS[name]
+MAKERS: dict[str, Make] = {
+    "parallel": parallel,
+    "staged": staged,
+    "staged once": staged_once,
+    "hybrid": hybrid,
+    "hybrid of parallel": hybrid_parallel,
+}
+SHIPPED = vars(proposers) | vars(composite)
+MIXED = Setting(samplings=EVERY)
+SINGLE = Setting(gamma=1, samplings=EVERY)
+ENDS = Setting(tokens=4, samplings=(PENALTY,), eos=(0, 2))
+DRAWN = Setting(samplings=(PLAIN, ALL))
+LONG = Setting(tokens=6)
+
+
+class Edit(NamedTuple):
+    """What is replaced in a module, by what, and in which setting and proposer that is seen."""
+
+    module: ModuleType
+    old: str
+    new: str
+    setting: Setting = MIXED
+    make: Make = plain
+
+
+EDITS: dict[str, Edit] = {
+    "raw q told of warped proposals": Edit(
+        proposers,
+        "draft_probs.append(probs)",
+        "draft_probs.append(logits[:, 0].softmax(-1))",
+    ),
+    "one uniform for all proposals": Edit(proposers, "uniforms[:, i]", "uniforms[:, 0]"),
+    "draft feeds the last token alone": Edit(
+        proposers,
+        "self.draft.step(view.last_two, positions=positions, cache=cache, last=1)",
+        "self.draft.step(token[:, None], positions=positions[:, 1:], cache=cache)",
+        SINGLE,
+    ),
+    "draft positions shifted by one": Edit(
+        proposers,
+        "positions = (view.length + i - 1).clamp(",
+        "positions = (view.length + i).clamp(",
+    ),
+    "penalty of proposals forgets proposals": Edit(
+        proposers,
+        "seen = seen.scatter(1, token[:, None], True)",
+        "pass",
+    ),
+    "target positions shifted by one": Edit(
+        units,
+        "positions = view.length[:, None] - 1 + torch",
+        "positions = view.length[:, None] + torch",
+    ),
+    "target law unwarped": Edit(
+        units,
+        "target_probs = warp(logits, view.group.params, history)",
+        "target_probs = logits.softmax(-1)",
+    ),
+    "penalty of the target forgets proposals": Edit(
+        units,
+        "seen_along(view.seen, proposal.tokens)",
+        "seen_along(view.seen, proposal.tokens[:, :1].expand_as(proposal.tokens))",
+    ),
+    "penalty sees what was rejected": Edit(
+        state,
+        "else seen_tokens(tokens, length, ",
+        "else seen_tokens(tokens, length + 1, ",
+    ),
+    "next token from the noise of the tests": Edit(units, "purpose=NEXT)", "purpose=ACCEPT)"),
+    "next token in the place after": Edit(
+        units,
+        "candidates.scatter(1, verification.accepted[:, None], ",
+        "candidates.scatter(1, (verification.accepted[:, None] + 1).clamp(max=group.gamma), ",
+    ),
+    "number of proposals ignored": Edit(
+        units,
+        "draft_tokens=proposal.tokens,\n        lengths=proposal.lengths,\n        accept",
+        "draft_tokens=proposal.tokens,\n        lengths=None,\n        accept",
+        DRAWN,
+        ragged,
+    ),
+    "prompt fed one slot late": Edit(
+        feeding,
+        "positions = first[:, None] + torch",
+        "positions = first[:, None] + 1 + torch",
+    ),
+    "text goes on after its end": Edit(
+        units, "emitted = torch.minimum(accepted, first_end) + 1", "emitted = accepted + 1", ENDS
+    ),
+    "a rejected end of text ends": Edit(
+        units, "ended = (first_end <= accepted) & ", "ended = ", ENDS
+    ),
+    "length limit ignored": Edit(
+        units,
+        "committed = torch.minimum(emitted, remaining)",
+        "committed = emitted",
+    ),
+    "one greedy row makes all greedy": Edit(
+        state,
+        "uses_sampling=any(s.temperature > 0",
+        "uses_sampling=all(s.temperature > 0",
+    ),
+    "sampling of the wrong rows": Edit(
+        state,
+        "[sampling.get(slot, sampling[slots[0]]) for slot in index]",
+        "[sampling.get(slot, sampling[slots[0]]) for slot in reversed(index)]",
+    ),
+    "temperature in single precision": Edit(
+        state,
+        "state.tokens.device, torch.float64)",
+        "state.tokens.device, torch.float32)",
+    ),
+    # Composite proposers
+    "staged states the law of the guesser": Edit(
+        composite,
+        "return tokens, verification.accepted + 1, law",
+        "law = torch.cat([guess.draft_probs, law[:, 1:]], dim=1)\n"
+        "        return tokens, verification.accepted + 1, law",
+        DRAWN,
+        staged_once,
+    ),
+    "staged takes guesses untested": Edit(
+        composite, "accept_uniform=accept,", "accept_uniform=0,", DRAWN, staged_once
+    ),
+    "staged draws guess and test with one number": Edit(
+        composite, "accept_uniform=accept,", "accept_uniform=own,", DRAWN, staged_once
+    ),
+    "staged proposes what no pass has drawn": Edit(
+        composite,
+        "ends[:, -1].clamp(max=gamma)",
+        "ends[:, -1].clamp(min=gamma)",
+        DRAWN,
+        staged_once,
+    ),
+    "staged draws all passes with the same numbers": Edit(
+        composite,
+        "self._pass(now, width, uniforms[i], end)",
+        "self._pass(now, width, uniforms[0], end)",
+        DRAWN,
+        staged,
+    ),
+    "staged does not move on between passes": Edit(
+        composite, "now = _after(now, new, kept, end)", "pass", DRAWN, staged
+    ),
+    "staged draws numbers that later rounds draw again": Edit(
+        composite, "replace(view, noise=lambda **_: own)", "view", DRAWN, staged
+    ),
+    "hybrid chooses by what the model draws": Edit(
+        composite,
+        "is_guessed = guess.lengths > 0",
+        "drawn = self.model.propose(view, gamma).tokens[:, 0]\n"
+        "        is_guessed = (guess.lengths > 0) & (drawn == guess.tokens[:, 0])",
+        DRAWN,
+        hybrid,
+    ),
+    "hybrid lets the model read other tokens than are proposed": Edit(
+        composite,
+        "proposal = self.model.propose(view, gamma, decided)",
+        "own = self.model.propose(view, gamma)\n"
+        "        tokens = torch.where(is_guessed[:, None], guess.tokens, own.tokens)\n"
+        "        certain = torch.nn.functional.one_hot(tokens, 3).double()\n"
+        "        law = torch.where(is_guessed[:, None, None], certain, own.draft_probs)\n"
+        "        proposal = Proposal(tokens, law, lengths=guess.lengths)",
+        LONG,
+        hybrid,
+    ),
+    "masks of the last round stay": Edit(
+        proposers, "text = view.group.most + 1  # ", "text = 2  # ", Setting(tokens=4), parallel
+    ),
+    "parallel proposals in another order than their laws": Edit(
+        proposers,
+        "tokens, draft_probs = sample(probs=probs, uniform=uniforms), probs",
+        "tokens, draft_probs = sample(probs=probs, uniform=uniforms), probs.flip(1)",
+        DRAWN,
+        parallel,
+    ),
+}
+
+
+def mutant(name: str) -> Parts:
+    """A decoder with the edit of that name, and a proposer of its kind."""
+    module, old, new, _, make = EDITS[name]
     names = vars(mutate(module, old, new))
     if module in (proposers, composite):
-        return Parts(proposer=partial(make, names))
+        return parts_of(make, names)
     if module is decoder:
         return Parts(decoder=names["Decoder"])
     copied = mutate(decoder, '"""The speculative decoder', '"""A speculative decoder')
@@ -221,7 +254,12 @@ def mutant(name: str, make: Make = plain) -> Parts:
             if key in names and key in own and inspect.getmodule(own[key]) is module:
                 own[key] = names[key]
     vars(copied)["units"] = copied_units
-    return Parts(decoder=vars(copied)["Decoder"])
+    return replace(parts_of(make), decoder=vars(copied)["Decoder"])
+
+
+def parts_of(make: Make = plain, names: dict[str, Any] = SHIPPED) -> Parts:
+    """The shipped decoder with a proposer of that kind."""
+    return Parts(proposer=partial(make, names), proposals=in_turn if make is plain else None)
 
 
 class CautiousProposer(DraftModelProposer):
@@ -234,15 +272,6 @@ class CautiousProposer(DraftModelProposer):
         beyond = torch.arange(gamma) >= lengths[:, None]
         garbage = draft_probs.masked_fill(beyond[..., None], 1 / draft_probs.shape[-1])
         return Proposal(tokens.masked_fill(beyond, 0), garbage, lengths)
-
-
-class PointingProposer(DraftModelProposer):
-    """No mutant: its proposals are the draft's most likely tokens, so q is one-hot."""
-
-    def propose(self, view: RoundView, gamma: int) -> Proposal:
-        params = SamplingParams.uniform(len(view.length), temperature=0.0)
-        view = replace(view, group=replace(view.group, params=params), seen=None)
-        return super().propose(view, gamma)._replace(draft_probs=None)
 
 
 class RecomputingProposer(DraftModelProposer):

@@ -5,8 +5,7 @@ On a pretended device: a tape in the place of CUDA graphs replays on the tensors
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -16,17 +15,10 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
-from tests.decoding.driving import (
-    SAMPLINGS,
-    Answer,
-    assert_same,
-    drive,
-    request,
-)
+from tests.decoding.driving import Answer, assert_same, drive, request
 from tests.decoding.pretended import Tape, pretended_captures, pretended_device, put_on_device
 from tests.tabular import random_adapter, relative
 
-EXACT = 1e-10
 SLOTS = 4
 
 
@@ -37,9 +29,13 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tape]]:
         yield made
 
 
-def decoder_of(*, captures: bool) -> Decoder:
+def decoder_of(*names: str, captures: bool = True) -> Decoder:
+    """With a draft model of each name."""
     decoder = Decoder(random_adapter(8, 1), slots=SLOTS, capacity=48, captured=captures)
     decoder._units._captures = captures
+    for seed, name in enumerate(names, start=2):
+        proposer = DraftModelProposer(relative(decoder.target, seed), version=name)
+        decoder.attach(name, proposer)
     return decoder
 
 
@@ -53,25 +49,23 @@ def requests(
             row=row,
             new=new,
             gamma=gammas[row % len(gammas)],
-            sampling=SAMPLINGS[0],
         )
         for row in range(SLOTS)
     ]
+
+
+def check_as_eager(play: Callable[[Decoder], list[Answer]], *names: str) -> None:
+    """What a decoder is made to do with captures is what it does without."""
+    found = [play(decoder_of(*names, captures=captures)) for captures in (True, False)]
+    assert_same(found[0], found[1], atol=1e-10)
 
 
 def test_rounds_of_two_proposers_and_two_gammas_in_turns_are_eager_rounds(
     tapes: list[Tape],
 ) -> None:
     """Verification reads proposals where the last proposer of its shape left them, or copies."""
-    found = []
-    for captures in (True, False):
-        decoder = decoder_of(captures=captures)
-        for name, seed in (("one", 2), ("two", 3)):
-            proposer = DraftModelProposer(relative(decoder.target, seed), version=name)
-            decoder.attach(name, proposer)
-        names = ("one", "two", "two", "one")
-        found.append(drive(decoder, requests(*names, gammas=(2, 3), new=14)))
-    assert_same(found[0], found[1], atol=EXACT)
+    wanted = requests("one", "two", "two", "one", gammas=(2, 3), new=14)
+    check_as_eager(lambda decoder: drive(decoder, wanted), "one", "two")
     assert len(tapes) == 6  # four of proposals, two of verification
     assert all(tape.replays > 1 for tape in tapes)
 
@@ -80,48 +74,38 @@ def test_captured_rounds_that_are_read_late_have_left_before_the_next_replay(
     tapes: list[Tape],
 ) -> None:
     """What a capture returns is written over by its next replay, and copied out before."""
-    found = []
-    for captures in (True, False):
-        decoder = decoder_of(captures=captures)
-        decoder.attach("one", DraftModelProposer(relative(decoder.target, 2)))
-        decoder.late = captures
-        with pretended_device() if captures else nullcontext():
-            if captures:
-                put_on_device(decoder)
-            found.append(drive(decoder, requests("one", new=20)))
-    assert_same(found[0], found[1], atol=EXACT)
+    wanted = requests("one", new=20)
+    expected = drive(decoder_of("one", captures=False), wanted)
+    decoder = decoder_of("one")
+    decoder.late = True
+    with pretended_device():
+        assert_same(drive(put_on_device(decoder), wanted), expected, atol=1e-10)
     assert len(tapes) == 2
-
-
-def renewed(captures: bool, shared: bool) -> list[Answer]:
-    """Answers by a proposer whose caches are made anew: attached again, or by another's."""
-    decoder = decoder_of(captures=captures)
-    model = DraftModelProposer(relative(decoder.target, 2))
-    decoder.attach("one", model)
-    answers = drive(decoder, requests("one"))
-    if shared:
-        decoder.attach("two", HybridProposer(PromptLookup(min_ngram=3), model))
-    else:
-        decoder.attach("one", model)
-    return answers + drive(decoder, requests("one", first=5))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["again", "by another"])
 def test_a_proposer_whose_caches_are_renewed_is_captured_anew(
     tapes: list[Tape], shared: bool
 ) -> None:
-    assert_same(renewed(True, shared), renewed(False, shared), atol=EXACT)
+    def renewed(decoder: Decoder) -> list[Answer]:
+        answers = drive(decoder, requests("one"))
+        model = decoder._proposers["one"]
+        assert isinstance(model, DraftModelProposer)
+        if shared:
+            decoder.attach("two", HybridProposer(PromptLookup(min_ngram=3), model))
+        else:
+            decoder.attach("one", model)
+        return answers + drive(decoder, requests("one", first=5))
+
+    check_as_eager(renewed, "one")
     assert len(tapes) == 3
 
 
 def test_a_replaced_proposer_goes_with_its_captures(tapes: list[Tape]) -> None:
-    decoder = decoder_of(captures=True)
-    proposer = DraftModelProposer(relative(decoder.target, 2))
-    decoder.attach("one", proposer)
+    decoder = decoder_of("one")
     drive(decoder, requests("one"))
+    gone = weakref.ref(decoder._proposers["one"])
     decoder.attach("one", DraftModelProposer(relative(decoder.target, 3)))
-    gone = weakref.ref(proposer)
-    del proposer
     assert gone() is None
     assert len(decoder._units._captured) == 1
 
@@ -133,8 +117,7 @@ def test_a_decoder_goes_when_nobody_holds_it_and_takes_its_captures_along(
     gc.collect()
     gc.disable()
     try:
-        decoder = decoder_of(captures=True)
-        decoder.attach("one", DraftModelProposer(relative(decoder.target, 2)))
+        decoder = decoder_of("one")
         drive(decoder, requests("one"))
         assert len(tapes) == 2
         gone = [weakref.ref(decoder), *map(weakref.ref, tapes)]
@@ -146,10 +129,8 @@ def test_a_decoder_goes_when_nobody_holds_it_and_takes_its_captures_along(
 
 
 def test_no_garbage_is_collected_during_a_capture(tapes: list[Tape]) -> None:
-    decoder = decoder_of(captures=True)
-    decoder.attach("one", DraftModelProposer(relative(decoder.target, 2)))
     assert gc.isenabled()
-    drive(decoder, requests("one"))
+    drive(decoder_of("one"), requests("one"))
     assert [tape.collects for tape in tapes] == [False, False]
     assert gc.isenabled()
 
@@ -158,15 +139,13 @@ def test_captures_are_as_many_as_are_allowed_those_used_last(
     tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "MOST_CAPTURED", 3)
-    found = []
-    for captures in (True, False):
-        decoder = decoder_of(captures=captures)
-        decoder.attach("one", DraftModelProposer(relative(decoder.target, 2)))
+
+    def play(decoder: Decoder) -> list[Answer]:
         answers = []
         for gamma in (1, 2, 3, 3, 2):
             answers += drive(decoder, requests("one", gammas=(gamma,)))
-            if captures:
-                assert len(decoder._units._captured) <= 3
-        found.append(answers)
-    assert_same(found[0], found[1], atol=EXACT)
+            assert len(decoder._units._captured) <= 3
+        return answers
+
+    check_as_eager(play, "one")
     assert len(tapes) == 8  # gamma 1, 2, 3, and 2 again

@@ -6,25 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftkit.config import SamplingConfig
 from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView
-from tests.decoding.checks import served
-from tests.decoding.driving import ready, view_of
+from tests.decoding.driving import TEXTS, own_laws, ready, view_of
 from tests.tabular import TabularAdapter, random_adapter
-
-PLAIN = SamplingConfig()
-GREEDY = SamplingConfig(temperature=0.0)
-PENALTY = SamplingConfig(repetition_penalty=1.5)
-SAMPLINGS = [
-    PLAIN,
-    SamplingConfig(temperature=0.6, top_k=3),
-    GREEDY,
-    SamplingConfig(top_p=0.7, repetition_penalty=1.3),
-]
-TEXTS = [[3, 1, 4, 3, 1], [5], [2, 6, 5, 3, 5, 0], [0, 7, 0, 7]]  # the first and the last repeat
 
 
 def model_of(seed: int = 1) -> TabularAdapter:
@@ -38,17 +25,15 @@ def hybrid_of(draft: TabularAdapter, tokens: str = "sampled") -> HybridProposer:
 def check_own_law(draft: TabularAdapter, proposal: Proposal, row: int) -> None:
     """All proposals of the row come with the served law of `draft`."""
     assert proposal.draft_probs is not None
-    tokens = proposal.tokens[row, : int(proposal.lengths[row])].tolist()
-    for i in range(len(tokens)):
-        own = served(draft, torch.tensor([TEXTS[row] + tokens[:i]]), SAMPLINGS[row])
-        torch.testing.assert_close(proposal.draft_probs[row, i], own[0])
+    count, own = int(proposal.lengths[row]), own_laws(draft, proposal)[row]
+    torch.testing.assert_close(proposal.draft_probs[row, :count], own[:count])
 
 
 # Hybrid
 
 
 def test_rows_that_repeat_themselves_are_the_guessers_and_the_others_the_models() -> None:
-    proposal = ready(hybrid_of(model_of()), TEXTS).propose(view_of(TEXTS, SAMPLINGS, 3), 3)
+    proposal = ready(hybrid_of(model_of())).propose(view_of(3), 3)
     assert proposal.tokens[[0, 3]].tolist() == [[4, 3, 1], [0, 7, 0]]
     one_hot = torch.nn.functional.one_hot(proposal.tokens[[0, 3]], 8).double()
     torch.testing.assert_close(proposal.draft_probs[[0, 3]], one_hot, rtol=0, atol=0)
@@ -58,9 +43,9 @@ def test_rows_that_repeat_themselves_are_the_guessers_and_the_others_the_models(
 
 
 def test_the_rows_of_the_model_are_drawn_as_by_the_model_alone() -> None:
-    view = view_of(TEXTS, SAMPLINGS, 3)
-    alone = ready(DraftModelProposer(model_of()), TEXTS).propose(view, 3)
-    proposal = ready(hybrid_of(model_of()), TEXTS).propose(view, 3)
+    view = view_of(3)
+    alone = ready(DraftModelProposer(model_of())).propose(view, 3)
+    proposal = ready(hybrid_of(model_of())).propose(view, 3)
     assert torch.equal(proposal.tokens[1:3], alone.tokens[1:3])
 
 
@@ -68,22 +53,22 @@ def test_a_guess_shorter_than_gamma_stays_short() -> None:
     memory = NgramMemory(max_ngram=2)
     memory.learn([[3, 1, 6, 2]])
     proposer = HybridProposer(memory, DraftModelProposer(model_of()))
-    proposal = ready(proposer, TEXTS).propose(view_of(TEXTS, SAMPLINGS, 4), 4)
+    proposal = ready(proposer).propose(view_of(4), 4)
     assert proposal.lengths.tolist() == [2, 4, 4, 4]
     assert proposal.tokens[0, :2].tolist() == [6, 2]
 
 
 def test_a_hybrid_with_an_argmax_draft_states_no_law() -> None:
-    view = view_of(TEXTS, SAMPLINGS, 3)
-    proposal = ready(hybrid_of(model_of(), "argmax"), TEXTS).propose(view, 3)
-    alone = ready(DraftModelProposer(model_of(), tokens="argmax"), TEXTS).propose(view, 3)
+    view = view_of(3)
+    proposal = ready(hybrid_of(model_of(), "argmax")).propose(view, 3)
+    alone = ready(DraftModelProposer(model_of(), tokens="argmax")).propose(view, 3)
     assert proposal.draft_probs is None
     assert proposal.tokens[[0, 3]].tolist() == [[4, 3, 1], [0, 7, 0]]
     assert torch.equal(proposal.tokens[1:3], alone.tokens[1:3])
 
 
 def test_fillers_have_no_say_in_what_is_picked() -> None:
-    view = view_of(TEXTS, SAMPLINGS, 3)
+    view = view_of(3)
     view.group.active[[1, 2]] = False
     assert isinstance(hybrid_of(model_of()).pick(view), PromptLookup)
 
@@ -91,7 +76,7 @@ def test_fillers_have_no_say_in_what_is_picked() -> None:
 def test_a_hybrid_refuses_guesses_that_are_drawn() -> None:
     hybrid = HybridProposer(CountTable(torch.zeros(8)), DraftModelProposer(model_of()))
     with pytest.raises(AssertionError, match="one-hot"):
-        ready(hybrid, TEXTS).propose(view_of(TEXTS, SAMPLINGS, 3), 3)
+        ready(hybrid).propose(view_of(3), 3)
 
 
 # Staged
@@ -113,10 +98,8 @@ class Guess(Proposer):
 @pytest.mark.parametrize("gamma", [1, 2, 5])
 @pytest.mark.parametrize("guesser", [PromptLookup(), CountTable(torch.zeros(8).double())])
 def test_staged_proposals_come_with_the_models_served_law(guesser: Proposer, gamma: int) -> None:
-    proposer = ready(
-        StagedProposer(guesser, DraftModelProposer(model_of()), width=2, passes=3), TEXTS
-    )
-    proposal = proposer.propose(view_of(TEXTS, SAMPLINGS, gamma), gamma)
+    proposer = ready(StagedProposer(guesser, DraftModelProposer(model_of()), width=2, passes=3))
+    proposal = proposer.propose(view_of(gamma), gamma)
     assert proposal.tokens.shape == (4, gamma)
     for row in range(4):
         assert min(3, gamma) <= proposal.lengths[row] <= gamma
@@ -125,10 +108,8 @@ def test_staged_proposals_come_with_the_models_served_law(guesser: Proposer, gam
 
 def argmax_answers(gamma: int) -> Tensor:
     """The texts, then the argmax of the draft, under each row's penalty."""
-    view = view_of(TEXTS, SAMPLINGS, gamma)
-    drafted = (
-        ready(DraftModelProposer(model_of(), tokens="argmax"), TEXTS).propose(view, gamma).tokens
-    )
+    view = view_of(gamma)
+    drafted = ready(DraftModelProposer(model_of(), tokens="argmax")).propose(view, gamma).tokens
     answers = torch.full((4, 64), -1)
     return answers.scatter(1, view.length[:, None] + torch.arange(gamma), drafted)
 
@@ -137,7 +118,7 @@ def test_few_passes_yield_all_proposals_where_every_guess_is_right() -> None:
     staged = StagedProposer(
         Guess(argmax_answers(8)), DraftModelProposer(model_of(), tokens="argmax"), width=3, passes=2
     )
-    proposal = ready(staged, TEXTS).propose(view_of(TEXTS, SAMPLINGS, 8), 8)
+    proposal = ready(staged).propose(view_of(8), 8)
     assert proposal.draft_probs is None
     assert proposal.lengths.tolist() == [8] * 4
     places = torch.tensor([[len(text)] for text in TEXTS]) + torch.arange(8)
@@ -151,7 +132,7 @@ def test_a_pass_without_a_good_guess_yields_one_token() -> None:
         staged = StagedProposer(
             Guess(guess), DraftModelProposer(model_of(), tokens="argmax"), width=3, passes=2
         )
-        proposal = ready(staged, TEXTS).propose(view_of(TEXTS, SAMPLINGS, 8), 8)
+        proposal = ready(staged).propose(view_of(8), 8)
         places = torch.tensor([[len(text)] for text in TEXTS]) + torch.arange(2)
         assert proposal.lengths.tolist() == [2] * 4
         assert torch.equal(proposal.tokens[:, :2], answers.gather(1, places))

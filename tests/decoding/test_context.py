@@ -10,8 +10,6 @@ from tokenizers import Tokenizer
 from draftkit.decoding.streaming import Stop, TextStream, final_text
 from tests.decoding.test_streaming import (
     ALPHABET,
-    TEXT,
-    Counting,
     first_stop,
     in_rounds,
     llama,
@@ -113,15 +111,3 @@ def test_a_stop_string_that_begins_with_a_space_ends_an_answer_at_its_beginning(
     ):
         stream = TextStream(tokenizer.decode, [" cat"], context)
         assert watched(iter([ids]), stream) == stop
-
-
-@tokenizers
-@pytest.mark.parametrize("text", [TEXT, "😀", "\x80"], ids=["text", "emoji", "ill-formed"])
-def test_a_context_costs_the_same_at_any_length(make: Callable[[], Tokenizer], text: str) -> None:
-    tokenizer = make()
-    ids = tokenizer.encode(text).ids
-    if text == "\x80":
-        ids = ids[-1:]
-    decode = Counting(tokenizer.decode)
-    TextStream(decode, context=ids * 1000)
-    assert decode.total < 1000

@@ -10,23 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from draftkit.config import SamplingConfig
 from draftkit.decoding.decoder import Decoder, RoundResult, RoundSeconds, tokens_needed
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from tests.decoding.checks import served
-from tests.decoding.driving import request
-from tests.decoding.mutants import PointingProposer
+from tests.decoding.driving import SAMPLINGS, TEXTS, request
 from tests.tabular import random_adapter, relative
-
-PLAIN = SamplingConfig()
-SERVED = [
-    PLAIN,
-    SamplingConfig(temperature=0.7, top_k=5, top_p=0.9),
-    SamplingConfig(temperature=0.0),
-    SamplingConfig(repetition_penalty=1.4),
-]
-
 
 request_of = partial(request, new=8)
 
@@ -55,11 +44,11 @@ def rounds() -> Played:
     """Rounds of gamma 3 over rows of every sampling."""
     decoder = Decoder(TARGET, slots=4, capacity=64)
     decoder.attach("draft", DraftModelProposer(DRAFT_MODEL, version="v7"))
-    texts = [[3, 1, 4, 1, 5, 2], [6], [2, 7, 1, 0, 2], [5, 5, 3]]
+    texts = [[*text] for text in TEXTS]
     decoder.join(
         [
-            request_of([*text], new=18, gamma=3, sampling=sampling, row=row)
-            for row, (text, sampling) in enumerate(zip(texts, SERVED, strict=True))
+            request_of(text, new=18, gamma=3, sampling=SAMPLINGS[row], row=row)
+            for row, text in enumerate(TEXTS)
         ]
     )
     played = []
@@ -79,7 +68,7 @@ def test_reported_log_probs_are_the_raw_targets(rounds: Played) -> None:
             tokens = result.tokens[row, :count].tolist()
             logits = TARGET.logits(torch.tensor([texts[row] + tokens[:-1]]))[0, -count:]
             expected = logits.log_softmax(-1)[torch.arange(count), tokens]
-            temperature = SERVED[slot].temperature or 1.0
+            temperature = SAMPLINGS[slot].temperature or 1.0
             for found, own in (
                 (result.target_log_probs, expected),
                 (result.log_sum_exp, logits.logsumexp(-1)),
@@ -94,7 +83,7 @@ def test_reported_acceptance_is_the_overlap_of_the_served_laws(rounds: Played) -
             proposals = result.draft_tokens[row].tolist()
             for i in range(3):
                 before = torch.tensor([texts[row] + proposals[:i]])
-                p, q = (served(model, before, SERVED[slot]) for model in (TARGET, DRAFT_MODEL))
+                p, q = (served(model, before, SAMPLINGS[slot]) for model in (TARGET, DRAFT_MODEL))
                 overlap = torch.minimum(p, q).sum()
                 torch.testing.assert_close(result.acceptance[row, i], overlap, atol=1e-10, rtol=0)
 
@@ -102,7 +91,7 @@ def test_reported_acceptance_is_the_overlap_of_the_served_laws(rounds: Played) -
 def test_acceptance_of_one_hot_proposals_is_the_targets_probability_of_them() -> None:
     target = random_adapter(8, 1)
     decoder = Decoder(target, slots=1, capacity=32)
-    decoder.attach("draft", PointingProposer(relative(target, 2)))
+    decoder.attach("draft", DraftModelProposer(relative(target, 2), tokens="argmax"))
     decoder.join([request_of([3, 1], gamma=2)])
     (result,) = decoder.round()
     text = torch.tensor([[3, 1, *result.draft_tokens[0].tolist()]])

@@ -15,10 +15,6 @@ PLAIN_MODEL = Costs(0.01, 0.2, 1.1, 0.1, {1: 1.05, 8: 1.3})  # a draft at a fift
 HOPELESS = Costs(0.01, 1.5, 1.1, 0.1, {1: 1.1, 8: 1.4})  # even alpha = 1 loses
 
 
-def best(alpha: float, costs: Costs, most: int = MOST) -> tuple[int, float]:
-    return best_gamma(alpha, costs, most)
-
-
 def policy_of(costs: dict[int, Costs], **constants: float) -> AdaptiveGamma:
     """A policy with other constants."""
     return type("Policy", (AdaptiveGamma,), constants)(costs)
@@ -85,19 +81,16 @@ def test_evidence_loses_weight_with_every_round_plain_ones_included() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.5, 0.72, 0.9, 0.99])
-def test_the_choice_converges_to_the_best_gamma_of_the_theory(alpha: float) -> None:
+@pytest.mark.parametrize(("batch", "share"), [(1, 0.96), (8, 0.98)])
+def test_the_choice_converges_to_the_best_gamma_of_the_theory(
+    alpha: float, batch: int, share: float
+) -> None:
+    """One row teaches enough to come near the best speed-up."""
     policy = AdaptiveGamma({8: PLAIN_MODEL})
-    gammas, factors = simulate(policy, lambda turn: alpha, rounds=800, batch=8)
-    gamma, factor = best(alpha, PLAIN_MODEL)
-    assert Counter(gammas[200:]).most_common(1)[0][0] == gamma
-    assert factors[-1] > 0.98 * factor
-
-
-@pytest.mark.parametrize("alpha", [0.5, 0.72, 0.9, 0.99])
-def test_a_single_row_teaches_enough_to_come_near_the_best_speedup(alpha: float) -> None:
-    policy = AdaptiveGamma({1: PLAIN_MODEL})
-    _, factors = simulate(policy, lambda turn: alpha, rounds=800)
-    assert factors[-1] > 0.96 * best(alpha, PLAIN_MODEL)[1]
+    gammas, factors = simulate(policy, lambda turn: alpha, rounds=800, batch=batch)
+    gamma, factor = best_gamma(alpha, PLAIN_MODEL, MOST)
+    assert batch == 1 or Counter(gammas[200:]).most_common(1)[0][0] == gamma
+    assert factors[-1] > share * factor
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
@@ -124,7 +117,7 @@ def test_it_gives_up_after_a_fall_of_alpha_and_recovers_after_a_rise(batch: int)
     assert gammas[:500].count(0) < 10
     assert gammas[600:1500].count(0) > 870
     assert gammas[1800:].count(0) < 10
-    assert Counter(gammas[1800:]).most_common(1)[0][0] == best(0.8, PLAIN_MODEL)[0]
+    assert Counter(gammas[1800:]).most_common(1)[0][0] == best_gamma(0.8, PLAIN_MODEL, MOST)[0]
 
 
 # Probing
@@ -173,20 +166,17 @@ def test_nothing_is_tried_where_even_a_perfect_draft_would_not_pay() -> None:
 
 def test_the_choice_follows_from_earlier_rounds_alone_however_often_it_is_asked() -> None:
     """So texts keep the law that rounds of each gamma have after every text (`test_exactness`)."""
-    generator = random.Random(1)
+    generator, past = random.Random(1), list[tuple[int, list[int]]]()
     policy = policy_of({2: PLAIN_MODEL}, decay=0.8, probe_after=3)
-    past: list[tuple[int, list[int]]] = []
-    chosen = []
     for _ in range(120):
-        replayed = policy_of({2: PLAIN_MODEL}, decay=0.8, probe_after=3)
+        again = policy_of({2: PLAIN_MODEL}, decay=0.8, probe_after=3)
         for gamma, accepted in past:
-            replayed.observe(gamma=gamma, accepted=accepted)
-        chosen.append(policy.choose(batch=2, most=MOST))
-        assert replayed.choose(batch=2, most=MOST) == chosen[-1]
-        accepted = [generator.randint(0, chosen[-1]) for _ in range(2)]
-        past.append((chosen[-1], accepted))
-        policy.observe(gamma=chosen[-1], accepted=accepted)
-    assert len(set(chosen)) >= 4
+            again.observe(gamma=gamma, accepted=accepted)
+        gamma = policy.choose(batch=2, most=MOST)
+        assert again.choose(batch=2, most=MOST) == gamma
+        past.append((gamma, [generator.randint(0, gamma) for _ in range(2)]))
+        policy.observe(gamma=gamma, accepted=past[-1][1])
+    assert len({gamma for gamma, _ in past}) >= 4
 
 
 def test_steps_are_kept_to_from_below() -> None:

@@ -10,7 +10,7 @@ import torch
 from draftkit.config import SamplingConfig
 from draftkit.decoding import decoder as decoder_module
 from draftkit.decoding import generation
-from draftkit.decoding.decoder import Decoder, tokens_needed
+from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import (
     DRAFT_ID,
     Completion,
@@ -22,6 +22,7 @@ from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import CausalAdapter
 from tests import tiny
+from tests.decoding.driving import decoder_of, request
 
 GREEDY, SAMPLED = SamplingConfig(temperature=0.0), SamplingConfig(temperature=1.0)
 LENGTHS = [7, 1, 19, 4]
@@ -132,8 +133,8 @@ def test_a_row_has_the_same_tokens_alone_and_in_any_batch(gamma: int, verificati
     pair = pair_in_double()
     requests = requests_of(tiny.prompts([9, 2, 17, 5, 1]), SAMPLED, gamma=gamma)
     together = [a.output_ids for a in run(pair, requests, verification=verification)]
-    for request, expected in zip(requests, together, strict=True):
-        assert run(pair, [request], verification=verification)[0].output_ids == expected
+    for one, expected in zip(requests, together, strict=True):
+        assert run(pair, [one], verification=verification)[0].output_ids == expected
     mixed = [replace(requests[0], gamma=0, row=99), *reversed(requests)]
     answers = run(pair, mixed, batch_size=2, verification=verification)
     assert [a.output_ids for a in answers[:0:-1]] == together
@@ -141,19 +142,15 @@ def test_a_row_has_the_same_tokens_alone_and_in_any_batch(gamma: int, verificati
 
 def test_seed_and_row_make_the_text_and_nothing_else_does() -> None:
     pair = pair_in_double()
-    request = requests_of(tiny.prompts([6]), SAMPLED)[0]
-    first, again, other_row, other_seed = (
-        answer.output_ids
-        for answer in run(
-            pair, [request, request, replace(request, row=1), replace(request, seed=4)]
-        )
-    )
+    one = requests_of(tiny.prompts([6]), SAMPLED)[0]
+    wanted = [one, one, replace(one, row=1), replace(one, seed=4)]
+    first, again, other_row, other_seed = (answer.output_ids for answer in run(pair, wanted))
     assert first == again
     assert first != other_row
     assert first != other_seed
     assert other_row != other_seed
     torch.manual_seed(1)
-    assert run(pair, [request])[0].output_ids == first
+    assert run(pair, [one])[0].output_ids == first
 
 
 # Counts
@@ -244,33 +241,26 @@ def test_answers_come_in_the_order_of_requests_through_few_slots(
     monkeypatch.setattr(generation, "Decoder", counted)
     pair = tiny.pair("qwen2")
     prompts = tiny.prompts([3, 12, 1, 8, 5])
-    requests = requests_of(prompts)
-    for row, request in enumerate(requests):
-        requests[row] = replace(request, max_new_tokens=[20, 2, 9, 1, 15][row])
+    lengths = [20, 2, 9, 1, 15]
+    requests = [
+        requests_of([prompt], new=new)[0] for prompt, new in zip(prompts, lengths, strict=True)
+    ]
     answers = run(pair, requests, batch_size=2)
     assert [answer.prompt_ids for answer in answers] == prompts
-    assert [len(answer.output_ids) for answer in answers] == [20, 2, 9, 1, 15]
+    assert [len(answer.output_ids) for answer in answers] == lengths
     run(pair, requests, batch_size=9)
     assert slots == [2, 5]
-
-
-def test_no_request_no_answer() -> None:
-    assert decode(tiny.adapter(), [], eos_token_ids=(), batch_size=4) == []
+    assert run(pair, []) == []
 
 
 def test_rows_are_grouped_anew_only_when_one_joins_or_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = []
-    real = decoder_module.make_group
+    made, real = [], decoder_module.make_group
     monkeypatch.setattr(
         decoder_module, "make_group", lambda *args, **size: made.append(1) or real(*args, **size)
     )
-    target, draft = tiny.pair("qwen2")
-    requests = [replace(r, row=0) for r in requests_of([tiny.prompts([1])[0]] * 3)]
-    decoder = Decoder(target, slots=3, capacity=max(map(tokens_needed, requests)))
-    decoder.attach(DRAFT_ID, DraftModelProposer(draft))
-    answers = finish(decoder, requests)
+    answers = finish(decoder_of(), [request([1, 2], new=20)] * 3)
     assert answers[0].rounds > 3
     assert len(made) == 1  # equal rows join and end together
 

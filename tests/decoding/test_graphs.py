@@ -23,7 +23,6 @@ from draftkit.decoding.graphs import (
     Units,
     batch_size,
     copy_tensors,
-    map_tensors,
     tensors_of,
 )
 from draftkit.decoding.proposers import DraftModelProposer
@@ -112,13 +111,6 @@ def test_a_clock_runs_while_code_is_made_and_not_while_it_runs(strict: Strict) -
     assert graphs.compile_seconds() == after
 
 
-def test_eager_units_are_called_as_they_are(strict: Strict) -> None:
-    made = strict.made
-    unit = Units(compiled=False, device=torch.device("cpu"))
-    assert unit.run(lambda places, inputs: (places, inputs), 1, 2, key=None) == (1, 2)
-    assert strict.made == made
-
-
 def test_batches_are_of_few_sizes_and_never_of_more_rows_than_there_are_slots() -> None:
     assert BATCHES == (1, 4, 16, 64, 256)
     sizes = {(1, 9): 1, (2, 9): 4, (2, 3): 3, (4, 9): 4, (5, 9): 9, (65, 999): 256, (257, 999): 999}
@@ -138,21 +130,6 @@ class Leaf(NamedTuple):
 def tree_of(value: float) -> tuple[Leaf, int, SamplingParams]:
     """Every kind of branch that inputs have."""
     return Leaf(torch.full((2,), value)), 3, SamplingParams.uniform(2, temperature=value)
-
-
-def test_trees_are_mapped_and_copied_tensor_by_tensor() -> None:
-    tree = tree_of(1.0)
-    leaf, number, params = map_tensors(lambda tensor: tensor + 1, tree)
-    assert isinstance(leaf, Leaf)
-    assert (leaf.tensor.tolist(), leaf.nothing, number) == ([2, 2], None, 3)
-    assert params.temperature.tolist() == [2, 2]
-    assert params.top_k.tolist() == [1, 1]
-    assert params.uses_top_k is False
-    target = tree_of(5.0)
-    places = target[0].tensor.data_ptr(), target[2].temperature.data_ptr()
-    copy_tensors(source=tree, target=target)
-    assert (target[0].tensor.tolist(), target[2].temperature.tolist()) == ([1, 1], [1, 1])
-    assert places == (target[0].tensor.data_ptr(), target[2].temperature.data_ptr())
 
 
 def test_parts_of_frozen_dataclasses_that_are_the_same_objects_are_not_copied_again() -> None:

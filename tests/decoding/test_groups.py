@@ -5,17 +5,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding import feeding, state
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.graphs import COMPILED_BUCKET, Units
-from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import DecodeState, group_shape, make_group, to_device
 from draftkit.models.cache import BUCKET, SlotCache, rounded_capacity, visible_slots
-from tests.decoding.driving import DRAFT, SAMPLINGS, Answer, assert_same, drive, request
-from tests.tabular import random_adapter, relative
+from tests.decoding.driving import DRAFT, SAMPLINGS, Answer, assert_same, decoder_of, drive, request
+from tests.tabular import random_adapter
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -67,11 +65,9 @@ def test_the_first_rows_of_a_cache_are_read_where_they_lie() -> None:
 
 def answers(*, prefix: bool, slots: int = 6, **options: Any) -> list[Answer]:
     """Rows that come and go, of two gammas: each group has the other's rows among its own."""
-    target = random_adapter(8, 1)
-    decoder = Decoder(target, slots=slots, capacity=64, eos_token_ids=[7], **options)
+    decoder = decoder_of(slots=slots, capacity=64, eos_token_ids=[7], **options)
     if prefix:
         decoder._units.device = CUDA  # runs eagerly, in the shapes of that device
-    decoder.attach(DRAFT, DraftModelProposer(relative(target, 2)))
     return drive(
         decoder,
         [
@@ -136,59 +132,28 @@ def test_a_group_is_made_of_one_tensor_of_the_host(monkeypatch: pytest.MonkeyPat
 # Sorting
 
 
-VOCAB_SIZE, GREEDY = 80, -1
-
-
-class Sorted(TorchDispatchMode):
-    """Notes of how many logits the largest were taken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
-        if function is torch.ops.aten.topk.default:
-            self.counts.add(args[1])
-        return function(*args, **(kwargs or {}))
-
-
-def sampled(top_ks: list[int], *, cut: bool = True) -> tuple[list[Answer], Any]:
-    target = random_adapter(VOCAB_SIZE, 1)
-    decoder = Decoder(target, slots=len(top_ks), capacity=32)
-    decoder.attach(DRAFT, DraftModelProposer(relative(target, 2)))
-    samplings = [
-        SamplingConfig(temperature=0.0) if k == GREEDY else SamplingConfig(top_k=k, top_p=0.9)
-        for k in top_ks
-    ]
-    with pytest.MonkeyPatch.context() as patch, Sorted() as watch:
-        if not cut:
-            patch.setattr(state, "LEAST_TOP_K", VOCAB_SIZE)
-        requests = [
-            request([1, 2], new=9, row=row, sampling=sampling)
-            for row, sampling in enumerate(samplings)
-        ]
-        return drive(decoder, requests), watch.counts
+GREEDY = -1
 
 
 @pytest.mark.parametrize(
-    ("top_ks", "counts"),
+    ("top_ks", "largest"),
     [
-        ([20, 50, 3], {64}),
-        ([20, 65, GREEDY], {64, 80}),  # the row that has 65 may end before the others
-        ([64, 64], {64}),
-        ([20, 0], {64, 80}),
-        ([70], {80}),
+        ([20, 50, 3], 64),
+        ([64, 64], 64),
+        ([20, 65, GREEDY], 128),
+        ([20, 0], None),
+        ([GREEDY], None),
     ],
 )
 def test_where_every_sampled_row_has_a_top_k_few_logits_are_sorted(
-    top_ks: list[int], counts: set[int]
+    top_ks: list[int], largest: int | None
 ) -> None:
-    found, sorted_counts = sampled(top_ks)
-    assert sorted_counts <= counts
-    assert max(sorted_counts) == max(counts)
-    whole, all_of_them = sampled(top_ks, cut=False)
-    assert_same(found, whole, atol=0)
-    assert all_of_them == {80}
+    held = DecodeState.empty(len(top_ks), 16, CPU)
+    for slot, k in enumerate(top_ks):
+        sampling = {"temperature": 0.0} if k == GREEDY else {"top_k": k}
+        held.admit(slot, request([1], sampling=SamplingConfig(**sampling)))
+    group = make_group(held, [*range(len(top_ks))], 2, DRAFT)
+    assert group.params.largest_top_k == largest
 
 
 # Few shapes

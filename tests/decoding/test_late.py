@@ -2,18 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
-
-import pytest
-import torch
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import Completion, finish, record
-from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
-from tests.decoding.driving import DRAFT, SAMPLINGS, request
-from tests.decoding.pretended import Waited, pretended_device, put_on_device
-from tests.tabular import random_adapter, relative
+from tests.decoding.driving import SAMPLINGS, decoder_of, request
+from tests.decoding.pretended import pretended_device, put_on_device
 
 
 def requests(count: int, *, new: Sequence[int] = (12, 5, 9)) -> list[Request]:
@@ -21,14 +15,6 @@ def requests(count: int, *, new: Sequence[int] = (12, 5, 9)) -> list[Request]:
         request([1 + row % 5, 2], new=new[row % 3], sampling=SAMPLINGS[row % 4], row=row)
         for row in range(count)
     ]
-
-
-def decoder_of(*, slots: int, late: bool, **options: Any) -> Decoder:
-    target = random_adapter(8, 1)
-    options = {"eos_token_ids": [7]} | options
-    decoder = Decoder(target, slots=slots, capacity=80, late=late, **options)
-    decoder.attach(DRAFT, DraftModelProposer(relative(target, 2)))
-    return decoder
 
 
 def answers(decoder: Decoder, wanted: Sequence[Request]) -> list[list[int]]:
@@ -43,8 +29,8 @@ def answers(decoder: Decoder, wanted: Sequence[Request]) -> list[list[int]]:
 def test_the_host_waits_for_the_round_before_while_the_next_is_under_way() -> None:
     """From the first prompt to the last answer no value is read but what has been copied."""
     wanted = requests(7)
-    expected = answers(decoder_of(slots=3, late=False, top_k=2), wanted)
-    decoder = put_on_device(decoder_of(slots=3, late=True, top_k=2))
+    expected = answers(decoder_of(slots=3, late=False, top_k=2, eos_token_ids=[7]), wanted)
+    decoder = put_on_device(decoder_of(slots=3, late=True, top_k=2, eos_token_ids=[7]))
     with pretended_device() as device:
         assert answers(decoder, wanted) == expected
     assert len(device.waits) > 10
@@ -54,7 +40,7 @@ def test_the_host_waits_for_the_round_before_while_the_next_is_under_way() -> No
 
 
 def test_rounds_of_the_same_rows_are_read_without_a_look_at_the_device() -> None:
-    decoder = put_on_device(decoder_of(slots=3, late=True, eos_token_ids=[]))
+    decoder = put_on_device(decoder_of(slots=3, late=True))
     with pretended_device(lists_wait=False) as device:
         slots = decoder.join(requests(3, new=(60, 60, 60)))
         running = {slot: Completion([]) for slot in slots}
@@ -67,29 +53,14 @@ def test_rounds_of_the_same_rows_are_read_without_a_look_at_the_device() -> None
 
 def test_read_at_once_a_round_is_waited_for_and_no_other() -> None:
     wanted = requests(4)
-    decoder = put_on_device(decoder_of(slots=3, late=False, top_k=2))
+    decoder = put_on_device(decoder_of(slots=3, late=False, top_k=2, eos_token_ids=[7]))
     with pretended_device() as device:
         answers(decoder, wanted)
     assert all(made == number + 1 for number, made in device.waits)
 
 
 def test_the_event_is_of_the_stream_of_the_rounds_own_device() -> None:
-    decoder = put_on_device(decoder_of(slots=1, late=True, top_k=2))
+    decoder = put_on_device(decoder_of(slots=1, late=True, top_k=2, eos_token_ids=[7]))
     with pretended_device() as device:
         answers(decoder, requests(1))
     assert {stream.device for stream in device.streams} == {decoder.target.device}
-
-
-def test_a_value_that_has_not_arrived_is_not_read() -> None:
-    """What the tests above stand on: neither a look at the device nor one before its time."""
-    decoder = put_on_device(decoder_of(slots=1, late=True, top_k=2))
-    with pretended_device():
-        decoder.join(requests(1))
-        decoder.round()
-        (launched,) = decoder._pending
-        assert (launched.outcome.report < 0).all()
-        with pytest.raises(Waited):
-            decoder.state.length.tolist()
-        with torch.inference_mode():
-            launched.ready.synchronize()
-            assert (launched.outcome.report >= 0).all()

@@ -4,7 +4,6 @@ That proposals have the law that is stated, of the text that the rows have, is e
 `test_exactness.py`.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,35 +16,16 @@ from draftkit.decoding.proposers import DraftModelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView
 from draftkit.models.cache import SlotCache
 from tests import tiny
-from tests.decoding.checks import served
-from tests.decoding.driving import ready, view_of
-from tests.tabular import TabularAdapter, random_adapter
+from tests.decoding.driving import SAMPLINGS, TEXTS, own_laws, ready, view_of
+from tests.tabular import random_adapter
 
-SAMPLINGS = [
-    SamplingConfig(),
-    SamplingConfig(temperature=0.6, top_k=3),
-    SamplingConfig(temperature=0.0),
-    SamplingConfig(top_p=0.7, repetition_penalty=1.3),
-]
-TEXTS = [[3, 1, 4, 1], [5], [2, 6, 5, 3, 5, 0], [0, 7]]
 VOCAB_SIZE = 8
-
-
-def own_probs(
-    model: TabularAdapter, proposal: Proposal, samplings: Sequence[SamplingConfig]
-) -> Tensor:
-    """The served law of `model` before each proposal, by the processors of transformers."""
-    rows = []
-    for text, sampling, tokens in zip(TEXTS, samplings, proposal.tokens.tolist(), strict=True):
-        texts = [torch.tensor([text + tokens[:i]]) for i in range(len(tokens))]
-        rows.append(torch.cat([served(model, before, sampling) for before in texts]))
-    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("name", ["table", "memory"])
 def test_a_version_whose_weights_do_not_fit_never_comes_into_force(name: str) -> None:
-    proposer = ready(DraftModelProposer(random_adapter(VOCAB_SIZE, 1), version="v1"), TEXTS)
-    view = view_of(TEXTS, SAMPLINGS, 2)
+    proposer = ready(DraftModelProposer(random_adapter(VOCAB_SIZE, 1), version="v1"))
+    view = view_of(2)
     before = proposer.propose(view, 2)
     weights = random_adapter(VOCAB_SIZE, 2).state_dict()
     weights[name] = weights[name][:-1]
@@ -58,7 +38,7 @@ def test_a_version_whose_weights_do_not_fit_never_comes_into_force(name: str) ->
 
 def test_a_draft_in_half_precision_is_sampled_from_a_law_in_single_precision() -> None:
     adapter = tiny.adapter(dtype=torch.bfloat16)
-    view = replace(view_of(TEXTS, SAMPLINGS[:1] * 4, 1), seen=None)
+    view = replace(view_of(1, samplings=SAMPLINGS[:1]), seen=None)
     proposer = DraftModelProposer(adapter)
     proposer.allocate(4, 32)
     with torch.no_grad():
@@ -75,22 +55,22 @@ def test_a_draft_in_half_precision_is_sampled_from_a_law_in_single_precision() -
 
 def test_an_argmax_draft_proposes_the_most_likely_token_under_penalties_and_states_no_law() -> None:
     model = random_adapter(VOCAB_SIZE, 1)
-    proposer = ready(DraftModelProposer(model, tokens="argmax"), TEXTS)
-    proposal = proposer.propose(view_of(TEXTS, SAMPLINGS, 4), 4)
+    proposer = ready(DraftModelProposer(model, tokens="argmax"))
+    proposal = proposer.propose(view_of(4), 4)
     assert proposal.draft_probs is None
     assert proposal.lengths.tolist() == [4] * 4
     greedy = [replace(sampling, temperature=0.0) for sampling in SAMPLINGS]
-    own = own_probs(model, proposal, greedy)
+    own = torch.stack(own_laws(model, proposal, greedy))
     assert torch.equal(proposal.tokens, own.argmax(-1))
-    unpunished = own_probs(model, proposal, [SamplingConfig(temperature=0.0)] * 4)
+    unpunished = torch.stack(own_laws(model, proposal, [SamplingConfig(temperature=0.0)] * 4))
     assert not torch.equal(proposal.tokens, unpunished.argmax(-1))
 
 
 def test_a_draft_whose_rows_are_all_greedy_is_an_argmax_draft() -> None:
     model = random_adapter(VOCAB_SIZE, 1)
-    view = view_of(TEXTS, [SamplingConfig(temperature=0.0, top_k=2)] * 4, 3)
-    sampled = ready(DraftModelProposer(model), TEXTS).propose(view, 3)
-    argmax = ready(DraftModelProposer(model, tokens="argmax"), TEXTS).propose(view, 3)
+    view = view_of(3, samplings=[SamplingConfig(temperature=0.0, top_k=2)])
+    sampled = ready(DraftModelProposer(model)).propose(view, 3)
+    argmax = ready(DraftModelProposer(model, tokens="argmax")).propose(view, 3)
     assert sampled.draft_probs is None
     assert torch.equal(sampled.tokens, argmax.tokens)
 
@@ -116,12 +96,8 @@ def test_a_proposer_of_the_text_defines_its_proposals_alone() -> None:
         for some, who in ((requests, proposer), (plain, None))
     )
     assert [a.output_ids for a in answers] == [e.output_ids for e in expected]
-    assert not proposer.has_cache
-    assert proposer.pick(view_of(TEXTS, SAMPLINGS, 3)) is proposer
-    assert proposer.weights() == {}
     with pytest.raises(ValueError, match="Repeats has no weights to swap"):
         proposer.swap({}, "v2")
-    assert proposer.version == ""
 
 
 def test_every_attribute_of_a_proposer_is_in_its_signature_but_the_contents_of_tensors() -> None:

@@ -1,7 +1,6 @@
-"""A round's two units alone, and a draft's cache after rounds that went by without it."""
+"""What a round keeps, compiled rounds of every proposer, and rounds without the draft."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +10,7 @@ from draftkit.decoding import round as units
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.proposers import (
     DraftModelProposer,
-    Proposal,
 )
-from draftkit.decoding.results import Outcome
-from draftkit.decoding.round import RoundInputs
-from draftkit.decoding.state import make_group
 from tests import tiny
 from tests.decoding.driving import (
     DRAFT,
@@ -29,77 +24,12 @@ from tests.decoding.driving import (
     strict_compiler,
 )
 from tests.decoding.test_cache import Session
-from tests.tabular import random_adapter, relative
+from tests.tabular import random_adapter
 
 EXACT = 1e-10
 
 
-# The units
-
-
 TARGET = random_adapter(8, 1)
-
-
-def decoder_of(slots: int = 4, **options: Any) -> Decoder:
-    decoder = Decoder(TARGET, slots=slots, capacity=48, **options)
-    decoder.attach(DRAFT, DraftModelProposer(relative(TARGET, 2)))
-    return decoder
-
-
-def ready(decoder: Decoder, rows: int, size: int | None = None) -> RoundInputs:
-    """Inputs of a round of gamma 2 of `rows` rows whose prompts are fed."""
-    slots = decoder.join([request([1, 2, row], row=row) for row in range(rows)])
-    decoder.prefill()
-    return RoundInputs(make_group(decoder.state, slots, 2, DRAFT, size=size), visible=48)
-
-
-def both_units(decoder: Decoder, inputs: RoundInputs) -> tuple[Proposal, Outcome]:
-    with torch.inference_mode():
-        proposal = units.propose((decoder._proposers[DRAFT], decoder), inputs)
-        return proposal, units.verify(decoder, inputs._replace(proposal=proposal))
-
-
-def test_units_do_what_a_round_of_the_decoder_does() -> None:
-    proposal, outcome = both_units(other := decoder_of(), ready(other, 3))
-    decoder = decoder_of()
-    decoder.join([request([1, 2, row], row=row) for row in range(3)])
-    (result,) = decoder.round()
-    assert torch.equal(result.draft_tokens, proposal.tokens)
-    assert torch.equal(result.tokens, outcome.tokens)
-    assert outcome.report[:, 0].tolist() == result.emitted
-    assert outcome.report[:, 1].tolist() == result.committed
-    assert torch.equal(other.state.length, decoder.state.length)
-    assert torch.equal(other.state.tokens[:3, :4], decoder.state.tokens[:3, :4])
-
-
-def test_fillers_commit_nothing_and_report_nothing() -> None:
-    decoder = decoder_of(slots=6)
-    waiting = decoder.join([request([5, 6, 5, 4], row=9)])
-    decoder.prefill()
-    inputs = ready(decoder, 2, size=4)
-    assert inputs.group.index.tolist() == [0, 1, 2, 3]  # slot 3 is free
-    state = decoder.state
-    length, done = state.length.clone(), state.done.clone()
-    _, outcome = both_units(decoder, inputs)
-    assert (outcome.report[:, 0] > 0).tolist() == [False, True, True, False]
-    assert not outcome.report[[0, 3]].any()
-    assert (state.length != length).tolist() == [False, True, True, False, False, False]
-    assert torch.equal(state.done[[0, 3, 4, 5]], done[[0, 3, 4, 5]])
-    assert state.tokens[waiting[0], :4].tolist() == [5, 6, 5, 4]
-
-
-def test_a_finished_row_stands_still_in_a_round_begun_before_that_was_known() -> None:
-    decoder = decoder_of()
-    decoder.join([request([1, 2], new=1), request([3, 4], new=9, row=1)])
-    decoder.prefill()
-    inputs = RoundInputs(make_group(decoder.state, [0, 1], 2, DRAFT), visible=48)
-    both_units(decoder, inputs)
-    before = decoder.state.length.clone()
-    assert before[0] == 3
-    _, outcome = both_units(decoder, inputs)
-    assert not outcome.report[0].any()
-    assert decoder.state.length[0] == before[0]
-    assert decoder.state.length[1] > before[1]
 
 
 def test_an_end_of_text_beyond_the_length_limit_is_emitted_but_ends_nothing() -> None:
@@ -192,10 +122,3 @@ def test_after_plain_rounds_the_drafts_logits_are_those_of_a_fresh_pass(architec
     finish(session)
     assert {gamma for gamma, _ in session.accepted} == {0, 1, 2, 3}
     assert session.compared > 150
-
-
-def test_a_draft_that_is_not_shown_plain_rounds_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Decoder, "_catch_up", lambda *_: None)
-    session = session_of("llama")
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        finish(session)

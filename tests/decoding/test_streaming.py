@@ -5,7 +5,6 @@ The reference decodes all ids after every single token and looks for the stop st
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -164,32 +163,6 @@ def test_text_behind_a_long_run_of_ill_formed_byte_tokens_is_not_lost() -> None:
     assert "".join(found) == tokenizer.decode(ids) == REPLACEMENT * 161 + " cat"
 
 
-@settings(max_examples=150, deadline=None)
-@given(words=st.lists(st.binary(min_size=1, max_size=6), min_size=1, max_size=5), data=st.data())
-def test_final_text_only_grows_for_tokens_of_any_bytes(
-    words: list[bytes], data: st.DataObject
-) -> None:
-    words += [b"a", b"\n", b"ab\xf0", *(bytes([byte]) for byte in "😀".encode())]
-
-    def decode(ids: list[int]) -> str:
-        return b"".join(words[i] for i in ids).decode(errors="replace")
-
-    check_final_text_grows(data.draw(st.lists(st.integers(0, len(words) - 1))), decode)
-
-
-@pytest.mark.parametrize("make", [metaspace, llama])
-@given(text=texts)
-def test_final_text_only_grows_with_byte_fallback(make: Callable[[], Tokenizer], text: str) -> None:
-    check_final_text_grows(make().encode(text).ids, make().decode)
-
-
-def check_final_text_grows(ids: list[int], decode: Decode) -> None:
-    """Each is the beginning of the next, and little is missing from the last."""
-    finals = [final_text(ids[:count], decode) for count in range(len(ids) + 1)] + [decode(ids)]
-    for shorter, longer in pairwise(finals):
-        assert longer.startswith(shorter)
-
-
 def test_byte_fallback_waits_for_the_whole_run_of_a_round() -> None:
     """Its unfinished run shows a sign for every byte, finished characters included."""
     tokenizer = llama()
@@ -279,7 +252,9 @@ class Counting:
 
 @tokenizers
 @pytest.mark.parametrize("text", [TEXT, "😀", "\x80"], ids=["text", "emoji", "ill-formed"])
-def test_a_round_costs_the_same_at_any_length(make: Callable[[], Tokenizer], text: str) -> None:
+def test_a_round_costs_the_same_at_any_length_and_a_context_too(
+    make: Callable[[], Tokenizer], text: str
+) -> None:
     tokenizer = make()
     ids = tokenizer.encode(text).ids
     if text == "\x80":
@@ -292,6 +267,9 @@ def test_a_round_costs_the_same_at_any_length(make: Callable[[], Tokenizer], tex
         assert decode.longest <= 2 * WINDOW + 4
         costs.append(decode.total / length)
     assert costs[1] < 1.1 * costs[0]
+    decode = Counting(tokenizer.decode)
+    TextStream(decode, context=ids * 1000)
+    assert decode.total < 1000
 
 
 def test_tokens_without_text_do_not_hide_the_space_behind_them() -> None:

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from draftkit.decoding.generation import Completion, TraceRound, trace_round
-from draftkit.decoding.streaming import CONTEXT, REPLACEMENT
+from draftkit.decoding.streaming import REPLACEMENT
 from draftkit.decoding.trace import (
     Part,
     answer,
@@ -16,7 +16,6 @@ from draftkit.decoding.trace import (
     as_rows,
     as_text,
     parts,
-    pieces,
     steps,
 )
 
@@ -104,27 +103,16 @@ def test_a_round_is_read_as_it_was_decoded_whatever_it_proposed_accepted_and_end
 # Parts
 
 
-def test_parts_are_accepted_rejected_the_targets_own_and_unused_in_this_order() -> None:
-    assert parts(FIRST, [THE], decode) == [
-        Part("accepted", [CAT], " cat"),
-        Part("accepted", [SAT], " sat"),
-        Part("rejected", [IN], " in"),
-        Part("correction", [ON], " on"),
-        Part("unused", [MAT], " mat"),
-    ]
-    assert [part.kind for part in parts(SECOND, [THE], decode)] == ["accepted", "accepted", "bonus"]
-    assert parts(TraceRound([], 0, CAT, 1), [THE], decode) == [Part("bonus", [CAT], " cat")]
-
-
 @pytest.mark.parametrize(
     ("step", "kinds"),
     [
+        (TraceRound([], 0, CAT, 1), "bonus"),
         (TraceRound([CAT, SAT], 2, ON, 1), "accepted unused unused"),
         (TraceRound([CAT, SAT], 1, ON, 1), "accepted rejected unused"),
         (TraceRound([CAT, END, SAT], 2, None, 2), "accepted accepted unused"),
         (TraceRound([CAT, END, SAT], 2, None, 1), "accepted unused unused"),
     ],
-    ids=["length before the bonus", "length before the correction", "end of text", "both"],
+    ids=["plain", "length before the bonus", "length before the correction", "end of text", "both"],
 )
 def test_what_a_limit_or_an_end_of_text_cuts_off_is_unused(step: TraceRound, kinds: str) -> None:
     shown = parts(step, [THE], decode)
@@ -188,17 +176,6 @@ def test_every_token_is_spelt_in_its_place(name: str) -> None:
     step, texts = SPELT[name]
     own = dropping if "drops" in name else decode
     assert [part.text for part in parts(step, [THE], own)] == texts
-
-
-def test_text_before_a_token_is_decoded_only_so_far() -> None:
-    lengths = []
-
-    def counting(ids: list[int]) -> str:
-        lengths.append(len(ids))
-        return decode(ids)
-
-    assert list(pieces([THE] * 1000, [CAT], counting)) == [([CAT], " cat")]
-    assert max(lengths) == CONTEXT[0] + 1
 
 
 # Rows

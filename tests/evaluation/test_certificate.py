@@ -6,7 +6,7 @@ nothing, so that much is rejected; `alike` ones agree mostly; `two` have two tok
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ from torch import Tensor
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import DRAFT_ID
+from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.decoding.state import Request
 from draftkit.evaluation import certificate
 from draftkit.evaluation.certificate import LEVEL, Answer, greedy_identity, same_law
 from tests.decoding.checks import Parts, build
 from tests.decoding.measuring import Rows
-from tests.decoding.mutants import CautiousProposer, PointingProposer
+from tests.decoding.mutants import CautiousProposer
 from tests.decoding.test_mutants import BROKEN_NOISE
 from tests.tabular import TabularAdapter
 from tests.theory import mutants
@@ -97,7 +98,7 @@ def verdict(pair: str, parts: Parts, rule: str) -> dict[str, Any]:
 
 def broken() -> Iterator[Any]:
     """Every mutant of verification and noise: its pair, parts and rule."""
-    shapes = {"ragged": CautiousProposer, "one_hot": PointingProposer}
+    shapes = {"ragged": CautiousProposer, "one_hot": partial(DraftModelProposer, tokens="argmax")}
     for name, rule, check in REJECTED_BY:
         if name not in INVISIBLE:
             verifier = mutants.verification_mutant(name).VERIFIERS[rule]

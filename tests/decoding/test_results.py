@@ -120,6 +120,15 @@ def test_a_round_keeps_the_version_that_it_was_proposed_with() -> None:
     assert [decoder.round()[0].proposer_version for _ in range(2)] == ["v1", "v2"]
 
 
+def test_a_finished_row_stands_still_in_a_round_begun_before_that_was_known() -> None:
+    decoder = decoder_of(late=True)
+    short, long = decoder.join([request([1, 2], new=1), request([3, 4], new=40, row=1)])
+    assert decoder.round() == []
+    seen = [result.slots for _ in range(3) for result in decoder.round()]
+    assert seen == [[short, long], [long], [long]]
+    assert decoder.state.length[short] == 3
+
+
 def test_results_of_rows_that_have_all_left_are_no_results() -> None:
     decoder = decoder_of(late=True)
     slots = decoder.join(requests_of(3))

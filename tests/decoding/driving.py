@@ -20,22 +20,18 @@ from torch import Tensor
 from draftkit.config import SamplingConfig
 from draftkit.decoding import graphs
 from draftkit.decoding import round as units
-from draftkit.decoding.composite import HybridProposer, StagedProposer
 from draftkit.decoding.decoder import Decoder, RoundResult
 from draftkit.decoding.gamma import AdaptiveGamma
-from draftkit.decoding.ngrams import CountTable, NgramMemory, PromptLookup, count_table
 from draftkit.decoding.proposers import (
     DraftModelProposer,
-    ParallelProposer,
     Proposal,
-    Proposer,
 )
 from draftkit.decoding.round import RoundInputs
 from draftkit.decoding.state import DecodeState, Request, RoundView, make_group
 from draftkit.models.cache import visible_slots
 from draftkit.theory import noise
 from tests.decoding.checks import served
-from tests.tabular import TabularAdapter, random_adapter, relative, with_masks
+from tests.tabular import TabularAdapter, random_adapter, relative
 
 DRAFT = "draft"
 SMALL: dict[str, Any] = {  # of a tiny model
@@ -44,34 +40,6 @@ SMALL: dict[str, Any] = {  # of a tiny model
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "num_hidden_layers": 1,
-}
-Made = Callable[[TabularAdapter], Proposer]
-
-
-def _table(target: TabularAdapter) -> CountTable:
-    texts = [[1, 2, 3, 4, 5, 6, 7, 0, 1, 3, 5, 7] * 4]
-    return CountTable(count_table(texts, vocab_size=target.vocab_size, order=2))
-
-
-def _memory(_: TabularAdapter) -> NgramMemory:
-    made = NgramMemory(cells=1 << 8)
-    made.learn([[1, 2, 3, 4, 5, 1, 2, 6, 7, 0, 3, 3] * 3])
-    return made
-
-
-def _model(target: TabularAdapter) -> DraftModelProposer:
-    return DraftModelProposer(relative(target, 2))
-
-
-PROPOSERS: dict[str, Made] = {  # beside tables of 8 tokens
-    "model": _model,
-    "lookup": lambda target: PromptLookup(),
-    "memory": _memory,
-    "table": _table,
-    "parallel": lambda target: ParallelProposer(with_masks(relative(target, 2))),
-    "hybrid": lambda target: HybridProposer(PromptLookup(min_ngram=2), _model(target)),
-    "staged": lambda target: StagedProposer(_table(target), _model(target), width=2),
-    "staged lookup": lambda target: StagedProposer(PromptLookup(), _model(target)),
 }
 SAMPLINGS = [
     SamplingConfig(),

@@ -16,11 +16,13 @@ import torch
 
 from draftkit.decoding import composite, decoder, feeding, proposers, state
 from draftkit.decoding import round as units
+from draftkit.decoding.catalogue import PROPOSERS
+from draftkit.decoding.composite import StagedProposer
 from draftkit.decoding.ngrams import CountTable, PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer, ParallelProposer, Proposal, Proposer
 from draftkit.decoding.state import RoundView
 from draftkit.theory.warping import warp
-from tests.decoding.checks import ALL, EVERY, PENALTY, PLAIN, Parts, Setting, in_turn
+from tests.decoding.checks import ALL, EVERY, PENALTY, PLAIN, Made, Parts, Setting, in_turn
 from tests.tabular import TabularAdapter, random_adapter, with_masks
 from tests.theory.checks import stops_after_token_one
 from tests.theory.mutants import mutate
@@ -65,6 +67,32 @@ MAKERS: dict[str, Make] = {
     "hybrid of parallel": hybrid_parallel,
 }
 SHIPPED = vars(proposers) | vars(composite)
+
+
+def named(name: str) -> Made:
+    """What `decode.proposer=name` makes, with tables in float64, and staged in short passes.
+
+    Single precision would be seen; a longer pass has more draws, all of which are bisected.
+    """
+
+    def make(draft: TabularAdapter) -> Proposer:
+        generator = torch.Generator().manual_seed(3)
+        texts = torch.randint(draft.vocab_size, (4, 20), generator=generator).tolist()
+        made = PROPOSERS[name](lambda: draft, lambda: texts, draft)
+        if isinstance(made, CountTable):
+            made.table = made.table.double()
+        if isinstance(made, StagedProposer):
+            made.width = 1
+        return made
+
+    return make
+
+
+ALL_PROPOSERS: dict[str, Made] = {name: named(name) for name in PROPOSERS} | {
+    f"{name}, of a table": partial(make, SHIPPED) for name, make in MAKERS.items()
+}
+
+
 MIXED = Setting(samplings=EVERY)
 SINGLE = Setting(gamma=1, samplings=EVERY)
 ENDS = Setting(tokens=4, samplings=(PENALTY,), eos=(0, 2))

@@ -6,7 +6,6 @@ bisection, whoever proposes. `test_mutants.py` shows what these checks reject.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +13,6 @@ import torch
 from scipy import stats
 
 from draftkit.config import SamplingConfig
-from draftkit.decoding.catalogue import PROPOSERS
-from draftkit.decoding.composite import StagedProposer
-from draftkit.decoding.ngrams import CountTable
-from draftkit.decoding.proposers import Proposer
 from draftkit.theory import noise
 from tests.decoding.checks import (
     ALL,
@@ -37,16 +32,15 @@ from tests.decoding.checks import (
 )
 from tests.decoding.driving import request
 from tests.decoding.mutants import (
+    ALL_PROPOSERS,
     DRAWN,
     ENDS,
-    MAKERS,
     MIXED,
-    SHIPPED,
     SINGLE,
     CautiousProposer,
     parts_of,
 )
-from tests.tabular import TabularAdapter, random_adapter, relative
+from tests.tabular import random_adapter, relative
 from tests.theory import checks as theory_checks
 
 TO_THE_END = Setting(gamma=3, tokens=4, samplings=(PLAIN, NUCLEUS), eos=(2,))
@@ -96,28 +90,6 @@ def test_new_draft_weights_between_rounds_keep_the_law() -> None:
 # Other proposers
 
 
-def named(name: str) -> Made:
-    """What `decode.proposer=name` makes, with tables in float64, and staged in short passes.
-
-    Single precision would be seen; a longer pass has more draws, all of which are bisected.
-    """
-
-    def make(draft: TabularAdapter) -> Proposer:
-        generator = torch.Generator().manual_seed(3)
-        texts = torch.randint(draft.vocab_size, (4, 20), generator=generator).tolist()
-        made = PROPOSERS[name](lambda: draft, lambda: texts, draft)
-        if isinstance(made, CountTable):
-            made.table = made.table.double()
-        if isinstance(made, StagedProposer):
-            made.width = 1
-        return made
-
-    return make
-
-
-ALL_PROPOSERS: dict[str, Made] = {name: named(name) for name in PROPOSERS} | {
-    f"{name}, of a table": partial(make, SHIPPED) for name, make in MAKERS.items()
-}
 proposers = pytest.mark.parametrize("make", ALL_PROPOSERS.values(), ids=ALL_PROPOSERS)
 all_rules = pytest.mark.parametrize("rule", ["speculative", "block", "match"])
 

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from draftkit.decoding.decoder import Decoder
+from draftkit.decoding.ngrams import NgramMemory
 from draftkit.decoding.proposers import DraftModelProposer, Proposer
 from tests import tiny
-from tests.decoding.driving import DRAFT, PROPOSERS, SAMPLINGS, SMALL, request
+from tests.decoding.checks import Made
+from tests.decoding.driving import DRAFT, SAMPLINGS, SMALL, request
+from tests.decoding.mutants import ALL_PROPOSERS
 from tests.indices import indices_inside_int32
-from tests.tabular import random_adapter
+from tests.tabular import random_adapter, relative
 
 TEXT = [1, 2, 3, 1, 2, 3, 1, 2]
 
@@ -27,10 +30,10 @@ def play(target: Any, proposer: Proposer, *, gamma: int = 3, **options: Any) -> 
         decoder.round()
 
 
-@pytest.mark.parametrize("kind", PROPOSERS)
-def test_of_every_proposer(kind: str) -> None:
+@pytest.mark.parametrize("make", ALL_PROPOSERS.values(), ids=ALL_PROPOSERS)
+def test_of_every_proposer(make: Made) -> None:
     target = random_adapter(8, 1)
-    play(target, PROPOSERS[kind](target))
+    play(target, make(relative(target, 2)))
 
 
 @pytest.mark.parametrize("rule", ["speculative", "block", "match"])
@@ -41,7 +44,7 @@ def test_of_every_rule_and_of_a_transformer(rule: str) -> None:
 
 def test_places_of_the_largest_memory_are_no_products_of_indices() -> None:
     """Its tables begin at multiples of 2^30, which must not be made of indices in a unit."""
-    made: Any = PROPOSERS["memory"](random_adapter(8, 1))
+    made: Any = NgramMemory()
     made._cells, made._starts = (1 << 30) - 1, torch.arange(4) << 30
     with indices_inside_int32() as indices:
         torch.arange(2)

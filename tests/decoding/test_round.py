@@ -12,19 +12,19 @@ from draftkit.decoding.proposers import (
     DraftModelProposer,
 )
 from tests import tiny
+from tests.decoding.checks import Made
 from tests.decoding.driving import (
     DRAFT,
-    PROPOSERS,
     SAMPLINGS,
-    Made,
     Schedule,
     assert_same,
     drive,
     request,
     strict_compiler,
 )
+from tests.decoding.mutants import ALL_PROPOSERS
 from tests.decoding.test_cache import Session
-from tests.tabular import random_adapter
+from tests.tabular import random_adapter, relative
 
 EXACT = 1e-10
 
@@ -46,14 +46,15 @@ def test_an_end_of_text_beyond_the_length_limit_is_emitted_but_ends_nothing() ->
 
 
 soak = pytest.mark.soak
-IN_SHORT = ("memory", "hybrid", "parallel")
+IN_SHORT = ("ngram", "hybrid", "parallel, of a table")
 
 
 @pytest.mark.parametrize(
     "make",
     [
         pytest.param(make, id=name, marks=() if name in IN_SHORT else soak)
-        for name, make in PROPOSERS.items()
+        for name, make in ALL_PROPOSERS.items()
+        if name != "none"
     ],
 )
 def test_compiled_rounds_of_every_proposer_are_its_own(make: Made) -> None:
@@ -68,7 +69,7 @@ def test_compiled_rounds_of_every_proposer_are_its_own(make: Made) -> None:
             decoder = Decoder(
                 TARGET, slots=3, capacity=64, eos_token_ids=[7], compiled=compiled, late=late
             )
-            decoder.attach(DRAFT, make(TARGET))
+            decoder.attach(DRAFT, make(relative(TARGET, 2)))
             found.append(drive(decoder, requests))
     assert sum(fact[0][2] - 1 for answer in found[0] for fact in answer.facts) > 5
     assert_same(found[1], found[0], atol=EXACT)

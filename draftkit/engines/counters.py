@@ -132,10 +132,8 @@ class Server:
         if gained[TOKENS[self.engine]] > tokens:
             raise self.failure("counts other clients' tokens too: measure it alone")
         passes = gained[PASSES[self.engine]]
-        if self.engine == SGLANG:
-            accepted = max(0, tokens - 1 - passes)
-            return Answer(tokens=tokens, seconds=seconds, passes=passes, accepted=accepted)
-        accepted = gained[f"{ACCEPTED}_total"]
+        is_counted = self.engine == VLLM
+        accepted = gained[f"{ACCEPTED}_total"] if is_counted else max(0, tokens - 1 - passes)
         return Answer(tokens=tokens, seconds=seconds, passes=passes, accepted=accepted)
 
     def _timed(self, request: Mapping[str, Any], sampling: SamplingConfig, limit: int) -> Answer:

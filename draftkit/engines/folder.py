@@ -60,7 +60,8 @@ def write_plain_folder(
     stored = "auto" if dtype is None else getattr(torch, dtype)
     model = load_model(draft, dtype=stored, device=torch.device("cpu"))
     before = model.config.get_text_config().vocab_size
-    real, rows = real_vocab_size(tokenizer, model.config, "draft"), _rows(shapes)
+    real = real_vocab_size(tokenizer, model.config, "draft")
+    rows = shapes.get_text_config().vocab_size
     real_vocab_size(tokenizer, shapes, "target")  # which refuses a target with too few rows
     kept_ids = load_kept_ids(draft, real)
     fit_rows(model, rows=rows, real=real, kept_ids=kept_ids)
@@ -179,7 +180,3 @@ def assistant_options(gamma: int) -> dict[str, Any]:
         "num_assistant_tokens_schedule": "constant",
         "assistant_confidence_threshold": 0.0,
     }
-
-
-def _rows(config: PreTrainedConfig) -> int:
-    return int(config.get_text_config().vocab_size)

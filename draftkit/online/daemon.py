@@ -72,25 +72,25 @@ class Daemon:
         route = refit.route
         if self._is_done() or self.clock() < self._paused.get(route, -math.inf):
             return False
-        update = None
         try:
             if (reason := refit.review()) is not None:
                 logger.warning("route %s: the version in force is taken back: %s", route, reason)
-            if refit.due():
-                self.hold()
-                update = refit.update(self.hold)
+            if not refit.due():
+                return False
+            self.hold()
+            update = refit.update(self.hold)
         except Stopped:
             raise
         except NotInForce as error:  # the next update starts from what is: nothing to wait for
             logger.warning("route %s: %s", route, error)
+            return False
         except Exception:
             seconds = PAUSE_POLLS * self.settings.poll_seconds
             self._paused[route] = self.clock() + seconds
             logger.exception("route %s: no update, tried again in %.0f s", route, seconds)
             return False
-        if update is not None:
-            self._finish(refit, update)
-        return update is not None
+        self._finish(refit, update)
+        return True
 
     def _finish(self, refit: Refit, update: Update) -> None:
         """What follows an update, which stands whatever becomes of that."""

@@ -33,14 +33,9 @@ def with_scores(records: Sequence[Record], *, temperature: float, width: int) ->
         replace(record, loss_tail_mass=record.loss_tail_mass or record.tail_mass)
         for record in records
         if record.topk_ids is not None
-        and tail_temperature(record) == temperature
+        and (record.sampling["temperature"] or 1.0) == temperature  # stored tails are at 1 for 0
         and all(len(ids) == width for ids in record.topk_ids)
     ]
-
-
-def tail_temperature(record: Record) -> float:
-    """The temperature of a record's stored tails: the served one, 1 where that is 0."""
-    return record.sampling["temperature"] or 1.0
 
 
 def kinds(

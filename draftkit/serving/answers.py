@@ -23,7 +23,6 @@ class Answer:
         self.listener = listener
         self.seed = seed
         self.is_cancelled = False  # it ends at the next round
-        self.has_ended = False
         self.completion = Completion(list(job.prompt_ids))
         self.version = ""  # of the drafter that proposed last
         self._stream = TextStream(decode, job.stops, job.prompt_ids if job.continues else ())

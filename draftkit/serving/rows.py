@@ -8,7 +8,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import record
@@ -19,10 +19,6 @@ from draftkit.serving.jobs import Counters, Piece
 from draftkit.serving.recorder import Recorder
 
 log = logging.getLogger(__name__)
-
-
-def discard(_: Piece) -> None:
-    """Listens to an answer that has ended."""
 
 
 class Rows:
@@ -75,10 +71,9 @@ class Rows:
     def end(self, reason_of: Callable[[Answer], str | None]) -> None:
         """End the answers that have a reason, before their time."""
         ending = [(s, a, reason) for s, a in self._running.items() if (reason := reason_of(a))]
-        for _, answer, reason in ending:
-            if not answer.has_ended:
-                self.finish(answer, answer.end(reason))
-        self._leave([slot for slot, _, _ in ending])
+        for slot, answer, reason in ending:
+            self._leave(slot)
+            self.finish(answer, answer.end(reason))
 
     def round(self) -> None:
         """Bring all on by a round; where that fails, all that run end as "error"."""
@@ -96,15 +91,14 @@ class Rows:
             self.errors_in_a_row += 1
             self.end(lambda _: "error")
 
-    def _leave(self, slots: Sequence[int]) -> None:
-        for slot in slots:
-            del self._running[slot]
-        self.decoder.leave(slots)
+    def _leave(self, slot: int) -> None:
+        del self._running[slot]
+        self.decoder.leave([slot])
 
     def _take(self, result: RoundResult, seconds: float) -> None:
         """Bring a group's round to its answers; `seconds` is each row's share of the time."""
         record({slot: self._running[slot].completion for slot in result.slots}, result)
-        log_probs, ended = result.target_log_probs.tolist(), []
+        log_probs = result.target_log_probs.tolist()
         for row, slot in enumerate(result.slots):
             answer, version = self._running[slot], result.proposer_version
             scores = log_probs[row][: result.committed[row]]
@@ -113,9 +107,8 @@ class Rows:
             if piece is not None and piece.finish_reason is None:
                 self._tell(answer, piece)
             elif piece is not None:
-                ended.append(slot)
+                self._leave(slot)
                 self.finish(answer, piece)
-        self._leave(ended)
 
     def _count_round(self, answer: Answer, result: RoundResult, row: int, seconds: float) -> None:
         drafted, tested = result.lengths[row], result.tested[row]
@@ -134,13 +127,11 @@ class Rows:
 
     def finish(self, answer: Answer, piece: Piece) -> None:
         """Count, record and tell the end of an answer."""
-        answer.has_ended = True
         with self._counting:
             self._counters.of(answer.drafter).requests += 1
         if piece.finish_reason in ("stop", "length"):
             self._recorder.offer(answer)
         self._tell(answer, piece)
-        answer.listener = discard  # what waits to be recorded keeps no client
 
     def _tell(self, answer: Answer, piece: Piece) -> None:
         with self._counting:

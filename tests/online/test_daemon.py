@@ -8,6 +8,7 @@ import pytest
 
 from draftkit.config import OnlineConfig
 from draftkit.online.daemon import FRESH_SECONDS, HOLD_SECONDS, Daemon, Stopped
+from draftkit.online.registry import NotInForce
 
 
 class FakeBuffer:
@@ -133,23 +134,33 @@ def test_whatever_an_update_raises_is_logged_with_its_traceback_and_tried_again(
     assert "Traceback" in caplog.text
 
 
+def test_a_rollback_during_an_update_is_told_in_one_line_and_tried_again_at_once(caplog):
+    refit = FakeRefit()
+    refit.error = NotInForce("v2 is in force now")
+    daemon, stop, told, _ = make(refit)
+    waits: list[float] = []
+    stop.wait = waits.append  # type: ignore[method-assign]
+    daemon.run()
+    (record,) = caplog.records
+    assert (record.exc_info, record.getMessage()) == (None, "route default: v2 is in force now")
+    assert (told, waits) == (["default"], [0.01])
+
+
 @pytest.mark.parametrize("step", ["savings", "log", "collect"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("broken")])
 def test_an_error_after_an_update_ends_nothing_and_trains_nothing_again(step, error, caplog):
-    refit = FakeRefit(turns=2, version="v2")
+    refit = FakeRefit(turns=2)
+    daemon, *_ = make(refit)
 
     def fails(*_: Any) -> Any:
         raise error
 
-    log: Any = lambda *_: None  # noqa: E731
     if step == "savings":
         refit.seconds_saved = fails  # type: ignore[method-assign]
     elif step == "log":
-        log = fails
+        daemon.log = fails
     else:
         refit.registry.collect = fails
-    settings = OnlineConfig(poll_seconds=0.01, most_updates=2)
-    daemon: Any = Daemon([refit], buffer=FakeBuffer(), settings=settings, log=log, stop=Event())  # type: ignore
     daemon.run()
     assert daemon.updates == 2
     assert refit.state["seconds"] == 2.0  # each was trained once
@@ -175,27 +186,14 @@ def test_a_route_whose_updates_fail_is_left_alone_for_a_while_and_no_other_is(ca
     assert told == ["good"] * 9
 
 
-def test_told_to_stop_it_ends_though_errors_are_caught():
-    refit = FakeRefit()
-    refit.error = KeyboardInterrupt()  # type: ignore[assignment]
-    daemon, *_ = make(refit)
-    with pytest.raises(KeyboardInterrupt):
-        daemon.run()
-
-
-@pytest.mark.parametrize(("saved", "waits"), [(0.0, 0), (0.5, 1), (1.5, 0)])
-def test_updates_become_rarer_once_they_cost_more_than_they_save(saved, waits):
-    """Before anything has served nothing is known, so nobody waits for it."""
-    refit = FakeRefit()
+@pytest.mark.parametrize(
+    ("saved", "version", "waits"),
+    [(0.0, "v2", 0), (0.5, "v2", 1), (1.5, "v2", 0), (0.5, None, 0)],
+)
+def test_updates_become_rarer_once_they_cost_more_than_they_save(saved, version, waits):
+    """Before anything has served nothing is known. What was refused waits by the gate already."""
+    refit = FakeRefit(version=version)
     refit.saved = saved
     daemon, *_ = make(refit)
     daemon.run()
     assert refit.backed_off == waits
-
-
-def test_an_update_that_was_not_published_is_the_gates_to_punish():
-    refit = FakeRefit(version=None)
-    refit.saved = 0.1
-    daemon, *_ = make(refit)
-    daemon.run()
-    assert refit.backed_off == 0

@@ -3,16 +3,11 @@
 import dataclasses
 import math
 from pathlib import Path
-from threading import Event
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from draftkit.artifacts import read_json
-from draftkit.config import OnlineConfig
 from draftkit.models.loading import save_model
-from draftkit.online.daemon import Daemon
 from draftkit.online.registry import NotInForce, Registry
 from tests import tiny
 from tests.online import making
@@ -20,70 +15,34 @@ from tests.online.drafters import chain, name_of
 from tests.online.shop import Shop, entries, start
 
 
-@pytest.fixture
-def shop(tmp_path: Path):
-    made = Shop(tmp_path)
-    records = making.traffic(110)
-    made.buffer.append(entries(records[:80]))
-    assert made.refit.update().version == "v000002"
-    made.buffer.append(entries(records[80:]))
-    yield made
-    made.buffer.close()
+def test_a_rollback_during_an_update_stands_and_the_next_one_starts_from_it(
+    tmp_path: Path,
+) -> None:
+    shop, records, steps = Shop(tmp_path), making.traffic(110), []
+    shop.buffer.append(entries(records[:80]))
+    assert shop.refit.update().version == "v000002"
+    shop.buffer.append(entries(records[80:]))
 
+    def hold() -> None:
+        steps.append(1)
+        if len(steps) == 3:
+            shop.registry.rollback(reason="by command")
 
-class Rollback:
-    """Called before every step: in the middle of the first update it takes v000002 back."""
-
-    def __init__(self, shop: Shop) -> None:
-        self.registry, self.steps = shop.registry, 0
-
-    def __call__(self, *_: Any) -> None:
-        self.steps += 1
-        if self.steps == 3:
-            self.registry.rollback(reason="by command")
-
-
-def test_a_rollback_during_an_update_stands_and_the_next_one_starts_from_it(shop: Shop) -> None:
-    with pytest.raises(ValueError, match="it was made of v000002, and v000001 is in force now"):
-        shop.refit.update(Rollback(shop))
+    with pytest.raises(NotInForce, match="it was made of v000002, and v000001 is in force now"):
+        shop.refit.update(hold)
     assert name_of(shop.registry.current()) == "v000001"
     assert shop.registry.names() == ["v000001", "v000002"]
     assert shop.refit.due()  # it has learned nothing from these records
     assert shop.refit._trainer is not None
     assert shop.refit.state["base"] == "v000001"
+    assert shop.refit._trainer.steps == shop.settings.steps  # they go on being counted
     started, first = shop.refit._trainer.draft.weights(), shop.weights()
     assert all(bool((started[name] == first[name]).all()) for name in first)
     shop.refit.update()
     after = shop.registry.current()
     assert after is not None
     assert "v000002" not in after.ancestors
-
-
-def test_the_daemon_says_so_in_one_line_and_goes_on_at_once(shop: Shop, caplog) -> None:
-    rollback = Rollback(shop)
-
-    def queued(**_: Any) -> int:
-        """Asked before every step."""
-        rollback()
-        return 0
-
-    waits: list[float] = []
-    stop: Any = Event()
-    stop.wait = waits.append
-    Daemon(
-        [shop.refit],
-        buffer=SimpleNamespace(queued=queued),  # type: ignore[arg-type]
-        settings=OnlineConfig(most_updates=1),
-        log=lambda *_: None,
-        stop=stop,
-    ).run()
-    (record,) = caplog.records
-    assert record.exc_info is None
-    assert record.getMessage() == (
-        "route default: nothing is published: it was made of v000002, and v000001 is in force now"
-    )
-    assert sum(waits) <= 2 * OnlineConfig().poll_seconds
-    assert name_of(shop.registry.current()) != "v000002"
+    shop.buffer.close()
 
 
 def less_sure(record):

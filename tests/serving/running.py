@@ -1,24 +1,24 @@
-"""An engine in the process, clients that wait for its answers, and a stand-in for the disk.
+"""An engine in the process, and clients that wait for its answers.
 
 Every wait has a deadline; engines are stopped when their `with` ends.
 """
 
+import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from draftkit.config import BufferConfig, DecodeConfig, SamplingConfig, ServeConfig
-from draftkit.data.rollouts import Record
 from draftkit.decoding.catalogue import PROPOSERS
 from draftkit.models.adapter import Adapter
-from draftkit.online.buffer import Served
+from draftkit.online.buffer import Buffer, Served
 from draftkit.online.registry import Registry
 from draftkit.serving.answers import Answer
 from draftkit.serving.drafters import Drafters, Route
@@ -31,6 +31,12 @@ from tests.serving.fakes import wait_for
 PATIENCE = 60.0  # seconds that any answer may take
 GREEDY = SamplingConfig(temperature=0.0)
 TOKENIZER = tiny.byte_tokenizer()
+TARGET, DRAFT = tiny.pair()
+
+
+def draft() -> Adapter:
+    """A drafter of its own for each route and engine, since swaps write into it."""
+    return copy.deepcopy(DRAFT)
 
 
 def bytes_text(ids: list[int]) -> str:
@@ -101,6 +107,11 @@ def answers(engine: Engine, *jobs: Job) -> list[Client]:
     return [client.wait() for client in ask(engine, *jobs)]
 
 
+def same(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> bool:
+    """Whether every tensor of `own` holds exactly what is `given`."""
+    return all(torch.equal(tensor, given[name]) for name, tensor in own.items())
+
+
 def write(weights: dict[str, Tensor]) -> Callable[[Path], None]:
     """Writes a version of `weights` into the folder that it is given."""
     whole = {name: tensor.clone() for name, tensor in weights.items()}  # of tied ones each its own
@@ -110,44 +121,6 @@ def write(weights: dict[str, Tensor]) -> Callable[[Path], None]:
 def publish(registry: Registry, weights: dict[str, Tensor]) -> str:
     """Publish `weights`; the name of their version."""
     return registry.publish(write(weights), metrics={}).name
-
-
-@dataclass
-class Disk:
-    """A traffic buffer in memory; `fails` is what writing raises."""
-
-    records: list[Record] = field(default_factory=list)
-    routes: list[str] = field(default_factory=list)
-    batches: list[int] = field(default_factory=list)
-    counts: list[Served] = field(default_factory=list)
-    queued: list[int] = field(default_factory=list)
-    fails: Exception | None = None
-    open: threading.Event = field(default_factory=threading.Event)
-
-    def __post_init__(self) -> None:
-        self.open.set()
-
-    def append(self, entries: Sequence[tuple[str, Record]]) -> None:
-        assert self.open.wait(PATIENCE)
-        if self.fails is not None:
-            raise self.fails
-        self.records += [record for _, record in entries]
-        self.routes += [route for route, _ in entries]
-        self.batches.append(len(entries))
-
-    def add_served(self, rows: Sequence[Served]) -> None:
-        if self.fails is not None:
-            raise self.fails
-        self.counts += rows
-
-    def set_queued(self, queued: int) -> None:
-        if self.fails is not None:
-            raise self.fails
-        self.queued.append(queued)
-
-    def maintain(self) -> None:
-        if self.fails is not None:
-            raise self.fails
 
 
 Make = Callable[[], Adapter]
@@ -160,8 +133,8 @@ def route_of(name: str, make: Make, registry: Any = None, *, proposer: str = "sa
 
 @contextmanager
 def serving(
-    target: Adapter,
-    make: Make,
+    target: Adapter = TARGET,
+    make: Make = draft,
     *,
     registries: dict[str, Any] | None = None,
     disk: Any = None,
@@ -187,7 +160,7 @@ def serving(
         eos_token_ids=eos,
         serve=ServeConfig(**settings | serve),
         decoding=DecodeConfig(gamma=gamma, compile="false", verification=verification),
-        recorder=Recorder(disk or Disk(), buffer or BufferConfig(top_k=24)),
+        recorder=Recorder(disk or Mock(Buffer), buffer or BufferConfig(top_k=24)),
     )
     with patch("draftkit.serving.drafters.POLL_SECONDS", 0.01):
         if started:
@@ -196,6 +169,12 @@ def serving(
             yield engine
         finally:
             engine.stop()
+
+
+def stepped(engine: Engine) -> None:
+    """Let an engine that was not started decode on this thread until nothing runs or waits."""
+    while not engine._is_idle():
+        engine._step()
 
 
 def until(condition: Callable[[], bool]) -> None:

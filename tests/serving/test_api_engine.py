@@ -1,7 +1,6 @@
 """The API over the real engine: what clients get is the target's, each gets its own."""
 
-import copy
-import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,24 +9,17 @@ import httpx
 import pytest
 import torch
 
-from draftkit.models.adapter import Adapter
 from draftkit.serving.engine import Engine
-from tests import tiny
 from tests.serving import running
 from tests.serving.fakes import NAME, TOKENIZER, ask, completion, events, serving, wait_for
 from tests.serving.test_api import client_for
 
-TARGET, DRAFT = tiny.pair()
 CLIENTS, REQUESTS = 8, 4
-
-
-def draft() -> Adapter:
-    return copy.deepcopy(DRAFT)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with running.serving(TARGET, draft) as found:
+    with running.serving() as found:
         yield found
 
 
@@ -43,20 +35,8 @@ def own(prompt: str, new: int) -> str:
     count = len(ids)
     with torch.no_grad():
         for _ in range(new):
-            ids.append(int(TARGET.model(torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(int(running.TARGET.model(torch.tensor([ids])).logits[0, -1].argmax()))
     return running.bytes_text(ids[count:])
-
-
-def slowed(engine: Engine, seconds: float) -> threading.Event:
-    """Let every round of `engine` wait for the event that is returned, `seconds` at most."""
-    go, decode = threading.Event(), engine.decoder.round
-
-    def slow() -> Any:
-        go.wait(seconds)
-        return decode()
-
-    engine.decoder.round = slow  # type: ignore[method-assign]
-    return go
 
 
 def test_many_clients_each_get_their_own_answer(address: str, engine: Engine) -> None:
@@ -102,10 +82,11 @@ def test_the_statistics_of_a_response_are_its_own(address: str) -> None:
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_client_that_leaves_frees_its_row(streams: bool) -> None:
     with (
-        running.serving(TARGET, draft, slots=1, max_length=120) as engine,
+        running.serving(slots=1, max_length=120) as engine,
         serving(engine) as address,
     ):
-        go = slowed(engine, 0.05)
+        decode = engine.decoder.round
+        engine.decoder.round = lambda: time.sleep(0.05) or decode()  # type: ignore[method-assign]
         body = completion(max_tokens=100, stream=streams)
         url = f"http://{address}/v1/completions"
         with httpx.Client(trust_env=False) as client:
@@ -118,6 +99,5 @@ def test_a_client_that_leaves_frees_its_row(streams: bool) -> None:
         assert wait_for(lambda: engine.counters().running == 0)
         tokens = engine.counters().generated_tokens
         assert 0 < tokens < 100
-        go.set()
         assert ask(address, "/v1/completions", completion(max_tokens=2)).status == 200
         assert engine.counters().generated_tokens == tokens + 2

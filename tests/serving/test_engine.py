@@ -1,6 +1,5 @@
 """Jobs in, answers out: the target's own text, in order, whole, and none lost or mixed."""
 
-import copy
 import time
 from typing import Any
 
@@ -9,16 +8,9 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.decoding.streaming import final_text
-from draftkit.models.adapter import Adapter
 from draftkit.serving.jobs import Draining, QueueFull
 from tests import tiny
-from tests.serving.running import GREEDY, answers, ask, bytes_text, job, serving, until
-
-TARGET, DRAFT = tiny.pair()
-
-
-def draft() -> Adapter:
-    return copy.deepcopy(DRAFT)
+from tests.serving.running import GREEDY, TARGET, answers, ask, bytes_text, job, serving, until
 
 
 def plain(prompt: list[int], new: int) -> list[int]:
@@ -36,7 +28,7 @@ OWN = [plain(prompt, new) for prompt, new in zip(PROMPTS, LENGTHS, strict=True)]
 
 
 def test_greedy_answers_are_the_targets_whoever_joins_and_leaves() -> None:
-    with serving(TARGET, draft, slots=3) as engine:
+    with serving(slots=3) as engine:
         jobs = [job(p, n, sampling=GREEDY) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
         clients = answers(engine, *jobs)
         counters = engine.counters()
@@ -65,7 +57,7 @@ def test_greedy_answers_are_the_targets_whoever_joins_and_leaves() -> None:
 
 
 def test_adapting_answers_are_the_targets_and_a_seeded_one_says_the_same_in_company() -> None:
-    with serving(TARGET, draft, adapts=True, slots=8) as engine:
+    with serving(adapts=True, slots=8) as engine:
         assert engine.decoder.gamma_policy is not None  # rounds have been measured
         assert engine.decoder.free_slots == 8
         jobs = [job(p, n, sampling=GREEDY) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
@@ -86,7 +78,7 @@ def test_adapting_answers_are_the_targets_and_a_seeded_one_says_the_same_in_comp
 
 def test_scores_are_the_targets_at_temperature_one() -> None:
     sampling = SamplingConfig(temperature=0.8, top_k=20, repetition_penalty=1.2)
-    with serving(TARGET, draft) as engine:
+    with serving() as engine:
         (client,) = answers(engine, job(PROMPTS[1], 15, sampling=sampling, top_logprobs=4))
     text = torch.tensor([PROMPTS[1] + client.ids])
     with torch.no_grad():
@@ -104,7 +96,7 @@ def test_scores_are_the_targets_at_temperature_one() -> None:
 def test_an_end_of_text_ends_an_answer_and_counts_as_a_token() -> None:
     own = OWN[2]
     end = own[7]
-    with serving(TARGET, draft, eos=[end]) as engine:
+    with serving(eos=[end]) as engine:
         (client,) = answers(engine, job(PROMPTS[2], 20, sampling=GREEDY))
     assert client.ids == own[: own.index(end) + 1]
     assert client.reason == "stop"
@@ -118,7 +110,7 @@ def test_a_stop_string_cuts_the_overrun_and_no_score_behind_it_was_sent(seed: in
     def pairs(ids: list[int]) -> str:
         return "".join(f"{token:02x}" for token in ids if token < 256)
 
-    with serving(TARGET, draft, slots=2, decode=pairs) as engine:
+    with serving(slots=2, decode=pairs) as engine:
         (whole,) = answers(engine, job(PROMPTS[1], 30, seed=seed, sampling=sampling))
         for first in range(8, 14):
             stop = whole.text[first : first + 5]
@@ -139,7 +131,7 @@ def test_a_stop_string_cuts_the_overrun_and_no_score_behind_it_was_sent(seed: in
 
 
 def test_a_cancelled_answer_frees_its_row_and_the_next_one_joins() -> None:
-    with serving(TARGET, draft, slots=1) as engine:
+    with serving(slots=1) as engine:
         long, short = ask(engine, job(PROMPTS[0], 90), job(PROMPTS[1], 3))
         assert long.started.wait(30)
         engine.cancel([long.answer])
@@ -157,7 +149,7 @@ def test_a_cancelled_answer_frees_its_row_and_the_next_one_joins() -> None:
 
 
 def test_an_answer_that_is_late_ends_whether_it_runs_or_waits() -> None:
-    with serving(TARGET, draft, slots=1) as engine:
+    with serving(slots=1) as engine:
         past = time.monotonic() + 0.05
         running, waiting = ask(
             engine, job(PROMPTS[0], 90), job(PROMPTS[1], 70, deadline=time.monotonic())
@@ -171,7 +163,7 @@ def test_an_answer_that_is_late_ends_whether_it_runs_or_waits() -> None:
 
 
 def test_the_queue_is_bounded_and_takes_all_choices_of_a_request_or_none() -> None:
-    with serving(TARGET, draft, slots=1, queue=2, started=False) as engine:
+    with serving(slots=1, queue=2, started=False) as engine:
         clients = ask(engine, job(PROMPTS[0], 2), job(PROMPTS[1], 2))
         with pytest.raises(QueueFull):
             ask(engine, job(PROMPTS[2], 2), job(PROMPTS[2], 2))
@@ -184,28 +176,19 @@ def test_the_queue_is_bounded_and_takes_all_choices_of_a_request_or_none() -> No
 
 
 def test_waiting_jobs_join_in_the_order_in_which_they_came() -> None:
-    with serving(TARGET, draft, slots=2, started=False) as engine:
-        ended: list[int] = []
-        clients = ask(engine, *[job(PROMPTS[n % 3], 6, sampling=GREEDY) for n in range(8)])
-        for number, client in enumerate(clients):
-            listener = client.__call__
-
-            def noting(piece: object, number: int = number, listener: object = listener) -> None:
-                if number not in ended:
-                    ended.append(number)
-                listener(piece)  # pyrefly: ignore
-
-            engine._waiting[number].listener = noting
+    jobs = [job(PROMPTS[n % 3], 6, sampling=GREEDY) for n in range(8)]
+    heard: list[int] = []
+    with serving(slots=2, started=False) as engine:
+        engine.submit(jobs, [lambda _, number=n: heard.append(number) for n in range(8)])
         engine.start()
-        for client in clients:
-            client.wait()
-        assert ended == sorted(ended)
+        until(lambda: set(heard) == set(range(8)))
+    assert list(dict.fromkeys(heard)) == list(range(8))
 
 
 def test_rows_of_a_failing_round_end_as_errors_and_others_go_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(TARGET, draft, slots=2) as engine:
+    with serving(slots=2) as engine:
         step, calls = TARGET.step, []
 
         def failing(*arguments: object, **others: object) -> object:
@@ -235,7 +218,7 @@ def test_rows_of_a_failing_round_end_as_errors_and_others_go_on(
 def test_an_error_between_rounds_ends_answers_and_not_the_engine(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(TARGET, draft) as engine:
+    with serving() as engine:
         with monkeypatch.context() as patch:
             patch.setattr(engine, "_admit", lambda: 1 / 0)
             assert answers(engine, job(PROMPTS[0], 5))[0].reason == "error"
@@ -243,24 +226,8 @@ def test_an_error_between_rounds_ends_answers_and_not_the_engine(
         assert engine.healthy()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_dies_leaves_nobody_waiting_and_takes_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def dies() -> None:
-        raise SystemExit
-
-    with serving(TARGET, draft, slots=1) as engine:
-        clients = ask(engine, job(PROMPTS[0], 90), job(PROMPTS[1], 60))
-        monkeypatch.setattr(engine, "_step", dies)
-        assert [client.wait().reason for client in clients] == ["error"] * 2
-        until(lambda: not engine.healthy())
-        with pytest.raises(Draining):
-            ask(engine, job(PROMPTS[0], 2))
-
-
 def test_draining_takes_no_more_and_lets_the_rest_finish() -> None:
-    with serving(TARGET, draft, slots=2) as engine:
+    with serving(slots=2) as engine:
         clients = ask(engine, *[job(p, 20, sampling=GREEDY) for p in PROMPTS[:6]])
         assert engine.drain(60)
         assert [client.reason for client in clients] == ["length"] * 6
@@ -270,14 +237,14 @@ def test_draining_takes_no_more_and_lets_the_rest_finish() -> None:
 
 
 def test_draining_cancels_what_is_left_at_its_end() -> None:
-    with serving(TARGET, draft, slots=1) as engine:
+    with serving(slots=1) as engine:
         clients = ask(engine, job(PROMPTS[0], 90), job(PROMPTS[1], 60))
         assert not engine.drain(0.0)
         assert [client.wait().reason for client in clients] == ["cancelled"] * 2
 
 
 def test_stopping_leaves_nobody_waiting() -> None:
-    with serving(TARGET, draft, slots=1) as engine:
+    with serving(slots=1) as engine:
         clients = ask(engine, job(PROMPTS[0], 90), job(PROMPTS[1], 60))
     assert [client.reason for client in clients] == ["cancelled"] * 2
     assert not engine.healthy()

@@ -77,15 +77,19 @@ def entries(records):
 
 
 class Shop:
-    """A refit with all that it stands on, in a folder; opened again it is what a restart sees."""
+    """A refit with all that it stands on, in a folder; opened again it is what a restart sees.
 
-    def __init__(self, folder: Path, *, anchors=None, lora=0, **changes):
+    records: that are served first; changes: of its settings.
+    """
+
+    def __init__(self, folder: Path, records=(), *, anchors=None, lora=0, **changes):
         self.settings = dataclasses.replace(SETTINGS, **changes)
         self.buffer = Buffer(
             folder / "buffer.sqlite",
             self.settings.buffer,
             gate_fraction=self.settings.gate.fraction,
         )
+        self.buffer.append(entries(records))
         self.registry = Registry(folder / "drafters")
         draft = start()
         self.registry.seed(lambda path: save_model(draft.model, tiny.byte_tokenizer(), path))

@@ -6,8 +6,6 @@ import pytest
 
 from draftkit.online.buffer import Buffer, Served
 from draftkit.online.fingerprints import require_same
-from draftkit.online.registry import Registry
-from tests.online.drafters import TOLD, weights
 from tests.online.traffic import entries, settings
 
 MINE = {"target": "a", "draft": "b"}
@@ -53,14 +51,3 @@ def test_a_used_buffer_that_tells_nothing_is_refused(tmp_path: Path, left: str) 
     buffer.close()
     with pytest.raises(ValueError, match="does not tell with which target and draft it was made"):
         Buffer(path, settings(), fingerprints=MINE)
-
-
-def test_every_version_keeps_them_and_a_seed_under_others_is_refused(tmp_path: Path) -> None:
-    registry = Registry(tmp_path, fingerprints=MINE)
-    made = [registry.seed(weights(0)), registry.publish(weights(1), **TOLD)]
-    assert [version.fingerprints for version in registry.versions()] == [MINE] * len(made)
-    other = Registry(tmp_path, fingerprints={**MINE, "target": "x"})
-    with pytest.raises(ValueError, match="v000002 was made with another target"):
-        other.seed(weights(9))
-    assert registry.versions() == made
-    assert Registry(tmp_path).seed(weights(9)) == made[1]

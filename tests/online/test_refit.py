@@ -23,8 +23,7 @@ def records():
 
 @pytest.fixture
 def shop(tmp_path, records):
-    made = Shop(tmp_path)
-    made.buffer.append(entries(records[:60]))
+    made = Shop(tmp_path, records[:60])
     yield made
     made.buffer.close()
 
@@ -95,8 +94,7 @@ def test_it_waits_for_records_and_for_a_gate_that_can_judge(tmp_path, records):
 
 def test_many_answers_to_few_prompts_are_no_gate(tmp_path, records):
     """16 answers to each of 8 held-out prompts: texts of one prompt are one observation."""
-    shop = Shop(tmp_path)
-    shop.buffer.append(entries(records[:60]))
+    shop = Shop(tmp_path, records[:60])
     few = shop.buffer.newest("default", 8, held_out=True)
     shop.buffer.append(
         entries([dataclasses.replace(one, row=row) for row in range(16) for one in few])
@@ -141,8 +139,7 @@ def test_prompts_of_the_gate_are_never_trained_on(shop, collated):
 
 
 def test_rows_are_recent_older_and_anchors_in_their_shares(tmp_path, records, collated):
-    shop = Shop(tmp_path, anchors=Anchors(train=records[100:110]))
-    shop.buffer.append(entries(records[:100]))
+    shop = Shop(tmp_path, records[:100], anchors=Anchors(train=records[100:110]))
     newest = shop.buffer.newest("default", SETTINGS.recent, held_out=False)
     recent = {tuple(record.output_ids) for record in newest}
     anchors = {tuple(record.output_ids) for record in records[100:110]}
@@ -160,8 +157,7 @@ def test_a_restart_goes_on_where_the_last_update_ended(tmp_path, records):
     for name, restarts in (("whole", False), ("halves", True)):
         folder = tmp_path / name
         folder.mkdir()
-        shop = Shop(folder)
-        shop.buffer.append(entries(records[:60]))
+        shop = Shop(folder, records[:60])
         shop.refit.update()
         if restarts:
             shop.buffer.close()
@@ -198,21 +194,6 @@ def test_an_update_that_is_given_up_changes_nothing(shop, steps):
         assert torch.equal(weight, own), name
 
 
-def test_what_was_rolled_back_is_not_gone_on_with(shop, records):
-    shop.refit.update()
-    trained = shop.refit._working()
-    shop.registry.rollback(reason="test")
-    shop.buffer.append(entries(records[60:]))
-    first = shop.weights()
-    shop.refit._restore()
-    again = shop.refit._working()
-    assert again is not trained
-    assert again.steps == trained.steps
-    for name, weight in again.draft.model.state_dict().items():
-        if name in first:
-            assert torch.equal(weight, first[name])
-
-
 def test_an_update_that_is_refused_makes_the_next_one_wait(shop, records, monkeypatch):
     refuse(monkeypatch)
     assert shop.refit.wanted == 16
@@ -227,8 +208,7 @@ def test_an_update_that_is_refused_makes_the_next_one_wait(shop, records, monkey
 
 
 def test_a_gain_that_is_not_worth_it_is_published_and_makes_the_next_one_wait(tmp_path, records):
-    shop = Shop(tmp_path, worth=0.9)
-    shop.buffer.append(entries(records[:60]))
+    shop = Shop(tmp_path, records[:60], worth=0.9)
     assert shop.refit.update().version == "v000002"
     assert shop.refit.wanted == 32
 
@@ -284,8 +264,7 @@ def test_weights_that_have_forgotten_are_left(tmp_path, records):
         )
         for record in records[110:]
     ]  # by these scores every step towards the target is a loss, or none
-    shop = Shop(tmp_path, anchors=Anchors(held_out=foreign), gate=gate)
-    shop.buffer.append(entries(records[:60]))
+    shop = Shop(tmp_path, records[:60], anchors=Anchors(held_out=foreign), gate=gate)
     trained = make_trainer(shop.registry.current().path)
     update = shop.refit.update()
     assert update.version is None
@@ -298,8 +277,7 @@ def test_weights_that_have_forgotten_are_left(tmp_path, records):
 
 def test_low_rank_updates_are_published_as_plain_weights(tmp_path, records, monkeypatch):
     refuse(monkeypatch, publish=True)
-    shop = Shop(tmp_path, lora=4)
-    shop.buffer.append(entries(records[:60]))
+    shop = Shop(tmp_path, records[:60], lora=4)
     plain = set(shop.weights())
     names = {name for name, _ in make_trainer(shop.registry.current().path, lora=4).trained()}
     assert all("lora" in name for name in names)
@@ -312,8 +290,7 @@ def test_low_rank_updates_are_published_as_plain_weights(tmp_path, records, monk
 
 def test_prompts_are_learned_from_where_asked(tmp_path, records, collated):
     for prompts in (False, True):
-        shop = Shop(tmp_path / str(prompts), prompts=prompts)
-        shop.buffer.append(entries(records[:60]))
+        shop = Shop(tmp_path / str(prompts), records[:60], prompts=prompts)
         tokens = shop.refit.update().tokens
         given = {
             tuple(record.prompt_ids + record.output_ids): len(record.prompt_ids)
@@ -339,8 +316,7 @@ def test_seconds_saved_are_what_was_served_times_the_growth(shop):
 
 
 def test_without_a_version_there_is_nothing_to_refit(tmp_path, records):
-    shop = Shop(tmp_path)
-    shop.buffer.append(entries(records[:60]))
+    shop = Shop(tmp_path, records[:60])
     empty = Registry(tmp_path / "others")
     shop.refit.registry = empty
     with pytest.raises(ValueError, match="no drafter is published"):

@@ -72,11 +72,6 @@ def test_rollback_goes_to_the_version_before_or_to_a_named_one(registry: Registr
     assert name_of(registry.current()) == "v000001"
 
 
-def test_there_is_nothing_to_roll_back_before_the_seed(registry: Registry) -> None:
-    with pytest.raises(ValueError, match="has no version yet"):
-        registry.rollback(reason="")
-
-
 def test_what_fails_while_it_is_written_changes_nothing(registry: Registry) -> None:
     chain(registry, 2)
     before, pointer = registry.versions(), (registry.path / "current").read_bytes()

@@ -7,13 +7,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from socket import SO_SNDBUF, SOL_SOCKET
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from draftkit.config import SamplingConfig, ServeConfig
-from draftkit.decoding.streaming import Decode
 from draftkit.serving.answers import Answer
 from draftkit.serving.api import make_app
 from draftkit.serving.intake import Intake
@@ -55,13 +53,11 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
 
 @dataclass
 class FakeEngine:
-    """Says the ids `said`, `per_round` a round, from a thread for each job.
+    """Says `SAID_IDS`, `per_round` a round, from a thread for each job.
 
     Every token has -0.5, its alternatives 1 less each.
     """
 
-    said: Sequence[int] = tuple(SAID_IDS)
-    decode: Decode = decode
     max_length: int = 120
     slots: int = 4
     room: int = 64  # jobs at once
@@ -89,8 +85,8 @@ class FakeEngine:
         return ids
 
     def _run(self, number: int, job: Job, listener: Listener) -> None:
-        answer, done = Answer(job, listener, decode=self.decode, seed=0), 0
-        said, completion = self.said[job.row :], answer.completion
+        answer, done = Answer(job, listener, decode=decode, seed=0), 0
+        said, completion = SAID_IDS[job.row :], answer.completion
         try:
             while True:
                 if number in self.cancelled or self.ends is not None:
@@ -148,13 +144,11 @@ def serving(
     sampling: SamplingConfig | None = None,
     key: str | None = None,
     drain: Any = lambda: True,
-    send_buffer: int | None = None,
     start: int | None = None,
 ) -> Iterator[str]:
     """A server on a free port of loopback; its address, `127.0.0.1:PORT`.
 
-    send_buffer: bytes that the kernel takes for a reader who does not read. start: that begins the
-    decoder's text of an encoder-decoder engine.
+    start: that begins the decoder's text of an encoder-decoder engine.
     """
     settings = settings or ServeConfig()
     intake = Intake(
@@ -167,8 +161,6 @@ def serving(
     )
     app = make_app(engine, intake, key=key)
     socket = listen("127.0.0.1", 0)
-    if send_buffer is not None:
-        socket.setsockopt(SOL_SOCKET, SO_SNDBUF, send_buffer)
     address = "{}:{}".format(*socket.getsockname())
     server = Server(app, drain)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})

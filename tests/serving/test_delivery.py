@@ -129,31 +129,3 @@ def test_an_answer_that_fails_ends_all_of_them() -> None:
         assert caught.value.status_code == 500
 
     assert run(test).cancelled == {10, 11}
-
-
-def test_a_stream_waits_for_its_reader() -> None:
-    """A send that blocks holds back the next one, whatever the engine says meanwhile."""
-
-    async def test(engine: Handed) -> None:
-        sent, gate = [], asyncio.Event()
-
-        async def send(message: Any) -> None:
-            await gate.wait()
-            sent.append(message)
-
-        stream = submitted(engine).stream()
-        task = asyncio.ensure_future(stream({"type": "http"}, never, send))
-        for _ in range(5):
-            engine.say(0, Piece("a", SCORES))
-            await turns(1)
-        engine.say(0, Piece("b", (), "stop"))
-        await turns(3)
-        assert sent == []
-        gate.set()
-        await task
-        bodies = [m["body"] for m in sent if m["type"] == "http.response.body"]
-        assert bodies[-2:] == [b"data: [DONE]\n\n", b""]
-        chunks = [json.loads(body.removeprefix(b"data: ")) for body in bodies[:-2]]
-        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "aaaaab"
-
-    assert run(test).cancelled == set()

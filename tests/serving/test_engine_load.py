@@ -1,4 +1,4 @@
-"""Under load: throughput, what recording costs, and for how long a swap holds rounds.
+"""Under load: throughput, and for how long a swap holds rounds.
 
 Ratios of neighbours in time, medians of them: other work on the machine hits both sides.
 """
@@ -7,19 +7,15 @@ import copy
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from draftkit.config import BufferConfig, SamplingConfig
+from draftkit.config import SamplingConfig
 from draftkit.models.adapter import Adapter
-from draftkit.online.buffer import Buffer
 from draftkit.online.registry import Registry
 from draftkit.serving.engine import Engine
-from draftkit.serving.recorder import Recorder
 from tests import tiny
 from tests.serving.running import answers, job, publish, serving, until
 
@@ -58,39 +54,6 @@ def test_many_clients_are_served_at_twice_the_rate_of_one() -> None:
             ratios.append(run(engine, 32, 3) / single)
         assert statistics.median(ratios) >= 2
         assert engine.counters().errors == 0
-
-
-@pytest.mark.soak
-def test_what_recording_adds_is_at_most_three_hundredths_of_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that is done for records alone, by a clock of its own: whole runs differ by more."""
-    spent: list[float] = []
-
-    def clocked(work: Callable[..., Any]) -> Callable[..., Any]:
-        def clocking(*given: Any) -> Any:
-            started = time.thread_time()
-            try:
-                return work(*given)
-            finally:
-                spent.append(time.thread_time() - started)
-
-        return clocking
-
-    for name in ("offer", "_write", "_write_counts"):
-        monkeypatch.setattr(Recorder, name, clocked(getattr(Recorder, name)))
-    buffer = Buffer(tmp_path / "traffic.db", BufferConfig())
-    shares = []
-    with serving(TARGET, draft, slots=16, queue=64, disk=buffer, buffer=BufferConfig()) as engine:
-        for _ in range(6):
-            spent.clear()
-            started = time.process_time()
-            run(engine, 32, 4)
-            whole = time.process_time() - started
-            shares.append(sum(spent) / (whole - sum(spent)))
-    assert buffer.count("default", held_out=False) > 500
-    buffer.close()
-    assert statistics.median(shares) <= 0.03, shares
 
 
 @pytest.mark.soak

@@ -15,6 +15,7 @@ from tests.serving.fakes import chat, chat_tokenizer, completion
 from tests.tiny import VOCAB_SIZE
 
 TEXTS = Texts(chat_tokenizer(), VOCAB_SIZE)
+LONG = [{"role": "user", "content": "a" * 40}]
 
 
 def intake(texts: Texts = TEXTS, max_length: int = 40, **settings: Any) -> Intake:
@@ -28,7 +29,7 @@ def intake(texts: Texts = TEXTS, max_length: int = 40, **settings: Any) -> Intak
     )
 
 
-def complete(found: Intake, headers: dict[str, str] | None = None, **rest: Any) -> CompletionReply:
+def complete(found: Intake, headers: Any = None, **rest: Any) -> CompletionReply:
     body = CompletionRequest.model_validate(completion(**rest))
     return asyncio.run(found.prepare(body, Headers(headers)))
 
@@ -37,36 +38,52 @@ def converse(found: Intake, **rest: Any) -> CompletionReply:
     return asyncio.run(found.prepare(ChatRequest.model_validate(chat(**rest)), Headers()))
 
 
-def test_a_prompt_and_its_answer_fit_exactly() -> None:
+def test_what_fits_exactly_is_taken() -> None:
     assert len(complete(intake(), prompt="a" * 39, max_tokens=1).jobs) == 1
-    with pytest.raises(ApiError, match=r"prompt of 40 tokens does not fit the 40 tokens"):
-        complete(intake(), prompt="a" * 40, max_tokens=1)
-    with pytest.raises(ApiError, match=r"prompt of 30 tokens with max_tokens 11 does not fit"):
-        complete(intake(), prompt="a" * 30, max_tokens=11)
+    assert len(complete(intake(queue=4, slots=1), prompt=["a"] * 5).jobs) == 5
 
 
-def test_what_does_not_fit_is_named() -> None:
-    long = [{"role": "user", "content": "a" * 40}]
-    short = long[0]["content"][:20]
-    for options, param in (
-        ({"messages": long}, "messages"),
-        ({"max_tokens": 39}, "max_tokens"),
-        ({"max_completion_tokens": 39}, "max_completion_tokens"),
-    ):
-        with pytest.raises(ApiError, match="does not fit the 40 tokens") as caught:
-            converse(intake(), **options)
-        assert caught.value.param == param
-        assert f"{param} " in caught.value.detail
-    with pytest.raises(ApiError, match="prompt of 20 tokens with max_tokens 21") as caught:
-        complete(intake(), prompt=short, max_tokens=21)
-    assert caught.value.param == "max_tokens"
-
-
-def test_numbers_are_bounded_by_the_settings() -> None:
-    small = intake(queue=4, slots=1)
-    with pytest.raises(ApiError, match="2 prompts with n=3 are more answers"):
-        complete(small, prompt=["a", "b"], n=3)
-    assert len(complete(small, prompt=["a"] * 5).jobs) == 5
+@pytest.mark.parametrize(
+    ("take", "body", "param", "says"),
+    [
+        (complete, {"prompt": "a" * 40, "max_tokens": 1}, "prompt", "of 40 tokens does not fit"),
+        (
+            complete,
+            {"prompt": "a" * 30, "max_tokens": 11},
+            "max_tokens",
+            "prompt of 30 tokens with max_tokens 11 does not fit the 40 tokens",
+        ),
+        (converse, {"messages": LONG}, "messages", r"messages of \d+ tokens does not fit"),
+        (converse, {"max_tokens": 39}, "max_tokens", "with max_tokens 39 does not"),
+        (
+            converse,
+            {"max_completion_tokens": 39},
+            "max_completion_tokens",
+            "with max_completion_tokens 39 does not",
+        ),
+        (complete, {"prompt": ["a", "b"], "n": 3}, "prompt", "2 prompts with n=3 are more answers"),
+        (complete, {"prompt": ""}, "prompt", "prompt must not be empty"),
+        (complete, {"prompt": [1, 258]}, "prompt", "token id 258 is not below 258"),
+        (
+            complete,
+            {"headers": {"x-draftkit-route": "../x"}},
+            "x-draftkit-route",
+            r"must be one of default, code, got '\.\./x'",
+        ),
+        (
+            complete,
+            {"headers": {"x-draftkit-record": "never"}},
+            "x-draftkit-record",
+            "must be yes or no, got 'never'",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_the_parameter_to_blame(
+    take: Any, body: dict[str, Any], param: str, says: str
+) -> None:
+    with pytest.raises(ApiError, match=says) as caught:
+        take(intake(queue=4, slots=1), **body)
+    assert caught.value.param == param
 
 
 def test_routes_and_recording() -> None:
@@ -74,26 +91,14 @@ def test_routes_and_recording() -> None:
     assert (plain.route, plain.records) == ("default", True)
     named = complete(intake(), {"X-Draftkit-Route": "code", "X-Draftkit-Record": " No "}).jobs[0]
     assert (named.route, named.records) == ("code", False)
-    with pytest.raises(ApiError, match=r"must be one of default, code, got '\.\./x'"):
-        complete(intake(), {"x-draftkit-route": "../x"})
-    with pytest.raises(ApiError, match="must be yes or no, got 'never'"):
-        complete(intake(), {"x-draftkit-record": "never"})
 
 
 def test_one_no_among_several_suffices() -> None:
     raw = [(b"x-draftkit-record", b"yes"), (b"x-draftkit-record", b"no")]
     body = CompletionRequest.model_validate(completion())
     for headers in (raw, raw[::-1]):
-        asked = asyncio.run(intake().prepare(body, Headers(raw=headers)))
-        assert not asked.jobs[0].records
-
-
-def test_other_models_and_empty_prompts() -> None:
-    with pytest.raises(ApiError, match="there is no model 'tinier'") as caught:
-        complete(intake(), model="tinier")
-    assert (caught.value.status_code, caught.value.code) == (404, "model_not_found")
-    with pytest.raises(ApiError, match="prompt must not be empty"):
-        complete(intake(), prompt="")
+        taken = asyncio.run(intake().prepare(body, Headers(raw=headers)))
+        assert not taken.jobs[0].records
 
 
 def test_a_conversation_is_known_by_what_comes_before_its_first_answer() -> None:

@@ -81,20 +81,6 @@ def test_versions_and_what_became_of_them() -> None:
     assert value(found, "draftkit:last_swap_seconds") == 0.25
 
 
-def test_latencies_and_reasons_are_observed() -> None:
-    metrics = Metrics(FakeEngine(), "tiny")
-    metrics.first_token.observe(0.3)
-    metrics.between_tokens.observe(0.004)
-    metrics.whole.observe(3)
-    metrics.ended("stop")
-    found = samples(metrics)
-    assert value(found, "vllm:time_to_first_token_seconds_bucket", le="0.5") == 1
-    assert value(found, "vllm:time_to_first_token_seconds_bucket", le="0.25") == 0
-    assert value(found, "vllm:inter_token_latency_seconds_sum") == 0.004
-    assert value(found, "vllm:e2e_request_latency_seconds_count") == 1
-    assert value(found, "vllm:request_success_total", finished_reason="stop") == 1
-
-
 def test_two_servers_in_one_process_share_nothing() -> None:
     one, other = Metrics(FakeEngine(), "tiny"), Metrics(FakeEngine(), "tiny")
     one.whole.observe(1)

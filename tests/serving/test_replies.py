@@ -22,7 +22,6 @@ def reply(
     kind: type[CompletionReply] = CompletionReply,
     *scores: TokenScore,
     streams: bool = False,
-    has_logprobs: bool = True,
 ) -> CompletionReply:
     """A reply of one choice, for which "ab" with `scores` has come."""
     job = Job(prompt_ids=[1], max_new_tokens=5, sampling=SamplingConfig())
@@ -31,7 +30,7 @@ def reply(
         model="m",
         jobs=[job],
         prompt_tokens=1,
-        has_logprobs=has_logprobs,
+        has_logprobs=True,
         streams=streams,
         includes_usage=False,
     )
@@ -90,15 +89,3 @@ def test_a_stream_keeps_nothing_that_it_has_sent() -> None:
     sent = reply(CompletionReply, TokenScore(A, -1.0), streams=True)
     assert (kept.tokens, len(kept.pieces[0])) == (1, 1)
     assert (sent.tokens, sent.pieces) == (1, [[]])
-
-
-def test_no_log_probs_unless_they_are_wanted() -> None:
-    made = reply(ChatReply, TokenScore(A, -1.0), has_logprobs=False)
-    assert made.response()["choices"][0]["logprobs"] is None
-    chunk = made.piece(0, Piece("a", (TokenScore(A, -1.0),)))
-    assert chunk["choices"][0] == {
-        "index": 0,
-        "delta": {"content": "a"},
-        "logprobs": None,
-        "finish_reason": None,
-    }

@@ -10,7 +10,7 @@ from draftkit.config import DataConfig
 from draftkit.data.corpora import Document
 from draftkit.data.prompts import RowReader
 from draftkit.serving.texts import Texts
-from tests.serving.fakes import chat_tokenizer, decode
+from tests.serving.fakes import chat_tokenizer
 from tests.templates import chat, headers, thinking
 from tests.tiny import END, VOCAB_SIZE, byte_tokenizer
 
@@ -51,11 +51,6 @@ def test_tokens_of_sentencepiece_keep_their_spaces_and_bytes() -> None:
 def test_a_special_token_shows_its_name(texts: Texts) -> None:
     end = byte_tokenizer().convert_tokens_to_ids(END)
     assert texts.token_bytes(end) == END.encode()
-
-
-def test_a_chat_follows_the_template(texts: Texts) -> None:
-    ids = texts.chat([{"role": "user", "content": "Hi"}])
-    assert decode(ids) == "user: Hi\nassistant: "
 
 
 @pytest.mark.parametrize("make", [thinking, headers])

@@ -8,13 +8,13 @@ jobs are cancelled. Knows the shape of no answer (see `replies`) and no routes.
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
-from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from draftkit.serving.engine import Engine
 from draftkit.serving.jobs import Piece
@@ -129,9 +129,7 @@ class Delivery:
 
     def stream(self) -> Response:
         """The answers as events, sent as they come."""
-        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        last = BackgroundTask(self.cancel)  # also where the client has left
-        return StreamingResponse(self._events(), 200, headers, "text/event-stream", last)
+        return _Events(self._events(), self.cancel)
 
     async def _events(self) -> AsyncIterator[bytes]:
         for opening in self._reply.opening():
@@ -144,6 +142,22 @@ class Delivery:
         except ApiError as error:
             yield _event(error.body)
         yield b"data: [DONE]\n\n"
+
+
+class _Events(StreamingResponse):
+    """A stream that calls `cancel` when it ends or its client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], None]) -> None:
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._cancel = cancel
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._cancel()
 
 
 def _event(content: Any) -> bytes:

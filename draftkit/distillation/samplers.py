@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from draftkit.config import Config, SamplingConfig
 from draftkit.data.lengths import Room
 from draftkit.data.prompts import Example
@@ -29,8 +27,6 @@ from draftkit.decoding.proposers import drafting
 from draftkit.decoding.state import Request
 from draftkit.models.adapter import Adapter
 from draftkit.models.loading import Target
-from draftkit.theory.noise import DRAFT, sample, uniform
-from draftkit.theory.warping import SamplingParams, seen_tokens, warp
 
 SCRATCH = 2  # cache slots behind the text, in plain decoding
 ROLLOUTS, VALIDATION, TEST = "rollouts", "validation", "test"  # uses of the target's answers
@@ -164,9 +160,9 @@ class DecoderSampler(Sampler):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSampler(Sampler):
-    """What a parallel draft proposes behind each prompt in one pass, up to its trained number.
+    """The `gamma` tokens that a parallel draft proposes behind each prompt in one pass.
 
-    Token i is drawn from its own law, which knows the prompt alone.
+    Those of a round in which it verifies itself, of which nothing else is kept.
     """
 
     draft: Adapter
@@ -176,50 +172,18 @@ class BlockSampler(Sampler):
     def models(self) -> Sequence[Adapter]:
         return [self.draft]
 
-    @torch.inference_mode()
-    def answers(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        size = self.settings.batch_size
-        batches = (requests[first : first + size] for first in range(0, len(requests), size))
-        return [{"output_ids": tokens} for batch in batches for tokens in self._draw(batch)]
-
-    def _draw(self, requests: Sequence[Request]) -> list[list[int]]:
-        """The tokens of each request, as many as settings and contexts let it have."""
-        parallel, draft, settings = self.draft.parallel, self.draft, self.settings
-        assert parallel is not None
-        masks = [parallel.token] * (parallel.blocks - 1)
-        texts = [[*request.prompt_ids, *masks] for request in requests]
-        width = max(map(len, texts))
-        tokens = torch.tensor([text + [0] * (width - len(text)) for text in texts])
-        lengths = torch.tensor([len(request.prompt_ids) for request in requests])
-        order = torch.arange(width)
-        keep = (order >= lengths[:, None] - 1) & (order < lengths[:, None] - 1 + parallel.blocks)
-        logits = draft.score(tokens.to(draft.device), keep.to(draft.device))
-        logits = logits.unflatten(0, (len(requests), parallel.blocks))  # [B, K, V]
-        params = SamplingParams.uniform(
-            len(requests), **vars(settings.sampling), device=draft.device
+    def answers(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+        rounds = decode(
+            self.draft,
+            [replace(request, max_new_tokens=1) for request in requests],
+            eos_token_ids=self.settings.eos_token_ids,
+            batch_size=self.settings.batch_size,
+            proposer=drafting(self.draft),
         )
-        seen = None
-        if params.uses_penalty:
-            of_prompts = seen_tokens(
-                tokens.to(draft.device), lengths.to(draft.device), logits.shape[-1]
-            )
-            seen = of_prompts[:, None]
-        noise = uniform(
-            seed=torch.full_like(lengths, settings.seed),
-            row=torch.tensor([request.row for request in requests]),
-            length=lengths,
-            count=parallel.blocks,
-            purpose=DRAFT,
-        )
-        drawn = sample(probs=warp(logits, params, seen), uniform=noise.to(draft.device)).tolist()
-        ends = {*settings.eos_token_ids}
-        counts = [
-            next((i for i, token in enumerate(row, 1) if token in ends), len(row)) for row in drawn
-        ]
-        return [
-            row[: min(count, request.max_new_tokens)]
-            for row, count, request in zip(drawn, counts, requests, strict=True)
-        ]
+        for request, done in zip(requests, rounds, strict=True):
+            tokens = done.steps[0].proposed[: request.max_new_tokens]
+            ends = (n for n, token in enumerate(tokens, 1) if token in self.settings.eos_token_ids)
+            yield {"output_ids": tokens[: next(ends, None)]}
 
 
 @dataclass(frozen=True, kw_only=True)

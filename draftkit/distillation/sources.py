@@ -219,7 +219,7 @@ def source_sampler(config: Config, target: Target, draft: Adapter, room: Room) -
         )
     if source.name == "block" and draft.parallel is not None:
         settings = replace(settings, max_new_tokens=draft.parallel.blocks)
-        return BlockSampler(draft=draft, settings=settings)
+        return BlockSampler(draft=draft, gamma=draft.parallel.blocks, settings=settings)
     compiled = config.optim.compiles
     return DecoderSampler(model=draft, name="draft", settings=settings, compiled=compiled)
 

@@ -150,61 +150,48 @@ def parting(first: Sequence[Any], second: Sequence[Any]) -> int | None:
 def differ_by_rounding(
     target: Adapter, pairs: Sequence[Pair], shapes: Sequence[tuple[int, int]]
 ) -> list[bool]:
-    """Of each pair of greedy answers, plain and other: whether they part at a near-tie, and the
-    other goes on by best tokens alone.
+    """Of each pair of greedy answers: whether they part at a near-tie, and go on by best tokens.
 
-    Where they part their two tokens are compared, behind it the other's token with the best one.
-    shapes: tokens a row and rows of a pass. In each of them the answers are read, and a gap is one
-    of rounding where it is at most the largest change of it between them.
+    From where they part, each token of either must lie no further below the best one than rounding.
+    shapes: tokens a row and rows of a pass. In each of them the answers are read, and the largest
+    change of a gap between them is that of rounding.
     """
     starts = [parting(first.output_ids, second.output_ids) for first, second in pairs]
-    others = [other for (_, other), start in zip(pairs, starts, strict=True) if start is not None]
-    best = iter(_read(target, others, None, shape=shapes[0]) if others else [])
-    rivals = []
-    for (plain, _), start in zip(pairs, starts, strict=True):
-        if start is not None:
-            rival = next(best).tolist()
-            rivals.append([*rival[:start], plain.output_ids[start], *rival[start + 1 :]])
-    readings = [_read(target, others, rivals, shape=shape) for shape in shapes if others]
+    read = [one for pair, at in zip(pairs, starts, strict=True) if at is not None for one in pair]
+    readings = [_gaps(target, read, shape=shape) for shape in shapes]
     gaps = zip(*readings, strict=True)
-    return [start is not None and _is_rounding(next(gaps), start) for start in starts]
+    both = zip(gaps, gaps, strict=True)  # of the two answers of a pair
+    return [at is not None and all(_is_rounding(one, at) for one in next(both)) for at in starts]
 
 
 def _is_rounding(readings: Sequence[Tensor], start: int) -> bool:
-    """Whether gaps of several `_read`ings lie within their largest change, from `start` on.
+    """Whether gaps of several readings by `_gaps` lie within their largest change, from `start` on.
 
     Or within a unit in the last place, since less of a change is seen as none or as a whole one.
     """
     gaps, units = torch.stack([*readings])[..., start:].unbind(1)  # [readings, N]
     least, most = gaps.amin(0), gaps.amax(0)
     margins = torch.maximum(most - least, units.amax(0)).clamp(min=MARGIN)
-    return bool(((least <= margins) & (most >= -margins)).all())  # which NaN is not
+    return bool((least <= margins).all())  # which NaN is not
 
 
 @torch.inference_mode()
-def _read(
-    target: Adapter,
-    answers: Sequence[Completion],
-    rivals: Sequence[Sequence[int]] | None,
-    *,
-    shape: tuple[int, int],
+def _gaps(
+    target: Adapter, answers: Sequence[Completion], *, shape: tuple[int, int]
 ) -> list[Tensor]:
-    """How far each token of `answers` lies below its rival, and a unit of their logits [2, N].
+    """How far each token of `answers` lies below the best one, and a unit of their logits [2, N].
 
     Read in passes of `shape` as decoding does: the prompt first, then so many tokens a row at once.
-    Without `rivals` the best tokens [N] themselves. Where there are fewer answers than rows, the
-    last one fills them.
+    Where there are fewer answers than rows, the last one fills them.
     """
     width, rows = shape
     readings = []
     for first in range(0, len(answers), rows):
         chunk = [*answers[first : first + rows]]
-        filled = [*range(len(chunk)), *[len(chunk) - 1] * (rows - len(chunk))]
-        whole = [[*chunk[i].prompt_ids, *chunk[i].output_ids] for i in filled]
+        filled = [*chunk, *[chunk[-1]] * (rows - len(chunk))]
+        whole = [[*one.prompt_ids, *one.output_ids] for one in filled]
         read, texts = zip(*(parts_of(row, target.start_id) for row in whole), strict=True)
-        given = [
-            len(text) - len(chunk[i].output_ids) for i, text in zip(filled, texts, strict=True)
-        ]
+        given = [len(text) - len(one.output_ids) for one, text in zip(filled, texts, strict=True)]
         begins = torch.tensor(given, device=target.device)
         longest, outputs = max(map(len, texts)), max(len(one.output_ids) for one in chunk)
         tokens = _padded(texts, target.device)  # [R, T]
@@ -215,29 +202,19 @@ def _read(
         if (prompt := int(begins.max()) - 1) > 0:
             positions = torch.arange(prompt, device=target.device).expand(rows, -1)
             target.prefill(tokens[:, :prompt], positions=positions, cache=cache)
-        beside = torch.zeros_like(tokens)
-        if rivals is not None:
-            for row, i in enumerate(filled):
-                known = rivals[first + i]
-                beside[row, begins[row] : begins[row] + len(known)] = torch.tensor(known)
         parts = []
         for start in range(0, outputs, width):
             offsets = torch.arange(start - 1, start - 1 + width, device=target.device)
             positions = (begins[:, None] + offsets).clamp(max=longest - 1)  # beyond is garbage
             logits = target.step(tokens.gather(1, positions), positions=positions, cache=cache)
-            if rivals is None:
-                parts.append(logits.argmax(-1))
-                continue
-            following = (positions + 1).clamp(max=longest - 1)
-            rival, chosen = (
-                logits.gather(2, ids.gather(1, following)[..., None])[..., 0].double()
-                for ids in (beside, tokens)
-            )
-            _, exponent = torch.frexp(torch.maximum(rival.abs(), chosen.abs()))
-            unit = torch.ldexp(torch.full_like(rival, torch.finfo(logits.dtype).eps), exponent - 1)
-            parts.append(torch.stack([rival - chosen, unit], dim=1))  # [R, 2, N of the pass]
+            following = tokens.gather(1, (positions + 1).clamp(max=longest - 1))
+            best = logits.amax(-1).double()
+            chosen = logits.gather(2, following[..., None])[..., 0].double()
+            _, exponent = torch.frexp(torch.maximum(best.abs(), chosen.abs()))
+            unit = torch.ldexp(torch.full_like(best, torch.finfo(logits.dtype).eps), exponent - 1)
+            parts.append(torch.stack([best - chosen, unit], dim=1))  # [R, 2, N of the pass]
         made = torch.cat(parts, dim=-1).cpu()
-        readings += [made[row, ..., : len(one.output_ids)] for row, one in enumerate(chunk)]
+        readings += [made[row, :, : len(one.output_ids)] for row, one in enumerate(chunk)]
     return readings
 
 

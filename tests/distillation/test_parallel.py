@@ -196,7 +196,7 @@ def settings(tokens: int) -> AnswerSettings:
 def test_blocks_are_what_the_proposer_proposes() -> None:
     """The same noise gives the same tokens, behind the same text."""
     draft, prompts = draft_of(), [[3, 7, 9], [4], [1, 2, 8, 6]]
-    sampled = BlockSampler(draft=draft, settings=settings(BLOCKS))
+    sampled = BlockSampler(draft=draft, gamma=BLOCKS, settings=settings(BLOCKS))
     records = sampled.sample(prompts, rows=[4, 9, 2], version="v")
     target = tiny.adapter("llama", seed=4, dtype=torch.float64)
     decoder = Decoder(target, slots=3, capacity=64)
@@ -214,7 +214,7 @@ def test_blocks_are_what_the_proposer_proposes() -> None:
 def test_a_block_teaches_the_chain_that_drew_it() -> None:
     """Each proposal against the target's law behind those before it, which the draft never saw."""
     draft, target = draft_of(), tiny.adapter("llama", seed=4, dtype=torch.float64)
-    (record,) = BlockSampler(draft=draft, settings=settings(BLOCKS)).sample(
+    (record,) = BlockSampler(draft=draft, gamma=BLOCKS, settings=settings(BLOCKS)).sample(
         [[3, 7, 9]], rows=[0], version="v"
     )
     batch = collate([block_of_record(record)], device=CPU)

@@ -63,26 +63,21 @@ def sequence_of_record(record: Record) -> TokenSequence:
     text, given = continued(record.prompt_ids, record.output_ids), len(record.prompt_ids)
     if record.rejected is not None:
         text = replace(text, rejected=[False] * given + record.rejected)
-    return with_stored_scores(text, record)
-
-
-def all_learned(text: TokenSequence) -> TokenSequence:
-    """The same text, loss on the prompt too, of which no scores are stored: ask the target."""
-    return replace(text, generated=[False] + [True] * (len(text.token_ids) - 1))
-
-
-def with_stored_scores(text: TokenSequence, record: Record) -> TokenSequence:
-    """`text`, that of `record`, with the scores that lie there, if any."""
     ids, log_probs, tails = record.topk_ids, record.topk_log_probs, record.loss_tail_mass
     if ids is None or log_probs is None or tails is None:
         return text
-    given, count = len(record.prompt_ids), len(ids[0])
+    count = len(ids[0])
     return replace(
         text,
         topk_ids=[[0] * count] * given + ids,
         topk_log_probs=[[0.0] * count] * given + log_probs,
         tail_mass=[0.0] * given + tails,
     )
+
+
+def all_learned(text: TokenSequence) -> TokenSequence:
+    """The same text, loss on the prompt too, of which no scores are stored: ask the target."""
+    return replace(text, generated=[False] + [True] * (len(text.token_ids) - 1))
 
 
 def block_of_record(record: Record) -> TokenSequence:

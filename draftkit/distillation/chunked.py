@@ -78,10 +78,11 @@ class _ChunkedSum(torch.autograd.Function):
         for rows in chunks(len(states), width, states.device):
             some = states[rows].to(dtype)
             logits = some if cast is None else functional.linear(some, cast, cast_bias)
-            value, grad = _value_and_grad(loss_of, logits, rows, wanted=any(needs))
-            total += value
-            if grad is None:
-                continue
+            with torch.enable_grad():
+                leaf = logits.detach().requires_grad_()
+                value = loss_of(leaf, rows)
+                (grad,) = torch.autograd.grad(value, leaf)
+            total += value.detach()
             if grad_states is not None:
                 grad_states[rows] = grad if cast is None else grad @ cast
             if grad_weight is not None:
@@ -95,19 +96,6 @@ class _ChunkedSum(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
         grads = [None if grad is None else grad * outer[0] for grad in ctx.saved_tensors]
         return (None, None, *grads)
-
-
-def _value_and_grad(
-    loss_of: LossOf, logits: Tensor, rows: slice, *, wanted: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The value of `loss_of` at `logits` and, if wanted, its gradient there."""
-    if not wanted:
-        return loss_of(logits, rows), None
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        value = loss_of(leaf, rows)
-        (grad,) = torch.autograd.grad(value, leaf)
-    return value.detach(), grad
 
 
 def _add_product(total: Tensor, grad: Tensor, states: Tensor) -> None:

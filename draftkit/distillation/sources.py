@@ -31,7 +31,6 @@ from draftkit.distillation.batch import (
     collate,
     sequence_of_example,
     sequence_of_record,
-    with_stored_scores,
 )
 from draftkit.distillation.samplers import (
     AnswerSettings,
@@ -315,19 +314,10 @@ def stored_sequences(
 ) -> Sequence[TokenSequence]:
     """The target's rollouts (`target`), or the completions of the data (`fixed`).
 
-    With the target's scores where they are stored.
+    Where scores of the target are stored, the texts that carry them.
     """
-    scored = texts.scored
-    if name == "target":
-        records = texts.rollouts if scored is None else scored
+    if name == "target" or texts.scored is not None:
+        records = texts.rollouts if texts.scored is None else texts.scored
         assert records is not None
         return Lazy(sequence_of_record, records)
-    examples = completed(texts.examples, key)
-    if scored is None:
-        return Lazy(sequence_of_example, examples)
-    assert len(scored) == len(examples)
-
-    def with_scores(row: int) -> TokenSequence:
-        return with_stored_scores(sequence_of_example(examples[row]), scored[row])
-
-    return Lazy(with_scores, range(len(examples)))
+    return Lazy(sequence_of_example, completed(texts.examples, key))

@@ -8,10 +8,9 @@ step knows no source, no folder and no schedule of evaluation.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 
 from draftkit.config import OptimConfig
 from draftkit.distillation.batch import Batch
-from draftkit.distillation.chunked import LossOf, chunked_sum
-from draftkit.distillation.losses import Objective, Outcomes, TargetScores, Teacher, token_weights
-from draftkit.models.adapter import Adapter, Head
+from draftkit.distillation.chunked import chunked_sum
+from draftkit.distillation.losses import Objective, Outcomes, Teacher, token_weights
+from draftkit.models.adapter import Adapter
 from draftkit.models.parallel import Chains, kept_share
 from draftkit.theory.noise import DROPOUT, uniform
 
@@ -253,14 +252,13 @@ class Trainer:
         decay = self.objective.divergence.position_decay
         return CHAIN_DECAY if decay is None else decay
 
-    @property
-    def _is_plain_step(self) -> bool:
-        """Whether a parallel draft learns its first proposal alone (`draft.pard.plain_share`)."""
-        return self.steps < round(self._plain_share * self.optim.max_steps)
-
     def _entries(self, part: Batch) -> Chains:
-        """What the draft reads of a micro-batch, and which tokens it predicts."""
-        if self.parallel is None or (self._is_plain_step and part.block_offset is None):
+        """What the draft reads of a micro-batch, and which tokens it predicts.
+
+        A parallel draft begins with its first proposal alone (`draft.pard.plain_share`).
+        """
+        is_plain = self.steps < round(self._plain_share * self.optim.max_steps)
+        if self.parallel is None or (is_plain and part.block_offset is None):
             return part.entries
         process = self.accelerator.process_index
         seed = dropout_seed(seed=self._seed, process=process, step=self.steps)
@@ -283,23 +281,7 @@ class Trainer:
     def _loss(
         self, part: Batch, entries: Chains, weights: Tensor, measure: bool
     ) -> tuple[Tensor, float]:
-        """The weighted sum of a micro-batch's losses and, if asked, of its sum_x min(p, q)."""
-        (losses, scores), overlaps = self._losses(part, entries), []
-
-        def weighted(logits: Tensor, rows: slice) -> Tensor:
-            if measure and scores is not None:
-                with torch.no_grad():
-                    overlap = self.objective.overlap(scores=scores, draft_logits=logits, rows=rows)
-                overlaps.append((overlap * (entries.blocks[rows] == 0)).sum())
-            return (weights[rows] * losses(logits, rows)).sum()
-
-        value = self._summed(weighted, entries, self._module, self.draft.head)
-        return value, float(sum(overlaps))
-
-    def _losses(
-        self, part: Batch, entries: Chains
-    ) -> tuple[Callable[[Tensor, slice], Tensor], TargetScores | None]:
-        """The losses [m] of some entries of a micro-batch, by logits and rows; what they look at.
+        """The weighted sum of a micro-batch's losses and, if asked, of its sum_x min(p, q).
 
         The target reads each text once, whatever the entries are.
         """
@@ -309,15 +291,21 @@ class Trainer:
             scores = scores.at(entries.predicted)
         if scores is not None and self.objective.outcomes is not None:
             scores = scores.among(self.objective.outcomes)
-        token_ids = part.token_ids[entries.predicted]
-        losses = partial(self.objective.losses, scores=scores, token_ids=token_ids, step=self.steps)
-        return losses, scores
+        token_ids, overlaps = part.token_ids[entries.predicted], []
 
-    def _summed(
-        self, loss_of: LossOf, entries: Chains, draft: nn.Module, head: Head | None
-    ) -> Tensor:
-        """The sum of `loss_of` over the entries of a micro-batch."""
+        def weighted(logits: Tensor, rows: slice) -> Tensor:
+            if measure and scores is not None:
+                with torch.no_grad():
+                    overlap = self.objective.overlap(scores=scores, draft_logits=logits, rows=rows)
+                overlaps.append((overlap * (entries.blocks[rows] == 0)).sum())
+            losses = self.objective.losses(
+                logits, rows, scores=scores, token_ids=token_ids, step=self.steps
+            )
+            return (weights[rows] * losses).sum()
+
         enabled, device = self._autocast is not None, self.draft.device.type
         with torch.autocast(device, self._autocast, enabled=enabled):
-            states = draft(entries.tokens, entries.keep, entries.packing)
-        return chunked_sum(loss_of, states=states, head=head, dtype=self._autocast)
+            states = self._module(entries.tokens, entries.keep, entries.packing)
+        head, dtype = self.draft.head, self._autocast
+        value = chunked_sum(weighted, states=states, head=head, dtype=dtype)
+        return value, float(sum(overlaps))

@@ -1,85 +1,45 @@
-"""Sources of every kind over bigrams, as a pipeline would make them."""
+"""Sources of every kind over bigrams, by the settings that name them."""
 
-from draftkit.config import SamplingConfig
-from draftkit.distillation.batch import TokenSequence, block_of_record
-from draftkit.distillation.samplers import AnswerSettings, DecoderSampler, SpeculativeSampler
-from draftkit.distillation.sources import Source, cut_texts, shuffled, some_rows
-from tests.distillation.bigram import CPU, VOCAB, Bigram
+from functools import cache
+
+from draftkit.config import Config, DecodeConfig, OptimConfig, SamplingConfig, SourceConfig
+from draftkit.data.lengths import Room
+from draftkit.data.prompts import Example
+from draftkit.distillation.samplers import target_sampler
+from draftkit.distillation.sources import TrainingTexts, make_source
+from tests import tiny
+from tests.distillation.bigram import VOCAB, Bigram
 
 PROMPTS = [[1 + i % (VOCAB - 1), 1 + (3 * i) % (VOCAB - 1)] for i in range(7)]
-TEXTS = [TokenSequence([*p, 1, 4], [False, False, True, True]) for p in PROMPTS]
+TEXTS = [Example([*p, 1, 4], [False, False, True, True], "", "") for p in PROMPTS]
 BATCH, GAMMA, SEED, LENGTH = 3, 3, 1, 8
+ROOM = Room(LENGTH, LENGTH)
+TARGET = tiny.target_of(Bigram(1, spread=2.0), None, 0)
+SAMPLED = ("draft", "mix", "block", "replay")
 
 
 class Killed(Exception):
     """The process ended here."""
 
 
-def settings(new=LENGTH, sampling=None, batch_size=4):
-    return AnswerSettings(
-        sampling=sampling or SamplingConfig(),
-        eos_token_ids=[0],
-        max_new_tokens=new,
-        max_length=LENGTH,
-        batch_size=batch_size,
-        seed=5,
-    )
-
-
-def target():
-    return Bigram(1, spread=2.0)
-
-
+@cache
 def rollouts():
     """The target's answers to the prompts."""
-    sampler = DecoderSampler(model=target(), name="target", settings=settings())
+    sampler = target_sampler(TARGET, SamplingConfig(), ROOM, seed=5, batch_size=4)
     return sampler.sample(PROMPTS, rows=range(len(PROMPTS)), version="t")
 
 
-def text_source(draft, **options):
-    return Source(shuffled(TEXTS, SEED), batch_size=BATCH, device=CPU)
-
-
-def draft_source(draft, **options):
-    sampler = DecoderSampler(model=draft, name="draft", settings=settings())
-    return sampled(shuffled(PROMPTS, SEED), sampler, **options)
-
-
-def mix_source(draft, *, fraction=0.5, **options):
-    sampler = DecoderSampler(model=draft, name="draft", settings=settings())
-    chosen = some_rows(shuffled(PROMPTS, SEED), fraction=fraction, seed=SEED)
-    return sampled(chosen, sampler, others=shuffled(TEXTS, SEED), **options)
-
-
-def block_source(draft, **options):
-    sampler = DecoderSampler(model=draft, name="draft", settings=settings(new=GAMMA))
-    return sampled(cut_texts(rollouts(), SEED), sampler, read=block_of_record, **options)
-
-
-def replay_source(draft, **options):
-    sampler = SpeculativeSampler(
-        target=target(),
-        draft=draft,
-        gamma=GAMMA,
-        verification="speculative",
-        settings=settings(),
+def source_of(name, draft, *, max_steps=12, **options):
+    """The source `name` of `draft`; one of a mix has the texts of the data beside it."""
+    config = Config(
+        seed=SEED,
+        source=SourceConfig(name=name, other="fixed", **options),
+        optim=OptimConfig(per_device_train_batch_size=BATCH, max_steps=max_steps),
+        decode=DecodeConfig(gamma=GAMMA),
     )
-    return sampled(shuffled(PROMPTS, SEED), sampler, **options)
-
-
-def sampled(prompt_of, sampler, *, others=None, max_steps=12, **options):
-    made = {"sampler": sampler, "prompt_of": prompt_of, "max_steps": max_steps}
-    return Source(others, batch_size=BATCH, device=CPU, **made, **options)
+    return make_source(config, TARGET, draft, TrainingTexts(TEXTS, ROOM, rollouts()))
 
 
 def records(source):
     """What was sampled for the block of steps in hand."""
     return [*source.sampled.values()]
-
-
-SAMPLED = {
-    "draft": draft_source,
-    "mix": mix_source,
-    "block": block_source,
-    "replay": replay_source,
-}

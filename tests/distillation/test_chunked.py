@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from draftkit.config import DIVERGENCE_NAMES, DivergenceConfig, SamplingConfig
 from draftkit.distillation import chunked
@@ -80,24 +79,6 @@ def test_value_and_gradients_are_those_of_the_plain_sum(name, bias):
         torch.testing.assert_close(one, 3 * other, rtol=1e-12, atol=1e-12)
 
 
-def test_a_head_of_some_ids_makes_logits_of_these_alone():
-    states, head, _ = parts()
-    kept = torch.tensor([0, 2, 3, 7, 10])
-    narrow = Head(head.weight[kept], head.bias[kept], kept, VOCAB)
-
-    def squares(logits, rows):
-        assert logits.shape[-1] == len(kept)
-        return logits.square().sum()
-
-    plain = squares(functional.linear(states, narrow.weight, narrow.bias), slice(None))
-    leaves = (states, head.weight, head.bias)
-    expected = torch.autograd.grad(plain, leaves, retain_graph=True)
-    value = chunked_sum(squares, states=states, head=narrow)
-    torch.testing.assert_close(value, plain, rtol=1e-12, atol=1e-12)
-    for one, other in zip(torch.autograd.grad(value, leaves), expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-
-
 def test_states_without_a_head_are_logits():
     states, head, scores = parts()
     logits = head(states).detach().requires_grad_()
@@ -148,10 +129,3 @@ def test_products_are_taken_in_the_precision_asked_for():
     states.grad = None
     chunked_sum(loss_of(scores), states=states, head=head).backward()
     torch.testing.assert_close(low, states.grad, rtol=0.1, atol=0.05)
-
-
-def test_without_a_gradient_the_value_is_found_alone():
-    states, head, scores = parts()
-    with torch.no_grad():
-        value = chunked_sum(loss_of(scores), states=states, head=head)
-    torch.testing.assert_close(value, loss_of(scores)(head(states), slice(None)).detach())

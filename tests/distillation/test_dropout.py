@@ -42,7 +42,6 @@ def checkpointed() -> CausalAdapter:
 
 MAKERS: dict[str, Callable[[], CausalAdapter]] = {
     "gpt2": gpt2,
-    "accumulated": gpt2,
     "checkpointed": checkpointed,
     "compiled": gpt2,
 }
@@ -65,7 +64,7 @@ def trainer_of(name: str, **options: int) -> Trainer:
             max_steps=4,
             save_steps=2,
             logging_steps=1,
-            gradient_accumulation_steps=2 if name == "accumulated" else 1,
+            gradient_accumulation_steps=2,
         ),
         **options,
     )

@@ -6,7 +6,7 @@ import torch
 from draftkit.distillation.checkpoint import read_notes
 from draftkit.distillation.loop import BEST, CHECKPOINT, discard_state, train
 from tests.distillation.bigram import trainer
-from tests.distillation.making import Killed, text_source
+from tests.distillation.making import Killed, source_of
 
 NAN = float("nan")
 
@@ -34,7 +34,7 @@ def test_the_weights_with_the_best_validation_alpha_are_kept(tmp_path, alphas, b
 
     outcome = train(
         learner,
-        text_source(learner.draft),
+        source_of("fixed", learner.draft),
         tmp_path,
         evaluate=evaluate,
         log=lambda *_: None,
@@ -57,7 +57,7 @@ def test_a_kill_before_or_behind_the_next_checkpoint_keeps_the_best(tmp_path, ki
                 raise Killed
 
         options = {"evaluate": lambda step: 0.1 - abs(step - 7) / 100, "log": log}
-        return train(learner, text_source(learner.draft), tmp_path, **options)
+        return train(learner, source_of("fixed", learner.draft), tmp_path, **options)
 
     with pytest.raises(Killed):
         steps(kill_at)

@@ -209,6 +209,13 @@ def test_blocks_are_what_the_proposer_proposes() -> None:
     (result,) = decoder.round()
     assert [record.output_ids for record in records] == result.draft_tokens.tolist()
     assert [record.row for record in records] == [4, 9, 2]
+    first, *_ = records[0].output_ids
+    limits = replace(settings(2), eos_token_ids=[first])
+    ended = replace(sampled, settings=limits).sample(prompts, rows=[4, 9, 2], version="v")
+    assert [record.output_ids for record in ended] == [
+        [first],
+        *(record.output_ids[:2] for record in records[1:]),
+    ]
 
 
 def test_a_block_teaches_the_chain_that_drew_it() -> None:

@@ -101,18 +101,6 @@ def test_argmax_cross_entropy_raises_what_greedy_drafting_engines_accept():
     assert accepted() > before + 0.2
 
 
-def test_weights_are_kept_when_a_loss_is_not_finite():
-    learner = trainer()
-    learner.step(batch_of(*ROWS))
-    weights = learner.draft.table.detach().clone()
-    with torch.no_grad():
-        learner.draft.table[1, 0] = float("nan")
-        weights[1, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"lower optim\.learning_rate"):
-        learner.step(batch_of(([1, 2, 3], 1)))
-    torch.testing.assert_close(learner.draft.table.detach(), weights, equal_nan=True)
-
-
 def adamw(learner):
     """What AdamW remembers, as numbers."""
     return {
@@ -201,13 +189,10 @@ def test_a_schedule_begins_anew_where_it_is_told_to():
     assert learner.steps == 4
 
 
-def adapted(**options):
+def adapted(*, checkpointing):
     """A tiny model that learns from another."""
     draft = tiny.adapter(seed=1)
-    head = draft.model.get_output_embeddings()
-    if options.get("frozen"):
-        head.requires_grad_(False)
-    if options.get("checkpointing"):
+    if checkpointing:
         checkpoint_activations(draft.model)
     learner = Trainer(
         draft,
@@ -216,20 +201,12 @@ def adapted(**options):
         optim=OptimConfig(learning_rate=1e-2, max_steps=5),
     )
     batch = batch_of(([3, 4, 5, 6, 7], 1), ([9, 8, 7], 1))
-    return learner, [learner.step(batch).loss for _ in range(3)]
-
-
-def test_a_frozen_head_stays_and_the_rest_learns():
-    start = tiny.adapter(seed=1)
-    learner, losses = adapted(frozen=True)
-    head = learner.draft.model.get_output_embeddings().weight
-    assert torch.equal(head, start.model.get_output_embeddings().weight)
-    assert losses[-1] < losses[0]
-    assert "model.lm_head.weight" not in [name for name, _ in learner.trained()]
+    return [learner.step(batch).loss for _ in range(3)]
 
 
 def test_checkpointed_activations_take_the_same_steps():
-    assert adapted(checkpointing=True)[1] == pytest.approx(adapted()[1], rel=1e-6)
+    plain = pytest.approx(adapted(checkpointing=False), rel=1e-6)
+    assert adapted(checkpointing=True) == plain
 
 
 def test_a_draft_of_some_ids_samples_with_the_head_that_it_has_learned():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from draftkit.evaluation.cards import SERVED, model_card, plain_card, serving
-from draftkit.evaluation.engines import SETTINGS
 from draftkit.models.loading import save_model
 from tests import tiny
 from tests.evaluation.test_decision import judged
@@ -33,13 +32,6 @@ def test_a_card_names_no_folder_of_the_machine_that_wrote_it(tmp_path):
             assert "base_model" not in text
             assert str(tmp_path) not in text
             assert "its target verifies" in text
-
-
-def test_a_card_has_a_row_for_every_setting_of_an_engine(card):
-    rows = [line for line in card.splitlines() if line.startswith("| ") and "| 20 |" in line]
-    assert len(rows) == 1 + len(SETTINGS)
-    without = {key: value for key, value in judged().items() if key != "engines"}
-    assert "In your engine" not in model_card(without, target=None, name="a")
 
 
 def test_a_drafter_that_was_not_judged_states_no_number():

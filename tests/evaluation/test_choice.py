@@ -9,7 +9,7 @@ from draftkit.config import Config, DecodeConfig, SamplingConfig
 from draftkit.decoding.generation import decode, make_requests
 from draftkit.decoding.ngrams import PromptLookup
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.evaluation.alpha import PromptTotals, score_drafts
+from draftkit.evaluation.alpha import PromptTotals
 from draftkit.evaluation.choice import chosen_numbers, correct, guessed_lengths, without_draft
 from draftkit.theory.acceptance import MODES
 from draftkit.theory.speedup import Costs
@@ -90,17 +90,3 @@ def test_a_drafter_of_one_pass_is_given_more_proposals_than_one_of_many():
 def test_a_drafter_that_pays_nowhere_still_has_a_number_to_be_timed_with():
     dear = replace(COSTS, draft_units={1: 2.0, 12: 24.0})
     assert chosen(0.1, dear)[0]["after"] == 1
-
-
-def test_lengths_follow_from_the_scores_of_both_models():
-    """The whole way: a real draft, its scores and the number that its decoding would choose."""
-    target = random_adapter(8, 0)
-    texts = records_of(decoded(target, 60, 40), SERVED)
-    draft = relative(target, 1)
-    scored = score_drafts(target, {"after": draft}, texts, sampling=SERVED, batch_size=32)
-    config = Config(decode=DecodeConfig(gamma="auto"))
-    ways = {"after": lambda: DraftModelProposer(draft)}
-    found = chosen_numbers(ways, {"after": COSTS}, scored, texts, config)["after"]
-    taus = [scored["after"].tokens_a_pass("alpha", gamma).mean for gamma in range(1, 13)]
-    gains = [tau / COSTS.round_at(gamma) for gamma, tau in enumerate(taus, 1)]
-    assert found == 1 + gains.index(max(gains))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from draftkit.config import SamplingConfig
+from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.graphs import Units
 from draftkit.decoding.proposers import DraftModelProposer
 from draftkit.evaluation import costs, walltime
@@ -59,20 +60,13 @@ def test_calibration_finds_the_ratios_that_the_models_cost(clock, temperature):
 def test_what_the_host_does_around_the_units_is_the_overhead(clock, monkeypatch):
     target = Slow(0, clock, lambda tokens: 10.0)
     draft = Slow(1, clock, lambda tokens: 1.0)
-    real = costs.make_decoder
+    rounds = Decoder.round
 
-    def make(*arguments, **options):
-        decoder = real(*arguments, **options)
-        rounds = decoder.round
+    def slow_round(decoder):
+        clock.now += 0.25
+        return rounds(decoder)
 
-        def slow_round():
-            clock.now += 0.25
-            return rounds()
-
-        decoder.round = slow_round
-        return decoder
-
-    monkeypatch.setattr(costs, "make_decoder", make)
+    monkeypatch.setattr(Decoder, "round", slow_round)
     measured = calibrate(target, draft, SETTING).costs()
     assert measured.plain_seconds == pytest.approx(10.25)
     assert measured.overhead_ratio == pytest.approx(0.25 / 10.25)
@@ -82,28 +76,6 @@ def test_what_the_host_does_around_the_units_is_the_overhead(clock, monkeypatch)
         2.0, 3, measured.cost_ratio, measured.verify_ratio, measured.overhead_ratio
     )
     assert predicted == pytest.approx(2 * 10.25 / round_seconds)
-
-
-class OnePass(DraftModelProposer):
-    """All proposals of a round in one pass of the draft, as a parallel drafter makes them."""
-
-    def propose(self, view, gamma):
-        one = super().propose(view, 1)
-        repeated = [part.repeat_interleave(gamma, 1) for part in one[:2]]
-        return one._replace(
-            tokens=repeated[0], draft_probs=repeated[1], lengths=torch.full_like(one.lengths, gamma)
-        )
-
-
-def test_a_draft_of_one_pass_costs_the_same_whatever_it_proposes(clock):
-    target, draft = Slow(0, clock, lambda n: 10.0), Slow(1, clock, lambda n: 2.0)
-    made = lambda: OnePass(draft)  # noqa: E731
-    measuring = meter(target, made, PROMPTS, SETTING, gammas=(1, 8))
-    measuring.turn(4)
-    found = measuring.costs(6)
-    assert found.draft_units == pytest.approx({1: 0.2, 3: 0.2, 8: 0.2})
-    assert found.draft_at(6) == pytest.approx(0.2)
-    assert found.cost_ratio == pytest.approx(0.2 / 6)
 
 
 @pytest.mark.parametrize("new_tokens", [1, 12])
@@ -209,12 +181,6 @@ def test_batches_are_full_and_begin_anew_as_soon_as_a_row_ends(clock):
         assert not any(slot.is_finished for slot in slots)
         begun |= {slot.request.row for slot in slots}
     assert len(begun) > 2 * 60 / SETTING.max_new_tokens  # some ended before the length limit
-
-
-def test_more_proposals_than_a_row_holds_are_refused(clock):
-    target = Slow(0, clock, lambda tokens: 1.0)
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        calibrate(target, target, SETTING, gammas=(30,))
 
 
 def test_timed_generations_run_the_code_that_was_compiled_for_the_calibration(clock, monkeypatch):

@@ -24,7 +24,6 @@ from tests.records import records_of
 from tests.tabular import random_adapter, relative
 
 VOCAB, EOS, TEXTS, TOKENS = 8, 7, 400, 30
-PROPOSED = {"sampled": SAMPLED, "argmax": ARGMAX}
 TARGET = random_adapter(VOCAB, 1)
 DRAFT = relative(TARGET, 2)
 
@@ -57,28 +56,29 @@ def z_of(texts: list[Completion], totals: PromptTotals, mode: str, gamma: int) -
 
 
 @pytest.mark.parametrize("gamma", [1, 4])
-@pytest.mark.parametrize("tokens", PROPOSED)
-def test_decoding_takes_the_rounds_that_its_texts_predict(tokens: str, gamma: int) -> None:
-    texts, totals = made(tokens, gamma, temperature=0.8)
+@pytest.mark.parametrize(
+    ("tokens", "verification", "mode", "other"),
+    [
+        ("sampled", "speculative", SAMPLED, ARGMAX),
+        ("argmax", "speculative", ARGMAX, SAMPLED),
+        ("sampled", "match", MATCHED, SAMPLED),
+    ],
+)
+def test_decoding_takes_the_rounds_that_its_texts_predict(
+    tokens: str, verification: str, mode: str, other: str, gamma: int
+) -> None:
+    """And reports the acceptance of the rule that verifies."""
+    texts, totals = made(tokens, gamma, verification, temperature=0.8)
     if tokens == "argmax":  # then a text leaves nothing to chance
         rounds = totals.tokens_a_pass(ARGMAX, gamma).counts
         assert rounds.tolist() == pytest.approx([one.rounds for one in texts])
     else:
-        assert abs(z_of(texts, totals, SAMPLED, gamma)) < 3.5
-    other = ARGMAX if tokens == "sampled" else SAMPLED
+        assert abs(z_of(texts, totals, mode, gamma)) < 3.5
     assert abs(z_of(texts, totals, other, gamma)) > 8  # the test would see the wrong mode
-
-
-@pytest.mark.parametrize("verification", ["speculative", "match"])
-def test_decoding_reports_the_acceptance_of_the_rule_that_verifies(verification: str) -> None:
-    """And its rounds are those of that rule's mode, whose row is draftkit's."""
-    texts, totals = made("sampled", 2, verification, temperature=0.8)
-    off = torch.tensor([one.accepted - one.acceptance_total for one in texts])
+    accepted = [sum(step.accepted for step in one.steps) for one in texts]  # ends of text too
+    totals_of_chances = [one.acceptance_total for one in texts]
+    off = torch.tensor(accepted) - torch.tensor(totals_of_chances)
     assert abs(float(off.mean() / off.std() * len(texts) ** 0.5)) < 3.5
-    mode = MATCHED if verification == "match" else SAMPLED
-    assert abs(z_of(texts, totals, mode, 2)) < 3.5
-    other = SAMPLED if verification == "match" else MATCHED
-    assert abs(z_of(texts, totals, other, 2)) > 8
 
 
 def test_a_draft_that_the_engine_does_not_cut_has_a_mode_of_its_own() -> None:

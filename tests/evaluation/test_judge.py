@@ -192,15 +192,6 @@ def test_the_drafter_is_held_against_what_there_was_before_and_against_prompt_lo
     assert over["before"]["ci95"] == pytest.approx([4.1 / 2.1] * 2)
 
 
-def test_prompt_lookup_stands_beside_the_drafter_with_its_own_speedups():
-    beside = compare(measured(), "given", SERVED, CONFIG)["prompt_lookup"]
-    assert beside["acceptance_length"]["mean"] == 1
-    assert beside["speedup"]["measured"] == pytest.approx(4 / 3)
-    assert beside["speedup"]["end_to_end"]["mean"] == pytest.approx(4.05 / 3.05)
-    assert beside["speedup"]["end_to_end"]["ci95"] == pytest.approx([4.05 / 3.05] * 2)
-    assert beside["tokens_per_second"] == 4.0
-
-
 @pytest.mark.parametrize(
     ("before", "after", "best"),
     [
@@ -230,25 +221,6 @@ def test_the_best_gamma_of_a_hybrid_is_that_of_what_it_accepted_at_first():
     summary, costs = summarise(found, "given", SERVED, config), found.costs["given"]
     chosen = best_gamma(9 / 12, costs, 12)
     assert (summary["best_gamma"], summary["best_gamma_factor"]) == pytest.approx(chosen)
-
-
-def test_each_way_to_draft_has_the_gamma_that_is_best_at_its_own_acceptance():
-    """By hand, from tau / (gamma c + v + o): argmax drafts of the same drafter are worth fewer."""
-    judged = measured(alpha=0.9)
-    summary, costs = compare(judged, "given", SERVED, CONFIG), judged.costs["given"]
-    accepted = {"alpha": 0.9, "alpha_greedy_draft": 0.5, "alpha_exact_match": 0.25}
-    for mode, alpha in accepted.items():
-        speedups = [1.0] + [
-            sum(alpha**i for i in range(gamma + 1))
-            / (gamma * costs.cost_ratio + costs.verify_at(gamma) + costs.overhead_ratio)
-            for gamma in range(1, 13)
-        ]
-        assert summary["best_gamma_by_mode"][mode] == speedups.index(max(speedups))
-    assert [*summary["best_gamma_by_mode"].values()] == [6, 1, 0]
-    assert summary["best_gamma"] == 6
-    rows = {(row["engine"], row["setting"]): row["at_best_gamma"] for row in summary["engines"]}
-    assert rows["vLLM", "probabilistic"]["gamma"] == 6
-    assert rows["vLLM", "argmax"]["gamma"] == rows["SGLang", "argmax"]["gamma"] == 1
 
 
 def test_rates_of_proposals_that_were_never_made_are_null():

@@ -3,7 +3,6 @@
 import html
 import re
 
-import pytest
 from rich.table import Table
 
 from draftkit.evaluation.page import (
@@ -87,15 +86,6 @@ def test_two_figures_share_no_name():
     assert drawn("one").svg == drawn("one").svg
 
 
-def test_every_colour_of_figures_is_one_of_both_themes():
-    text = as_html(page())
-    light, dark = re.findall(r":root \{(.*?)\}", text, re.DOTALL)
-    for css in [one for one in COLOURS.values() if one.startswith("var")]:
-        name = css.removeprefix("var(").removesuffix(")")
-        assert f"{name}:" in light
-        assert f"{name}:" in dark
-
-
 def test_markdown_has_the_same_numbers_without_what_is_folded():
     text = as_markdown(page())
     assert text.startswith("# plain words\n\n**DEPLOY.** plain words\n")
@@ -110,10 +100,3 @@ def test_what_leaves_the_machine_has_no_text_of_a_prompt():
     shown = without_traces(whole._replace(sections=[*whole.sections, numbers]))
     assert shown.sections == [numbers]
     assert shown.answers == whole.answers
-
-
-@pytest.mark.parametrize("tone", ["good", "bad", "open"])
-def test_every_tone_has_a_colour(tone):
-    text = as_html(page()._replace(tone=tone))
-    assert f'<p class="verdict {tone}">' in text
-    assert f".{tone} {{ color: var(--{tone}); }}" in text

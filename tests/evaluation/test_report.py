@@ -154,12 +154,6 @@ def test_each_engine_is_named_once_above_its_settings_in_eighty_columns():
     assert " ".join(lines[3].split()) == ("draftkit │ sampled │ 20 │ 0.600 │ 13.46 [13.44, 13.47]")
 
 
-def test_a_single_draft_gets_a_single_column():
-    text = printed(evaluation_table(summary(0.6)))
-    assert "before" not in text
-    assert "gain" not in text
-
-
 def shown_rows(table):
     lines = printed(table).splitlines()
     assert max(map(len, lines)) <= 80

@@ -60,7 +60,9 @@ def test_the_costs_are_those_of_the_models(monkeypatch: pytest.MonkeyPatch) -> N
     assert measured.verify_ratios == pytest.approx({0: 1.0, 1: 1.2 / 1.1, 4: 1.5 / 1.1})
     assert measured.verify_ratio == measured.verify_ratios[4]
     first_takes_two = 1.2 + 3 * 1.1
-    assert measured.cost_ratio == pytest.approx(0.2 * first_takes_two / (4 * 1.1))
+    units = {1: 0.2 * 1.2 / 1.1, 4: 0.2 * first_takes_two / 1.1}  # each number is measured
+    assert measured.draft_units == pytest.approx(units)
+    assert measured.cost_ratio == pytest.approx(units[4] / 4)
     assert measured.overhead_ratio == 0
 
 

@@ -204,6 +204,16 @@ def adapted(*, checkpointing):
     return [learner.step(batch).loss for _ in range(3)]
 
 
+def test_a_frozen_head_stays_and_is_no_part_of_what_learns():
+    draft = tiny.adapter(seed=1)
+    head = draft.model.get_output_embeddings().requires_grad_(False).weight
+    before, objective = head.clone(), Objective(DivergenceConfig(name="next_token"))
+    learner = Trainer(draft, None, objective, optim=OptimConfig())
+    learner.step(batch_of(*ROWS))
+    assert torch.equal(head, before)
+    assert "model.lm_head.weight" not in [name for name, _ in learner.trained()]
+
+
 def test_checkpointed_activations_take_the_same_steps():
     plain = pytest.approx(adapted(checkpointing=False), rel=1e-6)
     assert adapted(checkpointing=True) == plain

@@ -18,7 +18,7 @@ import httpx
 from draftkit.config import Config, TargetConfig
 from draftkit.data.lengths import Room
 from draftkit.decoding.state import Request
-from draftkit.distillation.samplers import ROLLOUTS, AnswerSettings, Sampler, noise_seed
+from draftkit.distillation.samplers import ROLLOUTS, Sampler, noise_seed
 from draftkit.models.loading import load_outline
 
 TRIES = 6
@@ -29,7 +29,7 @@ PASSES = {408, 409, 425, 429, 500, 502, 503, 504}  # states of a server that may
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAISampler(Sampler):
-    """Asks the engine at `url` for answers of `model`, `settings.batch_size` at a time."""
+    """Asks the engine at `url` for answers of `model`, `batch_size` at a time."""
 
     url: str  # as http://127.0.0.1:8000/v1
     model: str
@@ -43,7 +43,7 @@ class OpenAISampler(Sampler):
         Raises ValueError, one line, where the engine does not answer or not to what was asked.
         """
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        pool = ThreadPoolExecutor(self.settings.batch_size)
+        pool = ThreadPoolExecutor(self.batch_size)
         with httpx.Client(headers=headers, timeout=TIMEOUT) as client:
             try:
                 tasks = [pool.submit(self._answer, client, request) for request in requests]
@@ -53,7 +53,7 @@ class OpenAISampler(Sampler):
 
     def _answer(self, client: httpx.Client, request: Request) -> list[int]:
         """The answer to `request`, to its first end or the limit."""
-        answer, ends = self._ask(client, self._body(request)), self.settings.eos_token_ids
+        answer, ends = self._ask(client, self._body(request)), self.eos_token_ids
         try:
             choice = answer["choices"][0]
             if choice.get("prompt_token_ids") not in (None, list(request.prompt_ids)):
@@ -115,7 +115,7 @@ class OpenAISampler(Sampler):
         Which one of several it was vLLM says as `stop_reason` and SGLang as `matched_stop`. Where
         nobody says, the answer goes without rather than with an end that was not sampled.
         """
-        ends = self.settings.eos_token_ids
+        ends = self.eos_token_ids
         stop = choice.get("stop_reason", choice.get("matched_stop"))
         return [stop] if stop in ends else list(ends) if len(ends) == 1 else []
 
@@ -128,17 +128,14 @@ def engine_sampler(target: TargetConfig, config: Config, room: Room) -> OpenAISa
     options = config.generate
     assert options.url is not None
     assert target.path is not None
-    settings = AnswerSettings(
+    return OpenAISampler(
+        url=options.url,
+        model=options.model or target.path,
+        key=os.environ.get("OPENAI_API_KEY", ""),
         sampling=config.sampling,
         eos_token_ids=load_outline(target, config.hardware).eos_token_ids,
         max_new_tokens=room.new,
         max_length=room.total,
         batch_size=options.batch_size,
         seed=noise_seed(config.seed, ROLLOUTS),
-    )
-    return OpenAISampler(
-        url=options.url,
-        model=options.model or target.path,
-        settings=settings,
-        key=os.environ.get("OPENAI_API_KEY", ""),
     )

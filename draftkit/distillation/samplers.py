@@ -33,10 +33,11 @@ ROLLOUTS, VALIDATION, TEST = "rollouts", "validation", "test"  # uses of the tar
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerSettings:
-    """How answers are sampled, and how long they get.
+class Sampler:
+    """Continues prompts; each kind answers requests in its own way.
 
     An answer ends after `max_new_tokens`, or where prompt and answer hold `max_length` tokens.
+    name: who samples, in a record. gamma: proposals a round.
     """
 
     sampling: SamplingConfig
@@ -45,16 +46,6 @@ class AnswerSettings:
     max_length: int
     batch_size: int
     seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampler:
-    """Continues prompts; each kind answers requests in its own way.
-
-    name: who samples, in a record. gamma: proposals a round.
-    """
-
-    settings: AnswerSettings
     name: str
     gamma: int = 0
 
@@ -66,16 +57,15 @@ class Sampler:
         `rows` number the noise streams: the same row and prompt give the same answer in any batch.
         `version` says which weights are in force.
         """
-        settings = self.settings
-        longest = min([settings.max_length, *(model.max_positions for model in self.models)])
+        longest = min([self.max_length, *(model.max_positions for model in self.models)])
         requests = [
             Request(
                 prompt_ids=prompt,
-                max_new_tokens=min(settings.max_new_tokens, longest - len(prompt)),
-                sampling=settings.sampling,
+                max_new_tokens=min(self.max_new_tokens, longest - len(prompt)),
+                sampling=self.sampling,
                 gamma=self.gamma,
                 proposer_id=DRAFT_ID if self.gamma > 0 else None,
-                seed=settings.seed,
+                seed=self.seed,
                 row=row,
             )
             for prompt, row in zip(prompts, rows, strict=True)
@@ -83,8 +73,8 @@ class Sampler:
         return [
             Record(
                 prompt_ids=list(request.prompt_ids),
-                sampling=dict(vars(settings.sampling)),
-                seed=settings.seed,
+                sampling=dict(vars(self.sampling)),
+                seed=self.seed,
                 row=request.row,
                 sampler=self.name,
                 sampler_version=version,
@@ -116,46 +106,39 @@ class DecoderSampler(Sampler):
     compiled: bool = False
     top_k: int = 0
     watch: Watch | None = None
-    _kept: dict[bool, Decoder] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _kept: list[Decoder] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def models(self) -> Sequence[Adapter]:
         return [self.model]
 
     def answers(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+        if self.compiled:
+            decoder = self._kept.pop() if self._kept else self._decoder()
+            done = finish(decoder, requests, self.watch)
+            self._kept.append(decoder)  # only now: after an error its rows are no one's
+        else:
+            done = decode(
+                self.model,
+                requests,
+                eos_token_ids=self.eos_token_ids,
+                batch_size=self.batch_size,
+                top_k=self.top_k,
+                watch=self.watch,
+            )
         names = ("output_ids", *(LIKELIEST if self.top_k else ()))
-        done = self._answer(requests) if self.compiled else self._decode(requests)
         return ({name: getattr(answer, name) for name in names} for answer in done)
 
-    def _decode(self, requests: Sequence[Request]) -> list[Completion]:
-        return decode(
+    def _decoder(self) -> Decoder:
+        return Decoder(
             self.model,
-            requests,
-            eos_token_ids=self.settings.eos_token_ids,
-            batch_size=self.settings.batch_size,
+            slots=self.batch_size,
+            capacity=min(self.max_length, self.model.max_positions) + SCRATCH,
+            eos_token_ids=self.eos_token_ids,
+            compiled=True,
+            batch_sizes=(),
             top_k=self.top_k,
-            watch=self.watch,
         )
-
-    def _answer(self, requests: Sequence[Request]) -> list[Completion]:
-        """Decode `requests` on the decoder that is kept, which is made by the first of them."""
-        settings = self.settings
-        constant = self.model.is_constant  # or open to training: other code
-        decoder = self._kept.pop(constant, None)
-        self._kept.clear()
-        if decoder is None:
-            decoder = Decoder(
-                self.model,
-                slots=settings.batch_size,
-                capacity=min(settings.max_length, self.model.max_positions) + SCRATCH,
-                eos_token_ids=settings.eos_token_ids,
-                compiled=True,
-                batch_sizes=(),
-                top_k=self.top_k,
-            )
-        answers = finish(decoder, requests, self.watch)
-        self._kept[constant] = decoder  # only now: after an error its rows are no one's
-        return answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,13 +159,13 @@ class BlockSampler(Sampler):
         rounds = decode(
             self.draft,
             [replace(request, max_new_tokens=1) for request in requests],
-            eos_token_ids=self.settings.eos_token_ids,
-            batch_size=self.settings.batch_size,
+            eos_token_ids=self.eos_token_ids,
+            batch_size=self.batch_size,
             proposer=drafting(self.draft),
         )
         for request, done in zip(requests, rounds, strict=True):
             tokens = done.steps[0].proposed[: request.max_new_tokens]
-            ends = (n for n, token in enumerate(tokens, 1) if token in self.settings.eos_token_ids)
+            ends = (n for n, token in enumerate(tokens, 1) if token in self.eos_token_ids)
             yield {"output_ids": tokens[: next(ends, None)]}
 
 
@@ -207,8 +190,8 @@ class SpeculativeSampler(Sampler):
         done = decode(
             self.target,
             requests,
-            eos_token_ids=self.settings.eos_token_ids,
-            batch_size=self.settings.batch_size,
+            eos_token_ids=self.eos_token_ids,
+            batch_size=self.batch_size,
             proposer=drafting(self.draft),
             verification=self.verification,
         )
@@ -273,17 +256,18 @@ def target_sampler(
     watch: Watch | None = None,
 ) -> DecoderSampler:
     """The target, sampled as it is served. room: of an answer, and of prompt and answer."""
-    settings = AnswerSettings(
+    check_top_k(top_k, target.adapter.vocab_size)
+    return DecoderSampler(
+        model=target.adapter,
+        name="target",
         sampling=sampling,
         eos_token_ids=target.eos_token_ids,
         max_new_tokens=room.new,
         max_length=room.total,
         batch_size=batch_size,
         seed=seed,
-    )
-    check_top_k(top_k, target.adapter.vocab_size)
-    return DecoderSampler(
-        model=target.adapter, name="target", settings=settings, top_k=top_k, watch=watch
+        top_k=top_k,
+        watch=watch,
     )
 
 

@@ -11,7 +11,7 @@ them. `replay`: texts of speculative decoding with what was refused in them.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeVar
@@ -33,7 +33,6 @@ from draftkit.distillation.batch import (
     sequence_of_record,
 )
 from draftkit.distillation.samplers import (
-    AnswerSettings,
     BlockSampler,
     DecoderSampler,
     Sampler,
@@ -200,27 +199,24 @@ def source_sampler(config: Config, target: Target, draft: Adapter, room: Room) -
     """Who samples for a source in which the draft has a part."""
     source = config.source
     rows = config.optim.rows_of_a_process * source.refresh_steps
-    settings = AnswerSettings(
-        sampling=config.sampling,
-        eos_token_ids=target.eos_token_ids,
-        max_new_tokens=config.proposals if source.name == "block" else room.new,
-        max_length=room.total,
-        batch_size=min(config.generate.batch_size, rows),
-        seed=noise_seed(config.seed, "draft"),
-    )
+    new = room.new
+    if source.name == "block":
+        new = config.proposals if draft.parallel is None else draft.parallel.blocks
+    limits: dict[str, Any] = {
+        "sampling": config.sampling,
+        "eos_token_ids": target.eos_token_ids,
+        "max_new_tokens": new,
+        "max_length": room.total,
+        "batch_size": min(config.generate.batch_size, rows),
+        "seed": noise_seed(config.seed, "draft"),
+    }
     if source.name == "replay":
-        return SpeculativeSampler(
-            target=target.adapter,
-            draft=draft,
-            gamma=config.proposals,
-            verification=config.decode.verification,
-            settings=settings,
-        )
+        verification = config.decode.verification
+        both = {"target": target.adapter, "draft": draft, "verification": verification}
+        return SpeculativeSampler(gamma=config.proposals, **both, **limits)
     if source.name == "block" and draft.parallel is not None:
-        settings = replace(settings, max_new_tokens=draft.parallel.blocks)
-        return BlockSampler(draft=draft, gamma=draft.parallel.blocks, settings=settings)
-    compiled = config.optim.compiles
-    return DecoderSampler(model=draft, name="draft", settings=settings, compiled=compiled)
+        return BlockSampler(draft=draft, gamma=new, **limits)
+    return DecoderSampler(model=draft, name="draft", compiled=config.optim.compiles, **limits)
 
 
 # Which item a row gets

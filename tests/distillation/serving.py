@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from draftkit.config import SamplingConfig
-from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
+from draftkit.distillation.samplers import DecoderSampler
 
 
 class Engine:
@@ -35,7 +35,9 @@ class Engine:
             return 200, self.body or self._complete(request)
 
     def _complete(self, request):
-        settings = AnswerSettings(
+        sampler = DecoderSampler(
+            model=self.model,
+            name="target",
             sampling=SamplingConfig(temperature=0.0),
             eos_token_ids=self.eos_token_ids,
             max_new_tokens=request["max_tokens"],
@@ -43,7 +45,6 @@ class Engine:
             batch_size=1,
             seed=0,
         )
-        sampler = DecoderSampler(model=self.model, name="target", settings=settings)
         (record,) = sampler.sample([request["prompt"]], rows=[0], version="")
         ids = record.output_ids
         ended = ids[-1] in self.eos_token_ids

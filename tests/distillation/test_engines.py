@@ -8,7 +8,7 @@ import pytest
 from draftkit.config import SamplingConfig
 from draftkit.distillation import engines
 from draftkit.distillation.engines import TRIES, OpenAISampler
-from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
+from draftkit.distillation.samplers import DecoderSampler
 from tests import tiny
 from tests.distillation.serving import Engine, served
 
@@ -16,7 +16,7 @@ GREEDY = SamplingConfig(temperature=0.0)
 TOKENIZER = tiny.byte_tokenizer()
 PROMPTS = [TOKENIZER.encode(text) for text in ("Once upon a time", "x", "def f(", "1 + 1 =")]
 NO_COMPLETIONS = [b"<html>", {"choices": []}, {"choices": [{}]}, {"error": "no"}, [1, 2]]
-LIMITS = {"max_new_tokens": 12, "max_length": 24, "batch_size": 4, "seed": 3}
+LIMITS = {"sampling": GREEDY, "max_new_tokens": 12, "max_length": 24, "batch_size": 4, "seed": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,7 @@ def model():
 @pytest.fixture(scope="module")
 def ends(model):
     """A token that some greedy answers reach and others do not, besides the tokenizer's own."""
-    settings = AnswerSettings(sampling=GREEDY, eos_token_ids=[], **LIMITS)
-    sampler = DecoderSampler(model=model, name="target", settings=settings)
+    sampler = DecoderSampler(model=model, name="target", eos_token_ids=[], **LIMITS)
     answers = sampler.sample(PROMPTS, rows=range(4), version="")
     return [answers[0].output_ids[6], TOKENIZER.eos_token_id]
 
@@ -45,16 +44,16 @@ def engine(model, ends):
 
 
 def sampler_of(engine, at_once=3, **changes):
-    limits = LIMITS | {"batch_size": at_once}
-    settings = AnswerSettings(sampling=GREEDY, eos_token_ids=engine.eos_token_ids, **limits)
     waits = []
-    given = {"url": engine.url, "model": "tiny", "settings": settings}
-    return OpenAISampler(**given | {"wait": waits.append} | changes), waits
+    given = {"url": engine.url, "model": "tiny", "eos_token_ids": engine.eos_token_ids}
+    given |= LIMITS | {"batch_size": at_once, "wait": waits.append}
+    return OpenAISampler(**given | changes), waits
 
 
 def test_greedy_answers_are_those_of_the_decoder(engine, model):
     sampler, waits = sampler_of(engine)
-    plain = DecoderSampler(model=model, name="target", settings=sampler.settings)
+    ends = engine.eos_token_ids
+    plain = DecoderSampler(model=model, name="target", eos_token_ids=ends, **LIMITS)
     expected = plain.sample(PROMPTS, rows=range(5, 9), version="v")
     answers = sampler.sample(PROMPTS, rows=range(5, 9), version="v")
     assert answers == [replace(record, sampler="openai") for record in expected]
@@ -64,8 +63,7 @@ def test_greedy_answers_are_those_of_the_decoder(engine, model):
 
 def test_every_setting_is_named_in_the_request(engine):
     sampling = SamplingConfig(temperature=0.7, top_p=0.9, repetition_penalty=1.1)
-    settings = replace(sampler_of(engine)[0].settings, sampling=sampling)
-    sampler, _ = sampler_of(engine, settings=settings)
+    sampler, _ = sampler_of(engine, sampling=sampling)
     sampler.sample(PROMPTS[:2], rows=[7, 8], version="")
     asked = {tuple(request["prompt"]): request for request in engine.asked}
     first, second = (asked[tuple(prompt)] for prompt in PROMPTS[:2])
@@ -83,8 +81,7 @@ def test_the_end_that_an_engine_leaves_out_is_the_one_it_names(engine, name):
     def answered(ends, **said):
         choice = {"text": " ok", "finish_reason": "stop", "token_ids": [5, 6], **said}
         engine.body = {"choices": [choice]}
-        settings = replace(sampler_of(engine)[0].settings, eos_token_ids=ends)
-        sampler, _ = sampler_of(engine, settings=settings)
+        sampler, _ = sampler_of(engine, eos_token_ids=ends)
         return sampler.sample(PROMPTS[1:2], rows=[0], version="v")[0].output_ids
 
     ends = engine.eos_token_ids

@@ -13,7 +13,7 @@ from draftkit.decoding.proposers import ParallelProposer
 from draftkit.distillation.assembly import make_trainer
 from draftkit.distillation.batch import block_of_record, collate, continued, sequence_of_record
 from draftkit.distillation.losses import Objective, StoredTeacher, TargetTeacher
-from draftkit.distillation.samplers import AnswerSettings, BlockSampler
+from draftkit.distillation.samplers import BlockSampler
 from draftkit.distillation.scores import stored_scores
 from draftkit.distillation.trainer import Trainer
 from draftkit.models.adapter import CausalAdapter
@@ -182,11 +182,13 @@ def test_stored_scores_give_the_loss_of_the_target_itself_where_they_hold_all() 
 # Its own proposals
 
 
-def settings(tokens: int) -> AnswerSettings:
-    return AnswerSettings(
+def blocks_of(draft: CausalAdapter) -> BlockSampler:
+    return BlockSampler(
+        draft=draft,
+        gamma=BLOCKS,
         sampling=SamplingConfig(temperature=0.8, top_k=20),
         eos_token_ids=[],
-        max_new_tokens=tokens,
+        max_new_tokens=BLOCKS,
         max_length=64,
         batch_size=2,
         seed=5,
@@ -196,13 +198,13 @@ def settings(tokens: int) -> AnswerSettings:
 def test_blocks_are_what_the_proposer_proposes() -> None:
     """The same noise gives the same tokens, behind the same text."""
     draft, prompts = draft_of(), [[3, 7, 9], [4], [1, 2, 8, 6]]
-    sampled = BlockSampler(draft=draft, gamma=BLOCKS, settings=settings(BLOCKS))
+    sampled = blocks_of(draft)
     records = sampled.sample(prompts, rows=[4, 9, 2], version="v")
     target = tiny.adapter("llama", seed=4, dtype=torch.float64)
     decoder = Decoder(target, slots=3, capacity=64)
     decoder.attach(DRAFT_ID, ParallelProposer(draft))
     requests = make_requests(
-        prompts, max_new_tokens=8, sampling=settings(1).sampling, gamma=BLOCKS, seed=5
+        prompts, max_new_tokens=8, sampling=sampled.sampling, gamma=BLOCKS, seed=5
     )
     rows = zip(requests, [4, 9, 2], strict=True)
     decoder.join([replace(request, row=row) for request, row in rows])
@@ -210,8 +212,8 @@ def test_blocks_are_what_the_proposer_proposes() -> None:
     assert [record.output_ids for record in records] == result.draft_tokens.tolist()
     assert [record.row for record in records] == [4, 9, 2]
     first, *_ = records[0].output_ids
-    limits = replace(settings(2), eos_token_ids=[first])
-    ended = replace(sampled, settings=limits).sample(prompts, rows=[4, 9, 2], version="v")
+    short = replace(sampled, max_new_tokens=2, eos_token_ids=[first])
+    ended = short.sample(prompts, rows=[4, 9, 2], version="v")
     assert [record.output_ids for record in ended] == [
         [first],
         *(record.output_ids[:2] for record in records[1:]),
@@ -221,9 +223,7 @@ def test_blocks_are_what_the_proposer_proposes() -> None:
 def test_a_block_teaches_the_chain_that_drew_it() -> None:
     """Each proposal against the target's law behind those before it, which the draft never saw."""
     draft, target = draft_of(), tiny.adapter("llama", seed=4, dtype=torch.float64)
-    (record,) = BlockSampler(draft=draft, gamma=BLOCKS, settings=settings(BLOCKS)).sample(
-        [[3, 7, 9]], rows=[0], version="v"
-    )
+    (record,) = blocks_of(draft).sample([[3, 7, 9]], rows=[0], version="v")
     batch = collate([block_of_record(record)], device=CPU)
     metrics = learner(draft, TargetTeacher(target), name="tvd").step(batch)
     ids, total = torch.tensor([[*record.prompt_ids, *record.output_ids]]), 0.0

@@ -9,7 +9,6 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import TraceRound
 from draftkit.decoding.state import Request
 from draftkit.distillation.samplers import (
-    AnswerSettings,
     DecoderSampler,
     SpeculativeSampler,
     proposals_of,
@@ -23,10 +22,10 @@ DRAFT = relative(TARGET, 2)
 PROMPTS = [[0, 1, 2], [3], [4, 0], [2, 2]] * 8
 
 
-def settings(**changes):
+def limits(**changes):
     given = {"max_new_tokens": 11, "max_length": 99, "batch_size": 5, "seed": 3}
     given |= {"sampling": SamplingConfig(), "eos_token_ids": [END]}
-    return AnswerSettings(**given | changes)
+    return given | changes
 
 
 def speculative(gamma, verification="speculative", **changes):
@@ -35,7 +34,7 @@ def speculative(gamma, verification="speculative", **changes):
         draft=DRAFT,
         gamma=gamma,
         verification=verification,
-        settings=settings(**changes),
+        **limits(**changes),
     )
 
 
@@ -74,7 +73,7 @@ def test_each_token_knows_what_was_proposed_in_its_place(rounds, proposals, reje
 
 
 def test_a_row_gets_the_same_answer_alone_and_among_others():
-    plain = DecoderSampler(model=TARGET, name="target", settings=settings())
+    plain = DecoderSampler(model=TARGET, name="target", **limits())
     for sampler in (plain, speculative(2)):
         together = sampler.sample(PROMPTS, rows=range(20, 52), version="v")
         places = [7, 30, 2]
@@ -86,7 +85,7 @@ def test_a_row_gets_the_same_answer_alone_and_among_others():
 
 def test_records_say_who_sampled_and_how():
     sampling = SamplingConfig(temperature=0.5)
-    plain = DecoderSampler(model=TARGET, name="target", settings=settings(sampling=sampling))
+    plain = DecoderSampler(model=TARGET, name="target", **limits(sampling=sampling))
     (record,) = plain.sample([[1, 2]], rows=[8], version="v")
     assert (record.sampler, record.sampler_version) == ("target", "v")
     assert (record.seed, record.row, record.sampling) == (3, 8, vars(sampling))
@@ -98,11 +97,11 @@ def test_records_say_who_sampled_and_how():
 
 def test_answers_keep_to_every_limit():
     short = random_adapter(VOCAB, 2, max_positions=7)
-    limits = settings(eos_token_ids=[], max_length=9)
+    short_of = limits(eos_token_ids=[], max_length=9)
     prompts = [[0], [0, 1, 2, 3, 4]]
-    alone = DecoderSampler(model=TARGET, name="target", settings=limits)
+    alone = DecoderSampler(model=TARGET, name="target", **short_of)
     both = SpeculativeSampler(
-        target=TARGET, draft=short, gamma=2, verification="speculative", settings=limits
+        target=TARGET, draft=short, gamma=2, verification="speculative", **short_of
     )
     answers = alone.sample(prompts, rows=[0, 1], version="")
     assert [len(r.output_ids) for r in answers] == [8, 4]
@@ -118,7 +117,7 @@ def test_compiled_sampling_keeps_one_decoder_and_answers_as_eager_sampling_does(
         make(self, *args, compiled=compiled, **options)
 
     monkeypatch.setattr(Decoder, "__init__", counted)
-    eager = DecoderSampler(model=TARGET, name="draft", settings=settings(batch_size=4))
+    eager = DecoderSampler(model=TARGET, name="draft", **limits(batch_size=4))
     compiled = replace(eager, compiled=True)
     with strict_compiler() as strict:
         for first in range(0, 9, 3):
@@ -134,6 +133,6 @@ def test_compiled_sampling_keeps_one_decoder_and_answers_as_eager_sampling_does(
 
 
 def test_nothing_is_asked_where_there_is_no_prompt():
-    plain = DecoderSampler(model=TARGET, name="draft", settings=settings())
+    plain = DecoderSampler(model=TARGET, name="draft", **limits())
     assert plain.sample([], rows=[], version="") == []
     assert speculative(2).sample([], rows=[], version="") == []

@@ -7,7 +7,7 @@ import torch
 
 from draftkit.config import SamplingConfig
 from draftkit.data.rollouts import Record
-from draftkit.distillation.samplers import AnswerSettings, DecoderSampler
+from draftkit.distillation.samplers import DecoderSampler
 from draftkit.distillation.scores import stored_scores
 from draftkit.evaluation.alpha import PromptTotals
 from draftkit.models.adapter import CausalAdapter
@@ -23,7 +23,11 @@ def target() -> CausalAdapter:
 
 def traffic(count: int, *, first: int = 0, length: int = 12) -> list[Record]:
     """Answers to prompts that differ, the same for the same numbers."""
-    settings = AnswerSettings(
+    prompts = [tiny.prompts([4 + row % 3], seed=row)[0] for row in range(first, first + count)]
+    model = target()
+    sampler = DecoderSampler(
+        model=model,
+        name="target",
         sampling=SAMPLING,
         eos_token_ids=(),
         max_new_tokens=length,
@@ -31,9 +35,6 @@ def traffic(count: int, *, first: int = 0, length: int = 12) -> list[Record]:
         batch_size=64,
         seed=5,
     )
-    prompts = [tiny.prompts([4 + row % 3], seed=row)[0] for row in range(first, first + count)]
-    model = target()
-    sampler = DecoderSampler(model=model, name="target", settings=settings)
     records = sampler.sample(prompts, rows=range(first, first + count), version="target")
     return stored_scores(model, records, k=TOP_K, loss_temperature=1.0)
 

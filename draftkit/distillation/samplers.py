@@ -17,7 +17,6 @@ from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import (
     DRAFT_ID,
     LIKELIEST,
-    Completion,
     TraceRound,
     Watch,
     decode,

@@ -41,9 +41,5 @@ def check(config: Config) -> None:
     dry_run("check", goal, config.limit or LIMIT)
 
 
-def main() -> None:
-    run_command("check", check)
-
-
 if __name__ == "__main__":
-    main()
+    run_command("check", check)

@@ -105,8 +105,7 @@ def measured(
 ) -> dict[str, float]:
     """What `run_dry` gives, in a process of its own. Raises what it raises, and MemoryError."""
     context: Any = multiprocessing.get_context(METHOD)
-    if METHOD == "forkserver":
-        context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     job = (step.name, step.config, limit, folder, inputs, step.digests)
     with ProcessPoolExecutor(1, context) as pool:
         try:

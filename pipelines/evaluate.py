@@ -51,14 +51,19 @@ PROMPTS = "prompts.json"  # scores of every prompt, so that runs can be paired
 TIMING = "timing.json"  # seconds and tokens of every chunk, by way
 
 
+def drafter_of(config: Config, folder: StageFolder) -> DraftConfig:
+    """The drafter that is judged: the one that was trained where `evaluate.draft` says so."""
+    start = folder.model(config, "draft")
+    return with_path(start, folder.inputs["train"]) if "train" in folder.inputs else start
+
+
 def drafts_of(config: Config, folder: StageFolder) -> dict[str, DraftConfig]:
     """The drafts to judge by name, the one that the summary is about last."""
-    start = folder.model(config, "draft")
+    judged = drafter_of(config, folder)
     if config.evaluate.draft == "given":
-        return {"given": start}
+        return {"given": judged}
     # As it is: `distill` alone makes a parallel one of it.
-    before = replace(start, kind=kind_of(None))
-    return {"before": before, "after": with_path(start, folder.inputs["train"])}
+    return {"before": replace(folder.model(config, "draft"), kind=kind_of(None)), "after": judged}
 
 
 def check(config: Config) -> None:

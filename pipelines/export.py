@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from draftkit.artifacts import read_json, write_text
-from draftkit.config import Config, DraftConfig
+from draftkit.config import Config
 from draftkit.engines.folder import write_plain_folder
 from draftkit.engines.hub import upload
 from draftkit.engines.launch import expected, launch_text, launched_gammas
 from draftkit.evaluation.cards import model_card, plain_card
 from draftkit.models.files import CARD
-from draftkit.models.loading import check_kind, model_config, with_path
+from draftkit.models.loading import check_kind, model_config
 from draftkit.models.parallel import ENCODER_DECODER, PARD, kind_of, parallel_of
 
 from .command import main
+from .evaluate import drafter_of
 from .plan import EXPORT
 from .prepare import check_pair
 from .product import SUMMARY
@@ -28,12 +29,6 @@ from .stage import StageFolder
 PLAIN, LAUNCH, JUDGED = "hf", "launch.md", "evaluate"
 
 check = check_pair
-
-
-def drafter_of(config: Config, folder: StageFolder) -> DraftConfig:
-    """The drafter to export."""
-    start = folder.model(config, "draft")
-    return with_path(start, folder.inputs["train"]) if "train" in folder.inputs else start
 
 
 def show(config: Config, folder: Path) -> None:

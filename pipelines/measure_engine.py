@@ -27,7 +27,7 @@ from draftkit.theory.acceptance import Rate, estimate
 
 from .command import main
 from .contexts import read_contexts
-from .evaluate import drafts_of
+from .evaluate import drafter_of
 from .lengths import answer_tokens
 from .plan import MEASURE_ENGINE
 from .product import SUMMARY
@@ -54,7 +54,7 @@ def scored(
     `cut` are those behind whose end the engine counts what it accepts.
     """
     target = load_target(folder.model(config, "target"), config.hardware)
-    draft = load_draft([*drafts_of(config, folder).values()][-1], target)
+    draft = load_draft(drafter_of(config, folder), target)
     totals = score_drafts(
         target.adapter,
         {"draft": draft},

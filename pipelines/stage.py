@@ -64,15 +64,12 @@ POLL_SECONDS = 1.0
 class StageFolder:
     """What a stage is given: its folder, its tracker, and its inputs by name, made by now.
 
-    inputs, digests: where they lie, and their checksums. `resumed`: an interrupted run began there.
-    `is_main` is false on the other processes of a distributed launch: they read and never write.
-    marks: moments by a clock that stands still while code compiles.
+    inputs, digests: where they lie, and their checksums. Of a distributed launch the first process
+    alone writes there. marks: moments by a clock that stands still while code compiles.
     """
 
     path: Path
     tracker: Tracker
-    resumed: bool = False
-    is_main: bool = True
     stage: str = ""
     inputs: Mapping[str, Path] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
@@ -85,8 +82,7 @@ class StageFolder:
     def note(self, text: str) -> None:
         """Print one line to the person who started the stage; a mark too."""
         self.mark(text)
-        if self.is_main:
-            print(f"{self.stage}: {text}" if self.stage else text, flush=True)
+        say(f"{self.stage}: {text}" if self.stage else text)
 
     def model(self, config: Config, key: str) -> Any:
         """The model of section `key` (`target` or `draft`): as it is given, or as it was made.
@@ -217,8 +213,8 @@ def make(product: Product, *, overwrite: bool = False, wait: bool = True) -> Non
     if is_first():
         _make_alone(product, overwrite=overwrite, wait=wait)
     elif product.stage.everywhere:
-        resumed = agree(None)
-        _compute(product, Tracker(None), resumed=resumed, is_main=False)
+        agree(None)
+        _compute(product, Tracker(None))
     else:
         while complete_summary(product) is None:  # the launcher ends us if the first process fails
             time.sleep(POLL_SECONDS)
@@ -309,12 +305,11 @@ def _run(product: Product, stored: dict[str, Any] | None) -> None:
     write_json(path / MANIFEST, manifest)
     write_text(path / CONFIG, yaml.safe_dump(asdict(config), sort_keys=False))
     tracker = tracker_of(config, path, product.name, manifest)
-    resumed = stored is not None
     if stage.everywhere:
-        agree(resumed)
+        agree(None)  # on that the folder is claimed: the others begin
     exit_code = 1
     try:
-        summary = _compute(product, tracker, resumed=resumed)
+        summary = _compute(product, tracker)
         tracker.summary(summary)
         exit_code = 0
     finally:
@@ -330,16 +325,12 @@ def _run(product: Product, stored: dict[str, Any] | None) -> None:
             file.unlink()
 
 
-def _compute(
-    product: Product, tracker: Tracker, *, resumed: bool, is_main: bool = True
-) -> dict[str, Any]:
+def _compute(product: Product, tracker: Tracker) -> dict[str, Any]:
     """The stage's own function, seeded; random state outside stays as it was."""
     keep_freed_memory()
     reset_peak(resolve_device(product.config.hardware))
     name = product.name
-    folder = StageFolder(
-        product.folder, tracker, resumed, is_main, name, product.paths, product.digests
-    )
+    folder = StageFolder(product.folder, tracker, name, product.paths, product.digests)
     started = time.perf_counter()
     try:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

@@ -15,6 +15,7 @@ from draftkit.data.rollouts import read_parts
 from draftkit.distillation.assembly import load_learner, load_teaching_target
 from draftkit.distillation.fit import Fitting, with_warmup
 from draftkit.distillation.progress import training_seconds
+from draftkit.distillation.ranks import is_first
 from draftkit.distillation.sources import TrainingTexts
 from draftkit.models.devices import resolve_device
 from draftkit.models.memory import peak_bytes
@@ -73,7 +74,7 @@ def train(config: Config, folder: StageFolder) -> dict[str, Any]:
         tracker=folder.tracker,
         note=folder.note,
     ).run()
-    if folder.is_main:
+    if is_first():
         fitted.save(folder.path / DRAFT)
     PartialState().wait_for_everyone()  # the group is left only when the drafter is saved
     outcome, lines = fitted.outcome, read_metrics(folder.path / FILE_NAME)

@@ -8,6 +8,7 @@ from typing import Any
 
 from draftkit.artifacts import atomic_path, read_json, remove, sha256_tree, write_json
 from draftkit.config import Config, OptimConfig
+from draftkit.distillation.ranks import is_first
 from draftkit.tracking import read_metrics
 from pipelines.product import Stage
 from pipelines.stage import StageFolder, is_record
@@ -47,20 +48,21 @@ class Toy:
         return {"rows": 3}
 
     def _down(self, config: Config, folder: StageFolder) -> dict[str, Any]:
-        self.runs.append("resumed down" if folder.resumed else "down")
-        path = folder.path / CHECKPOINT
-        state = read_checkpoint(path) if path.is_dir() else {"step": 0, "weight": 0.0}
+        path, state = folder.path / CHECKPOINT, {"step": 0, "weight": 0.0}
+        if path.is_dir():
+            state = read_checkpoint(path)
+        self.runs.append("resumed down" if state["step"] else "down")
         steps = config.optim.max_steps
         while state["step"] < steps:
             self.trouble(state["step"])
             step = state["step"] + 1
             state = {"step": step, "weight": state["weight"] / 2 + step}
             folder.tracker.log("train", step, {"weight": state["weight"]})
-            if step % 2 == 0 and step < steps and folder.is_main:
+            if step % 2 == 0 and step < steps and is_first():
                 with atomic_path(path) as temporary:
                     for name, value in state.items():
                         write_json(temporary / name, value)
-        if folder.is_main:
+        if is_first():
             with atomic_path(folder.path / "model") as temporary:
                 temporary.mkdir()
                 write_json(temporary / "weights.json", state["weight"])

@@ -48,7 +48,7 @@ from draftkit.theory.acceptance import speedup
 from draftkit.theory.speedup import Costs, expected_tokens, speedup_from_length
 
 from ..command import main
-from ..evaluate import drafts_of, prompts_in
+from ..evaluate import drafter_of, prompts_in
 from ..plan import CONTEXTS, JUDGED
 from ..prepare import check_pair
 from ..product import SUMMARY, Stage
@@ -91,7 +91,7 @@ def benchmark(config: Config, folder: StageFolder) -> dict[str, Any]:
     compiling = -compile_seconds()
     target = load_target(folder.model(config, "target"), config.hardware)
     adapter = target.adapter
-    draft = load_draft(list(drafts_of(config, folder).values())[-1], target)
+    draft = load_draft(drafter_of(config, folder), target)
     prompts = prompts_in(folder, folder.inputs["contexts"])
     points = points_of(config, adapter, draft, prompts, folder, ends=target.eos_token_ids)
     return {

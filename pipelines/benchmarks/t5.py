@@ -28,6 +28,7 @@ from draftkit.artifacts import atomic_path, read_json
 from draftkit.config import Config
 from draftkit.decoding.trace import KINDS
 from draftkit.evaluation.judge import Prompts, timing
+from draftkit.evaluation.report import interval, speedup_text
 from draftkit.models.loading import load_draft, load_target, save_model
 
 from ..configuration import compose_config
@@ -126,19 +127,9 @@ def write_seed(folder: Path, *, count: int = ROWS, vocab_size: int = VOCABULARY)
     save_model(model, tokenizer, folder / "model")
 
 
-def number(value: Any, digits: int = 3) -> str:
-    """An estimate with its interval, or a plain number."""
-    if not isinstance(value, dict):
-        return f"{value:.{digits}f}"
-    low, high = value["ci95"]
-    return f"{value['mean']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
 def speedups(judged: dict[str, Any]) -> list[str]:
     """Of the rounds, over plain decoding: predicted, and measured with its interval."""
-    speedup = judged["speedup"]
-    measured = {"mean": speedup["measured"], "ci95": speedup["ci95"]}
-    return [number(speedup["predicted"], 2), number(measured, 2)]
+    return [f"{judged['speedup']['predicted']:.2f}", speedup_text(judged)]
 
 
 def show(*rows: Sequence[object]) -> None:
@@ -206,7 +197,7 @@ def beside_hugging_face(config: Config) -> Iterator[list[object]]:
     ratios = next(one for one in points if one["method"] == SPECULATIVE)["ratios"]
     for one in points:
         ratio = ratios.get(one["method"])
-        over = ratio and number({"mean": ratio["median"], "ci95": ratio["ci95"]}, 2)
+        over = ratio and interval({"mean": ratio["median"], **ratio}, 2)
         yield [one["method"], f"{one['tokens_per_second']['median']:.0f}", over or 1]
 
 
@@ -230,8 +221,8 @@ def run(overrides: Sequence[str]) -> None:
     for index, (size, shape) in enumerate(DRAFTERS.items()):
         own = (f"target.path={target}", f"name=t5_{index}", *shape)
         for at, one in summary(EVALUATE, *own)["by_temperature"].items():
-            gain = [number(side["alpha"]) for side in (one["before"], one)]
-            cost = [number(one[key], 2) for key in ("cost_ratio", "acceptance_length")]
+            gain = [interval(side["alpha"]) for side in (one["before"], one)]
+            cost = [f"{one['cost_ratio']:.2f}", interval(one["acceptance_length"], 2)]
             sizes.append([size, at, *gain, one["gamma"], *cost, *speedups(one)])
         drafters.append(f"draft.path={made(TRAIN, *own) / 'draft'}")
     show(
@@ -258,14 +249,14 @@ def run(overrides: Sequence[str]) -> None:
     for proposer in COUNTED:
         ways = (f"name=t5_{proposer}", f"decode.proposer={proposer}")
         one = summary(EVALUATE, drafters[0], *given, *ways)
-        rows.append([proposer, *(number(one[k]) for k in ("alpha_decoding", "acceptance_length"))])
+        rows.append([proposer, *map(interval, (one["alpha_decoding"], one["acceptance_length"]))])
     show(["proposals from counts, T = 1", "accepted of those tested", "tau"], *rows)
 
     rows = []
     for divergence in DIVERGENCES:
         how = (f"name=t5_{divergence}", f"divergence={divergence}", "source=draft")
         gains = summary(EVALUATE, *DRAFTERS[ONE_OF_THEM], *how)["by_temperature"]
-        rows.append([divergence, *(number(one["alpha_gain"]) for one in gains.values())])
+        rows.append([divergence, *(interval(one["alpha_gain"]) for one in gains.values())])
     named = f"{ONE_OF_THEM}, learning on its own samples"
     show([named, "alpha gained, T = 0", "T = 1"], *rows)
 

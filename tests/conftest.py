@@ -17,6 +17,7 @@ import resource  # noqa: E402
 import socket  # noqa: E402
 from collections import Counter  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
@@ -153,3 +154,9 @@ def short_bursts() -> Iterator[None]:
     patch.setattr("draftkit.evaluation.judge.CHOOSING_TURNS", 1)
     yield
     patch.undo()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of outputs for all tests of a file, which share what lies there."""
+    return tmp_path_factory.mktemp("outputs")

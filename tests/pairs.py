@@ -3,22 +3,12 @@
 import shutil
 from pathlib import Path
 
-import torch
-
-from draftkit.artifacts import read_json, write_json
 from draftkit.models.loading import save_model
-from draftkit.models.shrink import write_kept_ids
 from tests import tiny
 from tests.tiny import byte_tokenizer
 
 PATHS = ["target.path={0}/target", "draft.path={0}/draft"]
-# Models that are others than in the pair, by what is other about them.
-OTHERS = {
-    "target": ("target",),
-    "tokenizer": ("target", "draft"),
-    "draft": ("draft",),
-    "kept_ids": ("draft",),
-}
+OTHERS = ("target", "draft")  # models of which there is another one
 
 
 def save_pairs(folder: Path) -> None:
@@ -30,17 +20,6 @@ def save_pairs(folder: Path) -> None:
         shutil.copytree(folder / "pair", folder / name)
     save_model(tiny.model(seed=1), byte_tokenizer(), folder / "target" / "target")
     save_model(tiny.related(target, seed=2), byte_tokenizer(), folder / "draft" / "draft")
-    for model in OTHERS["tokenizer"]:
-        swap_ids(folder / "tokenizer" / model / "tokenizer.json")
-    write_kept_ids(folder / "kept_ids" / "draft", torch.arange(tiny.VOCAB_SIZE - 2))
-
-
-def swap_ids(path: Path) -> None:
-    """Let two bytes change places in a tokenizer."""
-    content = read_json(path)
-    vocabulary = content["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    write_json(path, content)
 
 
 def paths(folder: Path) -> list[str]:

@@ -1,6 +1,5 @@
 """Files are whole or absent: after success, after failure, after a kill, on a full disk."""
 
-import errno
 import json
 import math
 import os
@@ -30,22 +29,6 @@ from draftkit.artifacts import (
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
-    write_text(tmp_path / "a.txt", "old")
-    write_text(tmp_path / "a.txt", "new")
-    assert (tmp_path / "a.txt").read_text() == "new"
-    assert names(tmp_path) == ["a.txt"]
-
-
-def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
-    for content in ("old", "new"):
-        with atomic_path(tmp_path / "model") as temporary:
-            temporary.mkdir()
-            (temporary / f"{content}.bin").write_text(content)
-    assert names(tmp_path) == ["model"]
-    assert names(tmp_path / "model") == ["new.bin"]
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -104,22 +87,6 @@ def test_a_folder_that_cannot_take_its_place_gives_the_old_one_back(
         put()
     assert names(tmp_path) == ["model"]
     assert names(tmp_path / "model") == ["old"]
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_leaves_the_previous_file_and_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    write_json(tmp_path / "a.json", {"good": 1})
-
-    def full(descriptor: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=os.strerror(number)):
-        write_json(tmp_path / "a.json", {"good": 2})
-    assert read_json(tmp_path / "a.json") == {"good": 1}
-    assert names(tmp_path) == ["a.json"]
 
 
 def test_a_file_reaches_the_disk_before_its_name_does(

@@ -18,15 +18,14 @@ from draftkit.data.rollouts import read_parts, read_records
 from draftkit.models.loading import load_tokenizer, save_model
 from pipelines.command import launch
 from pipelines.configuration import compose_config
-from pipelines.plan import DISTILL, TEXTS
-from pipelines.stage import ensure
+from pipelines.plan import DISTILL
 from tests import tiny
 from tests.launching import Forked
 from tests.online.traffic import stored
 from tests.services import buffer_of
 from tests.serving.fakes import ask
 from tests.smoke import smoke, splits_of
-from tests.templates import byte_bpe, chat, headers, thinking
+from tests.templates import chat, headers, thinking
 from tests.test_serve import address_of
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
@@ -154,46 +153,3 @@ def test_a_draft_of_a_smaller_context_lowers_lengths_too(tmp_path: Path) -> None
         for name in ("draft", "short")
     )
     assert (whole.room.total, less.room.total) == (CONTEXT, 64)
-
-
-LONG = "the draft proposes a few tokens " * 40
-NO_TEMPLATE = [{"messages": conversation(n)} for n in range(9)]
-
-
-@pytest.mark.parametrize(
-    ("make", "rows", "overrides", "line"),
-    [
-        (
-            lambda: byte_bpe(bos=False),
-            NO_TEMPLATE,
-            [],
-            r"holds `messages`, but .* no chat template",
-        ),
-        (
-            headers,
-            [{"messages": [*conversation(n), {"role": "tool", "content": "x"}]} for n in range(9)],
-            [],
-            r"refuses the chat that begins 'say \d' \(there are\): change such rows",
-        ),
-        (
-            thinking,
-            [{"prompt": f"{n} {LONG}"} for n in range(9)],
-            ["data.max_prompt_tokens=64"],
-            r"no row of the train split is usable, all are longer than 64 tokens of prompt",
-        ),
-        (thinking, NO_TEMPLATE, ["data.template_options={thinkin: 1}"], r"has no 'thinkin'$"),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_nothing(
-    tmp_path: Path,
-    make: Callable[[], Fast],
-    rows: list[dict[str, Any]],
-    overrides: list[str],
-    line: str,
-) -> None:
-    save_pair(tmp_path, "llama", make())
-    with pytest.raises(ValueError, match=line) as error:
-        ensure(TEXTS, config_of(tmp_path, rows, *overrides))
-    assert "\n" not in str(error.value)
-    made = sorted(path.name for path in (tmp_path / "outputs" / "shared").iterdir())
-    assert made == ["checksums.json"]

@@ -84,17 +84,6 @@ def address(model: Path, **options: Any) -> str:
     return address_of_model(TargetConfig(path=str(model), **options), root)
 
 
-def test_what_lies_beside_a_model_is_no_part_of_it(model: Path) -> None:
-    """A download that is repeated renews a time; notes, cards and code that nobody trusts."""
-    before = address(model)
-    record = model / ".cache" / "huggingface" / "download" / "config.json.metadata"
-    record.write_text("commit\netag\n1764099999.9\n")
-    (model / "notes.txt").write_text("fine")
-    (model / "README.md").write_text("a card")
-    (model / "modeling_own.py").write_text("pass")
-    assert address(model) == before
-
-
 def test_every_file_that_loading_reads_is_part_of_a_model(model: Path) -> None:
     read = ["config.json", "generation_config.json", "model.safetensors", "kept_ids.json"]
     read += ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]

@@ -19,7 +19,7 @@ from pipelines.command import run_command
 from pipelines.compare import compare, show
 from pipelines.rankings import Ranking, differing, rankings, recommendation
 from pipelines.runs import Run, expand, read_run, read_runs
-from pipelines.sheet import as_csv, grid_tables, page_of, scatter
+from pipelines.sheet import as_csv, grid_tables, page_of
 
 DOCUMENTS = 24
 
@@ -449,14 +449,6 @@ def test_the_page_needs_nothing_else_and_escapes_what_runs_are_called(grid: Path
     assert text.count("<svg") == 8
     for part in ("Take forward_kl / draft", "surely above", "x: evaluate unfinished", "0.62"):
         assert part in text
-
-
-def test_a_figure_names_what_no_other_run_beats() -> None:
-    points = [(1.0, 1.2, "quick"), (2.0, 1.1, "beaten"), (3.0, 1.5, "best")]
-    made = scatter(points, "minutes", "speed-up")
-    assert made.words.endswith("no other run beats quick, best.")
-    assert made.svg.count("quick") == 2  # in the drawing and in what is read aloud
-    assert made.svg.count("beaten") == 0
 
 
 def test_a_page_and_a_table_of_nothing_say_so() -> None:

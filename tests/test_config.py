@@ -166,15 +166,6 @@ def test_flatten_names_every_setting_as_the_user_types_it() -> None:
     assert len(flat) == leaves(Config())
 
 
-def test_a_section_can_be_flattened_under_its_name() -> None:
-    assert flatten(DecodeConfig(gamma=3), "decode.") == {
-        "decode.gamma": 3,
-        "decode.proposer": "sampled",
-        "decode.verification": "speculative",
-        "decode.compile": "auto",
-    }
-
-
 def test_a_proposer_is_one_of_those_there_are_and_none_is_plain_decoding() -> None:
     assert DecodeConfig(proposer="none", gamma=4).gamma == 0
     with pytest.raises(ValueError, match=r"^decode\.proposer must be one of sampled, .*'eagle'$"):

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from draftkit.artifacts import read_json
-from draftkit.config import Config
 from pipelines.command import launch
 from pipelines.plan import EXPORT
 from pipelines.product import SUMMARY, plan
@@ -23,28 +22,15 @@ def given(tmp_path: Path) -> list[str]:
     return [*paths, "evaluate.draft=given", "decode.gamma=3"]
 
 
-def folder_of(config: Config) -> Path:
-    launch(EXPORT, config)
-    return plan(EXPORT, config).folder
-
-
 def test_a_given_pair_is_written_with_the_commands_of_each_engine(
     tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = folder_of(smoke(tmp_path, *given))
+    config = smoke(tmp_path, *given)
+    launch(EXPORT, config)
+    folder = plan(EXPORT, config).folder
     summary, text = read_json(folder / SUMMARY), (folder / "launch.md").read_text()
     assert f"vllm serve {tmp_path / 'target'} " in text
     assert '"num_speculative_tokens": 3,' in text
     assert summary["gamma"] == 3
     assert "has not been measured" in (folder / "hf" / "README.md").read_text()
     assert f"note: {summary['notes'][0]}" in capsys.readouterr().out
-
-
-def test_nothing_is_made_again_and_another_choice_is_refused(
-    tmp_path: Path, given: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder_of(smoke(tmp_path, *given))
-    folder_of(smoke(tmp_path, *given))
-    assert "nothing to do" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"export\.dtype was None, now 'bfloat16'"):
-        launch(EXPORT, smoke(tmp_path, *given, "export.dtype=bfloat16"))

@@ -3,9 +3,6 @@
 The server is on this machine, and counts requests: libraries alone would send a dozen.
 """
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -172,21 +169,3 @@ def test_what_is_in_the_cache_needs_no_network(
     assert served_sampling(TargetConfig(path=NAME), {})[0] == Config().sampling
     with pytest.raises(ValueError, match="does not answer"):
         hub_has(NAME, "other.json", section="target")
-
-
-def test_a_command_ends_by_one_line_and_writes_nothing(tmp_path: Path) -> None:
-    rows, root = tmp_path / "rows.jsonl", tmp_path / "outputs"
-    rows.write_text('{"prompt": "a", "completion": "b"}\n' * 9)
-    words = [f"target.path={NAME}", f"draft.path={NAME}", f"data.path={rows}", f"root={root}"]
-    environment = {**os.environ, "HF_ENDPOINT": CLOSED, "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pipelines.distill", "+experiment=pair", *words],
-        env={**environment, "HF_HOME": str(tmp_path / "home")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"distill: target.path {NAME}: no folder here, not in the hub's cache")
-    assert [path.name for path in root.iterdir()] == [".hydra"]

@@ -62,11 +62,6 @@ def given_target() -> list[str]:
     return ["target=local", f"target.path={trained_target('data.max_rows=120')}"]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("online")
-
-
 def composed(root: Path, *overrides: str) -> Any:
     return compose_config([*overrides, f"root={root}", *SMALL, *given_target()])
 

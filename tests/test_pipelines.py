@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import draftkit.models.files
 import pipelines.stage
@@ -20,9 +19,8 @@ from draftkit.data.prompts import read_splits
 from draftkit.data.rollouts import read_parts
 from draftkit.evaluation.engines import best_gamma_of
 from draftkit.models.files import CARD
-from pipelines.benchmarks import decoder, training
+from pipelines.benchmarks import decoder
 from pipelines.command import launch
-from pipelines.configuration import compose_config
 from pipelines.contexts import read_contexts
 from pipelines.plan import DISTILL, EVALUATE, EXPORT, GENERATE, PREPARE, SCORES, TRAIN
 from pipelines.product import Stage, plan
@@ -30,12 +28,6 @@ from pipelines.stage import ensure
 from tests.smoke import numbers, paths_of, same_weights, smoke
 
 pytestmark = pytest.mark.usefixtures("short_bursts")
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    """One folder of outputs for the tests that may share what `prepare` makes."""
-    return tmp_path_factory.mktemp("outputs")
 
 
 @pytest.fixture(scope="module")
@@ -118,20 +110,6 @@ def test_an_export_launches_the_judged_drafter_and_says_what_to_expect(finished,
     assert f"sglang    {tokens:.2f} tokens a pass at gamma" in capsys.readouterr().out
 
 
-def test_the_numbers_of_an_evaluation_lie_where_they_must(finished):
-    """That none is missing is a golden test's business."""
-    judged = read_json(finished / "evaluate" / "summary.json")
-    for summary in (judged, judged["before"], judged["by_temperature"]["1"]):
-        assert 0 < summary["alpha_exact_match"]["mean"] <= summary["alpha"]["mean"] <= 1
-        assert len(summary["acceptance_per_position"]) == summary["gamma"]
-        whole = summary["speedup"]["end_to_end"]
-        assert whole["chunks"] >= whole["units"] > 0
-        assert summary["lossless"]["passed"] is True
-        assert all(summary[f"{key}_ratio"] > 0 for key in ("cost", "verify", "overhead"))
-    beside = judged["prompt_lookup"]["acceptance_length"]["mean"]
-    assert 1 <= beside <= judged["gamma"] + 1
-
-
 def test_every_way_is_timed_at_its_own_number_and_every_chunk_of_it_is_kept(finished, root, capsys):
     judged = read_json(finished / "evaluate" / "summary.json")
     kept = read_json(finished / "evaluate" / "timing.json")["1"]
@@ -158,35 +136,13 @@ def test_every_way_is_timed_at_its_own_number_and_every_chunk_of_it_is_kept(fini
 
 
 @pytest.mark.usefixtures("finished")
-@pytest.mark.parametrize("name", ["argmax", "ngram"])
-def test_the_drafter_is_judged_as_it_is_served(root, capsys, name):
-    """An argmax draft is accepted as often as `alpha_greedy_draft` says; sampled text differs."""
-    options = [f"name={name}", "evaluate.draft=given", "evaluate.calibration_turns=1"]
-    summary = launch(EVALUATE, smoke(root, f"decode.proposer={name}", *options))
-    assert summary["proposer"] == name
+def test_proposals_that_are_counted_are_judged_by_the_training_texts(root):
+    options = ["name=ngram", "evaluate.draft=given", "evaluate.calibration_turns=1"]
+    summary = launch(EVALUATE, smoke(root, "decode.proposer=ngram", *options))
+    assert summary["proposer"] == "ngram"
     assert summary["lossless"]["passed"] is True
     assert summary["acceptance_rate"]["n"] >= summary["alpha_decoding"]["n"] > 0
-    shown = capsys.readouterr().out
-    assert f"proposer {name}" in shown
-    assert set(summary["ways"]) == {"prompt_lookup", "drafter" if name == "argmax" else name}
-    assert "all ways, end to end" in shown
-    if name == "argmax":
-        served, stated = summary["alpha_decoding"], summary["alpha_greedy_draft"]
-        assert served["mean"] == pytest.approx(stated["mean"], abs=0.1)  # too few for intervals
-        assert summary["alpha"]["mean"] > stated["mean"]
-
-
-def test_smoke_says_that_it_only_shows_that_all_works(finished, root, capsys):
-    """Six prompts of untrained models deploy nothing, whatever their clock says."""
-    judged = read_json(finished / "evaluate" / "summary.json")
-    assert judged["verdict"] == judged["before"]["verdict"] == "inconclusive"
-    assert judged["reason"].startswith("this run only shows that every part works: ")
-    assert judged["best_of"] == "none"
-    launch(EVALUATE, smoke(root))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "INCONCLUSIVE" in shown
-    assert "DEPLOY" not in shown
-    assert "no intervals: 8 documents, 20 needed" in shown
+    assert set(summary["ways"]) == {"prompt_lookup", "ngram"}
 
 
 def test_answers_know_the_documents_of_their_prompts(finished, root):
@@ -204,15 +160,6 @@ def test_answers_know_the_documents_of_their_prompts(finished, root):
     judged = read_json(finished / "evaluate" / "summary.json")
     scored = read_json(finished / "evaluate" / "prompts.json")["1"]["after"]
     assert judged["alpha"]["documents"] == len(set(scored["documents"])) == 8
-
-
-def test_tau_and_the_per_position_rates_come_from_one_histogram(finished):
-    judged = read_json(finished / "evaluate" / "summary.json")
-    rates = judged["acceptance_per_position"]
-    assert judged["acceptance_length"]["mean"] == pytest.approx(1 + sum(rates))
-    assert judged["acceptance_rate"]["mean"] == pytest.approx(sum(rates) / judged["gamma"])
-    histogram = judged["accept_counts"]
-    assert judged["acceptance_length"]["n"] == sum(histogram)
 
 
 def test_evaluation_prompts_are_held_out_of_training(finished, root):
@@ -368,6 +315,11 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
     summary = launch(decoder.STAGE, smoke(root))
     assert summary == read_json(root / "smoke" / "benchmark" / "summary.json")
     assert set(summary["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
+    plain, drafted, *_ = summary["points"]
+    for name in ("plain", "hf_plain", "hf_assisted"):
+        assert summary[f"ratio_to_{name}"] == drafted["ratios"][name]["median"]
+    assert summary["plain_ratio_to_hf_plain"] == plain["ratios"]["hf_plain"]["median"]
+    assert summary["prediction_error"] == drafted["prediction_error"]
     assert summary["compile_seconds"] == 0
     assert summary["peak_memory_bytes"] > 1e7
     measured = [(p["temperature"], p["batch_size"], p["method"]) for p in summary["points"]]
@@ -387,16 +339,6 @@ def test_the_benchmark_measures_the_trained_pair_beside_hugging_face(root, capsy
     monkeypatch.setitem(decoder.CASES, "cpu", {100: decoder.BOTH})
     with pytest.raises(ValueError, match=r"^evaluate\.prompts: 100 rows need 200 held-out"):
         launch(decoder.STAGE, smoke(root, "name=crowd", "evaluate.draft=given"))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for machines without CUDA")
-@pytest.mark.parametrize("script", [decoder, training])
-def test_a_benchmark_without_its_gpu_is_one_line_and_leaves_no_folder(tmp_path, script):
-    config = compose_config(["+experiment=bench_gpu", f"root={tmp_path}", "tracker=none"])
-    with pytest.raises(ValueError, match="no CUDA device is visible") as error:
-        launch(script.STAGE, config)
-    assert "\n" not in str(error.value)
-    assert not list(tmp_path.rglob("manifest.json"))
 
 
 # The same run again, interrupted or not

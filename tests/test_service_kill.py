@@ -19,11 +19,6 @@ ROUNDS = 8
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("killed")
-
-
-@pytest.fixture(scope="module")
 def records(root: Path) -> list[Record]:
     return list(read_parts(ensure(GENERATE, composed(root, "+experiment=serve"))))
 

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from draftkit.config import Config
 from draftkit.data.rollouts import read_parts
@@ -26,12 +24,6 @@ def smoke(root: Path, *overrides: str) -> Config:
     short = ["generate.rollouts=8", "optim.max_steps=4", "optim.logging_steps=1"]
     given += ["target=local", f"target.path={trained_target()}"]
     return composed(*given, *short, "optim.save_steps=2", "optim.eval_steps=4", *overrides)
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder of outputs, so that the models are made once."""
-    return tmp_path_factory.mktemp("outputs")
 
 
 @pytest.fixture(autouse=True)
@@ -59,37 +51,6 @@ def test_every_source_trains_and_writes_no_texts(
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert not [*folder.rglob("*.parquet")]
-
-
-def test_a_run_stopped_inside_a_block_ends_like_an_uninterrupted_one(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = ["source=mix", "source.refresh_steps=2", "optim.save_steps=1"]
-    whole = ensure(TRAIN, smoke(root, "name=whole", *options))
-    monkeypatch.setattr("draftkit.distillation.fit.train", stopping_at(3))
-    with pytest.raises(KeyboardInterrupt):
-        ensure(TRAIN, smoke(root, "name=cut", *options))
-    monkeypatch.undo()
-    cut = ensure(TRAIN, smoke(root, "name=cut", *options))
-    lines = [line for line in read_metrics(cut / "metrics.jsonl") if "loss" in line]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4]  # it went on at step 2
-    first, second = (load_file(path / "draft" / "model.safetensors") for path in (whole, cut))
-    assert all(torch.equal(first[key], second[key]) for key in first)
-
-
-def stopping_at(step: int) -> Any:
-    """`train` that is interrupted when it reports `step`."""
-    from draftkit.distillation.loop import train
-
-    def interrupted(*arguments: Any, log: Any, **options: Any) -> Any:
-        def stop(at: int, metrics: Any) -> None:
-            log(at, metrics)
-            if at == step:
-                raise KeyboardInterrupt
-
-        return train(*arguments, log=stop, **options)
-
-    return interrupted
 
 
 @pytest.mark.parametrize("source", ["block", "replay"])
@@ -131,13 +92,3 @@ def test_an_engine_over_http_gives_the_rollouts_of_the_decoder(root: Path) -> No
     # Complete: nobody is asked again, not even at another address.
     elsewhere = replace(asked, generate=replace(asked.generate, url="http://127.0.0.1:9/v1"))
     assert ensure(GENERATE, elsewhere) == folder
-
-
-def test_an_engine_that_refuses_is_one_line_and_leaves_no_folder(root: Path) -> None:
-    with served(Engine(None, (0,), str)) as engine:
-        engine.failures = [401] * 99
-        config = smoke(root, f"generate.url={engine.url}", "generate.model=other")
-        with pytest.raises(ValueError, match=r"^generate\.url http.*status 401") as error:
-            ensure(GENERATE, config)
-    assert "\n" not in str(error.value)
-    assert not plan(GENERATE, config).folder.exists()

@@ -83,27 +83,6 @@ def test_a_command_composes_runs_and_then_has_nothing_to_do(command: Command, to
     assert [child.name for child in Path().iterdir()] == ["outputs"]
 
 
-@pytest.mark.parametrize(
-    ("argument", "told"),
-    [
-        ("+experiment=quikstart", "did you mean quickstart"),
-        ("+optim.lerning_rate=1", "did you mean optim.learning_rate"),
-        ("decode.gamma=-1", "decode.gamma must lie in 0..32, or be auto, got -1"),
-        ("decode.gamma=[3", "[3"),
-    ],
-)
-def test_bad_input_is_one_line_exit_code_2_and_no_stage_folder(
-    command: Command, toy: Toy, argument: str, told: str
-) -> None:
-    code, out, err = command(argument)
-    assert code == 2
-    assert out == ""
-    assert told in one_line(err)
-    assert err.startswith("down: ")
-    assert toy.runs == []
-    assert not Path("outputs/default").exists()
-
-
 @pytest.mark.parametrize("sweep", [(), ("-m",), ("seed=1,2", "-m")])
 def test_a_name_that_leads_elsewhere_is_refused_before_anything_is_written(
     command: Command, toy: Toy, sweep: tuple[str, ...]

@@ -5,33 +5,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
-from draftkit.config import Config, SamplingConfig
+from draftkit.config import SamplingConfig
 from draftkit.decoding.generation import Completion
 from draftkit.evaluation import walltime
-from draftkit.evaluation.judge import Prompts
 from draftkit.evaluation.walltime import Chunk, FullBatch, Setting, Timed, decoding
 from draftkit.theory.speedup import Costs
 from pipelines.benchmarks.decoder import (
-    CASES,
     greedy_agreement,
-    headline,
-    measure,
     median_interval,
     paired_ratio,
     prediction,
-    show_points,
 )
 from pipelines.benchmarks.decoder_peers import PAD, generation_config, hugging_face
 from tests import tiny
 
 GREEDY = SamplingConfig(temperature=0.0)
-PROMPTS = Prompts(
-    test=tiny.prompts([5, 3, 8, 6, 4, 7]), calibration=tiny.prompts([4, 6, 5], seed=1)
-)
-pytestmark = pytest.mark.usefixtures("short_bursts")
 SETTING = Setting(sampling=GREEDY, max_new_tokens=12, gamma=3, capacity=40)
+CROWD, TEXTS = replace(SETTING, batch_size=3), tiny.prompts([5, 3, 8])
 
 
 @pytest.fixture(scope="module")
@@ -39,57 +30,7 @@ def pair():
     return tiny.pair()
 
 
-@pytest.fixture(scope="module")
-def greedy(pair):
-    """Every method of single greedy rows."""
-    points = measure(Config(), *pair, PROMPTS, SETTING, CASES["cpu"][1])
-    return {point["method"]: point for point in points}
-
-
 # A setting
-
-
-def test_greedy_answers_are_those_of_hugging_face(greedy):
-    for point in greedy.values():
-        assert (point["prompts"], point["chunks"]) == (6, 6)
-    for name in ("plain", "speculative"):
-        same = greedy[name]["beside_hf"]
-        assert same["compared"] == 6
-        assert same["identical"] + same["near_ties"] == 6
-        assert same["different"] == 0
-
-
-def test_the_headline_has_the_keys_that_other_tools_read(greedy):
-    top, drafted = headline(list(greedy.values())), greedy["speculative"]
-    assert top == {
-        "ratio_to_plain": drafted["ratios"]["plain"]["median"],
-        "ratio_to_hf_assisted": drafted["ratios"]["hf_assisted"]["median"],
-        "ratio_to_hf_plain": drafted["ratios"]["hf_plain"]["median"],
-        "plain_ratio_to_hf_plain": greedy["plain"]["ratios"]["hf_plain"]["median"],
-        "acceptance_length": drafted["acceptance_length"],
-        "prediction_error": drafted["prediction_error"],
-    }
-    assert "plain" not in greedy["plain"]["ratios"]
-    assert set(drafted["acceptance_length"]) == {"mean", "ci95", "n", "prompts", "documents"}
-    # a row of its own is a full batch to its end
-    assert drafted["full_length"] == drafted["acceptance_length"]["mean"] > 1
-
-
-def test_a_setting_is_shown_in_eighty_columns_one_line_a_method(greedy):
-    console = Console(width=80, highlight=False)
-    crowd = greedy["speculative"] | {"batch_size": 16, "full_length": 3.5, "temperature": 1.0}
-    wide = {"median": 12345.6, "quartiles": [11111.1, 13333.3]}
-    with console.capture() as capture:
-        show_points([*greedy.values(), crowd | {"tokens_per_second": wide}], console)
-    lines = capture.get().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0] == "greedy, batch 1, eager: 6 prompts in 6 chunks"
-    for name in ("plain", "speculative", "HF plain", "HF assisted", "HF prompt lookup"):
-        (line, *_) = [line for line in lines if line.startswith(f"  {name}  ")]
-        assert line.count("[") == 3 - ("plain" in name)
-    text = "\n".join(lines)
-    for part in ("plain = HF plain: ", "of full batches, tau 3.50: predicted", "  12346 [11111, 1"):
-        assert part in text
 
 
 def test_the_prediction_and_what_it_is_held_against_are_of_full_batches():
@@ -142,7 +83,7 @@ def test_ratios_are_paired_by_chunk_and_hold_the_prefill():
 
 def test_only_differences_by_more_than_rounding_count_as_different(pair):
     """The second best token is no near-tie."""
-    target, prompt = pair[0], PROMPTS.test[0]
+    target, prompt = pair[0], TEXTS[0]
     tokens = torch.tensor([prompt])
     keep = torch.zeros_like(tokens, dtype=torch.bool)
     keep[:, -1] = True
@@ -157,8 +98,6 @@ def test_only_differences_by_more_than_rounding_count_as_different(pair):
 
 
 # The peers
-
-CROWD, TEXTS = replace(SETTING, batch_size=3), tiny.prompts([5, 3, 8])
 
 
 def outputs(method, prompts, first=0):

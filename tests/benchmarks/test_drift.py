@@ -18,11 +18,6 @@ from tests.test_online import composed
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("drift")
-
-
-@pytest.fixture(scope="module")
 def drifted(root: Path) -> Iterator[Path]:
     """The experiment on a short stream, which stays short as long as this folder is looked at."""
     patch = pytest.MonkeyPatch()

@@ -9,6 +9,7 @@ import httpx
 import pytest
 import torch
 from openai import OpenAI
+from scipy.stats import chisquare
 
 import draftkit
 from draftkit.artifacts import read_json
@@ -17,8 +18,9 @@ from draftkit.data.prompts import read_splits
 from draftkit.decoding.decoder import Decoder
 from draftkit.decoding.generation import DRAFT_ID, finish, make_requests
 from draftkit.decoding.proposers import DraftModelProposer
-from draftkit.models.loading import load_draft, load_model, load_target
+from draftkit.models.loading import load_draft, load_model, load_target, save_model
 from draftkit.serving.texts import Texts
+from draftkit.theory.verification import Verifier
 from pipelines.benchmarks.t5 import pairs, write_seed
 from pipelines.command import launch
 from pipelines.plan import DISTILL, EVALUATE, EXPORT, PREPARE, TEXTS, TRAIN
@@ -28,6 +30,7 @@ from tests import tiny
 from tests.serving import running
 from tests.serving.fakes import NAME, serving
 from tests.smoke import smoke
+from tests.theory import mutants
 
 CPU = HardwareConfig(device="cpu", dtype="float32")
 START, END = 0, 1
@@ -115,13 +118,14 @@ def test_it_is_distilled_judged_and_exported(
     assert "vllm serve" not in text + (folder / "hf" / "README.md").read_text(encoding="utf-8")
 
 
-def test_greedy_answers_are_those_of_generate(root: Path, drafter: Path) -> None:
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_greedy_answers_are_those_of_generate(root: Path, drafter: Path, batch_size: int) -> None:
     """Token for token on 32 prompts, of a target that has learned something."""
     target = load_target(TargetConfig(path=str(drafter)), CPU)
     draft = load_draft(DraftConfig(path=str(root / "t5" / "model")), target)
     rows = [example.prompt_ids for example in read_splits(ensure(TEXTS, config_of(root))).train]
     rows, greedy = rows[:32], SamplingConfig(temperature=0.0)
-    decoder = Decoder(target.adapter, slots=8, capacity=96, eos_token_ids=(END,))
+    decoder = Decoder(target.adapter, slots=batch_size, capacity=96, eos_token_ids=(END,))
     decoder.attach(DRAFT_ID, DraftModelProposer(draft))
     made = finish(decoder, [*make_requests(rows, max_new_tokens=24, sampling=greedy, gamma=3)])
     for row, answer in zip(rows, made, strict=True):
@@ -129,6 +133,41 @@ def test_greedy_answers_are_those_of_generate(root: Path, drafter: Path) -> None
             input_ids=torch.tensor([row[:-1]]), max_new_tokens=24, do_sample=False
         )[0, 1:].tolist()
         assert answer.output_ids == expected
+
+
+def p_value(verifier: Verifier | None = None) -> float:
+    """Of 6,000 answers of two tokens by a tiny pair, against the target's exact law."""
+    target, draft = tiny.seq2seq_pair()
+    text, sampling = [5, 9, 3, tiny.START], SamplingConfig(temperature=0.5)
+    decoder = Decoder(target, slots=500, capacity=24)
+    if verifier is not None:
+        decoder.verifier = verifier
+    decoder.attach(DRAFT_ID, DraftModelProposer(draft))
+    made = finish(
+        decoder, [*make_requests([text] * 6000, max_new_tokens=2, sampling=sampling, gamma=2)]
+    )
+
+    def law(*rows: list[int]) -> torch.Tensor:
+        """[R, V] after each row, at temperature 0.5."""
+        tokens = torch.tensor(rows)
+        keep = (torch.arange(len(rows[0])) == len(rows[0]) - 1).expand(len(rows), -1)
+        with torch.no_grad():
+            return (2 * target.score(tokens, keep).double()).softmax(-1)
+
+    first = law(text)
+    pairs_of = (first.T * law(*([*text, a] for a in range(first.shape[1])))).flatten()
+    ids = torch.tensor([one.output_ids for one in made])
+    seen = torch.bincount(ids[:, 0] * first.shape[1] + ids[:, 1], minlength=len(pairs_of))
+    often = len(made) * pairs_of > 20
+    cells = [[*one[often].tolist(), float(one[~often].sum())] for one in (seen, pairs_of)]
+    assert len(cells[0]) > 4
+    return float(chisquare(cells[0], [len(made) * p for p in cells[1]]).pvalue)
+
+
+def test_sampled_answers_have_the_targets_law() -> None:
+    assert p_value() > 1e-3
+    broken = mutants.verification_mutant("correction drawn afresh from the draft")
+    assert p_value(broken.VERIFIERS["speculative"]) < 1e-6
 
 
 def test_a_server_answers_completions_and_refuses_chats() -> None:
@@ -164,6 +203,10 @@ def test_the_library_takes_it(root: Path, drafter: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            ("draft.path={causal}",),
+            r"draft\.path: llama is a decoder-only one, and the target \(t5",
+        ),
         (("draft.kind=pard",), r"draft\.kind=pard: the target is an encoder-decoder model \(t5\)"),
         (
             ("draft.shrink.layers=1", "draft.shrink.vocabulary=9"),
@@ -178,15 +221,24 @@ def test_the_library_takes_it(root: Path, drafter: Path) -> None:
             ("data.path={own}/plain.jsonl",),
             "holds `text`, and the target is an encoder-decoder: gi",
         ),
+        (
+            ("target.path={own}/no_start",),
+            "t5 has no decoder_start_token_id: add the first id of d",
+        ),
     ],
     ids=lambda one: one[0][:40] if isinstance(one, tuple) else "",
 )
 def test_refusals(root: Path, tmp_path: Path, settings: Sequence[str], message: str) -> None:
+    target = load_target(TargetConfig(path=str(root / "t5" / "model")), CPU)
+    save_model(tiny.model(vocab_size=len(target.tokenizer)), target.tokenizer, tmp_path / "causal")
     turns = '{"messages": [{"role": "user", "content": "a"}]}\n' * 40
     (tmp_path / "chats.jsonl").write_text(turns, encoding="utf-8")
     (tmp_path / "plain.jsonl").write_text('{"text": "a b c d"}\n' * 40, encoding="utf-8")
-    words = [one.format(own=tmp_path) for one in settings]
-    config = config_of(root, *words, "name=refused")
+    model: Any = target.adapter.model
+    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
+    save_model(model, target.tokenizer, tmp_path / "no_start")
+    places = {"own": tmp_path, "causal": tmp_path / "causal"}
+    config = config_of(root, *(one.format(**places) for one in settings), "name=refused")
     with pytest.raises(ValueError, match=message) as error:
         launch(TRAIN, config)
     assert "\n" not in str(error.value)

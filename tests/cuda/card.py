@@ -79,3 +79,19 @@ def no_waiting(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def milliseconds(device: torch.device, function: Any, *, times: int = 20) -> float:
+    """A call of `function` on `device`, the mean of `times` after two that do not count."""
+    for _ in range(2):
+        function()
+    if device.type != "cuda":
+        function()
+        return 0.0
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / times
